@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+include_guard(GLOBAL)
+
+# fdm_add_core(SOURCES <file>...)
+#   Builds the Python module `_core` with nanobind's split mode: the module holds only our code and is bound to Python's
+#   stable ABI, so one file serves every Python from the floor in pyproject.toml; nanobind's own half comes from the
+#   distribution nanobind-backend. Both halves share objects of libstdc++, which is why, unlike in the packs, it is
+#   linked dynamically here.
+function(fdm_add_core)
+  cmake_parse_arguments(PARSE_ARGV 0 CORE "" "" "SOURCES")
+  find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
+  fdm_find_nanobind()
+  # NOMINSIZE: every call of the library passes through this module, which is small anyway.
+  nanobind_add_module(_core
+    NB_DOMAIN fdm
+    FREE_THREADED
+    BACKEND_MODULE nanobind_backend
+    NOMINSIZE
+    NB_SUPPRESS_WARNINGS
+    ${CORE_SOURCES})
+  target_compile_features(_core PRIVATE cxx_std_17)
+  target_include_directories(_core PRIVATE "${PROJECT_SOURCE_DIR}/cpp")
+  target_compile_definitions(_core PRIVATE FDM_VERSION="${FDM_VERSION}")
+  target_compile_options(_core PRIVATE -Wall -Wextra "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
+  target_link_libraries(_core PRIVATE ${CMAKE_DL_LIBS})
+  target_link_options(_core PRIVATE LINKER:-z,relro,-z,now,-z,noexecstack)
+  install(TARGETS _core LIBRARY DESTINATION flash_dmattn)
+endfunction()
+
+# fdm_find_nanobind()
+#   Finds nanobind as installed for the Python that was found. scikit-build-core adds its place to the search path;
+#   a plain `cmake -S .` has to ask.
+macro(fdm_find_nanobind)
+  if(NOT SKBUILD AND NOT nanobind_DIR AND NOT nanobind_ROOT)
+    execute_process(
+      COMMAND "${Python_EXECUTABLE}" -m nanobind --cmake_dir
+      OUTPUT_VARIABLE nanobind_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  endif()
+  find_package(nanobind 3.1 CONFIG REQUIRED)
+endmacro()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# The pack of the CPU: one library that holds its inner kernels several times, once for each SIMD level, and chooses
+# among them at run time.
+include_guard(GLOBAL)
+include(Pack)
+
+# fdm_add_cpu_pack(SOURCES <file>... SIMD_SOURCES <file>...)
+#   SOURCES are compiled once, for the oldest machine that is supported. SIMD_SOURCES are compiled for each level with
+#     FDM_SIMD_NAMESPACE  baseline, avx2 or avx512: the namespace for everything they define
+#     FDM_SIMD_BYTES      16, 32 or 64: the width of a register
+#
+#   The order of the objects matters. An inline function of the standard library that several objects hold is taken
+#   from the first of them; so objects for every machine come first, lest code that runs everywhere is bound to a copy
+#   that was compiled for AVX. CMake links a target's own objects after those of other targets, hence the pack has none.
+function(fdm_add_cpu_pack)
+  cmake_parse_arguments(PARSE_ARGV 0 CPU "" "" "SOURCES;SIMD_SOURCES")
+  find_package(Threads REQUIRED)
+  add_library(flash_dmattn_cpu MODULE)
+  fdm_setup_pack(flash_dmattn_cpu FILE flash_dmattn_cpu NAME cpu DEVICE cpu)
+  set_target_properties(flash_dmattn_cpu PROPERTIES LINKER_LANGUAGE CXX)
+  target_link_libraries(flash_dmattn_cpu PRIVATE Threads::Threads)
+
+  fdm_add_cpu_objects(flash_dmattn_cpu_common SOURCES ${CPU_SOURCES})
+  fdm_add_simd_level(baseline BYTES 16 SOURCES ${CPU_SIMD_SOURCES})
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    set(fma -mfma -mf16c -mbmi2)
+    fdm_add_simd_level(avx2 BYTES 32 OPTIONS -mavx2 ${fma} SOURCES ${CPU_SIMD_SOURCES})
+    # GCC and clang prefer 256-bit registers by default, for processors that lowered their clock for 512-bit ones.
+    fdm_add_simd_level(avx512 BYTES 64
+      OPTIONS -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 ${fma}
+      SOURCES ${CPU_SIMD_SOURCES})
+  endif()
+endfunction()
+
+# fdm_add_simd_level(<level> BYTES <register width> [OPTIONS <flag>...] SOURCES <file>...)
+#   Compiles the sources for one SIMD level and adds the objects to the cpu pack.
+function(fdm_add_simd_level level)
+  cmake_parse_arguments(PARSE_ARGV 1 SIMD "" "BYTES" "OPTIONS;SOURCES")
+  set(target flash_dmattn_cpu_${level})
+  fdm_add_cpu_objects(${target} SOURCES ${SIMD_SOURCES})
+  target_compile_definitions(${target} PRIVATE FDM_SIMD_NAMESPACE=${level} FDM_SIMD_BYTES=${SIMD_BYTES})
+  target_compile_options(${target} PRIVATE ${SIMD_OPTIONS})
+endfunction()
+
+# fdm_add_cpu_objects(<target> SOURCES <file>...)
+#   Compiles the sources to objects, and adds those to the cpu pack after the ones it has. The compiler may vectorise
+#   and fuse, but not assume finite numbers as with -ffast-math: -inf is an ordinary value here (an empty row's lse, a
+#   dropped key's bias).
+function(fdm_add_cpu_objects target)
+  cmake_parse_arguments(PARSE_ARGV 1 OBJECTS "" "" "SOURCES")
+  add_library(${target} OBJECT ${OBJECTS_SOURCES})
+  fdm_setup_pack_objects(${target})
+  target_compile_options(${target} PRIVATE -fno-math-errno -fno-trapping-math -ffp-contract=fast)
+  target_sources(flash_dmattn_cpu PRIVATE $<TARGET_OBJECTS:${target}>)
+endfunction()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# The packs of NVIDIA GPUs: one library for each arch, so that each can be built, cached and loaded by itself.
+include_guard(GLOBAL)
+include(CudaArchs)
+include(Pack)
+
+# fdm_choose_cuda_archs(<archs> <nvcc> SOURCES <file>...)
+#   Sets <archs> to the archs to build and <nvcc> to the compiler, from the options, the environment and the machine,
+#   and says what was decided and why.
+function(fdm_choose_cuda_archs archs nvcc)
+  cmake_parse_arguments(PARSE_ARGV 2 CHOOSE "" "" "SOURCES")
+  fdm_find_nvcc(compiler version)
+  fdm_visible_capabilities(capabilities)
+  set(ambient ${CMAKE_CUDA_ARCHITECTURES})
+  if(NOT ambient)
+    set(ambient $ENV{CUDAARCHS})
+  endif()
+  if(CHOOSE_SOURCES)
+    set(have_sources ON)
+  else()
+    set(have_sources OFF)
+  endif()
+  fdm_resolve_cuda_archs(chosen reason
+    MODE ${FLASH_DMATTN_CUDA}
+    ARCHS ${FLASH_DMATTN_ARCHS}
+    AMBIENT ${ambient}
+    CAPABILITIES ${capabilities}
+    NVCC_VERSION "${version}"
+    HAVE_SOURCES ${have_sources})
+  if(chosen)
+    message(STATUS "CUDA packs: ${chosen} with nvcc ${version} (${reason})")
+  else()
+    message(STATUS "CUDA packs: none, only the cpu pack is built (${reason})")
+  endif()
+  set(${archs} ${chosen} PARENT_SCOPE)
+  set(${nvcc} "${compiler}" PARENT_SCOPE)
+endfunction()
+
+# fdm_find_nvcc(<path> <version>)
+#   Sets both to "" if there is none. It is looked for where CMake itself looks, and its version is asked for before
+#   the CUDA language is enabled: enabling fails where there is no usable nvcc, which AUTO must survive.
+function(fdm_find_nvcc path version)
+  set(${path} "" PARENT_SCOPE)
+  set(${version} "" PARENT_SCOPE)
+  find_program(FDM_NVCC_PROGRAM
+    NAMES "${CMAKE_CUDA_COMPILER}" "$ENV{CUDACXX}" nvcc
+    HINTS "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin"
+    PATHS /usr/local/cuda/bin
+    NO_CACHE)
+  if(FDM_NVCC_PROGRAM)
+    execute_process(COMMAND "${FDM_NVCC_PROGRAM}" --version OUTPUT_VARIABLE text ERROR_QUIET)
+    if(text MATCHES "release ([0-9]+\\.[0-9]+)")
+      set(${path} "${FDM_NVCC_PROGRAM}" PARENT_SCOPE)
+      set(${version} "${CMAKE_MATCH_1}" PARENT_SCOPE)
+    endif()
+  endif()
+endfunction()
+
+# fdm_visible_capabilities(<capabilities>)
+#   Sets <capabilities> to the compute capabilities of this machine's GPUs; empty without a GPU or without a driver.
+function(fdm_visible_capabilities capabilities)
+  set(found "")
+  find_program(nvidia_smi nvidia-smi NO_CACHE)
+  if(nvidia_smi)
+    execute_process(
+      COMMAND "${nvidia_smi}" --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE text ERROR_QUIET)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]" found "${text}")
+    list(REMOVE_DUPLICATES found)
+  endif()
+  set(${capabilities} ${found} PARENT_SCOPE)
+endfunction()
+
+# fdm_add_kernel_pack(ARCH <arch> SOURCES <file>...)
+#   Adds libflash_dmattn_cu<major>_<arch>.so, built from the sources for that arch of cmake/targets.json with
+#     FDM_ARCH       the number of the arch, 90
+#     FDM_PACK_NAME  the name of the pack, "cu13-sm90"
+#
+#   It holds machine code only, no PTX: PTX of a toolkit newer than the driver fails at load. Machine code is
+#   compressed; the stronger mode of CUDA 13 asks for a driver that only CUDA 13 needs anyway.
+function(fdm_add_kernel_pack)
+  cmake_parse_arguments(PARSE_ARGV 0 KERNEL "" "ARCH" "SOURCES")
+  string(REGEX MATCH "^([0-9]+)\\.([0-9]+)" cuda "${CMAKE_CUDA_COMPILER_VERSION}")
+  set(major ${CMAKE_MATCH_1})
+  fdm_table_get(code archs ${KERNEL_ARCH} code)
+  string(REGEX MATCH "[0-9]+" number "${KERNEL_ARCH}")
+  set(name "cu${major}-${KERNEL_ARCH}")
+  set(target "flash_dmattn_cu${major}_${KERNEL_ARCH}")
+
+  add_library(${target} MODULE ${KERNEL_SOURCES})
+  fdm_setup_pack(${target} FILE ${target} NAME ${name} DEVICE cuda CUDA ${cuda} ARCH ${KERNEL_ARCH})
+  target_compile_definitions(${target} PRIVATE FDM_ARCH=${number} FDM_PACK_NAME="${name}")
+  if(major GREATER_EQUAL 13)
+    set(compression --compress-mode=size)
+  else()
+    set(compression -Xfatbin=-compress-all)
+  endif()
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${code},code=sm_${code}>
+    $<$<COMPILE_LANGUAGE:CUDA>:${compression}>)
+  set(runtime_static Static)
+  set(runtime_shared Shared)
+  set_target_properties(${target} PROPERTIES
+    CUDA_ARCHITECTURES OFF
+    CUDA_RUNTIME_LIBRARY ${runtime_${FLASH_DMATTN_CUDART}})
+endfunction()

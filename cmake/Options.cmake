@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# Every option of the build. Pass them as -DNAME=value to cmake, in CMAKE_ARGS, or as --config-settings=cmake.define.NAME=value to pip.
+include_guard(GLOBAL)
+
+# fdm_declare_options()
+#   FLASH_DMATTN_CUDA    AUTO: the archs asked for, or the visible GPUs', and no CUDA pack where nothing can be built;
+#                        ON: fail where nothing can be built; OFF: the cpu pack only.
+#   FLASH_DMATTN_ARCHS   archs to build: names (sm90), numbers (90, 90a, 9.0), "native" (the visible GPUs'), "required"
+#                        or "all" (those of cmake/targets.json). Separated by ";", "," or " ". Asking for archs
+#                        means ON where FLASH_DMATTN_CUDA is AUTO. While it is empty, CMAKE_CUDA_ARCHITECTURES or
+#                        else the environment's CUDAARCHS is used, cut down to what is supported.
+#   FLASH_DMATTN_CUDART  static: nothing of CUDA has to be installed at run time; shared: for distributions that
+#                        ship libcudart as a package of its own.
+#   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
+#   CMAKE_BUILD_TYPE     Release unless given.
+macro(fdm_declare_options)
+  set(FLASH_DMATTN_CUDA "AUTO" CACHE STRING "Build CUDA packs: AUTO, ON or OFF")
+  set(FLASH_DMATTN_ARCHS "" CACHE STRING "GPU archs to build, such as 80;90")
+  set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
+  option(FLASH_DMATTN_CORE "Build the Python module" ON)
+  fdm_check_choice(FLASH_DMATTN_CUDA AUTO ON OFF)
+  fdm_check_choice(FLASH_DMATTN_CUDART static shared)
+  if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+    set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+  endif()
+endmacro()
+
+# fdm_check_choice(<option> <value>...)
+#   Fails unless the option has one of the values, and shows them in cmake's interactive front ends.
+function(fdm_check_choice option)
+  set_property(CACHE ${option} PROPERTY STRINGS ${ARGN})
+  if(NOT "${${option}}" IN_LIST ARGN)
+    list(JOIN ARGN ", " allowed)
+    message(FATAL_ERROR "${option} is \"${${option}}\"; allowed: ${allowed}")
+  endif()
+endfunction()
+
+# fdm_require_supported_platform()
+#   The packs rely on ELF version scripts and on a 64-bit little-endian machine.
+function(fdm_require_supported_platform)
+  if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SIZEOF_VOID_P EQUAL 8)
+    message(FATAL_ERROR "flash-dmattn builds on 64-bit Linux; this is ${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}")
+  endif()
+endfunction()

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The forms in which masks, biases and intervals may be given, and their 4-D forms in pack.h.
+#pragma once
+
+#include "checks.h"
+
+namespace fdm {
+
+// The sizes that all tensors of a problem agree on.
+struct Extents {
+  static constexpr int64_t unknown = -1; // on a GPU, sums of sequence lengths cannot be read without waiting for it
+
+  int64_t batch, heads, kv_heads;
+  int64_t queries, keys;             // for varlen those of the longest sequence
+  int64_t total_queries, total_keys; // of the packed dimensions of varlen; else queries and keys
+  bool varlen;
+};
+
+// A mask, a bias, or a tensor of their form that is written.
+//   4-D (batch|1, heads|kv_heads|1, queries|1, keys|1); 3-D and 2-D without the queries, and without the heads
+//   varlen: 3-D (heads|kv_heads|1, 1, total_k) or (heads|kv_heads|1, total_q, max_seqlen_k)
+fdm_tensor map_scores(const TensorView &view, const char *name, const Extents &extents);
+
+// (batch|1, heads|kv_heads|1, keys); varlen (heads|kv_heads|1, total_k)
+fdm_tensor map_intervals(const TensorView &view, const char *name, const Extents &extents);
+
+// (batch, heads, queries); varlen (heads, total_q)
+fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &extents);
+
+// Does a mask or bias have a row for each query? With a single query the forms mean the same.
+inline bool is_per_query(const fdm_tensor &scores) { return scores.shape[2] > 1; }
+
+bool same_shape(const fdm_tensor &a, const fdm_tensor &b);
+inline Sizes shape_of(const fdm_tensor &tensor) { return {tensor.shape, 4}; }
+
+} // namespace fdm

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "checks.h"
+
+#include <string>
+
+#include "error.h"
+
+namespace fdm {
+
+namespace {
+
+std::string names_of(DtypeSet set) {
+  std::string names;
+  for (int32_t dtype = 0; set != 0; ++dtype) {
+    if ((set & only(dtype)) == 0) continue;
+    set &= ~only(dtype);
+    names += std::string(names.empty() ? "" : set == 0 ? " or " : ", ") + dtype_name(dtype);
+  }
+  return names;
+}
+
+} // namespace
+
+TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed) {
+  const TensorView view = read_tensor(object, name);
+  if (view.dtype->pack_code < 0 || (only(view.dtype->pack_code) & allowed) == 0)
+    type_error(name, " has dtype ", view.dtype->name, ", but must have dtype ", names_of(allowed));
+  return view;
+}
+
+TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed, Device device) {
+  const TensorView view = read_argument(object, name, allowed);
+  if (!same_device(view.device, device))
+    value_error(name, " is on ", view.device, ", but must be on ", device, " like the other arguments");
+  return view;
+}
+
+void require_pack_device(const TensorView &view, const char *name, const fdm_pack &pack) {
+  if (view.device.type != pack.device_type)
+    value_error(name, " is on ", view.device, ", but kernel pack ", pack.name, " computes on ",
+                pack.device_type == FDM_CPU ? "cpu" : "cuda", " tensors only");
+}
+
+void require_rank(const TensorView &view, const char *name, int rank, const char *form) {
+  if (view.rank != rank)
+    value_error(name, " has shape ", shape_of(view), ", but must have ", rank, " dimensions ", form);
+}
+
+void require_distinct_elements(const fdm_tensor &tensor, const char *name) {
+  for (int i = 0; i < 4; ++i)
+    if (tensor.data != nullptr && tensor.stride[i] == 0 && tensor.shape[i] > 1)
+      value_error(name, " has sizes ", Sizes{tensor.shape, 4}, " with strides ", Sizes{tensor.stride, 4},
+                  ", but is written to, so no dimension of size above 1 may have stride 0");
+}
+
+void require_at_least(int64_t value, const char *name, int64_t least) {
+  if (value < least) value_error(name, " is ", value, ", but must be at least ", least);
+}
+
+void require_heads(int64_t heads, int64_t kv_heads) {
+  if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0)
+    value_error("query has ", heads, " heads and key has ", kv_heads,
+                ", but the number of query heads must be a positive multiple of the number of key heads");
+}
+
+fdm_buffer read_buffer(nb::handle object, const char *name, int64_t needed, Device device) {
+  if (is_absent(object)) {
+    if (needed > 0) value_error(name, " is None, but must be a uint8 tensor of at least ", needed, " bytes");
+    return {nullptr, 0};
+  }
+  const TensorView view = read_argument(object, name, only(FDM_UINT8), device);
+  require_rank(view, name, 1, "(bytes,)");
+  if (view.shape[0] > 1 && view.stride[0] != 1)
+    value_error(name, " has strides ", strides_of(view), ", but must be contiguous");
+  if (view.shape[0] < needed)
+    value_error(name, " has shape ", shape_of(view), ", but must have at least ", needed, " bytes");
+  return {view.data, view.shape[0]};
+}
+
+fdm_tensor with_axes(const TensorView &view, const int (&axes)[4]) {
+  fdm_tensor tensor;
+  // Without elements there is nothing to point at, whatever the producer says.
+  tensor.data = view.empty() ? nullptr : view.data;
+  tensor.dtype = view.dtype->pack_code;
+  tensor.reserved = 0;
+  for (int i = 0; i < 4; ++i) {
+    tensor.shape[i] = axes[i] == new_axis ? 1 : view.shape[axes[i]];
+    tensor.stride[i] = axes[i] == new_axis ? 0 : view.stride[axes[i]];
+  }
+  return tensor;
+}
+
+// Sizes of 1, since a tensor with a dimension of 0 counts as present even without data.
+fdm_tensor absent_tensor() { return {nullptr, {1, 1, 1, 1}, {0, 0, 0, 0}, FDM_FLOAT32, 0}; }
+
+} // namespace fdm

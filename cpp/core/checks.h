@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Checks of single arguments: kind, dtype, device, rank, memory. Each raises an exception that names the argument.
+#pragma once
+
+#include "../pack.h"
+#include "tensor.h"
+
+namespace fdm {
+
+// A set of enum fdm_dtype.
+using DtypeSet = uint32_t;
+constexpr DtypeSet only(int32_t dtype) { return DtypeSet{1} << dtype; }
+constexpr DtypeSet float_dtypes = only(FDM_FLOAT32) | only(FDM_FLOAT16) | only(FDM_BFLOAT16);
+
+// Reads a tensor that must have one of the dtypes.
+TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed);
+// The same, on the device of the other arguments.
+TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed, Device device);
+
+// The device of the first argument, which the pack must serve.
+void require_pack_device(const TensorView &view, const char *name, const fdm_pack &pack);
+
+// `form` says what the dimensions are, such as "(batch, queries, heads, head_dim)".
+void require_rank(const TensorView &view, const char *name, int rank, const char *form);
+
+// A tensor that is written must not have elements that share memory.
+void require_distinct_elements(const fdm_tensor &tensor, const char *name);
+
+void require_at_least(int64_t value, const char *name, int64_t least);
+void require_heads(int64_t heads, int64_t kv_heads);
+
+// A 1-D contiguous uint8 tensor of at least `needed` bytes, or None if none are.
+fdm_buffer read_buffer(nb::handle object, const char *name, int64_t needed, Device device);
+
+// The 4-D form of a tensor whose dimension i is dimension axes[i] of the view; new_axis adds one of size 1.
+constexpr int new_axis = -1;
+fdm_tensor with_axes(const TensorView &view, const int (&axes)[4]);
+fdm_tensor absent_tensor();
+inline bool is_absent(nb::handle object) { return object.is_none(); }
+
+} // namespace fdm

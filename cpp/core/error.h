@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Python exceptions for bad arguments and for the statuses of packs. The GIL must be held.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "../pack.h"
+
+namespace fdm {
+
+namespace nb = nanobind;
+
+// A library that cannot be used as a kernel pack; flash_dmattn._core.PackError in Python.
+struct PackError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] void raise(PyObject *type, const std::string &message);
+
+// Messages are put together out of line, so that valid arguments never pay for a string.
+template <typename... Parts>
+[[noreturn, gnu::noinline, gnu::cold]] void value_error(const Parts &...parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  raise(PyExc_ValueError, message.str());
+}
+
+template <typename... Parts>
+[[noreturn, gnu::noinline, gnu::cold]] void type_error(const Parts &...parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  raise(PyExc_TypeError, message.str());
+}
+
+[[noreturn]] void raise_status(const fdm_pack &pack, const char *entry, int32_t status, const char *message);
+
+enum class Gil { hold, release };
+
+// Calls an entry point of a pack with room for its message, and turns a failure into an exception.
+template <Gil gil, typename Call>
+void call_pack(const fdm_pack &pack, const char *entry, Call &&call) {
+  char message[512];
+  message[0] = '\0';
+  int32_t status;
+  if constexpr (gil == Gil::release) {
+    nb::gil_scoped_release release;
+    status = call(message, sizeof message);
+  } else {
+    status = call(message, sizeof message);
+  }
+  if (status != FDM_OK) raise_status(pack, entry, status, message);
+}
+
+} // namespace fdm

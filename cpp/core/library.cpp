@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "library.h"
+
+#include <dlfcn.h>
+
+#include <utility>
+
+#include "error.h"
+
+namespace fdm {
+
+const char *const mask_kind_names[FDM_MASK_KIND_COUNT] = {"none", "keys", "intervals", "rows"};
+
+namespace {
+
+template <typename... Parts>
+[[noreturn]] void refuse(const std::string &path, const Parts &...parts) {
+  std::ostringstream message;
+  message << path << ": ";
+  (message << ... << parts);
+  throw PackError(message.str());
+}
+
+void check_table(const std::string &path, const fdm_pack *table) {
+  if (table == nullptr) refuse(path, FDM_PACK_SYMBOL, "() returned no table");
+  // Nothing behind abi_version may be read before it is known to agree.
+  if (table->abi_version != FDM_PACK_ABI_VERSION)
+    refuse(path, "the kernel pack has ABI version ", table->abi_version, ", but this flash_dmattn needs ABI version ",
+           FDM_PACK_ABI_VERSION, "; install a pack of this flash_dmattn's version");
+  if (table->struct_size < sizeof(fdm_pack))
+    refuse(path, "the kernel pack's table has ", table->struct_size, " bytes, but ABI version ", FDM_PACK_ABI_VERSION,
+           " needs at least ", sizeof(fdm_pack));
+  if (table->name == nullptr || table->version == nullptr || table->compiler == nullptr || table->features == nullptr)
+    refuse(path, "the kernel pack's table lacks its name, version, compiler or features");
+  if (table->workspace_bytes == nullptr || table->plan == nullptr || table->forward == nullptr ||
+      table->backward == nullptr || table->selection_workspace_bytes == nullptr || table->select == nullptr)
+    refuse(path, "the kernel pack's table lacks an entry point");
+}
+
+} // namespace
+
+Pack::Pack(std::string path) : path_(std::move(path)), table_(nullptr) {
+  // dlopen searches the system's directories for a name without a slash.
+  const std::string file = path_.find('/') == std::string::npos ? "./" + path_ : path_;
+  void *library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char *reason = dlerror();
+    refuse(path_, "dlopen failed: ", reason != nullptr ? reason : "no reason given");
+  }
+  // Never closed: a pack may have started threads, and work that it enqueued may outlive every Python object.
+  auto function = reinterpret_cast<fdm_pack_function>(dlsym(library, FDM_PACK_SYMBOL));
+  if (function == nullptr) refuse(path_, "the library is no kernel pack: it has no symbol ", FDM_PACK_SYMBOL);
+  table_ = function();
+  check_table(path_, table_);
+}
+
+int64_t plan_bytes(const fdm_plan_layout &layout, int64_t lists, int64_t keys, int64_t row_keys, int64_t rows,
+                   int64_t batch) {
+  const int64_t tiles = layout.tile_rows > 0 ? rows / layout.tile_rows + batch : 0;
+  return layout.fixed +
+         lists * (layout.per_list + keys * layout.per_key + tiles * (layout.per_tile + row_keys * layout.per_tile_key));
+}
+
+} // namespace fdm

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "checks.h"
+#include "error.h"
+#include "library.h"
+#include "problem.h"
+#include "selection.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace fdm;
+
+namespace {
+
+nb::list dtypes_of(const Pack &pack) {
+  nb::list names;
+  for (int32_t dtype = FDM_FLOAT32; dtype <= FDM_UINT8; ++dtype)
+    if ((pack.table().dtypes & only(dtype)) != 0) names.append(nb::str(dtype_name(dtype)));
+  return names;
+}
+
+nb::dict plan_layouts_of(const Pack &pack) {
+  nb::dict layouts;
+  for (int kind = 0; kind < FDM_MASK_KIND_COUNT; ++kind) {
+    const fdm_plan_layout &l = pack.table().plan_layouts[kind];
+    layouts[mask_kind_names[kind]] =
+        nb::make_tuple(l.fixed, l.per_list, l.per_key, l.per_tile, l.per_tile_key, l.tile_rows);
+  }
+  return layouts;
+}
+
+int64_t plan_bytes_of(const Pack &pack, const std::string &kind, int64_t lists, int64_t keys, int64_t row_keys,
+                      int64_t rows, int64_t batch) {
+  require_at_least(lists, "lists", 0);
+  require_at_least(keys, "keys", 0);
+  require_at_least(row_keys, "row_keys", 0);
+  require_at_least(rows, "rows", 0);
+  require_at_least(batch, "batch", 0);
+  for (int i = 0; i < FDM_MASK_KIND_COUNT; ++i)
+    if (kind == mask_kind_names[i]) return plan_bytes(pack.table().plan_layouts[i], lists, keys, row_keys, rows, batch);
+  value_error("kind is '", kind, "', but must be 'none', 'keys', 'intervals' or 'rows'");
+}
+
+void bind_pack(nb::module_ &module) {
+  nb::class_<Pack>(module, "Pack")
+      .def_prop_ro("path", &Pack::path)
+      .def_prop_ro("name", [](const Pack &pack) { return pack.table().name; })
+      .def_prop_ro("version", [](const Pack &pack) { return pack.table().version; })
+      .def_prop_ro("compiler", [](const Pack &pack) { return pack.table().compiler; })
+      .def_prop_ro("features", [](const Pack &pack) { return pack.table().features; })
+      .def_prop_ro("abi_version", [](const Pack &pack) { return pack.table().abi_version; })
+      .def_prop_ro("device_type", [](const Pack &pack) { return pack.table().device_type; })
+      .def_prop_ro("cuda_version", [](const Pack &pack) { return pack.table().cuda_version; })
+      .def_prop_ro("arch", [](const Pack &pack) { return pack.table().arch; })
+      .def_prop_ro("max_head_dim", [](const Pack &pack) { return pack.table().max_head_dim; })
+      .def_prop_ro("dtypes", &dtypes_of)
+      .def_prop_ro("plan_layouts", &plan_layouts_of)
+      .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "batch"_a)
+      .def("__repr__", [](const Pack &pack) {
+        return "<flash_dmattn kernel pack " + std::string(pack.table().name) + " from " + pack.path() + ">";
+      });
+}
+
+void bind_problem(nb::module_ &module) {
+  nb::class_<Problem>(module, "Problem")
+      .def(
+          "__init__",
+          [](Problem *self, const Pack &pack, nb::handle query, nb::handle key, nb::handle value, nb::handle mask,
+             nb::handle start, nb::handle end, nb::handle bias, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
+             int64_t max_seqlen_q, int64_t max_seqlen_k, nb::handle block_table, double scale, bool causal,
+             double softcap, bool deterministic, int32_t threads, uintptr_t stream) {
+            new (self)
+                Problem(pack, {query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                               max_seqlen_k, block_table, scale, causal, softcap, deterministic, threads, stream});
+          },
+          "pack"_a, "query"_a, "key"_a, "value"_a, nb::kw_only(), "mask"_a = nb::none(), "start"_a = nb::none(),
+          "end"_a = nb::none(), "bias"_a = nb::none(), "cu_seqlens_q"_a = nb::none(), "cu_seqlens_k"_a = nb::none(),
+          "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0, "block_table"_a = nb::none(), "scale"_a, "causal"_a, "softcap"_a,
+          "deterministic"_a = false, "threads"_a = 1, "stream"_a = 0)
+      .def_prop_ro("plan_bytes", &Problem::plan_bytes)
+      .def_prop_ro("plan_workspace_bytes", [](const Problem &self) { return self.workspace_bytes(FDM_PASS_PLAN); })
+      .def_prop_ro("forward_workspace_bytes",
+                   [](const Problem &self) { return self.workspace_bytes(FDM_PASS_FORWARD); })
+      .def_prop_ro("backward_workspace_bytes",
+                   [](const Problem &self) { return self.workspace_bytes(FDM_PASS_BACKWARD); })
+      .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())
+      .def("forward", &Problem::forward, "out"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none(), "splits"_a = 0)
+      .def(
+          "backward",
+          [](const Problem &self, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse, nb::handle dq,
+             nb::handle dk, nb::handle dv, nb::handle dbias, nb::handle plan,
+             nb::handle workspace) { self.backward({dout, dlse, out, lse, dq, dk, dv, dbias}, plan, workspace); },
+          "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "dq"_a.none(), "dk"_a.none(), "dv"_a.none(), "dbias"_a.none(),
+          "plan"_a.none(), "workspace"_a.none());
+}
+
+void bind_selection(nb::module_ &module) {
+  nb::class_<Selection>(module, "Selection")
+      .def(
+          "__init__",
+          [](Selection *self, const Pack &pack, nb::handle bias, nb::handle mask, nb::handle cu_seqlens_q,
+             nb::handle cu_seqlens_k, int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys,
+             int64_t window, bool causal, int32_t threads, uintptr_t stream) {
+            new (self) Selection(pack, {bias, mask, cu_seqlens_q, cu_seqlens_k, batch, heads, kv_heads, queries, keys,
+                                        window, causal, threads, stream});
+          },
+          "pack"_a, "bias"_a, nb::kw_only(), "mask"_a = nb::none(), "cu_seqlens_q"_a = nb::none(),
+          "cu_seqlens_k"_a = nb::none(), "batch"_a, "heads"_a, "kv_heads"_a, "queries"_a, "keys"_a, "window"_a,
+          "causal"_a, "threads"_a = 1, "stream"_a = 0)
+      .def_prop_ro("workspace_bytes", [](const Selection &self) { return self.workspace_bytes(); })
+      .def("intervals", &Selection::intervals, "start"_a, "end"_a, "workspace"_a.none())
+      .def("keep", &Selection::keep, "keep"_a, "workspace"_a.none());
+}
+
+} // namespace
+
+NB_MODULE(_core, module) {
+  module.doc() = "Checks tensors, fills the structs of the C interface, and calls kernel packs.";
+  // The loader keeps packs for the life of the process, so some always exist when the interpreter ends.
+  nb::set_leak_warnings(false);
+  module.attr("PACK_ABI_VERSION") = FDM_PACK_ABI_VERSION;
+  nb::exception<PackError>(module, "PackError", PyExc_RuntimeError);
+  bind_pack(module);
+  module.def("load_pack", [](std::string path) { return new Pack(std::move(path)); }, "path"_a);
+  bind_problem(module);
+  bind_selection(module);
+}

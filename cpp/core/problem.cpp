@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "problem.h"
+
+#include <cmath>
+
+#include "error.h"
+
+namespace fdm {
+
+namespace {
+
+constexpr const char *packed_form = "(total, heads, head_dim) with cu_seqlens";
+constexpr const char *batch_form = "(batch, length, heads, head_dim)";
+constexpr const char *paged_form = "(pages, page size, heads, head_dim) with block_table";
+
+} // namespace
+
+Problem::Problem(const Pack &pack, const ProblemArguments &arguments) : pack_(pack.table()), problem_{}, extents_{} {
+  problem_.struct_size = sizeof(fdm_problem);
+  extents_.varlen = is_varlen(arguments.cu_seqlens_q, arguments.cu_seqlens_k);
+  paged_ = !is_absent(arguments.block_table);
+  if (paged_ && !extents_.varlen)
+    value_error("block_table is given, but needs cu_seqlens_q and cu_seqlens_k, which are None");
+  read_query(arguments);
+  read_key_value(arguments);
+  if (extents_.varlen) {
+    read_sequences(arguments);
+  } else {
+    problem_.cu_seqlens_q = problem_.cu_seqlens_k = problem_.block_table = absent_tensor();
+  }
+  problem_.batch = extents_.batch;
+  problem_.queries = extents_.queries;
+  problem_.keys = extents_.keys;
+  read_mask(arguments);
+  read_bias(arguments);
+  read_scalars(arguments);
+  measure_plan();
+}
+
+void Problem::read_query(const ProblemArguments &arguments) {
+  const TensorView query = read_argument(arguments.query, "query", pack_.dtypes);
+  require_pack_device(query, "query", pack_);
+  device_ = query.device;
+  if (extents_.varlen) {
+    require_rank(query, "query", 3, packed_form);
+    problem_.q = with_axes(query, {new_axis, 0, 1, 2});
+  } else {
+    require_rank(query, "query", 4, batch_form);
+    problem_.q = with_axes(query, {0, 1, 2, 3});
+    extents_.batch = query.shape[0];
+    extents_.queries = query.shape[1];
+  }
+  extents_.total_queries = problem_.q.shape[1];
+  problem_.heads = extents_.heads = problem_.q.shape[2];
+  problem_.head_dim = problem_.q.shape[3];
+  if (problem_.head_dim < 1 || problem_.head_dim > pack_.max_head_dim)
+    value_error("query has shape ", shape_of(query), ", but its head dimension must be from 1 to ", pack_.max_head_dim);
+}
+
+void Problem::read_key_value(const ProblemArguments &arguments) {
+  const DtypeSet dtype = only(problem_.q.dtype);
+  const TensorView key = read_argument(arguments.key, "key", dtype, device_);
+  const TensorView value = read_argument(arguments.value, "value", dtype, device_);
+  const bool packed = extents_.varlen && !paged_;
+  require_rank(key, "key", packed ? 3 : 4, paged_ ? paged_form : packed ? packed_form : batch_form);
+  problem_.k = packed ? with_axes(key, {new_axis, 0, 1, 2}) : with_axes(key, {0, 1, 2, 3});
+  if (!extents_.varlen && key.shape[0] != extents_.batch)
+    value_error("key has shape ", shape_of(key), ", but must have batch ", extents_.batch, " like query");
+  if (problem_.k.shape[3] != problem_.head_dim)
+    value_error("key has shape ", shape_of(key), ", but must have head dimension ", problem_.head_dim, " like query");
+  if (paged_ && key.shape[1] < 1) value_error("key has shape ", shape_of(key), ", but pages must have a size above 0");
+  problem_.kv_heads = extents_.kv_heads = problem_.k.shape[2];
+  require_heads(problem_.heads, problem_.kv_heads);
+
+  bool equal = value.rank == key.rank;
+  for (int i = 0; equal && i < key.rank; ++i) equal = value.shape[i] == key.shape[i];
+  if (!equal) value_error("value has shape ", shape_of(value), ", but must have shape ", shape_of(key), " like key");
+  problem_.v = packed ? with_axes(value, {new_axis, 0, 1, 2}) : with_axes(value, {0, 1, 2, 3});
+  if (!extents_.varlen) extents_.keys = problem_.k.shape[1];
+  extents_.total_keys = problem_.k.shape[1];
+}
+
+void Problem::read_sequences(const ProblemArguments &arguments) {
+  const SequenceLengths queries = read_cu_seqlens(arguments.cu_seqlens_q, "cu_seqlens_q", device_);
+  const SequenceLengths keys = read_cu_seqlens(arguments.cu_seqlens_k, "cu_seqlens_k", device_);
+  require_same_batch(queries, keys);
+  require_total(queries, "cu_seqlens_q", extents_.total_queries, "query");
+  require_longest(queries, "cu_seqlens_q", arguments.max_seqlen_q, "max_seqlen_q");
+  require_longest(keys, "cu_seqlens_k", arguments.max_seqlen_k, "max_seqlen_k");
+  problem_.block_table = absent_tensor();
+  if (paged_) {
+    problem_.block_table =
+        read_block_table(arguments.block_table, keys, problem_.k.shape[0], problem_.k.shape[1], device_);
+    extents_.total_keys = keys.total;
+  } else {
+    require_total(keys, "cu_seqlens_k", extents_.total_keys, "key");
+  }
+  problem_.cu_seqlens_q = queries.tensor;
+  problem_.cu_seqlens_k = keys.tensor;
+  extents_.batch = queries.batch;
+  extents_.queries = arguments.max_seqlen_q;
+  extents_.keys = arguments.max_seqlen_k;
+}
+
+void Problem::read_mask(const ProblemArguments &arguments) {
+  problem_.mask = problem_.start = problem_.end = absent_tensor();
+  mask_kind_ = FDM_MASK_NONE;
+  if (is_absent(arguments.start) != is_absent(arguments.end))
+    value_error(is_absent(arguments.start) ? "attn_mask.start" : "attn_mask.end",
+                " is None, but intervals need both start and end");
+  if (!is_absent(arguments.mask) && !is_absent(arguments.start))
+    value_error("attn_mask is given both as a boolean mask and as intervals (start, end), but only one is allowed");
+  if (!is_absent(arguments.mask)) {
+    const TensorView mask = read_argument(arguments.mask, "attn_mask", only(FDM_BOOL), device_);
+    problem_.mask = map_scores(mask, "attn_mask", extents_);
+    mask_kind_ = is_per_query(problem_.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
+  }
+  if (!is_absent(arguments.start)) {
+    const TensorView start = read_argument(arguments.start, "attn_mask.start", only(FDM_INT32), device_);
+    const TensorView end = read_argument(arguments.end, "attn_mask.end", only(FDM_INT32), device_);
+    problem_.start = map_intervals(start, "attn_mask.start", extents_);
+    problem_.end = map_intervals(end, "attn_mask.end", extents_);
+    if (!same_shape(problem_.start, problem_.end))
+      value_error("attn_mask.end has shape ", shape_of(end), ", but must have shape ", shape_of(start),
+                  " like attn_mask.start");
+    mask_kind_ = FDM_MASK_INTERVALS;
+  }
+}
+
+void Problem::read_bias(const ProblemArguments &arguments) {
+  problem_.bias = absent_tensor();
+  has_bias_ = !is_absent(arguments.bias);
+  if (!has_bias_) return;
+  const TensorView bias =
+      read_argument(arguments.bias, "attn_bias", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
+  problem_.bias = map_scores(bias, "attn_bias", extents_);
+}
+
+void Problem::read_scalars(const ProblemArguments &arguments) {
+  problem_.scale = static_cast<float>(arguments.scale);
+  problem_.softcap = static_cast<float>(arguments.softcap);
+  if (!std::isfinite(problem_.scale))
+    value_error("softmax_scale is ", arguments.scale, ", but must be finite in float32");
+  if (!std::isfinite(problem_.softcap) || problem_.softcap < 0)
+    value_error("softcap is ", arguments.softcap, ", but must be 0 (off) or positive, and finite in float32");
+  require_at_least(arguments.threads, "threads", 1);
+  problem_.flags =
+      (arguments.causal ? uint32_t{FDM_CAUSAL} : 0) | (arguments.deterministic ? uint32_t{FDM_DETERMINISTIC} : 0);
+  problem_.context = {device_.index, arguments.threads, reinterpret_cast<void *>(arguments.stream)};
+}
+
+void Problem::measure_plan() {
+  const fdm_tensor &mask = mask_kind_ == FDM_MASK_INTERVALS ? problem_.start : problem_.mask;
+  const int64_t lists = mask_kind_ == FDM_MASK_NONE ? 0 : mask.shape[0] * mask.shape[1];
+  const int64_t keys = extents_.total_keys == Extents::unknown ? mask.shape[3] : extents_.total_keys;
+  plan_bytes_ = fdm::plan_bytes(pack_.plan_layouts[mask_kind_], lists, keys, extents_.keys, extents_.total_queries,
+                                extents_.batch);
+}
+
+int64_t Problem::workspace_bytes(fdm_pass pass) const {
+  int64_t bytes = 0;
+  call_pack<Gil::hold>(pack_, "workspace_bytes", [&](char *message, size_t message_bytes) {
+    return pack_.workspace_bytes(&problem_, pass, &bytes, message, message_bytes);
+  });
+  return bytes;
+}
+
+fdm_tensor Problem::read_like(nb::handle object, const char *name, const fdm_tensor &model,
+                              const char *model_name) const {
+  const TensorView view = read_argument(object, name, only(model.dtype), device_);
+  // Only varlen tensors lack the batch dimension, and backward knows no pages, so all have the rank of query.
+  const int first = extents_.varlen ? 1 : 0, rank = 4 - first;
+  bool equal = view.rank == rank;
+  for (int i = 0; equal && i < rank; ++i) equal = view.shape[i] == model.shape[first + i];
+  if (!equal)
+    value_error(name, " has shape ", shape_of(view), ", but must have shape ", Sizes{model.shape + first, rank},
+                " like ", model_name);
+  return extents_.varlen ? with_axes(view, {new_axis, 0, 1, 2}) : with_axes(view, {0, 1, 2, 3});
+}
+
+fdm_tensor Problem::read_lse(nb::handle object, const char *name) const {
+  return map_lse(read_argument(object, name, only(FDM_FLOAT32), device_), name, extents_);
+}
+
+void Problem::plan(nb::handle plan, nb::handle workspace) const {
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_PLAN), device_);
+  call_pack<Gil::release>(pack_, "plan", [&](char *message, size_t message_bytes) {
+    return pack_.plan(&problem_, plan_buffer, workspace_buffer, message, message_bytes);
+  });
+}
+
+void Problem::forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handle workspace, int32_t splits) const {
+  require_at_least(splits, "splits", 0);
+  fdm_forward_args args{};
+  args.struct_size = sizeof args;
+  args.splits = splits;
+  args.out = read_like(out, "out", problem_.q, "query");
+  args.lse = read_lse(lse, "lse");
+  require_distinct_elements(args.out, "out");
+  require_distinct_elements(args.lse, "lse");
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_FORWARD), device_);
+  call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
+    return pack_.forward(&problem_, &args, plan_buffer, workspace_buffer, message, message_bytes);
+  });
+}
+
+void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const {
+  if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
+  fdm_backward_args args{};
+  args.struct_size = sizeof args;
+  args.out = read_like(arguments.out, "out", problem_.q, "query");
+  args.lse = read_lse(arguments.lse, "lse");
+  args.dout = read_like(arguments.dout, "dout", problem_.q, "query");
+  args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
+
+  const auto read_gradient = [&](nb::handle object, const char *name, const fdm_tensor &model, const char *model_name) {
+    if (is_absent(object)) return absent_tensor();
+    const fdm_tensor gradient = read_like(object, name, model, model_name);
+    require_distinct_elements(gradient, name);
+    return gradient;
+  };
+  args.dq = read_gradient(arguments.dq, "dq", problem_.q, "query");
+  args.dk = read_gradient(arguments.dk, "dk", problem_.k, "key");
+  args.dv = read_gradient(arguments.dv, "dv", problem_.v, "value");
+  args.dbias = absent_tensor();
+  if (!is_absent(arguments.dbias)) {
+    if (!has_bias_) value_error("dbias is given, but the problem has no attn_bias");
+    const TensorView dbias = read_argument(arguments.dbias, "dbias", only(problem_.bias.dtype), device_);
+    args.dbias = map_scores(dbias, "dbias", extents_);
+    if (!same_shape(args.dbias, problem_.bias))
+      value_error("dbias has shape ", shape_of(dbias), ", but must have the shape of attn_bias, in 4 dimensions ",
+                  shape_of(problem_.bias));
+    require_distinct_elements(args.dbias, "dbias");
+  }
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_BACKWARD), device_);
+  call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {
+    return pack_.backward(&problem_, &args, plan_buffer, workspace_buffer, message, message_bytes);
+  });
+}
+
+} // namespace fdm

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// A validated attention problem, and the calls of a pack that work on it.
+#pragma once
+
+#include "broadcast.h"
+#include "library.h"
+#include "varlen.h"
+
+namespace fdm {
+
+// The arguments of Problem.__init__; an absent tensor is None.
+struct ProblemArguments {
+  nb::handle query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k;
+  int64_t max_seqlen_q, max_seqlen_k;
+  nb::handle block_table;
+  double scale;
+  bool causal;
+  double softcap;
+  bool deterministic;
+  int32_t threads;
+  uintptr_t stream;
+};
+
+struct BackwardArguments {
+  nb::handle dout, dlse, out, lse, dq, dk, dv, dbias;
+};
+
+// Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
+class Problem {
+public:
+  Problem(const Pack &pack, const ProblemArguments &arguments);
+
+  int64_t plan_bytes() const { return plan_bytes_; }
+  int64_t workspace_bytes(fdm_pass pass) const;
+
+  void plan(nb::handle plan, nb::handle workspace) const;
+  void forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handle workspace, int32_t splits) const;
+  void backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const;
+
+private:
+  void read_query(const ProblemArguments &arguments);
+  void read_key_value(const ProblemArguments &arguments);
+  void read_sequences(const ProblemArguments &arguments);
+  void read_mask(const ProblemArguments &arguments);
+  void read_bias(const ProblemArguments &arguments);
+  void read_scalars(const ProblemArguments &arguments);
+  void measure_plan();
+
+  // A tensor of the shape and dtype of query, key or value.
+  fdm_tensor read_like(nb::handle object, const char *name, const fdm_tensor &model, const char *model_name) const;
+  fdm_tensor read_lse(nb::handle object, const char *name) const;
+
+  const fdm_pack &pack_;
+  fdm_problem problem_;
+  Extents extents_;
+  Device device_;
+  bool paged_;
+  bool has_bias_;
+  fdm_mask_kind mask_kind_;
+  int64_t plan_bytes_;
+};
+
+} // namespace fdm

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "selection.h"
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace fdm {
+
+Selection::Selection(const Pack &pack, const SelectionArguments &arguments)
+    : pack_(pack.table()), selection_{}, extents_{} {
+  selection_.struct_size = sizeof(fdm_selection);
+  selection_.start = selection_.end = selection_.keep = absent_tensor();
+  read_sizes(arguments);
+  const TensorView bias = read_argument(arguments.bias, "attn_bias", float_dtypes);
+  require_pack_device(bias, "attn_bias", pack_);
+  device_ = bias.device;
+  read_sequences(arguments);
+  read_scores(arguments, bias);
+  selection_.flags = arguments.causal ? uint32_t{FDM_CAUSAL} : 0;
+  selection_.context = {device_.index, arguments.threads, reinterpret_cast<void *>(arguments.stream)};
+}
+
+void Selection::read_sizes(const SelectionArguments &arguments) {
+  require_at_least(arguments.batch, "batch", 0);
+  require_at_least(arguments.queries, "queries", 0);
+  require_at_least(arguments.keys, "keys", 0);
+  require_at_least(arguments.window, "window_size", 0);
+  require_at_least(arguments.threads, "threads", 1);
+  require_heads(arguments.heads, arguments.kv_heads);
+  extents_.batch = selection_.batch = arguments.batch;
+  extents_.heads = selection_.heads = arguments.heads;
+  extents_.kv_heads = selection_.kv_heads = arguments.kv_heads;
+  extents_.queries = extents_.total_queries = selection_.queries = arguments.queries;
+  extents_.keys = extents_.total_keys = selection_.keys = arguments.keys;
+  selection_.window = arguments.window;
+}
+
+void Selection::read_sequences(const SelectionArguments &arguments) {
+  selection_.cu_seqlens_q = selection_.cu_seqlens_k = absent_tensor();
+  extents_.varlen = is_varlen(arguments.cu_seqlens_q, arguments.cu_seqlens_k);
+  if (!extents_.varlen) return;
+  const SequenceLengths queries = read_cu_seqlens(arguments.cu_seqlens_q, "cu_seqlens_q", device_);
+  const SequenceLengths keys = read_cu_seqlens(arguments.cu_seqlens_k, "cu_seqlens_k", device_);
+  require_same_batch(queries, keys);
+  if (queries.batch != arguments.batch)
+    value_error("cu_seqlens_q has shape (", queries.batch + 1, ",), but must have shape (", arguments.batch + 1,
+                ",) for a batch of ", arguments.batch);
+  require_longest(queries, "cu_seqlens_q", arguments.queries, "queries");
+  require_longest(keys, "cu_seqlens_k", arguments.keys, "keys");
+  extents_.total_queries = queries.total;
+  extents_.total_keys = keys.total;
+  selection_.cu_seqlens_q = queries.tensor;
+  selection_.cu_seqlens_k = keys.tensor;
+}
+
+void Selection::read_scores(const SelectionArguments &arguments, const TensorView &bias) {
+  selection_.bias = map_scores(bias, "attn_bias", extents_);
+  if (!extents_.varlen && selection_.bias.shape[3] != extents_.keys)
+    value_error("attn_bias has shape ", shape_of(bias), ", but its last size must be the number of keys, ",
+                extents_.keys);
+  std::copy_n(selection_.bias.shape, 4, result_shape_);
+  selection_.mask = absent_tensor();
+  if (is_absent(arguments.mask)) return;
+  const TensorView mask = read_argument(arguments.mask, "attn_mask", only(FDM_BOOL), device_);
+  selection_.mask = map_scores(mask, "attn_mask", extents_);
+  const int64_t *shape = selection_.mask.shape;
+  // Where both have a row for each query, or neither, the shapes differ by sizes of 1 and by the two head counts only.
+  // A varlen row for each query runs along the longest sequence, one for all of them along the packed keys.
+  if (shape[0] != 1) result_shape_[0] = shape[0];
+  if (result_shape_[1] == 1 || shape[1] == extents_.heads) result_shape_[1] = shape[1];
+  if (result_shape_[2] == 1 && shape[2] != 1) {
+    result_shape_[2] = shape[2];
+    if (extents_.varlen) result_shape_[3] = shape[3];
+  }
+}
+
+int64_t Selection::workspace_bytes(const fdm_selection &selection) const {
+  int64_t bytes = 0;
+  call_pack<Gil::hold>(pack_, "selection_workspace_bytes", [&](char *message, size_t message_bytes) {
+    return pack_.selection_workspace_bytes(&selection, &bytes, message, message_bytes);
+  });
+  return bytes;
+}
+
+void Selection::require_result_shape(const fdm_tensor &result, const char *name) const {
+  if (!std::equal(result_shape_, result_shape_ + 4, result.shape))
+    value_error(name, " has in 4 dimensions the shape ", shape_of(result), ", but must have the broadcast shape ",
+                Sizes{result_shape_, 4}, " of attn_bias and attn_mask");
+  require_distinct_elements(result, name);
+}
+
+void Selection::select(const fdm_selection &selection, nb::handle workspace) const {
+  // A result without elements has no address, by which a pack knows what is wanted.
+  if (std::count(result_shape_, result_shape_ + 4, 0) != 0) return;
+  const fdm_buffer buffer = read_buffer(workspace, "workspace", workspace_bytes(selection), device_);
+  call_pack<Gil::release>(pack_, "select", [&](char *message, size_t message_bytes) {
+    return pack_.select(&selection, buffer, message, message_bytes);
+  });
+}
+
+void Selection::intervals(nb::handle start, nb::handle end, nb::handle workspace) const {
+  if (result_shape_[2] != 1)
+    value_error("start and end are wanted, but attn_bias or attn_mask has a row for each of ", result_shape_[2],
+                " queries; only keep can hold that");
+  fdm_selection selection = selection_;
+  selection.start = map_intervals(read_argument(start, "start", only(FDM_INT32), device_), "start", extents_);
+  selection.end = map_intervals(read_argument(end, "end", only(FDM_INT32), device_), "end", extents_);
+  require_result_shape(selection.start, "start");
+  require_result_shape(selection.end, "end");
+  select(selection, workspace);
+}
+
+void Selection::keep(nb::handle keep, nb::handle workspace) const {
+  fdm_selection selection = selection_;
+  selection.keep = map_scores(read_argument(keep, "keep", only(FDM_BOOL), device_), "keep", extents_);
+  require_result_shape(selection.keep, "keep");
+  select(selection, workspace);
+}
+
+} // namespace fdm

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// A validated selection of the keys with the largest bias.
+#pragma once
+
+#include "broadcast.h"
+#include "library.h"
+#include "varlen.h"
+
+namespace fdm {
+
+// The arguments of Selection.__init__; an absent tensor is None.
+struct SelectionArguments {
+  nb::handle bias, mask, cu_seqlens_q, cu_seqlens_k;
+  int64_t batch, heads, kv_heads, queries, keys, window;
+  bool causal;
+  int32_t threads;
+  uintptr_t stream;
+};
+
+// Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
+class Selection {
+public:
+  Selection(const Pack &pack, const SelectionArguments &arguments);
+
+  // The same for intervals and for keep.
+  int64_t workspace_bytes() const { return workspace_bytes(selection_); }
+
+  void intervals(nb::handle start, nb::handle end, nb::handle workspace) const;
+  void keep(nb::handle keep, nb::handle workspace) const;
+
+private:
+  void read_sizes(const SelectionArguments &arguments);
+  void read_sequences(const SelectionArguments &arguments);
+  void read_scores(const SelectionArguments &arguments, const TensorView &bias);
+  int64_t workspace_bytes(const fdm_selection &selection) const;
+  void require_result_shape(const fdm_tensor &result, const char *name) const;
+  void select(const fdm_selection &selection, nb::handle workspace) const;
+
+  const fdm_pack &pack_;
+  fdm_selection selection_;
+  Extents extents_;
+  Device device_;
+  int64_t result_shape_[4]; // the broadcast shape of bias and mask
+};
+
+} // namespace fdm

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// A view of a tensor that Python owns: no reference is kept and nothing is copied.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <ostream>
+
+#include "../pack.h"
+
+namespace fdm {
+
+namespace nb = nanobind;
+
+struct Dtype {
+  const char *name;
+  uint8_t code; // DLPack's type code
+  uint8_t bits;
+  int32_t pack_code; // enum fdm_dtype, or -1: recognized so that messages can name it
+};
+
+struct Device {
+  int32_t type; // DLPack's device type
+  int32_t index;
+};
+
+bool same_device(Device a, Device b);
+
+struct TensorView {
+  // Above the 4 dimensions of a pack's tensor, so that messages can show the shape of a tensor with too many.
+  static constexpr int max_rank = 8;
+
+  void *data;
+  const Dtype *dtype;
+  Device device;
+  int rank;
+  int64_t shape[max_rank];
+  int64_t stride[max_rank]; // in elements
+
+  bool empty() const;
+};
+
+// Reads an object whose type has DLPack's C exchange API, or the tuple
+// (data_ptr, dtype, shape, strides_in_elements, device_type, device_index). `name` is the argument's name for messages.
+TensorView read_tensor(nb::handle object, const char *name);
+
+const char *dtype_name(int32_t pack_code);
+
+// Printed as Python prints a tuple.
+struct Sizes {
+  const int64_t *sizes;
+  int rank;
+};
+std::ostream &operator<<(std::ostream &stream, Sizes sizes);
+inline Sizes shape_of(const TensorView &view) { return {view.shape, view.rank}; }
+inline Sizes strides_of(const TensorView &view) { return {view.stride, view.rank}; }
+
+std::ostream &operator<<(std::ostream &stream, Device device);
+
+} // namespace fdm

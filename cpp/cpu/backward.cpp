@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The backward pass.
+//
+// A unit is one key/value head of one sequence, or, where those are too few to occupy the threads, an interleaved part
+// of its query tiles. A unit adds the gradients of its keys into float32 rows of its own; then the parts of a head are
+// summed in order and written once. Nothing is added by two threads, so equal inputs and thread counts give equal bits.
+#include <cstring>
+
+#include "kernels.h"
+#include "passes.h"
+#include "scalar.h"
+#include "scratch.h"
+#include "thread_pool.h"
+
+namespace fdm::cpu {
+namespace {
+
+bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
+
+struct BackwardLayout {
+  int64_t heads, parts, units; // sequences x key/value heads; parts of each; their product
+  int64_t slots, slot_floats;  // accumulators: one for each unit, or for each thread where a unit is a whole head
+  int64_t bias_heads;          // rows of per-key bias that a key/value head has
+  int64_t bias_floats;         // float32 sums of the bias gradient, before those over the batch and over heads
+  int64_t scratch;             // bytes of each thread
+
+  explicit BackwardLayout(const fdm_problem &p) {
+    const int64_t threads = p.context.threads, tiles = ceil_div(p.queries, kMaxTileRows);
+    heads = p.batch * p.kv_heads;
+    parts = heads == 0 || threads == 1 ? 1 : max64(1, min64(tiles, ceil_div(2 * threads, heads)));
+    units = heads * parts;
+    slots = parts == 1 ? threads : units;
+    bias_heads = cpu::bias_heads(p, group_size(p));
+    const int64_t key_bias_floats = wants_key_bias(p) ? bias_heads * p.keys : 0;
+    slot_floats = round_up(2 * p.keys * padded_head_dim(p) + key_bias_floats, 16);
+    bias_floats = wants_key_bias(p) ? (is_varlen(p) ? 1 : p.batch) * p.kv_heads * bias_heads * total_keys(p) : 0;
+    scratch = tile_scratch_bytes(p, true);
+    if (present(p.bias) && per_query(p.bias)) scratch += kMaxTileRows * p.keys * int64_t(sizeof(float));
+    scratch = round_up(scratch, 64);
+  }
+  int64_t bytes(const fdm_problem &p) const {
+    return p.context.threads * scratch + (slots * slot_floats + bias_floats) * int64_t(sizeof(float));
+  }
+};
+
+class BackwardPass {
+public:
+  BackwardPass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace)
+      : p_(p), args_(args), plan_(plan), layout_(p), kernels_(best_kernels()), dim_(padded_head_dim(p)),
+        rows_(tile_rows(p, plan)) {
+    scratch_ = static_cast<char *>(workspace);
+    slots_ = reinterpret_cast<float *>(scratch_ + p.context.threads * layout_.scratch);
+    bias_sums_ = slots_ + layout_.slots * layout_.slot_floats;
+    needs_key_bias_ = present(args.dbias) && wants_key_bias(p);
+  }
+
+  void run() {
+    const bool needs_keys = present(args_.dk) || present(args_.dv) || needs_key_bias_;
+    if (needs_keys || present(args_.dq)) parallel([&](int64_t unit, int worker) { run_unit(unit, worker); }, layout_.units);
+    if (layout_.parts > 1 && needs_keys) sum_parts();
+    if (!present(args_.dbias)) return;
+    if (needs_key_bias_)
+      parallel([&](int64_t row, int) { write_key_bias(row); }, args_.dbias.shape[0] * args_.dbias.shape[1]);
+    else
+      run_row_bias();
+  }
+
+private:
+  template <class Body> void parallel(const Body &body, int64_t tasks) { parallel_for(p_.context.threads, tasks, body); }
+
+  void *scratch(int worker) const { return scratch_ + worker * layout_.scratch; }
+
+  KeyGradients slot(int64_t number) const {
+    float *base = slots_ + number * layout_.slot_floats;
+    const int64_t size = p_.keys * dim_;
+    return {present(args_.dk) ? base : nullptr, present(args_.dv) ? base + size : nullptr,
+            needs_key_bias_ ? base + 2 * size : nullptr};
+  }
+
+  void clear(const KeyGradients &g, int64_t keys) const {
+    if (g.dk) std::memset(g.dk, 0, size_t(keys * dim_) * sizeof(float));
+    if (g.dv) std::memset(g.dv, 0, size_t(keys * dim_) * sizeof(float));
+    if (g.dbias) std::memset(g.dbias, 0, size_t(layout_.bias_heads * p_.keys) * sizeof(float));
+  }
+
+  void run_unit(int64_t unit, int worker) {
+    const int64_t part = unit % layout_.parts, head = unit / layout_.parts;
+    const int64_t kv_head = head % p_.kv_heads;
+    const KeyGradients sums = slot(layout_.parts == 1 ? worker : unit);
+    TileTask task;
+    task.sequence_index = head / p_.kv_heads;
+    task.sequence = sequence(p_, task.sequence_index);
+    task.heads = heads_per_task(p_);
+    clear(sums, task.sequence.k_count);
+    for (int64_t tile = part; tile * rows_ < task.sequence.q_count; tile += layout_.parts) {
+      task.first_row = tile * rows_;
+      task.rows = min64(rows_, task.sequence.q_count - task.first_row);
+      for (int64_t g = 0; g < group_size(p_); g += task.heads) {
+        task.head = kv_head * group_size(p_) + g;
+        KeyGradients to = sums;
+        if (to.dbias && layout_.bias_heads > 1) to.dbias += g * p_.keys;
+        kernels_.backward_tile(p_, args_, plan_, task, to, scratch(worker));
+      }
+    }
+    if (layout_.parts == 1) write_keys(task.sequence, head, sums, 0, task.sequence.k_count);
+  }
+
+  // Adds up the parts of each head, a range of keys at a time, into its first part, and writes that.
+  void sum_parts() {
+    constexpr int64_t kKeys = 256;
+    const int64_t ranges = ceil_div(p_.keys, kKeys);
+    parallel(
+        [&](int64_t number, int) {
+          const int64_t head = number / ranges, begin = number % ranges * kKeys;
+          const Sequence s = sequence(p_, head / p_.kv_heads);
+          const int64_t end = min64(s.k_count, begin + kKeys);
+          if (begin >= end) return;
+          const KeyGradients sums = slot(head * layout_.parts);
+          for (int64_t part = 1; part < layout_.parts; ++part) {
+            const KeyGradients more = slot(head * layout_.parts + part);
+            add(sums.dk, more.dk, begin * dim_, end * dim_);
+            add(sums.dv, more.dv, begin * dim_, end * dim_);
+            for (int64_t g = 0; g < layout_.bias_heads; ++g)
+              add(sums.dbias, more.dbias, g * p_.keys + begin, g * p_.keys + end);
+          }
+          write_keys(s, head, sums, begin, end);
+        },
+        layout_.heads * ranges);
+  }
+
+  static void add(float *to, const float *from, int64_t begin, int64_t end) {
+    if (to)
+      for (int64_t i = begin; i < end; ++i) to[i] += from[i];
+  }
+
+  // The sums of keys [begin, end) of a head to dk, dv and the bias sums.
+  void write_keys(const Sequence &s, int64_t head, const KeyGradients &sums, int64_t begin, int64_t end) {
+    write_key_rows(args_.dk, s, head % p_.kv_heads, sums.dk, begin, end);
+    write_key_rows(args_.dv, s, head % p_.kv_heads, sums.dv, begin, end);
+    if (!sums.dbias) return;
+    for (int64_t g = 0; g < layout_.bias_heads; ++g) {
+      float *to = bias_sums_ + ((is_varlen(p_) ? head % p_.kv_heads : head) * layout_.bias_heads + g) * total_keys(p_);
+      std::memcpy(to + s.k_begin + begin, sums.dbias + g * p_.keys + begin, size_t(end - begin) * sizeof(float));
+    }
+  }
+
+  void write_key_rows(const fdm_tensor &t, const Sequence &s, int64_t kv_head, const float *rows, int64_t begin,
+                      int64_t end) const {
+    if (!present(t)) return;
+    for (int64_t j = begin; j < end; ++j) {
+      const int64_t at = s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + kv_head * t.stride[2];
+      for (int64_t d = 0; d < p_.head_dim; ++d) store_scalar(t.data, t.dtype, at + d * t.stride[3], rows[j * dim_ + d]);
+    }
+  }
+
+  // One (batch, head) row of a per-key dbias: the sum over the batch, heads and keys that share it.
+  void write_key_bias(int64_t row) {
+    const fdm_tensor &t = args_.dbias;
+    const int64_t batch = row / t.shape[1], head = row % t.shape[1], keys = total_keys(p_);
+    const int64_t sources = p_.kv_heads * layout_.bias_heads; // rows of bias sums of one element of the batch
+    const int64_t batches = is_varlen(p_) ? 1 : p_.batch;
+    const int64_t first_batch = t.shape[0] == 1 ? 0 : batch, past_batch = t.shape[0] == 1 ? batches : batch + 1;
+    const int64_t first = t.shape[1] == 1 ? 0 : head, past = t.shape[1] == 1 ? sources : head + 1;
+    const auto sum_of_key = [&](int64_t j) {
+      float sum = 0.0f;
+      for (int64_t b = first_batch; b < past_batch; ++b)
+        for (int64_t h = first; h < past; ++h) sum += bias_sums_[(b * sources + h) * keys + j];
+      return sum;
+    };
+    const int64_t at = batch * t.stride[0] + head * t.stride[1];
+    if (t.shape[3] == 1) {
+      float sum = 0.0f;
+      for (int64_t j = 0; j < keys; ++j) sum += sum_of_key(j);
+      store_scalar(t.data, t.dtype, at, sum);
+    } else {
+      for (int64_t j = 0; j < keys; ++j) store_scalar(t.data, t.dtype, at + j * t.stride[3], sum_of_key(j));
+    }
+  }
+
+  // dbias with a row for each query: each task owns a tile of rows of one (batch, head) of it, and recomputes the score
+  // gradients of all the heads and batches that share them.
+  void run_row_bias() {
+    const fdm_tensor &t = args_.dbias;
+    const int64_t sequences = is_varlen(p_) ? p_.batch : t.shape[0], tiles = ceil_div(p_.queries, rows_);
+    parallel(
+        [&](int64_t number, int worker) {
+          const int64_t tile = number % tiles, head = number / tiles % t.shape[1], b = number / tiles / t.shape[1];
+          row_bias_tile(b, head, tile, worker);
+        },
+        sequences * t.shape[1] * tiles);
+  }
+
+  void row_bias_tile(int64_t b, int64_t bias_head, int64_t tile, int worker) {
+    const fdm_tensor &t = args_.dbias;
+    const bool shared = !is_varlen(p_) && t.shape[0] == 1;
+    TileTask task;
+    task.heads = 1;
+    task.first_row = tile * rows_;
+    task.rows = min64(rows_, sequence(p_, b).q_count - task.first_row);
+    if (task.rows <= 0) return;
+    auto *sums = reinterpret_cast<float *>(static_cast<char *>(scratch(worker)) + tile_scratch_bytes(p_, true));
+    std::memset(sums, 0, size_t(task.rows * p_.keys) * sizeof(float));
+    for (int64_t batch = shared ? 0 : b; batch < (shared ? p_.batch : b + 1); ++batch)
+      for (int64_t h = 0; h < p_.heads; ++h) {
+        if (head_index(p_, t, h) != bias_head) continue;
+        task.sequence_index = batch, task.sequence = sequence(p_, batch), task.head = h;
+        kernels_.bias_gradient_tile(p_, args_, plan_, task, sums, p_.keys, scratch(worker));
+      }
+    const Sequence s = sequence(p_, b);
+    for (int64_t i = 0; i < task.rows; ++i) {
+      const float *row = sums + i * p_.keys;
+      const int64_t at = (is_varlen(p_) ? 0 : b) * t.stride[0] + bias_head * t.stride[1] +
+                         (s.q_begin + task.first_row + i) * t.stride[2];
+      if (t.shape[3] == 1) {
+        float sum = 0.0f;
+        for (int64_t j = 0; j < s.k_count; ++j) sum += row[j];
+        store_scalar(t.data, t.dtype, at, sum);
+      } else {
+        for (int64_t j = 0; j < t.shape[3]; ++j) store_scalar(t.data, t.dtype, at + j * t.stride[3], row[j]);
+      }
+    }
+  }
+
+  const fdm_problem &p_;
+  const fdm_backward_args &args_;
+  const void *plan_;
+  const BackwardLayout layout_;
+  const Kernels &kernels_;
+  const int64_t dim_, rows_;
+  char *scratch_;
+  float *slots_, *bias_sums_;
+  bool needs_key_bias_;
+};
+
+} // namespace
+
+int64_t backward_workspace_bytes(const fdm_problem &p) { return BackwardLayout(p).bytes(p); }
+
+void backward_pass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
+  BackwardPass(p, args, plan, workspace).run();
+}
+
+} // namespace fdm::cpu

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "columns.h"
+
+#include <cstring>
+
+#include "plan.h"
+
+namespace fdm::cpu {
+namespace {
+
+// Three int32 arrays for the columns in order and three for the partial ones before they are appended.
+struct Scratch {
+  int32_t *index, *start, *end, *partial_index, *partial_start, *partial_end;
+};
+
+Scratch scratch_arrays(void *base, int64_t keys) {
+  auto *p = static_cast<int32_t *>(base);
+  return {p, p + keys, p + 2 * keys, p + 3 * keys, p + 4 * keys, p + 5 * keys};
+}
+
+void append_partial(const Scratch &a, int64_t partial, TileColumns *out) {
+  const size_t bytes = size_t(partial) * sizeof(int32_t);
+  std::memcpy(a.index + out->full, a.partial_index, bytes);
+  std::memcpy(a.start + out->full, a.partial_start, bytes);
+  std::memcpy(a.end + out->full, a.partial_end, bytes);
+  out->count = out->full + int32_t(partial);
+  out->index = a.index, out->start = a.start, out->end = a.end;
+  out->words = nullptr;
+}
+
+// Without a mask: consecutive keys, the last of which end at each row's causal limit.
+void range_columns(const fdm_problem &p, const Sequence &s, const Scratch &a, TileColumns *out) {
+  const int64_t last_row = out->first_row + out->rows - 1;
+  int64_t full = s.k_count, count = s.k_count;
+  if (is_causal(p)) {
+    full = max64(0, min64(s.k_count, out->first_row + s.causal_off + 1));
+    count = max64(full, min64(s.k_count, last_row + s.causal_off + 1));
+  }
+  for (int64_t j = 0; j < count; ++j) a.index[j] = int32_t(j);
+  for (int64_t j = full; j < count; ++j) {
+    a.start[j] = int32_t(max64(0, j - s.causal_off));
+    a.end[j] = INT_MAX;
+  }
+  out->full = int32_t(full), out->count = int32_t(count);
+  out->index = a.index, out->start = a.start, out->end = a.end;
+  out->words = nullptr;
+}
+
+void interval_columns(const IntervalList &list, const Sequence &s, const Scratch &a, TileColumns *out) {
+  const int64_t first = out->first_row, past = first + out->rows;
+  const int64_t begin = s.k_begin, end = s.k_begin + s.k_count;
+  int64_t full = 0, partial = 0;
+  for (int64_t at = begin; at < end;) {
+    const int64_t block = at / kEntryBlock, block_end = min64(end, (block + 1) * kEntryBlock);
+    if (list.block_min_start[block] >= past || list.block_max_end[block] <= first) {
+      at = block_end;
+      continue;
+    }
+    for (; at < block_end; ++at) {
+      const int32_t from = list.start[at], to = list.end[at];
+      if (from >= past || to <= first) continue;
+      if (from <= first && to >= past) {
+        a.index[full++] = list.index[at];
+      } else {
+        a.partial_index[partial] = list.index[at];
+        a.partial_start[partial] = from;
+        a.partial_end[partial++] = to;
+      }
+    }
+  }
+  out->full = int32_t(full);
+  append_partial(a, partial, out);
+}
+
+} // namespace
+
+int64_t column_scratch_bytes(const fdm_problem &p) { return round_up(6 * p.keys * int64_t(sizeof(int32_t)), 64); }
+
+int64_t tile_rows(const fdm_problem &p, const void *plan) {
+  return mask_kind(p) == FDM_MASK_NONE ? kMaxTileRows : static_cast<const PlanHeader *>(plan)->tile_rows;
+}
+
+void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int64_t sequence_index, int64_t h,
+                  int64_t first_row, int64_t rows, void *scratch, TileColumns *out) {
+  const Scratch a = scratch_arrays(scratch, p.keys);
+  out->first_row = first_row, out->rows = rows;
+  const fdm_mask_kind kind = mask_kind(p);
+  if (kind == FDM_MASK_NONE) return range_columns(p, s, a, out);
+
+  const fdm_tensor &lists = list_tensor(p);
+  const int64_t list = batch_index(lists, s) * lists.shape[1] + head_index(p, lists, h);
+  void *mutable_plan = const_cast<void *>(plan); // the accessors serve the builder too
+  if (kind != FDM_MASK_ROWS) return interval_columns(IntervalList::at(mutable_plan, list, total_keys(p)), s, a, out);
+
+  const int64_t size = tile_rows(p, plan);
+  const RowTile tile = RowTile::at(mutable_plan, p, list, s, sequence_index, first_row / size, size);
+  out->count = tile.counts[0], out->full = tile.counts[1];
+  out->index = tile.index;
+  out->start = out->end = nullptr;
+  out->words = tile.words;
+  out->word_bytes = size / 8;
+}
+
+} // namespace fdm::cpu

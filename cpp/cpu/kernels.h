@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The kernels that are compiled once for each SIMD level, and the choice among them.
+#pragma once
+
+#include <cstdint>
+
+#include "columns.h"
+
+namespace fdm::cpu {
+
+// Keys that are gathered and multiplied at a time. 128 keys of D = 64 in float32 are 32 KB: the first-level cache.
+constexpr int64_t kBlockKeys = 128;
+// Rows (of all heads of a group together) whose scores are held at a time: 64 x 128 floats are 32 KB.
+constexpr int64_t kBlockRows = 64;
+// Head dimensions are padded with zeros to a multiple of the widest vector, 16 floats.
+constexpr int64_t kHeadDimPad = 16;
+
+static inline int64_t padded_head_dim(const fdm_problem &p) { return round_up(p.head_dim, kHeadDimPad); }
+
+// One tile of query rows for query heads [head, head + heads), which share a key/value head and a list of columns.
+struct TileTask {
+  Sequence sequence;
+  int64_t sequence_index;
+  int64_t head, heads;
+  int64_t first_row, rows;
+};
+
+// Where a backward task adds its gradients of keys, values and per-key bias: float32, all keys of one sequence.
+struct KeyGradients {
+  float *dk, *dv; // K rows of padded_head_dim floats; null if not wanted
+  float *dbias;   // for each head of the task's bias rows: K floats; null if not wanted
+};
+
+struct Kernels {
+  const char *name;
+  void (*forward_tile)(const fdm_problem &, const fdm_forward_args &, const void *plan, const TileTask &,
+                       void *scratch);
+  void (*backward_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
+                        const KeyGradients &, void *scratch);
+  // Adds the score gradients of one head's tile to a float32 matrix of rows x row_stride, columns by key.
+  void (*bias_gradient_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
+                             float *dbias, int64_t row_stride, void *scratch);
+};
+
+// Bytes of scratch that each thread needs for a pass, for tiles of at most `heads` heads.
+int64_t tile_scratch_bytes(const fdm_problem &p, bool backward);
+
+namespace baseline {
+const Kernels &kernels();
+}
+#if defined(__x86_64__)
+namespace avx2 {
+const Kernels &kernels();
+}
+namespace avx512 {
+const Kernels &kernels();
+}
+#endif
+
+// The widest level that this processor has, or the one that FLASH_DMATTN_CPU_SIMD names.
+const Kernels &best_kernels();
+
+} // namespace fdm::cpu

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The forward and the backward pass: how their tiles are spread over threads.
+#pragma once
+
+#include <cstdint>
+
+#include "../pack.h"
+
+namespace fdm::cpu {
+
+int64_t forward_workspace_bytes(const fdm_problem &p);
+void forward_pass(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace);
+
+int64_t backward_workspace_bytes(const fdm_problem &p);
+void backward_pass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace);
+
+} // namespace fdm::cpu

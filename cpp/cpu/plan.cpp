@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "plan.h"
+
+#include <cstring>
+
+#include "thread_pool.h"
+
+namespace fdm::cpu {
+namespace {
+
+// What gathering one key costs a tile, in rows' worth of arithmetic: converting, copying and transposing its K and V
+// against two multiply-adds for each row. It weighs small tiles (few columns that only some rows keep) against large.
+constexpr int64_t kGatherCostInRows = 16;
+
+constexpr int64_t kTileRowChoices[] = {64, 32, 16, 8};
+constexpr int kChoices = 4;
+
+int64_t list_count(const fdm_problem &p) { return list_tensor(p).shape[0] * list_tensor(p).shape[1]; }
+
+int64_t heads_per_list(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
+
+// The tile size for which sum over tiles of columns * (gather + rows) is least. columns[c]: for the c-th choice.
+int cheapest(const fdm_problem &p, const int64_t *columns, const bool *allowed) {
+  int best = kChoices - 1; // 8 rows always fit
+  double best_cost = 0;
+  for (int c = kChoices - 1; c >= 0; --c) {
+    if (!allowed[c]) continue;
+    const double cost = double(columns[c]) * double(kGatherCostInRows + kTileRowChoices[c] * heads_per_list(p));
+    if (c == kChoices - 1 || cost < best_cost) best = c, best_cost = cost;
+  }
+  return best;
+}
+
+// --- interval plans ---------------------------------------------------------------------------------------------
+
+struct Interval {
+  int64_t start, end;
+};
+
+// The rows that keep key j of a sequence, the causal limit included.
+Interval kept_rows(const fdm_problem &p, const Sequence &s, int64_t list_head, int64_t list_batch, int64_t j) {
+  Interval rows{0, s.q_count};
+  if (present(p.start)) {
+    const auto offset = [&](const fdm_tensor &t) {
+      return list_batch * t.stride[0] + list_head * t.stride[1] + (s.k_begin + j) * t.stride[3];
+    };
+    rows.start = max64(0, static_cast<const int32_t *>(p.start.data)[offset(p.start)]);
+    rows.end = min64(s.q_count, static_cast<const int32_t *>(p.end.data)[offset(p.end)]);
+  } else {
+    const int64_t col = p.mask.shape[3] == 1 ? 0 : p.mask.stride[3];
+    const int64_t at = list_batch * p.mask.stride[0] + list_head * p.mask.stride[1] + (s.k_begin + j) * col;
+    if (!static_cast<const uint8_t *>(p.mask.data)[at]) rows.end = 0;
+  }
+  if (is_causal(p)) rows.start = max64(rows.start, j - s.causal_off);
+  return rows;
+}
+
+void summarize(const IntervalList &list, int64_t keys) {
+  for (int64_t block = 0; block * kEntryBlock < keys; ++block) {
+    int32_t first = INT_MAX, past = 0;
+    for (int64_t at = block * kEntryBlock; at < min64(keys, (block + 1) * kEntryBlock); ++at) {
+      if (list.start[at] < first) first = list.start[at];
+      if (list.end[at] > past) past = list.end[at];
+    }
+    list.block_min_start[block] = first, list.block_max_end[block] = past;
+  }
+}
+
+void add_tile_columns(const Interval &rows, int64_t *columns) {
+  for (int c = 0; c < kChoices; ++c) {
+    const int64_t size = kTileRowChoices[c];
+    columns[c] += ceil_div(rows.end, size) - rows.start / size;
+  }
+}
+
+void make_interval_list(const fdm_problem &p, void *plan, int64_t list_number, int64_t *columns) {
+  const fdm_tensor &lists = list_tensor(p);
+  const int64_t list_batch = list_number / lists.shape[1], list_head = list_number % lists.shape[1];
+  const IntervalList list = IntervalList::at(plan, list_number, total_keys(p));
+  for (int64_t b = 0; b < (is_varlen(p) ? p.batch : 1); ++b) {
+    const Sequence s = sequence(p, b);
+    int64_t at = s.k_begin;
+    for (int64_t j = 0; j < s.k_count; ++j) {
+      const Interval rows = kept_rows(p, s, list_head, list_batch, j);
+      if (rows.start >= rows.end) continue;
+      list.index[at] = int32_t(j), list.start[at] = int32_t(rows.start), list.end[at] = int32_t(rows.end);
+      ++at;
+      add_tile_columns(rows, columns);
+    }
+    for (; at < s.k_begin + s.k_count; ++at) list.index[at] = 0, list.start[at] = INT_MAX, list.end[at] = 0;
+  }
+  summarize(list, total_keys(p));
+}
+
+void make_interval_plan(const fdm_problem &p, void *plan, void *workspace) {
+  const int64_t lists = list_count(p);
+  auto *columns = static_cast<int64_t *>(workspace);
+  std::memset(columns, 0, size_t(lists * kChoices) * sizeof(int64_t));
+  parallel_for(p.context.threads, lists,
+               [&](int64_t list, int) { make_interval_list(p, plan, list, columns + list * kChoices); });
+  for (int64_t list = 1; list < lists; ++list)
+    for (int c = 0; c < kChoices; ++c) columns[c] += columns[list * kChoices + c];
+  const bool allowed[kChoices] = {true, true, true, true};
+  static_cast<PlanHeader *>(plan)->tile_rows = kTileRowChoices[lists ? cheapest(p, columns, allowed) : 0];
+}
+
+// --- row plans --------------------------------------------------------------------------------------------------
+
+// any[j], all[j]: is key j kept by any, by all rows [first, first + rows) of the mask, the causal limit included?
+void reduce_rows(const fdm_problem &p, const Matrix &mask, const Sequence &s, int64_t first, int64_t rows, uint8_t *any,
+                 uint8_t *all) {
+  std::memset(any, 0, size_t(s.k_count));
+  std::memset(all, 1, size_t(s.k_count));
+  for (int64_t i = first; i < first + rows; ++i) {
+    const auto *row = static_cast<const uint8_t *>(mask.base) + i * mask.row;
+    const int64_t limit = is_causal(p) ? max64(0, min64(s.k_count, i + s.causal_off + 1)) : s.k_count;
+    if (mask.col == 1) {
+      for (int64_t j = 0; j < limit; ++j) any[j] |= row[j], all[j] &= row[j];
+    } else {
+      for (int64_t j = 0; j < limit; ++j) any[j] |= row[j * mask.col], all[j] &= row[j * mask.col];
+    }
+    std::memset(all + limit, 0, size_t(s.k_count - limit));
+  }
+}
+
+void make_row_tile(const fdm_problem &p, const Matrix &mask, const Sequence &s, int64_t first, int64_t rows,
+                   int64_t tile_rows, uint8_t *any, uint8_t *all, const RowTile &tile) {
+  reduce_rows(p, mask, s, first, rows, any, all);
+  int32_t full = 0, count = 0;
+  for (int64_t j = 0; j < s.k_count; ++j) {
+    tile.index[full] = int32_t(j);
+    full += all[j] != 0;
+  }
+  count = full;
+  for (int64_t j = 0; j < s.k_count; ++j)
+    if (any[j] && !all[j]) tile.index[count++] = int32_t(j);
+  tile.counts[0] = count, tile.counts[1] = full;
+
+  const int64_t word_bytes = tile_rows / 8;
+  std::memset(tile.words, 0, size_t((count - full) * word_bytes));
+  for (int64_t r = 0; r < rows; ++r) {
+    const auto *row = static_cast<const uint8_t *>(mask.base) + (first + r) * mask.row;
+    const int64_t limit = is_causal(p) ? first + r + s.causal_off + 1 : s.k_count;
+    uint8_t *words = tile.words + r / 8;
+    for (int64_t c = full; c < count; ++c) {
+      const int64_t j = tile.index[c];
+      words[(c - full) * word_bytes] |= uint8_t((j < limit && row[j * mask.col]) << (r % 8));
+    }
+  }
+}
+
+Matrix list_matrix(const fdm_problem &p, int64_t list, const Sequence &s) {
+  const int64_t batch = list / p.mask.shape[1], head = list % p.mask.shape[1];
+  const int64_t col = p.mask.shape[3] == 1 ? 0 : p.mask.stride[3];
+  const int64_t offset = batch * p.mask.stride[0] + head * p.mask.stride[1] + s.q_begin * p.mask.stride[2];
+  return {static_cast<const uint8_t *>(p.mask.data) + offset, p.mask.stride[2], col};
+}
+
+// Counts columns on a few blocks of 64 rows spread over the problem, and picks the tile size by them.
+int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
+  bool allowed[kChoices];
+  for (int c = 0; c < kChoices; ++c) {
+    const int64_t rows = kTileRowChoices[c];
+    const int64_t needed = list_count(p) * (total_rows(p) / rows + p.batch) * RowTile::bytes(p.keys, rows);
+    allowed[c] = int64_t(sizeof(PlanHeader)) + needed <= plan_bytes(p);
+  }
+  auto *any = static_cast<uint8_t *>(workspace), *all = any + p.keys;
+  int64_t columns[kChoices] = {};
+  constexpr int64_t kSamples = 8;
+  const int64_t lists = list_count(p), sequences = is_varlen(p) ? p.batch : 1;
+  for (int64_t sample = 0; sample < kSamples; ++sample) {
+    const Sequence s = sequence(p, sample * sequences / kSamples);
+    const Matrix mask = list_matrix(p, sample * lists / kSamples, s);
+    const int64_t blocks = ceil_div(s.q_count, kMaxTileRows);
+    const int64_t begin = (2 * sample + 1) * blocks / (2 * kSamples) * kMaxTileRows;
+    const int64_t past = min64(s.q_count, begin + kMaxTileRows);
+    for (int c = 0; c < kChoices; ++c)
+      for (int64_t first = begin; first < past; first += kTileRowChoices[c]) {
+        reduce_rows(p, mask, s, first, min64(kTileRowChoices[c], past - first), any, all);
+        for (int64_t j = 0; j < s.k_count; ++j) columns[c] += any[j];
+      }
+  }
+  return kTileRowChoices[cheapest(p, columns, allowed)];
+}
+
+void make_row_plan(const fdm_problem &p, void *plan, void *workspace) {
+  const int64_t lists = list_count(p), sequences = is_varlen(p) ? p.batch : 1;
+  const int64_t rows = lists && p.keys ? choose_row_tile(p, workspace) : kMinTileRows;
+  static_cast<PlanHeader *>(plan)->tile_rows = rows;
+  const int64_t tiles = ceil_div(p.queries, rows);
+  parallel_for(p.context.threads, lists * sequences * tiles, [&](int64_t task, int worker) {
+    const int64_t tile = task % tiles, b = task / tiles % sequences, list = task / tiles / sequences;
+    const Sequence s = sequence(p, b);
+    const int64_t first = tile * rows, count = min64(rows, s.q_count - first);
+    if (count <= 0) return;
+    auto *any = static_cast<uint8_t *>(workspace) + 2 * worker * round_up(p.keys, 64);
+    make_row_tile(p, list_matrix(p, list, s), s, first, count, rows, any, any + round_up(p.keys, 64),
+                  RowTile::at(plan, p, list, s, b, tile, rows));
+  });
+}
+
+} // namespace
+
+fdm_plan_layout plan_layout(fdm_mask_kind kind) {
+  switch (kind) {
+  case FDM_MASK_KEYS:
+  case FDM_MASK_INTERVALS:
+    // 12 bytes and two summaries of 4 bytes for each 64 keys, rounded up to 64.
+    return {sizeof(PlanHeader), 128, 13, 0, 0, kMinTileRows};
+  case FDM_MASK_ROWS:
+    // Tiles of 8 rows: an index and a word of one byte for each key; counts, and rounding up to 64 bytes.
+    return {sizeof(PlanHeader), 0, 0, 128, 5, kMinTileRows};
+  default:
+    return {0, 0, 0, 0, 0, kMinTileRows};
+  }
+}
+
+int64_t plan_bytes(const fdm_problem &p) {
+  const fdm_mask_kind kind = mask_kind(p);
+  if (kind == FDM_MASK_NONE) return 0;
+  const fdm_plan_layout l = plan_layout(kind);
+  const int64_t tiles = total_rows(p) / l.tile_rows + p.batch;
+  return l.fixed +
+         list_count(p) * (l.per_list + total_keys(p) * l.per_key + tiles * (l.per_tile + p.keys * l.per_tile_key));
+}
+
+int64_t plan_workspace_bytes(const fdm_problem &p) {
+  switch (mask_kind(p)) {
+  case FDM_MASK_KEYS:
+  case FDM_MASK_INTERVALS:
+    return list_count(p) * kChoices * int64_t(sizeof(int64_t));
+  case FDM_MASK_ROWS:
+    return 2 * p.context.threads * round_up(p.keys, 64);
+  default:
+    return 0;
+  }
+}
+
+void make_plan(const fdm_problem &p, void *plan, void *workspace) {
+  switch (mask_kind(p)) {
+  case FDM_MASK_KEYS:
+  case FDM_MASK_INTERVALS:
+    return make_interval_plan(p, plan, workspace);
+  case FDM_MASK_ROWS:
+    return make_row_plan(p, plan, workspace);
+  default:
+    return;
+  }
+}
+
+} // namespace fdm::cpu

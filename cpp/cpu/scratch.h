@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a thread needs to work on a tile, carved out of the caller's workspace.
+//
+// `static inline` for the reason given in ../problem.h.
+#pragma once
+
+#include "kernels.h"
+
+namespace fdm::cpu {
+
+// How many rows of bias a task holds: its own head's, or one that all heads share; one query's, or one for all.
+static inline int64_t bias_heads(const fdm_problem &p, int64_t heads) {
+  return present(p.bias) && p.bias.shape[1] == p.heads && p.heads != p.kv_heads ? heads : 1;
+}
+static inline int64_t bias_rows(const fdm_problem &p, int64_t rows) {
+  return present(p.bias) && per_query(p.bias) ? rows : 1;
+}
+static inline int64_t heads_per_task(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
+
+struct TileBuffers {
+  void *columns;
+  float *q, *out;                       // heads x rows of D; out also serves as dq
+  float *dout;                          // backward, as q
+  float *row_max, *row_sum, *row_delta; // heads x rows; see Tile
+  float *keys, *keys_t, *values, *values_t;
+  float *dk, *dv;
+  float *bias, *dbias;
+  float *scores, *dscores, *tanh;
+};
+
+static inline TileBuffers carve_tile_buffers(const fdm_problem &p, bool backward, void *base, int64_t *bytes) {
+  int64_t used = 0;
+  const auto take = [&](int64_t size) {
+    void *at = base ? static_cast<char *>(base) + used : nullptr;
+    used += round_up(size, 64);
+    return at;
+  };
+  const auto floats = [&](int64_t count) { return static_cast<float *>(take(count * int64_t(sizeof(float)))); };
+  const int64_t dim = padded_head_dim(p), heads = heads_per_task(p), rows = heads * kMaxTileRows;
+  const int64_t block = kBlockKeys * dim, scores = kBlockRows * kBlockKeys;
+  TileBuffers b{};
+  b.columns = take(column_scratch_bytes(p));
+  b.q = floats(rows * dim), b.out = floats(rows * dim);
+  b.row_max = floats(rows), b.row_sum = floats(rows);
+  b.keys = floats(block), b.keys_t = floats(block), b.values = floats(block);
+  b.bias = floats(bias_heads(p, heads) * bias_rows(p, kMaxTileRows) * kBlockKeys);
+  b.scores = floats(scores);
+  if (backward) {
+    b.dout = floats(rows * dim), b.row_delta = floats(rows);
+    b.values_t = floats(block), b.dk = floats(block), b.dv = floats(block);
+    b.dbias = floats(bias_heads(p, heads) * kBlockKeys);
+    b.dscores = floats(scores), b.tanh = floats(scores);
+  }
+  *bytes = used;
+  return b;
+}
+
+} // namespace fdm::cpu

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "selection.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "../problem.h"
+#include "scalar.h"
+#include "thread_pool.h"
+
+namespace fdm::cpu {
+namespace {
+
+struct Candidate {
+  float bias;
+  int32_t key;
+};
+
+// The order of selection: larger bias first, and of equal ones the lower key.
+bool selected_before(const Candidate &a, const Candidate &b) {
+  return a.bias > b.bias || (a.bias == b.bias && a.key < b.key);
+}
+
+// One row of the result: the bias and the mask that it reads, and what it sees.
+struct Row {
+  int64_t batch, head; // of the attention problem
+  int64_t q_begin, q_count, k_begin, k_count, causal_off;
+};
+
+Row row_range(const fdm_selection &s, int64_t b, int64_t head) {
+  if (!present(s.cu_seqlens_q)) return {b, head, 0, s.queries, 0, s.keys, s.keys - s.queries};
+  const auto *q = static_cast<const int32_t *>(s.cu_seqlens_q.data);
+  const auto *k = static_cast<const int32_t *>(s.cu_seqlens_k.data);
+  const int64_t q0 = q[b], q1 = q[b + 1], k0 = k[b], k1 = k[b + 1];
+  return {0, head, q0, q1 - q0, k0, k1 - k0, (k1 - k0) - (q1 - q0)};
+}
+
+// Element (i, j) of a bias or mask, rows and keys counted from the sequence's first.
+int64_t element(const fdm_selection &s, const fdm_tensor &t, const Row &r, int64_t i, int64_t j) {
+  const int64_t head = t.shape[1] == 1 ? 0 : (t.shape[1] == s.heads ? r.head : r.head / (s.heads / s.kv_heads));
+  int64_t at = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
+  const bool rows = t.shape[2] > 1;
+  if (rows) at += (r.q_begin + i) * t.stride[2];
+  if (t.shape[3] > 1) at += (j + (rows ? 0 : r.k_begin)) * t.stride[3];
+  return at;
+}
+
+// The candidate of key j in row i; false where the mask or the bias excludes it.
+bool candidate(const fdm_selection &s, const Row &r, int64_t i, int64_t j, Candidate *out) {
+  if (present(s.mask) && !static_cast<const uint8_t *>(s.mask.data)[element(s, s.mask, r, i, j)]) return false;
+  out->bias = load_scalar(s.bias.data, s.bias.dtype, element(s, s.bias, r, i, j));
+  out->key = int32_t(j);
+  return out->bias > -INFINITY; // false for NaN too
+}
+
+int64_t last_visible(const fdm_selection &s, const Row &r, int64_t i) {
+  return (s.flags & FDM_CAUSAL) ? min64(r.k_count, i + r.causal_off + 1) : r.k_count;
+}
+
+// As query i grows, key i + K - Q becomes visible and the window drops its last member: so one pass over the keys with a
+// heap gives each key the one run of queries that select it.
+void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int32_t *start, int32_t *end,
+                      int64_t start_stride, int64_t end_stride) {
+  const bool causal = (s.flags & FDM_CAUSAL) != 0;
+  for (int64_t j = 0; j < r.k_count; ++j) start[j * start_stride] = 0, end[j * end_stride] = 0;
+  const auto first_row = [&](int64_t j) { return causal ? max64(0, j - r.causal_off) : 0; };
+  const auto drop = [&](int32_t key, int64_t row) {
+    if (first_row(key) < row)
+      end[key * end_stride] = int32_t(row);
+    else
+      start[key * start_stride] = 0;
+  };
+  int64_t held = 0;
+  for (int64_t j = 0; j < r.k_count && s.window > 0; ++j) {
+    Candidate c;
+    if (first_row(j) >= r.q_count || !candidate(s, r, 0, j, &c)) continue;
+    if (held == s.window) {
+      if (!selected_before(c, heap[0])) continue;
+      drop(heap[0].key, first_row(j));
+      std::pop_heap(heap, heap + held--, selected_before);
+    }
+    start[j * start_stride] = int32_t(first_row(j));
+    heap[held++] = c;
+    std::push_heap(heap, heap + held, selected_before);
+  }
+  for (int64_t n = 0; n < held; ++n) drop(heap[n].key, r.q_count);
+}
+
+void select_row(const fdm_selection &s, const Row &r, int64_t i, Candidate *candidates, uint8_t *keep, int64_t stride,
+                int64_t columns) {
+  for (int64_t j = 0; j < columns; ++j) keep[j * stride] = 0;
+  int64_t count = 0;
+  const int64_t visible = last_visible(s, r, i);
+  for (int64_t j = 0; j < visible; ++j) count += candidate(s, r, i, j, candidates + count);
+  if (count > s.window) {
+    std::nth_element(candidates, candidates + s.window, candidates + count, selected_before);
+    count = s.window;
+  }
+  for (int64_t n = 0; n < count; ++n) keep[candidates[n].key * stride] = 1;
+}
+
+// All keys can be candidates of a keep row, so there is room for all.
+int64_t candidate_bytes(const fdm_selection &s) {
+  return round_up(max64(1, s.keys) * int64_t(sizeof(Candidate)), 64);
+}
+
+const fdm_tensor &result(const fdm_selection &s) { return present(s.keep) ? s.keep : s.start; }
+
+} // namespace
+
+int64_t selection_workspace_bytes(const fdm_selection &s) { return s.context.threads * candidate_bytes(s); }
+
+void select_keys(const fdm_selection &s, void *workspace) {
+  const fdm_tensor &out = result(s);
+  const bool varlen = present(s.cu_seqlens_q), keep = present(s.keep);
+  const int64_t batches = varlen ? s.batch : out.shape[0], heads = out.shape[1];
+  const int64_t rows = keep ? (varlen && out.shape[2] > 1 ? s.queries : out.shape[2]) : 1;
+  const int64_t query_heads_each = s.heads / max64(1, heads);
+  parallel_for(s.context.threads, batches * heads * rows, [&](int64_t task, int worker) {
+    const int64_t i = task % rows, head = task / rows % heads, b = task / rows / heads;
+    const Row r = row_range(s, b, head * query_heads_each);
+    const bool per_row = keep && out.shape[2] > 1;
+    if (per_row && i >= r.q_count) return;
+    auto *candidates = reinterpret_cast<Candidate *>(static_cast<char *>(workspace) + worker * candidate_bytes(s));
+    int64_t at = (varlen ? 0 : b) * out.stride[0] + head * out.stride[1];
+    if (keep) {
+      at += per_row ? (r.q_begin + i) * out.stride[2] : r.k_begin * out.stride[3];
+      const int64_t columns = per_row ? out.shape[3] : r.k_count;
+      select_row(s, r, per_row ? i : max64(0, r.q_count - 1), candidates, static_cast<uint8_t *>(out.data) + at,
+                 out.stride[3], columns);
+    } else {
+      const int64_t end_at = (varlen ? 0 : b) * s.end.stride[0] + head * s.end.stride[1] + r.k_begin * s.end.stride[3];
+      at += r.k_begin * out.stride[3];
+      select_intervals(s, r, candidates, static_cast<int32_t *>(s.start.data) + at,
+                       static_cast<int32_t *>(s.end.data) + end_at, s.start.stride[3], s.end.stride[3]);
+    }
+  });
+}
+
+} // namespace fdm::cpu

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward pass of one tile: softmax over blocks of columns, with a running maximum and sum for each row.
+#pragma once
+
+#include "tile.h"
+
+namespace fdm::cpu::FDM_SIMD_NAMESPACE {
+namespace {
+
+// Turns a row of scores into exp(score - maximum), and updates the row's running maximum and sum. Returns the factor by
+// which what was summed before must be scaled.
+inline float softmax_row(float *scores, int64_t count, float &row_max, float &row_sum) {
+  vfloat largest = splat(row_max);
+  for (int64_t c = 0; c < count; c += kLanes) largest = maximum(load(scores + c), largest);
+  const float new_max = horizontal_max(largest);
+  // A row that has kept nothing so far: subtracting 0 keeps exp(-inf) = 0.
+  const float shift = new_max == -kInfinity ? 0.0f : new_max;
+  vfloat sum{};
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const vfloat e = exponential(load(scores + c) - shift);
+    store(scores + c, e);
+    sum += e;
+  }
+  const float factor = new_max == row_max ? 1.0f : __builtin_expf(row_max - shift);
+  row_sum = row_sum * factor + horizontal_sum(sum);
+  row_max = new_max;
+  return factor;
+}
+
+inline void start_rows(const Tile &tile) {
+  for (int64_t r = 0; r < tile.row_count(); ++r) tile.buffers.row_max[r] = -kInfinity, tile.buffers.row_sum[r] = 0.0f;
+}
+
+void add_values(const Tile &tile, int64_t head, int64_t heads) {
+  const TileBuffers &b = tile.buffers;
+  const int64_t first = head * tile.task.rows, rows = heads * tile.task.rows;
+  for (int64_t r = 0; r < rows; ++r) {
+    float *out = b.out + (first + r) * tile.dim;
+    const float factor = softmax_row(b.scores + r * kBlockKeys, tile.block.padded, b.row_max[first + r],
+                                     b.row_sum[first + r]);
+    if (factor != 1.0f)
+      for (int64_t d = 0; d < tile.dim; d += kLanes) store(out + d, load(out + d) * factor);
+  }
+  product(rows, tile.dim, tile.block.count, {b.scores, kBlockKeys, 1}, b.values, tile.dim, b.out + first * tile.dim,
+          tile.dim, true);
+}
+
+void write_rows(const Tile &tile, const fdm_forward_args &args) {
+  const TileTask &task = tile.task;
+  for (int64_t g = 0; g < task.heads; ++g)
+    for (int64_t i = 0; i < task.rows; ++i) {
+      const int64_t r = g * task.rows + i, row = task.first_row + i;
+      float *out = tile.buffers.out + r * tile.dim;
+      const float sum = tile.buffers.row_sum[r];
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      for (int64_t d = 0; d < tile.dim; ++d) out[d] *= inverse;
+      store_row(args.out, row_offset(args.out, task.sequence, row, task.head + g), args.out.stride[3],
+                tile.p.head_dim, out);
+      const float lse = sum == 0.0f ? -kInfinity : tile.buffers.row_max[r] + __builtin_logf(sum);
+      static_cast<float *>(args.lse.data)[lse_offset(args.lse, task.sequence, row, task.head + g)] = lse;
+    }
+}
+
+void forward_tile(const fdm_problem &p, const fdm_forward_args &args, const void *plan, const TileTask &task,
+                  void *scratch) {
+  Tile tile(p, plan, task, false, scratch);
+  const TileBuffers &b = tile.buffers;
+  tile.load_rows(p.q, b.q);
+  zero(b.out, tile.row_count() * tile.dim);
+  start_rows(tile);
+  for (int64_t first = 0; first < tile.columns.count; first += kBlockKeys) {
+    tile.load_block(first);
+    gather_keys(p, p.v, task, tile.block.index, tile.block.count, tile.block.padded, b.values);
+    for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
+      const int64_t heads = min64(tile.heads_at_once(), task.heads - head);
+      tile.make_scores(head, heads, b.scores, nullptr);
+      add_values(tile, head, heads);
+    }
+  }
+  write_rows(tile, args);
+}
+
+} // namespace
+} // namespace fdm::cpu::FDM_SIMD_NAMESPACE

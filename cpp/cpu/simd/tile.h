@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A tile of query rows and the scores of one block of its columns: what forward and backward have in common.
+#pragma once
+
+#include "../scratch.h"
+#include "gather.h"
+#include "gemm.h"
+
+namespace fdm::cpu::FDM_SIMD_NAMESPACE {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+
+// At most kBlockKeys columns of a tile, brought together.
+struct Block {
+  int64_t count, padded;      // padded to whole vectors
+  bool masked;                // does any row drop any of the columns?
+  int32_t index[kBlockKeys];  // key, or -1 where the bias is -inf for all rows: such keys are not read
+  int32_t low[kBlockKeys];    // bit r: row r keeps the column, for rows 0 ... 31
+  int32_t high[kBlockKeys];   // for rows 32 ... 63
+};
+
+struct Tile {
+  const fdm_problem &p;
+  const TileTask &task;
+  TileBuffers buffers;
+  TileColumns columns;
+  int64_t dim; // padded
+  Block block;
+
+  Tile(const fdm_problem &problem, const void *plan, const TileTask &t, bool backward, void *scratch)
+      : p(problem), task(t), dim(padded_head_dim(problem)) {
+    int64_t bytes;
+    buffers = carve_tile_buffers(p, backward, scratch, &bytes);
+    tile_columns(p, plan, task.sequence, task.sequence_index, task.head, task.first_row, task.rows, buffers.columns,
+                 &columns);
+  }
+
+  int64_t row_count() const { return task.heads * task.rows; }
+  // Heads whose rows' scores are held at a time.
+  int64_t heads_at_once() const { return max64(1, kBlockRows / task.rows); }
+
+  // Rows of q, out or dout, heads first, into a dense buffer.
+  void load_rows(const fdm_tensor &t, float *out) const {
+    for (int64_t g = 0; g < task.heads; ++g)
+      for (int64_t i = 0; i < task.rows; ++i, out += dim)
+        load_padded_row(t, row_offset(t, task.sequence, task.first_row + i, task.head + g), p.head_dim, dim, out);
+  }
+
+  float *bias_row(int64_t g, int64_t i) const {
+    const int64_t heads = bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    return buffers.bias + ((heads > 1 ? g : 0) * rows + (rows > 1 ? i : 0)) * kBlockKeys;
+  }
+
+  // Fetches bias, masks and K of the columns from `first` on. V is left to the passes, which need it in other orders.
+  void load_block(int64_t first) {
+    block.count = min64(kBlockKeys, columns.count - first);
+    block.padded = round_up(block.count, kLanes);
+    block.masked = first + block.count > columns.full;
+    for (int64_t c = 0; c < block.count; ++c) block.index[c] = columns.index[first + c];
+    if (block.masked)
+      for (int64_t c = 0; c < block.padded; ++c) {
+        const uint64_t word = c < block.count ? column_word(columns, first + c) : 0;
+        block.low[c] = int32_t(uint32_t(word)), block.high[c] = int32_t(uint32_t(word >> 32));
+      }
+    load_bias();
+    gather_keys(p, p.k, task, block.index, block.count, block.padded, buffers.keys);
+    transpose(buffers.keys, block.padded, dim, buffers.keys_t, kBlockKeys);
+  }
+
+  // Scores of `heads` heads from `head` on: scaled, capped, biased, -inf where not kept. Where tanh is not null it gets
+  // the hyperbolic tangents of the cap, which the backward pass needs.
+  void make_scores(int64_t head, int64_t heads, float *scores, float *tanh) const {
+    const int64_t rows = heads * task.rows;
+    product(rows, block.padded, dim, {buffers.q + head * task.rows * dim, dim, 1}, buffers.keys_t, kBlockKeys, scores,
+            kBlockKeys, false);
+    for (int64_t g = 0; g < heads; ++g)
+      for (int64_t i = 0; i < task.rows; ++i) {
+        const int64_t at = (g * task.rows + i) * kBlockKeys;
+        if (p.softcap > 0)
+          finish_row<true>(i, bias_row(head + g, i), scores + at, tanh ? tanh + at : nullptr);
+        else
+          finish_row<false>(i, bias_row(head + g, i), scores + at, nullptr);
+      }
+  }
+
+private:
+  void load_bias() {
+    const int64_t heads = bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    if (!present(p.bias)) {
+      zero(buffers.bias, block.count);
+      for (int64_t c = block.count; c < block.padded; ++c) buffers.bias[c] = -kInfinity;
+      return;
+    }
+    bool used[kBlockKeys] = {};
+    for (int64_t g = 0; g < heads; ++g) {
+      const Matrix m = score_matrix(p, p.bias, task.sequence, task.head + g, dtype_size(p.bias.dtype));
+      for (int64_t i = 0; i < rows; ++i) {
+        float *out = buffers.bias + (g * rows + i) * kBlockKeys;
+        const int64_t row = (task.first_row + i) * m.row;
+        for (int64_t c = 0; c < block.count; ++c) {
+          out[c] = load_scalar(m.base, p.bias.dtype, row + block.index[c] * m.col);
+          used[c] |= out[c] != -kInfinity;
+        }
+        for (int64_t c = block.count; c < block.padded; ++c) out[c] = -kInfinity;
+      }
+    }
+    for (int64_t c = 0; c < block.count; ++c)
+      if (!used[c]) block.index[c] = -1;
+  }
+
+  template <bool Capped> void finish_row(int64_t row, const float *bias, float *scores, float *tanh) const {
+    const int32_t *words = row < 32 ? block.low : block.high;
+    const int32_t bit = int32_t(uint32_t(1) << (row % 32));
+    for (int64_t c = 0; c < block.padded; c += kLanes) {
+      vfloat s = load(scores + c) * p.scale;
+      if constexpr (Capped) {
+        const vfloat t = hyperbolic_tangent(s / p.softcap);
+        if (tanh) store(tanh + c, t);
+        s = t * p.softcap;
+      }
+      const vfloat b = load(bias + c);
+      s = b == -kInfinity ? b : s + b; // whatever the score was, NaN too
+      if (block.masked) s = (load(words + c) & bit) != 0 ? s : splat(-kInfinity);
+      store(scores + c, s);
+    }
+  }
+};
+
+} // namespace
+} // namespace fdm::cpu::FDM_SIMD_NAMESPACE

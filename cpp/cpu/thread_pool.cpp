@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "thread_pool.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace fdm::cpu {
+namespace {
+
+struct Job {
+  TaskFunction function;
+  void *context;
+  int64_t tasks;
+  std::atomic<int64_t> next{0};
+  int wanted;      // helpers that may still join; guarded by the pool's mutex
+  int joined = 0;  // helpers that ever joined, which numbers them; guarded
+  int running = 0; // helpers inside; guarded
+  Job *link = nullptr;
+
+  Job(TaskFunction f, void *c, int64_t n, int helpers) : function(f), context(c), tasks(n), wanted(helpers) {}
+
+  void work(int worker) {
+    for (int64_t task = next.fetch_add(1, std::memory_order_relaxed); task < tasks;
+         task = next.fetch_add(1, std::memory_order_relaxed))
+      function(context, task, worker);
+  }
+};
+
+class Pool {
+public:
+  void run(Job &job) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      while (threads_ < job.wanted && add_thread()) {}
+      job.link = jobs_;
+      jobs_ = &job;
+    }
+    wake_.notify_all();
+    job.work(0);
+    std::unique_lock<std::mutex> lock(mutex_);
+    unlink(job);
+    done_.wait(lock, [&] { return job.running == 0; });
+  }
+
+private:
+  bool add_thread() {
+    try {
+      std::thread([this] { serve(); }).detach();
+    } catch (const std::exception &) {
+      return false;
+    }
+    ++threads_;
+    return true;
+  }
+
+  void unlink(Job &job) {
+    for (Job **at = &jobs_; *at; at = &(*at)->link)
+      if (*at == &job) {
+        *at = job.link;
+        return;
+      }
+  }
+
+  Job *open_job() {
+    for (Job *job = jobs_; job; job = job->link)
+      if (job->wanted > 0 && job->next.load(std::memory_order_relaxed) < job->tasks) return job;
+    return nullptr;
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      Job *job = nullptr;
+      wake_.wait(lock, [&] { return (job = open_job()) != nullptr; });
+      --job->wanted;
+      ++job->running;
+      const int worker = ++job->joined;
+      lock.unlock();
+      job->work(worker);
+      lock.lock();
+      if (--job->running == 0) done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  Job *jobs_ = nullptr; // most recent first
+  int threads_ = 0;
+};
+
+// Never destroyed: detached threads may still wait on it when the process ends. After a fork the child has none of the
+// threads, and the mutex may be held by one of them, so it starts with a new pool.
+std::atomic<Pool *> current{nullptr};
+
+Pool &pool() {
+  Pool *found = current.load(std::memory_order_acquire);
+  if (found) return *found;
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
+  (void)registered;
+  auto *made = new Pool;
+  if (current.compare_exchange_strong(found, made)) return *made;
+  delete made;
+  return *found;
+}
+
+} // namespace
+
+void run_tasks(int threads, int64_t tasks, TaskFunction function, void *context) {
+  const int64_t helpers = (threads < tasks ? threads : tasks) - 1;
+  Job job(function, context, tasks, helpers > 0 ? static_cast<int>(helpers) : 0);
+  if (helpers > 0)
+    pool().run(job);
+  else
+    job.work(0);
+}
+
+} // namespace fdm::cpu

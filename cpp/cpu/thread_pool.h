@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The pack's own threads: no OpenMP runtime that could clash with another library's.
+#pragma once
+
+#include <cstdint>
+
+namespace fdm::cpu {
+
+using TaskFunction = void (*)(void *context, int64_t task, int worker);
+
+// Calls function(context, task, worker) for each task in [0, tasks), on the calling thread and at most threads - 1
+// others; worker is in [0, threads) and no two tasks run at once with the same worker number. Returns when all are
+// done. May be called from several threads, and after a fork. Where the system refuses a new thread it uses fewer.
+void run_tasks(int threads, int64_t tasks, TaskFunction function, void *context);
+
+// The same for a callable.
+template <class Body> void parallel_for(int threads, int64_t tasks, const Body &body) {
+  const auto call = [](void *context, int64_t task, int worker) { (*static_cast<const Body *>(context))(task, worker); };
+  run_tasks(threads, tasks, call, const_cast<Body *>(&body));
+}
+
+} // namespace fdm::cpu

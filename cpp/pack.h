@@ -1,0 +1,195 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ *
+ * The C interface between flash_dmattn and a kernel pack.
+ *
+ * A kernel pack is a shared library that exports one function, FDM_PACK_SYMBOL, which returns a table of what the
+ * library was built for and of its entry points. A pack gets raw pointers, strides, a device ordinal, a stream and
+ * buffers that the caller owns. It returns a status and a message. It allocates nothing on the device, never ends the
+ * process, and knows nothing of Python or torch; so one binary serves every version of both.
+ *
+ * Conventions
+ *  - Strides count elements, are 64-bit, and may be 0 (a broadcast dimension) or negative.
+ *  - Shapes written {B|1} mean "B, or 1 to broadcast". H is the number of query heads, Hk of key/value heads, and
+ *    query head h reads key/value head h / (H / Hk). A head dimension of size Hk is indexed by that same quotient.
+ *  - A tensor whose data is NULL is absent, unless one of its dimensions is 0.
+ *  - "Varlen" problems pack their sequences along the row dimension: batch dimension 1, cu_seqlens present.
+ *  - On a GPU every entry point only enqueues work on the stream: no synchronisation, no allocation, so that it can be
+ *    captured into a CUDA graph. On a CPU it returns when the work is done.
+ *
+ * Compatibility: structs only grow at the end, and each carries its size. A pack refuses an argument struct that is
+ * smaller than the one it was compiled with; the caller refuses a table whose abi_version differs from its own.
+ */
+#ifndef FLASH_DMATTN_PACK_H
+#define FLASH_DMATTN_PACK_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FDM_PACK_ABI_VERSION 1
+#define FDM_PACK_SYMBOL "flash_dmattn_pack"
+
+enum fdm_status {
+  FDM_OK = 0,
+  FDM_INVALID_ARGUMENT = 1, /* the problem contradicts itself or the conventions above */
+  FDM_UNSUPPORTED = 2,      /* a valid problem that this pack was not built for */
+  FDM_BUFFER_TOO_SMALL = 3, /* the plan or the workspace has fewer bytes than asked for */
+  FDM_OUT_OF_MEMORY = 4,    /* of the host; packs allocate nothing on a device */
+  FDM_DEVICE_ERROR = 5,     /* a driver or runtime call failed */
+  FDM_INTERNAL_ERROR = 6    /* a defect of the pack */
+};
+
+enum fdm_dtype { FDM_FLOAT32 = 0, FDM_FLOAT16 = 1, FDM_BFLOAT16 = 2, FDM_BOOL = 3, FDM_INT32 = 4, FDM_UINT8 = 5 };
+
+/* The values are those of DLPack's DLDeviceType. */
+enum fdm_device_type { FDM_CPU = 1, FDM_CUDA = 2 };
+
+enum fdm_flag {
+  FDM_CAUSAL = 1,       /* query i sees keys j <= i + K - Q: aligned to the bottom right */
+  FDM_DETERMINISTIC = 2 /* equal inputs on an equal machine give equal bits */
+};
+
+/* How a problem gives its mask; the index of fdm_pack.plan_layouts. */
+enum fdm_mask_kind {
+  FDM_MASK_NONE = 0,      /* no mask: at most the causal limit */
+  FDM_MASK_KEYS = 1,      /* a boolean mask that is the same for every query */
+  FDM_MASK_INTERVALS = 2, /* start and end: key j is kept by queries start_j <= i < end_j */
+  FDM_MASK_ROWS = 3,      /* a boolean mask with a row for each query */
+  FDM_MASK_KIND_COUNT = 4
+};
+
+enum fdm_pass { FDM_PASS_PLAN = 0, FDM_PASS_FORWARD = 1, FDM_PASS_BACKWARD = 2 };
+
+typedef struct fdm_tensor {
+  void *data;
+  int64_t shape[4];
+  int64_t stride[4]; /* in elements */
+  int32_t dtype;     /* enum fdm_dtype */
+  int32_t reserved;
+} fdm_tensor;
+
+typedef struct fdm_buffer {
+  void *data; /* 64-byte aligned */
+  int64_t bytes;
+} fdm_buffer;
+
+/* Where the work runs. */
+typedef struct fdm_context {
+  int32_t device;  /* ordinal of the GPU; ignored by cpu packs */
+  int32_t threads; /* cpu packs: threads to use, at least 1; ignored by GPU packs */
+  void *stream;    /* CUstream, 0 is the legacy default stream; ignored by cpu packs */
+} fdm_context;
+
+/* One attention problem:
+ *
+ *   s_ij = scale * q_i.k_j;  s_ij = softcap * tanh(s_ij / softcap) where softcap > 0;  s_ij = s_ij + bias_ij
+ *   p = softmax over the kept keys;  o_i = sum_j p_ij v_j;  lse_i = log(sum_j exp(s_ij)) over the kept keys
+ *
+ * all in float32. A row that keeps nothing gives o = 0 and lse = -inf. A bias of -inf means "not kept". */
+typedef struct fdm_problem {
+  uint32_t struct_size; /* sizeof(fdm_problem) */
+  uint32_t flags;       /* bits of enum fdm_flag */
+  fdm_context context;
+  float scale;
+  float softcap; /* 0: off */
+  int64_t batch, heads, kv_heads, head_dim;
+  int64_t queries, keys; /* Q and K; for varlen the longest sequence's */
+
+  fdm_tensor q;    /* (B, Q, H, D); varlen (1, total_q, H, D) */
+  fdm_tensor k, v; /* (B, K, Hk, D); varlen (1, total_k, Hk, D); paged (pages, page size, Hk, D) */
+
+  /* At most one of mask and (start, end). */
+  fdm_tensor mask;       /* bool ({B|1}, {H|Hk|1}, {Q|1}, {K|1}); varlen as bias */
+  fdm_tensor start, end; /* int32 ({B|1}, {H|Hk|1}, 1, K); varlen (1, {H|Hk|1}, 1, total_k), rows of the own sequence */
+  fdm_tensor bias;       /* q's dtype or float32 ({B|1}, {H|Hk|1}, {Q|1}, {K|1});
+                          * varlen per key (1, {H|Hk|1}, 1, total_k) or per query (1, {H|Hk|1}, total_q, max_k) */
+
+  fdm_tensor cu_seqlens_q, cu_seqlens_k; /* int32 (B + 1, 1, 1, 1), both or none: none means not varlen */
+  fdm_tensor block_table; /* int32 (B, max pages of a sequence, 1, 1): k and v are paged; forward only, varlen only */
+} fdm_problem;
+
+typedef struct fdm_forward_args {
+  uint32_t struct_size;
+  int32_t splits;  /* parts of the key axis computed apart and then merged (decode); 0: the pack chooses */
+  fdm_tensor out;  /* q's shape and dtype */
+  fdm_tensor lse;  /* float32 (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
+} fdm_forward_args;
+
+/* Gradients whose data is NULL are not computed. Every wanted gradient is written in full. */
+typedef struct fdm_backward_args {
+  uint32_t struct_size;
+  uint32_t reserved;
+  fdm_tensor out, lse; /* what forward wrote */
+  fdm_tensor dout;     /* q's shape and dtype, any strides */
+  fdm_tensor dlse;     /* as lse, or absent */
+  fdm_tensor dq, dk, dv; /* the shapes and dtypes of q, k, v */
+  fdm_tensor dbias;      /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
+} fdm_backward_args;
+
+/* Selection of the window keys with the largest bias, by (bias descending, key index ascending), among the keys that
+ * the row sees and that the mask keeps. NaN and -inf are never selected. Exactly one form of result is wanted:
+ *  - start and end: for a bias that is the same for every query. Query i sees keys j <= i + K - Q if causal, else all.
+ *    Key j is selected by the queries start_j <= i < end_j; a key that none selects has start_j = end_j = 0.
+ *  - keep: one row of booleans for each row of bias. */
+typedef struct fdm_selection {
+  uint32_t struct_size;
+  uint32_t flags; /* FDM_CAUSAL */
+  fdm_context context;
+  int64_t batch, heads, kv_heads; /* of the attention problem; shapes below may have any of the head counts */
+  int64_t queries, keys;          /* Q and K; for varlen the longest sequence's */
+  int64_t window;                 /* at least 0 */
+  fdm_tensor bias; /* any float dtype ({B|1}, {H|Hk|1}, {Q|1}, K); varlen (1, {H|Hk|1}, {total_q|1}, total_k | max_k) */
+  fdm_tensor mask; /* bool, as bias or absent; broadcasts against it, also in the key dimension */
+  fdm_tensor cu_seqlens_q, cu_seqlens_k;
+  fdm_tensor start, end; /* int32 ({B|1}, {H|Hk|1}, 1, K), the broadcast shape of bias and mask */
+  fdm_tensor keep;       /* bool, the broadcast shape of bias and mask */
+} fdm_selection;
+
+/* An upper bound of the bytes of a plan, as data, so that it can be evaluated on symbolic sizes too:
+ *
+ *   fixed + lists * (per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key))
+ *
+ * lists = mask.shape[0] * mask.shape[1] (of start for intervals); keys = the mask's number of keys (total_k for varlen);
+ * row_keys = K (the longest sequence's for varlen); tiles = total rows / tile_rows + B, rounded down. */
+typedef struct fdm_plan_layout {
+  int64_t fixed, per_list, per_key, per_tile, per_tile_key, tile_rows;
+} fdm_plan_layout;
+
+typedef struct fdm_pack {
+  uint32_t abi_version; /* FDM_PACK_ABI_VERSION; the first field for ever */
+  uint32_t struct_size; /* sizeof(fdm_pack) */
+
+  const char *name;     /* "cpu", "cu13-sm90" */
+  const char *version;  /* of the project */
+  const char *compiler; /* name and version */
+  const char *features; /* what was chosen at run time, such as "avx512"; "" if nothing */
+  int32_t device_type;  /* enum fdm_device_type */
+  int32_t cuda_version; /* of the toolkit, 13000 for 13.0; 0 for cpu packs */
+  int32_t arch;         /* 90 for sm_90; 0 for cpu packs */
+  int32_t max_head_dim;
+  uint32_t dtypes; /* bit d is set if q may have dtype d */
+  uint32_t reserved;
+  fdm_plan_layout plan_layouts[FDM_MASK_KIND_COUNT];
+
+  /* Each returns enum fdm_status, and on failure writes a message of at most message_bytes with its final zero.
+   * A workspace may be uninitialised and is free for reuse once the work has run. */
+  int32_t (*workspace_bytes)(const fdm_problem *, int32_t pass, int64_t *bytes, char *message, size_t message_bytes);
+  /* Turns the mask into the columns that each tile of queries keeps. The plan is read by forward and backward. */
+  int32_t (*plan)(const fdm_problem *, fdm_buffer plan, fdm_buffer workspace, char *message, size_t message_bytes);
+  int32_t (*forward)(const fdm_problem *, const fdm_forward_args *, fdm_buffer plan, fdm_buffer workspace, char *message,
+                     size_t message_bytes);
+  int32_t (*backward)(const fdm_problem *, const fdm_backward_args *, fdm_buffer plan, fdm_buffer workspace,
+                      char *message, size_t message_bytes);
+  int32_t (*selection_workspace_bytes)(const fdm_selection *, int64_t *bytes, char *message, size_t message_bytes);
+  int32_t (*select)(const fdm_selection *, fdm_buffer workspace, char *message, size_t message_bytes);
+} fdm_pack;
+
+typedef const fdm_pack *(*fdm_pack_function)(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

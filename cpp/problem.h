@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How a problem's tensors are indexed: sequences, head groups and rows. Shared by the packs, and in CUDA packs by host
+// and device.
+//
+// Everything here has internal linkage: these functions are also compiled into the translation units of each SIMD level
+// of the cpu pack, and a shared (weak) definition made with AVX-512 instructions must never be the one that the linker
+// keeps.
+#pragma once
+
+#include <cstdint>
+
+#include "pack.h"
+
+#if defined(__CUDACC__)
+#define FDM_INLINE static __host__ __device__ __forceinline__
+#else
+#define FDM_INLINE static inline
+#endif
+
+namespace fdm {
+
+// The rows and keys of one element of the batch; for varlen, its part of the packed dimension.
+struct Sequence {
+  int64_t batch;      // index into batch dimensions
+  int64_t q_begin;    // first row in the row dimension
+  int64_t q_count;    // Q
+  int64_t k_begin;    // first key in the key dimension of q-independent tensors (keys, values, per-key mask and bias)
+  int64_t k_count;    // K
+  int64_t causal_off; // K - Q: query i sees keys j <= i + causal_off
+};
+
+FDM_INLINE bool is_varlen(const fdm_problem &p) { return p.cu_seqlens_q.data != nullptr; }
+FDM_INLINE bool is_causal(const fdm_problem &p) { return (p.flags & FDM_CAUSAL) != 0; }
+FDM_INLINE int64_t group_size(const fdm_problem &p) { return p.heads / p.kv_heads; }
+FDM_INLINE bool present(const fdm_tensor &t) { return t.data != nullptr; }
+
+FDM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+FDM_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+FDM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+FDM_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
+  if (!is_varlen(p)) return {b, 0, p.queries, 0, p.keys, p.keys - p.queries};
+  const auto *q = static_cast<const int32_t *>(p.cu_seqlens_q.data);
+  const auto *k = static_cast<const int32_t *>(p.cu_seqlens_k.data);
+  const int64_t qs = p.cu_seqlens_q.stride[0], ks = p.cu_seqlens_k.stride[0];
+  const int64_t q0 = q[b * qs], q1 = q[(b + 1) * qs], k0 = k[b * ks], k1 = k[(b + 1) * ks];
+  return {0, q0, q1 - q0, k0, k1 - k0, (k1 - k0) - (q1 - q0)};
+}
+
+// Rows of the packed row dimension over all sequences.
+FDM_INLINE int64_t total_rows(const fdm_problem &p) { return is_varlen(p) ? p.q.shape[1] : p.queries; }
+// Keys of the key dimension of per-key tensors.
+FDM_INLINE int64_t total_keys(const fdm_problem &p) {
+  if (!is_varlen(p)) return p.keys;
+  const auto *k = static_cast<const int32_t *>(p.cu_seqlens_k.data);
+  return k[p.batch * p.cu_seqlens_k.stride[0]];
+}
+
+// The index of query head h in a head dimension of size 1, Hk or H.
+FDM_INLINE int64_t head_index(const fdm_problem &p, const fdm_tensor &t, int64_t h) {
+  if (t.shape[1] == 1) return 0;
+  return t.shape[1] == p.heads ? h : h / group_size(p);
+}
+FDM_INLINE int64_t batch_index(const fdm_tensor &t, const Sequence &s) { return t.shape[0] == 1 ? 0 : s.batch; }
+
+// Does a mask or bias have a row for each query? With a single query it does not matter, so the cheaper form is meant.
+FDM_INLINE bool per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
+
+FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
+  if (present(p.start)) return FDM_MASK_INTERVALS;
+  if (!present(p.mask)) return FDM_MASK_NONE;
+  return per_query(p.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
+}
+
+// The tensor whose first two dimensions number the plan's lists.
+FDM_INLINE const fdm_tensor &list_tensor(const fdm_problem &p) { return present(p.start) ? p.start : p.mask; }
+
+// A matrix of scalars: element (i, j) at base + i * row + j * col, in elements.
+struct Matrix {
+  const void *base;
+  int64_t row, col;
+};
+
+// The (query, key) matrix of a mask or bias for query head h of a sequence. Rows and keys count from the sequence's
+// first; a dimension of size 1 repeats.
+FDM_INLINE Matrix score_matrix(const fdm_problem &p, const fdm_tensor &t, const Sequence &s, int64_t h,
+                                  int64_t element_size) {
+  const bool rows = per_query(t);
+  const int64_t row = rows ? t.stride[2] : 0;
+  const int64_t col = t.shape[3] == 1 ? 0 : t.stride[3];
+  int64_t offset = batch_index(t, s) * t.stride[0] + head_index(p, t, h) * t.stride[1];
+  offset += rows ? s.q_begin * row : s.k_begin * col;
+  return {static_cast<const char *>(t.data) + offset * element_size, row, col};
+}
+
+// Row i of head h of a (B, rows, heads, D) tensor: q, out, dout and their like.
+FDM_INLINE int64_t row_offset(const fdm_tensor &t, const Sequence &s, int64_t i, int64_t h) {
+  return s.batch * t.stride[0] + (s.q_begin + i) * t.stride[1] + h * t.stride[2];
+}
+FDM_INLINE int64_t lse_offset(const fdm_tensor &t, const Sequence &s, int64_t i, int64_t h) {
+  return s.batch * t.stride[0] + h * t.stride[1] + (s.q_begin + i) * t.stride[2];
+}
+
+} // namespace fdm

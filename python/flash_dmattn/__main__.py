@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m flash_dmattn``: which pack serves each device of this machine, why, and whether it
+computes correctly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NoReturn
+
+from . import selftest
+from .loader import Loader, default_loader
+from .loader.report import make_report, render
+
+__all__ = ["ExitCode", "main"]
+
+
+class ExitCode(IntEnum):
+    """What the command returns; docs/loader.md explains each."""
+
+    USABLE = 0
+    NO_PACK = 1
+    SELFTEST_FAILED = 2
+    USAGE = 64  # EX_USAGE of sysexits.h, since argparse's own 2 is taken
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None, loader: Loader[Any] = default_loader) -> int:
+    """Print the report and return the exit code."""
+    parser = _Parser(
+        prog="python -m flash_dmattn",
+        description="Show which kernel pack serves each device, and why.",
+        epilog="Exit codes: 0 every device has a pack; 1 one has none; 2 the self-test failed.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--selftest", action="store_true", help="compare small problems with the formula in float64"
+    )
+    options = parser.parse_args(arguments)
+
+    report = make_report(loader)
+    code = ExitCode.USABLE if report["usable"] else ExitCode.NO_PACK
+    outcome = None
+    if options.selftest:
+        served = [(d["kind"], d["index"]) for d in report["devices"] if d["pack"] is not None]
+        outcome = selftest.run(served, loader.pack_for)
+        if not outcome.passed:
+            code = ExitCode.SELFTEST_FAILED
+
+    if options.json:
+        report["selftest"] = None if outcome is None else outcome.as_json()
+        report["exit_code"] = int(code)
+        print(json.dumps(report, indent=2))
+    else:
+        print(render(report))
+        if outcome is not None:
+            print(f"\n{outcome}")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

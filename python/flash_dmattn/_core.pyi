@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The nanobind module: checks tensors, fills the structs of cpp/pack.h, and calls kernel packs.
+
+A tensor is an object whose type has ``__dlpack_c_exchange_api__`` (``torch.Tensor`` of torch
+>= 2.10) or the tuple ``(data_ptr, dtype, shape, strides_in_elements, device_type,
+device_index)`` with a dtype such as ``"float32"`` and DLPack's device type (1 cpu, 2 cuda).
+Nothing keeps a reference to a tensor: callers keep them alive.
+
+Wrong arguments raise TypeError (not a tensor, wrong dtype) or ValueError (everything else).
+Failures of a pack raise ValueError (invalid argument, buffer too small), NotImplementedError
+(unsupported), MemoryError or RuntimeError.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+TensorTuple: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...], int, int]
+# Any: an object with the exchange API, which type checkers know nothing of.
+TensorLike: TypeAlias = TensorTuple | Any
+MaskKind: TypeAlias = Literal["none", "keys", "intervals", "rows"]
+
+PACK_ABI_VERSION: int
+
+class PackError(RuntimeError):
+    """A library that cannot be used as a kernel pack; the message has its path and the reason."""
+
+class Pack:
+    """A loaded kernel pack. It stays loaded for the life of the process."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def compiler(self) -> str: ...
+    @property
+    def features(self) -> str: ...
+    @property
+    def abi_version(self) -> int: ...
+    @property
+    def device_type(self) -> int:
+        """DLPack's device type: 1 cpu, 2 cuda."""
+    @property
+    def cuda_version(self) -> int:
+        """Of the toolkit, 13000 for 13.0; 0 for cpu packs."""
+    @property
+    def arch(self) -> int:
+        """90 for sm_90; 0 for cpu packs."""
+    @property
+    def max_head_dim(self) -> int: ...
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes that query may have."""
+    @property
+    def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int]]:
+        """For each MaskKind: fixed, per_list, per_key, per_tile, per_tile_key, tile_rows."""
+    def plan_bytes(
+        self, kind: MaskKind, lists: int, keys: int, row_keys: int, rows: int, batch: int
+    ) -> int:
+        """An upper bound of the bytes of a plan.
+
+        lists: the mask's first two sizes in 4 dimensions, multiplied; 0 without a mask.
+        keys: K, for varlen total_k. row_keys: K, for varlen the longest sequence's.
+        rows: Q, for varlen total_q. batch: the number of sequences.
+        """
+
+def load_pack(path: str) -> Pack:
+    """Opens a kernel pack.
+
+    Raises PackError when it cannot be opened, is no kernel pack, or has another ABI version.
+    """
+
+class Problem:
+    """A validated attention problem, with the shapes of the public functions.
+
+    query: (B, Q, H, D); varlen (total_q, H, D).
+    key, value: (B, K, Hk, D); varlen (total_k, Hk, D); with block_table (pages, page size, Hk, D).
+    mask: bool, bias: query's dtype or float32:
+        (B|1, H|Hk|1, Q|1, K|1), (B|1, H|Hk|1, K|1) or (B|1, K|1);
+        varlen (H|Hk|1, 1, total_k) or (H|Hk|1, total_q, max_seqlen_k).
+    start, end: int32 (B|1, H|Hk|1, K); varlen (H|Hk|1, total_k). Not together with mask.
+    cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), contiguous; max_seqlen_q and max_seqlen_k at least
+        the longest sequence.
+    block_table: int32 (B, pages of a sequence); varlen and forward only.
+    threads: of cpu packs. stream: CUstream as an integer, of GPU packs.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        query: TensorLike,
+        key: TensorLike,
+        value: TensorLike,
+        *,
+        mask: TensorLike | None = None,
+        start: TensorLike | None = None,
+        end: TensorLike | None = None,
+        bias: TensorLike | None = None,
+        cu_seqlens_q: TensorLike | None = None,
+        cu_seqlens_k: TensorLike | None = None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
+        block_table: TensorLike | None = None,
+        scale: float,
+        causal: bool,
+        softcap: float,
+        deterministic: bool = False,
+        threads: int = 1,
+        stream: int = 0,
+    ) -> None: ...
+    @property
+    def plan_bytes(self) -> int: ...
+    @property
+    def plan_workspace_bytes(self) -> int: ...
+    @property
+    def forward_workspace_bytes(self) -> int: ...
+    @property
+    def backward_workspace_bytes(self) -> int: ...
+    def plan(self, plan: TensorLike | None, workspace: TensorLike | None) -> None:
+        """Writes the plan that forward and backward read.
+
+        Buffers are uint8 (bytes,), or None where no bytes are needed.
+        """
+    def forward(
+        self,
+        out: TensorLike,
+        lse: TensorLike,
+        plan: TensorLike | None,
+        workspace: TensorLike | None,
+        splits: int = 0,
+    ) -> None:
+        """Writes out (query's shape and dtype) and lse (float32 (B, H, Q), varlen (H, total_q)).
+
+        splits: parts of the key axis that are computed apart and merged; 0 lets the pack choose.
+        """
+    def backward(
+        self,
+        dout: TensorLike,
+        dlse: TensorLike | None,
+        out: TensorLike,
+        lse: TensorLike,
+        dq: TensorLike | None,
+        dk: TensorLike | None,
+        dv: TensorLike | None,
+        dbias: TensorLike | None,
+        plan: TensorLike | None,
+        workspace: TensorLike | None,
+    ) -> None:
+        """Writes the gradients that are not None, each of its tensor's shape and dtype."""
+
+class Selection:
+    """A validated selection of the window keys with the largest bias.
+
+    bias: any float dtype, mask: bool; both of the shapes that Problem takes, bias with all keys.
+    batch, heads, kv_heads, queries, keys: B, H, Hk, Q, K; for varlen queries and keys of the
+        longest sequence.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        bias: TensorLike,
+        *,
+        mask: TensorLike | None = None,
+        cu_seqlens_q: TensorLike | None = None,
+        cu_seqlens_k: TensorLike | None = None,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        queries: int,
+        keys: int,
+        window: int,
+        causal: bool,
+        threads: int = 1,
+        stream: int = 0,
+    ) -> None: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    def intervals(self, start: TensorLike, end: TensorLike, workspace: TensorLike | None) -> None:
+        """Writes start and end, int32, of the broadcast shape of bias and mask without queries."""
+    def keep(self, keep: TensorLike, workspace: TensorLike | None) -> None:
+        """Writes keep, bool, of the broadcast shape of bias and mask."""

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks and conversions that need torch; the core checks what shapes and dtypes must be."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .masks import IntervalMask
+
+__all__ = [
+    "autocast",
+    "backend_name",
+    "check_tensors",
+    "index",
+    "mask_parts",
+    "resolved_deterministic",
+    "to_4d",
+    "without_expansion",
+]
+
+
+def check_tensors(query: Tensor, **others: Any) -> None:
+    """Raise unless all arguments are tensors (or None, or masks) on query's device.
+
+    Raises:
+        TypeError: an argument is something else.
+        ValueError: an argument is on another device.
+    """
+    if not isinstance(query, Tensor):
+        raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}: {query!r}")
+    device = query.device
+    for name, argument in others.items():
+        if argument is None:
+            continue
+        if isinstance(argument, IntervalMask):
+            if name != "attn_mask":
+                raise TypeError(f"{name} must be a torch.Tensor, got an IntervalMask")
+        elif not isinstance(argument, Tensor):
+            allowed = "a torch.Tensor"
+            if name == "attn_mask":
+                allowed = "a boolean torch.Tensor, an IntervalMask or None"
+            raise TypeError(
+                f"{name} must be {allowed}, got {type(argument).__name__}: {argument!r}"
+            )
+        if argument.device != device:
+            raise ValueError(
+                f"{name} must be on query's device {device}, got a tensor on {argument.device}"
+            )
+
+
+def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
+    """Raise TypeError if dtypes are mixed, or float64 is asked of a kernel pack."""
+    dtype = query.dtype
+    if key.dtype != dtype or value.dtype != dtype:
+        raise TypeError(
+            f"query, key and value must have one dtype, got query {dtype}, key {key.dtype} and "
+            f"value {value.dtype}"
+        )
+    if dtype == torch.float64 and backend != "reference":
+        raise TypeError(
+            "query has dtype torch.float64, which kernels do not compute in; convert to "
+            "torch.float32, or pass "
+            'backend="reference" for the plain PyTorch formula'
+        )
+
+
+def autocast(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Cast as torch.autocast does, where it is enabled: query, key, value, and a bias that is not
+    float32.
+
+    float64 is left alone, as autocast leaves it everywhere.
+    """
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value, bias
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (
+        t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
+    )
+    if bias is not None and bias.dtype not in (dtype, torch.float32, torch.float64):
+        bias = bias.to(dtype)
+    return query, key, value, bias
+
+
+def backend_name(backend: str | None) -> str:
+    """Return the operator's name of a backend argument."""
+    if backend is None:
+        return "auto"
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string or None, got {backend!r}")
+    return backend
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _default_deterministic() -> bool:
+    from .loader import environment
+
+    return bool(environment.get("FLASH_DMATTN_DETERMINISTIC") == "1")
+
+
+def resolved_deterministic(deterministic: bool | None) -> bool:
+    """Return the argument, or by default what FLASH_DMATTN_DETERMINISTIC says."""
+    return _default_deterministic() if deterministic is None else bool(deterministic)
+
+
+def number(name: str, value: Any, default: float) -> float:
+    """Return a float argument, or its default for None; TypeError for what is no number."""
+    if value is None:
+        return default
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number or None, got {value!r}") from None
+
+
+def index(name: str, value: Any) -> int:
+    """Return a length, kept symbolic under torch.compile; TypeError for what is no integer."""
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def to_4d(name: str, tensor: Tensor | None) -> Tensor | None:
+    """View a mask or bias that is the same for every query, (B, K) or (B, h, K), as (B, h, 1,
+    K)."""
+    if tensor is None or tensor.dim() == 4:
+        return tensor
+    if tensor.dim() == 3:
+        return tensor.unsqueeze(2)
+    if tensor.dim() == 2:
+        return tensor[:, None, None, :]
+    raise ValueError(
+        f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, {{Q|1}}, {{K|1}}), (B, {{H|Hk|1}}, K) or "
+        f"(B, K), got {tuple(tensor.shape)}"
+    )
+
+
+def mask_parts(
+    mask: Tensor | IntervalMask | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the operator's mask, start and end."""
+    if isinstance(mask, IntervalMask):
+        return None, mask.start, mask.end
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(
+            f"attn_mask must have dtype torch.bool (True keeps the key), got {mask.dtype}"
+        )
+    return mask, None, None
+
+
+def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
+    """Narrow the first dimensions, where they are expanded (stride 0), to size 1.
+
+    Expanded and not expanded mean the same; but one list per head, or per row, is not made where
+    one serves all.
+    """
+    if tensor is None or 0 not in tensor.stride():
+        return tensor
+    for dimension in range(dimensions):
+        if tensor.stride(dimension) == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor

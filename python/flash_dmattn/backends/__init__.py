@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Choosing what runs a call: a kernel pack for the device, or the plain PyTorch reference."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import warnings
+
+import torch
+
+from .base import AttentionInputs, Backend, Gradients, SelectionInputs
+
+__all__ = [
+    "AttentionInputs",
+    "Backend",
+    "Gradients",
+    "SelectionInputs",
+    "available_backends",
+    "check_backend_name",
+    "is_available",
+    "require_available",
+    "select_backend",
+]
+
+_PACK_BACKENDS = ("cuda", "cpu")
+_KNOWN_BACKENDS = (*_PACK_BACKENDS, "reference", "triton", "flex")
+
+
+def select_backend(device: torch.device, name: str) -> Backend:
+    """Return the backend that serves a device.
+
+    Args:
+        device: of the tensors.
+        name: "auto", or one of `available_backends`.
+
+    Raises:
+        ValueError: an unknown name, or a backend of another device.
+        RuntimeError: no kernel pack serves the device, where one was asked for; the text says why
+            and what to do.
+    """
+    preference = os.environ.get("FLASH_DMATTN_BACKEND") if name == "auto" else None
+    return _resolve(name, device.type, device.index, preference)
+
+
+# The environment is part of the key, so that reading it costs one dictionary access per call.
+@functools.cache
+def _resolve(
+    name: str, device_type: str, device_index: int | None, preference: str | None
+) -> Backend:
+    from flash_dmattn import loader
+
+    from .reference import ReferenceBackend
+
+    if preference is not None:
+        name = loader.environment.get("FLASH_DMATTN_BACKEND")
+    if name == "reference" or device_type == "meta":
+        return ReferenceBackend()
+    if name != "auto":
+        check_backend_name(name)
+        _check_device(name, device_type)
+        return _pack_backend(device_type, device_index)
+    try:
+        return _pack_backend(device_type, device_index)
+    except loader.NoPackError as error:
+        if loader.environment.get("FLASH_DMATTN_FALLBACK") == "error":
+            raise
+        device = device_type if device_index is None else f"{device_type}:{device_index}"
+        warnings.warn(
+            f"flash_dmattn runs on {device} in plain PyTorch, slowly and with Q x K memory, "
+            "because no kernel pack serves the device. Set FLASH_DMATTN_FALLBACK=error to make "
+            f"this an error.\n{error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return ReferenceBackend()
+
+
+def _pack_backend(device_type: str, device_index: int | None) -> Backend:
+    from flash_dmattn import loader
+
+    from .pack import PackBackend
+
+    return PackBackend(loader.pack_for(device_type, device_index))
+
+
+def check_backend_name(name: str) -> None:
+    """Raise ValueError, with the nearest name, if no backend has this name."""
+    if name in _KNOWN_BACKENDS:
+        return
+    near = difflib.get_close_matches(str(name), _KNOWN_BACKENDS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"backend must be None, 'auto' or one of {', '.join(map(repr, _KNOWN_BACKENDS))}, got "
+        f"{name!r}.{hint}"
+    )
+
+
+def _check_device(name: str, device_type: str) -> None:
+    if name not in _PACK_BACKENDS:
+        require_available(name)
+    elif name != device_type:
+        raise ValueError(
+            f"backend={name!r} runs on {name} tensors, but query is on {device_type}; move the "
+            f"tensors, or use backend=None, which follows the device"
+        )
+
+
+def is_available(name: str) -> bool:
+    """Say whether a backend can run here. This may look at devices."""
+    if name == "reference":
+        return True
+    if name not in _PACK_BACKENDS or (name == "cuda" and not torch.cuda.is_available()):
+        return False
+    from flash_dmattn import loader
+
+    try:
+        loader.pack_for(name)
+    except loader.NoPackError:
+        return False
+    return True
+
+
+def require_available(name: str) -> None:
+    """Raise RuntimeError if a known backend cannot run here."""
+    if not is_available(name):
+        raise RuntimeError(
+            f"backend {name!r} is not available here; available are "
+            f"{', '.join(available_backends())}. `python -m flash_dmattn` shows why"
+        )
+
+
+def available_backends() -> list[str]:
+    """Return the names of the backends that can run here, the preferred first."""
+    return [name for name in _KNOWN_BACKENDS if is_available(name)]

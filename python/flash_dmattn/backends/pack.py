@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention by a kernel pack, through the core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import _core
+
+from .base import (
+    AttentionInputs,
+    Gradients,
+    SelectionInputs,
+    interval_shape,
+    keep_shape,
+    lse_dtype,
+    lse_shape,
+)
+
+# torch >= 2.10: the core reads the tensor itself, in a fraction of the time.
+_CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+_ALIGNMENT = 64  # of buffers, by pack.h
+_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
+
+
+class PackBackend:
+    """Runs calls on the device that a kernel pack was loaded for."""
+
+    def __init__(self, pack: _core.Pack) -> None:
+        """Keep the pack, which outlives every call."""
+        self.pack = pack
+        self.name = "cpu" if pack.device_type == _DLPACK_DEVICES["cpu"] else "cuda"
+        self._layouts = pack.plan_layouts
+
+    def plan_bytes(self, inputs: AttentionInputs) -> int:
+        """Evaluate the formula of pack.h's fdm_plan_layout, which holds for symbolic sizes too."""
+        mask = inputs.mask if inputs.start is None else inputs.start
+        if mask is None:
+            kind, lists = "none", 0
+        elif inputs.start is not None:
+            kind, lists = "intervals", _product(mask.shape[:-1])
+        else:
+            kind = "rows" if mask.shape[-2] > 1 else "keys"
+            lists = _product(mask.shape[:-2])
+        fixed, per_list, per_key, per_tile, per_tile_key, tile_rows = self._layouts[kind]
+        if inputs.cu_seqlens_q is None:
+            batch, rows = inputs.query.shape[0], inputs.query.shape[1]
+            keys = row_keys = inputs.key.shape[1]
+        else:
+            batch, rows = inputs.cu_seqlens_q.shape[0] - 1, inputs.query.shape[0]
+            # Of a paged cache only tensors per key tell the number of keys; a mask with rows is
+            # sized by row_keys.
+            keys = inputs.key.shape[0] if mask is None or kind == "rows" else mask.shape[-1]
+            row_keys = inputs.max_seqlen_k
+        tiles = rows // tile_rows + batch
+        return fixed + lists * (
+            per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key)
+        )
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Plan and run the forward pass."""
+        query = inputs.query
+        problem = self._problem(inputs)
+        device = query.device
+        out = torch.empty(query.shape, dtype=query.dtype, device=device)
+        lse = torch.empty(lse_shape(query), dtype=lse_dtype(query.dtype), device=device)
+        plan_bytes = self.plan_bytes(inputs)
+        plan = _zeros(plan_bytes, device)
+        workspace_bytes = problem.forward_workspace_bytes
+        if plan_bytes:
+            workspace_bytes = max(workspace_bytes, problem.plan_workspace_bytes)
+        workspace = _scratch(workspace_bytes, device)
+        buffers = exchanged(plan), exchanged(workspace)
+        if plan_bytes:
+            problem.plan(*buffers)
+        problem.forward(exchanged(out), exchanged(lse), *buffers)
+        return out, lse, plan
+
+    def backward(
+        self,
+        inputs: AttentionInputs,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        plan: Tensor,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> Gradients:
+        """Run the backward pass on the plan of forward."""
+        problem = self._problem(inputs)
+        shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
+        gradients = Gradients(
+            *(
+                torch.empty(
+                    like.shape if want and like is not None else 0,
+                    dtype=inputs.query.dtype if like is None else like.dtype,
+                    device=out.device,
+                )
+                for like, want in zip(shaped_like, wanted, strict=True)
+            )
+        )
+        workspace = _scratch(problem.backward_workspace_bytes, out.device)
+        dq, dk, dv, dbias = (
+            exchanged(gradient) if want else None
+            for gradient, want in zip(gradients, wanted, strict=True)
+        )
+        problem.backward(
+            exchanged(dout),
+            exchanged(dlse),
+            exchanged(out),
+            exchanged(lse),
+            dq,
+            dk,
+            dv,
+            dbias,
+            exchanged(plan),
+            exchanged(workspace),
+        )
+        return gradients
+
+    def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
+        """Select for a bias that is the same for every query."""
+        selection, workspace = self._selection(inputs)
+        start, end = (
+            torch.empty(interval_shape(inputs), dtype=torch.int32, device=inputs.bias.device)
+            for _ in range(2)
+        )
+        selection.intervals(exchanged(start), exchanged(end), workspace)
+        return start, end
+
+    def select_keep(self, inputs: SelectionInputs) -> Tensor:
+        """Select for each row of bias."""
+        selection, workspace = self._selection(inputs)
+        keep = torch.empty(keep_shape(inputs), dtype=torch.bool, device=inputs.bias.device)
+        selection.keep(exchanged(keep), workspace)
+        return keep
+
+    def _problem(self, inputs: AttentionInputs) -> _core.Problem:
+        return _core.Problem(
+            self.pack,
+            exchanged(inputs.query),
+            exchanged(inputs.key),
+            exchanged(inputs.value),
+            mask=exchanged(inputs.mask),
+            start=exchanged(inputs.start),
+            end=exchanged(inputs.end),
+            bias=exchanged(inputs.bias),
+            cu_seqlens_q=exchanged(inputs.cu_seqlens_q),
+            cu_seqlens_k=exchanged(inputs.cu_seqlens_k),
+            max_seqlen_q=inputs.max_seqlen_q,
+            max_seqlen_k=inputs.max_seqlen_k,
+            block_table=exchanged(inputs.block_table),
+            scale=inputs.scale,
+            causal=inputs.causal,
+            softcap=inputs.softcap,
+            deterministic=inputs.deterministic,
+            threads=torch.get_num_threads(),
+            stream=self._stream(inputs.query),
+        )
+
+    def _selection(self, inputs: SelectionInputs) -> tuple[_core.Selection, Any]:
+        selection = _core.Selection(
+            self.pack,
+            exchanged(inputs.bias),
+            mask=exchanged(inputs.mask),
+            cu_seqlens_q=exchanged(inputs.cu_seqlens_q),
+            cu_seqlens_k=exchanged(inputs.cu_seqlens_k),
+            batch=inputs.batch,
+            heads=inputs.heads,
+            kv_heads=inputs.kv_heads,
+            queries=inputs.queries,
+            keys=inputs.keys,
+            window=inputs.window,
+            causal=inputs.causal,
+            threads=torch.get_num_threads(),
+            stream=self._stream(inputs.bias),
+        )
+        workspace = _scratch(selection.workspace_bytes, inputs.bias.device)
+        return selection, exchanged(workspace)
+
+    def _stream(self, tensor: Tensor) -> int:
+        if self.name == "cpu":
+            return 0
+        return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+
+
+def exchanged(tensor: Tensor | None) -> Any:
+    """Return what the core reads: the tensor, or on an older torch what describes its memory."""
+    if tensor is None:
+        return None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if _CORE_READS_TENSORS:
+        return tensor
+    return (
+        tensor.data_ptr(),
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        tensor.stride(),
+        _DLPACK_DEVICES[tensor.device.type],
+        tensor.device.index or 0,
+    )
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    """Return zeroed bytes: a plan is an output, and outputs of equal calls are equal.
+
+    Of a plan's upper bound often little is written. So on a CPU the memory is that of calloc, by
+    bytearray, whose untouched pages cost nothing; torch.zeros would write all of it.
+    """
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    memory = bytearray(size + _ALIGNMENT)
+    offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _ALIGNMENT
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
+
+
+def _scratch(size: int, device: torch.device) -> Tensor | None:
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+
+def _product(sizes: torch.Size) -> int:
+    product = 1
+    for size in sizes:
+        product = product * size
+    return product

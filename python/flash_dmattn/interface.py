@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The public functions, drop-in for callers of flash-dmattn 1."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .arguments import (
+    autocast,
+    backend_name,
+    check_dtypes,
+    check_tensors,
+    index,
+    mask_parts,
+    number,
+    resolved_deterministic,
+    to_4d,
+    without_expansion,
+)
+from .backends import available_backends, check_backend_name, require_available
+from .backends.base import AttentionInputs
+from .masks import IntervalMask
+from .reference import attention_probabilities
+from .selection import dynamic_mask
+
+__all__ = [
+    "flash_dmattn_func",
+    "flash_dmattn_func_auto",
+    "flash_dmattn_varlen_func",
+    "get_available_backends",
+]
+
+Output = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | IntervalMask | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+    *,
+    window_size: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Output:
+    """Compute attention over the keys that a mask keeps, at a cost that follows the kept keys.
+
+    A row that keeps nothing gives output 0, lse -inf and zero gradients. What a key that no query
+    keeps holds, NaN included, reaches no result. Expanded and sliced masks and biases are used as
+    they are.
+
+    Args:
+        query: ``(B, Q, H, D)``, D from 1 to 256; float16 or bfloat16, on CPUs also float32. Any Q,
+            K >= 0.
+        key, value: ``(B, K, Hk, D)`` of query's dtype; H is a multiple of Hk.
+        attn_mask: bool ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps; the same for every query:
+            ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`.
+        attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
+            -inf means "not kept".
+        softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
+        is_causal: query i sees keys ``j <= i + K - Q`` (aligned to the bottom right). False by
+            default.
+        softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
+            added. 0 by default.
+        deterministic: equal inputs give equal bits; by default what FLASH_DMATTN_DETERMINISTIC
+            says.
+        return_attn_probs: also return the probabilities, by plain PyTorch: O(Q x K) memory.
+        window_size: keep the ``window_size`` keys with the largest bias (`dynamic_mask`) of those
+            that ``attn_mask``, a boolean one or None, keeps.
+        return_lse: also return the log-sum-exp of each row's scores.
+        backend: None or "auto" follows the device; or a name of `get_available_backends`.
+
+    Returns:
+        ``out`` of query's shape and dtype; ``(out, lse)`` with return_lse; ``(out, lse,
+        probabilities)`` with return_attn_probs. lse is float32 ``(B, H, Q)``, natural logarithm;
+        probabilities are ``(B, H, Q, K)`` in query's dtype. All are differentiable with respect to
+        query, key, value and attn_bias.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, a device or a number does not fit; the text names the argument and what
+            is allowed.
+        NotImplementedError: the kernel pack was not built for this valid problem.
+        RuntimeError: the backend cannot run here; on double backward.
+    """
+    check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
+    name = backend_name(backend)
+    query, key, value, attn_bias = autocast(query, key, value, attn_bias)
+    check_dtypes(query, key, value, name)
+    for argument, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{argument} must have shape (B, rows, heads, D), got {tuple(tensor.shape)}"
+            )
+    bias = to_4d("attn_bias", attn_bias)
+    if window_size is not None:
+        attn_mask = dynamic_mask(
+            _selectable_bias(bias),
+            window_size,
+            bool(is_causal),
+            _composable_mask(attn_mask),
+            query_length=query.shape[1],
+            num_heads=query.shape[2],
+            num_kv_heads=key.shape[2],
+            backend=name,
+        )
+    mask, start, end = mask_parts(attn_mask)
+    mask = without_expansion(to_4d("attn_mask", mask), 4)
+    if bias is not None and not (bias.requires_grad and torch.is_grad_enabled()):
+        bias = without_expansion(bias, 4)
+    inputs = AttentionInputs(
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        start=start,
+        end=end,
+        bias=bias,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        block_table=None,
+        max_seqlen_q=0,
+        max_seqlen_k=0,
+        scale=number("softmax_scale", softmax_scale, _default_scale(query)),
+        causal=bool(is_causal),
+        softcap=number("softcap", softcap, 0.0),
+        deterministic=resolved_deterministic(deterministic),
+    )
+    return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
+
+
+def flash_dmattn_varlen_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+    block_table: Tensor | None = None,
+    *,
+    attn_mask: Tensor | IntervalMask | None = None,
+    attn_bias: Tensor | None = None,
+    window_size: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Output:
+    """Compute `flash_dmattn_func` for each sequence of a packed batch.
+
+    Args:
+        query: ``(total_q, H, D)``, the sequences' rows one after another.
+        key, value: ``(total_k, Hk, D)``; or pages ``(pages, page, Hk, D)`` with ``block_table``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each sequence ends.
+        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
+        softmax_scale, is_causal, softcap, deterministic, window_size, return_lse, backend: as in
+            `flash_dmattn_func`, for each sequence by itself.
+        return_attn_probs: also return the probabilities.
+        block_table: int32 ``(B, pages of a sequence)``, the number of each page of a sequence.
+            Forward only.
+        attn_mask: bool per key ``({H|Hk|1}, 1, total_k)`` or per query ``({H|Hk|1}, total_q,
+            max_seqlen_k)``; or an `IntervalMask` of shape ``({H|Hk|1}, total_k)``, rows counted in
+            the own sequence.
+        attn_bias: as a boolean ``attn_mask``, in query's dtype or float32.
+
+    Returns:
+        As `flash_dmattn_func`, with lse ``(H, total_q)`` and probabilities ``(B, H, max_seqlen_q,
+        max_seqlen_k)``, zero outside each sequence.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    check_tensors(
+        query,
+        key=key,
+        value=value,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        attn_mask=attn_mask,
+        attn_bias=attn_bias,
+    )
+    for argument, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if tensor is None:
+            raise TypeError(f"{argument} must be an int32 tensor of shape (B + 1,), got None")
+    name = backend_name(backend)
+    query, key, value, attn_bias = autocast(query, key, value, attn_bias)
+    check_dtypes(query, key, value, name)
+    if query.dim() != 3:
+        raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
+    max_q, max_k = index("max_seqlen_q", max_seqlen_q), index("max_seqlen_k", max_seqlen_k)
+    if block_table is not None:
+        _refuse_paged_gradients(query, key, value, attn_bias)
+    if window_size is not None:
+        attn_mask = dynamic_mask(
+            _selectable_bias(attn_bias),
+            window_size,
+            bool(is_causal),
+            _composable_mask(attn_mask),
+            num_heads=query.shape[-2],
+            num_kv_heads=key.shape[-2],
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            backend=name,
+        )
+    mask, start, end = mask_parts(attn_mask)
+    # Only the head dimension: the size of the next one tells whether a mask is per key or per
+    # query.
+    mask = without_expansion(mask, 1)
+    if attn_bias is not None and not (attn_bias.requires_grad and torch.is_grad_enabled()):
+        attn_bias = without_expansion(attn_bias, 1)
+    inputs = AttentionInputs(
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        start=start,
+        end=end,
+        bias=attn_bias,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        scale=number("softmax_scale", softmax_scale, _default_scale(query)),
+        causal=bool(is_causal),
+        softcap=number("softcap", softcap, 0.0),
+        deterministic=resolved_deterministic(deterministic),
+    )
+    return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
+
+
+def get_available_backends() -> list[str]:
+    """Return the names of the backends that can run here, the preferred first."""
+    return available_backends()
+
+
+def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callable[..., Output]:
+    """Return `flash_dmattn_func` with other defaults: this backend, and the arguments given here.
+
+    Args:
+        backend: None follows the device of the tensors; or a name of `get_available_backends`.
+        **kwargs: new defaults of arguments of `flash_dmattn_func` that have one.
+
+    Raises:
+        ValueError: no backend has this name.
+        RuntimeError: the backend cannot run here.
+        TypeError: an argument that `flash_dmattn_func` does not have, or that has no default.
+    """
+    if backend is not None and backend != "auto":
+        check_backend_name(backend)
+        require_available(backend)
+    parameters = inspect.signature(flash_dmattn_func).parameters
+    defaults = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    unknown = [name for name in kwargs if name not in defaults]
+    if unknown:
+        raise TypeError(
+            f"flash_dmattn_func_auto() cannot bind {', '.join(unknown)}; arguments with a default "
+            f"are {', '.join(defaults)}"
+        )
+    defaults.update(kwargs, backend=backend)
+    # The same code with other defaults: the signature stays, and a call costs nothing more.
+    bound = types.FunctionType(
+        flash_dmattn_func.__code__, flash_dmattn_func.__globals__, flash_dmattn_func.__name__
+    )
+    positional = flash_dmattn_func.__code__.co_varnames[: flash_dmattn_func.__code__.co_argcount]
+    bound.__defaults__ = tuple(defaults[name] for name in positional if name in defaults)
+    bound.__kwdefaults__ = {name: defaults[name] for name in defaults if name not in positional}
+    bound.__doc__ = flash_dmattn_func.__doc__
+    bound.__annotations__ = dict(flash_dmattn_func.__annotations__)
+    bound.__module__ = flash_dmattn_func.__module__
+    return bound
+
+
+def _run(
+    inputs: AttentionInputs, backend: str, *, return_lse: bool, return_probabilities: bool
+) -> Output:
+    out, lse = ops.attention(inputs, backend)
+    if return_probabilities:
+        return out, lse, _probabilities(inputs)
+    return (out, lse) if return_lse else out
+
+
+def _probabilities(inputs: AttentionInputs) -> Tensor:
+    mask: Tensor | IntervalMask | None = inputs.mask
+    if inputs.start is not None and inputs.end is not None:
+        mask = IntervalMask(inputs.start, inputs.end)
+    return attention_probabilities(
+        inputs.query,
+        inputs.key,
+        mask,
+        inputs.bias,
+        scale=inputs.scale,
+        causal=inputs.causal,
+        softcap=inputs.softcap,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+        max_seqlen_q=inputs.max_seqlen_q,
+        max_seqlen_k=inputs.max_seqlen_k,
+        block_table=inputs.block_table,
+    )
+
+
+def _default_scale(query: Tensor) -> float:
+    head_dim = query.shape[-1]
+    return float(head_dim**-0.5) if head_dim else 1.0
+
+
+def _selectable_bias(bias: Tensor | None) -> Tensor:
+    if bias is None:
+        raise ValueError(
+            "window_size selects the keys with the largest attn_bias, but attn_bias is None; pass "
+            "a bias, or an IntervalMask.sliding_window as attn_mask to keep the nearest keys"
+        )
+    return bias
+
+
+def _composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
+    if isinstance(mask, IntervalMask):
+        raise ValueError(
+            "window_size cannot be combined with an IntervalMask as attn_mask; pass a boolean "
+            "mask, such as attn_mask.to_bool(query_length), or select with dynamic_mask and "
+            "combine the masks with &"
+        )
+    return mask
+
+
+def _refuse_paged_gradients(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(
+            "block_table: paged keys and values are for inference, and have no gradient; call "
+            "under torch.no_grad(), or pass packed key and value"
+        )

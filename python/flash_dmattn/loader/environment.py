@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The environment variables of flash_dmattn: one table, from which validation, messages and
+documentation come.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "ENVIRONMENT",
+    "InvalidVariableError",
+    "UnknownVariableWarning",
+    "Variable",
+    "check_unknown",
+    "get",
+    "markdown_table",
+    "nearest",
+    "variables_set",
+]
+
+PREFIX = "FLASH_DMATTN_"
+
+
+class InvalidVariableError(ValueError):
+    """An environment variable has a value that is not allowed."""
+
+
+class UnknownVariableWarning(UserWarning):
+    """An environment variable has the prefix of flash_dmattn, but no meaning."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: with its prefix.
+        values: the allowed values; empty if the value is free, such as a path.
+        default: what `get` returns if the variable is unset or empty; "" stands for "not given".
+        meaning: one sentence for the documentation.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    default: str
+    meaning: str
+
+
+_VARIABLES = (
+    Variable(
+        "FLASH_DMATTN_LIBRARY_PATH",
+        (),
+        "",
+        "Load exactly this kernel pack file, for the kind of device that it was built for.",
+    ),
+    Variable("FLASH_DMATTN_CUDA", ("12", "13"), "", "Use only packs built by this CUDA major."),
+    Variable(
+        "FLASH_DMATTN_ARCH",
+        ("80", "86", "89", "90", "100", "120"),
+        "",
+        "Use only packs built for this GPU architecture.",
+    ),
+    Variable(
+        "FLASH_DMATTN_BACKEND",
+        ("auto", "cuda", "cpu", "reference"),
+        "auto",
+        "What computes when a call does not say; `auto` follows the device of the tensors.",
+    ),
+    Variable(
+        "FLASH_DMATTN_FALLBACK",
+        ("warn", "error"),
+        "warn",
+        "What happens when no pack serves a device: warn and use plain PyTorch, or raise.",
+    ),
+    Variable(
+        "FLASH_DMATTN_LOG",
+        ("off", "info", "debug"),
+        "off",
+        "Print to stderr how a pack was chosen (`info`), and from which facts (`debug`).",
+    ),
+    Variable(
+        "FLASH_DMATTN_CPU_SIMD",
+        ("auto", "baseline", "avx2", "avx512"),
+        "auto",
+        "The widest instructions that the cpu pack may use.",
+    ),
+    Variable(
+        "FLASH_DMATTN_DETERMINISTIC",
+        ("0", "1"),
+        "0",
+        "What `deterministic=None` means: `1` makes equal inputs give equal bits.",
+    ),
+)
+
+ENVIRONMENT: Mapping[str, Variable] = {variable.name: variable for variable in _VARIABLES}
+
+
+def get(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return the value of a variable of the table, or its default if it is unset or empty.
+
+    Raises:
+        KeyError: the table has no such name.
+        InvalidVariableError: the value is not allowed; the message names the allowed ones and the
+            nearest.
+    """
+    variable = ENVIRONMENT[name]
+    value = (os.environ if environ is None else environ).get(name, "").strip()
+    if not value:
+        return variable.default
+    if variable.values and value not in variable.values:
+        raise InvalidVariableError(
+            f"{name} must be one of {', '.join(variable.values)}, got {value!r}."
+            f"{did_you_mean(value, variable.values)}"
+        )
+    return value
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice most like a word, ignoring case, or None if none is like it."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return `` Did you mean '...'?``, or nothing if no choice is like the word."""
+    near = nearest(word, choices)
+    return "" if near is None else f" Did you mean {near!r}?"
+
+
+def variables_set(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables with the prefix of flash_dmattn and their values, known or not."""
+    source = os.environ if environ is None else environ
+    return {name: source[name] for name in sorted(source) if name.startswith(PREFIX)}
+
+
+def problems(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return a message for each variable that is unknown or has a value that is not allowed."""
+    messages = []
+    for name in variables_set(environ):
+        if name not in ENVIRONMENT:
+            messages.append(
+                f"unknown environment variable {name}.{did_you_mean(name, ENVIRONMENT)}"
+            )
+            continue
+        try:
+            get(name, environ)
+        except InvalidVariableError as error:
+            messages.append(str(error))
+    return messages
+
+
+def check_unknown(environ: Mapping[str, str] | None = None) -> None:
+    """Warn about each variable that has the prefix of flash_dmattn but no meaning, with the nearest
+    that has one.
+    """
+    for name in variables_set(environ):
+        if name not in ENVIRONMENT:
+            warnings.warn(
+                f"unknown environment variable {name}.{did_you_mean(name, ENVIRONMENT)}",
+                UnknownVariableWarning,
+                stacklevel=2,
+            )
+
+
+def markdown_table() -> str:
+    """Return the table for the documentation."""
+    lines = ["| variable | values | default | meaning |", "|---|---|---|---|"]
+    for variable in _VARIABLES:
+        values = ", ".join(f"`{value}`" for value in variable.values) or "a path"
+        default = f"`{variable.default}`" if variable.default else "not set"
+        lines.append(f"| `{variable.name}` | {values} | {default} | {variable.meaning} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""From a device to an opened pack, decided once per device."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from . import environment, remedies
+from .candidates import (
+    Candidate,
+    EntryPoint,
+    OpenedPack,
+    arch_name,
+    cuda_name,
+    device_name,
+    entry_point_candidates,
+    forced_candidate,
+    own_candidates,
+)
+from .errors import NoPackError
+from .facts import Device, Facts, Situation
+from .policy import Wishes, decide
+from .targets import InstallationError, find_targets
+from .trace import Problem, Refused, Rule, Trace
+
+__all__ = ["Loader"]
+
+logger = logging.getLogger("flash_dmattn.loader")
+
+PackT = TypeVar("PackT", bound=OpenedPack)
+
+
+@dataclass(frozen=True)
+class _Resolution(Generic[PackT]):
+    trace: Trace
+    pack: PackT | None
+
+
+class Loader(Generic[PackT]):
+    """Decides and opens, on first use of each device. Everything it depends on is a parameter.
+
+    Args:
+        facts: of the machine.
+        open_pack: opens a file; raises RuntimeError or OSError if that fails.
+        abi_version: gives the pack ABI that ``open_pack`` accepts; raises ImportError if there is
+            no core.
+        directories: gives the directories of the installed package.
+        entry_points: gives the entry points of other distributions.
+        environ: the environment; that of the process if None.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        open_pack: Callable[[str], PackT],
+        abi_version: Callable[[], int],
+        directories: Callable[[], Iterable[Path]],
+        entry_points: Callable[[], Iterable[EntryPoint]],
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Keep the dependencies; nothing is looked up yet."""
+        self.facts = facts
+        self._open_pack = open_pack
+        self._abi_version = abi_version
+        self._directories = directories
+        self._entry_points = entry_points
+        self._environ = environ
+        self._lock = threading.Lock()
+        self._resolutions: dict[tuple[str, int], _Resolution[PackT]] = {}
+        self._opened: dict[str, PackT] = {}
+        self._candidates: list[Candidate] | None = None
+
+    def pack_for(self, device_type: str, device_index: int | None = None) -> PackT:
+        """Return the pack that serves a device.
+
+        Raises:
+            NoPackError: no one does.
+            InvalidVariableError: an environment variable that matters has a value that is not
+                allowed.
+        """
+        resolution = self._resolve(device_type, device_index)
+        if resolution.pack is None:
+            raise NoPackError(resolution.trace)
+        return resolution.pack
+
+    def trace_for(self, device_type: str, device_index: int | None = None) -> Trace:
+        """Return what was decided for a device, and why. It raises nothing."""
+        try:
+            return self._resolve(device_type, device_index).trace
+        except environment.InvalidVariableError as error:
+            variable = str(error).partition(" ")[0]
+            return self._failed(
+                self._device(device_type, device_index), str(error), remedies.unset(variable)
+            )
+
+    def candidates(self) -> list[Candidate]:
+        """Return every pack that was found, for any device."""
+        with self._lock:
+            return list(self._found())
+
+    def _resolve(self, device_type: str, device_index: int | None) -> _Resolution[PackT]:
+        if device_index is None:
+            device_index = self.facts.current_cuda_device() if device_type == "cuda" else 0
+        key = (device_type, device_index)
+        found = self._resolutions.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            if key not in self._resolutions:
+                self._resolutions[key] = self._decide(self._device(*key))
+            return self._resolutions[key]
+
+    def _device(self, device_type: str, device_index: int | None) -> Device:
+        index = device_index or 0
+        if device_type == "cuda":
+            for device in self.facts.cuda_devices():
+                if device.index == index:
+                    return device
+        return Device(device_type, index)
+
+    def _decide(self, device: Device) -> _Resolution[PackT]:
+        _configure_logging(environment.get("FLASH_DMATTN_LOG", self._environ))
+        environment.check_unknown(self._environ)
+        wishes = self._wishes()
+        try:
+            targets = find_targets(self._directories()) if device.kind == "cuda" else None
+            situation = self._situation(device, self._abi_version())
+            trace = decide(situation, self._found(), wishes, targets)
+        except InstallationError as error:
+            fix = remedies.reinstall(self.facts.package_version())
+            return self._logged(_Resolution(self._failed(device, str(error), fix), None))
+        except ImportError as error:
+            fix = "python -m pip install nanobind-backend"
+            if "nanobind" not in str(error):
+                fix = remedies.reinstall(self.facts.package_version())
+            reason = f"the extension module flash_dmattn._core cannot be imported: {error}"
+            return self._logged(_Resolution(self._failed(device, reason, fix), None))
+        return self._logged(self._open_first(trace))
+
+    def _open_first(self, trace: Trace) -> _Resolution[PackT]:
+        """Open the best candidate; one that fails is refused, and the next is tried."""
+        for entry in trace.accepted():
+            try:
+                pack = self._open(entry.candidate.path)
+                reason = _difference(entry.candidate, pack)
+            except (RuntimeError, OSError) as error:
+                reason = f"it cannot be opened: {error}"
+            else:
+                if not reason:
+                    return _Resolution(trace, pack)
+            fix = remedies.reinstall(trace.situation.package_version, entry.candidate.distribution)
+            trace = trace.refuse(entry, Refused(Rule.OPENING, reason, fix))
+        return _Resolution(trace, None)
+
+    def _open(self, path: str) -> PackT:
+        if path not in self._opened:
+            begin = time.perf_counter()
+            self._opened[path] = self._open_pack(path)
+            logger.debug("opened %s in %.1f ms", path, 1e3 * (time.perf_counter() - begin))
+        return self._opened[path]
+
+    def _found(self) -> list[Candidate]:
+        if self._candidates is None:
+            found = own_candidates(self._directories())
+            found += entry_point_candidates(self._entry_points())
+            path = environment.get("FLASH_DMATTN_LIBRARY_PATH", self._environ)
+            if path:
+                found.append(forced_candidate(path, "FLASH_DMATTN_LIBRARY_PATH", self._open))
+            self._candidates = found
+        return self._candidates
+
+    def _wishes(self) -> Wishes:
+        return Wishes(
+            environment.get("FLASH_DMATTN_LIBRARY_PATH", self._environ),
+            environment.get("FLASH_DMATTN_CUDA", self._environ),
+            environment.get("FLASH_DMATTN_ARCH", self._environ),
+        )
+
+    def _situation(self, device: Device, abi_version: int | None) -> Situation:
+        facts = self.facts
+        return Situation(
+            package_version=facts.package_version(),
+            abi_version=abi_version,
+            host=facts.host(),
+            torch=facts.torch(),
+            driver=facts.driver() if device.kind == "cuda" else None,
+            device=device,
+        )
+
+    def _failed(self, device: Device, reason: str, remedy: str) -> Trace:
+        return Trace(self._situation(device, None), (), remedy, Problem(reason, remedy))
+
+    def _logged(self, resolution: _Resolution[PackT]) -> _Resolution[PackT]:
+        logger.debug("facts: %s", resolution.trace.situation)
+        logger.info("%s", resolution.trace)
+        return resolution
+
+
+def _difference(candidate: Candidate, pack: OpenedPack) -> str:
+    """Return how an opened pack differs from what its source said of it; "" if it does not."""
+    pairs = (
+        ("device", candidate.device, device_name(pack.device_type)),
+        ("CUDA", candidate.cuda, cuda_name(pack.cuda_version)),
+        ("arch", candidate.arch, arch_name(pack.arch)),
+        ("version", candidate.version, pack.version),
+    )
+    return "; ".join(
+        f"its manifest says {what} {said}, the file says {found}"
+        for what, said, found in pairs
+        if said != found
+    )
+
+
+def _configure_logging(level: str) -> None:
+    """Print what the loader logs to stderr, if that was asked for; whoever configures logging sees
+    it in any case.
+    """
+    if level == "off":
+        return
+    logger.setLevel(level.upper())
+    if not any(isinstance(handler, logging.StreamHandler) for handler in logger.handlers):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[flash_dmattn] %(message)s"))
+        logger.addHandler(handler)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The declared table of GPU archs and CUDA majors: an installed copy of cmake/targets.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SCHEMA", "InstallationError", "Targets", "find_targets", "parse_targets"]
+
+SCHEMA = 1
+
+
+class InstallationError(RuntimeError):
+    """A file that every installation has is missing or cannot be understood."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What packs can be built for.
+
+    Attributes:
+        preference: for each compute capability, such as ``8.9``, the archs that run on it, the best
+            first.
+        min_driver: for each CUDA major, such as ``12``, the oldest NVIDIA driver that runs its
+            packs.
+    """
+
+    preference: Mapping[str, tuple[str, ...]]
+    min_driver: Mapping[str, str]
+
+
+def parse_targets(data: Mapping[str, Any]) -> Targets:
+    """Make the table from the content of the file.
+
+    Raises:
+        InstallationError: the schema is another one, or a field is missing.
+    """
+    if data.get("schema") != SCHEMA:
+        raise InstallationError(
+            f"targets.json has schema {data.get('schema')!r}, this flash_dmattn reads {SCHEMA}"
+        )
+    try:
+        return Targets(
+            preference={cc: tuple(archs) for cc, archs in data["preference"].items()},
+            min_driver={major: str(row["min_driver"]) for major, row in data["cuda"].items()},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InstallationError(f"targets.json cannot be understood: {error!r}") from error
+
+
+def find_targets(directories: Iterable[Path]) -> Targets:
+    """Read ``targets.json`` from the first directory that has it.
+
+    Raises:
+        InstallationError: no directory has it, or it cannot be understood.
+    """
+    looked = [directory / "targets.json" for directory in directories]
+    for path in looked:
+        if path.is_file():
+            try:
+                return parse_targets(json.loads(path.read_text(encoding="utf-8")))
+            except json.JSONDecodeError as error:
+                raise InstallationError(f"{path} is not JSON: {error}") from error
+    raise InstallationError(f"no file {' or '.join(map(str, looked))}")

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Masks as two integers per key instead of a boolean per query and key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["IntervalMask", "intervals_to_bool"]
+
+
+def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
+    """Return bool ``(..., query_length, K)``: is ``start <= i < end`` for row i and each key."""
+    row = torch.arange(query_length, device=start.device, dtype=start.dtype).unsqueeze(-1)
+    return (start.unsqueeze(-2) <= row) & (row < end.unsqueeze(-2))
+
+
+class IntervalMask:
+    """A mask that keeps each key for one contiguous range of queries: O(K) memory.
+
+    Key j is kept by the queries ``start_j <= i < end_j``; where ``end_j <= start_j`` no query keeps
+    it. This expresses key padding, documents, sliding windows, prefix-LM and causal top-w selection
+    exactly.
+
+    Attributes:
+        start: int32 ``({B|1}, {H|Hk|1}, K)``; varlen ``({H|Hk|1}, total_k)``, rows counted in the
+            key's own sequence.
+        end: as ``start``, and of the same shape, one past the last row.
+    """
+
+    start: Tensor
+    end: Tensor
+
+    def __init__(self, start: Tensor, end: Tensor) -> None:
+        """Make a mask of two int32 tensors.
+
+        Raises:
+            TypeError: an argument is not a tensor, or not int32.
+            ValueError: the number of dimensions is not 2 or 3, or shapes or devices differ.
+        """
+        for name, tensor in (("start", start), ("end", end)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"{name} must be a torch.Tensor, got {type(tensor).__name__}: {tensor!r}"
+                )
+            if tensor.dtype != torch.int32:
+                raise TypeError(f"{name} must have dtype torch.int32, got {tensor.dtype}")
+            if tensor.dim() not in (2, 3):
+                raise ValueError(
+                    f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, K), or ({{H|Hk|1}}, total_k) "
+                    f"for varlen, got {tuple(tensor.shape)}"
+                )
+        if start.shape != end.shape:
+            raise ValueError(
+                f"start and end must have the same shape, got {tuple(start.shape)} and "
+                f"{tuple(end.shape)}"
+            )
+        if start.device != end.device:
+            raise ValueError(
+                f"start and end must be on one device, got {start.device} and {end.device}"
+            )
+        self.start = start
+        self.end = end
+
+    def __repr__(self) -> str:
+        """Show the shape and the device; the values would need a transfer from the device."""
+        return f"IntervalMask(shape={tuple(self.start.shape)}, device={str(self.start.device)!r})"
+
+    def __and__(self, other: IntervalMask) -> IntervalMask:
+        """Return the mask that keeps what both keep; shapes broadcast."""
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        return IntervalMask(
+            torch.maximum(self.start, other.start), torch.minimum(self.end, other.end)
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of both tensors."""
+        return self.start.device
+
+    def to(self, device: torch.device | str) -> IntervalMask:
+        """Return this mask on a device."""
+        return IntervalMask(self.start.to(device), self.end.to(device))
+
+    def to_bool(self, query_length: int) -> Tensor:
+        """Return the same mask as bool ``({B|1}, {H|Hk|1}, query_length, K)``: O(Q x K) memory."""
+        return intervals_to_bool(self.start, self.end, query_length)
+
+    @classmethod
+    def from_key_padding(cls, mask: Tensor, query_length: int) -> IntervalMask:
+        """Keep the keys that are True in ``mask``, bool ``(B, K)``, for every query.
+
+        Raises:
+            TypeError: mask is not a bool tensor.
+            ValueError: mask is not 2-D, or query_length is negative.
+        """
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a tensor of dtype torch.bool, got {got}")
+        if mask.dim() != 2:
+            raise ValueError(f"mask must have shape (B, K), got {tuple(mask.shape)}")
+        _check_length("query_length", query_length)
+        end = (mask * query_length).to(torch.int32).unsqueeze(1)
+        return cls(torch.zeros_like(end), end)
+
+    @classmethod
+    def sliding_window(
+        cls,
+        left: int | None,
+        right: int | None,
+        query_length: int,
+        key_length: int,
+        *,
+        device: torch.device | str | None = None,
+    ) -> IntervalMask:
+        """Keep, for the query at position ``p = i + K - Q``, the keys ``p - left <= j <= p +
+        right``.
+
+        None is no limit on that side. Positions are aligned to the bottom right, as causal
+        attention is.
+
+        Raises:
+            ValueError: a length or a side is negative.
+        """
+        for name, side in (("left", left), ("right", right)):
+            if side is not None and side < 0:
+                raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
+        _check_length("query_length", query_length)
+        _check_length("key_length", key_length)
+        # The row that stands at the position of key j.
+        row = torch.arange(key_length, device=device) - (key_length - query_length)
+        start = torch.zeros_like(row) if right is None else row - right
+        end = torch.full_like(row, query_length) if left is None else row + left + 1
+        return cls(*(_clamped(bound, query_length)[None, None] for bound in (start, end)))
+
+    @classmethod
+    def documents(
+        cls,
+        document_ids: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        length: int | None = None,
+    ) -> IntervalMask:
+        """Keep the keys of the query's own document, in self-attention over packed documents (Q = K
+        = N).
+
+        Args:
+            document_ids: integers ``(B, N)``. A document is a run of equal ids: an id that returns
+                later is another one.
+            cu_seqlens: instead of ids, integers ``(documents + 1,)``: where each document begins,
+                and the last ends. Keys outside every document are kept by none.
+            length: N, with ``cu_seqlens``; its last value by default, which has to be read from the
+                device.
+
+        Raises:
+            TypeError: an argument is not an integer tensor.
+            ValueError: not exactly one of both is given, or its number of dimensions is wrong.
+        """
+        if (document_ids is None) == (cu_seqlens is None):
+            raise ValueError("give exactly one of document_ids and cu_seqlens")
+        if document_ids is not None:
+            _check_integers("document_ids", document_ids, 2, "(B, N)")
+            return cls._of_runs(document_ids)
+        assert cu_seqlens is not None
+        _check_integers("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
+        length = int(cu_seqlens[-1]) if length is None else length
+        _check_length("length", length)
+        bounds = cu_seqlens.to(torch.int64)
+        following = torch.searchsorted(
+            bounds, torch.arange(length, device=bounds.device), right=True
+        )
+        inside = (following > 0) & (following < bounds.numel())
+        start = bounds[(following - 1).clamp(min=0)]
+        end = bounds[following.clamp(max=bounds.numel() - 1)]
+        return cls(*((bound * inside).to(torch.int32)[None, None] for bound in (start, end)))
+
+    @classmethod
+    def _of_runs(cls, document_ids: Tensor) -> IntervalMask:
+        length = document_ids.shape[1]
+        position = torch.arange(length, device=document_ids.device).expand_as(document_ids)
+        if length == 0:
+            empty = position.to(torch.int32).unsqueeze(1)
+            return cls(empty, empty)
+        change = document_ids[:, 1:] != document_ids[:, :-1]
+        edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
+        first, last = torch.cat([edge, change], 1), torch.cat([change, edge], 1)
+        start = torch.where(first, position, 0).cummax(1).values
+        end = torch.where(last, position + 1, length).flip(1).cummin(1).values.flip(1)
+        return cls(*(bound.to(torch.int32).unsqueeze(1) for bound in (start, end)))
+
+    @classmethod
+    def prefix_lm(cls, prefix_lengths: Tensor, query_length: int, key_length: int) -> IntervalMask:
+        """Keep the prefix for every query and the rest causally; to be used without ``is_causal``.
+
+        Args:
+            prefix_lengths: integers ``(B,)``, keys at the start that every query sees.
+            query_length: Q.
+            key_length: K. The causal limit is ``j <= i + K - Q``.
+
+        Raises:
+            TypeError: prefix_lengths is not an integer tensor.
+            ValueError: prefix_lengths is not 1-D, or a length is negative.
+        """
+        _check_integers("prefix_lengths", prefix_lengths, 1, "(B,)")
+        _check_length("query_length", query_length)
+        _check_length("key_length", key_length)
+        key = torch.arange(key_length, device=prefix_lengths.device)
+        row = _clamped(key - (key_length - query_length), query_length)
+        start = torch.where(key < prefix_lengths.unsqueeze(1), 0, row).to(torch.int32).unsqueeze(1)
+        return cls(start, torch.full_like(start, query_length))
+
+
+def _clamped(bound: Tensor, query_length: int) -> Tensor:
+    return bound.clamp(0, query_length).to(torch.int32)
+
+
+def _check_length(name: str, length: int) -> None:
+    if length < 0:
+        raise ValueError(f"{name} must be at least 0, got {length}")
+
+
+def _check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of integers, got {type(tensor).__name__}")
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
+    if tensor.dim() != dimensions:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+
+
+def _flatten(mask: IntervalMask) -> tuple[list[Any], None]:
+    return [mask.start, mask.end], None
+
+
+def _unflatten(children: Any, _: None) -> IntervalMask:
+    # Not by the constructor: tree maps put things that are no tensors here.
+    mask = object.__new__(IntervalMask)
+    mask.start, mask.end = children
+    return mask
+
+
+# So that torch.export, FSDP and DataParallel-like tree maps see the tensors.
+pytree.register_pytree_node(
+    IntervalMask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="flash_dmattn.IntervalMask",
+)

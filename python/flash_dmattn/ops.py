@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The torch.library operators: what autograd, torch.compile, torch.export and profilers see.
+
+They are defined on a Library rather than by torch.library.custom_op, whose wrappers cost several
+times as much a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .backends import select_backend
+from .backends.base import (
+    AttentionInputs,
+    Gradients,
+    SelectionInputs,
+    interval_shape,
+    keep_shape,
+    lse_dtype,
+    lse_shape,
+)
+
+__all__ = ["attention", "select_intervals", "select_keep"]
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? start, Tensor? end, Tensor? "
+    "bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float scale, bool causal, float softcap, bool deterministic, str backend"
+)
+_SELECTION_INPUTS = (
+    "Tensor bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt batch, SymInt "
+    "heads, SymInt kv_heads, SymInt queries, SymInt keys, SymInt window, bool causal, str backend"
+)
+_WANTED = "bool need_dquery, bool need_dkey, bool need_dvalue, bool need_dbias"
+_GRADIENT_NAMES = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias"
+# Where query, key, value and bias stand among the inputs.
+_DIFFERENTIABLE = (0, 1, 2, 6)
+_TENSOR_COUNT = 10
+
+_library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
+
+
+def attention(inputs: AttentionInputs, backend: str) -> tuple[Tensor, Tensor]:
+    """Return out and lse, differentiable."""
+    tensors = inputs[:_TENSOR_COUNT]
+    if _dispatcher_is_idle(tensors):
+        if _is_recorded(tensors):
+            out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
+        else:
+            out, lse, _ = select_backend(inputs.query.device, backend).forward(inputs)
+        return out, lse
+    out, lse, _ = torch.ops.flash_dmattn.attention_forward.default(*inputs, backend)
+    return out, lse
+
+
+def select_intervals(inputs: SelectionInputs, backend: str) -> tuple[Tensor, Tensor]:
+    """Return start and end, int32 ``(b, h, K)``."""
+    start, end = torch.ops.flash_dmattn.select_intervals.default(*inputs, backend)
+    return start, end
+
+
+def select_keep(inputs: SelectionInputs, backend: str) -> Tensor:
+    """Return bool of the broadcast shape of bias and mask."""
+    keep: Tensor = torch.ops.flash_dmattn.select_keep.default(*inputs, backend)
+    return keep
+
+
+def _dispatcher_is_idle(tensors: tuple[Any, ...]) -> bool:
+    """Say whether the dispatcher, most of the cost of a small call, would have nothing to do.
+
+    That is: plain tensors, and no tracing, dispatch mode or functorch transform.
+    """
+    if torch.compiler.is_compiling() or not _DISPATCH_STATE_IS_READABLE:
+        return False
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    ):
+        return False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+        if tensor.is_neg():
+            return False
+    return True
+
+
+def _is_recorded(tensors: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+# These are not public: without them every call takes the dispatcher's way.
+_DISPATCH_STATE_IS_READABLE = (
+    hasattr(torch._C, "_len_torch_dispatch_stack")
+    and hasattr(torch._C, "_functorch")
+    and hasattr(torch._C._functorch, "peek_interpreter_stack")
+    and hasattr(torch.autograd.forward_ad, "_current_level")
+)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *plain, backend = map(_without_negation, arguments)
+    inputs = AttentionInputs(*plain)
+    return select_backend(inputs.query.device, backend).forward(inputs)
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *plain, backend = arguments
+    inputs = AttentionInputs(*plain)
+    query = inputs.query
+    plan_bytes = select_backend(query.device, backend).plan_bytes(inputs)
+    return (
+        query.new_empty(query.shape),
+        query.new_empty(lse_shape(query), dtype=lse_dtype(query.dtype)),
+        query.new_empty(plan_bytes, dtype=torch.uint8),
+    )
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, plan: Tensor, *arguments: Any
+) -> Gradients:
+    *plain, backend, need_dquery, need_dkey, need_dvalue, need_dbias = arguments
+    inputs = AttentionInputs(*map(_without_negation, plain))
+    return select_backend(out.device, backend).backward(
+        inputs,
+        _without_negation(dout),
+        _without_negation(dlse),
+        out,
+        lse,
+        plan,
+        (need_dquery, need_dkey, need_dvalue, need_dbias),
+    )
+
+
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, plan: Tensor, *arguments: Any
+) -> Gradients:
+    wanted, inputs = arguments[-4:], AttentionInputs(*arguments[:-5])
+    shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
+    return Gradients(
+        *(
+            out.new_empty(0, dtype=out.dtype if like is None else like.dtype)
+            if like is None or not want
+            else like.new_empty(like.shape)
+            for like, want in zip(shaped_like, wanted, strict=True)
+        )
+    )
+
+
+def _without_negation(argument: Any) -> Any:
+    """Resolve a lazy negation, which pointers and strides do not tell."""
+    if isinstance(argument, Tensor) and argument.is_neg():
+        return argument.resolve_neg()
+    return argument
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:_TENSOR_COUNT], *output)
+    ctx.settings = inputs[_TENSOR_COUNT:]
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse, plan = ctx.saved_tensors
+    gradients: list[Tensor | None] = [None] * (_TENSOR_COUNT + len(ctx.settings))
+    wanted = tuple(bool(ctx.needs_input_grad[index]) for index in _DIFFERENTIABLE)
+    if (dout is None and dlse is None) or not any(wanted):
+        return tuple(gradients)
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    arguments = (dout, dlse, out, lse, plan, *tensors, *ctx.settings, *wanted)
+    given = arguments[: 5 + _TENSOR_COUNT]
+    if _dispatcher_is_idle(given) and not _is_recorded(given):
+        computed = _backward(*arguments)
+    else:
+        computed = torch.ops.flash_dmattn.attention_backward.default(*arguments)
+    for index, want, gradient in zip(_DIFFERENTIABLE, wanted, computed, strict=True):
+        if want:
+            gradients[index] = gradient
+    return tuple(gradients)
+
+
+class _Attention(torch.autograd.Function):
+    """What register_autograd makes of the operator, without the dispatcher between its halves."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _forward(*arguments)
+        _save_for_backward(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, *gradients)
+
+
+def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        "flash_dmattn: double backward is not supported, the gradients of attention are not "
+        "differentiable; flash_dmattn.attention_reference is differentiable any number of times"
+    )
+
+
+def _select_intervals(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *plain, backend = map(_without_negation, arguments)
+    inputs = SelectionInputs(*plain)
+    return select_backend(inputs.bias.device, backend).select_intervals(inputs)
+
+
+def _select_intervals_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs = SelectionInputs(*arguments[:-1])
+    shape = interval_shape(inputs)
+    start, end = (inputs.bias.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    return start, end
+
+
+def _select_keep(*arguments: Any) -> Tensor:
+    *plain, backend = map(_without_negation, arguments)
+    inputs = SelectionInputs(*plain)
+    return select_backend(inputs.bias.device, backend).select_keep(inputs)
+
+
+def _select_keep_fake(*arguments: Any) -> Tensor:
+    inputs = SelectionInputs(*arguments[:-1])
+    return inputs.bias.new_empty(keep_shape(inputs), dtype=torch.bool)
+
+
+def _define(
+    name: str, schema: tuple[str, str], implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    definition = f"{name}({schema[0]}) -> {schema[1]}"
+    _library.define(definition, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=_library)
+
+
+_define(
+    "attention_forward",
+    (_INPUTS, "(Tensor out, Tensor lse, Tensor plan)"),
+    _forward,
+    _forward_fake,
+)
+_define(
+    "attention_backward",
+    (
+        f"Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor plan, {_INPUTS}, {_WANTED}",
+        f"({_GRADIENT_NAMES})",
+    ),
+    _backward,
+    _backward_fake,
+)
+_define(
+    "select_intervals",
+    (_SELECTION_INPUTS, "(Tensor start, Tensor end)"),
+    _select_intervals,
+    _select_intervals_fake,
+)
+_define("select_keep", (_SELECTION_INPUTS, "Tensor"), _select_keep, _select_keep_fake)
+torch.library.register_autograd(
+    "flash_dmattn::attention_forward",
+    _differentiate,
+    setup_context=_save_for_backward,
+    lib=_library,
+)
+torch.library.register_autograd(
+    "flash_dmattn::attention_backward", _refuse_double_backward, lib=_library
+)

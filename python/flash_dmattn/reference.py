@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Dynamic mask attention in plain PyTorch: the definition that every kernel is compared with.
+
+It materializes the scores, so memory and time grow with Q x K. 16-bit and float32 inputs are
+computed in float32, float64 inputs in float64; every result is differentiable by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .masks import IntervalMask, intervals_to_bool
+
+__all__ = ["attention_probabilities", "attention_reference"]
+
+
+class Sequence(NamedTuple):
+    """One dense problem: a whole batch, or a single sequence of a varlen batch (then B = 1)."""
+
+    rows: slice  # in the packed query dimension
+    keys: slice  # in the packed key dimension
+    query: Tensor  # (B, Q, H, D)
+    key: Tensor  # (B, K, Hk, D)
+    value: Tensor  # (B, K, Hk, D)
+    mask: Tensor | None  # bool, broadcasts to (B, H, Q, K) after the head rule
+    bias: Tensor | None
+
+
+class Attended(NamedTuple):
+    """What one dense problem gives, in the computing dtype."""
+
+    out: Tensor  # (B, H, Q, D)
+    lse: Tensor  # (B, H, Q)
+    probabilities: Tensor  # (B, H, Q, K)
+
+
+def attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | IntervalMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)`` of dynamic mask attention, by the formula.
+
+    Args:
+        query: ``(B, Q, H, D)``, or ``(total_q, H, D)`` with ``cu_seqlens_q``; any floating dtype,
+            any device.
+        key, value: ``(B, K, Hk, D)``, ``(total_k, Hk, D)``, or ``(pages, page, Hk, D)`` with
+            ``block_table``.
+        mask: bool, True keeps, ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, also ``(B, {H|Hk|1}, K)`` and
+            ``(B, K)``; varlen ``({H|Hk|1}, 1, total_k)`` or ``({H|Hk|1}, total_q, max_k)``; or an
+            `IntervalMask`.
+        bias: added to the scaled scores, shapes as ``mask``. -inf means "not kept".
+        scale: multiplies the scores; ``D ** -0.5`` by default.
+        causal: row i sees keys ``j <= i + K - Q``.
+        softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
+            added.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``, where each packed sequence begins.
+        block_table: int32 ``(B, pages of a sequence)``, where each page of a sequence lies.
+
+    Returns:
+        ``out`` of query's shape and dtype, and ``lse`` ``(B, H, Q)`` (varlen ``(H, total_q)``),
+        float32 or float64, natural logarithm. A row that keeps nothing has output 0 and lse -inf.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    parts = [
+        (part, attend(part, scale, causal, softcap))
+        for part in sequences(
+            query, key, value, mask, bias, cu_seqlens_q, cu_seqlens_k, block_table
+        )
+    ]
+    if cu_seqlens_q is None:
+        (_, whole), *_ = parts
+        return whole.out.transpose(1, 2).to(query.dtype).contiguous(), whole.lse
+    out = torch.cat(
+        [query.new_empty((0, *query.shape[1:]))]
+        + [attended.out[0].transpose(0, 1).to(query.dtype) for _, attended in parts]
+    )
+    lse = torch.cat(
+        [query.new_empty((query.shape[1], 0), dtype=computing_dtype(query.dtype))]
+        + [attended.lse[0] for _, attended in parts],
+        dim=1,
+    )
+    return out, lse
+
+
+def attention_probabilities(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | IntervalMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Return the attention probabilities ``(B, H, Q, K)`` in query's dtype; arguments as
+    `attention_reference`.
+
+    Varlen gives ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside each sequence.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    probabilities = [
+        attend(part, scale, causal, softcap).probabilities.to(query.dtype)
+        for part in sequences(query, key, key, mask, bias, cu_seqlens_q, cu_seqlens_k, block_table)
+    ]
+    if cu_seqlens_q is None:
+        return probabilities[0]
+    padded = [
+        torch.nn.functional.pad(p, (0, max_seqlen_k - p.shape[3], 0, max_seqlen_q - p.shape[2]))
+        for p in probabilities
+    ]
+    nothing = query.new_empty((0, query.shape[1], max_seqlen_q, max_seqlen_k))
+    return torch.cat([nothing, *padded])
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that inputs of this dtype are computed in, which is also that of lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sequences(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | IntervalMask | None,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+) -> Iterator[Sequence]:
+    """Yield the dense problems of a call: one, or one for each sequence of a varlen batch."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        if isinstance(mask, IntervalMask):
+            mask = mask.to_bool(query.shape[1])
+        everything = slice(None)
+        yield Sequence(everything, everything, query, key, value, _as_4d(mask), _as_4d(bias))
+        return
+    q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for index in range(len(q_bounds) - 1):
+        rows = slice(q_bounds[index], q_bounds[index + 1])
+        keys = slice(k_bounds[index], k_bounds[index + 1])
+        length = keys.stop - keys.start
+        if block_table is None:
+            sequence_key, sequence_value = key[keys], value[keys]
+        else:
+            pages = block_table[index, : -(-length // key.shape[1])].long()
+            sequence_key = key[pages].flatten(0, 1)[:length]
+            sequence_value = value[pages].flatten(0, 1)[:length]
+        yield Sequence(
+            rows,
+            keys,
+            query[rows].unsqueeze(0),
+            sequence_key.unsqueeze(0),
+            sequence_value.unsqueeze(0),
+            _sequence_mask(mask, rows, keys),
+            None if bias is None else packed_part(bias, rows, keys),
+        )
+
+
+def attend(part: Sequence, scale: float, causal: bool, softcap: float) -> Attended:
+    """Compute one dense problem, in full precision even where autocast is enabled."""
+    with torch.autocast(part.query.device.type, enabled=False):
+        return _attend(part, scale, causal, softcap)
+
+
+def _attend(part: Sequence, scale: float, causal: bool, softcap: float) -> Attended:
+    query, key, value, kept, bias = computing_inputs(part, causal)
+    row_kept = kept.any(-1)
+    scores = scale * (query @ key.transpose(-1, -2))
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    # An empty row takes part as a row of zeros, since softmax and logsumexp of -inf alone have no
+    # gradient.
+    scores = scores.masked_fill(~kept, -torch.inf).masked_fill(~row_kept.unsqueeze(-1), 0)
+    probabilities = torch.softmax(scores, -1).masked_fill(~kept, 0)
+    lse = torch.logsumexp(scores, -1).masked_fill(~row_kept, -torch.inf)
+    out = (probabilities @ value).masked_fill(~row_kept.unsqueeze(-1), 0)
+    return Attended(out, lse, probabilities)
+
+
+def computing_inputs(
+    part: Sequence, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return query, key, value ``(B, H, rows, D)``, what is kept ``(B, H, Q, K)``, and bias, in the
+    computing dtype.
+
+    Keys and values are repeated for each query head of their group. Rows that keep nothing and keys
+    that no row keeps are
+    zeros, so that whatever they hold, NaN included, reaches no result: 0 * NaN would be NaN.
+    """
+    dtype = computing_dtype(part.query.dtype)
+    heads, kv_heads = part.query.shape[2], part.key.shape[2]
+    query = part.query.to(dtype).transpose(1, 2)
+    key, value = (
+        t.to(dtype).transpose(1, 2).repeat_interleave(heads // kv_heads, 1)
+        for t in (part.key, part.value)
+    )
+    bias = None if part.bias is None else per_query_head(part.bias, heads, kv_heads).to(dtype)
+    kept = torch.ones(
+        (query.shape[0], heads, query.shape[2], key.shape[2]), dtype=torch.bool, device=query.device
+    )
+    if causal:
+        kept = kept.tril(kept.shape[3] - kept.shape[2])
+    if part.mask is not None:
+        kept = kept & per_query_head(part.mask, heads, kv_heads)
+    if bias is not None:
+        kept = kept & (bias != -torch.inf)
+    query = query.masked_fill(~kept.any(3).unsqueeze(-1), 0)
+    key, value = (t.masked_fill(~kept.any(2).unsqueeze(-1), 0) for t in (key, value))
+    return query, key, value, kept, bias
+
+
+def per_query_head(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Repeat what has one entry for each key/value head for the query heads of its group."""
+    if tensor.shape[1] in (1, heads):
+        return tensor
+    return tensor.repeat_interleave(heads // kv_heads, 1)
+
+
+def _as_4d(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or tensor.dim() == 4:
+        return tensor
+    return tensor[:, None, None, :] if tensor.dim() == 2 else tensor.unsqueeze(2)
+
+
+def _sequence_mask(mask: Tensor | IntervalMask | None, rows: slice, keys: slice) -> Tensor | None:
+    if mask is None:
+        return None
+    if isinstance(mask, IntervalMask):
+        start, end = (t[:, keys].unsqueeze(0) for t in (mask.start, mask.end))
+        return intervals_to_bool(start, end, rows.stop - rows.start)
+    return packed_part(mask, rows, keys)
+
+
+def packed_part(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
+    """Cut a sequence out of a varlen mask or bias, which is per key or per query."""
+    if tensor.shape[1] == 1:
+        return tensor[:, :, keys].unsqueeze(0)
+    return tensor[:, rows, : keys.stop - keys.start].unsqueeze(0)

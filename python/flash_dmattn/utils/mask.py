@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Boolean Q x K masks, with the signatures of flash-dmattn 1.2.2.
+
+New code does better with `flash_dmattn.dynamic_mask`, which knows of causality and needs O(K)
+memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["create_mask", "dynamic_mask"]
+
+
+def dynamic_mask(
+    attention_bias: Tensor,
+    attention_mask: Tensor | None,
+    window_size: int,
+    min_dtype: float,
+    block_size: int | None = None,
+) -> Tensor:
+    """Keep the ``window_size`` largest biases of each row. Not aware of causality, except by
+    ``attention_mask``.
+
+    Args:
+        attention_bias: ``(B, h, rows, K)``, any floating dtype.
+        attention_mask: bool, broadcasts to ``attention_bias``; False keys are not kept.
+        window_size: keys to keep; all, if more than K.
+        min_dtype: the smallest value of the dtype, which stands for a masked key.
+        block_size: let blocks of this many keys be kept or dropped whole, by the majority of their
+            keys.
+
+    Returns:
+        bool of the shape of ``attention_bias``.
+    """
+    scores = attention_bias.detach()
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, min_dtype)
+    top = torch.topk(scores, min(window_size, scores.shape[-1]), dim=-1, sorted=False)
+    keep = torch.zeros_like(scores, dtype=torch.bool)
+    keep = keep.scatter_(-1, top.indices, top.values != min_dtype)
+    return keep if block_size is None or block_size <= 1 else _by_majority(keep, block_size)
+
+
+def create_mask(
+    attention_bias: Tensor,
+    attention_mask: Tensor | None,
+    batch_size: int,
+    query_len: int,
+    key_len: int,
+    window_size: int,
+    min_dtype: float,
+    block_size: int | None = None,
+) -> Tensor:
+    """Make a mask from a bias and a padding mask.
+
+    Args:
+        attention_bias: ``(B, h, rows, K)``.
+        attention_mask: ``(B, key_len)``; ``(B, query_len)``, for the last keys, the earlier ones
+            being kept; or bool, 4-D.
+        batch_size, query_len, key_len: B, Q and K.
+        window_size, min_dtype, block_size: as in `dynamic_mask`.
+
+    Returns:
+        bool of the shape of ``attention_bias``.
+
+    Raises:
+        ValueError: a 2-D attention_mask has another shape.
+    """
+    if attention_mask is not None and attention_mask.dim() == 2:
+        padding = attention_mask.to(torch.bool)
+        if padding.shape == (batch_size, query_len) and query_len < key_len:
+            padding = torch.nn.functional.pad(padding, (key_len - query_len, 0), value=True)
+        if padding.shape != (batch_size, key_len):
+            raise ValueError(
+                f"attention_mask must have shape ({batch_size}, {key_len}) or ({batch_size}, "
+                f"{query_len}), or be 4-D, got {tuple(attention_mask.shape)}"
+            )
+        attention_mask = padding[:, None, None, :]
+    return dynamic_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
+
+
+def _by_majority(keep: Tensor, block_size: int) -> Tensor:
+    keys = keep.shape[-1]
+    blocks = -(-keys // block_size)
+    padded = torch.nn.functional.pad(keep, (0, blocks * block_size - keys))
+    votes = padded.reshape(*keep.shape[:-1], blocks, block_size).sum(-1)
+    sizes = torch.full((blocks,), block_size, device=keep.device)
+    if blocks:
+        sizes[-1] = keys - (blocks - 1) * block_size
+    majority: Tensor = votes * 2 > sizes
+    return majority.repeat_interleave(block_size, -1)[..., :keys]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The parts of ``scripts/train_demo.py``: text, model, attention, training, measuring, showing."""

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What every test module shares: where calls run, and how hypothesis runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+# So that test modules import their helpers whatever pytest's import mode.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support import TARGETS, Target
+
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,  # the first call on a device takes far longer than later ones
+    max_examples=150,
+    derandomize=True,  # --hypothesis-profile=search looks further
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.function_scoped_fixture,
+    ],
+)
+hypothesis.settings.register_profile(
+    "search",
+    parent=hypothesis.settings.get_profile("suite"),
+    max_examples=2000,
+    derandomize=False,
+)
+hypothesis.settings.load_profile("suite")
+
+
+# Test processes side by side must not fight for the cores; tests of threads ask for their own.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+
+
+@pytest.fixture(params=TARGETS, ids=str)
+def target(request: pytest.FixtureRequest) -> Target:
+    """A device and a backend; tests with a GPU are skipped where there is none."""
+    wanted: Target = request.param
+    if wanted.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return wanted
+
+
+@pytest.fixture(params=[t for t in TARGETS if t.backend != "reference"], ids=str)
+def pack_target(request: pytest.FixtureRequest) -> Target:
+    """As target, for tests of what only kernel packs do."""
+    wanted: Target = request.param
+    if wanted.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return wanted

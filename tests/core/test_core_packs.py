@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loading packs, and what becomes of their failures."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_dmattn import _core
+
+from .core_calls import HK, B, D, H, K, Q, batch_call, varlen_call, zeros
+from .core_packs import CPU, Recording, as_tuple, compile_pack, compiler
+
+
+def test_pack_attributes(pack: _core.Pack, recording_path: Path) -> None:
+    assert pack.path == str(recording_path)
+    assert (pack.name, pack.version, pack.compiler, pack.features) == (
+        "recording",
+        "1.2.3",
+        "a compiler",
+        "none",
+    )
+    assert (pack.abi_version, pack.device_type, pack.cuda_version, pack.arch) == (
+        _core.PACK_ABI_VERSION,
+        CPU,
+        0,
+        0,
+    )
+    assert (pack.max_head_dim, pack.dtypes) == (256, ["float32", "float16"])
+    assert list(pack.plan_layouts) == ["none", "keys", "intervals", "rows"]
+    assert pack.plan_layouts["intervals"] == (64, 16, 12, 2, 0, 32)
+    assert "recording" in repr(pack)
+
+
+@pytest.mark.parametrize("kind", ["none", "keys", "intervals", "rows"])
+def test_plan_bytes_is_the_formula_of_the_layout(pack: _core.Pack, kind: Any) -> None:
+    fixed, per_list, per_key, per_tile, per_tile_key, tile_rows = pack.plan_layouts[kind]
+    for lists, keys, row_keys, rows, batch in [
+        (0, 7, 7, 5, 2),
+        (4, 100, 90, 65, 3),
+        (1, 0, 0, 0, 0),
+    ]:
+        tiles = rows // tile_rows + batch
+        expected = fixed + lists * (
+            per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key)
+        )
+        assert pack.plan_bytes(kind, lists, keys, row_keys, rows, batch) == expected
+
+
+def test_plan_bytes_refuses(pack: _core.Pack) -> None:
+    with pytest.raises(ValueError, match=r"kind is 'columns'.*'intervals'"):
+        pack.plan_bytes("columns", 1, 1, 1, 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="row_keys is -3"):
+        pack.plan_bytes("rows", 1, 1, -3, 1, 1)
+
+
+def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
+    start = zeros(1, HK, K, dtype="int32")
+    cases = [
+        (batch_call(), ("none", 0, K, K, Q, B)),
+        (batch_call(mask=zeros(B, K, dtype="bool")), ("keys", B, K, K, Q, B)),
+        (batch_call(mask=zeros(1, H, Q, K, dtype="bool")), ("rows", H, K, K, Q, B)),
+        (batch_call(start=start, end=start), ("intervals", HK, K, K, Q, B)),
+        (varlen_call(mask=zeros(H, 1, 9, dtype="bool")), ("keys", H, 9, 6, 6, 2)),
+        (varlen_call(mask=zeros(1, 6, 6, dtype="bool")), ("rows", 1, 9, 6, 6, 2)),
+    ]
+    for call, sizes in cases:
+        assert call.problem(pack).plan_bytes == pack.plan_bytes(*sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("macros", "reason"),
+    [
+        ({"ENTRY_NAME": "something_else"}, "no symbol flash_dmattn_pack"),
+        ({"ABI_VERSION": 77}, "ABI version 77, but .* needs ABI version 1"),
+        ({"STRUCT_SIZE": 16}, "table has 16 bytes"),
+        ({"NO_TABLE": 1}, "returned no table"),
+        ({"NO_FORWARD": 1}, "lacks an entry point"),
+        ({"PACK_NAME": "0"}, "lacks its name"),
+    ],
+)
+def test_load_pack_refuses(tmp_path: Path, macros: dict[str, Any], reason: str) -> None:
+    path = compile_pack(tmp_path / "libbroken.so", **macros)
+    with pytest.raises(_core.PackError, match=reason) as caught:
+        _core.load_pack(str(path))
+    assert str(path) in str(caught.value)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_load_pack_refuses_what_is_no_library(tmp_path: Path) -> None:
+    with pytest.raises(_core.PackError, match=r"missing\.so: dlopen failed: "):
+        _core.load_pack(str(tmp_path / "missing.so"))
+    text = tmp_path / "text.so"
+    text.write_text("not a library")
+    with pytest.raises(_core.PackError, match=r"text\.so: dlopen failed: "):
+        _core.load_pack(str(text))
+
+
+@pytest.mark.parametrize(
+    ("status", "exception", "meaning"),
+    [
+        (1, ValueError, "invalid argument"),
+        (2, NotImplementedError, "unsupported"),
+        (3, ValueError, "too small"),
+        (4, MemoryError, "out of memory"),
+        (5, RuntimeError, "device error"),
+        (6, RuntimeError, "internal error"),
+        (99, RuntimeError, "unknown status"),
+    ],
+)
+def test_status(
+    pack: _core.Pack, recording: Recording, status: int, exception: type[Exception], meaning: str
+) -> None:
+    problem = batch_call().problem(pack)
+    recording.set_next(status=status, message=b"because of this")
+    with pytest.raises(exception, match=f"recording.*{meaning}.*{status}.*because of this"):
+        problem.plan(None, None)
+
+
+def test_threads_are_inside_a_pack_together(pack: _core.Pack, recording: Recording) -> None:
+    """Calls return only once all are inside the pack: with the GIL held they never would."""
+    count = 3
+    problem = batch_call().problem(pack)
+    out, lse = zeros(B, Q, H, D), zeros(B, H, Q)
+    recording.set_next(meeting=count)
+    failures: list[Exception] = []
+
+    def call() -> None:
+        try:
+            problem.forward(as_tuple(out), as_tuple(lse), None, None)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recording.set_next()
+    assert not failures

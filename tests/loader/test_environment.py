@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: BSD-3-Clause
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from flash_dmattn.loader import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", environment.ENVIRONMENT)
+def test_unset_and_empty_give_the_default(name):
+    default = environment.ENVIRONMENT[name].default
+    assert environment.get(name, {}) == default
+    assert environment.get(name, {name: ""}) == default
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(v.name, value) for v in environment.ENVIRONMENT.values() for value in v.values],
+)
+def test_every_declared_value_is_allowed(name, value):
+    assert environment.get(name, {name: f" {value} "}) == value
+
+
+def test_a_path_is_free():
+    assert environment.get("FLASH_DMATTN_LIBRARY_PATH", {"FLASH_DMATTN_LIBRARY_PATH": "/x"}) == "/x"
+
+
+def test_the_process_environment_is_read(monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_CUDA", "12")
+    assert environment.get("FLASH_DMATTN_CUDA") == "12"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "FLASH_DMATTN_BACKEND",
+            "refrence",
+            "FLASH_DMATTN_BACKEND must be one of auto, cuda, cpu, reference, got 'refrence'. "
+            "Did you mean 'reference'?",
+        ),
+        (
+            "FLASH_DMATTN_ARCH",
+            "sm90",
+            "FLASH_DMATTN_ARCH must be one of 80, 86, 89, 90, 100, 120, got 'sm90'. "
+            "Did you mean '90'?",
+        ),
+        (
+            "FLASH_DMATTN_FALLBACK",
+            "xyz",
+            "FLASH_DMATTN_FALLBACK must be one of warn, error, got 'xyz'.",
+        ),
+    ],
+)
+def test_bad_value(name, value, message):
+    with pytest.raises(environment.InvalidVariableError) as caught:
+        environment.get(name, {name: value})
+    assert str(caught.value) == message
+
+
+def test_a_name_outside_the_table_is_a_defect_of_the_caller():
+    with pytest.raises(KeyError):
+        environment.get("FLASH_DMATTN_ARCHS")
+
+
+def test_unknown_names_warn_with_the_nearest():
+    environ = {"FLASH_DMATTN_ARHC": "80", "FLASH_DMATTN_LOG": "info", "OTHER": "1"}
+    with pytest.warns(environment.UnknownVariableWarning) as caught:
+        environment.check_unknown(environ)
+    assert [str(w.message) for w in caught] == [
+        "unknown environment variable FLASH_DMATTN_ARHC. Did you mean 'FLASH_DMATTN_ARCH'?"
+    ]
+
+
+def test_known_names_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        environment.check_unknown(dict.fromkeys(environment.ENVIRONMENT, "anything"))
+
+
+def test_problems_lists_names_and_values():
+    environ = {"FLASH_DMATTN_CUDA": "11", "FLASH_DMATTN_LGO": "off", "FLASH_DMATTN_ARCH": "80"}
+    assert environment.problems(environ) == [
+        "FLASH_DMATTN_CUDA must be one of 12, 13, got '11'.",
+        "unknown environment variable FLASH_DMATTN_LGO. Did you mean 'FLASH_DMATTN_LOG'?",
+    ]
+
+
+def test_archs_and_majors_are_those_of_the_target_table():
+    targets = json.loads((ROOT / "cmake" / "targets.json").read_text())
+    archs = tuple(name.removeprefix("sm") for name in targets["archs"])
+    assert environment.ENVIRONMENT["FLASH_DMATTN_ARCH"].values == archs
+    assert environment.ENVIRONMENT["FLASH_DMATTN_CUDA"].values == tuple(targets["cuda"])
+
+
+def test_documentation_has_the_table():
+    page = (ROOT / "docs" / "loader.md").read_text()
+    block = re.search(r"<!-- variables -->\n(.*)<!-- end variables -->", page, re.DOTALL)
+    assert block is not None
+    assert block.group(1) == environment.markdown_table()

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention problems, and the rule by which results are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.reference import per_query_head
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class Target(NamedTuple):
+    """Where a call runs."""
+
+    device: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.backend}"
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return HALF_TYPES if self.backend == "cuda" else (torch.float32, *HALF_TYPES)
+
+
+TARGETS = (
+    Target("cpu", "cpu"),
+    Target("cpu", "reference"),
+    Target("cuda", "cuda"),
+    Target("cuda", "reference"),
+)
+
+
+@dataclasses.dataclass
+class Problem:
+    """The tensors and settings of one call; the tensors' strides are part of the problem."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | flash_dmattn.IntervalMask | None = None
+    bias: Tensor | None = None
+    causal: bool = False
+    softcap: float = 0.0
+    scale: float | None = None
+
+    def results(
+        self, target: Target, *, dout: Tensor, dlse: Tensor | None = None, **options: object
+    ) -> dict[str, Tensor]:
+        """Run flash_dmattn and return out, lse and the gradients, on the CPU."""
+        leaves = self.leaves(target.device, None)
+        out, lse = flash_dmattn.flash_dmattn_func(
+            leaves["query"],
+            leaves["key"],
+            leaves["value"],
+            None if self.mask is None else self.mask.to(target.device),
+            leaves.get("bias"),
+            self.scale,
+            self.causal,
+            self.softcap,
+            return_lse=True,
+            backend=target.backend,
+            **options,
+        )
+        return gathered(out, lse, leaves, dout, dlse)
+
+    def truth(self, *, dout: Tensor, dlse: Tensor | None = None) -> dict[str, Tensor]:
+        """Return what `results` should be, computed in float64."""
+        leaves = self.leaves("cpu", torch.float64)
+        out, lse = flash_dmattn.attention_reference(
+            leaves["query"],
+            leaves["key"],
+            leaves["value"],
+            self.mask,
+            leaves.get("bias"),
+            scale=self.scale,
+            causal=self.causal,
+            softcap=self.softcap,
+        )
+        return gathered(out, lse, leaves, dout, dlse)
+
+    def eager(self, *, dout: Tensor, dlse: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the same formula by PyTorch operations at the dtype of the inputs."""
+        leaves = self.leaves("cpu", None)
+        out, lse = eager_attention(self, leaves)
+        return gathered(out, lse, leaves, dout, dlse)
+
+    def leaves(self, device: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return the tensors that require gradients, their strides kept unless they are cast."""
+        named = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias}
+        return {
+            name: moved(tensor.detach(), device, dtype).requires_grad_()
+            for name, tensor in named.items()
+            if tensor is not None
+        }
+
+
+def moved(tensor: Tensor, device: str, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None and dtype != tensor.dtype:
+        return tensor.to(device, dtype)
+    if tensor.device.type == device:
+        return tensor.detach()
+    # Copies of strided views are dense: move the whole storage, then view it alike.
+    base = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return base.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def gathered(
+    out: Tensor, lse: Tensor, leaves: dict[str, Tensor], dout: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    """Return out, lse and the gradients of sum(out * dout) + sum(lse * dlse over finite lse)."""
+    outputs, cotangents = [out], [dout.to(out.device, out.dtype)]
+    if dlse is not None:
+        outputs.append(lse)
+        # Of an empty row lse is -inf, and a gradient of it has no meaning but must do no harm.
+        cotangents.append(dlse.to(lse.device, lse.dtype))
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
+    named = {
+        f"d{name}": torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+    }
+    return {name: t.detach().cpu() for name, t in {"out": out, "lse": lse, **named}.items()}
+
+
+def eager_attention(problem: Problem, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute out and lse with every operation at the dtype of the inputs."""
+    query, key, value = (leaves[n].transpose(1, 2) for n in ("query", "key", "value"))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    key, value = (t.repeat_interleave(heads // kv_heads, 1) for t in (key, value))
+    scale = problem.scale if problem.scale is not None else query.shape[-1] ** -0.5
+    scores = (query @ key.transpose(-1, -2)) * scale
+    if problem.softcap > 0:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    kept = torch.ones(scores.shape, dtype=torch.bool)
+    if problem.causal:
+        kept = kept.tril(kept.shape[3] - kept.shape[2])
+    mask = problem.mask
+    if isinstance(mask, flash_dmattn.IntervalMask):
+        mask = mask.to_bool(query.shape[2])
+    if mask is not None:
+        kept = kept & per_query_head(four_dimensional(mask), heads, kv_heads)
+    if "bias" in leaves:
+        bias = per_query_head(four_dimensional(leaves["bias"]), heads, kv_heads)
+        kept = kept & (bias != -torch.inf)
+        scores = (scores + bias).to(query.dtype)
+    empty = ~kept.any(-1, keepdim=True)
+    scores = scores.masked_fill(~kept, -torch.inf).masked_fill(empty, 0)
+    probabilities = torch.softmax(scores, -1).masked_fill(~kept, 0)
+    lse = torch.logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -torch.inf)
+    return (probabilities @ value).transpose(1, 2), lse
+
+
+def four_dimensional(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 2:
+        return tensor[:, None, None, :]
+    return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
+
+
+def assert_accurate(
+    got: dict[str, Tensor], truth: dict[str, Tensor], eager: dict[str, Tensor]
+) -> None:
+    """Assert the rule: no error above twice that of the same formula at the inputs' dtype.
+
+    The floor, relative to the largest value (or to 1), is for small problems in which the eager
+    formula happens to round luckily: 4 units in the last place of the result's dtype, and 64 of
+    float32, for sums that cancel.
+    """
+    assert got.keys() == truth.keys()
+    for name, value in got.items():
+        want, reference = truth[name], eager[name].double()
+        assert value.shape == want.shape, name
+        assert not value.isnan().any(), f"{name} has NaN"
+        infinite = want.isinf()
+        assert torch.equal(value.double()[infinite], want[infinite]), f"{name}: infinities differ"
+        if infinite.all():
+            continue
+        value, want, reference = (t.double()[~infinite] for t in (value, want, reference))
+        error = (value - want).abs().max().item()
+        allowed = (reference - want).abs().max().item()
+        unit = 4 * torch.finfo(got[name].dtype).eps + 64 * torch.finfo(torch.float32).eps
+        floor = unit * max(1.0, want.abs().max().item())
+        assert error <= 2 * allowed + floor, (
+            f"{name}: error {error:.3g} above twice the eager {allowed:.3g} plus {floor:.3g}"
+        )
+
+
+def check(problem: Problem, target: Target, seed: int = 0, **options: object) -> None:
+    """Compare out, lse and all gradients of a problem with float64, by the rule."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = problem.query.dtype
+    dout = cotangent(torch.randn(problem.query.shape, generator=generator)).to(dtype)
+    batch, rows, heads, _ = problem.query.shape
+    dlse = torch.randn(batch, heads, rows, generator=generator).to(dtype)
+    cotangents = {"dout": dout, "dlse": dlse}
+    got = problem.results(target, **cotangents, **options)
+    assert_accurate(got, problem.truth(**cotangents), problem.eager(**cotangents))
+
+
+def cotangent(gradient: Tensor) -> Tensor:
+    """Scale a gradient of out so that its products with value, which mostly cancel, are about 1.
+
+    Otherwise what is left of them would be as small as their rounding.
+    """
+    return gradient * gradient.shape[-1] ** -0.5
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rand_bool(*shape: int, density: float = 0.5, seed: int = 0) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
+
+
+def simple_problem(
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 2,
+    queries: int = 17,
+    keys: int = 23,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 16,
+    seed: int = 0,
+    **settings: object,
+) -> Problem:
+    """Return a problem of random query, key and value."""
+    return Problem(
+        randn(batch, queries, kv_heads * group, head_dim, dtype=dtype, seed=seed),
+        randn(batch, keys, kv_heads, head_dim, dtype=dtype, seed=seed + 1),
+        randn(batch, keys, kv_heads, head_dim, dtype=dtype, seed=seed + 2),
+        **settings,
+    )

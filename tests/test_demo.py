@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The demo, at sizes that take seconds: it writes what it promises and notices what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_demo.py"
+TINY = ["--context", "96", "--window", "16", "--width", "32", "--layers", "1", "--batch", "2"]
+TINY += ["--lengths", "32", "64"]
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train_demo
+
+    return train_demo
+
+
+def test_demo_trains_writes_its_files_and_succeeds(tmp_path: Path) -> None:
+    plot = tmp_path / "results" / "demo.png"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *TINY, "--steps", "6", "--output", str(plot)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n")
+    record = json.loads(plot.with_suffix(".json").read_text())
+    assert record["largest_loss_difference"] <= record["loss_tolerance"]
+    assert set(record["runs"]) == {"flash_dmattn", "masked SDPA"}
+    for run in record["runs"].values():
+        assert len(run["losses"]) == 6
+        assert run["held_out_after"] < run["held_out_before"]
+        assert run["step_seconds"] > 0
+        assert list(run["layer_seconds"]) == ["32", "64"]
+    for line in ("Binary", "held-out loss, after", "time of a training step", "peak extra memory"):
+        assert line in done.stdout
+    assert "training: 6/6" in done.stderr
+    assert "\r" not in done.stderr
+
+
+def test_demo_fails_when_the_losses_disagree(
+    demo: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right = demo.ATTENTIONS["masked SDPA"]
+
+    def wrong(query, key, value, bias, window):  # type: ignore[no-untyped-def]
+        return right(query, key, 2 * value, bias, window)
+
+    monkeypatch.setitem(demo.ATTENTIONS, "masked SDPA", wrong)
+    status = demo.main([*TINY, "--steps", "3", "--output", str(tmp_path / "demo.png")])
+    assert status == 1
+    assert "the losses differ" in capsys.readouterr().err
+
+
+def test_demo_reads_other_text(demo: ModuleType, tmp_path: Path) -> None:
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"chapter {index} " * 100)
+    (tmp_path / "image.png").write_bytes(b"\0" * 10000)
+    corpus = demo.load_corpus(tmp_path, minimum=100)
+    assert corpus.files + corpus.held_out_files == 40
+    assert 0 not in corpus.train
+    again = demo.load_corpus(tmp_path, minimum=100)
+    assert torch.equal(corpus.train, again.train)
+    assert corpus.batch(3, 50, torch.Generator()).shape == (3, 51)
+
+
+def test_demo_explains_too_little_text(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        demo.main([*TINY, "--text", str(tmp_path)])
+    assert exit_info.value.code == 2
+    assert "--text" in capsys.readouterr().err

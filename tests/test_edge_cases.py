@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Empty rows and sizes, poisoned keys, extreme biases, unusual gradients and views."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import IntervalMask, flash_dmattn_func
+from support import Target, assert_accurate, check, rand_bool, randn, simple_problem
+
+
+@pytest.mark.parametrize("kind", ["keys", "rows", "intervals", "causal", "bias"])
+def test_empty_rows_are_zero_and_have_zero_gradients(kind: str, target: Target) -> None:
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, batch=1, queries=70, keys=30)
+        empty = torch.zeros(70, dtype=torch.bool)
+        if kind == "keys":
+            problem.mask = torch.zeros(1, 1, 1, 30, dtype=torch.bool)
+            empty[:] = True
+        elif kind == "rows":
+            problem.mask = rand_bool(1, 1, 70, 30)
+            problem.mask[:, :, 5:40] = False
+            empty[5:40] = True
+        elif kind == "intervals":
+            start = torch.full((1, 1, 30), 12, dtype=torch.int32)
+            problem.mask = IntervalMask(start, start + 20)
+            empty[:12], empty[32:] = True, True
+        elif kind == "causal":
+            problem.causal = True
+            empty[:40] = True
+        else:
+            problem.bias = torch.full((1, 1, 70, 30), -torch.inf, dtype=dtype)
+            problem.bias[:, :, 3] = 0
+            empty[:], empty[3] = True, False
+        dout = randn(*problem.query.shape, dtype=dtype)
+        got = problem.results(target, dout=dout)
+        assert torch.equal(got["out"][:, empty], torch.zeros_like(got["out"][:, empty]))
+        assert (got["lse"][:, :, empty] == -torch.inf).all()
+        assert torch.equal(got["dquery"][:, empty], torch.zeros_like(got["dquery"][:, empty]))
+        assert got["lse"][:, :, ~empty].isfinite().all()
+        check(problem, target)
+
+
+@pytest.mark.parametrize("queries, keys", [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals"])
+def test_no_queries_or_no_keys(queries: int, keys: int, kind: str, target: Target) -> None:
+    problem = simple_problem(target.dtypes[0], queries=queries, keys=keys)
+    problem.bias = randn(2, 2, 1, keys)
+    if kind == "keys":
+        problem.mask = rand_bool(2, 1, 1, keys)
+    elif kind == "rows":
+        problem.mask = rand_bool(2, 1, queries, keys)
+    elif kind == "intervals":
+        problem.mask = IntervalMask.sliding_window(2, 2, queries, keys)
+    check(problem, target)
+
+
+def test_no_batch(target: Target) -> None:
+    problem = simple_problem(target.dtypes[0], batch=0)
+    got = problem.results(target, dout=torch.zeros_like(problem.query))
+    assert got["out"].shape == problem.query.shape
+    assert got["dkey"].shape == problem.key.shape
+
+
+@pytest.mark.parametrize("kind", ["keys", "rows", "intervals", "bias"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_dropped_keys_are_never_read(kind: str, poison: float, target: Target) -> None:
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, queries=50, keys=70, causal=True)
+        dropped = torch.arange(70) % 3 == 1
+        problem.bias = randn(1, 1, 1, 70, dtype=dtype)
+        if kind == "keys":
+            problem.mask = ~dropped.expand(2, 1, 1, 70)
+        elif kind == "rows":
+            problem.mask = rand_bool(2, 1, 50, 70) & ~dropped
+        elif kind == "intervals":
+            end = (~dropped * 50).to(torch.int32)[None, None]
+            problem.mask = IntervalMask(torch.zeros_like(end), end)
+        else:
+            problem.bias[..., dropped] = -torch.inf
+        dout = randn(*problem.query.shape, dtype=dtype)
+        clean = problem.results(target, dout=dout)
+        problem.key[:, dropped] = poison
+        problem.value[:, dropped] = poison
+        if kind != "bias":
+            problem.bias[..., dropped] = poison
+        poisoned = problem.results(target, dout=dout)
+        for name, value in clean.items():
+            assert torch.equal(poisoned[name], value), name
+
+
+def test_keys_after_the_causal_limit_are_never_read(target: Target) -> None:
+    """With Q < K every key is seen by some row; with a mask the last ones need not be."""
+    problem = simple_problem(target.dtypes[0], queries=40, keys=40, causal=True)
+    problem.mask = IntervalMask.sliding_window(None, None, 40, 40)
+    problem.mask.end[..., 35:] = 30
+    dout = randn(*problem.query.shape)
+    clean = problem.results(target, dout=dout)
+    problem.key[:, 35:], problem.value[:, 35:] = torch.nan, torch.nan
+    poisoned = problem.results(target, dout=dout)
+    for name, value in clean.items():
+        assert torch.equal(poisoned[name], value), name
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_bias_of_minus_infinity_is_not_kept(rows: int, target: Target) -> None:
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, queries=40, keys=60)
+        bias = randn(2, 4, rows, 60, dtype=dtype, seed=3)
+        kept = rand_bool(2, 4, rows, 60, density=0.3)
+        problem.bias = bias.masked_fill(~kept, -torch.inf)
+        dout = randn(*problem.query.shape, dtype=dtype)
+        by_bias = problem.results(target, dout=dout)
+        problem.bias, problem.mask = bias, kept
+        by_mask = problem.results(target, dout=dout)
+        for name, value in by_mask.items():
+            torch.testing.assert_close(by_bias[name], value)
+
+
+@pytest.mark.parametrize("whole_row", [False, True])
+def test_smallest_finite_bias(whole_row: bool, target: Target) -> None:
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, queries=40, keys=60)
+        problem.bias = randn(1, 1, 40, 60, dtype=dtype)
+        problem.bias[:, :, ::2, slice(None) if whole_row else slice(0, 30)] = torch.finfo(dtype).min
+        dout = randn(*problem.query.shape, dtype=dtype)
+        got, truth = problem.results(target, dout=dout), problem.truth(dout=dout)
+        if whole_row:
+            # Then the scores are lost in the bias, in any dtype below float64: compare the rest.
+            assert all(not value.isnan().any() for value in got.values())
+            torch.testing.assert_close(
+                got["out"][:, 1::2].double(), truth["out"][:, 1::2], atol=2e-2, rtol=2e-2
+            )
+        else:
+            assert_accurate(got, truth, problem.eager(dout=dout))
+
+
+def test_gradient_of_the_bias_alone(target: Target) -> None:
+    problem = simple_problem(target.dtypes[0], causal=True)
+    problem.bias = randn(2, 2, 1, 23, seed=8).to(target.dtypes[0])
+    dout = randn(*problem.query.shape).to(target.dtypes[0])
+    everything = problem.results(target, dout=dout)
+    bias = problem.bias.to(target.device).requires_grad_()
+    tensors = [t.to(target.device) for t in (problem.query, problem.key, problem.value)]
+    out = flash_dmattn_func(*tensors, None, bias, is_causal=True, backend=target.backend)
+    out.backward(dout.to(target.device))
+    torch.testing.assert_close(bias.grad.cpu(), everything["dbias"])
+
+
+@pytest.mark.parametrize("wanted", ["query", "key", "value"])
+def test_gradient_of_one_tensor_alone(wanted: str, target: Target) -> None:
+    problem = simple_problem(target.dtypes[0], causal=True)
+    problem.bias = randn(2, 2, 1, 23, seed=8).to(target.dtypes[0])
+    dout = randn(*problem.query.shape).to(target.dtypes[0])
+    everything = problem.results(target, dout=dout)
+    tensors = {n: t.to(target.device) for n, t in vars(problem).items() if isinstance(t, Tensor)}
+    tensors[wanted].requires_grad_()
+    bias = tensors.pop("bias")
+    out = flash_dmattn_func(**tensors, attn_bias=bias, is_causal=True, backend=target.backend)
+    out.backward(dout.to(target.device))
+    torch.testing.assert_close(tensors[wanted].grad.cpu(), everything[f"d{wanted}"])
+
+
+def test_gradient_of_lse_alone(target: Target) -> None:
+    problem = simple_problem(target.dtypes[0], causal=True)
+    leaves = problem.leaves(target.device, None)
+    _, lse = flash_dmattn_func(
+        *leaves.values(), is_causal=True, return_lse=True, backend=target.backend
+    )
+    lse.sum().backward()
+    exact = problem.leaves("cpu", torch.float64)
+    flash_dmattn.attention_reference(*exact.values(), causal=True)[1].sum().backward()
+    for name in ("query", "key"):
+        torch.testing.assert_close(
+            leaves[name].grad.cpu().double(), exact[name].grad, atol=1e-2, rtol=1e-2
+        )
+    assert not leaves["value"].grad.any()
+
+
+@pytest.mark.parametrize("kind", ["expanded", "sliced", "transposed"])
+def test_gradient_of_out_with_any_strides(kind: str, target: Target) -> None:
+    problem = simple_problem(target.dtypes[0])
+    shape = problem.query.shape
+    dense = randn(*shape).to(target.dtypes[0])
+    if kind == "expanded":
+        dout = dense[:, :1, :1, :1].expand(shape)
+    elif kind == "sliced":
+        dout = randn(*shape[:3], 2 * shape[3]).to(target.dtypes[0])[..., ::2]
+    else:
+        dout = dense.transpose(1, 3).contiguous().transpose(1, 3)
+    got = problem.results(target, dout=dout)
+    want = problem.results(target, dout=dout.contiguous())
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_merging_two_halves_by_lse(target: Target) -> None:
+    """What lse is for: attention over all keys from attention over parts of them."""
+    problem = simple_problem(target.dtypes[0], keys=40)
+    query, key, value = (t.to(target.device) for t in (problem.query, problem.key, problem.value))
+    options = {"return_lse": True, "backend": target.backend}
+    whole, lse = flash_dmattn_func(query, key, value, **options)
+    parts = [
+        flash_dmattn_func(query, key[:, part], value[:, part], **options)
+        for part in (slice(0, 13), slice(13, None))
+    ]
+    torch.testing.assert_close(torch.logaddexp(parts[0][1], parts[1][1]), lse)
+    merged = sum(o.float() * torch.exp(s - lse).transpose(1, 2).unsqueeze(-1) for o, s in parts)
+    torch.testing.assert_close(merged, whole.float(), atol=2e-3, rtol=2e-3)
+
+
+def test_expanded_mask_and_bias_equal_their_copies(target: Target) -> None:
+    problem = simple_problem(target.dtypes[0])
+    mask, bias = rand_bool(2, 1, 1, 23), randn(1, 2, 1, 23).to(target.dtypes[0])
+    dout = randn(*problem.query.shape)
+    problem.mask, problem.bias = mask.expand(2, 4, 17, 23), bias.expand(2, 2, 17, 23)
+    views = problem.results(target, dout=dout)
+    problem.mask, problem.bias = problem.mask.contiguous(), problem.bias.contiguous()
+    for name, value in problem.results(target, dout=dout).items():
+        torch.testing.assert_close(views[name], value, msg=name)
+
+
+def test_negated_and_parameter_inputs(target: Target) -> None:
+    """A lazy negation has no strides to tell of it; parameters are not plain tensors."""
+    problem = simple_problem(target.dtypes[0])
+    query, key, value = (t.to(target.device) for t in (problem.query, problem.key, problem.value))
+    expected = flash_dmattn_func(-query, key, value, backend=target.backend)
+    negated = torch._neg_view(query)
+    assert torch.equal(flash_dmattn_func(negated, key, value, backend=target.backend), expected)
+    with torch.no_grad():
+        parameter = torch.nn.Parameter(-query)
+        got = flash_dmattn_func(parameter, key, value, backend=target.backend)
+    assert torch.equal(got, expected)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How calls run: threads, determinism, fork, SIMD levels, large offsets, fallback, memory."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, loader
+from support import Target, check, rand_bool, randn, simple_problem
+
+CPU = Target("cpu", "cpu")
+
+
+@pytest.fixture
+def _restored_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_restored_threads")
+@pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals"])
+def test_any_number_of_threads(kind: str) -> None:
+    problem = simple_problem(queries=150, keys=140, causal=True)
+    problem.bias = randn(1, 2, 1, 140)
+    if kind == "keys":
+        problem.mask = rand_bool(2, 1, 1, 140)
+    elif kind == "rows":
+        problem.mask = rand_bool(1, 4, 150, 140)
+    elif kind == "intervals":
+        problem.mask = dynamic_mask(problem.bias, 20, True, query_length=150)
+    dout = randn(*problem.query.shape)
+    torch.set_num_threads(1)
+    want = problem.results(CPU, dout=dout)
+    for threads in (2, 3, 8):
+        torch.set_num_threads(threads)
+        for name, value in problem.results(CPU, dout=dout).items():
+            torch.testing.assert_close(value, want[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_calls_from_several_threads(pack_target: Target) -> None:
+    problems = [
+        simple_problem(pack_target.dtypes[0], queries=40 + n, keys=60, seed=n, causal=True)
+        for n in range(6)
+    ]
+    douts = [randn(*p.query.shape) for p in problems]
+
+    def run(n: int):
+        return problems[n].results(pack_target, dout=douts[n])
+
+    alone = [run(n) for n in range(6)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for n, together in zip([*range(6)] * 4, pool.map(run, [*range(6)] * 4), strict=True):
+            for name, value in together.items():
+                torch.testing.assert_close(value, alone[n][name])
+
+
+@pytest.mark.usefixtures("_restored_threads")
+@pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals"])
+def test_deterministic_calls_repeat_bit_for_bit(kind: str, pack_target: Target) -> None:
+    torch.set_num_threads(3)
+    problem = simple_problem(pack_target.dtypes[-1], queries=200, keys=180, causal=True)
+    problem.bias = randn(1, 1, 1, 180)
+    if kind == "keys":
+        problem.mask = rand_bool(1, 1, 1, 180)
+    elif kind == "rows":
+        problem.mask = rand_bool(1, 1, 200, 180)
+    elif kind == "intervals":
+        problem.mask = IntervalMask.sliding_window(50, 0, 200, 180)
+    dout = randn(*problem.query.shape)
+    first = problem.results(pack_target, dout=dout, deterministic=True)
+    for _ in range(5):
+        again = problem.results(pack_target, dout=dout, deterministic=True)
+        for name, value in first.items():
+            assert torch.equal(again[name], value), name
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_works_after_fork() -> None:
+    """In a child of a process whose thread pool has run, as DataLoader workers are."""
+    script = (
+        "import os, torch, flash_dmattn\n"
+        "torch.set_num_threads(3)\n"
+        "x = torch.randn(1, 300, 4, 32)\n"
+        "want = flash_dmattn.flash_dmattn_func(x, x, x, backend='cpu')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    got = flash_dmattn.flash_dmattn_func(x, x, x, backend='cpu')\n"
+        "    os._exit(0 if torch.equal(got, want) else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert torch.equal(flash_dmattn.flash_dmattn_func(x, x, x, backend='cpu'), want)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def simd_levels() -> list[str]:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ["baseline"]
+    levels = {"avx2": " avx2", "avx512": " avx512f"}
+    return ["baseline", *(level for level, flag in levels.items() if flag in flags)]
+
+
+@pytest.mark.parametrize("level", simd_levels())
+def test_simd_levels(level: str) -> None:
+    tests = Path(__file__).parent
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+            *("-p", "no:xdist", "-k", "cpu-cpu"),
+            f"{tests}/test_attention.py::test_head_dims",
+            f"{tests}/test_attention.py::test_any_problem_matches_float64",
+            f"{tests}/test_selection.py::test_selects_what_topk_selects",
+        ],
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+            "FLASH_DMATTN_CPU_SIMD": level,
+        },
+        cwd=tests.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def available_memory() -> int:
+    try:
+        with Path("/proc/meminfo").open() as lines:
+            values = dict(line.split(":") for line in lines)
+        return int(values["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 0
+
+
+@pytest.mark.skipif(available_memory() < 8 << 30, reason="needs address space of 5 GB and more")
+def test_offsets_beyond_two_to_the_31() -> None:
+    """Rows that lie 2^30 elements apart in memory of which almost no page is touched."""
+    step = (1 << 30) + 64
+    base = torch.empty(4 * step, dtype=torch.float16)
+    problem = simple_problem(torch.float16, batch=1, queries=4, keys=4, kv_heads=1, group=1)
+    far = base.as_strided((1, 4, 1, 16), (0, step, 16, 1))
+    near = {"query": problem.query, "key": problem.key, "value": problem.value}
+    dout = randn(1, 4, 1, 16, dtype=torch.float16)
+    want = problem.results(CPU, dout=dout)
+    for name, tensor in near.items():
+        far.copy_(tensor)
+        tensors = {**near, name: far}
+        leaves = {n: t.detach().requires_grad_(n != name) for n, t in tensors.items()}
+        out = flash_dmattn_func(**leaves, backend="cpu")
+        assert torch.equal(out, want["out"])
+        out.backward(dout)
+        for other in near.keys() - {name}:
+            assert torch.equal(leaves[other].grad, want[f"d{other}"])
+
+
+def test_no_pack_means_the_reference_with_a_warning_or_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flash_dmattn import backends
+
+    trace = loader.trace_for("cpu")
+
+    def no_pack(device_type: str, device_index: int | None = None):
+        raise loader.NoPackError(trace)
+
+    backends._resolve.cache_clear()
+    monkeypatch.setattr(loader, "pack_for", no_pack)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"plain PyTorch(.|\n)*no kernel pack serves"):
+            backend = backends.select_backend(torch.device("cpu"), "auto")
+        assert backend.name == "reference"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert backends.select_backend(torch.device("cpu"), "auto") is backend
+        backends._resolve.cache_clear()
+        with pytest.raises(loader.NoPackError, match="no kernel pack serves"):
+            backends.select_backend(torch.device("cpu"), "cpu")
+        monkeypatch.setenv("FLASH_DMATTN_FALLBACK", "error")
+        with pytest.raises(loader.NoPackError, match="no kernel pack serves"):
+            backends.select_backend(torch.device("cpu"), "auto")
+    finally:
+        backends._resolve.cache_clear()
+
+
+def test_tensors_reach_the_core_as_numbers_on_an_older_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flash_dmattn.backends import pack
+
+    monkeypatch.setattr(pack, "_CORE_READS_TENSORS", False)
+    problem = simple_problem(torch.bfloat16, causal=True)
+    problem.mask = rand_bool(2, 1, 17, 23)
+    problem.bias = randn(1, 2, 1, 23)
+    check(problem, CPU)
+
+
+PEAK = """
+import resource, torch, flash_dmattn
+torch.set_num_threads(1)
+n = 16384
+x = torch.randn(1, n, 1, 16, requires_grad=True)
+bias = torch.randn(1, 1, 1, n, requires_grad=True)
+flash_dmattn.flash_dmattn_func(x[:, :64], x[:, :64], x[:, :64], backend="cpu").sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+mask = torch.ones(1, 1, 1, n, dtype=torch.bool).expand(1, 1, n, n)
+out = flash_dmattn.flash_dmattn_func(
+    x, x, x, mask, bias, is_causal=True, window_size=64, backend="cpu"
+)
+out.sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_follows_the_keys_and_not_their_square() -> None:
+    """Q x K bytes would be 256 MiB here."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 64 * 1024, f"{done.stdout.strip()} KiB"

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What callers rely on: signatures, defaults, forms of results, autocast, backends by name."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import (
+    IntervalMask,
+    attention_reference,
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flash_dmattn_varlen_func,
+)
+from support import Target, rand_bool, randn, simple_problem
+
+# In the order of 1.2.2, whose callers pass them by position.
+DENSE_ARGUMENTS = [
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "attn_bias",
+    "softmax_scale",
+    "is_causal",
+    "softcap",
+    "deterministic",
+    "return_attn_probs",
+]
+VARLEN_ARGUMENTS = [
+    "query",
+    "key",
+    "value",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "softmax_scale",
+    "is_causal",
+    "softcap",
+    "deterministic",
+    "return_attn_probs",
+    "block_table",
+]
+
+
+def inputs(target: Target, dtype: torch.dtype | None = None) -> list[Tensor]:
+    problem = simple_problem(dtype or target.dtypes[0])
+    return [t.to(target.device) for t in (problem.query, problem.key, problem.value)]
+
+
+@pytest.mark.parametrize(
+    "function, names, required",
+    [(flash_dmattn_func, DENSE_ARGUMENTS, 3), (flash_dmattn_varlen_func, VARLEN_ARGUMENTS, 7)],
+)
+def test_signatures_begin_as_in_1_2_2(function: object, names: list[str], required: int) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == names
+    assert all(p.default is p.empty for p in positional[:required])
+    assert all(p.default is None for p in positional[required:])
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters if p.name not in names)
+
+
+def test_arguments_by_position(target: Target) -> None:
+    query, key, value = inputs(target)
+    mask, bias = rand_bool(2, 1, 1, 23).to(target.device), randn(2, 2, 1, 23).to(query)
+    by_position = flash_dmattn_func(query, key, value, mask, bias, 0.4, True, 3.0, True, False)
+    want, _ = attention_reference(
+        query, key, value, mask, bias, scale=0.4, causal=True, softcap=3.0
+    )
+    torch.testing.assert_close(by_position, want, atol=1e-3, rtol=1e-3)
+
+
+def test_forms_of_results(target: Target) -> None:
+    query, key, value = inputs(target)
+    backend = {"backend": target.backend}
+    out = flash_dmattn_func(query, key, value, **backend)
+    assert isinstance(out, Tensor)
+    assert out.is_contiguous()
+    pair = flash_dmattn_func(query, key, value, return_lse=True, **backend)
+    assert [t.shape for t in pair] == [query.shape, (2, 4, 17)]
+    assert pair[1].dtype == torch.float32
+    triple = flash_dmattn_func(query, key, value, return_attn_probs=True, **backend)
+    assert [t.shape for t in triple] == [query.shape, (2, 4, 17), (2, 4, 17, 23)]
+    assert triple[2].dtype == query.dtype
+
+
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "intervals"])
+def test_probabilities_are_true_and_differentiable(mask_kind: str, target: Target) -> None:
+    query, key, value = inputs(target)
+    mask = {
+        "none": None,
+        "bool": rand_bool(2, 2, 17, 23).to(target.device),
+        "intervals": IntervalMask.sliding_window(4, 0, 17, 23, device=target.device),
+    }[mask_kind]
+    bias = randn(2, 2, 1, 23).to(query).requires_grad_()
+    out, lse, probabilities = flash_dmattn_func(
+        query, key, value, mask, bias, None, True, 2.0, None, True, backend=target.backend
+    )
+    repeated = value.repeat_interleave(2, 2).float()
+    want = torch.einsum("bhqk,bkhd->bqhd", probabilities.float(), repeated)
+    torch.testing.assert_close(out.float(), want, atol=5e-3, rtol=5e-3)
+    kept = lse.isfinite()
+    torch.testing.assert_close(probabilities.float().sum(-1), kept.float(), atol=1e-2, rtol=0)
+    (probabilities.float() ** 2).sum().backward()
+    assert bias.grad.any()
+
+
+def test_defaults_are_not_causal_and_not_capped(target: Target) -> None:
+    query, key, value = inputs(target)
+    out = flash_dmattn_func(query, key, value, backend=target.backend)
+    want, _ = attention_reference(query, key, value, scale=16**-0.5)
+    torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_autocast(bias_dtype: torch.dtype, target: Target) -> None:
+    query, key, value = (t.float().requires_grad_() for t in inputs(target))
+    bias = randn(2, 2, 1, 23).to(target.device, bias_dtype).requires_grad_()
+    with torch.autocast(target.device, dtype=torch.bfloat16):
+        out = flash_dmattn_func(query, key, value, None, bias, backend=target.backend)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    for tensor in (query, key, value, bias):
+        assert tensor.grad.dtype == tensor.dtype
+    plain = [t.detach().bfloat16() for t in (query, key, value)]
+    plain_bias = bias.detach() if bias_dtype == torch.float32 else bias.detach().bfloat16()
+    want = flash_dmattn_func(*plain, None, plain_bias, backend=target.backend)
+    assert torch.equal(out, want)
+
+
+def test_autocast_of_packed_sequences(target: Target) -> None:
+    query, key, value = (t.float().flatten(0, 1) for t in inputs(target))
+    bounds = [
+        torch.tensor(b, dtype=torch.int32, device=target.device) for b in ([0, 17, 34], [0, 23, 46])
+    ]
+    with torch.autocast(target.device, dtype=torch.bfloat16):
+        out = flash_dmattn_varlen_func(query, key, value, *bounds, 17, 23, backend=target.backend)
+    assert out.dtype == torch.bfloat16
+
+
+def test_a_bound_function_has_the_same_signature(target: Target) -> None:
+    bound = flash_dmattn_func_auto(target.backend, is_causal=True, window_size=5)
+    signature = inspect.signature(bound)
+    assert list(signature.parameters) == list(inspect.signature(flash_dmattn_func).parameters)
+    assert signature.parameters["is_causal"].default is True
+    assert signature.parameters["backend"].default == target.backend
+    query, key, value = inputs(target)
+    bias = randn(2, 1, 1, 23).to(query)
+    options = {"is_causal": True, "window_size": 5, "backend": target.backend}
+    want = flash_dmattn_func(query, key, value, None, bias, **options)
+    assert torch.equal(bound(query, key, value, None, bias), want)
+    dense = flash_dmattn_func(query, key, value, None, bias, backend=target.backend)
+    assert torch.equal(bound(query, key, value, None, bias, None, False, window_size=None), dense)
+
+
+def test_auto_follows_the_device() -> None:
+    tensors = inputs(Target("cpu", "cpu"))
+    assert torch.equal(flash_dmattn_func_auto()(*tensors), flash_dmattn_func(*tensors))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: flash_dmattn_func_auto("cdua"), ValueError, r"got 'cdua'. Did you mean 'cuda'\?"),
+        (lambda: flash_dmattn_func_auto("triton"), RuntimeError, r"'triton' is not available here"),
+        (
+            lambda: flash_dmattn_func_auto(causal=True),
+            TypeError,
+            r"cannot bind causal; .*is_causal",
+        ),
+        (lambda: flash_dmattn_func_auto(query=1), TypeError, r"cannot bind query"),
+    ],
+)
+def test_auto_refuses(call: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_available_backends() -> None:
+    available = flash_dmattn.get_available_backends()
+    assert "cpu" in available
+    assert "reference" in available
+    assert ("cuda" in available) == flash_dmattn.CUDA_AVAILABLE
+    assert not torch.cuda.is_available() or flash_dmattn.CUDA_AVAILABLE
+    assert flash_dmattn.TRITON_AVAILABLE is ("triton" in available)
+    assert flash_dmattn.FLEX_AVAILABLE is ("flex" in available)
+
+
+def test_absent_functions_are_none() -> None:
+    assert flash_dmattn.triton_dmattn_func is None
+    assert flash_dmattn.flex_dmattn_func is None
+
+
+@pytest.mark.parametrize("value, expected", [(None, False), ("0", False), ("1", True)])
+def test_default_of_deterministic(
+    value: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_dmattn.arguments import resolved_deterministic
+
+    monkeypatch.delenv("FLASH_DMATTN_DETERMINISTIC", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FLASH_DMATTN_DETERMINISTIC", value)
+    assert resolved_deterministic(None) is expected
+    assert resolved_deterministic(True) is True
+    assert resolved_deterministic(False) is False
+
+
+@pytest.mark.parametrize("preference", ["cpu", "reference"])
+def test_backend_by_environment(preference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_dmattn.backends import select_backend
+
+    monkeypatch.setenv("FLASH_DMATTN_BACKEND", preference)
+    assert select_backend(torch.device("cpu"), "auto").name == preference
+
+
+def test_public_names_are_there() -> None:
+    for name in flash_dmattn.__all__:
+        getattr(flash_dmattn, name)
+        assert name in dir(flash_dmattn)
+    with pytest.raises(AttributeError, match="no attribute 'flash_attn'"):
+        _ = flash_dmattn.flash_attn
+
+
+def test_import_needs_no_torch() -> None:
+    """Without torch the package imports, and a name that needs it says what to do."""
+    script = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "import flash_dmattn\n"
+        "print(flash_dmattn.__version__)\n"
+        "try:\n"
+        "    flash_dmattn.flash_dmattn_func\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'flash-dmattn[torch]'" in done.stdout
+
+
+def test_import_is_light() -> None:
+    script = "import sys, flash_dmattn; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr

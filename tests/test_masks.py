@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Interval masks: what each constructor keeps, and that it means the same as its boolean form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+from flash_dmattn import IntervalMask
+from support import Target, randn, simple_problem
+
+LENGTH = st.integers(0, 12)
+
+
+@given(
+    queries=LENGTH,
+    keys=LENGTH,
+    left=st.one_of(st.none(), st.integers(0, 14)),
+    right=st.one_of(st.none(), st.integers(0, 14)),
+)
+def test_sliding_window(queries: int, keys: int, left: int | None, right: int | None) -> None:
+    kept = IntervalMask.sliding_window(left, right, queries, keys).to_bool(queries)
+    assert kept.shape == (1, 1, queries, keys)
+    for i in range(queries):
+        for j in range(keys):
+            position = i + keys - queries
+            inside = (left is None or j >= position - left) and (
+                right is None or j <= position + right
+            )
+            assert kept[0, 0, i, j].item() == inside
+
+
+@given(ids=st.lists(st.lists(st.integers(0, 2), min_size=9, max_size=9), min_size=1, max_size=3))
+def test_documents_by_ids(ids: list[list[int]]) -> None:
+    kept = IntervalMask.documents(torch.tensor(ids)).to_bool(9)
+    for b, row in enumerate(ids):
+        for i in range(9):
+            for j in range(9):
+                between = row[min(i, j) : max(i, j) + 1]
+                assert kept[b, 0, i, j].item() == (len(set(between)) == 1)
+
+
+@given(lengths=st.lists(st.integers(0, 5), max_size=4), padding=st.integers(0, 3))
+def test_documents_by_cu_seqlens(lengths: list[int], padding: int) -> None:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    total = sum(lengths) + padding
+    kept = IntervalMask.documents(cu_seqlens=bounds, length=total).to_bool(total)
+    expected = torch.zeros(total, total, dtype=torch.bool)
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        expected[begin:end, begin:end] = True
+    assert torch.equal(kept[0, 0], expected)
+    if padding == 0:
+        assert torch.equal(IntervalMask.documents(cu_seqlens=bounds).to_bool(total), kept)
+
+
+def test_documents_of_nothing() -> None:
+    empty = torch.zeros(2, 0, dtype=torch.int64)
+    assert IntervalMask.documents(empty).to_bool(0).shape == (2, 1, 0, 0)
+
+
+@given(queries=LENGTH, keys=LENGTH, prefix=st.lists(LENGTH, min_size=1, max_size=3))
+def test_prefix_lm(queries: int, keys: int, prefix: list[int]) -> None:
+    kept = IntervalMask.prefix_lm(torch.tensor(prefix), queries, keys).to_bool(queries)
+    for b, length in enumerate(prefix):
+        for i in range(queries):
+            for j in range(keys):
+                assert kept[b, 0, i, j].item() == (j < length or j <= i + keys - queries)
+
+
+def test_key_padding() -> None:
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    kept = IntervalMask.from_key_padding(mask, 4).to_bool(4)
+    assert torch.equal(kept, mask[:, None, None, :].expand(2, 1, 4, 3))
+
+
+def test_intersection_broadcasts() -> None:
+    padding = IntervalMask.from_key_padding(torch.tensor([[True, True, False]] * 2), 3)
+    window = IntervalMask.sliding_window(1, 0, 3, 3)
+    both = padding & window
+    assert both.start.shape == (2, 1, 3)
+    assert torch.equal(both.to_bool(3), padding.to_bool(3) & window.to_bool(3))
+    with pytest.raises(TypeError):
+        padding & torch.ones(3)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_intervals_equal_their_boolean_mask(heads: int, causal: bool, target: Target) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    start, end = (
+        torch.randint(-5, 80, (2, heads, 90), generator=generator, dtype=torch.int32)
+        for _ in range(2)
+    )
+    mask = IntervalMask(torch.minimum(start, end), torch.maximum(start, end))
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, queries=75, keys=90, causal=causal)
+        dout = randn(*problem.query.shape, dtype=dtype)
+        problem.mask = mask
+        by_intervals = problem.results(target, dout=dout)
+        problem.mask = mask.to_bool(75)
+        tolerance = 16 * torch.finfo(dtype).eps
+        for name, value in problem.results(target, dout=dout).items():
+            torch.testing.assert_close(
+                by_intervals[name], value, atol=tolerance, rtol=tolerance, msg=name
+            )
+
+
+def test_moves_and_shows_itself(target: Target) -> None:
+    mask = IntervalMask.sliding_window(1, 1, 3, 3).to(target.device)
+    assert mask.device.type == target.device
+    assert mask.start.is_contiguous()
+    assert "shape=(1, 1, 3)" in repr(mask)
+
+
+def test_is_a_tree_of_two_tensors() -> None:
+    mask = IntervalMask.sliding_window(1, 1, 3, 3)
+    doubled = pytree.tree_map(lambda t: t * 2, mask)
+    assert isinstance(doubled, IntervalMask)
+    assert torch.equal(doubled.end, mask.end * 2)
+
+
+INT32 = torch.zeros(1, 1, 3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: IntervalMask([1], INT32), TypeError, r"start must be a torch.Tensor, got list"),
+        (
+            lambda: IntervalMask(INT32, INT32.long()),
+            TypeError,
+            r"end must .*int32, got torch.int64",
+        ),
+        (
+            lambda: IntervalMask(INT32[0, 0], INT32),
+            ValueError,
+            r"start must have shape .*got \(3,\)",
+        ),
+        (
+            lambda: IntervalMask(INT32, INT32[..., :2]),
+            ValueError,
+            r"same shape, got .*3\) and .*2\)",
+        ),
+        (
+            lambda: IntervalMask(INT32, INT32.to("meta")),
+            ValueError,
+            r"one device, got cpu and meta",
+        ),
+        (
+            lambda: IntervalMask.from_key_padding(torch.ones(1, 3), 3),
+            TypeError,
+            r"mask must .*torch.bool, got torch.float32",
+        ),
+        (
+            lambda: IntervalMask.from_key_padding([True], 3),
+            TypeError,
+            r"mask must .*torch.bool, got list",
+        ),
+        (
+            lambda: IntervalMask.from_key_padding(torch.ones(3, dtype=torch.bool), 3),
+            ValueError,
+            r"mask must have shape \(B, K\), got \(3,\)",
+        ),
+        (
+            lambda: IntervalMask.from_key_padding(torch.ones(1, 3, dtype=torch.bool), -1),
+            ValueError,
+            r"query_length must be at least 0, got -1",
+        ),
+        (
+            lambda: IntervalMask.sliding_window(-1, 0, 3, 3),
+            ValueError,
+            r"left must be at least 0, or None for no limit, got -1",
+        ),
+        (
+            lambda: IntervalMask.sliding_window(0, 0, 3, -3),
+            ValueError,
+            r"key_length must be at least 0, got -3",
+        ),
+        (
+            lambda: IntervalMask.documents(),
+            ValueError,
+            r"exactly one of document_ids and cu_seqlens",
+        ),
+        (
+            lambda: IntervalMask.documents(torch.ones(1, 3)),
+            TypeError,
+            r"document_ids must hold integers, got torch.float32",
+        ),
+        (
+            lambda: IntervalMask.documents(cu_seqlens=torch.ones(1, 3, dtype=torch.int32)),
+            ValueError,
+            r"cu_seqlens must have shape \(documents \+ 1,\), got \(1, 3\)",
+        ),
+        (
+            lambda: IntervalMask.prefix_lm([1], 3, 3),
+            TypeError,
+            r"prefix_lengths must be a torch.Tensor of integers, got list",
+        ),
+    ],
+)
+def test_wrong_arguments(make: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()  # type: ignore[operator]

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The operators under opcheck, torch.compile, checkpointing, and what autograd may ask of them."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+from flash_dmattn import (
+    IntervalMask,
+    dynamic_mask,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    ops,
+)
+from support import Target, rand_bool, randn
+
+OPS = torch.ops.flash_dmattn
+
+
+def tensors(target: Target, *, keys: int = 9, requires_grad: bool = True) -> list[Tensor]:
+    shapes = [(2, 7, 4, 8), (2, keys, 2, 8), (2, keys, 2, 8), (2, 2, 1, keys)]
+    return [
+        randn(*shape, seed=n).to(target.device, target.dtypes[0]).requires_grad_(requires_grad)
+        for n, shape in enumerate(shapes)
+    ]
+
+
+def forward_arguments(target: Target, kind: str) -> tuple[object, ...]:
+    query, key, value, bias = tensors(target)
+    mask = start = end = cu_q = cu_k = None
+    longest_q = longest_k = 0
+    if kind == "keys":
+        mask = rand_bool(2, 1, 1, 9).to(target.device)
+    elif kind == "rows":
+        mask = rand_bool(2, 4, 7, 9).to(target.device)
+    elif kind == "intervals":
+        intervals = IntervalMask.sliding_window(2, 1, 7, 9)
+        start, end = intervals.start.to(target.device), intervals.end.to(target.device)
+    elif kind == "varlen":
+        query, key, value = (t.detach().flatten(0, 1).requires_grad_() for t in (query, key, value))
+        bias = bias.detach().transpose(0, 1).reshape(2, 1, 18).requires_grad_()
+        cu_q, cu_k = (
+            torch.tensor(b, dtype=torch.int32, device=target.device)
+            for b in ([0, 4, 14], [0, 10, 18])
+        )
+        longest_q, longest_k = 10, 10
+    settings = (longest_q, longest_k, 0.3, True, 0.0, True, target.backend)
+    return (query, key, value, mask, start, end, bias, cu_q, cu_k, None, *settings)
+
+
+@pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
+def test_opcheck_of_forward(kind: str, target: Target) -> None:
+    torch.library.opcheck(OPS.attention_forward.default, forward_arguments(target, kind))
+
+
+@pytest.mark.parametrize(
+    "wanted", [(True,) * 4, (False, False, False, True), (True, False, True, False)]
+)
+def test_opcheck_of_backward(wanted: tuple[bool, ...], target: Target) -> None:
+    inputs = [a.detach() if isinstance(a, Tensor) else a for a in forward_arguments(target, "rows")]
+    out, lse, plan = OPS.attention_forward(*inputs)
+    torch.library.opcheck(
+        OPS.attention_backward.default,
+        (torch.randn_like(out), torch.randn_like(lse), out, lse, plan, *inputs, *wanted),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck_of_selection(causal: bool, target: Target) -> None:
+    bias = tensors(target)[3].detach()
+    mask = rand_bool(2, 1, 1, 9).to(target.device)
+    arguments = (bias, mask, None, None, 2, 4, 2, 7, 9, 3, causal, target.backend)
+    op = OPS.select_intervals if causal else OPS.select_keep
+    torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
+def test_plan_has_the_bytes_that_its_formula_says(kind: str, pack_target: Target) -> None:
+    from flash_dmattn.backends import AttentionInputs, select_backend
+
+    inputs = AttentionInputs(*forward_arguments(pack_target, kind)[:-1])
+    backend = select_backend(inputs.query.device, pack_target.backend)
+    assert backend.plan_bytes(inputs) == backend._problem(inputs).plan_bytes
+
+
+def attention(query, key, value, bias, kind, backend):
+    mask, window = None, None
+    if kind == "mask":
+        mask = torch.arange(key.shape[1], device=key.device) % 3 != 1
+        mask = mask.expand(query.shape[0], 1, query.shape[1], -1)
+    elif kind == "intervals":
+        mask = IntervalMask.sliding_window(3, 0, query.shape[1], key.shape[1], device=query.device)
+    elif kind == "window":
+        window = 4
+    return flash_dmattn_func(
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        is_causal=True,
+        window_size=window,
+        return_lse=True,
+        backend=backend,
+    )
+
+
+def packed_attention(query, key, value, bias, kind, backend):
+    bounds = (
+        torch.arange(3, device=query.device, dtype=torch.int32) * t.shape[1] for t in (query, key)
+    )
+    return flash_dmattn_varlen_func(
+        *(t.flatten(0, 1) for t in (query, key, value)),
+        *bounds,
+        query.shape[1],
+        key.shape[1],
+        is_causal=True,
+        attn_bias=bias.transpose(0, 1).reshape(bias.shape[1], 1, -1),
+        window_size=4,
+        return_lse=True,
+        backend=backend,
+    )
+
+
+def gradients(function, inputs: list[Tensor], *settings: object) -> list[Tensor]:
+    out, lse = function(*inputs, *settings)
+    loss = (out.float() ** 2).sum() + lse.exp().sum()
+    return [out, lse, *torch.autograd.grad(loss, inputs)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", ["none", "mask", "intervals", "window", "packed"])
+def test_compiles_whole(kind: str, dynamic: bool, target: Target) -> None:
+    torch._dynamo.reset()
+    function = packed_attention if kind == "packed" else attention
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for keys in (9, 12) if dynamic else (9,):
+        inputs = tensors(target, keys=keys)
+        got = gradients(compiled, inputs, kind, target.backend)
+        want = gradients(function, inputs, kind, target.backend)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+def test_compiles_with_inductor(pack_target: Target) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True)
+    inputs = tensors(pack_target)
+    got = gradients(compiled, inputs, "window", pack_target.backend)
+    want = gradients(attention, inputs, "window", pack_target.backend)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_interval_masks_enter_and_leave_compiled_code(target: Target) -> None:
+    torch._dynamo.reset()
+
+    def select(bias: Tensor) -> IntervalMask:
+        return dynamic_mask(bias, 3, True, backend=target.backend)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask) -> Tensor:
+        return flash_dmattn_func(query, key, value, mask, backend=target.backend)
+
+    query, key, value, bias = tensors(target, requires_grad=False)
+    compile_whole = {"fullgraph": True, "backend": "aot_eager"}
+    key, value, bias = key[:, :7], value[:, :7], bias[..., :7]
+    mask = torch.compile(select, **compile_whole)(bias)
+    assert isinstance(mask, IntervalMask)
+    assert torch.equal(mask.end, select(bias).end)
+    got = torch.compile(attend, **compile_whole)(query, key, value, mask)
+    torch.testing.assert_close(got, attend(query, key, value, mask))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant: bool, target: Target) -> None:
+    inputs = tensors(target)
+
+    def loss(*arguments: Tensor) -> Tensor:
+        out, lse = attention(*arguments, "window", target.backend)
+        return out.float().sum() + lse.sum()
+
+    want = torch.autograd.grad(loss(*inputs), inputs)
+    checkpoint(loss, *inputs, use_reentrant=use_reentrant).backward()
+    for tensor, gradient in zip(inputs, want, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient)
+
+
+def test_double_backward_is_refused(target: Target) -> None:
+    inputs = tensors(target)
+    out, _ = attention(*inputs, "none", target.backend)
+    (first,) = torch.autograd.grad((out.float() ** 2).sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        torch.autograd.grad(first.sum(), inputs[0])
+
+
+def test_plan_has_no_gradient(target: Target) -> None:
+    out, lse, plan = OPS.attention_forward(*forward_arguments(target, "rows"))
+    assert out.requires_grad
+    assert lse.requires_grad
+    assert not plan.requires_grad
+
+
+def test_calls_without_gradients_avoid_the_dispatcher(target: Target) -> None:
+    """They give the same, and a dispatch mode still sees the operator."""
+    inputs = tensors(target, requires_grad=False)
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        seen: list[str] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    direct = attention(*inputs, "none", target.backend)
+    with Recorder() as recorder:
+        dispatched = attention(*inputs, "none", target.backend)
+    assert "flash_dmattn::attention_forward" in recorder.seen
+    assert ops._DISPATCH_STATE_IS_READABLE
+    for one, other in zip(direct, dispatched, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_fake_tensors_take_the_fake_kernel(target: Target) -> None:
+    with torch._subclasses.FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(t) for t in tensors(target)]
+        out, lse = attention(*inputs, "none", target.backend)
+        assert out.shape == inputs[0].shape
+        assert lse.shape == (2, 4, 7)
+        assert lse.dtype == torch.float32
+    out.sum()  # outside the mode, on a tensor that has no data
+
+
+def test_exports(target: Target) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+            return flash_dmattn.flash_dmattn_func(
+                query, key, value, None, bias, is_causal=True, backend=target.backend
+            )
+
+    inputs = tuple(tensors(target, requires_grad=False))
+    program = torch.export.export(Module(), inputs)
+    torch.testing.assert_close(program.module()(*inputs), Module()(*inputs))

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What holds for the whole project: one place for each fact, small files, a predictable build."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flash_dmattn
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+TARGETS: dict[str, Any] = json.loads((ROOT / "cmake" / "targets.json").read_text())
+SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".h", ".c", ".cu", ".cuh", ".cmake", ".toml"}
+SKIPPED_FOLDERS = {"build", "dist", "__pycache__"}
+
+
+def source_files() -> list[Path]:
+    def hidden(path: Path) -> bool:
+        parts = path.relative_to(ROOT).parts
+        return any(part in SKIPPED_FOLDERS or part.startswith(".") for part in parts)
+
+    return [path for path in ROOT.rglob("*") if path.suffix in SOURCE_SUFFIXES and not hidden(path)]
+
+
+def pyproject_value(key: str) -> str:
+    found = re.findall(rf'^{key} = "(.+)"$', PYPROJECT, re.MULTILINE)
+    assert len(found) == 1, f"{key} must stand once in pyproject.toml"
+    return str(found[0])
+
+
+# --- one place for each fact
+
+
+def test_installed_version_is_the_declared_one() -> None:
+    assert metadata.version("flash-dmattn") == pyproject_value("version")
+    assert flash_dmattn.__version__ == pyproject_value("version")
+
+
+@pytest.mark.parametrize("key", ["version", "requires-python"])
+def test_value_is_written_once(key: str) -> None:
+    value = pyproject_value(key)
+    repeats = [
+        str(path.relative_to(ROOT))
+        for path in source_files()
+        if path != ROOT / "pyproject.toml"
+        and not path.is_relative_to(ROOT / "tests")  # they fake installations of several versions
+        and f'"{value}"' in path.read_text()
+    ]
+    assert repeats == []
+
+
+def test_name_is_written_once() -> None:
+    assert pyproject_value("name") == "flash-dmattn"
+    assert metadata.metadata("flash-dmattn")["Name"] == pyproject_value("name")
+
+
+def test_stable_abi_is_that_of_the_floor() -> None:
+    floor = pyproject_value("requires-python").removeprefix(">=")
+    assert pyproject_value("wheel.py-api") == "cp" + floor.replace(".", "")
+
+
+def test_nothing_but_the_backend_is_required() -> None:
+    required = [text for text in metadata.requires("flash-dmattn") or [] if "extra ==" not in text]
+    assert required == ["nanobind-backend>=1.0"]
+
+
+# --- the table of targets
+
+
+def capabilities_of(arch: str) -> list[str]:
+    capabilities: list[str] = TARGETS["archs"][arch]["capabilities"]
+    return capabilities
+
+
+def test_preference_and_capabilities_say_the_same() -> None:
+    served = {capability for arch in TARGETS["archs"] for capability in capabilities_of(arch)}
+    assert served == set(TARGETS["preference"])
+    for capability, archs in TARGETS["preference"].items():
+        able = [arch for arch in TARGETS["archs"] if capability in capabilities_of(arch)]
+        assert sorted(archs) == sorted(able), capability
+        numbers = [int(arch.removeprefix("sm")) for arch in archs]
+        assert numbers == sorted(numbers, reverse=True), "the newest arch is the best"
+
+
+@pytest.mark.parametrize("arch", sorted(TARGETS["archs"]))
+def test_arch_and_its_code_agree(arch: str) -> None:
+    entry = TARGETS["archs"][arch]
+    assert re.fullmatch(rf"{arch.removeprefix('sm')}[af]?", entry["code"])
+    assert re.fullmatch(r"\d+\.\d", entry["min_cuda"])
+    assert isinstance(entry["required"], bool)
+
+
+def test_table_is_installed_unchanged() -> None:
+    installed = [Path(folder) / "targets.json" for folder in flash_dmattn.__path__]
+    found = [path for path in installed if path.is_file()]
+    assert len(found) == 1
+    assert json.loads(found[0].read_text()) == TARGETS
+
+
+def test_manifest_lists_the_installed_packs() -> None:
+    folders = [Path(folder) / "packs" for folder in flash_dmattn.__path__]
+    (folder,) = [folder for folder in folders if (folder / "manifest.json").is_file()]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["schema"] == 1
+    assert manifest["version"] == pyproject_value("version")
+    header = (ROOT / "cpp" / "pack.h").read_text()
+    assert f"#define FDM_PACK_ABI_VERSION {manifest['abi_version']}\n" in header
+    assert {pack["file"] for pack in manifest["packs"]} == {
+        path.name for path in folder.glob("*.so")
+    }
+    assert manifest["packs"][0]["name"] == "cpu"
+    for pack in manifest["packs"]:
+        assert set(pack) == {"name", "file", "device", "machine", "cuda", "arch"}
+
+
+# --- small files
+
+
+def size_limit(path: Path) -> int:
+    """The most lines a file of this kind may have."""
+    if path.suffix == ".h":
+        return 250
+    if path.suffix in {".cpp", ".c", ".cu", ".cuh"}:  # kernels are templates, so they live in .cuh
+        return 500
+    return 400
+
+
+@pytest.mark.parametrize("folder", ["cpp", "cmake", "python", "scripts"])
+def test_files_are_small(folder: str) -> None:
+    oversized = {
+        str(path.relative_to(ROOT)): lines
+        for path in source_files()
+        if path.is_relative_to(ROOT / folder)
+        and (lines := path.read_text().count("\n")) > size_limit(path)
+    }
+    assert oversized == {}
+
+
+def shell_scripts() -> list[Path]:
+    files = [path for folder in ["scripts", ".ci"] for path in (ROOT / folder).iterdir()]
+    return [path for path in files if path.is_file() and path.suffix == ""]
+
+
+def test_shell_scripts_are_small_and_strict() -> None:
+    assert shell_scripts()
+    for path in shell_scripts():
+        text = path.read_text()
+        assert text.count("\n") <= 60, path.name
+        assert re.search(r"^set -e?uo pipefail$", text, re.MULTILINE), path.name
+
+
+def test_every_source_names_its_license() -> None:
+    files = [path for path in source_files() if path.suffix != ".toml"]
+    files += [ROOT / "CMakeLists.txt", *shell_scripts()]
+    unmarked = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.stat().st_size
+        and not any(
+            "SPDX-License-Identifier: BSD-3-Clause" in line
+            for line in path.read_text().splitlines()[:2]
+        )
+    ]
+    assert unmarked == []
+
+
+# --- which CUDA packs a build makes
+
+
+def resolve_archs(**facts: str) -> subprocess.CompletedProcess[str]:
+    beside_python = Path(sys.executable).parent / "cmake"
+    cmake = str(beside_python) if beside_python.exists() else shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    script = ROOT / "cmake" / "print_cuda_archs.cmake"
+    definitions = [f"-D{name}={value}" for name, value in facts.items()]
+    return subprocess.run(
+        [cmake, *definitions, "-P", str(script)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"MODE": "OFF", "NVCC_VERSION": "13.0", "CAPABILITIES": "9.0"}, ""),
+        ({"NVCC_VERSION": "13.0"}, ""),
+        ({"CAPABILITIES": "9.0"}, ""),
+        ({"NVCC_VERSION": "13.0", "CAPABILITIES": "9.0", "HAVE_SOURCES": "OFF"}, ""),
+        ({"NVCC_VERSION": "13.0", "CAPABILITIES": "9.0"}, "sm90"),
+        ({"NVCC_VERSION": "13.0", "CAPABILITIES": "8.9;8.0;8.9"}, "sm80 sm89"),
+        ({"NVCC_VERSION": "13.0", "CAPABILITIES": "8.7"}, "sm80"),
+        ({"NVCC_VERSION": "13.0", "CAPABILITIES": "7.5"}, ""),
+        ({"NVCC_VERSION": "12.4", "CAPABILITIES": "10.0"}, ""),
+        ({"NVCC_VERSION": "13.0", "CAPABILITIES": "10.3;12.1"}, "sm100 sm120"),
+        ({"MODE": "ON", "NVCC_VERSION": "12.4"}, "sm80 sm86 sm89 sm90"),
+        ({"MODE": "ON", "NVCC_VERSION": "13.0", "CAPABILITIES": "8.6"}, "sm86"),
+        ({"ARCHS": "90;80", "NVCC_VERSION": "13.0"}, "sm80 sm90"),
+        ({"ARCHS": "sm_90,8.6 89-real", "NVCC_VERSION": "13.0"}, "sm86 sm89 sm90"),
+        ({"ARCHS": "90a", "NVCC_VERSION": "13.0", "CAPABILITIES": "8.0"}, "sm90"),
+        ({"ARCHS": "native", "NVCC_VERSION": "13.0", "CAPABILITIES": "8.0"}, "sm80"),
+        ({"ARCHS": "all", "NVCC_VERSION": "12.4"}, "sm80 sm86 sm89 sm90"),
+        ({"ARCHS": "all", "NVCC_VERSION": "13.0"}, "sm80 sm86 sm89 sm90 sm100 sm120"),
+        ({"AMBIENT": "50-real;80-real;90-real;90-virtual", "NVCC_VERSION": "13.0"}, "sm80 sm90"),
+        ({"AMBIENT": "all-major", "NVCC_VERSION": "12.4"}, "sm80 sm86 sm89 sm90"),
+        ({"AMBIENT": "80", "ARCHS": "90", "NVCC_VERSION": "13.0"}, "sm90"),
+        ({"AMBIENT": "80"}, ""),
+    ],
+)
+def test_resolved_archs(facts: dict[str, str], expected: str) -> None:
+    done = resolve_archs(**facts)
+    assert done.returncode == 0, done.stderr
+    assert f"archs: {expected}\n" in done.stderr
+    assert re.search(r"reason: \S+", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"MODE": "ON", "HAVE_SOURCES": "OFF"}, "no CUDA kernels"),
+        ({"MODE": "ON"}, "no nvcc was found"),
+        ({"ARCHS": "90"}, "no nvcc was found"),
+        ({"MODE": "OFF", "ARCHS": "90"}, "FLASH_DMATTN_CUDA is OFF; drop one"),
+        ({"ARCHS": "75", "NVCC_VERSION": "13.0"}, 'unknown arch "75"; allowed: sm80, sm86'),
+        ({"ARCHS": "hopper", "NVCC_VERSION": "13.0"}, 'unknown arch "hopper"'),
+        ({"ARCHS": "90-virtual", "NVCC_VERSION": "13.0"}, 'unknown arch "90-virtual"'),
+        ({"ARCHS": "7.5", "NVCC_VERSION": "13.0"}, 'unknown arch "7.5"'),
+        ({"ARCHS": "native", "NVCC_VERSION": "13.0"}, "no supported GPU is visible"),
+        ({"ARCHS": "100", "NVCC_VERSION": "12.4"}, "sm100, which needs CUDA 12.9 or newer"),
+        ({"AMBIENT": "50;75", "NVCC_VERSION": "13.0"}, '("50;75") leaves no arch to build'),
+        ({"AMBIENT": "native", "NVCC_VERSION": "13.0"}, "leaves no arch to build"),
+        ({"MODE": "ON", "NVCC_VERSION": "13.0", "CAPABILITIES": "7.5"}, "leaves no arch to build"),
+    ],
+)
+def test_unresolvable_archs(facts: dict[str, str], message: str) -> None:
+    done = resolve_archs(**facts)
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())

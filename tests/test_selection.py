@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Selection against torch.topk row by row, ties and all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func
+from flash_dmattn.reference import per_query_head
+from strategies import strided
+from support import Target, rand_bool, randn, simple_problem
+
+
+def topk_row_by_row(
+    bias: Tensor, mask: Tensor | None, window: int, causal: bool, queries: int, heads: int
+) -> Tensor:
+    """Select by torch.topk over (bias descending, index ascending), one row at a time."""
+    batch, keys = bias.shape[0], bias.shape[3]
+    if mask is not None:
+        batch = max(batch, mask.shape[0])
+        mask = per_query_head(mask, heads, mask.shape[1]).expand(batch, heads, queries, keys)
+    bias = per_query_head(bias, heads, bias.shape[1]).expand(batch, heads, queries, keys)
+    keep = torch.zeros(batch, heads, queries, keys, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(queries):
+                row = bias[b, h, i].double()
+                seen = ~row.isnan() & (row != -torch.inf)
+                if causal:
+                    seen &= torch.arange(keys) <= i + keys - queries
+                if mask is not None:
+                    seen &= mask[b, h, i]
+                # What topk orders by: the place among the distinct values, then the index.
+                candidates = seen.nonzero().flatten()
+                _, place = torch.unique(row[candidates], return_inverse=True)
+                order = place * keys + (keys - 1 - candidates)
+                top = torch.topk(order, min(window, len(candidates))).indices
+                keep[b, h, i, candidates[top]] = True
+    return keep
+
+
+@given(data=st.data())
+def test_selects_what_topk_selects(data: st.DataObject, target: Target) -> None:
+    draw = data.draw
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31 - 1)))
+    batch, kv_heads, group = (draw(st.integers(1, 2)) for _ in range(3))
+    heads, queries, keys = kv_heads * group, draw(st.integers(0, 20)), draw(st.integers(0, 40))
+    shape = (
+        draw(st.sampled_from([1, batch])),
+        draw(st.sampled_from([1, kv_heads, heads])),
+        draw(st.sampled_from([1, 1, queries])),
+        keys,
+    )
+    if draw(st.booleans()):
+        bias = torch.randint(-2, 3, shape, generator=generator).float()  # many ties
+    else:
+        bias = torch.randn(shape, generator=generator)
+    for special in draw(st.sets(st.sampled_from([torch.nan, torch.inf, -torch.inf, -0.0]))):
+        bias.masked_fill_(torch.rand(shape, generator=generator) < 0.2, special)
+    bias = strided(draw, bias.to(draw(st.sampled_from(target.dtypes))))
+    mask = None
+    if draw(st.booleans()):
+        mask_shape = (
+            draw(st.sampled_from([1, batch])),
+            draw(st.sampled_from([1, kv_heads, heads])),
+            draw(st.sampled_from([1, 1, queries])),
+            draw(st.sampled_from([1, keys, keys])),
+        )
+        mask = torch.rand(mask_shape, generator=generator) < 0.7
+    window, causal = draw(st.integers(0, 45)), draw(st.booleans())
+    selected = dynamic_mask(
+        bias.to(target.device),
+        window,
+        causal,
+        None if mask is None else mask.to(target.device),
+        query_length=queries,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        backend=target.backend,
+    )
+    expected = topk_row_by_row(bias, mask, window, causal, queries, heads)
+    per_key = bias.shape[2] == 1 and (mask is None or mask.shape[2] == 1)
+    assert isinstance(selected, IntervalMask) == (causal and per_key)
+    if isinstance(selected, IntervalMask):
+        unselected = selected.start >= selected.end
+        assert not selected.start[unselected].any()
+        assert not selected.end[unselected].any()
+        selected = selected.to_bool(queries)
+    selected = per_query_head(selected.cpu(), heads, selected.shape[1])
+    assert torch.equal(
+        selected.expand(batch, heads, queries, keys), expected.expand(batch, heads, queries, keys)
+    )
+
+
+@pytest.mark.parametrize("keys, window", [(1000, 100), (777, 64), (300, 299), (2000, 1)])
+def test_long_causal_selection(keys: int, window: int, target: Target) -> None:
+    bias = randn(1, 2, 1, keys, seed=keys).to(target.dtypes[0])
+    selected = dynamic_mask(bias.to(target.device), window, True, backend=target.backend)
+    assert torch.equal(
+        selected.to_bool(keys).cpu(), topk_row_by_row(bias, None, window, True, keys, 2)
+    )
+
+
+def test_exactly_window_keys_are_kept_despite_ties(target: Target) -> None:
+    bias = torch.zeros(1, 1, 1, 50, device=target.device, dtype=target.dtypes[0])
+    selected = dynamic_mask(bias, 7, True, backend=target.backend)
+    counts = selected.to_bool(50).sum(-1)[0, 0].cpu()
+    assert torch.equal(counts, torch.arange(1, 51).clamp(max=7))
+    assert selected.to_bool(50)[0, 0, -1, :7].all()
+
+
+@pytest.mark.parametrize("shape", [(2, 30), (2, 4, 30), (2, 4, 1, 30)])
+def test_shapes_of_a_bias_per_key(shape: tuple[int, ...], target: Target) -> None:
+    bias = randn(*shape).to(target.device, target.dtypes[0])
+    heads = 1 if len(shape) == 2 else shape[1]
+    keep = dynamic_mask(bias, 5, backend=target.backend)
+    assert keep.shape == (2, heads, 1, 30)
+    assert keep.dtype == torch.bool
+    assert (keep.sum(-1) == 5).all()
+    selected = dynamic_mask(bias, 5, True, backend=target.backend)
+    assert selected.start.shape == (2, heads, 30)
+    assert selected.start.dtype == torch.int32
+
+
+def test_no_gradient_flows_through_the_choice(target: Target) -> None:
+    bias = randn(1, 1, 1, 9).to(target.device).requires_grad_()
+    selected = dynamic_mask(bias, 3, True, backend=target.backend)
+    assert not selected.start.requires_grad
+    assert not dynamic_mask(bias, 3, backend=target.backend).requires_grad
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask_kind", ["none", "keys", "2-D", "rows"])
+@pytest.mark.parametrize("bias_rows", [1, 17])
+def test_window_size_of_the_attention_call(
+    causal: bool, mask_kind: str, bias_rows: int, target: Target
+) -> None:
+    """The argument is the selection, composed with the mask, followed by attention."""
+    dtype = target.dtypes[0]
+    problem = simple_problem(dtype, causal=causal)
+    bias = randn(2, 2, bias_rows, 23, seed=5).to(dtype)
+    mask = {
+        "none": None,
+        "keys": rand_bool(2, 4, 1, 23),
+        "2-D": rand_bool(2, 23),
+        "rows": rand_bool(2, 1, 17, 23),
+    }[mask_kind]
+    problem.bias, problem.mask = bias, mask
+    dout = randn(*problem.query.shape, dtype=dtype)
+    got = problem.results(target, dout=dout, window_size=6)
+    seen = mask[:, None, None, :] if mask_kind == "2-D" else mask
+    problem.mask = topk_row_by_row(bias, seen, 6, causal, 17, 4)
+    for name, value in problem.results(target, dout=dout).items():
+        torch.testing.assert_close(got[name], value, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_window_larger_than_the_keys_keeps_all(target: Target) -> None:
+    problem = simple_problem(target.dtypes[0], causal=True)
+    problem.bias = randn(2, 1, 1, 23).to(target.dtypes[0])
+    dout = randn(*problem.query.shape)
+    wide = problem.results(target, dout=dout, window_size=10**9)
+    for name, value in problem.results(target, dout=dout).items():
+        torch.testing.assert_close(wide[name], value, atol=1e-4, rtol=1e-3)
+
+
+def test_window_of_nothing_keeps_nothing(target: Target) -> None:
+    problem = simple_problem(target.dtypes[0])
+    tensors = [t.to(target.device) for t in (problem.query, problem.key, problem.value)]
+    bias = randn(2, 1, 1, 23).to(target.device, target.dtypes[0])
+    out = flash_dmattn_func(*tensors, attn_bias=bias, window_size=0, backend=target.backend)
+    assert not out.any()
+
+
+def test_float64_bias_needs_the_reference() -> None:
+    bias = torch.randn(1, 1, 1, 5, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r'attn_bias has dtype torch.float64.*backend="reference"'):
+        dynamic_mask(bias, 2)
+    assert dynamic_mask(bias, 2, backend="reference").sum() == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (([1.0], 2), TypeError, r"attn_bias must be a torch.Tensor, got list"),
+        ((torch.ones(1, 1, 1, 5), -1), ValueError, r"window_size must be at least 0, got -1"),
+        ((torch.ones(1, 1, 1, 5), 2.5), TypeError, r"window_size must be an integer, got 2.5"),
+        ((torch.ones(5), 2), ValueError, r"attn_bias must have shape .*got \(5,\)"),
+        (
+            (torch.ones(1, 1, 1, 5), 2, False, torch.ones(1, 1, 1, 5)),
+            TypeError,
+            r"attention_mask must have dtype torch.bool .*got torch.float32",
+        ),
+    ],
+)
+def test_wrong_arguments(
+    arguments: tuple[object, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dynamic_mask(*arguments)
+
+
+def test_packed_selection_needs_both_cu_seqlens() -> None:
+    with pytest.raises(ValueError, match="cu_seqlens_k must be given too"):
+        flash_dmattn.dynamic_mask(
+            torch.ones(1, 1, 5), 2, cu_seqlens_q=torch.tensor([0, 5], dtype=torch.int32)
+        )
