@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Every option of the build. Pass them as -DNAME=value to cmake, in CMAKE_ARGS, or as --config-settings=cmake.define.NAME=value to pip.
+# Every option of the build. Pass them to cmake as -DNAME=value, to pip in CMAKE_ARGS or as
+# --config-settings=cmake.define.NAME=value.
 include_guard(GLOBAL)
 
 # fdm_declare_options()

@@ -10,7 +10,8 @@ include(ProjectFacts)
 #
 #   One exported symbol, by a version script made from cpp/pack.h: a process may hold packs of several CUDA majors and
 #   torch's own libraries, and none may bind to another's symbols. libstdc++ and libgcc are linked statically, and
-#   --exclude-libs hides them, so that the pack needs no newer ones than the machine has; the C interface makes that safe.
+#   --exclude-libs hides them, so that the pack needs no newer ones than the machine has; behind a C interface that is
+#   safe.
 function(fdm_setup_pack target)
   cmake_parse_arguments(PARSE_ARGV 1 PACK "" "FILE;NAME;DEVICE;CUDA;ARCH" "")
   fdm_read_pack_interface(abi_version symbol)
@@ -34,7 +35,8 @@ function(fdm_setup_pack target)
     LINKER:--gc-sections
     LINKER:-z,relro,-z,now,-z,noexecstack)
   install(TARGETS ${target} LIBRARY DESTINATION flash_dmattn/packs)
-  set_property(GLOBAL APPEND PROPERTY FDM_PACKS "${PACK_NAME}|lib${PACK_FILE}.so|${PACK_DEVICE}|${PACK_CUDA}|${PACK_ARCH}")
+  set(record "${PACK_NAME}|lib${PACK_FILE}.so|${PACK_DEVICE}|${PACK_CUDA}|${PACK_ARCH}")
+  set_property(GLOBAL APPEND PROPERTY FDM_PACKS "${record}")
 endfunction()
 
 # fdm_setup_pack_objects(<target>)

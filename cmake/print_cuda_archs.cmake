@@ -2,7 +2,7 @@
 #
 # Prints which CUDA packs a build with the given facts would make, without building anything:
 #   cmake -DMODE=ON "-DARCHS=80;90" -DNVCC_VERSION=13.0 -P cmake/print_cuda_archs.cmake
-# Variables: MODE (AUTO), ARCHS, AMBIENT, CAPABILITIES, NVCC_VERSION, HAVE_SOURCES (ON); cmake/CudaArchs.cmake explains them.
+# Variables: MODE (AUTO), ARCHS, AMBIENT, CAPABILITIES, NVCC_VERSION, HAVE_SOURCES (ON); CudaArchs.cmake explains them.
 cmake_minimum_required(VERSION 3.19...4.4)
 list(APPEND CMAKE_MODULE_PATH "${CMAKE_CURRENT_LIST_DIR}")
 include(CudaArchs)

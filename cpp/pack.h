@@ -113,18 +113,18 @@ typedef struct fdm_problem {
 
 typedef struct fdm_forward_args {
   uint32_t struct_size;
-  int32_t splits;  /* parts of the key axis computed apart and then merged (decode); 0: the pack chooses */
-  fdm_tensor out;  /* q's shape and dtype */
-  fdm_tensor lse;  /* float32 (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
+  int32_t splits; /* parts of the key axis computed apart and then merged (decode); 0: the pack chooses */
+  fdm_tensor out; /* q's shape and dtype */
+  fdm_tensor lse; /* float32 (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
 } fdm_forward_args;
 
 /* Gradients whose data is NULL are not computed. Every wanted gradient is written in full. */
 typedef struct fdm_backward_args {
   uint32_t struct_size;
   uint32_t reserved;
-  fdm_tensor out, lse; /* what forward wrote */
-  fdm_tensor dout;     /* q's shape and dtype, any strides */
-  fdm_tensor dlse;     /* as lse, or absent */
+  fdm_tensor out, lse;   /* what forward wrote */
+  fdm_tensor dout;       /* q's shape and dtype, any strides */
+  fdm_tensor dlse;       /* as lse, or absent */
   fdm_tensor dq, dk, dv; /* the shapes and dtypes of q, k, v */
   fdm_tensor dbias;      /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
 } fdm_backward_args;
@@ -179,8 +179,8 @@ typedef struct fdm_pack {
   int32_t (*workspace_bytes)(const fdm_problem *, int32_t pass, int64_t *bytes, char *message, size_t message_bytes);
   /* Turns the mask into the columns that each tile of queries keeps. The plan is read by forward and backward. */
   int32_t (*plan)(const fdm_problem *, fdm_buffer plan, fdm_buffer workspace, char *message, size_t message_bytes);
-  int32_t (*forward)(const fdm_problem *, const fdm_forward_args *, fdm_buffer plan, fdm_buffer workspace, char *message,
-                     size_t message_bytes);
+  int32_t (*forward)(const fdm_problem *, const fdm_forward_args *, fdm_buffer plan, fdm_buffer workspace,
+                     char *message, size_t message_bytes);
   int32_t (*backward)(const fdm_problem *, const fdm_backward_args *, fdm_buffer plan, fdm_buffer workspace,
                       char *message, size_t message_bytes);
   int32_t (*selection_workspace_bytes)(const fdm_selection *, int64_t *bytes, char *message, size_t message_bytes);

@@ -85,7 +85,7 @@ struct Matrix {
 // The (query, key) matrix of a mask or bias for query head h of a sequence. Rows and keys count from the sequence's
 // first; a dimension of size 1 repeats.
 FDM_INLINE Matrix score_matrix(const fdm_problem &p, const fdm_tensor &t, const Sequence &s, int64_t h,
-                                  int64_t element_size) {
+                               int64_t element_size) {
   const bool rows = per_query(t);
   const int64_t row = rows ? t.stride[2] : 0;
   const int64_t col = t.shape[3] == 1 ? 0 : t.stride[3];

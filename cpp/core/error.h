@@ -23,15 +23,13 @@ struct PackError : std::runtime_error {
 [[noreturn]] void raise(PyObject *type, const std::string &message);
 
 // Messages are put together out of line, so that valid arguments never pay for a string.
-template <typename... Parts>
-[[noreturn, gnu::noinline, gnu::cold]] void value_error(const Parts &...parts) {
+template <typename... Parts> [[noreturn, gnu::noinline, gnu::cold]] void value_error(const Parts &...parts) {
   std::ostringstream message;
   (message << ... << parts);
   raise(PyExc_ValueError, message.str());
 }
 
-template <typename... Parts>
-[[noreturn, gnu::noinline, gnu::cold]] void type_error(const Parts &...parts) {
+template <typename... Parts> [[noreturn, gnu::noinline, gnu::cold]] void type_error(const Parts &...parts) {
   std::ostringstream message;
   (message << ... << parts);
   raise(PyExc_TypeError, message.str());
@@ -42,8 +40,7 @@ template <typename... Parts>
 enum class Gil { hold, release };
 
 // Calls an entry point of a pack with room for its message, and turns a failure into an exception.
-template <Gil gil, typename Call>
-void call_pack(const fdm_pack &pack, const char *entry, Call &&call) {
+template <Gil gil, typename Call> void call_pack(const fdm_pack &pack, const char *entry, Call &&call) {
   char message[512];
   message[0] = '\0';
   int32_t status;

@@ -56,7 +56,8 @@ public:
 
   void run() {
     const bool needs_keys = present(args_.dk) || present(args_.dv) || needs_key_bias_;
-    if (needs_keys || present(args_.dq)) parallel([&](int64_t unit, int worker) { run_unit(unit, worker); }, layout_.units);
+    if (needs_keys || present(args_.dq))
+      parallel([&](int64_t unit, int worker) { run_unit(unit, worker); }, layout_.units);
     if (layout_.parts > 1 && needs_keys) sum_parts();
     if (!present(args_.dbias)) return;
     if (needs_key_bias_)
@@ -66,7 +67,9 @@ public:
   }
 
 private:
-  template <class Body> void parallel(const Body &body, int64_t tasks) { parallel_for(p_.context.threads, tasks, body); }
+  template <class Body> void parallel(const Body &body, int64_t tasks) {
+    parallel_for(p_.context.threads, tasks, body);
+  }
 
   void *scratch(int worker) const { return scratch_ + worker * layout_.scratch; }
 

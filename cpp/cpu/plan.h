@@ -29,7 +29,8 @@ struct IntervalList {
   int32_t *block_min_start, *block_max_end;
 
   static int64_t bytes(int64_t keys) {
-    return round_up(3 * keys * int64_t(sizeof(int32_t)) + 2 * ceil_div(keys, kEntryBlock) * int64_t(sizeof(int32_t)), 64);
+    return round_up(3 * keys * int64_t(sizeof(int32_t)) + 2 * ceil_div(keys, kEntryBlock) * int64_t(sizeof(int32_t)),
+                    64);
   }
   static IntervalList at(void *plan, int64_t list, int64_t keys) {
     auto *base = reinterpret_cast<int32_t *>(static_cast<char *>(plan) + sizeof(PlanHeader) + list * bytes(keys));
@@ -49,8 +50,8 @@ struct RowTile {
                     int64_t tile, int64_t rows) {
     const int64_t tiles = total_rows(p) / rows + p.batch;
     const int64_t number = list * tiles + s.q_begin / rows + (is_varlen(p) ? sequence_index : 0) + tile;
-    auto *base = reinterpret_cast<int32_t *>(static_cast<char *>(plan) + sizeof(PlanHeader) +
-                                             number * bytes(p.keys, rows));
+    auto *base =
+        reinterpret_cast<int32_t *>(static_cast<char *>(plan) + sizeof(PlanHeader) + number * bytes(p.keys, rows));
     return {base, base + 2, reinterpret_cast<uint8_t *>(base + 2 + p.keys)};
   }
 };

@@ -53,8 +53,8 @@ struct Float16 {
     const uint32_t bits = float_to_bits(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
     if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
     if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u); // rounds to 2^16 or more
-    if (magnitude < 0x38800000u) {                                  // below 2^-14: subnormal, steps of 2^-24
-      const float step_aligned = bits_to_float(magnitude) + 0.5f;   // 0.5 has steps of 2^-24, so the sum is rounded
+    if (magnitude < 0x38800000u) {                                 // below 2^-14: subnormal, steps of 2^-24
+      const float step_aligned = bits_to_float(magnitude) + 0.5f;  // 0.5 has steps of 2^-24, so the sum is rounded
       return uint16_t(sign | (float_to_bits(step_aligned) - 0x3f000000u));
     }
     const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u); // to nearest, ties to even

@@ -101,9 +101,7 @@ void select_row(const fdm_selection &s, const Row &r, int64_t i, Candidate *cand
 }
 
 // All keys can be candidates of a keep row, so there is room for all.
-int64_t candidate_bytes(const fdm_selection &s) {
-  return round_up(max64(1, s.keys) * int64_t(sizeof(Candidate)), 64);
-}
+int64_t candidate_bytes(const fdm_selection &s) { return round_up(max64(1, s.keys) * int64_t(sizeof(Candidate)), 64); }
 
 const fdm_tensor &result(const fdm_selection &s) { return present(s.keep) ? s.keep : s.start; }
 

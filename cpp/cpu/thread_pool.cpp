@@ -35,7 +35,8 @@ public:
   void run(Job &job) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      while (threads_ < job.wanted && add_thread()) {}
+      while (threads_ < job.wanted && add_thread()) {
+      }
       job.link = jobs_;
       jobs_ = &job;
     }

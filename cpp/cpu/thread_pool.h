@@ -15,7 +15,9 @@ void run_tasks(int threads, int64_t tasks, TaskFunction function, void *context)
 
 // The same for a callable.
 template <class Body> void parallel_for(int threads, int64_t tasks, const Body &body) {
-  const auto call = [](void *context, int64_t task, int worker) { (*static_cast<const Body *>(context))(task, worker); };
+  const auto call = [](void *context, int64_t task, int worker) {
+    (*static_cast<const Body *>(context))(task, worker);
+  };
   run_tasks(threads, tasks, call, const_cast<Body *>(&body));
 }
 

@@ -146,8 +146,7 @@ void scatter_key_gradients(const Tile &tile, const KeyGradients &to) {
   if (!to.dbias) return;
   for (int64_t g = 0; g < bias_heads(tile.p, tile.task.heads); ++g)
     for (int64_t c = 0; c < tile.block.count; ++c)
-      if (tile.block.index[c] >= 0)
-        to.dbias[g * tile.p.keys + tile.block.index[c]] += b.dbias[g * kBlockKeys + c];
+      if (tile.block.index[c] >= 0) to.dbias[g * tile.p.keys + tile.block.index[c]] += b.dbias[g * kBlockKeys + c];
 }
 
 void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
@@ -167,13 +166,16 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
       const int64_t heads = min64(tile.heads_at_once(), task.heads - head), rows = heads * task.rows;
       const int64_t first = head * task.rows * tile.dim;
       make_probabilities(tile, head, heads);
-      if (to.dv) product(count, tile.dim, rows, {b.scores, 1, kBlockKeys}, b.dout + first, tile.dim, b.dv, tile.dim, head > 0);
+      if (to.dv)
+        product(count, tile.dim, rows, {b.scores, 1, kBlockKeys}, b.dout + first, tile.dim, b.dv, tile.dim, head > 0);
       if (!need_ds) continue;
       make_score_gradients(tile, head, heads);
       if (to.dbias) add_bias_gradients(tile, head, heads);
       undo_scale_and_cap(tile, heads);
-      if (to.dk) product(count, tile.dim, rows, {b.dscores, 1, kBlockKeys}, b.q + first, tile.dim, b.dk, tile.dim, head > 0);
-      if (need_dq) product(rows, tile.dim, count, {b.dscores, kBlockKeys, 1}, b.keys, tile.dim, dq + first, tile.dim, true);
+      if (to.dk)
+        product(count, tile.dim, rows, {b.dscores, 1, kBlockKeys}, b.q + first, tile.dim, b.dk, tile.dim, head > 0);
+      if (need_dq)
+        product(rows, tile.dim, count, {b.dscores, kBlockKeys, 1}, b.keys, tile.dim, dq + first, tile.dim, true);
     }
     scatter_key_gradients(tile, to);
   }

@@ -36,8 +36,8 @@ void add_values(const Tile &tile, int64_t head, int64_t heads) {
   const int64_t first = head * tile.task.rows, rows = heads * tile.task.rows;
   for (int64_t r = 0; r < rows; ++r) {
     float *out = b.out + (first + r) * tile.dim;
-    const float factor = softmax_row(b.scores + r * kBlockKeys, tile.block.padded, b.row_max[first + r],
-                                     b.row_sum[first + r]);
+    const float factor =
+        softmax_row(b.scores + r * kBlockKeys, tile.block.padded, b.row_max[first + r], b.row_sum[first + r]);
     if (factor != 1.0f)
       for (int64_t d = 0; d < tile.dim; d += kLanes) store(out + d, load(out + d) * factor);
   }
@@ -54,8 +54,8 @@ void write_rows(const Tile &tile, const fdm_forward_args &args) {
       const float sum = tile.buffers.row_sum[r];
       const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
       for (int64_t d = 0; d < tile.dim; ++d) out[d] *= inverse;
-      store_row(args.out, row_offset(args.out, task.sequence, row, task.head + g), args.out.stride[3],
-                tile.p.head_dim, out);
+      store_row(args.out, row_offset(args.out, task.sequence, row, task.head + g), args.out.stride[3], tile.p.head_dim,
+                out);
       const float lse = sum == 0.0f ? -kInfinity : tile.buffers.row_max[r] + __builtin_logf(sum);
       static_cast<float *>(args.lse.data)[lse_offset(args.lse, task.sequence, row, task.head + g)] = lse;
     }

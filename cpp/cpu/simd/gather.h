@@ -84,8 +84,7 @@ inline void gather_keys(const fdm_problem &p, const fdm_tensor &t, const TileTas
 
 // Lanes of a pair (a, b) of rows whose off-diagonal Half x Half blocks are swapped: the first row of the result takes
 // b's first halves for its second ones, the second row a's second halves for its first ones.
-template <int Half, int... Lane>
-inline void swap_halves(vfloat &a, vfloat &b, std::integer_sequence<int, Lane...>) {
+template <int Half, int... Lane> inline void swap_halves(vfloat &a, vfloat &b, std::integer_sequence<int, Lane...>) {
   const vfloat first = __builtin_shufflevector(a, b, (Lane & Half ? kLanes + Lane - Half : Lane)...);
   b = __builtin_shufflevector(a, b, (Lane & Half ? kLanes + Lane : Lane + Half)...);
   a = first;

@@ -13,11 +13,11 @@ constexpr float kInfinity = __builtin_inff();
 
 // At most kBlockKeys columns of a tile, brought together.
 struct Block {
-  int64_t count, padded;      // padded to whole vectors
-  bool masked;                // does any row drop any of the columns?
-  int32_t index[kBlockKeys];  // key, or -1 where the bias is -inf for all rows: such keys are not read
-  int32_t low[kBlockKeys];    // bit r: row r keeps the column, for rows 0 ... 31
-  int32_t high[kBlockKeys];   // for rows 32 ... 63
+  int64_t count, padded;     // padded to whole vectors
+  bool masked;               // does any row drop any of the columns?
+  int32_t index[kBlockKeys]; // key, or -1 where the bias is -inf for all rows: such keys are not read
+  int32_t low[kBlockKeys];   // bit r: row r keeps the column, for rows 0 ... 31
+  int32_t high[kBlockKeys];  // for rows 32 ... 63
 };
 
 struct Tile {

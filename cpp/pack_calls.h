@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the entry points of every pack do before their work: messages, and the checks of what a caller could get wrong
+// about memory. The core has checked shapes and dtypes by then.
+#pragma once
+
+#include <cstdio>
+#include <exception>
+#include <new>
+
+#include "problem.h"
+
+namespace fdm {
+
+// A place for the message of a failed call.
+struct Message {
+  char *text;
+  size_t bytes;
+
+  template <class... Values> int32_t fail(fdm_status status, const char *format, Values... values) const {
+    if (text && bytes) std::snprintf(text, bytes, format, values...);
+    return status;
+  }
+};
+
+// What a pack was built for.
+struct PackLimits {
+  int32_t max_head_dim;
+  uint32_t dtypes; // as fdm_pack.dtypes
+};
+
+static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limits, const Message &message) {
+  if (!p || p->struct_size < sizeof(fdm_problem))
+    return message.fail(FDM_INVALID_ARGUMENT, "fdm_problem has %u bytes, this pack was compiled with %zu",
+                        p ? p->struct_size : 0u, sizeof(fdm_problem));
+  if (p->head_dim < 1 || p->head_dim > limits.max_head_dim)
+    return message.fail(FDM_UNSUPPORTED, "head dimension %lld is not in 1 ... %d", static_cast<long long>(p->head_dim),
+                        limits.max_head_dim);
+  if (p->q.dtype < 0 || p->q.dtype > 31 || !(limits.dtypes >> p->q.dtype & 1u))
+    return message.fail(FDM_UNSUPPORTED, "dtype %d of q is not supported", p->q.dtype);
+  if (p->kv_heads < 1 || p->heads % p->kv_heads != 0)
+    return message.fail(FDM_INVALID_ARGUMENT, "%lld query heads are not a multiple of %lld key/value heads",
+                        static_cast<long long>(p->heads), static_cast<long long>(p->kv_heads));
+  if (p->queries > INT32_MAX || p->keys > INT32_MAX)
+    return message.fail(FDM_UNSUPPORTED, "%lld queries and %lld keys: a sequence has at most 2^31 - 1 of each",
+                        static_cast<long long>(p->queries), static_cast<long long>(p->keys));
+  if (p->context.threads < 1)
+    return message.fail(FDM_INVALID_ARGUMENT, "threads is %d, at least 1 is needed", p->context.threads);
+  return FDM_OK;
+}
+
+static inline int32_t check_buffer(const char *name, fdm_buffer buffer, int64_t needed, const Message &message) {
+  if (buffer.bytes >= needed && (buffer.data || needed == 0)) return FDM_OK;
+  return message.fail(FDM_BUFFER_TOO_SMALL, "%s has %lld bytes, %lld are needed", name,
+                      static_cast<long long>(buffer.bytes), static_cast<long long>(needed));
+}
+
+template <class Args> int32_t check_args(const Args *args, const char *name, const Message &message) {
+  if (args && args->struct_size >= sizeof(Args)) return FDM_OK;
+  return message.fail(FDM_INVALID_ARGUMENT, "%s has %u bytes, this pack was compiled with %zu", name,
+                      args ? args->struct_size : 0u, sizeof(Args));
+}
+
+static inline int32_t check_selection(const fdm_selection *s, const Message &message) {
+  if (int32_t status = check_args(s, "fdm_selection", message)) return status;
+  if (s->kv_heads >= 1 && s->heads % s->kv_heads == 0 && s->window >= 0 && s->context.threads >= 1) return FDM_OK;
+  return message.fail(FDM_INVALID_ARGUMENT, "heads %lld, kv_heads %lld, window %lld or threads %d is out of range",
+                      static_cast<long long>(s->heads), static_cast<long long>(s->kv_heads),
+                      static_cast<long long>(s->window), s->context.threads);
+}
+
+// Runs work that returns a status, and turns what it throws into one: an exception must not cross the C interface.
+template <class Work> int32_t run_guarded(const Message &message, const Work &work) {
+  try {
+    return work();
+  } catch (const std::bad_alloc &) {
+    return message.fail(FDM_OUT_OF_MEMORY, "out of memory");
+  } catch (const std::exception &error) {
+    return message.fail(FDM_INTERNAL_ERROR, "%s", error.what());
+  }
+}
+
+} // namespace fdm
