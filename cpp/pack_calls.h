@@ -16,7 +16,10 @@ struct Message {
   char *text;
   size_t bytes;
 
+  int32_t fail(fdm_status status, const char *words) const { return fail(status, "%s", words); }
+
   template <class... Values> int32_t fail(fdm_status status, const char *format, Values... values) const {
+    static_assert(sizeof...(Values) > 0, "the plain text overload is meant");
     if (text && bytes) std::snprintf(text, bytes, format, values...);
     return status;
   }
