@@ -72,7 +72,7 @@ function(fdm_visible_capabilities capabilities)
   set(${capabilities} ${found} PARENT_SCOPE)
 endfunction()
 
-# fdm_add_kernel_pack(ARCH <arch> SOURCES <file>...)
+# fdm_add_kernel_pack(ARCH <arch> SOURCES <file>... INCLUDE <folder of generated headers>)
 #   Adds libflash_dmattn_cu<major>_<arch>.so, built from the sources for that arch of cmake/targets.json with
 #     FDM_ARCH       the number of the arch, 90
 #     FDM_PACK_NAME  the name of the pack, "cu13-sm90"
@@ -80,7 +80,7 @@ endfunction()
 #   It holds machine code only, no PTX: PTX of a toolkit newer than the driver fails at load. Machine code is
 #   compressed; the stronger mode of CUDA 13 asks for a driver that only CUDA 13 needs anyway.
 function(fdm_add_kernel_pack)
-  cmake_parse_arguments(PARSE_ARGV 0 KERNEL "" "ARCH" "SOURCES")
+  cmake_parse_arguments(PARSE_ARGV 0 KERNEL "" "ARCH;INCLUDE" "SOURCES")
   string(REGEX MATCH "^([0-9]+)\\.([0-9]+)" cuda "${CMAKE_CUDA_COMPILER_VERSION}")
   set(major ${CMAKE_MATCH_1})
   fdm_table_get(code archs ${KERNEL_ARCH} code)
@@ -91,6 +91,7 @@ function(fdm_add_kernel_pack)
   add_library(${target} MODULE ${KERNEL_SOURCES})
   fdm_setup_pack(${target} FILE ${target} NAME ${name} DEVICE cuda CUDA ${cuda} ARCH ${KERNEL_ARCH})
   target_compile_definitions(${target} PRIVATE FDM_ARCH=${number} FDM_PACK_NAME="${name}")
+  target_include_directories(${target} PRIVATE "${KERNEL_INCLUDE}")
   if(major GREATER_EQUAL 13)
     set(compression --compress-mode=size)
   else()
@@ -98,7 +99,8 @@ function(fdm_add_kernel_pack)
   endif()
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${code},code=sm_${code}>
-    $<$<COMPILE_LANGUAGE:CUDA>:${compression}>)
+    $<$<COMPILE_LANGUAGE:CUDA>:${compression}>
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
   set(runtime_static Static)
   set(runtime_shared Shared)
   set_target_properties(${target} PROPERTIES

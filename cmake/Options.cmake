@@ -11,6 +11,8 @@ include_guard(GLOBAL)
 #                        or "all" (those of cmake/targets.json). Separated by ";", "," or " ". Asking for archs
 #                        means ON where FLASH_DMATTN_CUDA is AUTO. While it is empty, CMAKE_CUDA_ARCHITECTURES or
 #                        else the environment's CUDAARCHS is used, cut down to what is supported.
+#   FLASH_DMATTN_HEAD_DIMS  head dimensions to instantiate CUDA kernels for, of those in cmake/targets.json; others are
+#                        served by the next larger one. All unless given; one or two make a fast loop.
 #   FLASH_DMATTN_CUDART  static: nothing of CUDA has to be installed at run time; shared: for distributions that
 #                        ship libcudart as a package of its own.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
@@ -18,6 +20,7 @@ include_guard(GLOBAL)
 macro(fdm_declare_options)
   set(FLASH_DMATTN_CUDA "AUTO" CACHE STRING "Build CUDA packs: AUTO, ON or OFF")
   set(FLASH_DMATTN_ARCHS "" CACHE STRING "GPU archs to build, such as 80;90")
+  set(FLASH_DMATTN_HEAD_DIMS "" CACHE STRING "Head dimensions of the CUDA kernels, such as 64;128; all if empty")
   set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
   option(FLASH_DMATTN_CORE "Build the Python module" ON)
   fdm_check_choice(FLASH_DMATTN_CUDA AUTO ON OFF)

@@ -72,7 +72,7 @@ typedef struct fdm_tensor {
 } fdm_tensor;
 
 typedef struct fdm_buffer {
-  void *data; /* 64-byte aligned */
+  void *data; /* 16-byte aligned */
   int64_t bytes;
 } fdm_buffer;
 
@@ -152,7 +152,7 @@ typedef struct fdm_selection {
  *
  *   fixed + lists * (per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key))
  *
- * lists = mask.shape[0] * mask.shape[1] (of start for intervals); keys = the mask's number of keys (total_k for varlen);
+ * lists = mask.shape[0] * mask.shape[1] (of start for intervals); keys = K (total_k for varlen);
  * row_keys = K (the longest sequence's for varlen); tiles = total rows / tile_rows + B, rounded down. */
 typedef struct fdm_plan_layout {
   int64_t fixed, per_list, per_key, per_tile, per_tile_key, tile_rows;

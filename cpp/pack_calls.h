@@ -65,6 +65,9 @@ template <class Args> int32_t check_args(const Args *args, const char *name, con
 
 static inline int32_t check_selection(const fdm_selection *s, const Message &message) {
   if (int32_t status = check_args(s, "fdm_selection", message)) return status;
+  if (s->queries > INT32_MAX || s->keys > INT32_MAX)
+    return message.fail(FDM_UNSUPPORTED, "%lld queries and %lld keys: a sequence has at most 2^31 - 1 of each",
+                        static_cast<long long>(s->queries), static_cast<long long>(s->keys));
   if (s->kv_heads >= 1 && s->heads % s->kv_heads == 0 && s->window >= 0 && s->context.threads >= 1) return FDM_OK;
   return message.fail(FDM_INVALID_ARGUMENT, "heads %lld, kv_heads %lld, window %lld or threads %d is out of range",
                       static_cast<long long>(s->heads), static_cast<long long>(s->kv_heads),

@@ -168,6 +168,46 @@ DENSE_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"attn_mask .*\(2, 1, 1, 8\)",
     ),
+    "two-dimensional mask of another batch": (
+        {"attn_mask": zeros(5, 7)},
+        ValueError,
+        r"attn_mask with 2 dimensions .*\(B, K\) = \(2, 7\), got \(5, 7\)",
+    ),
+    "two-dimensional bias of other keys": (
+        {"attn_bias": randn(2, 8)},
+        ValueError,
+        r"attn_bias with 2 dimensions .*\(B, K\) = \(2, 7\), got \(2, 8\)",
+    ),
+    "three-dimensional mask of other heads": (
+        {"attn_mask": zeros(2, 5, 7)},
+        ValueError,
+        r"attn_mask with 3 dimensions .*= \(2, \{4\|2\|1\}, 7\), got \(2, 5, 7\)",
+    ),
+    "selection mask of other keys": (
+        {"attn_mask": zeros(2, 8), "attn_bias": randn(2, 7), "window_size": 3},
+        ValueError,
+        r"attn_mask with 2 dimensions .*got \(2, 8\)",
+    ),
+    "selection bias of another batch": (
+        {"attn_bias": randn(3, 1, 1, 7), "window_size": 3},
+        ValueError,
+        r"attn_bias must have batch size 2 or 1, .*got \(3, 1, 1, 7\)",
+    ),
+    "intervals of another number of queries": (
+        {"attn_mask": IntervalMask.sliding_window(3, 0, 7, 7)},
+        ValueError,
+        r"attn_mask: .* made for query_length=7 cannot mask 5 queries",
+    ),
+    "scale that should learn": (
+        {"softmax_scale": torch.ones((), dtype=torch.float64).requires_grad_()},
+        TypeError,
+        r"softmax_scale must be a number, got a tensor that requires a gradient",
+    ),
+    "scale is a number in text": (
+        {"softmax_scale": "0.5"},
+        TypeError,
+        r"softmax_scale must be a number or None, got '0.5'",
+    ),
     "bias of other heads": (
         {"attn_bias": randn(2, 3, 1, 7)},
         ValueError,
@@ -326,7 +366,8 @@ def test_varlen(case: str, target: Target) -> None:
     changes, error, message = VARLEN_CASES[case]
     arguments = on_device(target, varlen(target, **changes))
     if case == "strided bounds":
-        arguments["cu_seqlens_q"] = changes["cu_seqlens_q"].to(target.device)
+        # Moving to another device would make it contiguous.
+        arguments["cu_seqlens_q"] = BOUNDS.to(target.device).repeat_interleave(2)[::2]
     with pytest.raises(error, match=message):
         flash_dmattn_varlen_func(**arguments)
 

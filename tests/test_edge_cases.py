@@ -116,8 +116,11 @@ def test_bias_of_minus_infinity_is_not_kept(rows: int, target: Target) -> None:
         by_bias = problem.results(target, dout=dout)
         problem.bias, problem.mask = bias, kept
         by_mask = problem.results(target, dout=dout)
+        # A pack may give the two forms different tiles, and so another order of summation.
+        eps = torch.finfo(dtype).eps
+        tolerance = {"atol": max(1e-5, eps), "rtol": max(1.3e-6, 2 * eps)}
         for name, value in by_mask.items():
-            torch.testing.assert_close(by_bias[name], value)
+            torch.testing.assert_close(by_bias[name], value, **tolerance)
 
 
 @pytest.mark.parametrize("whole_row", [False, True])

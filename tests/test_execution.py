@@ -179,8 +179,13 @@ def test_no_pack_means_the_reference_with_a_warning_or_an_error(
     backends._resolve.cache_clear()
     monkeypatch.setattr(loader, "pack_for", no_pack)
     try:
-        with pytest.warns(RuntimeWarning, match=r"plain PyTorch(.|\n)*no kernel pack serves"):
-            backend = backends.select_backend(torch.device("cpu"), "auto")
+        x = torch.randn(1, 3, 1, 8, requires_grad=True)
+        with pytest.warns(
+            RuntimeWarning, match=r"plain PyTorch(.|\n)*no kernel pack serves"
+        ) as caught:
+            flash_dmattn_func(x, x, x)
+        assert [warning.filename for warning in caught] == [__file__]
+        backend = backends.select_backend(torch.device("cpu"), "auto")
         assert backend.name == "reference"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -205,6 +210,37 @@ def test_tensors_reach_the_core_as_numbers_on_an_older_torch(
     problem.mask = rand_bool(2, 1, 17, 23)
     problem.bias = randn(1, 2, 1, 23)
     check(problem, CPU)
+
+
+PLAN = """
+import time
+from pathlib import Path
+import torch
+from flash_dmattn.backends.pack import _zeros
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+_zeros(1 << 20, torch.device("cpu"))
+before, best = resident(), 1.0
+for _ in range(5):
+    begin = time.perf_counter()
+    plan = _zeros(160_000_000, torch.device("cpu"))
+    best = min(best, time.perf_counter() - begin)
+assert resident() - before < 1 << 20, resident() - before
+assert best < 1e-3, best
+assert plan.dtype == torch.uint8 and plan.shape == (160_000_000,) and plan.data_ptr() % 64 == 0
+plan[123] = 1
+assert not plan[:123].any() and not plan[124:1 << 20].any() and not plan[-100:].any()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_large_plan_costs_nothing_before_it_is_written() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 PEAK = """

@@ -137,6 +137,38 @@ def test_autocast(bias_dtype: torch.dtype, target: Target) -> None:
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("name", ["query", "attn_bias"])
+def test_autocast_casts_no_integers(name: str, target: Target) -> None:
+    """Nor booleans: a mask that is passed as a bias must not be added."""
+    query, key, value = inputs(target)
+    arguments = {"query": query, "key": key, "value": value, "backend": target.backend}
+    mask = rand_bool(2, 1, 1, 23).to(target.device)
+    arguments[name] = query.int() if name == "query" else mask
+    with torch.autocast(target.device, dtype=torch.bfloat16), pytest.raises(TypeError, match=name):
+        flash_dmattn_func(**arguments)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    """They have no data, and a device type without autocast."""
+    query, key, value = (
+        t.to("meta").requires_grad_() for t in inputs(Target("cpu", "cpu"), torch.bfloat16)
+    )
+    bias = torch.empty(2, 2, 1, 23, device="meta", requires_grad=True)
+    out, lse, probabilities = flash_dmattn_func(
+        query, key, value, None, bias, is_causal=True, window_size=4, return_attn_probs=True
+    )
+    assert out.is_meta
+    assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 4, 17), torch.float32)
+    assert probabilities.shape == (2, 4, 17, 23)
+    (out.float().sum() + lse.sum()).backward()
+    for tensor in (query, key, value, bias):
+        assert tensor.grad.shape == tensor.shape
+    bounds = torch.empty(3, dtype=torch.int32, device="meta")
+    packed = (t.detach().flatten(0, 1) for t in (query, key, value))
+    assert flash_dmattn_varlen_func(*packed, bounds, bounds, 17, 23).shape == (34, 4, 16)
+
+
 def test_autocast_of_packed_sequences(target: Target) -> None:
     query, key, value = (t.float().flatten(0, 1) for t in inputs(target))
     bounds = [
@@ -210,6 +242,11 @@ def test_default_of_deterministic(
     if value is not None:
         monkeypatch.setenv("FLASH_DMATTN_DETERMINISTIC", value)
     assert resolved_deterministic(None) is expected
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert resolved_deterministic(None) is True
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert resolved_deterministic(True) is True
     assert resolved_deterministic(False) is False
 

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from flash_dmattn import IntervalMask
+from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func
 from support import Target, randn, simple_problem
 
 LENGTH = st.integers(0, 12)
@@ -108,11 +110,82 @@ def test_intervals_equal_their_boolean_mask(heads: int, causal: bool, target: Ta
             )
 
 
+@pytest.mark.parametrize(
+    "one, other, message",
+    [
+        ((2, 1, 5), (3, 1, 5), r"shapes that differ .*got \(2, 1, 5\) and \(3, 1, 5\)"),
+        ((1, 2, 5), (1, 4, 5), r"shapes that differ .*got \(1, 2, 5\) and \(1, 4, 5\)"),
+        ((1, 1, 5), (1, 1, 1), r"shapes that differ .*got \(1, 1, 5\) and \(1, 1, 1\)"),
+        ((1, 5), (1, 1, 5), r"shapes that differ .*got \(1, 5\) and \(1, 1, 5\)"),
+    ],
+)
+def test_intersection_of_masks_that_do_not_fit(
+    one: tuple[int, ...], other: tuple[int, ...], message: str
+) -> None:
+    masks = [IntervalMask(*[torch.zeros(s, dtype=torch.int32)] * 2) for s in (one, other)]
+    for first, second in (masks, masks[::-1]):
+        with pytest.raises(ValueError, match="& of IntervalMasks needs shapes"):
+            first & second
+    with pytest.raises(ValueError, match=message):
+        masks[0] & masks[1]
+
+
+def test_intersection_across_devices_or_query_lengths() -> None:
+    mask = IntervalMask.sliding_window(1, 0, 3, 5)
+    with pytest.raises(ValueError, match="one device, got cpu and meta"):
+        mask & mask.to("meta")
+    with pytest.raises(ValueError, match="made for one query_length, got 3 and 4"):
+        mask & IntervalMask.sliding_window(1, 0, 4, 5)
+
+
+def test_varlen_mask_has_no_boolean_form_by_itself() -> None:
+    mask = IntervalMask(*[torch.zeros(1, 5, dtype=torch.int32)] * 2)
+    with pytest.raises(ValueError, match=r"to_bool cannot convert a varlen .*\(1, 5\).*sequence"):
+        mask.to_bool(5)
+
+
+def test_query_length_is_remembered_and_checked(target: Target) -> None:
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    lengths = {
+        "window": IntervalMask.sliding_window(1, 0, 6, 6),
+        "padding": IntervalMask.from_key_padding(ids == 0, 6),
+        "documents": IntervalMask.documents(ids),
+        "cu_seqlens": IntervalMask.documents(cu_seqlens=torch.tensor([0, 2, 6])),
+        "prefix": IntervalMask.prefix_lm(torch.tensor([1, 2]), 6, 6),
+        "selection": dynamic_mask(torch.randn(2, 6), 2, True),
+    }
+    x = randn(2, 6, 1, 8).to(target.device, target.dtypes[0])
+    for name, made in lengths.items():
+        unknown = IntervalMask(made.start, made.end)
+        for mask in (made, made & unknown, unknown & made, pytree.tree_map(torch.clone, made)):
+            moved = mask.to(target.device)
+            assert moved.query_length == 6, name
+            flash_dmattn_func(x, x, x, moved, backend=target.backend)
+            with pytest.raises(ValueError, match=r"attn_mask: .*query_length=6 cannot mask 1 q"):
+                flash_dmattn_func(x[:, -1:], x, x, moved, backend=target.backend)
+        assert unknown.query_length is None
+        flash_dmattn_func(x[:, -1:], x, x, unknown.to(target.device), backend=target.backend)
+        with pytest.raises(ValueError, match=r"query_length: .*query_length=6 cannot mask 5"):
+            made.to_bool(5)
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    packed = dynamic_mask(torch.randn(1, 1, 6), 2, True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    assert packed.query_length is None
+
+
 def test_moves_and_shows_itself(target: Target) -> None:
     mask = IntervalMask.sliding_window(1, 1, 3, 3).to(target.device)
     assert mask.device.type == target.device
     assert mask.start.is_contiguous()
-    assert "shape=(1, 1, 3)" in repr(mask)
+    assert "shape=(1, 1, 3), query_length=3" in repr(mask)
+
+
+def test_can_be_saved() -> None:
+    mask, file = IntervalMask.sliding_window(1, 1, 3, 3), io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded.start, mask.start)
+    assert loaded.query_length == 3
 
 
 def test_is_a_tree_of_two_tensors() -> None:

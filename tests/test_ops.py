@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 
 import pytest
@@ -57,6 +58,16 @@ def forward_arguments(target: Target, kind: str) -> tuple[object, ...]:
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
 def test_opcheck_of_forward(kind: str, target: Target) -> None:
     torch.library.opcheck(OPS.attention_forward.default, forward_arguments(target, kind))
+
+
+def test_opcheck_of_a_plan_in_pages_of_its_own(pack_target: Target) -> None:
+    query, key, value = (randn(1, 1200, 1, 8, seed=n).to(pack_target.device) for n in range(3))
+    query, key, value = (t.to(pack_target.dtypes[0]) for t in (query, key, value))
+    mask = rand_bool(1, 1, 1200, 1200).to(pack_target.device)
+    settings = (0, 0, 0.3, True, 0.0, True, pack_target.backend)
+    arguments = (query, key, value, mask, None, None, None, None, None, None, *settings)
+    assert OPS.attention_forward(*arguments)[2].numel() > 1 << 17
+    torch.library.opcheck(OPS.attention_forward.default, arguments)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +189,29 @@ def test_interval_masks_enter_and_leave_compiled_code(target: Target) -> None:
     torch.testing.assert_close(got, attend(query, key, value, mask))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls_check_the_query_length(dynamic: bool, target: Target) -> None:
+    torch._dynamo.reset()
+    query, key, value, _ = tensors(target, requires_grad=False)
+
+    def attend(query: Tensor, mask: IntervalMask) -> Tensor:
+        return flash_dmattn_func(query, key, value, mask, backend=target.backend)
+
+    def narrowed(query: Tensor, mask: IntervalMask) -> tuple[Tensor, IntervalMask]:
+        both = mask & IntervalMask.sliding_window(2, 1, query.shape[1], 9, device=query.device)
+        return attend(query, both), both
+
+    options = {"backend": "aot_eager", "dynamic": dynamic}
+    compiled = torch.compile(narrowed, fullgraph=True, **options)
+    for rows in (7, 5, 4):
+        mask = IntervalMask.sliding_window(3, 0, rows, 9, device=target.device)
+        got, both = compiled(query[:, :rows], mask)
+        torch.testing.assert_close(got, narrowed(query[:, :rows], mask)[0])
+        assert both.query_length == rows
+        with pytest.raises(ValueError, match=f"attn_mask: .*query_length={rows} cannot mask 3 q"):
+            torch.compile(attend, **options)(query[:, :3], mask)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant: bool, target: Target) -> None:
     inputs = tensors(target)
@@ -246,4 +280,20 @@ def test_exports(target: Target) -> None:
 
     inputs = tuple(tensors(target, requires_grad=False))
     program = torch.export.export(Module(), inputs)
+    torch.testing.assert_close(program.module()(*inputs), Module()(*inputs))
+
+
+@pytest.mark.parametrize("query_length", [7, None])
+def test_exports_with_intervals_as_input(query_length: int | None, target: Target) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask) -> Tensor:
+            return flash_dmattn_func(query, key, value, mask, backend=target.backend)
+
+    window = IntervalMask.sliding_window(3, 0, 7, 9, device=target.device)
+    mask = IntervalMask(window.start, window.end, query_length=query_length)
+    inputs = (*tensors(target, requires_grad=False)[:3], mask)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Module(), inputs), file)
+    file.seek(0)
+    program = torch.export.load(file)
     torch.testing.assert_close(program.module()(*inputs), Module()(*inputs))

@@ -54,7 +54,7 @@ def test_selects_what_topk_selects(data: st.DataObject, target: Target) -> None:
         draw(st.sampled_from([1, batch])),
         draw(st.sampled_from([1, kv_heads, heads])),
         draw(st.sampled_from([1, 1, queries])),
-        keys,
+        draw(st.sampled_from([1, keys, keys, keys])),
     )
     if draw(st.booleans()):
         bias = torch.randint(-2, 3, shape, generator=generator).float()  # many ties
@@ -79,11 +79,14 @@ def test_selects_what_topk_selects(data: st.DataObject, target: Target) -> None:
         causal,
         None if mask is None else mask.to(target.device),
         query_length=queries,
+        key_length=keys,
         num_heads=heads,
         num_kv_heads=kv_heads,
         backend=target.backend,
     )
-    expected = topk_row_by_row(bias, mask, window, causal, queries, heads)
+    expected = topk_row_by_row(
+        bias.expand(*bias.shape[:3], keys), mask, window, causal, queries, heads
+    )
     per_key = bias.shape[2] == 1 and (mask is None or mask.shape[2] == 1)
     assert isinstance(selected, IntervalMask) == (causal and per_key)
     if isinstance(selected, IntervalMask):
@@ -125,6 +128,51 @@ def test_shapes_of_a_bias_per_key(shape: tuple[int, ...], target: Target) -> Non
     selected = dynamic_mask(bias, 5, True, backend=target.backend)
     assert selected.start.shape == (2, heads, 30)
     assert selected.start.dtype == torch.int32
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 4, 17, 1), (2, 2, 1), (2, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_bias_for_all_keys_is_that_many_equal_ones(
+    shape: tuple[int, ...], causal: bool, target: Target
+) -> None:
+    dtype = target.dtypes[0]
+    problem = simple_problem(dtype, causal=causal)
+    problem.bias = randn(*shape, dtype=dtype)
+    dout = randn(*problem.query.shape, dtype=dtype)
+    got = problem.results(target, dout=dout, window_size=6)
+    kept = torch.arange(23).expand(17, 23) < 6
+    if causal:
+        kept = kept & torch.ones(17, 23, dtype=torch.bool).tril(23 - 17)
+    problem.mask = kept[None, None]
+    for name, value in problem.results(target, dout=dout).items():
+        torch.testing.assert_close(got[name], value, atol=1e-4, rtol=1e-3, msg=name)
+    bias = problem.bias.to(target.device)
+    options = {"is_causal": causal, "query_length": 17, "backend": target.backend}
+    by_length = dynamic_mask(bias, 6, key_length=23, **options)
+    seen = torch.ones(2, 23, dtype=torch.bool, device=target.device)
+    by_mask = dynamic_mask(bias, 6, attention_mask=seen, **options)
+    for mask in (by_length, by_mask):
+        rows = mask.to_bool(17) if isinstance(mask, IntervalMask) else mask
+        assert torch.equal(rows.cpu() & kept, kept.expand(*rows.shape[:2], 17, 23))
+        assert (rows.sum(-1) <= 6).all()
+
+
+def test_one_bias_for_all_keys_with_a_mask(target: Target) -> None:
+    """The keys that are kept are the first that can be seen; a mask broadcasts over the keys."""
+    bias = torch.zeros(1, 1, 1, 1, device=target.device, dtype=target.dtypes[0])
+    seen = torch.tensor([[False, True, False, True, True]], device=target.device)
+    keep = dynamic_mask(bias, 2, attention_mask=seen, backend=target.backend)
+    assert keep.flatten().tolist() == [False, True, False, True, False]
+    rows = torch.tensor([True, False], device=target.device)[None, None, :, None]
+    keep = dynamic_mask(bias, 2, attention_mask=rows, key_length=3, backend=target.backend)
+    assert keep[0, 0].tolist() == [[True, True, False], [False, False, False]]
+
+
+@pytest.mark.parametrize("mask_shape", [None, (2, 1), (2, 1, 1, 1)])
+def test_the_number_of_keys_must_be_known(mask_shape: tuple[int, ...] | None) -> None:
+    mask = None if mask_shape is None else torch.ones(mask_shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"key_length must be given .*got \(2, 4, 1, 1\)"):
+        dynamic_mask(torch.ones(2, 4, 1, 1), 3, True, mask)
 
 
 def test_no_gradient_flows_through_the_choice(target: Target) -> None:
@@ -194,6 +242,11 @@ def test_float64_bias_needs_the_reference() -> None:
             (torch.ones(1, 1, 1, 5), 2, False, torch.ones(1, 1, 1, 5)),
             TypeError,
             r"attention_mask must have dtype torch.bool .*got torch.float32",
+        ),
+        (
+            (torch.ones(2, 5), 2, False, torch.ones(3, 5, dtype=torch.bool)),
+            ValueError,
+            r"attention_mask with 2 dimensions must have shape .*= \(2, 5\), got \(3, 5\)",
         ),
     ],
 )

@@ -15,7 +15,7 @@ bool equals(int64_t size, int64_t full) { return full == Extents::unknown || siz
 struct HeadChoice {
   const Extents &extents;
 };
-std::ostream &operator<<(std::ostream &stream, HeadChoice choice) {
+Text &operator<<(Text &stream, HeadChoice choice) {
   const Extents &e = choice.extents;
   stream << '{' << e.heads;
   if (e.kv_heads != e.heads) stream << '|' << e.kv_heads;
@@ -27,7 +27,7 @@ std::ostream &operator<<(std::ostream &stream, HeadChoice choice) {
 struct Choice {
   int64_t size;
 };
-std::ostream &operator<<(std::ostream &stream, Choice choice) {
+Text &operator<<(Text &stream, Choice choice) {
   stream << '{' << choice.size;
   return stream << (choice.size == 1 ? "}" : "|1}");
 }
@@ -35,7 +35,7 @@ std::ostream &operator<<(std::ostream &stream, Choice choice) {
 struct Size {
   int64_t size;
 };
-std::ostream &operator<<(std::ostream &stream, Size size) {
+Text &operator<<(Text &stream, Size size) {
   return size.size == Extents::unknown ? stream << "any" : stream << size.size;
 }
 

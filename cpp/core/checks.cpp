@@ -72,6 +72,8 @@ fdm_buffer read_buffer(nb::handle object, const char *name, int64_t needed, Devi
   require_rank(view, name, 1, "(bytes,)");
   if (view.shape[0] > 1 && view.stride[0] != 1)
     value_error(name, " has strides ", strides_of(view), ", but must be contiguous");
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0)
+    value_error(name, " begins at address ", view.data, ", but must be 16-byte aligned");
   if (view.shape[0] < needed)
     value_error(name, " has shape ", shape_of(view), ", but must have at least ", needed, " bytes");
   return {view.data, view.shape[0]};

@@ -46,7 +46,7 @@ const char *meaning_of(int32_t status) {
 } // namespace
 
 void raise_status(const fdm_pack &pack, const char *entry, int32_t status, const char *message) {
-  std::ostringstream text;
+  Text text;
   text << entry << " in kernel pack " << pack.name << ": " << meaning_of(status) << " (status " << status << ")";
   if (message[0] != '\0') text << ": " << message;
   raise(exception_of(status), text.str());

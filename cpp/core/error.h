@@ -5,11 +5,11 @@
 
 #include <nanobind/nanobind.h>
 
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
 #include "../pack.h"
+#include "text.h"
 
 namespace fdm {
 
@@ -24,13 +24,13 @@ struct PackError : std::runtime_error {
 
 // Messages are put together out of line, so that valid arguments never pay for a string.
 template <typename... Parts> [[noreturn, gnu::noinline, gnu::cold]] void value_error(const Parts &...parts) {
-  std::ostringstream message;
+  Text message;
   (message << ... << parts);
   raise(PyExc_ValueError, message.str());
 }
 
 template <typename... Parts> [[noreturn, gnu::noinline, gnu::cold]] void type_error(const Parts &...parts) {
-  std::ostringstream message;
+  Text message;
   (message << ... << parts);
   raise(PyExc_TypeError, message.str());
 }

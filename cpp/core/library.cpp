@@ -14,7 +14,7 @@ const char *const mask_kind_names[FDM_MASK_KIND_COUNT] = {"none", "keys", "inter
 namespace {
 
 template <typename... Parts> [[noreturn]] void refuse(const std::string &path, const Parts &...parts) {
-  std::ostringstream message;
+  Text message;
   message << path << ": ";
   (message << ... << parts);
   throw PackError(message.str());

@@ -189,13 +189,13 @@ const char *dtype_name(int32_t pack_code) {
   return other_dtype.name;
 }
 
-std::ostream &operator<<(std::ostream &stream, Sizes sizes) {
+Text &operator<<(Text &stream, Sizes sizes) {
   stream << '(';
   for (int i = 0; i < sizes.rank; ++i) stream << (i == 0 ? "" : ", ") << sizes.sizes[i];
   return stream << (sizes.rank == 1 ? ",)" : ")");
 }
 
-std::ostream &operator<<(std::ostream &stream, Device device) {
+Text &operator<<(Text &stream, Device device) {
   switch (device.type) {
   case FDM_CPU:
     return stream << "cpu";

@@ -6,9 +6,9 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
-#include <ostream>
 
 #include "../pack.h"
+#include "text.h"
 
 namespace fdm {
 
@@ -53,10 +53,10 @@ struct Sizes {
   const int64_t *sizes;
   int rank;
 };
-std::ostream &operator<<(std::ostream &stream, Sizes sizes);
+Text &operator<<(Text &stream, Sizes sizes);
 inline Sizes shape_of(const TensorView &view) { return {view.shape, view.rank}; }
 inline Sizes strides_of(const TensorView &view) { return {view.stride, view.rank}; }
 
-std::ostream &operator<<(std::ostream &stream, Device device);
+Text &operator<<(Text &stream, Device device);
 
 } // namespace fdm

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The table of the cpu pack: checks what a caller could get wrong about memory, then runs the passes.
 #include "../pack_calls.h"
+#include "columns.h"
 #include "kernels.h"
 #include "passes.h"
 #include "plan.h"
@@ -22,6 +23,12 @@ int64_t workspace_needed(const fdm_problem &p, int32_t pass) {
   }
 }
 
+// Memory that plan() has not written, zeros for one, would be divided by.
+bool is_filled(const fdm_problem &p, const void *plan) {
+  const int64_t rows = tile_rows(p, plan);
+  return rows >= kMinTileRows && rows <= kMaxTileRows && (rows & (rows - 1)) == 0;
+}
+
 // Checks common to plan, forward and backward; then the work.
 template <class Work>
 int32_t run(const fdm_problem *p, int32_t pass, fdm_buffer plan, fdm_buffer workspace, const Message &message,
@@ -29,6 +36,8 @@ int32_t run(const fdm_problem *p, int32_t pass, fdm_buffer plan, fdm_buffer work
   if (int32_t status = check_problem(p, kLimits, message)) return status;
   if (int32_t status = check_buffer("plan", plan, plan_bytes(*p), message)) return status;
   if (int32_t status = check_buffer("workspace", workspace, workspace_needed(*p, pass), message)) return status;
+  if (pass != FDM_PASS_PLAN && !is_filled(*p, plan.data))
+    return message.fail(FDM_INVALID_ARGUMENT, "the plan was not filled by plan()");
   return run_guarded(message, [&] {
     work();
     return FDM_OK;
@@ -58,7 +67,8 @@ int32_t backward(const fdm_problem *p, const fdm_backward_args *args, fdm_buffer
                  size_t text_bytes) {
   const Message message{text, text_bytes};
   if (int32_t status = check_args(args, "fdm_backward_args", message)) return status;
-  if (p && present(p->block_table)) return message.fail(FDM_UNSUPPORTED, "paged keys have no backward pass");
+  if (int32_t status = check_problem(p, kLimits, message)) return status; // before p is read
+  if (present(p->block_table)) return message.fail(FDM_UNSUPPORTED, "paged keys have no backward pass");
   return run(p, FDM_PASS_BACKWARD, plan, workspace, message,
              [&] { backward_pass(*p, *args, plan.data, workspace.data); });
 }

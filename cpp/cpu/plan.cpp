@@ -156,6 +156,9 @@ Matrix list_matrix(const fdm_problem &p, int64_t list, const Sequence &s) {
   return {static_cast<const uint8_t *>(p.mask.data) + offset, p.mask.stride[2], col};
 }
 
+// Bytes for one flag of each key; not 0 without keys, since memset wants an address for nothing too.
+int64_t key_flag_bytes(const fdm_problem &p) { return round_up(max64(1, p.keys), 64); }
+
 // Counts columns on a few blocks of 64 rows spread over the problem, and picks the tile size by them.
 int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
   bool allowed[kChoices];
@@ -185,16 +188,18 @@ int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
 
 void make_row_plan(const fdm_problem &p, void *plan, void *workspace) {
   const int64_t lists = list_count(p), sequences = is_varlen(p) ? p.batch : 1;
-  const int64_t rows = lists && p.keys ? choose_row_tile(p, workspace) : kMinTileRows;
+  const bool empty = p.batch == 0; // the mask may have rows even so, but the plan has no room for their tiles
+  const int64_t rows = lists && p.keys && !empty ? choose_row_tile(p, workspace) : kMinTileRows;
   static_cast<PlanHeader *>(plan)->tile_rows = rows;
   const int64_t tiles = ceil_div(p.queries, rows);
+  if (empty) return;
   parallel_for(p.context.threads, lists * sequences * tiles, [&](int64_t task, int worker) {
     const int64_t tile = task % tiles, b = task / tiles % sequences, list = task / tiles / sequences;
     const Sequence s = sequence(p, b);
     const int64_t first = tile * rows, count = min64(rows, s.q_count - first);
     if (count <= 0) return;
-    auto *any = static_cast<uint8_t *>(workspace) + 2 * worker * round_up(p.keys, 64);
-    make_row_tile(p, list_matrix(p, list, s), s, first, count, rows, any, any + round_up(p.keys, 64),
+    auto *any = static_cast<uint8_t *>(workspace) + 2 * worker * key_flag_bytes(p);
+    make_row_tile(p, list_matrix(p, list, s), s, first, count, rows, any, any + key_flag_bytes(p),
                   RowTile::at(plan, p, list, s, b, tile, rows));
   });
 }
@@ -230,7 +235,7 @@ int64_t plan_workspace_bytes(const fdm_problem &p) {
   case FDM_MASK_INTERVALS:
     return list_count(p) * kChoices * int64_t(sizeof(int64_t));
   case FDM_MASK_ROWS:
-    return 2 * p.context.threads * round_up(p.keys, 64);
+    return 2 * p.context.threads * key_flag_bytes(p);
   default:
     return 0;
   }

@@ -32,7 +32,8 @@ Row row_range(const fdm_selection &s, int64_t b, int64_t head) {
   if (!present(s.cu_seqlens_q)) return {b, head, 0, s.queries, 0, s.keys, s.keys - s.queries};
   const auto *q = static_cast<const int32_t *>(s.cu_seqlens_q.data);
   const auto *k = static_cast<const int32_t *>(s.cu_seqlens_k.data);
-  const int64_t q0 = q[b], q1 = q[b + 1], k0 = k[b], k1 = k[b + 1];
+  const int64_t qs = s.cu_seqlens_q.stride[0], ks = s.cu_seqlens_k.stride[0];
+  const int64_t q0 = q[b * qs], q1 = q[(b + 1) * qs], k0 = k[b * ks], k1 = k[(b + 1) * ks];
   return {0, head, q0, q1 - q0, k0, k1 - k0, (k1 - k0) - (q1 - q0)};
 }
 

@@ -68,24 +68,37 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Non
         )
 
 
+# Of a device type without autocast, such as meta, torch refuses to say whether it is enabled; and
+# compiled code cannot ask which types have it.
+_AUTOCAST_DEVICES = frozenset(
+    name
+    for name in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia")
+    if torch.amp.is_autocast_available(name)
+)
+
+
 def autocast(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Cast as torch.autocast does, where it is enabled: query, key, value, and a bias that is not
     float32.
 
-    float64 is left alone, as autocast leaves it everywhere.
+    float64, integers and booleans are left alone, as autocast leaves them everywhere.
     """
     device = query.device.type
-    if not torch.is_autocast_enabled(device):
+    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return query, key, value, bias
     dtype = torch.get_autocast_dtype(device)
-    query, key, value = (
-        t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
-    )
-    if bias is not None and bias.dtype not in (dtype, torch.float32, torch.float64):
-        bias = bias.to(dtype)
+    query, key, value = (_cast(t, dtype) for t in (query, key, value))
+    if bias is not None and bias.dtype != torch.float32:
+        bias = _cast(bias, dtype)
     return query, key, value, bias
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
 
 
 def backend_name(backend: str | None) -> str:
@@ -105,18 +118,29 @@ def _default_deterministic() -> bool:
 
 
 def resolved_deterministic(deterministic: bool | None) -> bool:
-    """Return the argument, or by default what FLASH_DMATTN_DETERMINISTIC says."""
-    return _default_deterministic() if deterministic is None else bool(deterministic)
+    """Return the argument; by default whether FLASH_DMATTN_DETERMINISTIC or
+    torch.use_deterministic_algorithms asks for it.
+    """
+    if deterministic is not None:
+        return bool(deterministic)
+    return torch.are_deterministic_algorithms_enabled() or _default_deterministic()
 
 
 def number(name: str, value: Any, default: float) -> float:
     """Return a float argument, or its default for None; TypeError for what is no number."""
     if value is None:
         return default
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise TypeError(
+            f"{name} must be a number, got a tensor that requires a gradient, which it would not "
+            "get; to learn a scale, multiply query by it"
+        )
     try:
-        return float(value)
+        if not isinstance(value, str):
+            return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number or None, got {value!r}") from None
+        pass
+    raise TypeError(f"{name} must be a number or None, got {value!r}")
 
 
 def index(name: str, value: Any) -> int:
@@ -129,19 +153,38 @@ def index(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
-def to_4d(name: str, tensor: Tensor | None) -> Tensor | None:
-    """View a mask or bias that is the same for every query, (B, K) or (B, h, K), as (B, h, 1,
-    K)."""
+def to_4d(
+    name: str, tensor: Tensor | None, *, batch: int, heads: int, kv_heads: int, keys: int
+) -> Tensor | None:
+    """View a mask or bias that is the same for every query, (B, K) or (B, h, K), as (B, h, 1, K).
+
+    Raises:
+        ValueError: such a tensor does not fit; what has four dimensions is checked by the backend.
+    """
     if tensor is None or tensor.dim() == 4:
         return tensor
-    if tensor.dim() == 3:
-        return tensor.unsqueeze(2)
-    if tensor.dim() == 2:
-        return tensor[:, None, None, :]
-    raise ValueError(
-        f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, {{Q|1}}, {{K|1}}), (B, {{H|Hk|1}}, K) or "
-        f"(B, K), got {tuple(tensor.shape)}"
-    )
+    if tensor.dim() not in (2, 3):
+        raise ValueError(
+            f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, {{Q|1}}, {{K|1}}), (B, {{H|Hk|1}}, K) "
+            f"or (B, K), got {tuple(tensor.shape)}"
+        )
+    view = tensor[:, None, None, :] if tensor.dim() == 2 else tensor.unsqueeze(2)
+    if (
+        view.shape[0] not in (1, batch)
+        or view.shape[1] not in (1, kv_heads, heads)
+        or view.shape[3] not in (1, keys)
+    ):
+        head_choice = "|".join(map(str, dict.fromkeys((heads, kv_heads, 1))))
+        wanted = (
+            f"(B, K) = ({batch}, {keys})"
+            if tensor.dim() == 2
+            else f"(B, {{H|Hk|1}}, K) = ({batch}, {{{head_choice}}}, {keys})"
+        )
+        raise ValueError(
+            f"{name} with {tensor.dim()} dimensions must have shape {wanted}, got "
+            f"{tuple(tensor.shape)}"
+        )
+    return view
 
 
 def mask_parts(

@@ -75,8 +75,8 @@ def flash_dmattn_func(
             default.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
             added. 0 by default.
-        deterministic: equal inputs give equal bits; by default what FLASH_DMATTN_DETERMINISTIC
-            says.
+        deterministic: equal inputs give equal bits; by default whether FLASH_DMATTN_DETERMINISTIC
+            or torch.use_deterministic_algorithms asks for it.
         return_attn_probs: also return the probabilities, by plain PyTorch: O(Q x K) memory.
         window_size: keep the ``window_size`` keys with the largest bias (`dynamic_mask`) of those
             that ``attn_mask``, a boolean one or None, keeps.
@@ -94,7 +94,8 @@ def flash_dmattn_func(
         ValueError: a shape, a device or a number does not fit; the text names the argument and what
             is allowed.
         NotImplementedError: the kernel pack was not built for this valid problem.
-        RuntimeError: the backend cannot run here; on double backward.
+        RuntimeError: the backend cannot run here; on double backward, forward-mode
+            differentiation and torch.vmap.
     """
     check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
     name = backend_name(backend)
@@ -105,20 +106,31 @@ def flash_dmattn_func(
             raise ValueError(
                 f"{argument} must have shape (B, rows, heads, D), got {tuple(tensor.shape)}"
             )
-    bias = to_4d("attn_bias", attn_bias)
+    sizes = {
+        "batch": query.shape[0],
+        "heads": query.shape[2],
+        "kv_heads": key.shape[2],
+        "keys": key.shape[1],
+    }
+    bias = to_4d("attn_bias", attn_bias, **sizes)
+    if isinstance(attn_mask, IntervalMask):
+        attn_mask.check_query_length(query.shape[1], "attn_mask")
+    else:
+        attn_mask = to_4d("attn_mask", attn_mask, **sizes)
     if window_size is not None:
         attn_mask = dynamic_mask(
-            _selectable_bias(bias),
+            _selectable_bias(bias, query.shape[0]),
             window_size,
             bool(is_causal),
             _composable_mask(attn_mask),
             query_length=query.shape[1],
+            key_length=key.shape[1],
             num_heads=query.shape[2],
             num_kv_heads=key.shape[2],
             backend=name,
         )
     mask, start, end = mask_parts(attn_mask)
-    mask = without_expansion(to_4d("attn_mask", mask), 4)
+    mask = without_expansion(mask, 4)
     if bias is not None and not (bias.requires_grad and torch.is_grad_enabled()):
         bias = without_expansion(bias, 4)
     inputs = AttentionInputs(
@@ -329,11 +341,16 @@ def _default_scale(query: Tensor) -> float:
     return float(head_dim**-0.5) if head_dim else 1.0
 
 
-def _selectable_bias(bias: Tensor | None) -> Tensor:
+def _selectable_bias(bias: Tensor | None, batch: int | None = None) -> Tensor:
     if bias is None:
         raise ValueError(
             "window_size selects the keys with the largest attn_bias, but attn_bias is None; pass "
             "a bias, or an IntervalMask.sliding_window as attn_mask to keep the nearest keys"
+        )
+    # Otherwise the selection would have the wrong batch size, and be blamed for it.
+    if batch is not None and bias.shape[0] not in (1, batch):
+        raise ValueError(
+            f"attn_bias must have batch size {batch} or 1, as query, got {tuple(bias.shape)}"
         )
     return bias
 
@@ -342,8 +359,8 @@ def _composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
     if isinstance(mask, IntervalMask):
         raise ValueError(
             "window_size cannot be combined with an IntervalMask as attn_mask; pass a boolean "
-            "mask, such as attn_mask.to_bool(query_length), or select with dynamic_mask and "
-            "combine the masks with &"
+            "mask, which attn_mask.to_bool(query_length) is for dense problems, or select with "
+            "dynamic_mask and combine the masks with &"
         )
     return mask
 

@@ -29,16 +29,19 @@ class IntervalMask:
         start: int32 ``({B|1}, {H|Hk|1}, K)``; varlen ``({H|Hk|1}, total_k)``, rows counted in the
             key's own sequence.
         end: as ``start``, and of the same shape, one past the last row.
+        query_length: the Q that the mask was made for, which attention over another Q refuses; None
+            is not checked.
     """
 
     start: Tensor
     end: Tensor
+    query_length: int | None
 
-    def __init__(self, start: Tensor, end: Tensor) -> None:
+    def __init__(self, start: Tensor, end: Tensor, *, query_length: int | None = None) -> None:
         """Make a mask of two int32 tensors.
 
         Raises:
-            TypeError: an argument is not a tensor, or not int32.
+            TypeError: start or end is not a tensor, or not int32.
             ValueError: the number of dimensions is not 2 or 3, or shapes or devices differ.
         """
         for name, tensor in (("start", start), ("end", end)):
@@ -64,17 +67,28 @@ class IntervalMask:
             )
         self.start = start
         self.end = end
+        self.query_length = query_length
 
     def __repr__(self) -> str:
         """Show the shape and the device; the values would need a transfer from the device."""
-        return f"IntervalMask(shape={tuple(self.start.shape)}, device={str(self.start.device)!r})"
+        return (
+            f"IntervalMask(shape={tuple(self.start.shape)}, query_length={self.query_length}, "
+            f"device={str(self.start.device)!r})"
+        )
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
-        """Return the mask that keeps what both keep; shapes broadcast."""
+        """Return the mask that keeps what both keep; batch and head dimensions of 1 broadcast.
+
+        Raises:
+            ValueError: the shapes do not fit, or the devices or the query lengths differ.
+        """
         if not isinstance(other, IntervalMask):
             return NotImplemented
+        _check_combinable(self, other)
         return IntervalMask(
-            torch.maximum(self.start, other.start), torch.minimum(self.end, other.end)
+            torch.maximum(self.start, other.start),
+            torch.minimum(self.end, other.end),
+            query_length=other.query_length if self.query_length is None else self.query_length,
         )
 
     @property
@@ -84,11 +98,34 @@ class IntervalMask:
 
     def to(self, device: torch.device | str) -> IntervalMask:
         """Return this mask on a device."""
-        return IntervalMask(self.start.to(device), self.end.to(device))
+        return IntervalMask(
+            self.start.to(device), self.end.to(device), query_length=self.query_length
+        )
 
     def to_bool(self, query_length: int) -> Tensor:
-        """Return the same mask as bool ``({B|1}, {H|Hk|1}, query_length, K)``: O(Q x K) memory."""
+        """Return the same mask as bool ``({B|1}, {H|Hk|1}, query_length, K)``: O(Q x K) memory.
+
+        Raises:
+            ValueError: the mask is a varlen one, whose boolean form depends on the cu_seqlens; or
+                query_length is not the one that the mask was made for.
+        """
+        if self.start.dim() == 2:
+            raise ValueError(
+                f"to_bool cannot convert a varlen IntervalMask of shape {tuple(self.start.shape)}, "
+                "whose rows are counted in each sequence; take the keys of one sequence, "
+                "IntervalMask(start[None, :, begin:end], end[None, :, begin:end]), and its number "
+                "of queries"
+            )
+        self.check_query_length(query_length, "query_length")
         return intervals_to_bool(self.start, self.end, query_length)
+
+    def check_query_length(self, query_length: int, argument: str) -> None:
+        """Raise ValueError, naming the argument, unless the mask serves this number of queries."""
+        if self.query_length is not None and self.query_length != query_length:
+            raise ValueError(
+                f"{argument}: an IntervalMask made for query_length={self.query_length} cannot "
+                f"mask {query_length} queries; make one with query_length={query_length}"
+            )
 
     @classmethod
     def from_key_padding(cls, mask: Tensor, query_length: int) -> IntervalMask:
@@ -105,7 +142,7 @@ class IntervalMask:
             raise ValueError(f"mask must have shape (B, K), got {tuple(mask.shape)}")
         _check_length("query_length", query_length)
         end = (mask * query_length).to(torch.int32).unsqueeze(1)
-        return cls(torch.zeros_like(end), end)
+        return cls(torch.zeros_like(end), end, query_length=query_length)
 
     @classmethod
     def sliding_window(
@@ -135,7 +172,10 @@ class IntervalMask:
         row = torch.arange(key_length, device=device) - (key_length - query_length)
         start = torch.zeros_like(row) if right is None else row - right
         end = torch.full_like(row, query_length) if left is None else row + left + 1
-        return cls(*(_clamped(bound, query_length)[None, None] for bound in (start, end)))
+        return cls(
+            *(_clamped(bound, query_length)[None, None] for bound in (start, end)),
+            query_length=query_length,
+        )
 
     @classmethod
     def documents(
@@ -176,7 +216,10 @@ class IntervalMask:
         inside = (following > 0) & (following < bounds.numel())
         start = bounds[(following - 1).clamp(min=0)]
         end = bounds[following.clamp(max=bounds.numel() - 1)]
-        return cls(*((bound * inside).to(torch.int32)[None, None] for bound in (start, end)))
+        return cls(
+            *((bound * inside).to(torch.int32)[None, None] for bound in (start, end)),
+            query_length=length,
+        )
 
     @classmethod
     def _of_runs(cls, document_ids: Tensor) -> IntervalMask:
@@ -184,13 +227,15 @@ class IntervalMask:
         position = torch.arange(length, device=document_ids.device).expand_as(document_ids)
         if length == 0:
             empty = position.to(torch.int32).unsqueeze(1)
-            return cls(empty, empty)
+            return cls(empty, empty, query_length=0)
         change = document_ids[:, 1:] != document_ids[:, :-1]
         edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
         first, last = torch.cat([edge, change], 1), torch.cat([change, edge], 1)
         start = torch.where(first, position, 0).cummax(1).values
         end = torch.where(last, position + 1, length).flip(1).cummin(1).values.flip(1)
-        return cls(*(bound.to(torch.int32).unsqueeze(1) for bound in (start, end)))
+        return cls(
+            *(bound.to(torch.int32).unsqueeze(1) for bound in (start, end)), query_length=length
+        )
 
     @classmethod
     def prefix_lm(cls, prefix_lengths: Tensor, query_length: int, key_length: int) -> IntervalMask:
@@ -211,11 +256,33 @@ class IntervalMask:
         key = torch.arange(key_length, device=prefix_lengths.device)
         row = _clamped(key - (key_length - query_length), query_length)
         start = torch.where(key < prefix_lengths.unsqueeze(1), 0, row).to(torch.int32).unsqueeze(1)
-        return cls(start, torch.full_like(start, query_length))
+        return cls(start, torch.full_like(start, query_length), query_length=query_length)
 
 
 def _clamped(bound: Tensor, query_length: int) -> Tensor:
     return bound.clamp(0, query_length).to(torch.int32)
+
+
+def _check_combinable(one: IntervalMask, other: IntervalMask) -> None:
+    shapes = tuple(one.start.shape), tuple(other.start.shape)
+    fits = len(shapes[0]) == len(shapes[1]) and shapes[0][-1] == shapes[1][-1]
+    if not fits or any(
+        a != b and a != 1 and b != 1 for a, b in zip(shapes[0][:-1], shapes[1][:-1], strict=True)
+    ):
+        raise ValueError(
+            "& of IntervalMasks needs shapes that differ in batch and head dimensions of 1 only, "
+            f"got {shapes[0]} and {shapes[1]}"
+        )
+    if one.device != other.device:
+        raise ValueError(
+            f"& of IntervalMasks needs them on one device, got {one.device} and {other.device}"
+        )
+    lengths = one.query_length, other.query_length
+    if None not in lengths and lengths[0] != lengths[1]:
+        raise ValueError(
+            "& of IntervalMasks needs masks made for one query_length, got "
+            f"{lengths[0]} and {lengths[1]}"
+        )
 
 
 def _check_length(name: str, length: int) -> None:
@@ -232,14 +299,23 @@ def _check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> N
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
 
 
-def _flatten(mask: IntervalMask) -> tuple[list[Any], None]:
-    return [mask.start, mask.end], None
+def _flatten(mask: IntervalMask) -> tuple[list[Any], int | None]:
+    return [mask.start, mask.end], mask.query_length
 
 
-def _unflatten(children: Any, _: None) -> IntervalMask:
+def _flatten_with_keys(
+    mask: IntervalMask,
+) -> tuple[list[tuple[pytree.KeyEntry, Any]], int | None]:
+    children, query_length = _flatten(mask)
+    keys = (pytree.GetAttrKey(name) for name in ("start", "end"))
+    return list(zip(keys, children, strict=True)), query_length
+
+
+def _unflatten(children: Any, query_length: int | None) -> IntervalMask:
     # Not by the constructor: tree maps put things that are no tensors here.
     mask = object.__new__(IntervalMask)
     mask.start, mask.end = children
+    mask.query_length = query_length
     return mask
 
 
@@ -249,4 +325,7 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="flash_dmattn.IntervalMask",
+    flatten_with_keys_fn=_flatten_with_keys,
 )
+# So that torch.load(weights_only=True), which is how torch.export.load reads inputs, takes one.
+torch.serialization.add_safe_globals([IntervalMask])

@@ -53,6 +53,11 @@ def attention(inputs: AttentionInputs, backend: str) -> tuple[Tensor, Tensor]:
         else:
             out, lse, _ = select_backend(inputs.query.device, backend).forward(inputs)
         return out, lse
+    if _is_transformed():
+        out, lse, _ = _TransformedAttention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
+        return out, lse
+    if _forward_mode_is_compiled():
+        _refuse_forward_mode()
     out, lse, _ = torch.ops.flash_dmattn.attention_forward.default(*inputs, backend)
     return out, lse
 
@@ -76,31 +81,56 @@ def _dispatcher_is_idle(tensors: tuple[Any, ...]) -> bool:
     """
     if torch.compiler.is_compiling() or not _DISPATCH_STATE_IS_READABLE:
         return False
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    ):
+    if torch._C._len_torch_dispatch_stack() or _is_transformed():
         return False
     for tensor in tensors:
         if tensor is None:
             continue
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
             return False
-        if tensor.is_neg():
+        # A meta tensor has no data to compute on; the fake kernels give its results.
+        if tensor.is_neg() or tensor.is_meta or torch._C._functorch.is_legacy_batchedtensor(tensor):
             return False
     return True
+
+
+def _is_transformed() -> bool:
+    """Say whether torch.func or forward-mode differentiation is at work.
+
+    The autograd formula of an operator serves neither: torch.func refuses it, and a tangent is
+    dropped. Where torch does not tell, the answer is yes, since what serves both serves all.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        not _DISPATCH_STATE_IS_READABLE
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _forward_mode_is_compiled() -> bool:
+    """Say whether the compiler traces a call that would lose its tangents.
+
+    It cannot trace what refuses them elsewhere, and reads only this of the state.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and _DISPATCH_STATE_IS_READABLE
+        and torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def _is_recorded(tensors: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-# These are not public: without them every call takes the dispatcher's way.
+# These are not public: without them every call takes the way that is right for all.
 _DISPATCH_STATE_IS_READABLE = (
     hasattr(torch._C, "_len_torch_dispatch_stack")
     and hasattr(torch._C, "_functorch")
     and hasattr(torch._C._functorch, "peek_interpreter_stack")
+    and hasattr(torch._C._functorch, "is_legacy_batchedtensor")
     and hasattr(torch.autograd.forward_ad, "_current_level")
 )
 
@@ -182,6 +212,8 @@ def _differentiate(
     given = arguments[: 5 + _TENSOR_COUNT]
     if _dispatcher_is_idle(given) and not _is_recorded(given):
         computed = _backward(*arguments)
+    elif _is_transformed():
+        computed = _TransformedGradients.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
         computed = torch.ops.flash_dmattn.attention_backward.default(*arguments)
     for index, want, gradient in zip(_DIFFERENTIABLE, wanted, computed, strict=True):
@@ -209,6 +241,57 @@ def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
         "flash_dmattn: double backward is not supported, the gradients of attention are not "
         "differentiable; flash_dmattn.attention_reference is differentiable any number of times"
     )
+
+
+def _refuse_forward_mode(ctx: Any = None, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        "flash_dmattn does not support forward-mode differentiation (torch.func.jvp, jacfwd, "
+        "hessian and linearize, torch.autograd.forward_ad); use "
+        "flash_dmattn.attention_reference, which does"
+    )
+
+
+def _refuse_vmap(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "flash_dmattn does not support torch.vmap, which torch.func.jacrev and gradients for each "
+        "sample use; give the mapped dimension as a batch dimension, or use "
+        "flash_dmattn.attention_reference, which does"
+    )
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """`_Attention` in the form that torch.func wants, which costs more a call."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_dmattn.attention_forward.default(
+            *arguments
+        )
+        return output
+
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_differentiate)
+    jvp = staticmethod(_refuse_forward_mode)
+    vmap = staticmethod(_refuse_vmap)
+
+
+class _TransformedGradients(torch.autograd.Function):
+    """The backward operator, which refuses what its gradients cannot be."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = torch.ops.flash_dmattn.attention_backward.default(
+            *arguments
+        )
+        return gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep nothing: there is no further derivative."""
+
+    backward = staticmethod(_refuse_double_backward)
+    jvp = staticmethod(_refuse_forward_mode)
+    vmap = staticmethod(_refuse_vmap)
 
 
 def _select_intervals(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ computed in float32, float64 inputs in float64; every result is differentiable b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -177,8 +178,15 @@ def sequences(
 
 def attend(part: Sequence, scale: float, causal: bool, softcap: float) -> Attended:
     """Compute one dense problem, in full precision even where autocast is enabled."""
-    with torch.autocast(part.query.device.type, enabled=False):
+    with without_autocast(part.query.device.type):
         return _attend(part, scale, causal, softcap)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Return a context without autocast, also for the device types that have none."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _attend(part: Sequence, scale: float, causal: bool, softcap: float) -> Attended:

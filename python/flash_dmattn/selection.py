@@ -23,6 +23,7 @@ def dynamic_mask(
     attention_mask: Tensor | None = None,
     *,
     query_length: int | None = None,
+    key_length: int | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -38,7 +39,7 @@ def dynamic_mask(
     can be seen. NaN and -inf biases are never kept. No gradient flows through the choice.
 
     Args:
-        attn_bias: ``({B|1}, {H|Hk|1}, {Q|1}, K)``, or the same for every query: ``(B, {H|Hk|1},
+        attn_bias: ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, or the same for every query: ``(B, {H|Hk|1},
             K)`` or ``(B, K)``; with the cu_seqlens ``({H|Hk|1}, 1, total_k)`` or ``({H|Hk|1},
             total_q, max_seqlen_k)``. float32, float16 or bfloat16; float64 with
             ``backend="reference"``.
@@ -47,6 +48,8 @@ def dynamic_mask(
         attention_mask: bool, True where a key can be seen; shapes as ``attn_bias``, and
             broadcasting against it.
         query_length: Q, which a causal selection from a bias per key needs; by default K.
+        key_length: K, which a bias and a mask whose last dimension is 1 do not tell: such a bias
+            is the same for all K keys.
         num_heads, num_kv_heads: H and Hk; needed only where both head counts appear but cannot be
             told apart.
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``, for packed sequences, with max_seqlen_q and
@@ -64,7 +67,7 @@ def dynamic_mask(
 
     Raises:
         TypeError: a tensor has the wrong type or dtype.
-        ValueError: a shape does not fit, or window_size is negative.
+        ValueError: a shape does not fit, window_size is negative, or K is not known.
     """
     if not isinstance(attn_bias, Tensor):
         raise TypeError(
@@ -97,7 +100,7 @@ def dynamic_mask(
             bias, attention_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         )
     else:
-        inputs = _dense_inputs(bias, attention_mask, query_length)
+        inputs = _dense_inputs(bias, attention_mask, query_length, key_length)
     heads = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
     heads = [count for count in heads if count != 1] or [1]
     selection = SelectionInputs(
@@ -111,21 +114,34 @@ def dynamic_mask(
     )
     per_key = all(t is None or t.shape[-2] == 1 for t in (selection.bias, selection.mask))
     if is_causal and per_key:
-        return IntervalMask(*ops.select_intervals(selection, name))
+        start, end = ops.select_intervals(selection, name)
+        rows = None if selection.cu_seqlens_q is not None else selection.queries
+        return IntervalMask(start, end, query_length=rows)
     return ops.select_keep(selection, name)
 
 
-def _dense_inputs(bias: Tensor, mask: Tensor | None, query_length: int | None) -> dict[str, Any]:
-    bias_4d, mask_4d = to_4d("attn_bias", bias), to_4d("attention_mask", mask)
+def _dense_inputs(
+    bias: Tensor, mask: Tensor | None, query_length: int | None, key_length: int | None
+) -> dict[str, Any]:
+    given = [bias] if mask is None else [bias, mask]
+    keys = _key_length(given, key_length)
+    batch = next((t.shape[0] for t in given if t.dim() and t.shape[0] != 1), 1)
+    bias_4d, mask_4d = (
+        to_4d(name, tensor, batch=batch, heads=heads, kv_heads=heads, keys=keys)
+        for name, tensor, heads in (
+            # Any number of heads: what they are is seen from all tensors, and checked with them.
+            ("attn_bias", bias, bias.shape[1] if bias.dim() == 3 else 1),
+            ("attention_mask", mask, mask.shape[1] if mask is not None and mask.dim() == 3 else 1),
+        )
+    )
+    assert bias_4d is not None
+    if bias_4d.shape[3] == 1:
+        bias_4d = bias_4d.expand(-1, -1, -1, keys)  # equal biases, of which the first are kept
     bias_4d, mask_4d = without_expansion(bias_4d, 3), without_expansion(mask_4d, 4)
     assert bias_4d is not None
     rows = [t.shape[2] for t in (bias_4d, mask_4d) if t is not None and t.shape[2] != 1]
-    keys = bias_4d.shape[3]
     if query_length is None:
         query_length = rows[0] if rows else keys
-    batch = bias_4d.shape[0]
-    if mask_4d is not None and mask_4d.shape[0] != 1:
-        batch = mask_4d.shape[0]
     return {
         "bias": bias_4d,
         "mask": mask_4d,
@@ -133,6 +149,19 @@ def _dense_inputs(bias: Tensor, mask: Tensor | None, query_length: int | None) -
         "queries": index("query_length", query_length),
         "keys": keys,
     }
+
+
+def _key_length(given: list[Tensor], key_length: int | None) -> int:
+    """Return K, by the argument or by the first tensor that has a size for each key."""
+    if key_length is not None:
+        return index("key_length", key_length)
+    for tensor in given:
+        if tensor.dim() and tensor.shape[-1] != 1:
+            return tensor.shape[-1]
+    raise ValueError(
+        "key_length must be given where the last dimension of attn_bias and attention_mask is 1, "
+        f"which serves any number of keys; got {' and '.join(str(tuple(t.shape)) for t in given)}"
+    )
 
 
 def _packed_inputs(

@@ -10,8 +10,9 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
-// Below it lse has lost log(sum) to rounding (biases of finfo.min), so that P cannot be recomputed from it alone.
-constexpr float kUnusableLse = -1e30f;
+// From this magnitude on lse has lost digits of log(sum) to rounding, and at -1e9 all of them: P, which depends on them
+// exponentially, cannot be recomputed from lse alone. Biases that stand for "masked" bring whole rows there.
+constexpr float kCoarseLse = 256.0f; // steps of 3e-5
 
 // row_max and row_sum such that P = exp(score - row_max) / row_sum.
 void load_statistics(Tile &tile, const fdm_backward_args &args) {
@@ -24,7 +25,7 @@ void load_statistics(Tile &tile, const fdm_backward_args &args) {
       const float lse = static_cast<const float *>(args.lse.data)[at];
       b.row_max[g * task.rows + i] = lse == -kInfinity ? kInfinity : lse; // an empty row: P = exp(-inf) = 0
       b.row_sum[g * task.rows + i] = 1.0f;
-      recompute |= lse < kUnusableLse && lse != -kInfinity;
+      recompute |= __builtin_fabsf(lse) >= kCoarseLse && lse != -kInfinity;
     }
   if (!recompute) return;
   start_rows(tile);

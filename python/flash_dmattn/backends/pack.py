@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from .base import (
 
 # torch >= 2.10: the core reads the tensor itself, in a fraction of the time.
 _CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-_ALIGNMENT = 64  # of buffers, by pack.h
+# From here on mapping pages costs less than writing zeros.
+_PAGED_BYTES = 1 << 17
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 
@@ -208,14 +210,14 @@ def exchanged(tensor: Tensor | None) -> Any:
 def _zeros(size: int, device: torch.device) -> Tensor:
     """Return zeroed bytes: a plan is an output, and outputs of equal calls are equal.
 
-    Of a plan's upper bound often little is written. So on a CPU the memory is that of calloc, by
-    bytearray, whose untouched pages cost nothing; torch.zeros would write all of it.
+    Of a plan's upper bound often little is written. So on a CPU large ones are pages of the system,
+    which are zero, and cost nothing until they are written; torch.zeros would write all of them.
     """
-    if device.type != "cpu" or size == 0:
+    if device.type != "cpu" or size < _PAGED_BYTES:
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    memory = bytearray(size + _ALIGNMENT)
-    offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _ALIGNMENT
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
+    # Private, since a child that is forked must not see what this process writes.
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _scratch(size: int, device: torch.device) -> Tensor | None:

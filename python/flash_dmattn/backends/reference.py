@@ -16,6 +16,7 @@ from flash_dmattn.reference import (
     packed_part,
     per_query_head,
     sequences,
+    without_autocast,
 )
 
 from .base import (
@@ -91,7 +92,7 @@ class ReferenceBackend:
         for part in parts:
             part_dout = dout[part.rows].unsqueeze(0) if varlen else dout
             part_dlse = dlse[:, part.rows].unsqueeze(0) if varlen else dlse
-            with torch.autocast(out.device.type, enabled=False):
+            with without_autocast(out.device.type):
                 gradients = _dense_gradients(inputs, part, part_dout.to(dtype), part_dlse.to(dtype))
             for total, gradient, place in zip(
                 totals, gradients, _places(inputs, part), strict=True

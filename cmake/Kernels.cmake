@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# The generated sources of the CUDA packs.
+include_guard(GLOBAL)
+
+# fdm_generate_kernels(<sources> <include folder>)
+#   Writes the files that instantiate the kernels into the build tree, for the head dimensions of FLASH_DMATTN_HEAD_DIMS
+#   or else of cmake/targets.json; sets <sources> to those to compile and <include folder> to where the generated header
+#   lies. One small file for each kernel: they compile side by side, and a change touches few.
+function(fdm_generate_kernels sources include)
+  find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+  set(folder "${PROJECT_BINARY_DIR}/kernels")
+  set(generator "${PROJECT_SOURCE_DIR}/scripts/generate_kernels.py")
+  set(table "${PROJECT_SOURCE_DIR}/cmake/targets.json")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${generator}" "${table}")
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" "${generator}" --output "${folder}" "--head-dims=${FLASH_DMATTN_HEAD_DIMS}"
+    OUTPUT_VARIABLE files OUTPUT_STRIP_TRAILING_WHITESPACE
+    ERROR_VARIABLE error RESULT_VARIABLE status)
+  if(NOT status EQUAL 0)
+    message(FATAL_ERROR "scripts/generate_kernels.py failed: ${error}")
+  endif()
+  set(${sources} ${files} PARENT_SCOPE)
+  set(${include} "${folder}" PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The columns of a tile as the attention kernels walk them, from a plan or, without a mask, computed.
+#pragma once
+
+#include "../plan/plan.cuh"
+
+namespace fdm::cuda {
+
+struct TileColumns {
+  int32_t count, full;
+  int32_t first_row; // of the tile of kTileRows rows, in the own sequence
+  int32_t causal_off;
+  const int32_t *slots; // null: column c is key c
+  int32_t slot_count;
+  const RowWord *words;       // of every key of the sequence; null: by rows
+  const int32_t *start, *end; // rows of each key; both null: by the causal limit
+  int64_t start_stride, end_stride;
+  bool causal;
+};
+
+__device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const void *plan_base, const Sequence &s,
+                                                    int64_t sequence_index, int64_t head, int64_t tile) {
+  TileColumns t{};
+  const int64_t first = tile * kTileRows, last = min64(s.q_count, first + kTileRows) - 1;
+  t.first_row = static_cast<int32_t>(first);
+  t.causal_off = static_cast<int32_t>(s.causal_off);
+  t.causal = is_causal(p);
+  const fdm_mask_kind kind = mask_kind(p);
+  if (kind == FDM_MASK_NONE) {
+    t.full = t.count = static_cast<int32_t>(s.k_count);
+    if (t.causal) {
+      t.full = static_cast<int32_t>(max64(0, min64(s.k_count, first + s.causal_off + 1)));
+      t.count = static_cast<int32_t>(max64(t.full, min64(s.k_count, last + s.causal_off + 1)));
+    }
+    return t;
+  }
+  int64_t bytes;
+  const Plan plan = lay_out_plan(p, const_cast<void *>(plan_base), &bytes);
+  const int64_t slot = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
+  const TileCounts counts = plan.counts[slot];
+  t.count = counts.columns, t.full = counts.full;
+  t.slots = plan.columns + slot * plan.tile_keys;
+  t.slot_count = static_cast<int32_t>(plan.tile_keys);
+  if (kind == FDM_MASK_ROWS) {
+    t.words = plan.words + slot * plan.tile_keys;
+  } else if (kind == FDM_MASK_INTERVALS) {
+    const auto base = [&](const fdm_tensor &x) {
+      return static_cast<const int32_t *>(x.data) + batch_index(x, s) * x.stride[0] +
+             head_index(p, x, head) * x.stride[1] + s.k_begin * x.stride[3];
+    };
+    t.start = base(p.start), t.end = base(p.end);
+    t.start_stride = p.start.stride[3], t.end_stride = p.end.stride[3];
+  }
+  return t;
+}
+
+// The key of column c < count.
+__device__ __forceinline__ int32_t column_key(const TileColumns &t, int32_t c) {
+  if (!t.slots) return c;
+  return t.slots[c < t.full ? c : t.slot_count - 1 - (c - t.full)];
+}
+
+// The rows of a tile that keep a column, as a word for each 32 rows: from the key's rows [start, end) if there are
+// intervals, or the word of a row plan.
+__device__ __forceinline__ RowWord column_word(const TileColumns &t, int32_t c, int32_t key, int32_t start, int32_t end,
+                                               const RowWord &planned) {
+  RowWord word;
+  if (c < t.full || c >= t.count) {
+#pragma unroll
+    for (int part = 0; part < kTileRows / 32; ++part) word.part[part] = c < t.full ? ~0u : 0u;
+    return word;
+  }
+  if (t.words) return planned;
+  int from = 0, past = kTileRows;
+  if (t.start) from = max(from, start - t.first_row), past = min(past, end - t.first_row);
+  if (t.causal) from = max(from, key - t.causal_off - t.first_row);
+#pragma unroll
+  for (int part = 0; part < kTileRows / 32; ++part) {
+    const int low = max(0, from - 32 * part), high = min(32, past - 32 * part);
+    word.part[part] = low < high ? (~0u >> (32 - (high - low))) << low : 0u;
+  }
+  return word;
+}
+
+} // namespace fdm::cuda

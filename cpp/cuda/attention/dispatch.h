@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// From the dtype and head dimension of a problem to the instantiation that serves it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../../pack.h"
+#include "head_dims.h" // generated: what was instantiated
+
+namespace fdm::cuda {
+
+template <class T> struct TypeOf {
+  using Type = T;
+};
+
+// Calls function(std::integral_constant<int, d>) with the smallest instantiated d that is at least head_dim.
+template <int kFirst, int... kRest, class Function>
+auto with_head_dim(int64_t head_dim, HeadDims<kFirst, kRest...>, const Function &function) {
+  if constexpr (sizeof...(kRest) > 0)
+    if (head_dim > kFirst) return with_head_dim(head_dim, HeadDims<kRest...>{}, function);
+  return function(std::integral_constant<int, kFirst>{});
+}
+
+// Calls function(TypeOf<Element>, std::integral_constant<int, d>).
+template <class Function> auto with_kernel_types(const fdm_problem &p, const Function &function) {
+  return with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
+    return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
+  });
+}
+
+} // namespace fdm::cuda

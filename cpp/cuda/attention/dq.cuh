@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The gradient of the queries: one block of threads for a tile of query rows of one head.
+//
+// It walks the tile's columns as the forward pass does, and recomputes the probabilities from lse:
+//   S = Q K', P = exp(S - lse), dP = dO V', dS = P (dP - delta), dQ = scale dS K.
+// K and V of the next block of columns are fetched while this one is multiplied.
+#pragma once
+
+#include "products.cuh"
+#include "score.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, int kBlockCount,
+          bool kWithRowBias>
+struct DqConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
+  static constexpr bool kRowBias = kWithRowBias; // a bias with a row for each query: rare, and much code
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of a multiprocessor, at least
+  static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
+  using Tile = SharedTile<kHeadDim>;
+  static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
+  static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1);
+  // Keys are fetched a block ahead, so what is known of them must come two ahead.
+  static_assert(KeyRing<kColumns, kThreads>::kBatch >= 2);
+};
+
+struct DqTask {
+  Sequence s;
+  int64_t sequence_index, head, kv_head;
+  int64_t first_row;
+  TileColumns columns;
+  ScoreView bias;
+};
+
+template <class Config> struct DqShared {
+  alignas(1024) char q[Config::kQBytes];
+  char dout[Config::kQBytes];
+  char k[2][Config::kKeyBytes], v[2][Config::kKeyBytes];
+  KeyRing<Config::kColumns, Config::kThreads> ring;
+  DqTask task;
+};
+
+template <class Config> struct DqBlock {
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  using Ring = KeyRing<Config::kColumns, Config::kThreads>;
+  static constexpr int kRowTiles = Config::kRowTiles, kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
+  static constexpr int kColumnTiles = kColumns / 8;
+
+  const BackwardParams &params;
+  const DqTask &task;
+  Ring &ring;
+  uint32_t q_base, dout_base, k_base, v_base;
+  uint32_t q_fragment, dout_fragment;             // of the left operands
+  uint32_t row_offset_right, column_offset_right; // of the right operands, from the start of their tile
+  bool careful;                                   // rows of very large lse
+  float lse[kRowTiles][2], delta[kRowTiles][2];
+  float scores[kRowTiles][kColumnTiles][4], gradients[kRowTiles][kColumnTiles][4];
+  float dq[kRowTiles][kHeadDim / 8][4];
+
+  __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &shared)
+      : params(parameters), task(shared.task), ring(shared.ring) {
+    q_base = ptx::shared_address(shared.q), dout_base = ptx::shared_address(shared.dout);
+    k_base = ptx::shared_address(shared.k), v_base = ptx::shared_address(shared.v);
+    const int first = threadIdx.x / 32 * (16 * kRowTiles);
+    q_fragment = Tile::left(q_base, first), dout_fragment = Tile::left(dout_base, first);
+    row_offset_right = Tile::right_rows(0), column_offset_right = Tile::right_columns(0);
+  }
+
+  __device__ static int row(int m, int half) {
+    return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + accumulator_row(half);
+  }
+  __device__ bool exists(int r) const { return task.first_row + r < task.s.q_count; }
+  __device__ RowStatistics statistics(int r) const {
+    return exists(r) ? row_statistics(params, task.s, task.head, task.first_row + r) : RowStatistics{INFINITY, 0.0f};
+  }
+
+  // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
+  __device__ void load_rows() {
+    const auto copy = [&](const fdm_tensor &t, uint32_t to, bool aligned) {
+      const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.first_row, task.head);
+      copy_rows<Tile, Config::kRows, Config::kThreads>(
+          to, aligned, int(params.p.head_dim), t.stride[3],
+          [&](int r) -> const uint16_t * { return statistics(r).empty() ? kZeroRow : base + r * t.stride[1]; });
+    };
+    copy(params.p.q, q_base, params.aligned), copy(params.a.dout, dout_base, params.dout_aligned);
+    bool large = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const RowStatistics of = statistics(row(m, half));
+        lse[m][half] = of.lse, delta[m][half] = of.delta;
+        large |= !of.empty() && fabsf(of.lse) > kLargeLse;
+      }
+    careful = __syncthreads_or(large);
+  }
+
+  __device__ void load_keys(int block) const {
+    const typename Ring::Slot &slot = ring.at(block);
+    const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t to) {
+      copy_rows<Tile, kColumns, Config::kThreads>(to + block % 2 * Config::kKeyBytes, params.aligned,
+                                                  int(params.p.head_dim), t.stride[3], [&](int c) { return rows[c]; });
+    };
+    copy(params.p.k, slot.k_row, k_base), copy(params.p.v, slot.v_row, v_base);
+  }
+
+  // The column that this thread fetches of the batch of blocks that begins with `block`.
+  __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
+  __device__ void store(int block, const ColumnEntry &entry) {
+    store_column<kColumns>(ring.at(block + int(threadIdx.x) / kColumns), params.p, task.s, task.sequence_index,
+                           task.kv_head, task.columns, task.bias, column(block), entry);
+  }
+
+  // dS in the place of the scores. The gradients hold dP - delta. kTest: some pairs may not be kept.
+  template <bool kCap, bool kTest> __device__ void make_gradients(int block) {
+    const typename Ring::Slot &slot = ring.at(block);
+    const ScoreFactors factors(params.p);
+    const bool partial = kTest && (block + 1) * kColumns > task.columns.full;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int column = 8 * n + accumulator_column();
+      const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[column]);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Rows of the plan's tile: several blocks may share one.
+          const int r = int(task.first_row - task.columns.first_row) + row(m, half);
+          uint2 word{~0u, ~0u};
+          if (partial) {
+            word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32][column]);
+            word.x >>= r % 32, word.y >>= r % 32;
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float &s = scores[m][n][2 * half + i];
+            float slope, x = factors.score<kCap>(s, i ? bias.y : bias.x, &slope);
+            bool kept = (i ? word.y : word.x) & 1;
+            if constexpr (Config::kRowBias) {
+              if (kept && slot.key[column + i] >= 0 && exists(row(m, half))) {
+                const float b = to_base_2(task.bias.load(task.first_row + row(m, half), slot.key[column + i]));
+                kept = b != -INFINITY, x += b;
+              }
+            }
+            x -= lse[m][half];
+            if constexpr (kTest) x = fminf(x, 0.0f);
+            s = ptx::exp2_approximate(x) * gradients[m][n][2 * half + i] * slope;
+            if constexpr (kTest) s = kept ? s : 0.0f;
+          }
+        }
+    }
+  }
+
+  __device__ void make_gradients(int block) {
+    const bool cap = params.p.softcap > 0;
+    if (Config::kRowBias || careful || (block + 1) * kColumns > task.columns.full) {
+      if (cap) return make_gradients<true, true>(block);
+      return make_gradients<false, true>(block);
+    }
+    if constexpr (!Config::kRowBias) {
+      if (cap) return make_gradients<true, false>(block);
+      make_gradients<false, false>(block);
+    }
+  }
+
+  __device__ void multiply(int block) {
+    const uint32_t k = k_base + block % 2 * Config::kKeyBytes, v = v_base + block % 2 * Config::kKeyBytes;
+    clear(scores);
+    multiply_rows<Element, kHeadDim>(scores, q_fragment, k + row_offset_right);
+    // The sum starts from -delta, which saves a subtraction.
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) gradients[m][n][i] = -delta[m][i / 2];
+    multiply_rows<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
+    make_gradients(block);
+    multiply_columns<Element, kHeadDim>(dq, scores, k + column_offset_right);
+  }
+
+  __device__ void run() {
+    const int blocks = (task.columns.count + kColumns - 1) / kColumns;
+    clear(dq);
+    store(0, fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0))));
+    int32_t next_key = fetch_key(task.columns, column(Ring::kBatch));
+    load_rows(); // and makes the ring's first blocks visible
+    if (blocks > 0) load_keys(0);
+    ptx::commit_copies();
+    for (int block = 0; block < blocks; ++block) {
+      ptx::wait_copies<0>();
+      __syncthreads(); // this block is there; nobody reads the last one any more
+      if (block + 1 < blocks) load_keys(block + 1);
+      ptx::commit_copies();
+      const int ahead = block + Ring::kBatch;
+      const bool fetch_ahead = block % Ring::kBatch == 0 && ahead < blocks;
+      ColumnEntry entry;
+      if (fetch_ahead) {
+        entry = fetch_column(task.columns, task.bias, column(ahead), next_key);
+        next_key = fetch_key(task.columns, column(ahead + Ring::kBatch));
+      }
+      multiply(block);
+      if (fetch_ahead) store(ahead, entry);
+    }
+    ptx::wait_copies<0>();
+  }
+
+  __device__ void write() const {
+    const fdm_tensor &t = params.a.dq;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row(m, half);
+        if (!exists(r)) continue;
+        write_row(static_cast<Element *>(t.data) + row_offset(t, task.s, task.first_row + r, task.head), t.stride[3],
+                  int(params.p.head_dim), dq[m], half, params.p.scale);
+      }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    dq_kernel(const __grid_constant__ BackwardParams params) {
+  extern __shared__ char dynamic_shared[];
+  auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
+  const fdm_problem &p = params.p;
+  // As in the forward pass: heads fastest, the longest tiles of a causal mask first.
+  const int64_t tiles = ceil_div(p.queries, Config::kRows);
+  const int64_t head = blockIdx.x % p.heads, number = blockIdx.x / p.heads;
+  const int64_t first_row = (tiles - 1 - number % tiles) * Config::kRows, sequence_index = number / tiles;
+  const Sequence s = sequence(p, sequence_index);
+  if (first_row >= s.q_count) return;
+  if (threadIdx.x == 0)
+    shared.task = {s,
+                   sequence_index,
+                   head,
+                   head / group_size(p),
+                   first_row,
+                   tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
+                   score_view(p, p.bias, s, head)};
+  __syncthreads();
+  DqBlock<Config> block(params, shared);
+  block.run();
+  block.write();
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The launch of an instantiation of the dq kernel. Generated files hold nothing but an include of this and a line for
+// each.
+#pragma once
+
+#include "device.h"
+#include "dq.cuh"
+#include "tiles.cuh"
+
+namespace fdm::cuda {
+
+template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &params, cudaStream_t stream) {
+  constexpr int bytes = int(sizeof(DqShared<Config>));
+  static_assert(bytes <= shared_limit(FDM_ARCH), "the tile does not fit the arch's shared memory");
+  static std::atomic<uint64_t> allowed{0};
+  if (cudaError_t error = allow_shared(dq_kernel<Config>, bytes, allowed)) return error;
+  const int64_t blocks = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  dq_kernel<Config><<<unsigned(blocks), Config::kThreads, bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream) {
+  constexpr DqTileChoice tile = dq_tile(FDM_ARCH, kHeadDim);
+  if (present(params.p.bias) && per_query(params.p.bias))
+    return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, true>>(
+        params, stream);
+  return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, false>>(params,
+                                                                                                                stream);
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Zeros in a tensor of any strides: gradients of keys that nobody keeps, and of rows that belong to no sequence.
+#include <cuda_runtime.h>
+
+#include "backward.h"
+#include "shared_tile.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// kWidth elements of the last dimension for each thread.
+template <class Element, int kWidth>
+__global__ void __launch_bounds__(kThreads) fill_zero(const __grid_constant__ fdm_tensor t, int64_t count) {
+  int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (number >= count) return;
+  const int64_t chunks = t.shape[3] / kWidth, d = number % chunks * kWidth;
+  number /= chunks;
+  const int64_t c = number % t.shape[2], b = number / t.shape[2] % t.shape[1], a = number / t.shape[2] / t.shape[1];
+  auto *to = static_cast<Element *>(t.data) + a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
+  if constexpr (sizeof(Element) * kWidth == 16)
+    *reinterpret_cast<uint4 *>(to) = uint4{};
+  else
+    *to = Element{};
+}
+
+template <class Element, int kWidth> cudaError_t launch(const fdm_tensor &t, cudaStream_t stream) {
+  const int64_t count = t.shape[0] * t.shape[1] * t.shape[2] * (t.shape[3] / kWidth);
+  const int64_t blocks = ceil_div(count, kThreads);
+  if (count == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  fill_zero<Element, kWidth><<<unsigned(blocks), kThreads, 0, stream>>>(t, count);
+  return cudaGetLastError();
+}
+
+} // namespace
+
+cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream) {
+  if (!present(t)) return cudaSuccess;
+  if (t.dtype == FDM_FLOAT32) return launch<uint32_t, 1>(t, stream);
+  return rows_are_aligned(t, t.shape[3]) ? launch<uint16_t, 8>(t, stream) : launch<uint16_t, 1>(t, stream);
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the host hands to the forward kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../../pack.h"
+
+namespace fdm::cuda {
+
+struct ForwardParams {
+  fdm_problem p;
+  fdm_forward_args a;
+  const void *plan;
+  int32_t tiles;          // of the longest sequence
+  int32_t heads_per_tile; // 1, or the heads of a group
+  int32_t splits;
+  float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
+  float *partial_max, *partial_sum; // [split][batch][head][query], to base 2
+  bool aligned;                     // see rows_are_aligned; of q, k and v
+};
+
+// Of one instantiation, for head dimensions up to kHeadDim.
+template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream);
+
+// Queries of a tile, and columns that are fetched at a time, of the instantiation for a head dimension.
+struct ForwardTileSize {
+  int rows, columns;
+};
+ForwardTileSize forward_tile_size(int64_t head_dim);
+
+// Merges the partial results of the splits.
+cudaError_t launch_combine(const ForwardParams &params, cudaStream_t stream);
+
+int64_t forward_workspace_bytes(const fdm_problem &p);
+cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace);
+
+} // namespace fdm::cuda

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The launch of a forward instantiation. Generated files hold nothing but an include of this and a line for each.
+#pragma once
+
+#include "device.h"
+#include "forward.cuh"
+#include "tiles.cuh"
+
+namespace fdm::cuda {
+
+template <class Config> cudaError_t launch_forward_config(const ForwardParams &params, cudaStream_t stream) {
+  constexpr int bytes = int(sizeof(ForwardShared<Config>));
+  static_assert(bytes <= shared_limit(FDM_ARCH), "the tile does not fit the arch's shared memory");
+  static std::atomic<uint64_t> allowed{0};
+  if (cudaError_t error = allow_shared(forward_kernel<Config>, bytes, allowed)) return error;
+  const int64_t blocks = params.p.batch * params.tiles * params.splits * (params.p.heads / params.heads_per_tile);
+  forward_kernel<Config><<<unsigned(blocks), Config::kThreads, bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream) {
+  constexpr ForwardTileChoice tile = forward_tile(FDM_ARCH, kHeadDim);
+  if (present(params.p.bias) && per_query(params.p.bias))
+    return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, true>>(params,
+                                                                                                              stream);
+  return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, false>>(params,
+                                                                                                             stream);
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the attention kernels need to know of the columns of a block before they fetch its keys: where K and V lie, the
+// bias, and which rows keep them. All threads fetch a column each, so several blocks at a time, some blocks ahead; so the
+// chain plan -> bias -> address is never waited for, and no warp has more to do than the others.
+#pragma once
+
+#include "../../problem.h"
+#include "columns.cuh"
+#include "shared_tile.cuh"
+
+namespace fdm::cuda {
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// A bias or any tensor of scores, for one head of a sequence.
+struct ScoreView {
+  const void *data; // null: absent
+  int64_t row, col; // strides in elements
+  int32_t dtype;
+  bool rows; // one row for each query
+
+  __device__ __forceinline__ uint32_t load_bits(int64_t j, int64_t i = 0) const {
+    const int64_t at = (rows ? i * row : 0) + j * col;
+    if (dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(data)[at];
+    return static_cast<const uint16_t *>(data)[at];
+  }
+  __device__ __forceinline__ float convert(uint32_t bits) const {
+    if (dtype == FDM_FLOAT32) return __uint_as_float(bits);
+    if (dtype == FDM_FLOAT16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+    return __uint_as_float(bits << 16);
+  }
+  __device__ __forceinline__ float load(int64_t i, int64_t j) const { return convert(load_bits(j, i)); }
+};
+
+__device__ __forceinline__ ScoreView score_view(const fdm_problem &p, const fdm_tensor &t, const Sequence &s,
+                                                int64_t head) {
+  if (!present(t)) return {};
+  const Matrix m = score_matrix(p, t, s, head, t.dtype == FDM_FLOAT32 ? 4 : 2);
+  return {m.base, m.row, m.col, t.dtype, per_query(t)};
+}
+
+// To base 2, without making infinity of finfo.min.
+__device__ __forceinline__ float to_base_2(float bias) {
+  const float scaled = bias * kLog2E;
+  return bias == -INFINITY ? bias : fmaxf(scaled, -3.4e38f);
+}
+
+template <int kColumns, int kThreads> struct KeyRing {
+  static constexpr int kBatch = kThreads / kColumns; // blocks that are fetched at a time
+  static constexpr int kBlocks = 2 * kBatch;
+  static_assert(kThreads % kColumns == 0, "each thread fetches one column");
+
+  struct Slot {
+    const uint16_t *k_row[kColumns], *v_row[kColumns]; // kZeroRow: no key
+    int32_t key[kColumns];
+    float bias[kColumns];                    // to base 2; -inf: not kept by any row
+    uint32_t word[kTileRows / 32][kColumns]; // of blocks with partial columns
+  };
+  Slot slots[kBlocks];
+
+  __device__ __forceinline__ Slot &at(int block) { return slots[block % kBlocks]; }
+};
+
+// What one thread fetches for one column: raw, and used only when the latency of the loads has passed. The key itself
+// is fetched one step earlier still, since everything else is found by it.
+struct ColumnEntry {
+  int32_t key;        // -1: no column
+  uint32_t bias_bits; // of the bias's dtype
+  int32_t start, end;
+  RowWord word;
+};
+
+__device__ __forceinline__ int32_t fetch_key(const TileColumns &t, int32_t c) {
+  return c < t.count ? column_key(t, c) : -1;
+}
+
+__device__ __forceinline__ ColumnEntry fetch_column(const TileColumns &t, const ScoreView &bias, int32_t c,
+                                                    int32_t key) {
+  ColumnEntry entry{};
+  entry.key = key;
+  if (key < 0) return entry;
+  if (bias.data && !bias.rows) entry.bias_bits = bias.load_bits(key);
+  if (c < t.full) return entry;
+  if (t.words) entry.word = t.words[key];
+  if (t.start) entry.start = t.start[key * t.start_stride], entry.end = t.end[key * t.end_stride];
+  return entry;
+}
+
+// Key j of a sequence in k or v, through the block table where there is one.
+__device__ __forceinline__ const uint16_t *key_row(const fdm_problem &p, const fdm_tensor &t, const Sequence &s,
+                                                   int64_t sequence_index, int64_t kv_head, int32_t j) {
+  const auto *base = static_cast<const uint16_t *>(t.data);
+  const fdm_tensor &table = p.block_table;
+  if (!present(table)) return base + s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + kv_head * t.stride[2];
+  const int32_t page_size = static_cast<int32_t>(t.shape[1]);
+  const int64_t entry = sequence_index * table.stride[0] + (j / page_size) * table.stride[1];
+  const int64_t page = static_cast<const int32_t *>(table.data)[entry];
+  return base + page * t.stride[0] + (j % page_size) * t.stride[1] + kv_head * t.stride[2];
+}
+
+template <int kColumns, class Slot>
+__device__ __forceinline__ void store_column(Slot &slot, const fdm_problem &p, const Sequence &s,
+                                             int64_t sequence_index, int64_t kv_head, const TileColumns &t,
+                                             const ScoreView &bias, int32_t c, const ColumnEntry &entry) {
+  const int i = c % kColumns;
+  float column_bias = entry.key < 0 ? -INFINITY : 0.0f;
+  if (entry.key >= 0 && bias.data && !bias.rows) column_bias = to_base_2(bias.convert(entry.bias_bits));
+  const int32_t key = column_bias == -INFINITY ? -1 : entry.key;
+  slot.key[i] = key;
+  slot.bias[i] = column_bias;
+  slot.k_row[i] = key < 0 ? kZeroRow : key_row(p, p.k, s, sequence_index, kv_head, key);
+  slot.v_row[i] = key < 0 ? kZeroRow : key_row(p, p.v, s, sequence_index, kv_head, key);
+  if (c / kColumns * kColumns + kColumns > t.full) {
+    const RowWord word = column_word(t, c, entry.key, entry.start, entry.end, entry.word);
+#pragma unroll
+    for (int part = 0; part < kTileRows / 32; ++part) slot.word[part][i] = word.part[part];
+  }
+}
+
+} // namespace fdm::cuda

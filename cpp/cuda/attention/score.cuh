@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The score of a query and a key, and what of it the backward pass needs again.
+#pragma once
+
+#include "../../problem.h"
+#include "backward.h"
+#include "key_ring.cuh"
+
+namespace fdm::cuda {
+
+// tanh(x) = 1 - 2 / (1 + exp(2 x)), accurate to about 1e-7 absolutely.
+__device__ __forceinline__ float tanh_of(float x) {
+  return 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approximate(x * (2.0f * kLog2E)));
+}
+
+struct ScoreFactors {
+  float scale; // of q.k: into tanh where there is a softcap, else to base 2
+  float cap;   // softcap to base 2
+
+  __device__ explicit ScoreFactors(const fdm_problem &p)
+      : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E), cap(p.softcap * kLog2E) {}
+
+  // To base 2. `slope`: the derivative of the capped score with respect to the one without a cap.
+  template <bool kCap> __device__ __forceinline__ float score(float product, float bias, float *slope) const {
+    if constexpr (kCap) {
+      const float t = tanh_of(product * scale);
+      *slope = 1.0f - t * t;
+      return fmaf(t, cap, bias);
+    } else {
+      *slope = 1.0f;
+      return fmaf(product, scale, bias);
+    }
+  }
+};
+
+// Where a row has lse this large, rounding makes P = exp(score - lse) exceed 1 by more than it should: P is then cut.
+constexpr float kLargeLse = 65536.0f;
+
+// Of a row: lse to base 2, and delta = dO . O - dlse. Rows without a gradient have lse = inf, which makes P = 0, and
+// delta = 0.
+struct RowStatistics {
+  float lse, delta;
+
+  __device__ __forceinline__ bool empty() const { return lse == INFINITY; }
+};
+
+// Of row i of a head.
+__device__ __forceinline__ RowStatistics &row_statistics(const BackwardParams &params, const Sequence &s, int64_t head,
+                                                         int64_t i) {
+  return params.statistics[(s.batch * params.p.heads + head) * total_rows(params.p) + s.q_begin + i];
+}
+
+// Rows of [0, 32) that lie in [first, past), as bits.
+__device__ __forceinline__ uint32_t row_bits(int first, int past) {
+  const int low = max(0, first), high = min(32, past);
+  return low < high ? (~0u >> (32 - (high - low))) << low : 0u;
+}
+
+struct RowRange {
+  int32_t first, past;
+};
+
+// The rows that may keep a key, the causal limit included; exactly those, unless the mask has a row for each query.
+__device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequence &s, int64_t head, int64_t key) {
+  const int64_t begin = is_causal(p) ? max64(0, key - s.causal_off) : 0;
+  RowRange rows{static_cast<int32_t>(min64(begin, s.q_count)), static_cast<int32_t>(s.q_count)};
+  const fdm_mask_kind kind = mask_kind(p);
+  if (kind == FDM_MASK_INTERVALS) {
+    const auto load = [&](const fdm_tensor &t) {
+      return static_cast<const int32_t *>(
+          t.data)[batch_index(t, s) * t.stride[0] + head_index(p, t, head) * t.stride[1] +
+                  (s.k_begin + key) * t.stride[3]];
+    };
+    rows.first = max(rows.first, load(p.start)), rows.past = min(rows.past, load(p.end));
+  } else if (kind == FDM_MASK_KEYS) {
+    const Matrix mask = score_matrix(p, p.mask, s, head, 1);
+    if (!static_cast<const uint8_t *>(mask.base)[key * mask.col]) rows.past = 0;
+  }
+  return rows;
+}
+
+// The words of a tile of a row plan, one for each key of the sequence.
+__device__ __forceinline__ const RowWord *tile_words(const fdm_problem &p, const Plan &plan, const Sequence &s,
+                                                     int64_t sequence_index, int64_t head, int64_t tile) {
+  const int64_t slot = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
+  return plan.words + slot * plan.tile_keys;
+}
+
+} // namespace fdm::cuda

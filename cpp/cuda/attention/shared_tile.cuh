@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Tiles of rows of 16-bit elements in shared memory, swizzled so that ldmatrix and 16-byte copies have no bank conflicts.
+//
+// A row is a multiple of 128 bytes, eight chunks of 16; chunk c of row r lies where chunk c ^ (r % 8) of its group of
+// eight would. Eight rows of one chunk then cover all banks.
+#pragma once
+
+#include "../../problem.h"
+#include "../ptx/copy.cuh"
+#include "../ptx/matrix.cuh"
+
+namespace fdm::cuda {
+
+template <int kHeadDim> struct SharedTile {
+  static constexpr int kPitch = (kHeadDim + 63) / 64 * 64; // elements
+  static constexpr int kChunks = kHeadDim / 8;
+
+  static constexpr int bytes(int rows) { return rows * kPitch * 2; }
+
+  __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int row, int chunk) {
+    const int swizzled = (chunk & ~7) | ((chunk ^ row) & 7);
+    return base + row * (kPitch * 2) + swizzled * 16;
+  }
+
+  // Where this thread reads a fragment whose first row is `row` and first column 0; `base` and rows are multiples of 128
+  // bytes, so that other fragments are an exclusive or and an addition of constants away.
+  //
+  // A left operand, 16 x 16: rows are those of the tile.
+  __device__ static __forceinline__ uint32_t left(uint32_t base, int row) {
+    const int lane = threadIdx.x % 32;
+    return chunk_address(base, row + lane % 16, lane / 16);
+  }
+  // Two right operands of a product with the transposed tile, summed over 16 of its columns: b[0], b[1] for 8 rows, b[2],
+  // b[3] for the next 8.
+  __device__ static __forceinline__ uint32_t right_rows(uint32_t base) {
+    const int lane = threadIdx.x % 32;
+    return chunk_address(base, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  }
+  // Two right operands for 8 columns and the next 8, summed over 16 rows. Loaded transposed.
+  __device__ static __forceinline__ uint32_t right_columns(uint32_t base) { return left(base, 0); }
+
+  // The fragment at (row, column) from that of (0, 0): row a multiple of 8, column of 16.
+  __device__ static __forceinline__ uint32_t at(uint32_t fragment, int row, int column) {
+    return (fragment ^ (column / 8 % 8 * 16)) + row * (kPitch * 2) + column / 64 * 128;
+  }
+};
+
+// What absent rows are copied from, so that copies need no test for them.
+static __device__ __align__(16) const uint16_t kZeroRow[256] = {};
+
+// Copies 8 elements of a row of global memory to a chunk, one by one: for rows that do not start at multiples of 16 bytes,
+// have a stride between elements, or a head dimension that is no multiple of 8. Not inlined, to keep it out of the way of
+// the aligned copies, which are asynchronous.
+static __device__ __noinline__ void copy_chunk_by_elements(uint32_t to, const uint16_t *row, int first, int head_dim,
+                                                           int64_t stride) {
+  uint32_t packed[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int d = first + i;
+    if (d < head_dim) packed[i / 2] |= uint32_t(row[d * stride]) << (i % 2 * 16);
+  }
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]),
+               "r"(packed[3])
+               : "memory");
+}
+
+// Copies rows of global memory to a tile: row r from the address that source(r) gives, which is kZeroRow for absent
+// rows. The copies are asynchronous, except where `aligned` (see below) is false.
+template <class Tile, int kRows, int kThreads, class Source>
+__device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_dim, int64_t stride,
+                                          const Source &source) {
+  constexpr int kTotal = kRows * Tile::kChunks;
+  constexpr int kBatch = 8; // addresses are found before the first copy is issued, so that their loads overlap
+  // Where a step of all threads is a number of whole rows, a thread's chunk is always the same.
+  constexpr bool kWholeRows = kThreads % Tile::kChunks == 0;
+  if (aligned) {
+#pragma unroll
+    for (int batch = 0; batch < kTotal; batch += kBatch * kThreads) {
+      const uint16_t *rows[kBatch];
+#pragma unroll
+      for (int step = 0; step < kBatch; ++step) {
+        const int begin = batch + step * kThreads, i = begin + int(threadIdx.x);
+        const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
+        if (begin + kThreads <= kTotal || i < kTotal) rows[step] = source(r);
+      }
+#pragma unroll
+      for (int step = 0; step < kBatch; ++step) {
+        const int begin = batch + step * kThreads, i = begin + int(threadIdx.x);
+        const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
+        const int chunk = (kWholeRows ? int(threadIdx.x) : i) % Tile::kChunks;
+        if (begin + kThreads <= kTotal || i < kTotal)
+          ptx::copy_async_16(Tile::chunk_address(base, r, chunk), rows[step] + chunk * 8, chunk * 8 < head_dim);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kTotal; i += kThreads) {
+      const int r = i / Tile::kChunks, chunk = i % Tile::kChunks;
+      const uint16_t *row = source(r);
+      copy_chunk_by_elements(Tile::chunk_address(base, r, chunk), row, chunk * 8, head_dim,
+                             row == kZeroRow ? 1 : stride);
+    }
+  }
+}
+
+// May the rows of a (B, rows, heads, D) tensor be copied 16 bytes at a time?
+inline bool rows_are_aligned(const fdm_tensor &t, int64_t head_dim) {
+  bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && head_dim % 8 == 0 && t.stride[3] == 1;
+  for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % 8 == 0;
+  return aligned;
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Interval plans: first the kept keys of each list, then the columns of each tile from those.
+//
+// Tiles look at kept keys only: a window of w keys over K keys in random order keeps about w (1 + ln(K / w)) of them, so
+// the work of a tile hardly grows with K.
+#include "../block_scan.cuh"
+#include "list_work.cuh"
+#include "make_plan.h"
+
+namespace fdm::cuda {
+namespace {
+
+// Of the compaction. A list of one chunk needs no count of what comes before it.
+constexpr int kChunkThreads = 1024, kChunkItems = 8, kChunkKeys = kChunkThreads * kChunkItems;
+constexpr int kTileThreads = 256, kTileItems = 8, kTileStep = kTileThreads * kTileItems;
+
+struct KeyRows {
+  int32_t start, end;
+};
+
+// Reads the rows that keep a key, the causal limit included.
+struct KeyRowsReader {
+  const int32_t *start, *end; // null: a key mask
+  const uint8_t *mask;
+  int64_t start_stride, end_stride, mask_stride;
+  int64_t causal_off;
+  int32_t queries;
+  bool causal;
+
+  __device__ KeyRowsReader(const fdm_problem &p, const ListWork &work) : start(nullptr), end(nullptr), mask(nullptr) {
+    const auto offset = [&](const fdm_tensor &t, int64_t stride) {
+      return work.list_batch * t.stride[0] + work.list_head * t.stride[1] + work.s.k_begin * stride;
+    };
+    start_stride = p.start.stride[3], end_stride = p.end.stride[3];
+    mask_stride = p.mask.shape[3] == 1 ? 0 : p.mask.stride[3];
+    if (present(p.start)) {
+      start = static_cast<const int32_t *>(p.start.data) + offset(p.start, start_stride);
+      end = static_cast<const int32_t *>(p.end.data) + offset(p.end, end_stride);
+    } else {
+      mask = static_cast<const uint8_t *>(p.mask.data) + offset(p.mask, mask_stride);
+    }
+    causal = is_causal(p), causal_off = work.s.causal_off, queries = static_cast<int32_t>(work.s.q_count);
+  }
+
+  __device__ KeyRows operator()(int64_t j) const {
+    KeyRows rows{0, queries};
+    if (start) {
+      rows.start = max(0, __ldg(start + j * start_stride));
+      rows.end = min(queries, __ldg(end + j * end_stride));
+    } else if (!__ldg(mask + j * mask_stride)) {
+      rows.end = 0;
+    }
+    // Beyond int32 only for keys that no row sees: then rows.end is at most the limit.
+    if (causal) rows.start = static_cast<int32_t>(max64(rows.start, j - causal_off));
+    return rows;
+  }
+};
+
+__device__ void read_chunk(const KeyRowsReader &reader, int64_t first, int64_t keys, KeyRows (&rows)[kChunkItems]) {
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) {
+    const int64_t j = first + i * kChunkThreads + threadIdx.x;
+    rows[i] = j < keys ? reader(j) : KeyRows{0, 0};
+  }
+}
+
+__device__ int32_t *chunk_counts(int32_t *counts, const fdm_problem &p, const ListWork &work, int64_t chunks) {
+  return counts + (work.list * list_sequences(p) + work.sequence_index) * chunks;
+}
+
+__global__ void __launch_bounds__(kChunkThreads)
+    count_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int32_t *counts,
+                    int64_t chunks) {
+  const ListWork work = list_work(p, plan, chunks);
+  const int64_t first = work.part * kChunkKeys;
+  if (first >= work.s.k_count) return;
+  KeyRows rows[kChunkItems];
+  read_chunk(KeyRowsReader(p, work), first, work.s.k_count, rows);
+  int32_t kept = 0;
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) kept += __syncthreads_count(rows[i].start < rows[i].end);
+  if (threadIdx.x == 0) chunk_counts(counts, p, work, chunks)[work.part] = kept;
+}
+
+__global__ void __launch_bounds__(kChunkThreads)
+    compact_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int32_t *counts,
+                      int64_t chunks) {
+  __shared__ BlockRanks<kChunkThreads, kChunkItems> ranks;
+  const ListWork work = list_work(p, plan, chunks);
+  const int64_t first = work.part * kChunkKeys, last_part = max64(0, ceil_div(work.s.k_count, kChunkKeys) - 1);
+  if (work.part > last_part) return;
+  KeyRows rows[kChunkItems];
+  read_chunk(KeyRowsReader(p, work), first, work.s.k_count, rows);
+  int32_t before = 0;
+  for (int64_t part = 0; part < work.part; ++part) before += chunk_counts(counts, p, work, chunks)[part];
+
+  bool kept[kChunkItems], none[kChunkItems];
+  uint32_t rank[kChunkItems];
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) kept[i] = rows[i].start < rows[i].end, none[i] = false;
+  const uint32_t total = ranks.first_of(ranks.rank(kept, none, rank));
+  const int64_t base = work.list * plan.list_keys + work.s.k_begin + before;
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) {
+    if (!kept[i]) continue;
+    const int64_t at = base + rank[i];
+    plan.kept_index[at] = static_cast<int32_t>(first + i * kChunkThreads + threadIdx.x);
+    plan.kept_start[at] = rows[i].start, plan.kept_end[at] = rows[i].end;
+  }
+  if (work.part == last_part && threadIdx.x == 0)
+    plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = before + static_cast<int32_t>(total);
+}
+
+__global__ void __launch_bounds__(kTileThreads)
+    list_tile_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
+  __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
+  const ListWork work = list_work(p, plan, tiles);
+  const int64_t first_row = work.part * kTileRows;
+  if (first_row >= work.s.q_count) return;
+  const int32_t first = static_cast<int32_t>(first_row);
+  const int32_t past = static_cast<int32_t>(min64(work.s.q_count, first_row + kTileRows));
+  const int64_t visible = is_causal(p) ? min64(work.s.k_count, past + work.s.causal_off) : work.s.k_count;
+  const int32_t kept = plan.kept_count[work.list * list_sequences(p) + work.sequence_index];
+  const int64_t list = work.list * plan.list_keys + work.s.k_begin;
+  const int32_t *index = plan.kept_index + list, *start = plan.kept_start + list, *end = plan.kept_end + list;
+  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
+  int32_t *columns = plan.columns + slot * plan.tile_keys;
+
+  int32_t full_count = 0, partial_count = 0;
+  for (int32_t step = 0; step < kept && index[step] < visible; step += kTileStep) {
+    bool full[kTileItems], partial[kTileItems];
+    uint32_t rank[kTileItems];
+#pragma unroll
+    for (int i = 0; i < kTileItems; ++i) {
+      const int32_t at = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
+      const int32_t from = at < kept ? start[at] : past, to = at < kept ? end[at] : first;
+      full[i] = from <= first && to >= past;
+      partial[i] = from < past && to > first && !full[i];
+    }
+    const uint32_t total = ranks.rank(full, partial, rank);
+#pragma unroll
+    for (int i = 0; i < kTileItems; ++i) {
+      if (!full[i] && !partial[i]) continue; // most are neither: their keys need not be read
+      const int64_t column = full[i] ? full_count + ranks.first_of(rank[i])
+                                     : plan.tile_keys - 1 - partial_count - ranks.second_of(rank[i]);
+      columns[column] = index[step + i * kTileThreads + static_cast<int32_t>(threadIdx.x)];
+    }
+    full_count += ranks.first_of(total), partial_count += ranks.second_of(total);
+  }
+  if (threadIdx.x == 0) plan.counts[slot] = {full_count + partial_count, full_count};
+}
+
+} // namespace
+
+int64_t interval_plan_workspace_bytes(const fdm_problem &p) {
+  const int64_t chunks = ceil_div(p.keys, kChunkKeys), lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
+  return chunks > 1 ? align_256(4 * lists * list_sequences(p) * chunks) : 0;
+}
+
+cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace, cudaStream_t stream) {
+  int64_t bytes;
+  const Plan plan = lay_out_plan(p, base, &bytes);
+  const int64_t lists = plan.lists * list_sequences(p);
+  if (lists == 0) return cudaSuccess;
+  const int64_t chunks = max64(1, ceil_div(p.keys, kChunkKeys)), tiles = ceil_div(p.queries, kTileRows);
+  if (const cudaError_t error = check_blocks(lists * max64(chunks, tiles))) return error;
+  auto *counts = static_cast<int32_t *>(workspace);
+  const auto blocks = [&](int64_t parts) { return static_cast<unsigned>(lists * parts); };
+  if (chunks > 1) count_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
+  compact_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
+  if (tiles > 0) list_tile_columns<<<blocks(tiles), kTileThreads, 0, stream>>>(p, plan, tiles);
+  return cudaGetLastError();
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How the making of a plan is spread over blocks of threads: a number of parts for each list and sequence.
+#pragma once
+
+#include <climits>
+
+#include "plan.cuh"
+
+namespace fdm::cuda {
+
+// Sequences that each list runs over. Without cu_seqlens a list belongs to one element of the batch, or to all alike.
+FDM_INLINE int64_t list_sequences(const fdm_problem &p) { return is_varlen(p) ? p.batch : 1; }
+
+struct ListWork {
+  Sequence s;
+  int64_t list, sequence_index;
+  int64_t list_batch, list_head; // indices into the list tensor
+  int64_t part;
+};
+
+// Parts count down, so that the last of every list start first: with a causal limit they have the most to do.
+__device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &plan, int64_t parts) {
+  // A grid has fewer than 2^31 blocks, and divisions of 64 bits would take longer than some of the work.
+  const auto sequences = static_cast<uint32_t>(list_sequences(p)), heads = static_cast<uint32_t>(plan.batch_lists);
+  const uint32_t each = static_cast<uint32_t>(plan.lists) * sequences, of_part = blockIdx.x % each;
+  const uint32_t list = of_part / sequences;
+  ListWork work;
+  work.part = parts - 1 - blockIdx.x / each;
+  work.list = list, work.sequence_index = of_part % sequences;
+  work.list_batch = list / heads, work.list_head = list % heads;
+  work.s = sequence(p, work.sequence_index);
+  return work;
+}
+
+inline cudaError_t check_blocks(int64_t blocks) {
+  return blocks <= INT_MAX ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Row plans: a boolean mask with a row for each query, read exactly once.
+//
+// A block turns the rows of one tile into columns, kStepKeys keys at a time. A warp reads 32 rows of 128 keys, four
+// keys a thread, so that a row is one request of 128 bytes and 32 of them are under way at a time. The bytes of eight
+// rows become the bits of one register by shifts (for four keys at once), and a transposition of four such registers
+// gives a word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
+#include "../block_scan.cuh"
+#include "list_work.cuh"
+#include "make_plan.h"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kRowThreads = 512, kStepKeys = kRowThreads;
+constexpr int kParts = kTileRows / 32, kKeysPerThread = 4, kKeysPerWarp = 32 * kKeysPerThread;
+static_assert(kRowThreads / 32 / kParts * kKeysPerWarp == kStepKeys, "the warps' parts must cover a step");
+
+// Four booleans of a row as bytes; those beyond `keys` are 0.
+template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_t *at, int64_t col, int keys) {
+  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(at));
+  uint32_t bytes = 0;
+#pragma unroll
+  for (int k = 0; k < kKeysPerThread; ++k)
+    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(at + k * col)) << (8 * k);
+  return bytes;
+}
+
+// Byte k of bits[b]: key k in rows 8 b ... 8 b + 7 of those from `at` on.
+template <bool kWide>
+__device__ __forceinline__ void load_rows(const uint8_t *at, int64_t row, int64_t col, int rows, int keys,
+                                          uint32_t (&bits)[4]) {
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    uint32_t loaded[8];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) loaded[r] = 8 * b + r < rows ? load_keys<kWide>(at + (8 * b + r) * row, col, keys) : 0;
+    bits[b] = 0;
+#pragma unroll
+    for (int r = 7; r >= 0; --r) bits[b] = 2 * bits[b] + loaded[r];
+  }
+}
+
+// word.x: rows 0 ... 31 of key 0, and so on: the transpose of four registers of four bytes.
+__device__ __forceinline__ uint4 words_of_keys(const uint32_t (&bits)[4]) {
+  const uint32_t low01 = __byte_perm(bits[0], bits[1], 0x5140), high01 = __byte_perm(bits[0], bits[1], 0x7362);
+  const uint32_t low23 = __byte_perm(bits[2], bits[3], 0x5140), high23 = __byte_perm(bits[2], bits[3], 0x7362);
+  return {__byte_perm(low01, low23, 0x5410), __byte_perm(low01, low23, 0x7632), __byte_perm(high01, high23, 0x5410),
+          __byte_perm(high01, high23, 0x7632)};
+}
+
+// Bits [from, 32) of a word.
+__device__ __forceinline__ uint32_t bits_from(int64_t from) {
+  return from <= 0 ? ~0u : (from >= 32 ? 0u : ~0u << from);
+}
+
+// kAligned: the key stride is 1 and every row starts at a multiple of four bytes.
+template <bool kAligned>
+__global__ void __launch_bounds__(kRowThreads, 2)
+    list_row_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
+  __shared__ uint4 words[kParts][kStepKeys / kKeysPerThread];
+  __shared__ BlockRanks<kRowThreads, 1> ranks;
+  const ListWork work = list_work(p, plan, tiles);
+  const int64_t first_row = work.part * kTileRows;
+  if (first_row >= work.s.q_count) return;
+  const int rows = static_cast<int>(min64(kTileRows, work.s.q_count - first_row));
+  const int64_t row = p.mask.stride[2], col = p.mask.shape[3] == 1 ? 0 : p.mask.stride[3];
+  const int64_t first_limit = first_row + work.s.causal_off; // the last key that row 0 of the tile sees
+  const int64_t visible = is_causal(p) ? min64(work.s.k_count, first_limit + rows) : work.s.k_count;
+  const auto *mask = static_cast<const uint8_t *>(p.mask.data) + work.list_batch * p.mask.stride[0] +
+                     work.list_head * p.mask.stride[1] + (work.s.q_begin + first_row) * row;
+  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
+  int32_t *columns = plan.columns + slot * plan.tile_keys;
+  RowWord *key_words = plan.words + slot * plan.tile_keys;
+
+  const int part = warp_id() % kParts, group = warp_id() / kParts;
+  const int part_rows = max(0, min(32, rows - 32 * part));
+  const uint8_t *part_mask = mask + 32 * part * row;
+  uint32_t full_count = 0, partial_count = 0;
+  for (int64_t step = 0; step < visible; step += kStepKeys) {
+    const int64_t own = step + group * kKeysPerWarp + lane_id() * kKeysPerThread;
+    const int keys = static_cast<int>(max64(0, min64(kKeysPerThread, work.s.k_count - own)));
+    uint32_t bits[4] = {0, 0, 0, 0};
+    if (kAligned && keys == kKeysPerThread) {
+      load_rows<true>(part_mask + own, row, 1, part_rows, keys, bits);
+    } else if (keys > 0) {
+      load_rows<false>(part_mask + own * col, row, col, part_rows, keys, bits);
+    }
+    words[part][group * 32 + lane_id()] = words_of_keys(bits);
+    __syncthreads();
+
+    const int64_t key = step + threadIdx.x;
+    RowWord word;
+    uint32_t any = 0, missing = 0;
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      uint32_t kept = reinterpret_cast<const uint32_t *>(words[n])[threadIdx.x];
+      if (is_causal(p)) kept &= bits_from(key - first_limit - 32 * n);
+      any |= kept, missing |= ~kept & ~bits_from(rows - 32 * n);
+      word.part[n] = kept;
+    }
+    const bool full[1] = {missing == 0}, partial[1] = {missing != 0 && any != 0};
+    uint32_t rank[1];
+    const uint32_t total = ranks.rank(full, partial, rank);
+    if (full[0]) columns[full_count + ranks.first_of(rank[0])] = static_cast<int32_t>(key);
+    if (partial[0]) {
+      const uint32_t c = partial_count + ranks.second_of(rank[0]);
+      columns[plan.tile_keys - 1 - c] = static_cast<int32_t>(key);
+    }
+    if (key < work.s.k_count) key_words[key] = word;
+    full_count += ranks.first_of(total), partial_count += ranks.second_of(total);
+  }
+  // Keys behind the causal limit have been left out, or begin in the last step.
+  for (int64_t key = ceil_div(max64(0, visible), kStepKeys) * kStepKeys + threadIdx.x; key < work.s.k_count;
+       key += kRowThreads)
+    key_words[key] = RowWord{};
+  if (threadIdx.x == 0)
+    plan.counts[slot] = {static_cast<int32_t>(full_count + partial_count), static_cast<int32_t>(full_count)};
+}
+
+bool rows_are_aligned(const fdm_tensor &mask) {
+  const auto multiple = [](int64_t stride) { return stride % kKeysPerThread == 0; };
+  return mask.shape[3] > 1 && mask.stride[3] == 1 && multiple(mask.stride[0]) && multiple(mask.stride[1]) &&
+         multiple(mask.stride[2]) && reinterpret_cast<uintptr_t>(mask.data) % kKeysPerThread == 0;
+}
+
+} // namespace
+
+cudaError_t make_row_plan(const fdm_problem &p, void *base, cudaStream_t stream) {
+  int64_t bytes;
+  const Plan plan = lay_out_plan(p, base, &bytes);
+  const int64_t tiles = ceil_div(p.queries, kTileRows), blocks = plan.lists * list_sequences(p) * tiles;
+  if (blocks == 0) return cudaSuccess;
+  if (const cudaError_t error = check_blocks(blocks)) return error;
+  const auto kernel = rows_are_aligned(p.mask) ? list_row_columns<true> : list_row_columns<false>;
+  kernel<<<static_cast<unsigned>(blocks), kRowThreads, 0, stream>>>(p, plan, tiles);
+  return cudaGetLastError();
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Asynchronous copies from global to shared memory (PTX ISA, cp.async; sm_80 and later).
+#pragma once
+
+#include <cstdint>
+
+namespace fdm::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes; zeros where `valid` is false, and then the source is not read.
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// Waits until at most `Pending` of this thread's most recent groups are under way.
+template <int Pending> __device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
+}
+
+} // namespace fdm::ptx

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The candidates of a selection: the rows of bias and mask that a result reads, and the order of their keys.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../../problem.h"
+
+namespace fdm::cuda {
+
+// One row of the result: what it reads and sees.
+struct SelectionRow {
+  int64_t batch, head; // of the attention problem
+  int64_t q_begin, q_count, k_begin, k_count, causal_off;
+};
+
+FDM_INLINE int64_t selection_sequences(const fdm_selection &s, const fdm_tensor &result) {
+  return present(s.cu_seqlens_q) ? s.batch : result.shape[0];
+}
+
+// Row range of a sequence (without cu_seqlens: an index into the result's batch) and a head of the result.
+__device__ __forceinline__ SelectionRow selection_row(const fdm_selection &s, const fdm_tensor &result, int64_t b,
+                                                      int64_t result_head) {
+  const int64_t head = result_head * (s.heads / result.shape[1]);
+  if (!present(s.cu_seqlens_q)) return {b, head, 0, s.queries, 0, s.keys, s.keys - s.queries};
+  const auto *q = static_cast<const int32_t *>(s.cu_seqlens_q.data);
+  const auto *k = static_cast<const int32_t *>(s.cu_seqlens_k.data);
+  const int64_t q0 = q[b], q1 = q[b + 1], k0 = k[b], k1 = k[b + 1];
+  return {0, head, q0, q1 - q0, k0, k1 - k0, (k1 - k0) - (q1 - q0)};
+}
+
+// Row i of a bias or mask from its key 0 on, keys counted from the sequence's first.
+template <class T> struct KeyRow {
+  const T *base;
+  int64_t stride;
+
+  __device__ KeyRow(const fdm_selection &s, const fdm_tensor &t, const SelectionRow &r, int64_t i) {
+    const int64_t head = t.shape[1] == 1 ? 0 : (t.shape[1] == s.heads ? r.head : r.head / (s.heads / s.kv_heads));
+    const bool rows = t.shape[2] > 1;
+    stride = t.shape[3] > 1 ? t.stride[3] : 0;
+    int64_t at = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
+    at += rows ? (r.q_begin + i) * t.stride[2] : r.k_begin * stride;
+    base = static_cast<const T *>(t.data) + at;
+  }
+  __device__ T load(int32_t j) const { return __ldg(base + j * stride); }
+};
+
+// Biases as unsigned integers of the same order; 0 for those that are never selected, NaN and -inf. Of 16-bit dtypes the
+// lower half is 0, which saves the selection a pass.
+template <int kDtype> struct OrderedBias {
+  using Storage = uint16_t;
+  static constexpr int kBits = 16;
+  static constexpr uint32_t kInfinity = kDtype == FDM_BFLOAT16 ? 0x7f80 : 0x7c00, kSign = 0x8000, kMagnitude = 0x7fff;
+};
+template <> struct OrderedBias<FDM_FLOAT32> {
+  using Storage = uint32_t;
+  static constexpr int kBits = 32;
+  static constexpr uint32_t kInfinity = 0x7f800000u, kSign = 0x80000000u, kMagnitude = 0x7fffffffu;
+};
+
+template <int kDtype> __device__ __forceinline__ uint32_t ordered_bias(uint32_t bits) {
+  using Order = OrderedBias<kDtype>;
+  const uint32_t magnitude = bits & Order::kMagnitude;
+  const bool negative = (bits & Order::kSign) != 0;
+  if (magnitude > Order::kInfinity || (negative && magnitude == Order::kInfinity)) return 0;
+  const uint32_t ordered = negative ? Order::kSign - magnitude : Order::kSign + magnitude; // -0 as +0
+  return ordered << (32 - Order::kBits);
+}
+
+template <int kDtype> struct Candidates {
+  static constexpr int kBits = OrderedBias<kDtype>::kBits;
+  KeyRow<typename OrderedBias<kDtype>::Storage> bias;
+  KeyRow<uint8_t> mask;
+  bool masked;
+
+  __device__ Candidates(const fdm_selection &s, const SelectionRow &r, int64_t i)
+      : bias(s, s.bias, r, i), mask(s, s.mask, r, i), masked(present(s.mask)) {}
+
+  // 0 for a key that the mask or the bias excludes.
+  __device__ uint32_t operator()(int32_t j) const {
+    const uint32_t bits = bias.load(j);
+    if (masked && !mask.load(j)) return 0;
+    return ordered_bias<kDtype>(bits);
+  }
+};
+
+// The best keys of a row up to some key, in the order of selection: larger value first, and of equal ones the lower key.
+// They are those with a larger value than `value`, or an equal one and a key up to `last`. Of the keys after, it holds
+// all that can enter, and perhaps some that cannot: the lower bits of `value` are 0 where none of the row's keys needs
+// them.
+struct Window {
+  uint32_t value;
+  int32_t last;
+  int32_t size;
+
+  __device__ bool holds(uint32_t key_value, int32_t key) const {
+    return key_value > value || (key_value == value && key <= last);
+  }
+};
+
+// Holds every candidate: a window that is not full yet. Excluded keys have the value 0 and no key is -1 or less.
+__device__ __forceinline__ Window open_window(int32_t size) { return {0, -1, size}; }
+__device__ __forceinline__ Window closed_window() { return {~0u, -1, 0}; }
+
+// Calls function with the dtype of a bias as a compile-time constant.
+template <class Function> void with_bias_dtype(int32_t dtype, const Function &function) {
+  switch (dtype) {
+  case FDM_FLOAT16:
+    return function(std::integral_constant<int, FDM_FLOAT16>{});
+  case FDM_BFLOAT16:
+    return function(std::integral_constant<int, FDM_BFLOAT16>{});
+  default:
+    return function(std::integral_constant<int, FDM_FLOAT32>{});
+  }
+}
+
+} // namespace fdm::cuda

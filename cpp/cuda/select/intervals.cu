@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Selection for a bias that is the same for every query, into one interval of rows for each key.
+//
+// With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a heap
+// does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
+//  1. The window after each chunk is the best of all keys up to there, found by radix selection over them. That reads
+//     the row once for each chunk, at most kChunks times in all, mostly from the second-level cache.
+//  2. A key of a chunk arrives if the window before the chunk does not already exclude it. A key held by the window
+//     before, or an arrival, that the window after does not hold was driven out within the chunk, and no other chunk
+//     can drive it out. Such a key x leaves with the n-th arrival better than x, where n is the room that the window
+//     before has below x: few keys, so all pairs of them are compared.
+// Each key's interval is written by exactly one block: that of its own chunk if it never enters, leaves within the
+// chunk or stays to the end, else that of the chunk in which it leaves.
+#include "radix_select.cuh"
+#include "select.h"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kChunks = 64;         // wanted: enough blocks for a GPU even with few lists
+constexpr int kMinChunkKeys = 256;  // below, more time goes into finding windows than into their changes
+constexpr int kMaxChunkKeys = 2048; // arrivals and leavers of a chunk lie in shared memory
+constexpr int kChunkItems = kMaxChunkKeys / kThreads;
+
+struct Chunks {
+  int64_t keys;  // of a chunk
+  int64_t count; // of the longest sequence
+};
+
+// Without a causal limit only the window over all keys matters.
+FDM_INLINE Chunks chunks_of(const fdm_selection &s) {
+  if (!(s.flags & FDM_CAUSAL)) return {s.keys, 1};
+  const int64_t keys = max64(kMinChunkKeys, min64(kMaxChunkKeys, round_up(ceil_div(s.keys, kChunks), kMinChunkKeys)));
+  return {keys, ceil_div(s.keys, keys)};
+}
+
+struct IntervalWork {
+  SelectionRow row;
+  int64_t chunk;
+  int32_t begin, end;           // its keys
+  Window *windows;              // after each chunk of the row
+  int32_t *row_start, *row_end; // of the row's first key
+  int64_t start_stride, end_stride;
+  bool causal;
+
+  // Chunks count down: the last ones have the longest rows before them.
+  __device__ IntervalWork(const fdm_selection &s, int64_t chunk_keys, int64_t chunks, Window *all_windows) {
+    // A grid has fewer than 2^31 blocks, so its divisions need 32 bits only.
+    const auto heads = static_cast<uint32_t>(s.start.shape[1]);
+    const uint32_t lists = heads * static_cast<uint32_t>(selection_sequences(s, s.start));
+    const uint32_t list = blockIdx.x % lists, b = list / heads, head = list % heads;
+    const int64_t batch = present(s.cu_seqlens_q) ? 0 : b;
+    chunk = (gridDim.x - 1 - blockIdx.x) / lists;
+    row = selection_row(s, s.start, b, head);
+    begin = static_cast<int32_t>(min64(row.k_count, chunk * chunk_keys));
+    end = static_cast<int32_t>(min64(row.k_count, (chunk + 1) * chunk_keys));
+    windows = all_windows + list * chunks;
+    start_stride = s.start.stride[3], end_stride = s.end.stride[3];
+    row_start = static_cast<int32_t *>(s.start.data) + batch * s.start.stride[0] + head * s.start.stride[1] +
+                row.k_begin * start_stride;
+    row_end = static_cast<int32_t *>(s.end.data) + batch * s.end.stride[0] + head * s.end.stride[1] +
+              row.k_begin * end_stride;
+    causal = (s.flags & FDM_CAUSAL) != 0;
+  }
+
+  __device__ bool absent() const { return begin >= end; }
+  __device__ int64_t first_row(int64_t key) const { return causal ? max64(0, key - row.causal_off) : 0; }
+
+  // A key that no row selects has the interval [0, 0).
+  __device__ void write(int64_t key, int64_t past_row) const {
+    const int64_t first = first_row(key);
+    const bool selected = first < past_row;
+    row_start[key * start_stride] = selected ? static_cast<int32_t>(first) : 0;
+    row_end[key * end_stride] = selected ? static_cast<int32_t>(past_row) : 0;
+  }
+};
+
+template <int kDtype>
+__global__ void __launch_bounds__(kThreads, 2)
+    find_windows(const __grid_constant__ fdm_selection s, int64_t chunk_keys, int64_t chunks, Window *all_windows) {
+  __shared__ typename RadixSelect<kThreads>::Shared shared;
+  const IntervalWork work(s, chunk_keys, chunks, all_windows);
+  if (work.absent()) return;
+  const Candidates<kDtype> source(s, work.row, 0);
+  const Window window = RadixSelect<kThreads>::select(shared, source, work.end, s.window);
+  if (threadIdx.x == 0) work.windows[work.chunk] = window;
+}
+
+// Without a causal limit: the keys of the one window, for all rows.
+template <int kDtype>
+__global__ void __launch_bounds__(kThreads, 2)
+    write_window(const __grid_constant__ fdm_selection s, int64_t chunk_keys, const Window *all_windows) {
+  const IntervalWork work(s, chunk_keys, 1, const_cast<Window *>(all_windows));
+  const Candidates<kDtype> source(s, work.row, 0);
+  for (int32_t j = work.begin + static_cast<int32_t>(threadIdx.x); j < work.end; j += kThreads)
+    work.write(j, work.windows[0].holds(source(j), j) ? work.row.q_count : 0);
+}
+
+// A value and a key in one number: the larger, the earlier in the order of selection.
+__device__ __forceinline__ uint64_t order_of(uint32_t value, int32_t key) {
+  return static_cast<uint64_t>(value) << 32 | (~static_cast<uint32_t>(key));
+}
+__device__ __forceinline__ int32_t key_of(uint64_t order) {
+  return static_cast<int32_t>(~static_cast<uint32_t>(order));
+}
+
+struct ChunkChanges {
+  uint64_t arrivals[kMaxChunkKeys]; // by key
+  uint64_t leavers[kMaxChunkKeys];  // keys before the chunk, in any order
+  BlockRanks<kThreads, kChunkItems> ranks;
+  int32_t leaver_count;
+};
+
+// The keys of the chunk, those that the window before does not exclude into changes.arrivals; their number. Writes the
+// intervals of keys that never arrive or never leave.
+template <int kDtype>
+__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
+                             const Window &before, const Window &last) {
+  uint64_t order[kChunkItems];
+  bool arrives[kChunkItems], none[kChunkItems];
+  uint32_t rank[kChunkItems];
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) {
+    const int32_t j = work.begin + i * kThreads + static_cast<int32_t>(threadIdx.x);
+    arrives[i] = none[i] = false;
+    if (j >= work.end) continue;
+    const uint32_t value = source(j);
+    arrives[i] = before.holds(value, j), order[i] = order_of(value, j);
+    if (!arrives[i]) work.write(j, 0);
+    if (arrives[i] && last.holds(value, j)) work.write(j, work.row.q_count);
+  }
+  const uint32_t total = changes.ranks.rank(arrives, none, rank);
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i)
+    if (arrives[i]) changes.arrivals[rank[i]] = order[i];
+  return static_cast<int>(total);
+}
+
+// The keys before the chunk that the window before holds and the window after does not: no more than arrivals.
+template <int kDtype>
+__device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
+                             const Window &before, const Window &after) {
+  constexpr int kBatch = 8;
+  for (int32_t first = threadIdx.x; first < work.begin; first += kBatch * kThreads) {
+    uint32_t value[kBatch];
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) value[n] = first + n * kThreads < work.begin ? source(first + n * kThreads) : 0;
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      const int32_t j = first + n * kThreads;
+      if (before.holds(value[n], j) && !after.holds(value[n], j))
+        changes.leavers[atomicAdd(&changes.leaver_count, 1)] = order_of(value[n], j);
+    }
+  }
+}
+
+// The key with whose arrival x leaves: the n-th arrival before x in the order. x itself where it cannot enter, since the
+// window before was full of better keys.
+__device__ int32_t driven_out_by(const ChunkChanges &changes, int arrivals, int64_t room, uint64_t x) {
+  int64_t missing = room;
+  for (int n = 0; n < changes.leaver_count; ++n) missing += changes.leavers[n] <= x;
+  if (missing == 0) return key_of(x);
+  int n = 0;
+  for (; n < arrivals; ++n) {
+    missing -= changes.arrivals[n] > x;
+    if (missing == 0) break;
+  }
+  return key_of(changes.arrivals[n]);
+}
+
+template <int kDtype>
+__global__ void __launch_bounds__(kThreads, 2)
+    write_intervals(const __grid_constant__ fdm_selection s, int64_t chunk_keys, int64_t chunks, Window *all_windows) {
+  __shared__ ChunkChanges changes;
+  const IntervalWork work(s, chunk_keys, chunks, all_windows);
+  if (work.absent()) return;
+  const Candidates<kDtype> source(s, work.row, 0);
+  const Window before =
+      work.chunk > 0 ? work.windows[work.chunk - 1] : (s.window > 0 ? open_window(0) : closed_window());
+  const Window after = work.windows[work.chunk], last = work.windows[ceil_div(work.row.k_count, chunk_keys) - 1];
+  if (threadIdx.x == 0) changes.leaver_count = 0;
+  const int arrivals = find_arrivals(changes, work, source, before, last);
+  if (before.size + arrivals == after.size) return; // nothing leaves
+  find_leavers(changes, work, source, before, after);
+  __syncthreads();
+
+  const int64_t room = s.window - before.size;
+  const int leavers = changes.leaver_count;
+  for (int n = threadIdx.x; n < leavers + arrivals; n += kThreads) {
+    const uint64_t x = n < leavers ? changes.leavers[n] : changes.arrivals[n - leavers];
+    if (n >= leavers && after.holds(static_cast<uint32_t>(x >> 32), key_of(x))) continue;
+    const int32_t cause = driven_out_by(changes, arrivals, room, x);
+    // A key that is driven out by one before itself never was in the window.
+    work.write(key_of(x), cause > key_of(x) ? work.first_row(cause) : 0);
+  }
+}
+
+} // namespace
+
+// From bias and mask, whose broadcast shape the result has: its size is asked for before the result is there.
+int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
+  const int64_t heads = max64(s.bias.shape[1], s.mask.shape[1]);
+  const int64_t batches = present(s.cu_seqlens_q) ? s.batch : max64(s.bias.shape[0], s.mask.shape[0]);
+  return heads * batches * chunks_of(s).count * int64_t{sizeof(Window)};
+}
+
+cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream_t stream) {
+  const Chunks chunks = chunks_of(s);
+  const int64_t lists = s.start.shape[1] * selection_sequences(s, s.start), blocks = lists * chunks.count;
+  if (blocks == 0 || s.keys == 0) return cudaSuccess;
+  const int64_t writers = lists * ceil_div(s.keys, kMaxChunkKeys);
+  if (max64(blocks, writers) > INT32_MAX) return cudaErrorInvalidConfiguration;
+  auto *windows = static_cast<Window *>(workspace);
+  const auto grid = static_cast<unsigned>(blocks);
+  with_bias_dtype(s.bias.dtype, [&](auto dtype) {
+    constexpr int kDtype = decltype(dtype)::value;
+    find_windows<kDtype><<<grid, kThreads, 0, stream>>>(s, chunks.keys, chunks.count, windows);
+    if (s.flags & FDM_CAUSAL) {
+      write_intervals<kDtype><<<grid, kThreads, 0, stream>>>(s, chunks.keys, chunks.count, windows);
+    } else {
+      write_window<kDtype><<<static_cast<unsigned>(writers), kThreads, 0, stream>>>(s, kMaxChunkKeys, windows);
+    }
+  });
+  return cudaGetLastError();
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Selection row by row into booleans: one block of threads for each row of the result.
+#include "radix_select.cuh"
+#include "select.h"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+template <int kDtype>
+__global__ void __launch_bounds__(kThreads, 2)
+    select_keep_rows(const __grid_constant__ fdm_selection s, uint32_t rows) {
+  __shared__ typename RadixSelect<kThreads>::Shared shared;
+  const auto heads = static_cast<uint32_t>(s.keep.shape[1]);
+  const int64_t i = blockIdx.x % rows, head = blockIdx.x / rows % heads, b = blockIdx.x / rows / heads;
+  const bool varlen = present(s.cu_seqlens_q), per_row = s.keep.shape[2] > 1;
+  const SelectionRow r = selection_row(s, s.keep, b, head);
+  if (per_row && i >= r.q_count) return;
+  // One row for all queries is the last query's: it sees most.
+  const int64_t query = per_row ? i : max64(0, r.q_count - 1);
+  const int64_t limit = (s.flags & FDM_CAUSAL) ? query + r.causal_off + 1 : r.k_count;
+  const auto visible = static_cast<int32_t>(max64(0, min64(r.k_count, limit)));
+  const Candidates<kDtype> source(s, r, query);
+  const Window window = RadixSelect<kThreads>::select(shared, source, visible, s.window);
+
+  const auto columns = static_cast<int32_t>(per_row ? s.keep.shape[3] : r.k_count);
+  const int64_t stride = s.keep.stride[3];
+  auto *keep = static_cast<uint8_t *>(s.keep.data) + (varlen ? 0 : b) * s.keep.stride[0] + head * s.keep.stride[1] +
+               (per_row ? (r.q_begin + i) * s.keep.stride[2] : r.k_begin * stride);
+  for (int32_t j = threadIdx.x; j < columns; j += kThreads)
+    keep[j * stride] = j < visible && window.holds(source(j), j);
+}
+
+} // namespace
+
+cudaError_t select_keep(const fdm_selection &s, cudaStream_t stream) {
+  const bool varlen = present(s.cu_seqlens_q);
+  const int64_t rows = varlen && s.keep.shape[2] > 1 ? s.queries : s.keep.shape[2];
+  const int64_t blocks = selection_sequences(s, s.keep) * s.keep.shape[1] * rows;
+  if (blocks == 0 || s.keep.shape[3] == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  with_bias_dtype(s.bias.dtype, [&](auto dtype) {
+    select_keep_rows<decltype(dtype)::value>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(s, static_cast<uint32_t>(rows));
+  });
+  return cudaGetLastError();
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The `count` best candidates among the first keys of a row, by a block of threads: radix selection.
+//
+// Each pass counts the keys by their next 11 bits, among those that agree with the bits already decided, and finds the
+// digit in which the last selected key lies. Many digits spread the counting over many addresses: 11 bits of a float
+// tell apart a quarter of an octave. Where only some of the keys of equal value are selected, a last pass finds the
+// highest index among them.
+#pragma once
+
+#include "../block_scan.cuh"
+#include "candidates.cuh"
+
+namespace fdm::cuda {
+
+template <int kThreads> struct RadixSelect {
+  static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits, kPerThread = kDigits / kThreads;
+  static constexpr int kWarps = kThreads / 32, kBatch = 8;
+  static_assert(kDigits % kThreads == 0);
+
+  struct Shared {
+    uint32_t digits[kDigits];
+    BlockSum<kThreads> sum;
+    uint32_t digit, remaining, equal;
+    uint32_t warp_equal[kWarps];
+    int32_t last;
+  };
+
+  // All threads get the window.
+  template <class Source>
+  static __device__ Window select(Shared &shared, const Source &source, int32_t keys, int64_t count) {
+    if (count == 0) return closed_window();
+    uint32_t decided = 0, remaining = static_cast<uint32_t>(min64(count, keys));
+    for (int above = 32, shift; above > 32 - Source::kBits; above = shift) { // bits from `above` on are decided
+      shift = max(0, above - kDigitBits);
+      count_digits(shared, source, keys, shift, decided, above);
+      if (above == 32) {
+        const uint32_t candidates = total(shared);
+        if (candidates <= count) return open_window(static_cast<int32_t>(candidates));
+      }
+      find_digit(shared, remaining);
+      decided |= shared.digit << shift, remaining = shared.remaining;
+      // All keys that agree so far are selected: what their other bits are does not matter.
+      if (shared.equal == remaining) return {decided, keys - 1, static_cast<int32_t>(count)};
+    }
+    return {decided, find_last(shared, source, keys, decided, remaining), static_cast<int32_t>(count)};
+  }
+
+private:
+  // Calls visit(value) for the keys begin + lane, begin + lane + step, ... below end, several loads at a time.
+  template <class Source, class Visit>
+  static __device__ void visit_keys(const Source &source, int32_t begin, int32_t end, int step, const Visit &visit) {
+    for (; begin < end; begin += kBatch * step) {
+      uint32_t value[kBatch];
+#pragma unroll
+      for (int n = 0; n < kBatch; ++n) value[n] = begin + n * step < end ? source(begin + n * step) : 0;
+#pragma unroll
+      for (int n = 0; n < kBatch; ++n) visit(value[n]);
+    }
+  }
+
+  // Digits are counted from the largest.
+  template <class Source>
+  static __device__ void count_digits(Shared &shared, const Source &source, int32_t keys, int shift, uint32_t decided,
+                                      int above) {
+    __syncthreads(); // readers of the pass before are done
+    for (int d = threadIdx.x; d < kDigits; d += kThreads) shared.digits[d] = 0;
+    __syncthreads();
+    const uint32_t decided_mask = above == 32 ? 0 : ~0u << above, digit_mask = ~decided_mask >> shift;
+    visit_keys(source, threadIdx.x, keys, kThreads, [&](uint32_t value) {
+      if (value != 0 && (value & decided_mask) == decided)
+        atomicAdd(&shared.digits[kDigits - 1 - (value >> shift & digit_mask)], 1u);
+    });
+    __syncthreads();
+  }
+
+  static __device__ uint32_t total(Shared &shared) {
+    uint32_t own = 0, sum;
+    for (int d = threadIdx.x; d < kDigits; d += kThreads) own += shared.digits[d];
+    shared.sum.exclusive(own, &sum);
+    return sum;
+  }
+
+  // The digit that holds the remaining-th key; how many of its keys are still wanted, and how many there are.
+  static __device__ void find_digit(Shared &shared, uint32_t remaining) {
+    uint32_t own = 0, sum;
+#pragma unroll
+    for (int n = 0; n < kPerThread; ++n) own += shared.digits[threadIdx.x * kPerThread + n];
+    uint32_t before = shared.sum.exclusive(own, &sum);
+    if (before < remaining && before + own >= remaining) {
+      int d = threadIdx.x * kPerThread;
+      for (; before + shared.digits[d] < remaining; ++d) before += shared.digits[d];
+      shared.digit = kDigits - 1 - d, shared.remaining = remaining - before, shared.equal = shared.digits[d];
+    }
+    __syncthreads();
+  }
+
+  // The index of the wanted-th key of a value. Each warp counts in a part of the row, then one searches its part.
+  template <class Source>
+  static __device__ int32_t find_last(Shared &shared, const Source &source, int32_t keys, uint32_t value,
+                                      uint32_t wanted) {
+    const int32_t part = (keys / kWarps + 32) / 32 * 32; // at least keys / kWarps, rounded up
+    const int32_t begin = min(keys, warp_id() * part), end = min(keys, begin + part);
+    uint32_t own = 0;
+    visit_keys(source, begin + lane_id(), end, 32, [&](uint32_t v) { own += v == value; });
+    own = __reduce_add_sync(kAllLanes, own);
+    if (lane_id() == 0) shared.warp_equal[warp_id()] = own;
+    __syncthreads();
+    uint32_t before = 0;
+    for (int w = 0; w < warp_id(); ++w) before += shared.warp_equal[w];
+    if (before < wanted && before + own >= wanted) {
+      for (int32_t first = begin; first < end && before < wanted; first += 32) {
+        const int32_t j = first + lane_id();
+        uint32_t found = __ballot_sync(kAllLanes, j < end && source(j) == value);
+        for (; found && before < wanted; found &= found - 1)
+          if (++before == wanted && lane_id() == 0) shared.last = first + __ffs(found) - 1;
+      }
+    }
+    __syncthreads();
+    return shared.last;
+  }
+};
+
+} // namespace fdm::cuda

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sizes of zero and magnitudes that float32 cannot resolve, on the cpu pack."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_dmattn import _core, flash_dmattn_func
+from flash_dmattn.loader import pack_for
+
+
+@pytest.mark.parametrize("keys", [0, 1, 20000])
+@pytest.mark.parametrize("queries", [7, 9])
+def test_batch_of_zero_with_a_mask_that_all_batches_share(queries: int, keys: int) -> None:
+    """A mask of batch 1 has rows though the batch has none: they must not be planned."""
+    query = torch.empty(0, queries, 1, 8, requires_grad=True)
+    key = torch.empty(0, keys, 1, 8, requires_grad=True)
+    bias = torch.zeros(1, 1, queries, keys, requires_grad=True)
+    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+    out = flash_dmattn_func(query, key, key, attn_mask=mask, attn_bias=bias, backend="cpu")
+    assert out.shape == (0, queries, 1, 8)
+    out.sum().backward()
+    assert bias.grad is not None and bias.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("value", [-1e4, -65504.0, -1e6, -1e9, -1e20, 1e4, 1e9])
+@pytest.mark.parametrize("rows", [False, True])
+def test_gradients_under_a_bias_of_large_magnitude(value: float, rows: bool) -> None:
+    """The log-sum-exp then lacks the digits of the sum, on which probabilities depend."""
+    results = []
+    for backend in ("cpu", "reference"):
+        torch.manual_seed(0)
+        tensors = [torch.randn(1, 50, 2, 16, requires_grad=True) for _ in range(3)]
+        bias = torch.full((1, 1, 50 if rows else 1, 50), value, requires_grad=True)
+        out = flash_dmattn_func(*tensors, attn_bias=bias, backend=backend)
+        (out * torch.arange(16.0)).sum().backward()
+        results.append([out.detach(), *(tensor.grad for tensor in (*tensors, bias))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_plan_that_was_not_filled() -> None:
+    """Zeros in place of a plan are refused instead of divided by."""
+    query = torch.randn(1, 9, 1, 8)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+    problem = _core.Problem(
+        pack_for("cpu"), query, query, query, mask=mask, scale=1.0, causal=False, softcap=0.0
+    )
+    plan = torch.zeros(problem.plan_bytes, dtype=torch.uint8)
+    workspace = torch.empty(problem.forward_workspace_bytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="not filled"):
+        problem.forward(torch.empty_like(query), torch.empty(1, 1, 9), plan, workspace)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the documentation shows runs, and what it points to is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# A path from the root of the repository, not a part of an address or of a longer path.
+MENTION = re.compile(r"(?<![\w./-])((?:\.ci|cmake|cpp|docs|python|scripts|tests)/[\w./-]*)")
+
+
+class Block(NamedTuple):
+    """One fenced block of a page."""
+
+    language: str
+    line: int  # of its first line of code
+    code: str
+
+
+def blocks(text: str) -> Iterator[Block]:
+    for match in FENCE.finditer(text):
+        yield Block(match[1], text.count("\n", 0, match.start(2)) + 1, match[2])
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@pages
+def test_examples_run(page: Path) -> None:
+    examples = [block for block in blocks(page.read_text()) if block.language == "python"]
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for example in examples:
+        # Blank lines before it, so that a traceback shows the line of the page.
+        code = "\n" * (example.line - 1) + example.code
+        exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            broken.append(link)
+    assert broken == []
+
+
+@pages
+def test_mentioned_files_are_there(page: Path) -> None:
+    mentioned = {path.rstrip(".") for path in MENTION.findall(page.read_text())}
+    assert sorted(path for path in mentioned if not (ROOT / path).exists()) == []
+
+
+def test_blocks_are_found_with_their_lines() -> None:
+    text = "a\n```python\nx = 1\n```\n\n```bash\nls\n```\n"
+    assert list(blocks(text)) == [Block("python", 3, "x = 1\n"), Block("bash", 7, "ls\n")]
