@@ -39,13 +39,22 @@ FDM_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 FDM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 FDM_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+FDM_INLINE int64_t clamp64(int64_t x, int64_t least, int64_t most) { return max64(least, min64(x, most)); }
+
+// The bounds in cu_seqlens are kept inside of the tensors and of the lengths that the caller gave: on a GPU nobody can
+// have checked them.
 FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
   if (!is_varlen(p)) return {b, 0, p.queries, 0, p.keys, p.keys - p.queries};
   const auto *q = static_cast<const int32_t *>(p.cu_seqlens_q.data);
   const auto *k = static_cast<const int32_t *>(p.cu_seqlens_k.data);
   const int64_t qs = p.cu_seqlens_q.stride[0], ks = p.cu_seqlens_k.stride[0];
-  const int64_t q0 = q[b * qs], q1 = q[(b + 1) * qs], k0 = k[b * ks], k1 = k[(b + 1) * ks];
-  return {0, q0, q1 - q0, k0, k1 - k0, (k1 - k0) - (q1 - q0)};
+  const int64_t page_size = p.k.shape[1]; // only if paged
+  const int64_t most_keys = present(p.block_table) ? min64(p.keys, p.block_table.shape[1] * page_size) : p.keys;
+  const int64_t total_k = present(p.block_table) ? INT32_MAX : p.k.shape[1];
+  const int64_t q0 = clamp64(q[b * qs], 0, p.q.shape[1]), q1 = clamp64(q[(b + 1) * qs], q0, p.q.shape[1]);
+  const int64_t k0 = clamp64(k[b * ks], 0, total_k), k1 = clamp64(k[(b + 1) * ks], k0, total_k);
+  const int64_t q_count = min64(q1 - q0, p.queries), k_count = min64(k1 - k0, most_keys);
+  return {0, q0, q_count, k0, k_count, k_count - q_count};
 }
 
 // Rows of the packed row dimension over all sequences.

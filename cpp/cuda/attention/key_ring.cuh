@@ -94,7 +94,7 @@ __device__ __forceinline__ const uint16_t *key_row(const fdm_problem &p, const f
   if (!present(table)) return base + s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + kv_head * t.stride[2];
   const int32_t page_size = static_cast<int32_t>(t.shape[1]);
   const int64_t entry = sequence_index * table.stride[0] + (j / page_size) * table.stride[1];
-  const int64_t page = static_cast<const int32_t *>(table.data)[entry];
+  const int64_t page = clamp64(static_cast<const int32_t *>(table.data)[entry], 0, t.shape[0] - 1); // see sequence()
   return base + page * t.stride[0] + (j % page_size) * t.stride[1] + kv_head * t.stride[2];
 }
 
