@@ -28,8 +28,8 @@ from flash_dmattn.loader import trace_for
 OURS, THEIRS = ATTENTIONS
 HELD_OUT_PIECES = 4
 # Both round differently, and a key that is just in or just out of the window may swap; over a
-# whole training that moves a loss in its fourth digit at most.
-LOSS_TOLERANCE = 0.01
+# whole training that moves a loss in its third digit at most.
+LOSS_TOLERANCE = 0.03
 # Beyond this length the Q x K tensors of masked SDPA need gigabytes.
 LONGEST_MASKED = 4096
 MIB = 1 << 20
