@@ -61,7 +61,7 @@ def test_demo_fails_when_the_losses_disagree(
     right = demo.ATTENTIONS["masked SDPA"]
 
     def wrong(query, key, value, bias, window):  # type: ignore[no-untyped-def]
-        return right(query, key, 2 * value, bias, window)
+        return right(query, key, 20 * value, bias, window)
 
     monkeypatch.setitem(demo.ATTENTIONS, "masked SDPA", wrong)
     status = demo.main([*TINY, "--steps", "3", "--output", str(tmp_path / "demo.png")])
