@@ -4,18 +4,12 @@
 
 #include "../../problem.h"
 #include "key_ring.cuh"
+#include "products.cuh"
 
 namespace fdm::cuda {
 namespace {
 
 constexpr int kWarps = 4;
-
-__device__ void store_element(const fdm_tensor &t, int64_t at, float value) {
-  if (t.dtype == FDM_FLOAT16)
-    static_cast<__half *>(t.data)[at] = __float2half_rn(value);
-  else
-    static_cast<__nv_bfloat16 *>(t.data)[at] = __float2bfloat16_rn(value);
-}
 
 __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ ForwardParams params) {
   const fdm_problem &p = params.p;

@@ -12,6 +12,8 @@
 
 #include "forward.h"
 #include "key_ring.cuh"
+#include "products.cuh"
+#include "score.cuh"
 
 namespace fdm::cuda {
 
@@ -77,7 +79,7 @@ template <class Config> struct ForwardBlock {
   __device__ bool exists(int r) const { return query(r) < task.s.q_count; }
   // The accumulator row of this thread: tile m of the warp, half 0 or 1.
   __device__ static int row(int m, int half) {
-    return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + threadIdx.x % 32 / 4 + 8 * half;
+    return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + accumulator_row(half);
   }
 
   __device__ void load_queries() const {
@@ -104,59 +106,30 @@ template <class Config> struct ForwardBlock {
                            task.kv_head, task.columns, task.bias, column(block), entry);
   }
 
-  __device__ void multiply_keys() {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = 0.0f;
-#pragma unroll
-    for (int d = 0; d < kHeadDim; d += 16) {
-      uint32_t q[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) ptx::load_matrices(q[m], Tile::at(q_fragment, 16 * m, d));
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; n += 2) {
-        uint32_t k[4];
-        ptx::load_matrices(k, Tile::at(k_fragment, 8 * n, d));
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          ptx::multiply_add<Element>(scores[m][n], q[m], k[0], k[1]);
-          ptx::multiply_add<Element>(scores[m][n + 1], q[m], k[2], k[3]);
-        }
-      }
-    }
-  }
-
   // Scaled, capped and biased, to base 2; -inf where not kept.
   __device__ void finish_scores(int block) {
     const typename Ring::Slot &slot = ring.at(block);
-    if (params.p.softcap > 0) {
-      const float inner = params.p.scale / params.p.softcap, outer = params.p.softcap * kLog2E;
-      add_column_bias(slot, [=](float s, float bias) { return fmaf(tanh_of(s * inner), outer, bias); });
-    } else {
-      const float scale = params.p.scale * kLog2E;
-      add_column_bias(slot, [=](float s, float bias) { return fmaf(s, scale, bias); });
-    }
+    if (params.p.softcap > 0)
+      add_column_bias<true>(slot);
+    else
+      add_column_bias<false>(slot);
     if constexpr (Config::kRowBias) add_row_bias(slot);
     if ((block + 1) * kColumns > task.columns.full) drop_columns(slot);
   }
 
-  template <class Finish> __device__ void add_column_bias(const typename Ring::Slot &slot, const Finish &finish) {
+  template <bool kCap> __device__ void add_column_bias(const typename Ring::Slot &slot) {
+    const ScoreFactors factors(params.p);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
-      const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[8 * n + 2 * (threadIdx.x % 4)]);
+      const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[8 * n + accumulator_column()]);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = finish(scores[m][n][i], i % 2 ? bias.y : bias.x);
+        for (int i = 0; i < 4; ++i) {
+          float slope;
+          scores[m][n][i] = factors.score<kCap>(scores[m][n][i], i % 2 ? bias.y : bias.x, &slope);
+        }
     }
-  }
-
-  // tanh(x) = 1 - 2 / (1 + exp(2 x)), accurate to about 1e-7 absolutely.
-  __device__ static float tanh_of(float x) {
-    return 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approximate(x * (2.0f * kLog2E)));
   }
 
   __device__ void add_row_bias(const typename Ring::Slot &slot) {
@@ -172,7 +145,7 @@ template <class Config> struct ForwardBlock {
         for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int32_t key = slot.key[8 * n + 2 * (threadIdx.x % 4) + i];
+            const int32_t key = slot.key[8 * n + accumulator_column() + i];
             if (key < 0) continue;
             const float b = to_base_2(view.load(query(r), key));
             float &s = scores[m][n][2 * half + i];
@@ -190,7 +163,7 @@ template <class Config> struct ForwardBlock {
         const int r = int(query(row(m, half)) - task.columns.first_row);
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n) {
-          const uint2 word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32 % 4][8 * n + 2 * (threadIdx.x % 4)]);
+          const uint2 word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32 % 4][8 * n + accumulator_column()]);
           if (!(word.x >> (r % 32) & 1)) scores[m][n][2 * half] = -INFINITY;
           if (!(word.y >> (r % 32) & 1)) scores[m][n][2 * half + 1] = -INFINITY;
         }
@@ -231,39 +204,13 @@ template <class Config> struct ForwardBlock {
       }
   }
 
-  __device__ void multiply_values() {
-#pragma unroll
-    for (int c = 0; c < kColumns; c += 16) {
-      uint32_t p[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const float (&low)[4] = scores[m][c / 8], (&high)[4] = scores[m][c / 8 + 1];
-        p[m][0] = ptx::pack<Element>(low[0], low[1]), p[m][1] = ptx::pack<Element>(low[2], low[3]);
-        p[m][2] = ptx::pack<Element>(high[0], high[1]), p[m][3] = ptx::pack<Element>(high[2], high[3]);
-      }
-#pragma unroll
-      for (int d = 0; d < kDimTiles; d += 2) {
-        uint32_t v[4];
-        ptx::load_matrices_transposed(v, Tile::at(v_fragment, c, 8 * d));
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          ptx::multiply_add<Element>(out[m][d], p[m], v[0], v[1]);
-          ptx::multiply_add<Element>(out[m][d + 1], p[m], v[2], v[3]);
-        }
-      }
-    }
-  }
-
   __device__ void run(int begin, int end) {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) maximum[m][half] = -INFINITY, sum[m][half] = 0.0f;
-#pragma unroll
-      for (int d = 0; d < kDimTiles; ++d)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[m][d][i] = 0.0f;
-    }
+    clear(out);
+    load_queries();
     const TileColumns &columns = task.columns;
     store(begin, fetch_column(columns, task.bias, column(begin), fetch_key(columns, column(begin))));
     int32_t next_key = fetch_key(columns, column(begin + Ring::kBatch));
@@ -282,7 +229,8 @@ template <class Config> struct ForwardBlock {
         entry = fetch_column(columns, task.bias, column(ahead), next_key);
         next_key = fetch_key(columns, column(ahead + Ring::kBatch));
       }
-      multiply_keys();
+      clear(scores);
+      multiply_rows<Element, kHeadDim>(scores, q_fragment, k_fragment);
       if (fetch_ahead) store(ahead, entry);
       ptx::wait_copies<0>();
       __syncthreads(); // V is there; nobody reads K any more
@@ -290,7 +238,7 @@ template <class Config> struct ForwardBlock {
       ptx::commit_copies();
       finish_scores(block);
       softmax();
-      multiply_values();
+      multiply_columns<Element, kHeadDim>(out, scores, v_fragment);
     }
     ptx::wait_copies<0>();
 #pragma unroll
@@ -310,19 +258,7 @@ template <class Config> struct ForwardBlock {
         if (!exists(r)) continue;
         const float total = sum[m][half], inverse = total == 0.0f ? 0.0f : 1.0f / total;
         auto *to = static_cast<Element *>(t.data) + row_offset(t, task.s, query(r), head(r));
-        const bool pairs = t.stride[3] == 1 && reinterpret_cast<uintptr_t>(to) % 4 == 0;
-#pragma unroll
-        for (int d = 0; d < kDimTiles; ++d) {
-          const int column = 8 * d + 2 * (threadIdx.x % 4);
-          const uint32_t both = ptx::pack<Element>(out[m][d][2 * half] * inverse, out[m][d][2 * half + 1] * inverse);
-          if (pairs && column + 1 < head_dim) {
-            *reinterpret_cast<uint32_t *>(to + column) = both;
-          } else {
-            auto *halves = reinterpret_cast<uint16_t *>(to);
-            if (column < head_dim) halves[column * t.stride[3]] = uint16_t(both);
-            if (column + 1 < head_dim) halves[(column + 1) * t.stride[3]] = uint16_t(both >> 16);
-          }
-        }
+        write_row(to, t.stride[3], head_dim, out[m], half, inverse);
         if (threadIdx.x % 4 == 0)
           static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task.s, query(r), head(r))] =
               total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
@@ -344,7 +280,7 @@ template <class Config> struct ForwardBlock {
         for (int d = 0; d < kDimTiles; ++d)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int column = 8 * d + 2 * (threadIdx.x % 4) + i;
+            const int column = 8 * d + accumulator_column() + i;
             if (column < head_dim) params.partial_out[at * head_dim + column] = out[m][d][2 * half + i];
           }
         if (threadIdx.x % 4 == 0) params.partial_max[at] = maximum[m][half], params.partial_sum[at] = sum[m][half];
@@ -368,16 +304,18 @@ __global__ void __launch_bounds__(Config::kThreads) forward_kernel(const __grid_
   const int64_t first_row = tile * (Config::kRows / params.heads_per_tile);
   const Sequence s = sequence(p, sequence_index);
   if (first_row >= s.q_count) return;
-  if (threadIdx.x == 0) shared.task = {s, sequence_index, head, head / group_size(p), first_row, split, {}, {}};
-  __syncthreads();
-  ForwardBlock<Config> block(params, shared);
-  block.load_queries(); // under way while one thread finds the columns
-  if (threadIdx.x == 0) {
-    shared.task.columns = tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows);
-    shared.task.bias = score_view(p, p.bias, s, head);
-  }
+  if (threadIdx.x == 0)
+    shared.task = {s,
+                   sequence_index,
+                   head,
+                   head / group_size(p),
+                   first_row,
+                   split,
+                   tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
+                   score_view(p, p.bias, s, head)};
   __syncthreads();
 
+  ForwardBlock<Config> block(params, shared);
   const int blocks = (shared.task.columns.count + Config::kColumns - 1) / Config::kColumns;
   block.run(int(int64_t(blocks) * split / params.splits), int(int64_t(blocks) * (split + 1) / params.splits));
   if (params.splits > 1)

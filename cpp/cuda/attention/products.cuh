@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the backward kernels do with tiles: multiply them, and write rows of accumulators out.
+// What the attention kernels do with tiles: multiply them, and write rows of accumulators out.
 #pragma once
 
 #include "shared_tile.cuh"
