@@ -16,12 +16,13 @@ namespace fdm::cuda {
 
 // kKeyGradient: dk and the bias gradient; kValueGradient: dv. Large head dimensions take a launch for each.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
-          bool kKeyGradients, bool kValueGradients, bool kWithRowBias>
+          bool kKeyGradients, bool kValueGradients, bool kIsGeneral>
 struct DkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
   static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients;
-  static constexpr bool kRowBias = kWithRowBias; // a bias with a row for each query: rare, and much code
+  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  static constexpr bool kGeneral = kIsGeneral;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of a multiprocessor, at least
   static constexpr int kKeyTiles = kKeys / kWarps / 16;               // of 16 keys, of each warp
   using Tile = SharedTile<kHeadDim>;
@@ -74,7 +75,8 @@ template <class Config> struct DkdvBlock {
   __device__ void load_keys() const {
     const auto copy = [&](const fdm_tensor &t, const char *to) {
       copy_rows<Tile, kKeys, Config::kThreads>(
-          ptx::shared_address(to), params.aligned, int(params.p.head_dim), t.stride[3], [&](int r) -> const uint16_t * {
+          ptx::shared_address(to), !Config::kGeneral || params.aligned, int(params.p.head_dim), t.stride[3],
+          [&](int r) -> const uint16_t * {
             return shared.keys.readable[r] ? static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r) : kZeroRow;
           });
     };
@@ -91,7 +93,8 @@ template <class Config> struct DkdvBlock {
           to + stage * Config::kRowBytes, aligned, int(params.p.head_dim), t.stride[3],
           [&](int r) -> const uint16_t * { return r < rows ? base + r * t.stride[1] : kZeroRow; });
     };
-    copy(params.p.q, q_base, params.aligned), copy(params.a.dout, dout_base, params.dout_aligned);
+    copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
+    copy(params.a.dout, dout_base, !Config::kGeneral || params.dout_aligned);
     if (keys.task().words && int(threadIdx.x) < kKeys) {
       const RowWord *words = keys.words(step, kRows);
       const int32_t key = shared.keys.key[threadIdx.x];
@@ -162,7 +165,7 @@ template <class Config> struct DkdvBlock {
                                  float (&gradients)[kKeyTiles][kRowTiles][4]) {
     const ScoreFactors factors(params.p);
     ScoreView row_bias;
-    if constexpr (Config::kRowBias) row_bias = score_view(params.p, params.p.bias, keys.task().s, keys.head(step));
+    if constexpr (Config::kGeneral) row_bias = score_view(params.p, params.p.bias, keys.task().s, keys.head(step));
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -180,8 +183,8 @@ template <class Config> struct DkdvBlock {
             float slope, x = factors.score<kCap>(score, bias, &slope);
             bool kept = true;
             if constexpr (kTest) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
-            if constexpr (Config::kRowBias) {
-              if (kept) {
+            if constexpr (Config::kGeneral) {
+              if (kept && row_bias.rows) {
                 const int row = step.tile * kRows + 8 * n + accumulator_column() + i;
                 const float b = to_base_2(row_bias.load(row, shared.keys.key[key]));
                 kept = b != -INFINITY, x += b;
@@ -205,11 +208,11 @@ template <class Config> struct DkdvBlock {
   __device__ void make_gradients(const KeyStep &step, int stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                                  float (&gradients)[kKeyTiles][kRowTiles][4]) {
     const bool cap = params.p.softcap > 0;
-    if (Config::kRowBias || careful || !keys.covers(step, kRows)) {
+    if (Config::kGeneral || careful || !keys.covers(step, kRows)) {
       if (cap) return make_gradients<true, true>(step, stage, scores, gradients);
       return make_gradients<false, true>(step, stage, scores, gradients);
     }
-    if constexpr (!Config::kRowBias) {
+    if constexpr (!Config::kGeneral) {
       if (cap) return make_gradients<true, false>(step, stage, scores, gradients);
       make_gradients<false, false>(step, stage, scores, gradients);
     }

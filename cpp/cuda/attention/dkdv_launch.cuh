@@ -20,13 +20,13 @@ template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &par
   return cudaGetLastError();
 }
 
-template <class Element, int kHeadDim, bool kRowBias>
+template <class Element, int kHeadDim, bool kGeneral>
 cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
   constexpr DkdvTileChoice tile = dkdv_tile(FDM_ARCH, kHeadDim);
   const bool keys = present(params.a.dk) || params.wants_bias_sums, values = present(params.a.dv);
   const auto launch = [&](auto of_keys, auto of_values) {
     return launch_dkdv_kernel<
-        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, of_keys, of_values, kRowBias>>(
+        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, of_keys, of_values, kGeneral>>(
         params, stream);
   };
   constexpr std::true_type yes{};
@@ -40,8 +40,7 @@ cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t strea
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream) {
-  if (present(params.p.bias) && per_query(params.p.bias))
-    return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
+  if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
   return launch_dkdv_kernels<Element, kHeadDim, false>(params, stream);
 }
 

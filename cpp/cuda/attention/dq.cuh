@@ -12,11 +12,12 @@
 namespace fdm::cuda {
 
 template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, int kBlockCount,
-          bool kWithRowBias>
+          bool kIsGeneral>
 struct DqConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
-  static constexpr bool kRowBias = kWithRowBias; // a bias with a row for each query: rare, and much code
+  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  static constexpr bool kGeneral = kIsGeneral;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of a multiprocessor, at least
   static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
   using Tile = SharedTile<kHeadDim>;
@@ -85,7 +86,8 @@ template <class Config> struct DqBlock {
           to, aligned, int(params.p.head_dim), t.stride[3],
           [&](int r) -> const uint16_t * { return statistics(r).empty() ? kZeroRow : base + r * t.stride[1]; });
     };
-    copy(params.p.q, q_base, params.aligned), copy(params.a.dout, dout_base, params.dout_aligned);
+    copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
+    copy(params.a.dout, dout_base, !Config::kGeneral || params.dout_aligned);
     bool large = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -101,8 +103,9 @@ template <class Config> struct DqBlock {
   __device__ void load_keys(int block) const {
     const typename Ring::Slot &slot = ring.at(block);
     const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t to) {
-      copy_rows<Tile, kColumns, Config::kThreads>(to + block % 2 * Config::kKeyBytes, params.aligned,
-                                                  int(params.p.head_dim), t.stride[3], [&](int c) { return rows[c]; });
+      copy_rows<Tile, kColumns, Config::kThreads>(to + block % 2 * Config::kKeyBytes,
+                                                  !Config::kGeneral || params.aligned, int(params.p.head_dim),
+                                                  t.stride[3], [&](int c) { return rows[c]; });
     };
     copy(params.p.k, slot.k_row, k_base), copy(params.p.v, slot.v_row, v_base);
   }
@@ -139,8 +142,8 @@ template <class Config> struct DqBlock {
             float &s = scores[m][n][2 * half + i];
             float slope, x = factors.score<kCap>(s, i ? bias.y : bias.x, &slope);
             bool kept = (i ? word.y : word.x) & 1;
-            if constexpr (Config::kRowBias) {
-              if (kept && slot.key[column + i] >= 0 && exists(row(m, half))) {
+            if constexpr (Config::kGeneral) {
+              if (kept && task.bias.rows && slot.key[column + i] >= 0 && exists(row(m, half))) {
                 const float b = to_base_2(task.bias.load(task.first_row + row(m, half), slot.key[column + i]));
                 kept = b != -INFINITY, x += b;
               }
@@ -156,11 +159,11 @@ template <class Config> struct DqBlock {
 
   __device__ void make_gradients(int block) {
     const bool cap = params.p.softcap > 0;
-    if (Config::kRowBias || careful || (block + 1) * kColumns > task.columns.full) {
+    if (Config::kGeneral || careful || (block + 1) * kColumns > task.columns.full) {
       if (cap) return make_gradients<true, true>(block);
       return make_gradients<false, true>(block);
     }
-    if constexpr (!Config::kRowBias) {
+    if constexpr (!Config::kGeneral) {
       if (cap) return make_gradients<true, false>(block);
       make_gradients<false, false>(block);
     }

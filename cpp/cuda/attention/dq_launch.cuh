@@ -22,7 +22,7 @@ template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &param
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream) {
   constexpr DqTileChoice tile = dq_tile(FDM_ARCH, kHeadDim);
-  if (present(params.p.bias) && per_query(params.p.bias))
+  if (needs_general_kernel(params))
     return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, true>>(
         params, stream);
   return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, false>>(params,

@@ -17,11 +17,12 @@
 
 namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, bool kWithRowBias>
+template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, bool kIsGeneral>
 struct ForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
-  static constexpr bool kRowBias = kWithRowBias; // a bias with a row for each query: rare, and much code
+  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  static constexpr bool kGeneral = kIsGeneral;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRowTiles = kRows / kWarps / 16; // of 16 rows, of each warp
   using Tile = SharedTile<kHeadDim>;
@@ -82,10 +83,12 @@ template <class Config> struct ForwardBlock {
     return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + accumulator_row(half);
   }
 
+  __device__ bool aligned() const { return !Config::kGeneral || params.aligned; }
+
   __device__ void load_queries() const {
     const fdm_tensor &q = params.p.q;
     copy_rows<Tile, Config::kRows, Config::kThreads>(
-        q_base, params.aligned, int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
+        q_base, aligned(), int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
           return exists(r) ? static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, query(r), head(r))
                            : kZeroRow;
         });
@@ -94,7 +97,7 @@ template <class Config> struct ForwardBlock {
   template <bool kValues> __device__ void load_keys(int block) const {
     const fdm_tensor &t = kValues ? params.p.v : params.p.k;
     const typename Ring::Slot &slot = ring.at(block);
-    copy_rows<Tile, kColumns, Config::kThreads>(kValues ? v_base : k_base, params.aligned, int(params.p.head_dim),
+    copy_rows<Tile, kColumns, Config::kThreads>(kValues ? v_base : k_base, aligned(), int(params.p.head_dim),
                                                 t.stride[3],
                                                 [&](int c) { return kValues ? slot.v_row[c] : slot.k_row[c]; });
   }
@@ -113,7 +116,7 @@ template <class Config> struct ForwardBlock {
       add_column_bias<true>(slot);
     else
       add_column_bias<false>(slot);
-    if constexpr (Config::kRowBias) add_row_bias(slot);
+    if (Config::kGeneral && task.bias.rows) add_row_bias(slot);
     if ((block + 1) * kColumns > task.columns.full) drop_columns(slot);
   }
 

@@ -20,7 +20,7 @@ template <class Config> cudaError_t launch_forward_config(const ForwardParams &p
 
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream) {
   constexpr ForwardTileChoice tile = forward_tile(FDM_ARCH, kHeadDim);
-  if (present(params.p.bias) && per_query(params.p.bias))
+  if (!params.aligned || (present(params.p.bias) && per_query(params.p.bias)))
     return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, true>>(params,
                                                                                                               stream);
   return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, false>>(params,
