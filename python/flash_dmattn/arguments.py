@@ -204,9 +204,11 @@ def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
     """Narrow the first dimensions, where they are expanded (stride 0), to size 1.
 
     Expanded and not expanded mean the same; but one list per head, or per row, is not made where
-    one serves all.
+    one serves all. A tensor that needs a gradient is left alone, for its gradient has its shape.
     """
     if tensor is None or 0 not in tensor.stride():
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
         return tensor
     for dimension in range(dimensions):
         if tensor.stride(dimension) == 0 and tensor.shape[dimension] > 1:

@@ -131,8 +131,7 @@ def flash_dmattn_func(
         )
     mask, start, end = mask_parts(attn_mask)
     mask = without_expansion(mask, 4)
-    if bias is not None and not (bias.requires_grad and torch.is_grad_enabled()):
-        bias = without_expansion(bias, 4)
+    bias = without_expansion(bias, 4)
     inputs = AttentionInputs(
         query=query,
         key=key,
@@ -238,8 +237,7 @@ def flash_dmattn_varlen_func(
     # Only the head dimension: the size of the next one tells whether a mask is per key or per
     # query.
     mask = without_expansion(mask, 1)
-    if attn_bias is not None and not (attn_bias.requires_grad and torch.is_grad_enabled()):
-        attn_bias = without_expansion(attn_bias, 1)
+    attn_bias = without_expansion(attn_bias, 1)
     inputs = AttentionInputs(
         query=query,
         key=key,
