@@ -76,7 +76,7 @@ struct KeyTask {
 };
 
 struct KeyStep {
-  int64_t number;
+  int64_t number;     // of the block
   int32_t head, tile; // of the group, of the dkdv kernel's rows
   int32_t buffer;     // of per-head facts about keys
   bool valid;
@@ -99,6 +99,7 @@ template <int kKeys, int kBufferCount> struct KeyBlockShared {
   float bias[kBuffers][kKeys];        // to base 2; -inf: not kept
   uint32_t active[kMappedTiles / 32]; // row plans: tiles of kTileRows rows that keep any key
   int32_t max_first, min_past;
+  RowRange of_group[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group
 };
 
 template <int kKeys, class Team, int kBuffers> struct KeyBlock {
@@ -141,7 +142,12 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
     if (r < kKeys) {
       for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {of.start, of.end};
       shared.readable[r] = is_readable(of.key);
-      if (shared.readable[r]) atomicMax(&shared.max_first, of.start), atomicMin(&shared.min_past, of.end);
+      if (shared.readable[r]) {
+        atomicMax(&shared.max_first, of.start), atomicMin(&shared.min_past, of.end);
+        RowRange &group = shared.of_group[r / 64];
+        atomicMin(&group.first, shared.task.same_rows ? of.start : 0);
+        atomicMax(&group.past, shared.task.same_rows ? of.end : INT32_MAX);
+      }
       load_head(0, 0);
     }
     if (shared.task.slot && clears_bias && params.wants_bias_sums)
@@ -155,6 +161,13 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
     return !shared.task.test_all && first >= shared.max_first && first + tile_rows <= shared.min_past;
   }
 
+  // May a row of the tile of a step keep any of 64 keys of the block?
+  __device__ bool concerns(int group, const KeyStep &step, int tile_rows) const {
+    const RowRange &rows = shared.of_group[group];
+    const int first = step.tile * tile_rows;
+    return first < rows.past && first + tile_rows > rows.first;
+  }
+
   __device__ const RowWord *words(const KeyStep &step, int tile_rows) const {
     int64_t bytes;
     const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
@@ -162,9 +175,22 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
                       int64_t(step.tile) * tile_rows / kTileRows);
   }
 
-  __device__ KeyStep first_step(int tile_rows) { return find_step(shared.task.begin, {}, tile_rows); }
-  __device__ KeyStep next_step(const KeyStep &step, int tile_rows) {
-    return find_step(step.number + 1, step, tile_rows);
+  // The first step of this part that may keep something, and the first after another. All threads of the team call them;
+  // what they store is visible after the next barrier.
+  __device__ KeyStep first_step(int tile_rows) {
+    const KeyTask &of = shared.task;
+    KeyStep step{};
+    step.number = of.begin;
+    if (of.begin < of.end) {
+      step.head = int32_t(of.begin / of.steps.tiles);
+      step.tile = of.steps.first_tile + int32_t(of.begin - int64_t(step.head) * of.steps.tiles);
+    }
+    return find_step(step, 0, tile_rows);
+  }
+  __device__ KeyStep next_step(const KeyStep &before, int tile_rows) {
+    KeyStep step = before;
+    advance(step);
+    return find_step(step, before.head, tile_rows);
   }
 
   __device__ float *partial_sums(int which, int r) const {
@@ -197,6 +223,7 @@ private:
     }
     of.slot = item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
     shared.max_first = 0, shared.min_past = INT32_MAX;
+    for (RowRange &group : shared.of_group) group = {INT32_MAX, 0};
   }
 
   __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
@@ -228,19 +255,19 @@ private:
     if (key >= 0 && !shared.task.same_rows) shared.rows[buffer][r] = rows_of_key(params.p, shared.task.s, head, key);
   }
 
-  // The first step at or after `number` that may keep something. All threads of the block call it; what it stores is
-  // visible after the next barrier.
-  __device__ KeyStep find_step(int64_t number, const KeyStep &before, int tile_rows) {
+  __device__ void advance(KeyStep &step) const {
+    const KeySteps &steps = shared.task.steps;
+    ++step.number;
+    if (++step.tile == steps.first_tile + steps.tiles) step.tile = steps.first_tile, ++step.head;
+  }
+
+  // This step or the first after it that may keep something. `loaded_head`: that whose facts the step's buffer holds.
+  __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int tile_rows) {
     const KeyTask &of = shared.task;
-    KeyStep step = before;
-    for (;; ++number) {
-      step.number = number, step.valid = number < of.end;
-      if (!step.valid) return step;
-      step.head = int32_t(number / of.steps.tiles);
-      step.tile = of.steps.first_tile + int32_t(number - int64_t(step.head) * of.steps.tiles);
+    for (; step.number < of.end; advance(step))
       if (!of.words || is_active(step, tile_rows)) break;
-    }
-    if (step.head != before.head && group_size(params.p) > 1 && (bias_is_of_keys() || !of.same_rows)) {
+    step.valid = step.number < of.end;
+    if (step.valid && step.head != loaded_head && group_size(params.p) > 1 && (bias_is_of_keys() || !of.same_rows)) {
       step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
       if (Team::thread() < kKeys) load_head(step.head, step.buffer);
     }

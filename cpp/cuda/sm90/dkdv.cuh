@@ -155,25 +155,51 @@ template <class Config> struct DkdvConsumer {
     v_tile = KeyTile::descriptor(ptx::shared_address(shared.v)) + own_keys;
   }
 
-  // S' and dP'.
+  // S' and then dP', in a group each.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage) const {
     ptx::fence_products();
     start_rows<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_tile, row_tile(shared.q[stage]), false);
-    if constexpr (Config::kKeyGradient)
-      start_rows<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_tile, row_tile(shared.dout[stage]), false);
     ptx::commit_products();
+    if constexpr (Config::kKeyGradient) {
+      start_rows<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_tile, row_tile(shared.dout[stage]), false);
+      ptx::commit_products();
+    }
   }
 
   __device__ static uint64_t row_tile(const char *tile) { return RowTile::descriptor(ptx::shared_address(tile)); }
 
-  __device__ void add_gradients(const Scores &scores, const Scores &gradients, int stage) {
-    uint32_t p[kRows / 16][4], ds[kRows / 16][4];
-    if constexpr (Config::kValueGradient) pack_left<Element>(p, scores[0]);
-    if constexpr (Config::kKeyGradient) pack_left<Element>(ds, gradients[0]);
+  __device__ void start_sum(float (&sum)[kHeadDim / 8][4], const Scores &left, const char *tile) {
+    uint32_t packed[kRows / 16][4];
+    pack_left<Element>(packed, left[0]);
     ptx::fence_products();
-    if constexpr (Config::kValueGradient) start_columns<Element, RowTile>(sums.dv[0], p, row_tile(shared.dout[stage]));
-    if constexpr (Config::kKeyGradient) start_columns<Element, RowTile>(sums.dk[0], ds, row_tile(shared.q[stage]));
+    start_columns<Element, RowTile>(sum, packed, row_tile(tile));
     ptx::commit_products();
+  }
+
+  // P' is made while the tensor cores work at dP', dS' while they work at dV. With a softcap both are made at a time.
+  __device__ void run_step(int number) {
+    const auto &stage = shared.stages[number];
+    const auto &careful = stage.careful;
+    const bool test = sums.must_test(stage, careful[0] || careful[1] || careful[2] || careful[3]);
+    const bool cap = params.p.softcap > 0;
+    Scores scores, gradients;
+    start_scores(scores, gradients, number);
+    if (cap) {
+      ptx::wait_products<0>();
+      ptx::hold(scores[0]), ptx::hold(gradients[0]);
+      sums.make_all(stage, test, scores, gradients);
+    } else {
+      ptx::wait_products<Config::kKeyGradient ? 1 : 0>();
+      ptx::hold(scores[0]);
+      sums.template make_without_cap<true, false>(stage, test, scores, gradients);
+    }
+    if constexpr (Config::kValueGradient) start_sum(sums.dv[0], scores, shared.dout[number]);
+    if constexpr (Config::kKeyGradient) {
+      ptx::wait_products<Config::kValueGradient ? 1 : 0>();
+      ptx::hold(gradients[0]);
+      if (!cap) sums.template make_without_cap<false, true>(stage, test, scores, gradients);
+      start_sum(sums.dk[0], gradients, shared.q[number]);
+    }
     ptx::wait_products<0>();
     ptx::hold(sums.dv[0]), ptx::hold(sums.dk[0]);
   }
@@ -185,14 +211,7 @@ template <class Config> struct DkdvConsumer {
       Roles::wait_full(shared.full[cursor.stage], cursor.parity);
       const auto &stage = shared.stages[cursor.stage];
       if (!stage.step.valid) break;
-      Scores scores, gradients;
-      start_scores(scores, gradients, cursor.stage);
-      ptx::wait_products<0>();
-      ptx::hold(scores[0]);
-      if constexpr (Config::kKeyGradient) ptx::hold(gradients[0]);
-      const auto &careful = stage.careful;
-      sums.make_gradients(stage, careful[0] || careful[1] || careful[2] || careful[3], scores, gradients);
-      add_gradients(scores, gradients, cursor.stage);
+      if (sums.keys.concerns(Roles::consumer_group(), stage.step, kRows)) run_step(cursor.stage);
       if (params.bias_heads > 1 && stage.head_ends) sums.write_bias(stage.step.head);
       Roles::release(shared.empty[cursor.stage]);
     }
