@@ -146,3 +146,31 @@ function(fdm_keep_buildable_archs archs)
   endforeach()
   set(${archs} ${kept} PARENT_SCOPE)
 endfunction()
+
+# fdm_resolve_tiles(<tiles> [TILES <arch>] [ARCHS <arch>...])
+#   Sets <tiles> to the name of the arch whose tiles and choice of kernels all packs use, for tests on a GPU at hand of
+#   what other GPUs run; "" if each pack uses its own. TILES is what the user asked for, ARCHS are the packs to build.
+#   Fails where one of those cannot run such a pack: an arch stands in for another if its blocks have as much shared
+#   memory and its instructions are enough for the other's kernels, as "stands_in_for" of targets.json declares.
+function(fdm_resolve_tiles tiles)
+  cmake_parse_arguments(PARSE_ARGV 1 RESOLVE "" "TILES" "ARCHS")
+  set(${tiles} "" PARENT_SCOPE)
+  if("${RESOLVE_TILES}" STREQUAL "")
+    return()
+  endif()
+  if(NOT RESOLVE_ARCHS)
+    message(FATAL_ERROR "FLASH_DMATTN_TILES is \"${RESOLVE_TILES}\" but no CUDA pack is built; drop it, or ask for "
+      "archs with FLASH_DMATTN_ARCHS")
+  endif()
+  string(REGEX REPLACE "^(sm_?)?([0-9]+)a?$" "sm\\2" name "${RESOLVE_TILES}")
+  foreach(arch IN LISTS RESOLVE_ARCHS)
+    fdm_table_get(others stands_in_for ${arch})
+    string(REGEX MATCHALL "sm[0-9]+" others "${others}")
+    if(NOT name IN_LIST others)
+      list(JOIN others ", " allowed)
+      message(FATAL_ERROR "FLASH_DMATTN_TILES is \"${RESOLVE_TILES}\"; a pack of ${arch} can use the tiles of: "
+        "${allowed}")
+    endif()
+  endforeach()
+  set(${tiles} ${name} PARENT_SCOPE)
+endfunction()

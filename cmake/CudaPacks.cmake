@@ -72,25 +72,34 @@ function(fdm_visible_capabilities capabilities)
   set(${capabilities} ${found} PARENT_SCOPE)
 endfunction()
 
-# fdm_add_kernel_pack(ARCH <arch> SOURCES <file>... INCLUDE <folder of generated headers>)
+# fdm_add_kernel_pack(ARCH <arch> [TILES <arch>] SOURCES <file>... INCLUDE <folder of generated headers>)
 #   Adds libflash_dmattn_cu<major>_<arch>.so, built from the sources for that arch of cmake/targets.json with
 #     FDM_ARCH       the number of the arch, 90
-#     FDM_PACK_NAME  the name of the pack, "cu13-sm90"
+#     FDM_TILE_ARCH  the number of the arch whose tiles and choice of kernels are used: that of TILES, else FDM_ARCH
+#     FDM_PACK_NAME  the name of the pack, "cu13-sm90"; with TILES "cu13-sm90-tiles86"
 #
 #   It holds machine code only, no PTX: PTX of a toolkit newer than the driver fails at load. Machine code is
 #   compressed; the stronger mode of CUDA 13 asks for a driver that only CUDA 13 needs anyway.
 function(fdm_add_kernel_pack)
-  cmake_parse_arguments(PARSE_ARGV 0 KERNEL "" "ARCH;INCLUDE" "SOURCES")
+  cmake_parse_arguments(PARSE_ARGV 0 KERNEL "" "ARCH;TILES;INCLUDE" "SOURCES")
   string(REGEX MATCH "^([0-9]+)\\.([0-9]+)" cuda "${CMAKE_CUDA_COMPILER_VERSION}")
   set(major ${CMAKE_MATCH_1})
   fdm_table_get(code archs ${KERNEL_ARCH} code)
   string(REGEX MATCH "[0-9]+" number "${KERNEL_ARCH}")
   set(name "cu${major}-${KERNEL_ARCH}")
+  set(tile_number ${number})
+  if(KERNEL_TILES)
+    string(REGEX MATCH "[0-9]+" tile_number "${KERNEL_TILES}")
+    string(APPEND name "-tiles${tile_number}")
+  endif()
   set(target "flash_dmattn_cu${major}_${KERNEL_ARCH}")
 
   add_library(${target} MODULE ${KERNEL_SOURCES})
   fdm_setup_pack(${target} FILE ${target} NAME ${name} DEVICE cuda CUDA ${cuda} ARCH ${KERNEL_ARCH})
-  target_compile_definitions(${target} PRIVATE FDM_ARCH=${number} FDM_PACK_NAME="${name}")
+  target_compile_definitions(${target} PRIVATE
+    FDM_ARCH=${number}
+    FDM_TILE_ARCH=${tile_number}
+    FDM_PACK_NAME="${name}")
   target_include_directories(${target} PRIVATE "${KERNEL_INCLUDE}")
   if(major GREATER_EQUAL 13)
     set(compression --compress-mode=size)

@@ -13,6 +13,8 @@ include_guard(GLOBAL)
 #                        else the environment's CUDAARCHS is used, cut down to what is supported.
 #   FLASH_DMATTN_HEAD_DIMS  head dimensions to instantiate CUDA kernels for, of those in cmake/targets.json; others are
 #                        served by the next larger one. All unless given; one or two make a fast loop.
+#   FLASH_DMATTN_TILES   for tests: the one arch whose tiles and choice of kernels all CUDA packs use in place of their
+#                        own, such as 86: with FLASH_DMATTN_ARCHS=90 the suite tests on an sm_90 GPU what sm_86 runs.
 #   FLASH_DMATTN_CUDART  static: nothing of CUDA has to be installed at run time; shared: for distributions that
 #                        ship libcudart as a package of its own.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
@@ -21,6 +23,7 @@ macro(fdm_declare_options)
   set(FLASH_DMATTN_CUDA "AUTO" CACHE STRING "Build CUDA packs: AUTO, ON or OFF")
   set(FLASH_DMATTN_ARCHS "" CACHE STRING "GPU archs to build, such as 80;90")
   set(FLASH_DMATTN_HEAD_DIMS "" CACHE STRING "Head dimensions of the CUDA kernels, such as 64;128; all if empty")
+  set(FLASH_DMATTN_TILES "" CACHE STRING "For tests: the arch whose tiles the CUDA packs use; their own if empty")
   set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
   option(FLASH_DMATTN_CORE "Build the Python module" ON)
   fdm_check_choice(FLASH_DMATTN_CUDA AUTO ON OFF)

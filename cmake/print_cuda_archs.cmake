@@ -2,7 +2,8 @@
 #
 # Prints which CUDA packs a build with the given facts would make, without building anything:
 #   cmake -DMODE=ON "-DARCHS=80;90" -DNVCC_VERSION=13.0 -P cmake/print_cuda_archs.cmake
-# Variables: MODE (AUTO), ARCHS, AMBIENT, CAPABILITIES, NVCC_VERSION, HAVE_SOURCES (ON); CudaArchs.cmake explains them.
+# Variables: MODE (AUTO), ARCHS, AMBIENT, CAPABILITIES, NVCC_VERSION, HAVE_SOURCES (ON), TILES; CudaArchs.cmake explains
+# them.
 cmake_minimum_required(VERSION 3.19...4.4)
 list(APPEND CMAKE_MODULE_PATH "${CMAKE_CURRENT_LIST_DIR}")
 include(CudaArchs)
@@ -15,6 +16,8 @@ endif()
 fdm_resolve_cuda_archs(archs reason
   MODE ${MODE} ARCHS ${ARCHS} AMBIENT ${AMBIENT} CAPABILITIES ${CAPABILITIES}
   NVCC_VERSION "${NVCC_VERSION}" HAVE_SOURCES ${HAVE_SOURCES})
+fdm_resolve_tiles(tiles TILES "${TILES}" ARCHS ${archs})
 list(JOIN archs " " archs)
 message(NOTICE "archs: ${archs}")
 message(NOTICE "reason: ${reason}")
+message(NOTICE "tiles: ${tiles}")

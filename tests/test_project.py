@@ -244,3 +244,45 @@ def test_unresolvable_archs(facts: dict[str, str], message: str) -> None:
     done = resolve_archs(**facts)
     assert done.returncode != 0
     assert message in " ".join(done.stderr.split())
+
+
+# --- tiles of another arch, for tests
+
+
+def test_stand_ins_are_other_archs() -> None:
+    assert list(TARGETS["stands_in_for"]) == list(TARGETS["archs"])
+    for arch, others in TARGETS["stands_in_for"].items():
+        assert set(others) <= set(TARGETS["archs"]) - {arch}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"ARCHS": "90", "TILES": ""}, ""),
+        ({"ARCHS": "90", "TILES": "86"}, "sm86"),
+        ({"ARCHS": "90", "TILES": "sm_89"}, "sm89"),
+        ({"ARCHS": "80;90", "TILES": "sm86"}, "sm86"),
+    ],
+)
+def test_resolved_tiles(facts: dict[str, str], expected: str) -> None:
+    done = resolve_archs(NVCC_VERSION="13.0", **facts)
+    assert done.returncode == 0, done.stderr
+    assert f"tiles: {expected}\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"MODE": "OFF", "TILES": "86"}, 'TILES is "86" but no CUDA pack is built'),
+        ({"ARCHS": "90", "TILES": "75"}, "a pack of sm90 can use the tiles of: sm80, sm86, sm89"),
+        ({"ARCHS": "90", "TILES": "90"}, 'TILES is "90"; a pack of sm90'),
+        ({"ARCHS": "90", "TILES": "80;86"}, 'TILES is "80;86"; a pack of sm90'),
+        ({"ARCHS": "90", "TILES": "native"}, 'TILES is "native"; a pack of sm90'),
+        ({"ARCHS": "86;90", "TILES": "80"}, 'TILES is "80"; a pack of sm86 can use'),
+        ({"ARCHS": "80", "TILES": "90"}, "a pack of sm80 can use the tiles of: sm86, sm89, sm120"),
+    ],
+)
+def test_unresolvable_tiles(facts: dict[str, str], message: str) -> None:
+    done = resolve_archs(NVCC_VERSION="13.0", **facts)
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())

@@ -35,7 +35,7 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
   params.p = p;
   KeyWork &keys = params.keys;
   keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
-    constexpr DkdvTileChoice tile = dkdv_tile(FDM_ARCH, decltype(dim)::value);
+    constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
     keys.block_keys = tile.keys, keys.tile_rows = tile.rows;
     return int32_t(decltype(dim)::value);
   });

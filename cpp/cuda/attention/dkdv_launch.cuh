@@ -9,7 +9,7 @@
 #include "dkdv.cuh"
 #include "tiles.cuh"
 
-#if FDM_ARCH == 90
+#if FDM_TILE_ARCH == 90
 #include "../sm90/dkdv.cuh"
 #include "../sm90/launch.cuh"
 #include "../sm90/tiles.cuh"
@@ -19,7 +19,7 @@ namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &params, cudaStream_t stream) {
   constexpr int bytes = int(sizeof(DkdvShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_ARCH), "the tile does not fit the arch's shared memory");
+  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
   static std::atomic<uint64_t> allowed{0};
   if (cudaError_t error = allow_shared(dkdv_kernel<Config>, bytes, allowed)) return error;
   dkdv_kernel<Config><<<unsigned(params.keys.max_items), Config::kThreads, bytes, stream>>>(params);
@@ -39,7 +39,7 @@ template <bool kTogether, class Launch> cudaError_t launch_wanted(const Backward
 
 template <class Element, int kHeadDim, bool kGeneral>
 cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
-  constexpr DkdvTileChoice tile = dkdv_tile(FDM_ARCH, kHeadDim);
+  constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, kHeadDim);
   return launch_wanted<tile.together>(params, [&](auto of_keys, auto of_values) {
     return launch_dkdv_kernel<
         DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, of_keys, of_values, kGeneral>>(
@@ -47,7 +47,7 @@ cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t strea
   });
 }
 
-#if FDM_ARCH == 90
+#if FDM_TILE_ARCH == 90
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
   constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
   return launch_wanted<true>(params, [&](auto of_keys, auto of_values) {
@@ -60,7 +60,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
 
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream) {
   if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
-#if FDM_ARCH == 90
+#if FDM_TILE_ARCH == 90
   if constexpr (kHeadDim <= sm90::kMostDkdvHeadDim)
     return launch_dkdv_sm90<Element, kHeadDim>(params, stream);
   else

@@ -7,7 +7,7 @@
 #include "dq.cuh"
 #include "tiles.cuh"
 
-#if FDM_ARCH == 90
+#if FDM_TILE_ARCH == 90
 #include "../sm90/dq.cuh"
 #include "../sm90/launch.cuh"
 #include "../sm90/tiles.cuh"
@@ -17,7 +17,7 @@ namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &params, cudaStream_t stream) {
   constexpr int bytes = int(sizeof(DqShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_ARCH), "the tile does not fit the arch's shared memory");
+  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
   static std::atomic<uint64_t> allowed{0};
   if (cudaError_t error = allow_shared(dq_kernel<Config>, bytes, allowed)) return error;
   const int64_t blocks = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);
@@ -27,11 +27,11 @@ template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &param
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream) {
-  constexpr DqTileChoice tile = dq_tile(FDM_ARCH, kHeadDim);
+  constexpr DqTileChoice tile = dq_tile(FDM_TILE_ARCH, kHeadDim);
   if (needs_general_kernel(params))
     return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, true>>(
         params, stream);
-#if FDM_ARCH == 90
+#if FDM_TILE_ARCH == 90
   constexpr sm90::KeyTileChoice choice = sm90::dq_tile(kHeadDim);
   using Config = sm90::DqConfig<Element, kHeadDim, choice.columns, choice.stages>;
   const int64_t tiles = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);

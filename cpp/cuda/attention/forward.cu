@@ -46,7 +46,7 @@ int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.querie
 
 ForwardTileSize forward_tile_size(int64_t head_dim) {
   return with_head_dim(head_dim, InstantiatedHeadDims{}, [](auto dim) {
-    constexpr ForwardTileChoice tile = forward_tile(FDM_ARCH, dim);
+    constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, dim);
     return ForwardTileSize{tile.rows, tile.columns};
   });
 }

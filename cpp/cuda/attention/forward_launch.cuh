@@ -6,7 +6,7 @@
 #include "forward.cuh"
 #include "tiles.cuh"
 
-#if FDM_ARCH == 90
+#if FDM_TILE_ARCH == 90
 #include "../sm90/forward.cuh"
 #include "../sm90/launch.cuh"
 #include "../sm90/tiles.cuh"
@@ -16,7 +16,7 @@ namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_forward_config(const ForwardParams &params, cudaStream_t stream) {
   constexpr int bytes = int(sizeof(ForwardShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_ARCH), "the tile does not fit the arch's shared memory");
+  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
   static std::atomic<uint64_t> allowed{0};
   if (cudaError_t error = allow_shared(forward_kernel<Config>, bytes, allowed)) return error;
   const int64_t blocks = params.p.batch * params.tiles * params.splits * (params.p.heads / params.heads_per_tile);
@@ -25,11 +25,11 @@ template <class Config> cudaError_t launch_forward_config(const ForwardParams &p
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream) {
-  constexpr ForwardTileChoice tile = forward_tile(FDM_ARCH, kHeadDim);
+  constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, kHeadDim);
   if (!params.aligned || (present(params.p.bias) && per_query(params.p.bias)))
     return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, true>>(params,
                                                                                                               stream);
-#if FDM_ARCH == 90
+#if FDM_TILE_ARCH == 90
   if (params.heads_per_tile == 1 && params.splits == 1) {
     constexpr sm90::KeyTileChoice choice = sm90::forward_tile(kHeadDim);
     using Config = sm90::ForwardConfig<Element, kHeadDim, choice.columns, choice.stages>;
