@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The generated sources of the CUDA packs: every kernel once, and nothing rewritten for nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "generate_kernels.py"
+TARGETS: dict[str, Any] = json.loads((ROOT / "cmake" / "targets.json").read_text())
+INSTANTIATION = re.compile(r"^template cudaError_t fdm::cuda::launch_(\w+)<(\w+), (\d+)>", re.M)
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import generate_kernels
+
+    return generate_kernels
+
+
+def run(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--output", str(output), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def generate(output: Path, *arguments: str) -> list[Path]:
+    """Run it and return the sources that it lists."""
+    done = run(output, *arguments)
+    assert done.returncode == 0, done.stderr
+    return [Path(path) for path in done.stdout.strip().split(";")]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def instantiated_head_dims(folder: Path) -> list[int]:
+    found = re.search(r"InstantiatedHeadDims = HeadDims<(.*)>;", (folder / "head_dims.h").read_text())
+    assert found
+    return [int(dim) for dim in found[1].split(", ")]
+
+
+def test_every_kernel_is_instantiated_once(generator: ModuleType, tmp_path: Path) -> None:
+    sources = generate(tmp_path)
+    found = Counter(
+        kernel for path in sources for kernel in INSTANTIATION.findall(path.read_text())
+    )
+    families = [family.name for family in generator.FAMILIES]
+    elements = [generator.ELEMENTS[dtype] for dtype in TARGETS["dtypes"]]
+    dims = [str(dim) for dim in TARGETS["head_dims"]]
+    assert found == Counter(itertools.product(families, elements, dims))
+    assert len(found) == len(families) * len(elements) * len(dims), "a family is listed twice"
+
+
+def test_listed_files_are_the_written_ones(tmp_path: Path) -> None:
+    sources = generate(tmp_path)
+    assert len(set(sources)) == len(sources)
+    assert set(sources) == set(tmp_path.glob("*.cu"))
+    assert set(tmp_path.iterdir()) - set(sources) == {tmp_path / "head_dims.h"}
+
+
+def test_families_name_headers_that_define_them(generator: ModuleType) -> None:
+    for family in generator.FAMILIES:
+        header = ROOT / "cpp" / "cuda" / "attention" / family.header
+        assert re.search(rf"\blaunch_{family.name}\(const {family.params} &", header.read_text())
+
+
+def test_head_dims_are_those_of_the_table(tmp_path: Path) -> None:
+    generate(tmp_path)
+    assert instantiated_head_dims(tmp_path) == TARGETS["head_dims"]
+    largest = max(TARGETS["head_dims"])
+    assert f"constexpr int kMaxHeadDim = {largest};" in (tmp_path / "head_dims.h").read_text()
+
+
+def test_output_is_deterministic(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    listed = [path.relative_to(first) for path in generate(first)]
+    assert listed == [path.relative_to(second) for path in generate(second)]
+    assert contents(first) == contents(second)
+
+
+def test_unchanged_files_are_left_alone(tmp_path: Path) -> None:
+    generate(tmp_path)
+    stale, *kept = sorted(tmp_path.iterdir())
+    long_ago = 1_000_000_000
+    for path in (stale, *kept):
+        os.utime(path, (long_ago, long_ago))
+    right = stale.read_text()
+    stale.write_text(right + "// changed\n")
+    generate(tmp_path)
+    assert {path.stat().st_mtime for path in kept} == {long_ago}
+    assert stale.read_text() == right
+
+
+@pytest.mark.parametrize("asked", ["128;64", "64,128", "64 128", "128;64;128"])
+def test_subset_of_the_head_dims(asked: str, tmp_path: Path) -> None:
+    sources = generate(tmp_path, f"--head-dims={asked}")
+    dims = {match[2] for path in sources for match in INSTANTIATION.findall(path.read_text())}
+    assert dims == {"64", "128"}
+    assert instantiated_head_dims(tmp_path) == [64, 128]
+    assert "constexpr int kMaxHeadDim = 128;" in (tmp_path / "head_dims.h").read_text()
+
+
+def test_nothing_asked_means_all(tmp_path: Path) -> None:
+    everything = [path.name for path in generate(tmp_path / "default")]
+    assert [path.name for path in generate(tmp_path / "empty", "--head-dims=")] == everything
+
+
+def test_unknown_head_dims_are_refused(tmp_path: Path) -> None:
+    done = run(tmp_path / "kernels", "--head-dims=64;80;512")
+    allowed = ", ".join(map(str, TARGETS["head_dims"]))
+    assert done.returncode == 1
+    assert done.stderr == f"FLASH_DMATTN_HEAD_DIMS has 80, 512; allowed: {allowed}\n"
+    assert not (tmp_path / "kernels").exists()
