@@ -47,7 +47,9 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def instantiated_head_dims(folder: Path) -> list[int]:
-    found = re.search(r"InstantiatedHeadDims = HeadDims<(.*)>;", (folder / "head_dims.h").read_text())
+    found = re.search(
+        r"InstantiatedHeadDims = HeadDims<(.*)>;", (folder / "head_dims.h").read_text()
+    )
     assert found
     return [int(dim) for dim in found[1].split(", ")]
 

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reports registers, stack, spills and static shared memory of the kernels in CUDA packs.
+
+It reads finished libraries with cuobjdump and nvdisasm of the CUDA toolkit, and so needs neither a
+GPU nor the compiler's log. Spills are counted as ptxas does: each load and store of local memory
+once, in bytes a thread; arrays that live in local memory count too. The exit status is 1 if a
+kernel spills more than ALLOWANCES states.
+
+Static shared memory holds the 1024 bytes that the system takes from sm_90 on. Dynamic shared memory
+is chosen at the launch and not recorded in a library: the static_asserts of cpp/cuda compare it
+with the arch's limit when a kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+FOLDER_PATTERN = "libflash_dmattn_cu*.so"
+CUDA_FOLDERS = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+
+_ARCH = re.compile(r"arch = (sm_\w+)")
+_FUNCTION = re.compile(r"\s*Function (?:: )?([^\s:]+)")
+_USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
+_LOCAL_ACCESS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(LDL|STL)((?:\.\w+)*)\s")
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How many bytes of spill stores and loads together some kernels may have, and why."""
+
+    kernel: str  # pattern of the name, as the report prints it
+    arch: str  # pattern of the arch
+    spill_bytes: int
+    reason: str
+
+
+# The first that fits a kernel counts; one that none fits must not spill at all. The numbers are the
+# largest that CUDA 12.4 and 13.0 give.
+ALLOWANCES = (
+    Allowance(
+        "forward_kernel<ForwardConfig<*, 96, 128, 64, 4, *>>",
+        "*",
+        88,
+        "32 rows a warp fill 255 registers; 4 accesses are in the loop, beside 192 mma",
+    ),
+    Allowance(
+        "forward_kernel<ForwardConfig<*, 128, 128, 64, 4, *>>",
+        "*",
+        224,
+        "32 rows a warp fill 255 registers; 5 to 31 accesses are in the loop, beside 256 mma",
+    ),
+    Allowance(
+        "dkdv_kernel<DkdvConfig<*, 96, 64, 64, 4, 2, true, true, *>>",
+        "*",
+        36,
+        "64 rows beside two accumulators; 5 accesses are in the loop, beside 192 mma",
+    ),
+    Allowance(
+        "dkdv_kernel<DkdvConfig<*, 128, 64, 64, 4, 2, true, true, *>>",
+        "*",
+        372,
+        "64 rows beside two accumulators; 26 to 69 accesses are in the loop, beside 256 mma",
+    ),
+    Allowance(
+        "row_bias_kernel<*>",
+        "*",
+        344,
+        "the statistics of a thread's two rows are an array in local memory; a rare kernel",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of one library; sizes in bytes a thread, shared memory in bytes a block."""
+
+    pack: str
+    arch: str
+    symbol: str
+    name: str
+    registers: int
+    stack: int
+    static_shared: int
+    spill_stores: int = 0
+    spill_loads: int = 0
+
+    @property
+    def spill_bytes(self) -> int:
+        """Stores and loads together."""
+        return self.spill_stores + self.spill_loads
+
+
+def parse_usage(text: str, pack: str) -> list[Kernel]:
+    """Return the kernels that `cuobjdump --dump-resource-usage` lists, spills not yet counted."""
+    kernels = []
+    arch = symbol = ""
+    for line in text.splitlines():
+        if found := _ARCH.match(line):
+            arch = found[1]
+        elif found := _FUNCTION.match(line):
+            symbol = found[1]
+        elif symbol:
+            sizes = {key: int(value) for key, value in _USAGE.findall(line)}
+            kernels.append(
+                Kernel(pack, arch, symbol, symbol, sizes["REG"], sizes["STACK"], sizes["SHARED"])
+            )
+            symbol = ""
+    return kernels
+
+
+def parse_spills(text: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the bytes stored and loaded by arch and symbol, from `cuobjdump --dump-sass`."""
+    spills: dict[tuple[str, str], tuple[int, int]] = {}
+    arch, key = "", ("", "")
+    for line in text.splitlines():
+        if found := _ARCH.match(line):
+            arch = found[1]
+        elif found := _FUNCTION.match(line):
+            key = (arch, found[1])
+            spills[key] = (0, 0)
+        elif found := _LOCAL_ACCESS.match(line):
+            width = next((_WIDTHS[part] for part in found[2].split(".") if part in _WIDTHS), 4)
+            stores, loads = spills[key]
+            is_store = found[1] == "STL"
+            spills[key] = (stores + width * is_store, loads + width * (not is_store))
+    return spills
+
+
+def short_names(symbols: Iterable[str]) -> dict[str, str]:
+    """Return readable names: without namespaces, the result's type and parameters."""
+    unique = sorted(set(symbols))
+    text = "\n".join(unique)
+    if (demangler := shutil.which("c++filt")) is not None:
+        text = _run([demangler], text)
+    names = {}
+    for symbol, name in zip(unique, text.splitlines(), strict=True):
+        plain = re.sub(r"\(anonymous namespace\)::|\b\w+::|^void ", "", name)
+        names[symbol] = re.sub(r"\(.*", "", plain).replace("> >", ">>")
+    return names
+
+
+def report_library(library: Path, cuobjdump: str) -> list[Kernel]:
+    """Return the kernels of one library, in order of their names."""
+    usage = _run([cuobjdump, "--dump-resource-usage", str(library)])
+    kernels = parse_usage(usage, library.name)
+    if not kernels:
+        raise SystemExit(f"kernel_report: {library} holds no kernels")
+    # Without a stack there are no spills; disassembling everything would take minutes.
+    suspects = sorted({kernel.symbol for kernel in kernels if kernel.stack})
+    spills = {}
+    if suspects:
+        sass = _run([cuobjdump, "--dump-sass", "--function", ",".join(suspects), str(library)])
+        spills = parse_spills(sass)
+    names = short_names(kernel.symbol for kernel in kernels)
+    counted = []
+    for kernel in kernels:
+        stores, loads = spills[kernel.arch, kernel.symbol] if kernel.stack else (0, 0)
+        name = names[kernel.symbol]
+        counted.append(replace(kernel, name=name, spill_stores=stores, spill_loads=loads))
+    return sorted(counted, key=lambda kernel: (kernel.name, kernel.arch))
+
+
+def allowance_for(kernel: Kernel, allowances: Sequence[Allowance]) -> int:
+    """Return how many bytes this kernel may spill."""
+    for entry in allowances:
+        if fnmatch.fnmatchcase(kernel.name, entry.kernel) and fnmatch.fnmatchcase(
+            kernel.arch, entry.arch
+        ):
+            return entry.spill_bytes
+    return 0
+
+
+def excesses(kernels: Iterable[Kernel], allowances: Sequence[Allowance]) -> list[str]:
+    """Return a sentence for each kernel that spills more than it may."""
+    return [
+        f"{kernel.pack}: {kernel.name} ({kernel.arch}) spills {kernel.spill_bytes} bytes, "
+        f"allowed: {allowed}"
+        for kernel in kernels
+        if kernel.spill_bytes > (allowed := allowance_for(kernel, allowances))
+    ]
+
+
+def table(kernels: Sequence[Kernel]) -> str:
+    """Return the report for people."""
+    lines = ["arch    registers  stack  spill stores  loads  static shared  kernel"]
+    pack = ""
+    for kernel in kernels:
+        if kernel.pack != pack:
+            pack = kernel.pack
+            lines.append(pack)
+        lines.append(
+            f"{kernel.arch:<8}{kernel.registers:>9}{kernel.stack:>7}{kernel.spill_stores:>14}"
+            f"{kernel.spill_loads:>7}{kernel.static_shared:>15}  {kernel.name}"
+        )
+    return "\n".join(lines)
+
+
+def find_cuobjdump() -> str:
+    """Return the cuobjdump of PATH, of a CUDA toolkit, or the one that triton brings."""
+    places = [Path(folder) / "bin" for folder in CUDA_FOLDERS if folder]
+    if (triton := importlib.util.find_spec("triton")) and triton.submodule_search_locations:
+        places.append(Path(triton.submodule_search_locations[0]) / "backends" / "nvidia" / "bin")
+    search = os.pathsep.join([os.environ.get("PATH", ""), *map(str, places)])
+    if (found := shutil.which("cuobjdump", path=search)) is None:
+        raise SystemExit(
+            "kernel_report: no cuobjdump in PATH, CUDA_HOME or /usr/local/cuda, nor in triton; "
+            "name it with --cuobjdump"
+        )
+    return found
+
+
+def find_libraries(paths: Iterable[Path]) -> list[Path]:
+    """Return the libraries that are named, and the CUDA packs of folders."""
+    libraries = []
+    for path in paths:
+        found = sorted(path.glob(FOLDER_PATTERN)) if path.is_dir() else [path]
+        if not found or not found[0].is_file():
+            raise SystemExit(f"kernel_report: no CUDA pack: {path}")
+        libraries += found
+    return libraries
+
+
+def _run(command: list[str], text: str | None = None) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise SystemExit(f"kernel_report: {command[0]} failed: {last}")
+    return done.stdout
+
+
+def main() -> int:
+    """Parse the command line, print the report, and judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("packs", nargs="+", type=Path, help="libraries, or folders of packs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--cuobjdump", help="the program to use; searched for by default")
+    options = parser.parse_args()
+    cuobjdump = options.cuobjdump or find_cuobjdump()
+    kernels = [
+        kernel
+        for library in find_libraries(options.packs)
+        for kernel in report_library(library, cuobjdump)
+    ]
+    spilled = excesses(kernels, ALLOWANCES)
+    if options.json:
+        rows = [asdict(kernel) for kernel in kernels]
+        print(json.dumps({"kernels": rows, "excesses": spilled}, indent=1))
+    else:
+        print(table(kernels))
+    for sentence in spilled:
+        print(f"kernel_report: {sentence}", file=sys.stderr)
+    return 1 if spilled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
