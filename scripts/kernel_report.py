@@ -62,18 +62,6 @@ ALLOWANCES = (
         "32 rows a warp fill 255 registers; 5 to 31 accesses are in the loop, beside 256 mma",
     ),
     Allowance(
-        "dkdv_kernel<DkdvConfig<*, 96, 64, 64, 4, 2, true, true, *>>",
-        "*",
-        36,
-        "64 rows beside two accumulators; 5 accesses are in the loop, beside 192 mma",
-    ),
-    Allowance(
-        "dkdv_kernel<DkdvConfig<*, 128, 64, 64, 4, 2, true, true, *>>",
-        "*",
-        372,
-        "64 rows beside two accumulators; 26 to 69 accesses are in the loop, beside 256 mma",
-    ),
-    Allowance(
         "row_bias_kernel<*>",
         "*",
         344,
@@ -139,14 +127,14 @@ def parse_spills(text: str) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def short_names(symbols: Iterable[str]) -> dict[str, str]:
-    """Return readable names: without namespaces, the result's type and parameters."""
+    """Return readable names: without the project's namespace, the result's type and parameters."""
     unique = sorted(set(symbols))
     text = "\n".join(unique)
     if (demangler := shutil.which("c++filt")) is not None:
         text = _run([demangler], text)
     names = {}
     for symbol, name in zip(unique, text.splitlines(), strict=True):
-        plain = re.sub(r"\(anonymous namespace\)::|\b\w+::|^void ", "", name)
+        plain = re.sub(r"\(anonymous namespace\)::|\bfdm::(cuda::)?|^void ", "", name)
         names[symbol] = re.sub(r"\(.*", "", plain).replace("> >", ">>")
     return names
 
