@@ -47,7 +47,7 @@ class Allowance:
 
 
 # The first that fits a kernel counts; one that none fits must not spill at all. The numbers are the
-# largest that CUDA 12.4 and 13.0 give.
+# largest seen with CUDA 12.4 and 13.0.
 ALLOWANCES = (
     Allowance(
         "forward_kernel<ForwardConfig<*, 96, 128, 64, 4, *>>",
