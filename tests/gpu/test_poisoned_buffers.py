@@ -76,7 +76,7 @@ def test_results_do_not_depend_on_what_buffers_hold(
     assert all(poisoned.holds(got[name]) for name in got if name != "dbias")
     assert len(poisoned.blocks) > len(got), "no plan and no workspace among them"
     assert_same_bits(got, want)
-    assert poisoned.guards_are_whole()
+    assert poisoned.guards_are_whole(), "bytes beside a buffer have been written"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -99,4 +99,4 @@ def test_selections_do_not_depend_on_what_buffers_hold(
     results = [got] if isinstance(got, Tensor) else [got.start, got.end]
     assert all(poisoned.holds(result) for result in results)
     assert torch.equal(*(m if isinstance(m, Tensor) else m.to_bool(queries) for m in (got, want)))
-    assert poisoned.guards_are_whole()
+    assert poisoned.guards_are_whole(), "bytes beside a buffer have been written"

@@ -24,7 +24,7 @@ def test_repeats_are_equal(kind: str, pack_target: Target, seed: int) -> None:
 def many_small(draw: Draw, kind: str) -> Call:
     """Many blocks of few steps, whose ends and beginnings meet in every order."""
     call, sizes = dense(
-        draw, batch=(60, 60), queries=(40, 200), keys=(40, 200), kv_heads=(2, 2), group=(2, 2)
+        draw, batch=(60, 60), queries=(40, 200), keys=(40, 600), kv_heads=(2, 2), group=(2, 2)
     )
     call.bias = draw.randn(1, 2, 1, sizes.keys)
     if kind == "intervals":
