@@ -177,6 +177,24 @@ def few_heads(draw: Draw) -> Call:
     return with_dropped_keys(draw, call)
 
 
+def long_keys(draw: Draw) -> Call:
+    """Many blocks of keys for each tile of rows, so that what holds a few of them is used again."""
+    call, sizes = dense(draw, queries=(1, 200), keys=(1000, 1600), kv_heads=(1, 2), group=(1, 2))
+    call.causal = True
+    call.bias = draw.randn(1, sizes.heads, 1, sizes.keys)
+    return call
+
+
+def many_tiles(draw: Draw) -> Call:
+    """More tiles than a GPU has multiprocessors: blocks of threads that stay get several."""
+    call, sizes = dense(
+        draw, batch=(10, 12), queries=(260, 300), keys=(100, 300), kv_heads=(2, 2), group=(3, 3)
+    )
+    call.mask = draw.kept(sizes.batch, sizes.kv_heads, 1, sizes.keys, density=0.6)
+    call.causal = True
+    return with_dropped_keys(draw, call)
+
+
 def strided(draw: Draw) -> Call:
     """Views as models make them: heads before rows, and slices at odd offsets."""
     call, sizes = dense(draw)
@@ -333,6 +351,8 @@ KINDS: dict[str, Callable[[Draw], Call]] = {
         window_of_rows,
         decode,
         few_heads,
+        long_keys,
+        many_tiles,
         strided,
         packed_causal,
         packed_key_mask,
