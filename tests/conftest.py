@@ -35,6 +35,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what the random tests of tests/gpu read."""
+    parser.addoption("--seed", type=int, help="repeat a random test of tests/gpu with its seed")
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run the loops of tests/gpu that look for races in full",
+    )
+
+
 # Test processes side by side must not fight for the cores; tests of threads ask for their own.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))

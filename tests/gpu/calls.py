@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A call with everything that it reads, which may be moved, overwritten in place and repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import flash_dmattn
+from flash_dmattn import IntervalMask
+from support import moved
+
+GRADIENT_OF = ("query", "key", "value", "bias")
+
+
+@dataclasses.dataclass
+class Call:
+    """The arguments of a call of attention, dense or packed, and the gradients of its results."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor
+    dlse: Tensor
+    mask: Tensor | IntervalMask | None = None
+    bias: Tensor | None = None
+    causal: bool = False
+    softcap: float = 0.0
+    window: int | None = None
+    # Of packed sequences.
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    longest: tuple[int, int] = (0, 0)
+    block_table: Tensor | None = None
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """Return this call with every tensor changed."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Call(**pytree.tree_map_only(Tensor, change, fields))
+
+    def to(self, device: str, dtype: torch.dtype | None = None) -> Call:
+        """Move it, the strides kept; or cast all floating-point tensors too."""
+        return self.mapped(lambda t: moved(t, device, dtype if t.is_floating_point() else None))
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in pytree.tree_leaves(vars(self)) if isinstance(leaf, Tensor)]
+
+    def copy_(self, other: Call) -> None:
+        """Overwrite the tensors in place with those of a call of the same shapes."""
+        for to, source in zip(self.tensors(), other.tensors(), strict=True):
+            to.copy_(source)
+
+    def results(self, **options: Any) -> dict[str, Tensor]:
+        """Compute out, lse and all gradients, which stay on the device; this waits for nothing."""
+        if self.block_table is not None:  # which has no gradients
+            with torch.no_grad():
+                return dict(zip(("out", "lse"), self._attend({}, **options), strict=True))
+        leaves = {
+            name: getattr(self, name).detach().requires_grad_()
+            for name in GRADIENT_OF
+            if getattr(self, name) is not None
+        }
+        out, lse = self._attend(leaves, **options)
+        gradients = torch.autograd.grad((out, lse), list(leaves.values()), (self.dout, self.dlse))
+        named = {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+        return {"out": out.detach(), "lse": lse.detach(), **named}
+
+    def _attend(self, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+        query, key, value, bias = (leaves.get(name, getattr(self, name)) for name in GRADIENT_OF)
+        options = {
+            "attn_mask": self.mask,
+            "attn_bias": bias,
+            "is_causal": self.causal,
+            "softcap": self.softcap,
+            "window_size": self.window,
+            "return_lse": True,
+            **options,
+        }
+        if self.cu_seqlens_q is None:
+            return flash_dmattn.flash_dmattn_func(query, key, value, **options)
+        return flash_dmattn.flash_dmattn_varlen_func(
+            query,
+            key,
+            value,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            *self.longest,
+            block_table=self.block_table,
+            **options,
+        )
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(value.view(torch.uint8), other[name].view(torch.uint8))
+        for name, value in one.items()
+    )
+
+
+def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        bits, wanted = value.view(torch.uint8), want[name].view(torch.uint8)
+        if not torch.equal(bits, wanted):
+            difference = (value.double() - want[name].double()).abs()
+            raise AssertionError(
+                f"{name} differs in {int((bits != wanted).sum())} bytes of {bits.numel()}, by at "
+                f"most {difference.nan_to_num(nan=torch.inf).max().item():.3g}"
+            )

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Calls of every kind: what is masked and how, the form of the bias, dense, packed and paged.
+
+Sizes are odd and drawn anew from each seed. Some keys are dropped for all queries, and hold NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import IntervalMask
+from support import cotangent
+
+from .calls import Call
+
+HEAD_DIMS = (16, 40, 64, 72, 128)
+
+
+class Draw:
+    """Random numbers: shapes follow from one seed, what the tensors hold from another."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, head_dim: int = 0, values: int = 0) -> None:
+        self.shapes = random.Random(seed)
+        self.dtype = dtype
+        self.head_dim = head_dim or self.shapes.choice(HEAD_DIMS)
+        self.generator = torch.Generator().manual_seed(seed + values)
+
+    def size(self, least: int, most: int) -> int:
+        return self.shapes.randint(least, most)
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
+
+    def kept(self, *shape: int, density: float = 0.5) -> Tensor:
+        return torch.rand(shape, generator=self.generator) < density
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
+
+    def permuted(self, numbers: list[int]) -> list[int]:
+        order = torch.randperm(len(numbers), generator=self.generator)
+        return [numbers[place] for place in order.tolist()]
+
+
+@dataclasses.dataclass
+class Sizes:
+    batch: int
+    queries: int
+    keys: int
+    kv_heads: int
+    group: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+
+def dense(
+    draw: Draw,
+    *,
+    batch: tuple[int, int] = (1, 3),
+    queries: tuple[int, int] = (1, 400),
+    keys: tuple[int, int] = (1, 400),
+    kv_heads: tuple[int, int] = (1, 3),
+    group: tuple[int, int] = (1, 3),
+) -> tuple[Call, Sizes]:
+    sizes = Sizes(*(draw.size(*limits) for limits in (batch, queries, keys, kv_heads, group)))
+    rows = (sizes.batch, sizes.queries, sizes.heads, draw.head_dim)
+    columns = (sizes.batch, sizes.keys, sizes.kv_heads, draw.head_dim)
+    dout = cotangent(draw.randn(*rows))
+    dlse = draw.randn(sizes.batch, sizes.heads, sizes.queries, dtype=torch.float32)
+    return Call(draw.randn(*rows), draw.randn(*columns), draw.randn(*columns), dout, dlse), sizes
+
+
+def no_mask(draw: Draw) -> Call:
+    call, _ = dense(draw)
+    call.softcap = 3.0
+    return call
+
+
+def causal(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.causal = True
+    call.bias = draw.randn(1, sizes.heads, 1, 1)
+    return call
+
+
+def key_mask(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.mask = draw.kept(sizes.batch, 1, 1, sizes.keys)
+    call.bias = draw.randn(1, sizes.kv_heads, 1, sizes.keys)
+    return with_dropped_keys(draw, call)
+
+
+def causal_key_mask(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.mask, call.causal = draw.kept(1, sizes.kv_heads, 1, sizes.keys), True
+    call.bias = draw.randn(sizes.batch, sizes.heads, 1, sizes.keys, dtype=torch.float32)
+    return with_dropped_keys(draw, call)
+
+
+def intervals(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.mask = random_intervals(draw, (sizes.batch, sizes.heads, sizes.keys), sizes.queries)
+    call.bias = draw.randn(sizes.batch, 1, 1, sizes.keys)
+    return with_dropped_keys(draw, call)
+
+
+def causal_intervals(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.causal, call.softcap = True, 5.0
+    call.mask = random_intervals(draw, (1, sizes.kv_heads, sizes.keys), sizes.queries)
+    call.bias = draw.randn(sizes.batch, sizes.kv_heads, 1, sizes.keys, dtype=torch.float32)
+    return with_dropped_keys(draw, call)
+
+
+def row_mask(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.mask = draw.kept(1, sizes.heads, sizes.queries, sizes.keys, density=0.3)
+    call.mask[:, :, sizes.queries // 3 : sizes.queries // 2] = False
+    call.bias = draw.randn(sizes.batch, sizes.kv_heads, sizes.queries, sizes.keys)
+    return with_dropped_keys(draw, call)
+
+
+def causal_row_mask(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.causal = True
+    call.mask = draw.kept(sizes.batch, 1, sizes.queries, sizes.keys)
+    call.mask = call.mask.expand(-1, sizes.heads, -1, -1)
+    call.bias = draw.randn(1, 1, sizes.queries, sizes.keys, dtype=torch.float32)
+    return with_dropped_keys(draw, call)
+
+
+def window(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.causal, call.window = True, draw.size(1, 90)
+    call.bias = draw.randn(sizes.batch, sizes.kv_heads, 1, sizes.keys)
+    return with_dropped_keys(draw, call)
+
+
+def top_keys(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.window = draw.size(1, 90)
+    call.mask = draw.kept(sizes.batch, 1, 1, sizes.keys, density=0.7)
+    call.bias = draw.randn(1, sizes.heads, 1, sizes.keys, dtype=torch.float32)
+    return with_dropped_keys(draw, call)
+
+
+def window_of_rows(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.causal, call.window = draw.size(0, 1) == 1, draw.size(1, 90)
+    call.bias = draw.randn(1, sizes.kv_heads, sizes.queries, sizes.keys)
+    return call
+
+
+def decode(draw: Draw) -> Call:
+    """Few rows, so that the keys are divided among blocks and the parts merged."""
+    call, sizes = dense(draw, queries=(1, 3), keys=(2000, 4000), kv_heads=(1, 2), group=(1, 8))
+    call.causal = True
+    call.mask = draw.kept(sizes.batch, sizes.kv_heads, 1, sizes.keys, density=0.7)
+    call.bias = draw.randn(sizes.batch, 1, 1, sizes.keys)
+    return with_dropped_keys(draw, call)
+
+
+def few_heads(draw: Draw) -> Call:
+    """A long sequence, so that the rows of a block of keys are divided in the backward pass."""
+    call, sizes = dense(
+        draw, batch=(1, 1), queries=(1100, 1500), keys=(1100, 1500), kv_heads=(1, 1), group=(2, 2)
+    )
+    call.causal, call.window = True, 130
+    call.bias = draw.randn(1, 1, 1, sizes.keys, dtype=torch.float32)
+    return with_dropped_keys(draw, call)
+
+
+def long_keys(draw: Draw) -> Call:
+    """Many blocks of keys for each tile of rows, so that what holds a few of them is used again."""
+    call, sizes = dense(draw, queries=(1, 200), keys=(1000, 1600), kv_heads=(1, 2), group=(1, 2))
+    call.causal = True
+    call.bias = draw.randn(1, sizes.heads, 1, sizes.keys)
+    return call
+
+
+def many_tiles(draw: Draw) -> Call:
+    """More tiles than a GPU has multiprocessors: blocks of threads that stay get several."""
+    call, sizes = dense(
+        draw, batch=(10, 12), queries=(260, 300), keys=(100, 300), kv_heads=(2, 2), group=(3, 3)
+    )
+    call.mask = draw.kept(sizes.batch, sizes.kv_heads, 1, sizes.keys, density=0.6)
+    call.causal = True
+    return with_dropped_keys(draw, call)
+
+
+def strided(draw: Draw) -> Call:
+    """Views as models make them: heads before rows, and slices at odd offsets."""
+    call, sizes = dense(draw)
+    call.query = call.query.transpose(1, 2).contiguous().transpose(1, 2)
+    keys_and_values = draw.randn(sizes.batch, sizes.keys, 2 * sizes.kv_heads, draw.head_dim + 1)
+    call.key, call.value = keys_and_values[..., 1:].chunk(2, 2)
+    call.dout = call.dout.transpose(1, 3).contiguous().transpose(1, 3)
+    call.mask = draw.kept(1, 1, sizes.queries, 2 * sizes.keys + 1)[..., 1::2]
+    call.bias = draw.randn(1, sizes.heads, 1, sizes.keys + 3)[..., 3:]
+    return call
+
+
+@dataclasses.dataclass
+class Packed:
+    """The sizes of packed sequences; which sequence has which lengths is random."""
+
+    q_lengths: list[int]
+    k_lengths: list[int]
+    kv_heads: int
+    heads: int
+
+    @property
+    def total_q(self) -> int:
+        return sum(self.q_lengths)
+
+    @property
+    def total_k(self) -> int:
+        return sum(self.k_lengths)
+
+
+def packed(draw: Draw) -> tuple[Call, Packed]:
+    count, kv_heads = draw.size(3, 6), draw.size(1, 2)
+    lengths = (draw.permuted([0, *(draw.size(1, 200) for _ in range(count))]) for _ in range(2))
+    sizes = Packed(*lengths, kv_heads, kv_heads * draw.size(1, 3))
+    rows = (sizes.total_q, sizes.heads, draw.head_dim)
+    columns = (sizes.total_k, kv_heads, draw.head_dim)
+    call = Call(
+        draw.randn(*rows),
+        draw.randn(*columns),
+        draw.randn(*columns),
+        cotangent(draw.randn(*rows)),
+        draw.randn(sizes.heads, sizes.total_q, dtype=torch.float32),
+        cu_seqlens_q=bounds(sizes.q_lengths),
+        cu_seqlens_k=bounds(sizes.k_lengths),
+        longest=(max(sizes.q_lengths), max(sizes.k_lengths)),
+    )
+    return call, sizes
+
+
+def packed_causal(draw: Draw) -> Call:
+    call, sizes = packed(draw)
+    call.causal = True
+    call.bias = draw.randn(sizes.kv_heads, 1, sizes.total_k)
+    return call
+
+
+def packed_key_mask(draw: Draw) -> Call:
+    call, sizes = packed(draw)
+    call.mask = draw.kept(1, 1, sizes.total_k)
+    call.bias = draw.randn(sizes.heads, 1, sizes.total_k, dtype=torch.float32)
+    return with_dropped_keys(draw, call)
+
+
+def packed_intervals(draw: Draw) -> Call:
+    call, sizes = packed(draw)
+    call.mask = random_intervals(draw, (sizes.kv_heads, sizes.total_k), call.longest[0])
+    call.bias = draw.randn(1, 1, sizes.total_k)
+    return with_dropped_keys(draw, call)
+
+
+def packed_row_mask(draw: Draw) -> Call:
+    call, sizes = packed(draw)
+    call.causal = True
+    call.mask = draw.kept(sizes.kv_heads, sizes.total_q, call.longest[1])
+    call.bias = draw.randn(1, sizes.total_q, call.longest[1])
+    return call
+
+
+def packed_window(draw: Draw) -> Call:
+    call, sizes = packed(draw)
+    call.causal, call.window = True, draw.size(1, 60)
+    call.bias = draw.randn(sizes.kv_heads, 1, sizes.total_k)
+    return with_dropped_keys(draw, call)
+
+
+def paged(draw: Draw) -> Call:
+    """Pages in random order, NaN where no key lies."""
+    call, sizes = packed(draw)
+    page = draw.shapes.choice([1, 8, 16, 48])
+    call.causal = True
+    call.bias = draw.randn(sizes.kv_heads, 1, sizes.total_k)
+    needed = [-(-length // page) for length in sizes.k_lengths]
+    numbers = draw.permuted(list(range(sum(needed) + 3)))
+    call.block_table = torch.zeros(len(needed), max(needed) + 1, dtype=torch.int32)
+    pages = torch.full((2, len(numbers), page, sizes.kv_heads, draw.head_dim), torch.nan)
+    pages = pages.to(draw.dtype)
+    begin = 0
+    for sequence, length in enumerate(sizes.k_lengths):
+        for first in range(0, length, page):
+            number = numbers.pop()
+            call.block_table[sequence, first // page] = number
+            keys = slice(begin + first, begin + min(first + page, length))
+            for side, tensor in enumerate((call.key, call.value)):
+                pages[side, number, : keys.stop - keys.start] = tensor[keys]
+        begin += length
+    call.key, call.value = pages
+    return call
+
+
+def bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def random_intervals(draw: Draw, shape: tuple[int, ...], queries: int) -> IntervalMask:
+    """Also before the first row and past the last, empty ones, and ends before starts."""
+    start, end = (draw.integers(-2, queries + 3, *shape) for _ in range(2))
+    ordered = draw.kept(*shape, density=0.9)
+    return IntervalMask(
+        torch.where(ordered, torch.minimum(start, end), start),
+        torch.where(ordered, torch.maximum(start, end), end),
+    )
+
+
+def with_dropped_keys(draw: Draw, call: Call) -> Call:
+    """Drop some keys for all queries, and put NaN in them, and in the bias where it is per key."""
+    dimension = 0 if call.cu_seqlens_q is not None else 1
+    dropped = draw.kept(call.key.shape[dimension], density=0.2)
+    if call.window is not None:
+        pass  # NaN biases are never selected
+    elif isinstance(call.mask, IntervalMask):
+        call.mask.end[..., dropped] = call.mask.start[..., dropped]
+    else:
+        call.mask = call.mask & ~dropped
+    for tensor in (call.key, call.value):
+        tensor[(slice(None),) * dimension + (dropped,)] = torch.nan
+    if call.bias is not None and call.bias.shape[-2] == 1:
+        call.bias[..., dropped] = torch.nan
+    return call
+
+
+KINDS: dict[str, Callable[[Draw], Call]] = {
+    make.__name__: make
+    for make in (
+        no_mask,
+        causal,
+        key_mask,
+        causal_key_mask,
+        intervals,
+        causal_intervals,
+        row_mask,
+        causal_row_mask,
+        window,
+        top_keys,
+        window_of_rows,
+        decode,
+        few_heads,
+        long_keys,
+        many_tiles,
+        strided,
+        packed_causal,
+        packed_key_mask,
+        packed_intervals,
+        packed_row_mask,
+        packed_window,
+        paged,
+    )
+}

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Equal inputs give equal bits, however often and whatever else the device is doing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support import HALF_TYPES, Target
+
+from .calls import Call, assert_same_bits, same_bits
+from .kinds import KINDS, Draw, dense, random_intervals, with_dropped_keys
+
+
+def test_repeats_are_equal(kind: str, pack_target: Target, seed: int) -> None:
+    call = KINDS[kind](Draw(seed, HALF_TYPES[seed % 2])).to(pack_target.device)
+    first = call.results(deterministic=True)
+    for _ in range(100 if pack_target.device == "cuda" else 5):
+        again = call.results(deterministic=True)
+        if not same_bits(again, first):
+            assert_same_bits(again, first)
+
+
+def many_small(draw: Draw, kind: str) -> Call:
+    """Many blocks of few steps, whose ends and beginnings meet in every order."""
+    call, sizes = dense(
+        draw, batch=(60, 60), queries=(40, 200), keys=(40, 600), kv_heads=(2, 2), group=(2, 2)
+    )
+    call.bias = draw.randn(1, 2, 1, sizes.keys)
+    if kind == "intervals":
+        call.mask = random_intervals(draw, (60, 2, sizes.keys), sizes.queries)
+    elif kind == "keys":
+        call.mask = draw.kept(60, 1, 1, sizes.keys)
+    elif kind == "rows":
+        call.mask = draw.kept(60, 2, sizes.queries, sizes.keys)
+    else:
+        call.causal = True
+        return call
+    return with_dropped_keys(draw, call)
+
+
+@pytest.mark.parametrize("kind_of_mask", ["causal", "keys", "intervals", "rows"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_race(
+    kind_of_mask: str, head_dim: int, gpu: str, seed: int, request: pytest.FixtureRequest
+) -> None:
+    """With another stream's kernels at work between, so that blocks start at other times."""
+    call = many_small(Draw(seed, HALF_TYPES[seed % 2], head_dim), kind_of_mask).to(gpu)
+    first = call.results(deterministic=True)
+    noise, other = torch.randn(700, 700, device=gpu), torch.cuda.Stream()
+    for _ in range(250 if request.config.getoption("--exhaustive") else 20):
+        with torch.cuda.stream(other):
+            for _ in range(5):
+                noise = torch.tanh(noise @ noise)
+        again = call.results(deterministic=True)
+        if not same_bits(again, first):
+            assert_same_bits(again, first)
