@@ -57,6 +57,10 @@ FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
   return {0, q0, q_count, k0, k_count, k_count - q_count};
 }
 
+// Sequences that each list of a plan runs over. Without cu_seqlens a list belongs to one element of the batch, or to all
+// alike.
+FDM_INLINE int64_t list_sequences(const fdm_problem &p) { return is_varlen(p) ? p.batch : 1; }
+
 // Rows of the packed row dimension over all sequences.
 FDM_INLINE int64_t total_rows(const fdm_problem &p) { return is_varlen(p) ? p.q.shape[1] : p.queries; }
 // Keys of the key dimension of per-key tensors.

@@ -18,6 +18,7 @@ __all__ = [
     "Variable",
     "check_unknown",
     "get",
+    "is_given",
     "markdown_table",
     "nearest",
     "variables_set",
@@ -118,6 +119,18 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> str:
             f"{did_you_mean(value, variable.values)}"
         )
     return value
+
+
+# What is behind os.environ, where Python has it there: for a name that is absent os.environ raises
+# and catches two errors, a microsecond each.
+_encoded = getattr(os.environ, "_data", None)
+
+
+def is_given(name: str) -> bool:
+    """Say whether a variable is set; in a moment, for what is asked in every call."""
+    if _encoded is None:
+        return name in os.environ
+    return os.fsencode(name) in _encoded
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
