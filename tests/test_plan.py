@@ -218,7 +218,7 @@ def test_make_plan_refuses(target: Target) -> None:
     query, key, _, _ = tensors(target)
     bounds = torch.tensor([0, 70], dtype=torch.int32, device=target.device)
     settings = {"backend": target.backend}
-    with pytest.raises(TypeError, match=r"query must be a torch\\.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, got list"):
         make_plan([1], key, **settings)
     with refused(r"query and key must have shape \(B, rows, heads, D\), got"):
         make_plan(query[0], key, **settings)
@@ -226,7 +226,7 @@ def test_make_plan_refuses(target: Target) -> None:
         make_plan(query, key, rand_bool(2, 80).to(target.device), **settings)
     with refused("attn_mask"):
         make_plan(query, key, rand_bool(3, 1, 70, 90).to(target.device), **settings)
-    with pytest.raises(TypeError, match="attn_mask must have dtype torch.bool"):
+    with pytest.raises(TypeError, match=r"attn_mask must have dtype torch\.bool"):
         make_plan(query, key, torch.ones(2, 90, device=target.device), **settings)
     with refused("query_length=70 cannot mask 60 queries"):
         make_plan(query[:, :60], key, make_mask("intervals", target), **settings)
