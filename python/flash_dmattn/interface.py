@@ -110,20 +110,14 @@ def flash_dmattn_func(
             raise ValueError(
                 f"{argument} must have shape (B, rows, heads, D), got {tuple(tensor.shape)}"
             )
-    sizes = {
-        "batch": query.shape[0],
-        "heads": query.shape[2],
-        "kv_heads": key.shape[2],
-        "keys": key.shape[1],
-    }
     if plan is not None:
         attn_mask = checked_mask(plan, query, key, attn_mask, is_causal, window_size, backend)
         is_causal, name = plan.is_causal, plan.backend
-    bias = to_4d("attn_bias", attn_bias, **sizes)
+    bias = _to_4d("attn_bias", attn_bias, query, key)
     if isinstance(attn_mask, IntervalMask):
         attn_mask.check_query_length(query.shape[1], "attn_mask")
     else:
-        attn_mask = to_4d("attn_mask", attn_mask, **sizes)
+        attn_mask = _to_4d("attn_mask", attn_mask, query, key)
     if window_size is not None:
         attn_mask = dynamic_mask(
             _selectable_bias(bias, query.shape[0]),
@@ -347,6 +341,13 @@ def _probabilities(inputs: AttentionInputs) -> Tensor:
         max_seqlen_k=inputs.max_seqlen_k,
         block_table=inputs.block_table,
     )
+
+
+def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    if tensor is None or tensor.dim() == 4:
+        return tensor
+    (batch, _, heads, _), (_, keys, kv_heads, _) = query.shape, key.shape
+    return to_4d(name, tensor, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
 
 
 def _default_scale(query: Tensor) -> float:

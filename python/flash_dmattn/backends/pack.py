@@ -148,20 +148,23 @@ class PackBackend:
         return keep
 
     def _problem(self, inputs: AttentionInputs) -> _core.Problem:
+        query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, block_table = (
+            None if tensor is None else exchanged(tensor) for tensor in inputs[:10]
+        )
         return _core.Problem(
             self.pack,
-            exchanged(inputs.query),
-            exchanged(inputs.key),
-            exchanged(inputs.value),
-            mask=exchanged(inputs.mask),
-            start=exchanged(inputs.start),
-            end=exchanged(inputs.end),
-            bias=exchanged(inputs.bias),
-            cu_seqlens_q=exchanged(inputs.cu_seqlens_q),
-            cu_seqlens_k=exchanged(inputs.cu_seqlens_k),
+            query,
+            key,
+            value,
+            mask=mask,
+            start=start,
+            end=end,
+            bias=bias,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=inputs.max_seqlen_q,
             max_seqlen_k=inputs.max_seqlen_k,
-            block_table=exchanged(inputs.block_table),
+            block_table=block_table,
             scale=inputs.scale,
             causal=inputs.causal,
             softcap=inputs.softcap,
