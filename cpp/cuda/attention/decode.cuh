@@ -62,12 +62,12 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 
   __device__ void load_queries() const {
     const fdm_tensor &q = params.p.q;
-    copy_rows<Tile, kDecodeRows, Config::kThreads>(
-        ptx::shared_address(shared.q), params.aligned, int(params.p.head_dim), q.stride[3],
-        [&](int r) -> const uint16_t * {
-          if (!this->exists(r)) return kZeroRow;
-          return static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, this->query(r), this->head(r));
-        });
+    copy_rows<Tile, kDecodeRows, Config::kThreads>(ptx::shared_address(shared.q), params.aligned,
+                                                   int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
+                                                     if (!this->exists(r)) return kZeroRow;
+                                                     return static_cast<const uint16_t *>(q.data) +
+                                                            row_offset(q, task.s, this->query(r), this->head(r));
+                                                   });
   }
 
   // The first column of a step, and the one that this thread fetches of the two steps from `step` on.
@@ -205,8 +205,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void write_partial(int r, int d, float value, float largest, float total) const {
     const fdm_problem &p = params.p;
     const int64_t rows = p.batch * p.heads * p.queries;
-    const int64_t at =
-        task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
+    const int64_t at = task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
     params.partial_out[at * p.head_dim + d] = value;
     if (d == 0) params.partial_max[at] = largest, params.partial_sum[at] = total;
   }

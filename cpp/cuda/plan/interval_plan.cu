@@ -236,8 +236,7 @@ cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace
   } else {
     compact_kept_keys<<<blocks(1), kChunkThreads, 0, stream>>>(p, plan, counts, 1, only_tile);
   }
-  if (tiles > 1)
-    return launch_dependent(list_tile_columns, blocks(tiles), kTileThreads, stream, p, plan, tiles);
+  if (tiles > 1) return launch_dependent(list_tile_columns, blocks(tiles), kTileThreads, stream, p, plan, tiles);
   return cudaGetLastError();
 }
 
