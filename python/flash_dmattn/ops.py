@@ -90,7 +90,7 @@ def _dispatcher_is_idle(tensors: tuple[Any, ...]) -> bool:
     """
     if torch.compiler.is_compiling() or not _DISPATCH_STATE_IS_READABLE:
         return False
-    if torch._C._len_torch_dispatch_stack() or _is_transformed():
+    if torch._C._len_torch_dispatch_stack() or _transform_is_active():
         return False
     is_batched = torch._C._functorch.is_legacy_batchedtensor
     for tensor in tensors:
@@ -113,9 +113,12 @@ def _is_transformed() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
+    return not _DISPATCH_STATE_IS_READABLE or _transform_is_active()
+
+
+def _transform_is_active() -> bool:
     return (
-        not _DISPATCH_STATE_IS_READABLE
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
 
@@ -133,9 +136,7 @@ def _forward_mode_is_compiled() -> bool:
 
 
 def _is_recorded(tensors: tuple[Any, ...]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(t is not None and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 # These are not public: without them every call takes the way that is right for all.

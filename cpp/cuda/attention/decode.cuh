@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(Config::kThreads) decode_kernel(const __grid_c
     shared.task = {s,
                    sequence_index,
                    head,
-                   head / group_size(p),
+                   kv_head_of(p, head),
                    0,
                    int(blockIdx.y),
                    tile_columns(p, params.plan, s, sequence_index, head, 0),

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   if (only_tile) plan.counts[slot] = {kept, full_count};
 }
 
-__global__ void __launch_bounds__(kTileThreads, 5)
+__global__ void __launch_bounds__(kTileThreads)
     list_tile_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
   __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
   const ListWork work = list_work(p, plan, tiles);
@@ -167,35 +167,22 @@ __global__ void __launch_bounds__(kTileThreads, 5)
   const int32_t first = static_cast<int32_t>(first_row);
   const int32_t past = static_cast<int32_t>(min64(work.s.q_count, first_row + kTileRows));
   const int64_t visible = is_causal(p) ? min64(work.s.k_count, past + work.s.causal_off) : work.s.k_count;
+  const int32_t kept = plan.kept_count[work.list * list_sequences(p) + work.sequence_index];
   const int64_t list = work.list * plan.list_keys + work.s.k_begin;
   const int32_t *index = plan.kept_index + list, *start = plan.kept_start + list, *end = plan.kept_end + list;
   const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
   int32_t *columns = plan.columns + slot * plan.tile_keys;
 
-  KeyRows rows[kTileItems];
-  const auto load_rows = [&](int64_t step) {
-#pragma unroll
-    for (int i = 0; i < kTileItems; ++i) {
-      const int64_t at = step + i * kTileThreads + threadIdx.x;
-      rows[i] = at < work.s.k_count ? KeyRows{start[at], end[at]} : KeyRows{0, 0};
-    }
-  };
-  // The first rows and key without waiting for the number of kept keys: what lies behind them is not used.
-  load_rows(0);
-  int32_t first_key = work.s.k_count > 0 ? index[0] : 0;
-  const int32_t kept = plan.kept_count[work.list * list_sequences(p) + work.sequence_index];
   int32_t full_count = 0, partial_count = 0;
-  for (int32_t step = 0; step < kept && first_key < visible;) {
+  for (int32_t step = 0; step < kept && index[step] < visible; step += kTileStep) {
     bool full[kTileItems], partial[kTileItems];
     uint32_t rank[kTileItems];
 #pragma unroll
     for (int i = 0; i < kTileItems; ++i) {
-      const bool exists = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x) < kept;
-      const TileKey key(rows[i], first, past);
-      full[i] = exists && key.full, partial[i] = exists && key.partial;
+      const int32_t at = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
+      const TileKey key(at < kept ? KeyRows{start[at], end[at]} : KeyRows{0, 0}, first, past);
+      full[i] = key.full, partial[i] = key.partial;
     }
-    const int32_t next = step + kTileStep;
-    if (next < kept) first_key = index[next];
     const uint32_t total = ranks.rank(full, partial, rank);
 #pragma unroll
     for (int i = 0; i < kTileItems; ++i) {
@@ -205,8 +192,6 @@ __global__ void __launch_bounds__(kTileThreads, 5)
       columns[column] = index[step + i * kTileThreads + static_cast<int32_t>(threadIdx.x)];
     }
     full_count += ranks.first_of(total), partial_count += ranks.second_of(total);
-    step = next;
-    if (step < kept && first_key < visible) load_rows(step);
   }
   if (threadIdx.x == 0) plan.counts[slot] = {full_count + partial_count, full_count};
 }

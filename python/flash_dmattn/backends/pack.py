@@ -77,7 +77,7 @@ class PackBackend:
         query, plan = inputs.query, inputs.plan
         problem, device = self._problem(inputs), query.device
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = torch.empty(lse_shape(query), dtype=torch.float32, device=device)
+        lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=device)
         workspace_bytes = problem.forward_workspace_bytes
         if plan is None and (plan_bytes := problem.plan_bytes):
             plan = _bytes(plan_bytes, device)
