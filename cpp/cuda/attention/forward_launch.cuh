@@ -6,6 +6,12 @@
 #include "forward.cuh"
 #include "tiles.cuh"
 
+#if FDM_ARCH == 90
+#include "../sm90/forward.cuh"
+#include "../sm90/launch.cuh"
+#include "../sm90/tiles.cuh"
+#endif
+
 namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_forward_config(const ForwardParams &params, cudaStream_t stream) {
@@ -23,6 +29,14 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
   if (!params.aligned || (present(params.p.bias) && per_query(params.p.bias)))
     return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, true>>(params,
                                                                                                               stream);
+#if FDM_ARCH == 90
+  if (params.heads_per_tile == 1 && params.splits == 1) {
+    constexpr sm90::KeyTileChoice choice = sm90::forward_tile(kHeadDim);
+    using Config = sm90::ForwardConfig<Element, kHeadDim, choice.columns, choice.stages>;
+    const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
+    return sm90::launch_staying<sm90::ForwardShared<Config>, sm90::forward_kernel<Config>>(params, tiles, stream);
+  }
+#endif
   return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, false>>(params,
                                                                                                              stream);
 }
