@@ -153,7 +153,8 @@ typedef struct fdm_selection {
  *   fixed + lists * (per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key))
  *
  * lists = mask.shape[0] * mask.shape[1] (of start for intervals); keys = K (total_k for varlen);
- * row_keys = K (the longest sequence's for varlen); tiles = total rows / tile_rows + B, rounded down. */
+ * row_keys = K (the longest sequence's for varlen); tiles = rows / tile_rows + sequences, rounded down, with rows = Q
+ * and sequences = 1 (total_q and B for varlen). */
 typedef struct fdm_plan_layout {
   int64_t fixed, per_list, per_key, per_tile, per_tile_key, tile_rows;
 } fdm_plan_layout;

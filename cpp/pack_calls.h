@@ -43,6 +43,9 @@ static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limi
   if (p->kv_heads < 1 || p->heads % p->kv_heads != 0)
     return message.fail(FDM_INVALID_ARGUMENT, "%lld query heads are not a multiple of %lld key/value heads",
                         static_cast<long long>(p->heads), static_cast<long long>(p->kv_heads));
+  if (p->heads > INT32_MAX)
+    return message.fail(FDM_UNSUPPORTED, "%lld query heads: there are at most 2^31 - 1",
+                        static_cast<long long>(p->heads));
   if (p->queries > INT32_MAX || p->keys > INT32_MAX)
     return message.fail(FDM_UNSUPPORTED, "%lld queries and %lld keys: a sequence has at most 2^31 - 1 of each",
                         static_cast<long long>(p->queries), static_cast<long long>(p->keys));

@@ -31,7 +31,13 @@ struct Sequence {
 
 FDM_INLINE bool is_varlen(const fdm_problem &p) { return p.cu_seqlens_q.data != nullptr; }
 FDM_INLINE bool is_causal(const fdm_problem &p) { return (p.flags & FDM_CAUSAL) != 0; }
-FDM_INLINE int64_t group_size(const fdm_problem &p) { return p.heads / p.kv_heads; }
+// Divisions of 32 bits: those of 64 take a GPU longer than some of what a small kernel does.
+FDM_INLINE int64_t group_size(const fdm_problem &p) {
+  return static_cast<uint32_t>(p.heads) / static_cast<uint32_t>(p.kv_heads);
+}
+FDM_INLINE int64_t kv_head_of(const fdm_problem &p, int64_t h) {
+  return static_cast<uint32_t>(h) / static_cast<uint32_t>(group_size(p));
+}
 FDM_INLINE bool present(const fdm_tensor &t) { return t.data != nullptr; }
 
 FDM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -57,6 +63,10 @@ FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
   return {0, q0, q_count, k0, k_count, k_count - q_count};
 }
 
+// Sequences that each list of a plan runs over. Without cu_seqlens a list belongs to one element of the batch, or to all
+// alike.
+FDM_INLINE int64_t list_sequences(const fdm_problem &p) { return is_varlen(p) ? p.batch : 1; }
+
 // Rows of the packed row dimension over all sequences.
 FDM_INLINE int64_t total_rows(const fdm_problem &p) { return is_varlen(p) ? p.q.shape[1] : p.queries; }
 // Keys of the key dimension of per-key tensors.
@@ -69,7 +79,7 @@ FDM_INLINE int64_t total_keys(const fdm_problem &p) {
 // The index of query head h in a head dimension of size 1, Hk or H.
 FDM_INLINE int64_t head_index(const fdm_problem &p, const fdm_tensor &t, int64_t h) {
   if (t.shape[1] == 1) return 0;
-  return t.shape[1] == p.heads ? h : h / group_size(p);
+  return t.shape[1] == p.heads ? h : kv_head_of(p, h);
 }
 FDM_INLINE int64_t batch_index(const fdm_tensor &t, const Sequence &s) { return t.shape[0] == 1 ? 0 : s.batch; }
 

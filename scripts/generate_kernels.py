@@ -38,6 +38,7 @@ class Family:
 
 
 FAMILIES = (
+    Family("decode", "decode_launch.cuh", "ForwardParams"),
     Family("forward", "forward_launch.cuh", "ForwardParams"),
     Family("dq", "dq_launch.cuh", "BackwardParams"),
     Family("dkdv", "dkdv_launch.cuh", "BackwardParams"),

@@ -52,7 +52,7 @@ def forward_arguments(target: Target, kind: str) -> tuple[object, ...]:
         )
         longest_q, longest_k = 10, 10
     settings = (longest_q, longest_k, 0.3, True, 0.0, True, target.backend)
-    return (query, key, value, mask, start, end, bias, cu_q, cu_k, None, *settings)
+    return (query, key, value, mask, start, end, bias, cu_q, cu_k, None, None, *settings)
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
@@ -60,12 +60,28 @@ def test_opcheck_of_forward(kind: str, target: Target) -> None:
     torch.library.opcheck(OPS.attention_forward.default, forward_arguments(target, kind))
 
 
+@pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
+def test_opcheck_of_plans(kind: str, target: Target) -> None:
+    inputs = [a.detach() if isinstance(a, Tensor) else a for a in forward_arguments(target, kind)]
+    torch.library.opcheck(OPS.attention_plan.default, tuple(inputs))
+    plan = OPS.attention_plan(*inputs)
+    inputs = [*inputs[:10], plan, *inputs[11:]]
+    torch.library.opcheck(OPS.attention_forward.default, tuple(inputs))
+    out, lse, made = OPS.attention_forward(*inputs)
+    assert made.numel() == 0
+    cotangents = torch.randn_like(out), torch.randn_like(lse)
+    torch.library.opcheck(
+        OPS.attention_backward.default,
+        (*cotangents, out, lse, made, *inputs, *(inputs[6] is not None,) * 4),
+    )
+
+
 def test_opcheck_of_a_plan_in_pages_of_its_own(pack_target: Target) -> None:
     query, key, value = (randn(1, 1200, 1, 8, seed=n).to(pack_target.device) for n in range(3))
     query, key, value = (t.to(pack_target.dtypes[0]) for t in (query, key, value))
     mask = rand_bool(1, 1, 1200, 1200).to(pack_target.device)
     settings = (0, 0, 0.3, True, 0.0, True, pack_target.backend)
-    arguments = (query, key, value, mask, None, None, None, None, None, None, *settings)
+    arguments = (query, key, value, mask, None, None, None, None, None, None, None, *settings)
     assert OPS.attention_forward(*arguments)[2].numel() > 1 << 17
     torch.library.opcheck(OPS.attention_forward.default, arguments)
 

@@ -54,8 +54,8 @@ Pack::Pack(std::string path) : path_(std::move(path)), table_(nullptr) {
 }
 
 int64_t plan_bytes(const fdm_plan_layout &layout, int64_t lists, int64_t keys, int64_t row_keys, int64_t rows,
-                   int64_t batch) {
-  const int64_t tiles = layout.tile_rows > 0 ? rows / layout.tile_rows + batch : 0;
+                   int64_t sequences) {
+  const int64_t tiles = layout.tile_rows > 0 ? rows / layout.tile_rows + sequences : 0;
   return layout.fixed +
          lists * (layout.per_list + keys * layout.per_key + tiles * (layout.per_tile + row_keys * layout.per_tile_key));
 }

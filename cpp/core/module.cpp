@@ -32,14 +32,15 @@ nb::dict plan_layouts_of(const Pack &pack) {
 }
 
 int64_t plan_bytes_of(const Pack &pack, const std::string &kind, int64_t lists, int64_t keys, int64_t row_keys,
-                      int64_t rows, int64_t batch) {
+                      int64_t rows, int64_t sequences) {
   require_at_least(lists, "lists", 0);
   require_at_least(keys, "keys", 0);
   require_at_least(row_keys, "row_keys", 0);
   require_at_least(rows, "rows", 0);
-  require_at_least(batch, "batch", 0);
+  require_at_least(sequences, "sequences", 0);
   for (int i = 0; i < FDM_MASK_KIND_COUNT; ++i)
-    if (kind == mask_kind_names[i]) return plan_bytes(pack.table().plan_layouts[i], lists, keys, row_keys, rows, batch);
+    if (kind == mask_kind_names[i])
+      return plan_bytes(pack.table().plan_layouts[i], lists, keys, row_keys, rows, sequences);
   value_error("kind is '", kind, "', but must be 'none', 'keys', 'intervals' or 'rows'");
 }
 
@@ -57,7 +58,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("max_head_dim", [](const Pack &pack) { return pack.table().max_head_dim; })
       .def_prop_ro("dtypes", &dtypes_of)
       .def_prop_ro("plan_layouts", &plan_layouts_of)
-      .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "batch"_a)
+      .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a)
       .def("__repr__", [](const Pack &pack) {
         return "<flash_dmattn kernel pack " + std::string(pack.table().name) + " from " + pack.path() + ">";
       });

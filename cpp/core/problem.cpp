@@ -154,7 +154,7 @@ void Problem::measure_plan() {
   const int64_t lists = mask_kind_ == FDM_MASK_NONE ? 0 : mask.shape[0] * mask.shape[1];
   const int64_t keys = extents_.total_keys == Extents::unknown ? mask.shape[3] : extents_.total_keys;
   plan_bytes_ = fdm::plan_bytes(pack_.plan_layouts[mask_kind_], lists, keys, extents_.keys, extents_.total_queries,
-                                extents_.batch);
+                                extents_.varlen ? extents_.batch : 1);
 }
 
 int64_t Problem::workspace_bytes(fdm_pass pass) const {

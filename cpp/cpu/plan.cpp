@@ -77,7 +77,7 @@ void make_interval_list(const fdm_problem &p, void *plan, int64_t list_number, i
   const fdm_tensor &lists = list_tensor(p);
   const int64_t list_batch = list_number / lists.shape[1], list_head = list_number % lists.shape[1];
   const IntervalList list = IntervalList::at(plan, list_number, total_keys(p));
-  for (int64_t b = 0; b < (is_varlen(p) ? p.batch : 1); ++b) {
+  for (int64_t b = 0; b < list_sequences(p); ++b) {
     const Sequence s = sequence(p, b);
     int64_t at = s.k_begin;
     for (int64_t j = 0; j < s.k_count; ++j) {
@@ -164,13 +164,13 @@ int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
   bool allowed[kChoices];
   for (int c = 0; c < kChoices; ++c) {
     const int64_t rows = kTileRowChoices[c];
-    const int64_t needed = list_count(p) * (total_rows(p) / rows + p.batch) * RowTile::bytes(p.keys, rows);
+    const int64_t needed = list_count(p) * (total_rows(p) / rows + list_sequences(p)) * RowTile::bytes(p.keys, rows);
     allowed[c] = int64_t(sizeof(PlanHeader)) + needed <= plan_bytes(p);
   }
   auto *any = static_cast<uint8_t *>(workspace), *all = any + p.keys;
   int64_t columns[kChoices] = {};
   constexpr int64_t kSamples = 8;
-  const int64_t lists = list_count(p), sequences = is_varlen(p) ? p.batch : 1;
+  const int64_t lists = list_count(p), sequences = list_sequences(p);
   for (int64_t sample = 0; sample < kSamples; ++sample) {
     const Sequence s = sequence(p, sample * sequences / kSamples);
     const Matrix mask = list_matrix(p, sample * lists / kSamples, s);
@@ -187,8 +187,8 @@ int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
 }
 
 void make_row_plan(const fdm_problem &p, void *plan, void *workspace) {
-  const int64_t lists = list_count(p), sequences = is_varlen(p) ? p.batch : 1;
-  const bool empty = p.batch == 0; // the mask may have rows even so, but the plan has no room for their tiles
+  const int64_t lists = list_count(p), sequences = list_sequences(p);
+  const bool empty = p.batch == 0; // the mask may have rows even so
   const int64_t rows = lists && p.keys && !empty ? choose_row_tile(p, workspace) : kMinTileRows;
   static_cast<PlanHeader *>(plan)->tile_rows = rows;
   const int64_t tiles = ceil_div(p.queries, rows);
@@ -224,7 +224,7 @@ int64_t plan_bytes(const fdm_problem &p) {
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return 0;
   const fdm_plan_layout l = plan_layout(kind);
-  const int64_t tiles = total_rows(p) / l.tile_rows + p.batch;
+  const int64_t tiles = total_rows(p) / l.tile_rows + list_sequences(p);
   return l.fixed +
          list_count(p) * (l.per_list + total_keys(p) * l.per_key + tiles * (l.per_tile + p.keys * l.per_tile_key));
 }

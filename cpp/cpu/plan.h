@@ -48,7 +48,7 @@ struct RowTile {
   // Tiles of sequence s number from q_begin / rows + its index in the batch: never two of one number, without a scan.
   static RowTile at(void *plan, const fdm_problem &p, int64_t list, const Sequence &s, int64_t sequence_index,
                     int64_t tile, int64_t rows) {
-    const int64_t tiles = total_rows(p) / rows + p.batch;
+    const int64_t tiles = total_rows(p) / rows + list_sequences(p);
     const int64_t number = list * tiles + s.q_begin / rows + (is_varlen(p) ? sequence_index : 0) + tile;
     auto *base =
         reinterpret_cast<int32_t *>(static_cast<char *>(plan) + sizeof(PlanHeader) + number * bytes(p.keys, rows));

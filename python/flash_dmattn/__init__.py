@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         get_available_backends,
     )
     from .masks import IntervalMask
+    from .plan import AttentionPlan, make_plan
     from .reference import attention_reference
     from .selection import dynamic_mask
 
@@ -35,6 +36,7 @@ __all__ = [
     "CUDA_AVAILABLE",
     "FLEX_AVAILABLE",
     "TRITON_AVAILABLE",
+    "AttentionPlan",
     "IntervalMask",
     "__version__",
     "attention_reference",
@@ -44,10 +46,12 @@ __all__ = [
     "flash_dmattn_varlen_func",
     "flex_dmattn_func",
     "get_available_backends",
+    "make_plan",
     "triton_dmattn_func",
 ]
 
 _MODULES = {
+    "AttentionPlan": "plan",
     "IntervalMask": "masks",
     "attention_reference": "reference",
     "dynamic_mask": "selection",
@@ -55,6 +59,7 @@ _MODULES = {
     "flash_dmattn_func_auto": "interface",
     "flash_dmattn_varlen_func": "interface",
     "get_available_backends": "interface",
+    "make_plan": "plan",
 }
 _AVAILABILITY = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
 # None where the backend is absent, as callers of 1.2.2 test for.

@@ -56,13 +56,13 @@ class Pack:
     def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int]]:
         """For each MaskKind: fixed, per_list, per_key, per_tile, per_tile_key, tile_rows."""
     def plan_bytes(
-        self, kind: MaskKind, lists: int, keys: int, row_keys: int, rows: int, batch: int
+        self, kind: MaskKind, lists: int, keys: int, row_keys: int, rows: int, sequences: int
     ) -> int:
         """An upper bound of the bytes of a plan.
 
         lists: the mask's first two sizes in 4 dimensions, multiplied; 0 without a mask.
         keys: K, for varlen total_k. row_keys: K, for varlen the longest sequence's.
-        rows: Q, for varlen total_q. batch: the number of sequences.
+        rows: Q, for varlen total_q. sequences: 1, for varlen the number of sequences.
         """
 
 def load_pack(path: str) -> Pack:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .loader import environment
 from .masks import IntervalMask
 
 __all__ = [
@@ -112,9 +113,8 @@ def backend_name(backend: str | None) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _default_deterministic() -> bool:
-    from .loader import environment
-
-    return bool(environment.get("FLASH_DMATTN_DETERMINISTIC") == "1")
+    name = "FLASH_DMATTN_DETERMINISTIC"
+    return environment.is_given(name) and environment.get(name) == "1"
 
 
 def resolved_deterministic(deterministic: bool | None) -> bool:

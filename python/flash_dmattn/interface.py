@@ -27,6 +27,7 @@ from .arguments import (
 from .backends import available_backends, check_backend_name, require_available
 from .backends.base import AttentionInputs
 from .masks import IntervalMask
+from .plan import AttentionPlan, Packing, checked_mask
 from .reference import attention_probabilities
 from .selection import dynamic_mask
 
@@ -53,6 +54,7 @@ def flash_dmattn_func(
     return_attn_probs: bool | None = None,
     *,
     window_size: int | None = None,
+    plan: AttentionPlan | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Output:
@@ -80,6 +82,8 @@ def flash_dmattn_func(
         return_attn_probs: also return the probabilities, by plain PyTorch: O(Q x K) memory.
         window_size: keep the ``window_size`` keys with the largest bias (`dynamic_mask`) of those
             that ``attn_mask``, a boolean one or None, keeps.
+        plan: of `make_plan`, for a mask that serves several calls. Then ``attn_mask`` and
+            ``is_causal`` are the plan's.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: None or "auto" follows the device; or a name of `get_available_backends`.
 
@@ -106,17 +110,14 @@ def flash_dmattn_func(
             raise ValueError(
                 f"{argument} must have shape (B, rows, heads, D), got {tuple(tensor.shape)}"
             )
-    sizes = {
-        "batch": query.shape[0],
-        "heads": query.shape[2],
-        "kv_heads": key.shape[2],
-        "keys": key.shape[1],
-    }
-    bias = to_4d("attn_bias", attn_bias, **sizes)
+    if plan is not None:
+        attn_mask = checked_mask(plan, query, key, attn_mask, is_causal, window_size, backend)
+        is_causal, name = plan.is_causal, plan.backend
+    bias = _to_4d("attn_bias", attn_bias, query, key)
     if isinstance(attn_mask, IntervalMask):
         attn_mask.check_query_length(query.shape[1], "attn_mask")
     else:
-        attn_mask = to_4d("attn_mask", attn_mask, **sizes)
+        attn_mask = _to_4d("attn_mask", attn_mask, query, key)
     if window_size is not None:
         attn_mask = dynamic_mask(
             _selectable_bias(bias, query.shape[0]),
@@ -143,6 +144,7 @@ def flash_dmattn_func(
         cu_seqlens_q=None,
         cu_seqlens_k=None,
         block_table=None,
+        plan=None if plan is None else plan.columns,
         max_seqlen_q=0,
         max_seqlen_k=0,
         scale=number("softmax_scale", softmax_scale, _default_scale(query)),
@@ -171,6 +173,7 @@ def flash_dmattn_varlen_func(
     attn_mask: Tensor | IntervalMask | None = None,
     attn_bias: Tensor | None = None,
     window_size: int | None = None,
+    plan: AttentionPlan | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Output:
@@ -181,8 +184,8 @@ def flash_dmattn_varlen_func(
         key, value: ``(total_k, Hk, D)``; or pages ``(pages, page, Hk, D)`` with ``block_table``.
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each sequence ends.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
-        softmax_scale, is_causal, softcap, deterministic, window_size, return_lse, backend: as in
-            `flash_dmattn_func`, for each sequence by itself.
+        softmax_scale, is_causal, softcap, deterministic, window_size, plan, return_lse, backend: as
+            in `flash_dmattn_func`, for each sequence by itself.
         return_attn_probs: also return the probabilities.
         block_table: int32 ``(B, pages of a sequence)``, the number of each page of a sequence.
             Forward only.
@@ -219,6 +222,11 @@ def flash_dmattn_varlen_func(
     max_q, max_k = index("max_seqlen_q", max_seqlen_q), index("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
         _refuse_paged_gradients(query, key, value, attn_bias)
+    if plan is not None:
+        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_q, max_k, block_table)
+        given = (attn_mask, is_causal, window_size, backend)
+        attn_mask = checked_mask(plan, query, key, *given, packing)
+        is_causal, name = plan.is_causal, plan.backend
     if window_size is not None:
         attn_mask = dynamic_mask(
             _selectable_bias(attn_bias),
@@ -249,6 +257,7 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
+        plan=None if plan is None else plan.columns,
         max_seqlen_q=max_q,
         max_seqlen_k=max_k,
         scale=number("softmax_scale", softmax_scale, _default_scale(query)),
@@ -332,6 +341,13 @@ def _probabilities(inputs: AttentionInputs) -> Tensor:
         max_seqlen_k=inputs.max_seqlen_k,
         block_table=inputs.block_table,
     )
+
+
+def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    if tensor is None or tensor.dim() == 4:
+        return tensor
+    (batch, _, heads, _), (_, keys, kv_heads, _) = query.shape, key.shape
+    return to_4d(name, tensor, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
 
 
 def _default_scale(query: Tensor) -> float:

@@ -24,12 +24,13 @@ from .backends.base import (
     lse_shape,
 )
 
-__all__ = ["attention", "select_intervals", "select_keep"]
+__all__ = ["attention", "make_plan", "select_intervals", "select_keep"]
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? start, Tensor? end, Tensor? "
-    "bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float scale, bool causal, float softcap, bool deterministic, str backend"
+    "bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, Tensor? given_plan, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, bool causal, float softcap, "
+    "bool deterministic, str backend"
 )
 _SELECTION_INPUTS = (
     "Tensor bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt batch, SymInt "
@@ -39,7 +40,7 @@ _WANTED = "bool need_dquery, bool need_dkey, bool need_dvalue, bool need_dbias"
 _GRADIENT_NAMES = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias"
 # Where query, key, value and bias stand among the inputs.
 _DIFFERENTIABLE = (0, 1, 2, 6)
-_TENSOR_COUNT = 10
+_TENSOR_COUNT = 11
 
 _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
 
@@ -62,6 +63,14 @@ def attention(inputs: AttentionInputs, backend: str) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
+    """Return the plan of a call, for further calls with the same mask and sizes."""
+    if _dispatcher_is_idle(inputs[:_TENSOR_COUNT]):
+        return select_backend(inputs.query.device, backend).make_plan(inputs, zeroed=False)
+    plan: Tensor = torch.ops.flash_dmattn.attention_plan.default(*inputs, backend)
+    return plan
+
+
 def select_intervals(inputs: SelectionInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return start and end, int32 ``(b, h, K)``."""
     start, end = torch.ops.flash_dmattn.select_intervals.default(*inputs, backend)
@@ -81,15 +90,17 @@ def _dispatcher_is_idle(tensors: tuple[Any, ...]) -> bool:
     """
     if torch.compiler.is_compiling() or not _DISPATCH_STATE_IS_READABLE:
         return False
-    if torch._C._len_torch_dispatch_stack() or _is_transformed():
+    if torch._C._len_torch_dispatch_stack() or _transform_is_active():
         return False
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        kind = type(tensor)
+        if kind is not Tensor and kind is not torch.nn.Parameter:
             return False
         # A meta tensor has no data to compute on; the fake kernels give its results.
-        if tensor.is_neg() or tensor.is_meta or torch._C._functorch.is_legacy_batchedtensor(tensor):
+        if tensor.is_meta or tensor.is_neg() or is_batched(tensor):
             return False
     return True
 
@@ -102,9 +113,12 @@ def _is_transformed() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
+    return not _DISPATCH_STATE_IS_READABLE or _transform_is_active()
+
+
+def _transform_is_active() -> bool:
     return (
-        not _DISPATCH_STATE_IS_READABLE
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
 
@@ -135,22 +149,43 @@ _DISPATCH_STATE_IS_READABLE = (
 )
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _plan(*arguments: Any) -> Tensor:
     *plain, backend = map(_without_negation, arguments)
     inputs = AttentionInputs(*plain)
-    return select_backend(inputs.query.device, backend).forward(inputs)
+    return select_backend(inputs.query.device, backend).make_plan(inputs, zeroed=True)
+
+
+def _plan_fake(*arguments: Any) -> Tensor:
+    inputs = AttentionInputs(*arguments[:-1])
+    plan_bytes = select_backend(inputs.query.device, arguments[-1]).plan_bytes(inputs)
+    return inputs.query.new_empty(plan_bytes, dtype=torch.uint8)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, lse, and the plan that was made: no bytes where one was given."""
+    *plain, backend = map(_without_negation, arguments)
+    inputs = AttentionInputs(*plain)
+    chosen = select_backend(inputs.query.device, backend)
+    plan = _no_plan(inputs)
+    if inputs.plan is None:
+        plan = chosen.make_plan(inputs, zeroed=True)
+        inputs = inputs._replace(plan=plan)
+    out, lse, _ = chosen.forward(inputs)
+    return out, lse, plan
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *plain, backend = arguments
-    inputs = AttentionInputs(*plain)
+    inputs = AttentionInputs(*arguments[:-1])
     query = inputs.query
-    plan_bytes = select_backend(query.device, backend).plan_bytes(inputs)
     return (
         query.new_empty(query.shape),
         query.new_empty(lse_shape(query), dtype=lse_dtype(query.dtype)),
-        query.new_empty(plan_bytes, dtype=torch.uint8),
+        _plan_fake(*arguments) if inputs.plan is None else _no_plan(inputs),
     )
+
+
+def _no_plan(inputs: AttentionInputs) -> Tensor:
+    return inputs.query.new_empty(0, dtype=torch.uint8)
 
 
 def _backward(
@@ -158,13 +193,14 @@ def _backward(
 ) -> Gradients:
     *plain, backend, need_dquery, need_dkey, need_dvalue, need_dbias = arguments
     inputs = AttentionInputs(*map(_without_negation, plain))
+    if inputs.plan is None:
+        inputs = inputs._replace(plan=plan)
     return select_backend(out.device, backend).backward(
         inputs,
         _without_negation(dout),
         _without_negation(dlse),
         out,
         lse,
-        plan,
         (need_dquery, need_dkey, need_dvalue, need_dbias),
     )
 
@@ -227,9 +263,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = _forward(*arguments)
-        _save_for_backward(ctx, arguments, output)
-        return output
+        inputs = AttentionInputs(*arguments[:-1])
+        out, lse, made = select_backend(inputs.query.device, arguments[-1]).forward(inputs)
+        plan = _no_plan(inputs) if made is None or made is inputs.plan else made
+        _save_for_backward(ctx, arguments, (out, lse, plan))
+        return out, lse, plan
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -327,6 +365,7 @@ def _define(
     torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=_library)
 
 
+_define("attention_plan", (_INPUTS, "Tensor"), _plan, _plan_fake)
 _define(
     "attention_forward",
     (_INPUTS, "(Tensor out, Tensor lse, Tensor plan)"),

@@ -38,16 +38,16 @@ def test_pack_attributes(pack: _core.Pack, recording_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["none", "keys", "intervals", "rows"])
 def test_plan_bytes_is_the_formula_of_the_layout(pack: _core.Pack, kind: Any) -> None:
     fixed, per_list, per_key, per_tile, per_tile_key, tile_rows = pack.plan_layouts[kind]
-    for lists, keys, row_keys, rows, batch in [
+    for lists, keys, row_keys, rows, sequences in [
         (0, 7, 7, 5, 2),
         (4, 100, 90, 65, 3),
         (1, 0, 0, 0, 0),
     ]:
-        tiles = rows // tile_rows + batch
+        tiles = rows // tile_rows + sequences
         expected = fixed + lists * (
             per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key)
         )
-        assert pack.plan_bytes(kind, lists, keys, row_keys, rows, batch) == expected
+        assert pack.plan_bytes(kind, lists, keys, row_keys, rows, sequences) == expected
 
 
 def test_plan_bytes_refuses(pack: _core.Pack) -> None:
@@ -60,10 +60,10 @@ def test_plan_bytes_refuses(pack: _core.Pack) -> None:
 def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
     start = zeros(1, HK, K, dtype="int32")
     cases = [
-        (batch_call(), ("none", 0, K, K, Q, B)),
-        (batch_call(mask=zeros(B, K, dtype="bool")), ("keys", B, K, K, Q, B)),
-        (batch_call(mask=zeros(1, H, Q, K, dtype="bool")), ("rows", H, K, K, Q, B)),
-        (batch_call(start=start, end=start), ("intervals", HK, K, K, Q, B)),
+        (batch_call(), ("none", 0, K, K, Q, 1)),
+        (batch_call(mask=zeros(B, K, dtype="bool")), ("keys", B, K, K, Q, 1)),
+        (batch_call(mask=zeros(1, H, Q, K, dtype="bool")), ("rows", H, K, K, Q, 1)),
+        (batch_call(start=start, end=start), ("intervals", HK, K, K, Q, 1)),
         (varlen_call(mask=zeros(H, 1, 9, dtype="bool")), ("keys", H, 9, 6, 6, 2)),
         (varlen_call(mask=zeros(1, 6, 6, dtype="bool")), ("rows", 1, 9, 6, 6, 2)),
     ]

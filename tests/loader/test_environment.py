@@ -35,6 +35,18 @@ def test_the_process_environment_is_read(monkeypatch):
     assert environment.get("FLASH_DMATTN_CUDA") == "12"
 
 
+def test_what_is_given_follows_the_process_environment(monkeypatch):
+    name = "FLASH_DMATTN_CUDA"
+    monkeypatch.delenv(name, raising=False)
+    assert not environment.is_given(name)
+    monkeypatch.setenv(name, "12")
+    assert environment.is_given(name)
+    monkeypatch.setattr(environment, "_encoded", None)
+    assert environment.is_given(name)
+    monkeypatch.delenv(name)
+    assert not environment.is_given(name)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../../problem.h"
+#include "decode.h"
 #include "device.h"
 #include "dispatch.h"
 #include "shared_tile.cuh"
@@ -13,31 +14,48 @@
 namespace fdm::cuda {
 namespace {
 
-// Blocks of columns that a split must have to be worth a combine step.
+// Blocks of columns that a split must have to be worth a combine step. Of a mask only the device knows how many columns
+// it keeps: splits that find none end at once.
 constexpr int64_t kBlocksOfSplit = 4;
-constexpr int64_t kMaxSplits = 32;
+constexpr int64_t kMaxSplits = 32; // combine.cu has a lane for each
 
-// Can the rows of all heads of a group share a tile? They must share its columns and a per-key bias, and fit.
-bool packs_heads(const fdm_problem &p, int rows) {
-  const int64_t group = group_size(p);
-  const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads && group > 1; };
+// Do the heads of a group have their columns and a per-key bias in common?
+bool heads_share_columns(const fdm_problem &p) {
+  const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  if (group_size(p) == 1) return false;
   if (own_heads(p.mask) || own_heads(p.start)) return false;
-  if (own_heads(p.bias) && !per_query(p.bias)) return false;
-  return group > 1 && rows % group == 0 && p.queries * group <= rows;
+  return !own_heads(p.bias) || per_query(p.bias);
 }
 
-int64_t blocks_without_splits(const fdm_problem &p, int rows) {
-  const int64_t heads_per_tile = packs_heads(p, rows) ? group_size(p) : 1;
-  return p.batch * (p.heads / heads_per_tile) * ceil_div(p.queries, rows / heads_per_tile);
+// Which kernel runs, and how rows and columns are divided over its blocks.
+struct Division {
+  bool decode;
+  int heads_per_tile; // 1, or the heads of a group
+  int64_t tiles;      // of the longest sequence
+  int64_t blocks;     // without splits
+  int64_t most_splits;
+};
+
+Division divide(const fdm_problem &p) {
+  const int64_t group = group_size(p), group_rows = p.queries * group;
+  const ForwardTileSize tile = forward_tile_size(p.head_dim);
+  const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
+  const bool shared_forward = share && tile.rows % group == 0 && group_rows <= tile.rows;
+  Division division;
+  division.decode = shared_decode || (!shared_forward && p.queries <= kDecodeRows);
+  division.heads_per_tile = shared_decode || (!division.decode && shared_forward) ? int(group) : 1;
+  const int64_t rows = division.decode ? kDecodeRows : tile.rows;
+  division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
+  division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
+  division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
+  return division;
 }
 
 // Few rows (decode) leave most of the chip idle, unless the columns are divided.
-int64_t choose_splits(const fdm_problem &p, const ForwardTileSize &tile, int asked, int multiprocessors) {
-  const int64_t blocks = blocks_without_splits(p, tile.rows);
-  if (blocks == 0) return 1;
-  const int64_t most = std::max<int64_t>(1, std::min(kMaxSplits, p.keys / (tile.columns * kBlocksOfSplit)));
-  if (asked > 0) return std::min<int64_t>(asked, most);
-  return std::max<int64_t>(1, std::min(most, 2 * multiprocessors / blocks));
+int64_t choose_splits(const Division &division, int asked, int multiprocessors) {
+  if (division.blocks == 0) return 1;
+  const int64_t wanted = asked > 0 ? asked : 2 * multiprocessors / division.blocks;
+  return std::clamp<int64_t>(wanted, 1, division.most_splits);
 }
 
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
@@ -53,22 +71,21 @@ ForwardTileSize forward_tile_size(int64_t head_dim) {
 
 // Room for the most splits that any device would choose: the size must not depend on the current device.
 int64_t forward_workspace_bytes(const fdm_problem &p) {
-  const ForwardTileSize tile = forward_tile_size(p.head_dim);
-  const int64_t splits = choose_splits(p, tile, 0, kMaxSplits * int(blocks_without_splits(p, tile.rows)));
-  if (splits == 1 || blocks_without_splits(p, tile.rows) > 512) return 0;
-  return splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+  const Division division = divide(p);
+  if (division.most_splits == 1 || division.blocks > 512) return 0;
+  return division.most_splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
   if (p.batch == 0 || p.queries == 0) return cudaSuccess;
   int count;
   if (cudaError_t error = multiprocessors(&count)) return error;
-  const ForwardTileSize tile = forward_tile_size(p.head_dim);
+  const Division division = divide(p);
   ForwardParams params{};
   params.p = p, params.a = args, params.plan = plan;
-  params.heads_per_tile = packs_heads(p, tile.rows) ? int32_t(group_size(p)) : 1;
-  params.tiles = int32_t(ceil_div(p.queries, tile.rows / params.heads_per_tile));
-  params.splits = forward_workspace_bytes(p) ? int32_t(choose_splits(p, tile, args.splits, count)) : 1;
+  params.heads_per_tile = division.heads_per_tile;
+  params.tiles = int32_t(division.tiles);
+  params.splits = forward_workspace_bytes(p) ? int32_t(choose_splits(division, args.splits, count)) : 1;
   params.partial_out = static_cast<float *>(workspace);
   params.partial_max = params.partial_out + params.splits * partial_rows(p) * p.head_dim;
   params.partial_sum = params.partial_max + params.splits * partial_rows(p);
@@ -76,7 +93,9 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   const cudaError_t error = with_kernel_types(p, [&](auto element, auto dim) {
-    return launch_forward<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
+    using Element = typename decltype(element)::Type;
+    if (division.decode) return launch_decode<Element, decltype(dim)::value>(params, stream);
+    return launch_forward<Element, decltype(dim)::value>(params, stream);
   });
   if (error || params.splits == 1) return error;
   return launch_combine(params, stream);

@@ -24,7 +24,10 @@ struct ForwardTask {
   ScoreView bias;
 };
 
-template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, bool kGeneral> struct ForwardRows {
+// kSharedRows: all warps of the block have the same rows, and each its own columns.
+template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, bool kGeneral,
+          bool kSharedRows = false>
+struct ForwardRows {
   static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount, kDimTiles = kDimTileCount;
   static constexpr float kSlack = 8.0f;
 
@@ -42,7 +45,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCo
   __device__ bool exists(int r) const { return query(r) < task.s.q_count; }
   // The accumulator row of this thread: tile m of the warp, half 0 or 1.
   __device__ static int row(int m, int half) {
-    return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + accumulator_row(half);
+    return (kSharedRows ? 0 : threadIdx.x / 32 * (16 * kRowTiles)) + 16 * m + accumulator_row(half);
   }
 
   __device__ void start() {

@@ -4,6 +4,7 @@
 // Tiles look at kept keys only: a window of w keys over K keys in random order keeps about w (1 + ln(K / w)) of them, so
 // the work of a tile hardly grows with K.
 #include "../block_scan.cuh"
+#include "../ptx/dependent.cuh"
 #include "list_work.cuh"
 #include "make_plan.h"
 
@@ -64,51 +65,96 @@ __device__ void read_chunk(const KeyRowsReader &reader, int64_t first, int64_t k
   }
 }
 
-__device__ int32_t *chunk_counts(int32_t *counts, const fdm_problem &p, const ListWork &work, int64_t chunks) {
+// Of a key among the rows of one tile: does every row keep it, or some row?
+struct TileKey {
+  bool full, partial;
+
+  __device__ TileKey(const KeyRows &rows, int32_t first, int32_t past)
+      : full(first < past && rows.start <= first && rows.end >= past),
+        partial(!full && max(rows.start, first) < min(rows.end, past)) {}
+};
+
+// Full and partial columns of all rows of a sequence, in each chunk of its keys; together they are the kept keys.
+struct ChunkCounts {
+  int32_t full, partial;
+};
+
+__device__ ChunkCounts *chunk_counts(ChunkCounts *counts, const fdm_problem &p, const ListWork &work, int64_t chunks) {
   return counts + (work.list * list_sequences(p) + work.sequence_index) * chunks;
 }
 
 __global__ void __launch_bounds__(kChunkThreads)
-    count_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int32_t *counts,
+    count_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, ChunkCounts *counts,
                     int64_t chunks) {
+  __shared__ BlockSum<kChunkThreads> sums;
+  ptx::start_dependents();
   const ListWork work = list_work(p, plan, chunks);
   const int64_t first = work.part * kChunkKeys;
   if (first >= work.s.k_count) return;
   KeyRows rows[kChunkItems];
   read_chunk(KeyRowsReader(p, work), first, work.s.k_count, rows);
-  int32_t kept = 0;
-#pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) kept += __syncthreads_count(rows[i].start < rows[i].end);
-  if (threadIdx.x == 0) chunk_counts(counts, p, work, chunks)[work.part] = kept;
-}
-
-__global__ void __launch_bounds__(kChunkThreads)
-    compact_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int32_t *counts,
-                      int64_t chunks) {
-  __shared__ BlockRanks<kChunkThreads, kChunkItems> ranks;
-  const ListWork work = list_work(p, plan, chunks);
-  const int64_t first = work.part * kChunkKeys, last_part = max64(0, ceil_div(work.s.k_count, kChunkKeys) - 1);
-  if (work.part > last_part) return;
-  KeyRows rows[kChunkItems];
-  read_chunk(KeyRowsReader(p, work), first, work.s.k_count, rows);
-  int32_t before = 0;
-  for (int64_t part = 0; part < work.part; ++part) before += chunk_counts(counts, p, work, chunks)[part];
-
-  bool kept[kChunkItems], none[kChunkItems];
-  uint32_t rank[kChunkItems];
-#pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) kept[i] = rows[i].start < rows[i].end, none[i] = false;
-  const uint32_t total = ranks.first_of(ranks.rank(kept, none, rank));
-  const int64_t base = work.list * plan.list_keys + work.s.k_begin + before;
+  uint32_t own = 0, total; // full | partial << 16
 #pragma unroll
   for (int i = 0; i < kChunkItems; ++i) {
-    if (!kept[i]) continue;
-    const int64_t at = base + rank[i];
-    plan.kept_index[at] = static_cast<int32_t>(first + i * kChunkThreads + threadIdx.x);
-    plan.kept_start[at] = rows[i].start, plan.kept_end[at] = rows[i].end;
+    const TileKey key(rows[i], 0, static_cast<int32_t>(work.s.q_count));
+    own += uint32_t(key.full) | uint32_t(key.partial) << 16;
   }
-  if (work.part == last_part && threadIdx.x == 0)
-    plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = before + static_cast<int32_t>(total);
+  sums.exclusive(own, &total);
+  if (threadIdx.x == 0)
+    chunk_counts(counts, p, work, chunks)[work.part] = {static_cast<int32_t>(total & 0xffff),
+                                                        static_cast<int32_t>(total >> 16)};
+}
+
+// The counts of all chunks before a block's. All lanes of a warp get them.
+__device__ ChunkCounts counts_before(const ChunkCounts *counts, int64_t part) {
+  ChunkCounts before{0, 0};
+  for (int64_t n = lane_id(); n < part; n += 32) before.full += counts[n].full, before.partial += counts[n].partial;
+  before.full = __reduce_add_sync(kAllLanes, before.full);
+  before.partial = __reduce_add_sync(kAllLanes, before.partial);
+  return before;
+}
+
+// `only_tile`: no sequence has more rows than a tile, so that its columns are the kept keys and are written here too.
+__global__ void __launch_bounds__(kChunkThreads)
+    compact_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, ChunkCounts *counts,
+                      int64_t chunks, bool only_tile) {
+  __shared__ BlockRanks<kChunkThreads, kChunkItems> ranks;
+  ptx::start_dependents();
+  const ListWork work = list_work(p, plan, chunks);
+  const int64_t first = work.part * kChunkKeys, last_part = max64(0, ceil_div(work.s.k_count, kChunkKeys) - 1);
+  const bool idle = work.part > last_part;
+  KeyRows rows[kChunkItems];
+  if (!idle) read_chunk(KeyRowsReader(p, work), first, work.s.k_count, rows);
+  ptx::wait_for_kernel_ahead();
+  if (idle) return;
+  const ChunkCounts before = counts_before(chunk_counts(counts, p, work, chunks), work.part);
+
+  bool full[kChunkItems], partial[kChunkItems];
+  uint32_t rank[kChunkItems];
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) {
+    const TileKey key(rows[i], 0, static_cast<int32_t>(work.s.q_count));
+    full[i] = key.full, partial[i] = key.partial;
+  }
+  const uint32_t total = ranks.rank(full, partial, rank);
+  const int64_t base = work.list * plan.list_keys + work.s.k_begin;
+  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
+  int32_t *columns = plan.columns + slot * plan.tile_keys;
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) {
+    if (!full[i] && !partial[i]) continue;
+    const auto key = static_cast<int32_t>(first + i * kChunkThreads + threadIdx.x);
+    const int64_t full_rank = before.full + static_cast<int32_t>(ranks.first_of(rank[i]));
+    const int64_t partial_rank = before.partial + static_cast<int32_t>(ranks.second_of(rank[i]));
+    const int64_t at = base + full_rank + partial_rank;
+    plan.kept_index[at] = key, plan.kept_start[at] = rows[i].start, plan.kept_end[at] = rows[i].end;
+    if (only_tile) columns[full[i] ? full_rank : plan.tile_keys - 1 - partial_rank] = key;
+  }
+  if (work.part != last_part || threadIdx.x != 0) return;
+  const int32_t full_count = before.full + static_cast<int32_t>(ranks.first_of(total));
+  const int32_t kept = full_count + before.partial + static_cast<int32_t>(ranks.second_of(total));
+  plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = kept;
+  if (only_tile) plan.counts[slot] = {kept, full_count};
 }
 
 __global__ void __launch_bounds__(kTileThreads)
@@ -116,6 +162,7 @@ __global__ void __launch_bounds__(kTileThreads)
   __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
   const ListWork work = list_work(p, plan, tiles);
   const int64_t first_row = work.part * kTileRows;
+  ptx::wait_for_kernel_ahead();
   if (first_row >= work.s.q_count) return;
   const int32_t first = static_cast<int32_t>(first_row);
   const int32_t past = static_cast<int32_t>(min64(work.s.q_count, first_row + kTileRows));
@@ -133,9 +180,8 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll
     for (int i = 0; i < kTileItems; ++i) {
       const int32_t at = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
-      const int32_t from = at < kept ? start[at] : past, to = at < kept ? end[at] : first;
-      full[i] = from <= first && to >= past;
-      partial[i] = from < past && to > first && !full[i];
+      const TileKey key(at < kept ? KeyRows{start[at], end[at]} : KeyRows{0, 0}, first, past);
+      full[i] = key.full, partial[i] = key.partial;
     }
     const uint32_t total = ranks.rank(full, partial, rank);
 #pragma unroll
@@ -154,7 +200,7 @@ __global__ void __launch_bounds__(kTileThreads)
 
 int64_t interval_plan_workspace_bytes(const fdm_problem &p) {
   const int64_t chunks = ceil_div(p.keys, kChunkKeys), lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
-  return chunks > 1 ? align_256(4 * lists * list_sequences(p) * chunks) : 0;
+  return chunks > 1 ? align_256(int64_t(sizeof(ChunkCounts)) * lists * list_sequences(p) * chunks) : 0;
 }
 
 cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace, cudaStream_t stream) {
@@ -164,11 +210,18 @@ cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace
   if (lists == 0) return cudaSuccess;
   const int64_t chunks = max64(1, ceil_div(p.keys, kChunkKeys)), tiles = ceil_div(p.queries, kTileRows);
   if (const cudaError_t error = check_blocks(lists * max64(chunks, tiles))) return error;
-  auto *counts = static_cast<int32_t *>(workspace);
+  auto *counts = static_cast<ChunkCounts *>(workspace);
   const auto blocks = [&](int64_t parts) { return static_cast<unsigned>(lists * parts); };
-  if (chunks > 1) count_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
-  compact_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
-  if (tiles > 0) list_tile_columns<<<blocks(tiles), kTileThreads, 0, stream>>>(p, plan, tiles);
+  const bool only_tile = tiles == 1;
+  if (chunks > 1) {
+    count_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
+    if (const cudaError_t error = launch_dependent(compact_kept_keys, blocks(chunks), kChunkThreads, stream, p, plan,
+                                                   counts, chunks, only_tile))
+      return error;
+  } else {
+    compact_kept_keys<<<blocks(1), kChunkThreads, 0, stream>>>(p, plan, counts, 1, only_tile);
+  }
+  if (tiles > 1) return launch_dependent(list_tile_columns, blocks(tiles), kTileThreads, stream, p, plan, tiles);
   return cudaGetLastError();
 }
 

@@ -8,9 +8,6 @@
 
 namespace fdm::cuda {
 
-// Sequences that each list runs over. Without cu_seqlens a list belongs to one element of the batch, or to all alike.
-FDM_INLINE int64_t list_sequences(const fdm_problem &p) { return is_varlen(p) ? p.batch : 1; }
-
 struct ListWork {
   Sequence s;
   int64_t list, sequence_index;

@@ -62,14 +62,14 @@ FDM_INLINE Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   Plan plan{};
   plan.lists = mask.shape[0] * mask.shape[1], plan.batch_lists = mask.shape[1];
   plan.list_keys = list_keys(p);
-  plan.tiles = total_rows(p) / kTileRows + p.batch;
+  plan.tiles = total_rows(p) / kTileRows + list_sequences(p);
   plan.tile_keys = p.keys;
   int64_t used = 0;
   char *at = static_cast<char *>(base);
   const int64_t kept_bytes = align_256(4 * plan.lists * plan.list_keys);
   if (intervals) {
     plan.kept_count = reinterpret_cast<int32_t *>(at + used);
-    used += align_256(4 * plan.lists * (is_varlen(p) ? p.batch : 1));
+    used += align_256(4 * plan.lists * list_sequences(p));
     plan.kept_index = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;
     plan.kept_start = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;
     plan.kept_end = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;

@@ -11,6 +11,8 @@ import warnings
 
 import torch
 
+from flash_dmattn.loader import environment
+
 from .base import AttentionInputs, Backend, Gradients, SelectionInputs
 
 __all__ = [
@@ -42,11 +44,13 @@ def select_backend(device: torch.device, name: str) -> Backend:
         RuntimeError: no kernel pack serves the device, where one was asked for; the text says why
             and what to do.
     """
-    preference = os.environ.get("FLASH_DMATTN_BACKEND") if name == "auto" else None
+    preference = None
+    if name == "auto" and environment.is_given("FLASH_DMATTN_BACKEND"):
+        preference = os.environ["FLASH_DMATTN_BACKEND"]
     return _resolve(name, device.type, device.index, preference)
 
 
-# The environment is part of the key, so that reading it costs one dictionary access per call.
+# The environment is part of the key: it may change from call to call.
 @functools.cache
 def _resolve(
     name: str, device_type: str, device_index: int | None, preference: str | None

@@ -28,6 +28,7 @@ class AttentionInputs(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     block_table: Tensor | None
+    plan: Tensor | None  # made by the backend for the same mask and sizes; None: forward makes one
     max_seqlen_q: int
     max_seqlen_k: int
     scale: float
@@ -67,10 +68,19 @@ class Backend(Protocol):
     name: str
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
-        """Return the length of forward's plan; sizes may be symbolic."""
+        """Return the length of a plan; sizes may be symbolic."""
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return out (query's shape and dtype, contiguous), lse, and the plan (uint8, 1-D)."""
+    def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
+        """Return a plan (uint8, 1-D), which no values but the mask's and the cu_seqlens' determine.
+
+        Kernels write what they read. With ``zeroed`` equal inputs also give equal bytes elsewhere.
+        """
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return out (query's shape and dtype, contiguous), lse, and the plan that was used.
+
+        None stands for a plan of no bytes.
+        """
 
     def backward(
         self,
@@ -79,10 +89,9 @@ class Backend(Protocol):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        plan: Tensor,
         wanted: tuple[bool, bool, bool, bool],
     ) -> Gradients:
-        """Return the wanted gradients of query, key, value and bias."""
+        """Return the wanted gradients of query, key, value and bias; inputs have forward's plan."""
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Return start and end, int32 of `interval_shape`."""

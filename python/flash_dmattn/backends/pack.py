@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from .base import (
     SelectionInputs,
     interval_shape,
     keep_shape,
-    lse_dtype,
     lse_shape,
 )
 
@@ -49,36 +49,44 @@ class PackBackend:
             lists = _product(mask.shape[:-2])
         fixed, per_list, per_key, per_tile, per_tile_key, tile_rows = self._layouts[kind]
         if inputs.cu_seqlens_q is None:
-            batch, rows = inputs.query.shape[0], inputs.query.shape[1]
+            sequences, rows = 1, inputs.query.shape[1]
             keys = row_keys = inputs.key.shape[1]
         else:
-            batch, rows = inputs.cu_seqlens_q.shape[0] - 1, inputs.query.shape[0]
+            sequences, rows = inputs.cu_seqlens_q.shape[0] - 1, inputs.query.shape[0]
             # Of a paged cache only tensors per key tell the number of keys; a mask with rows is
             # sized by row_keys.
             keys = inputs.key.shape[0] if mask is None or kind == "rows" else mask.shape[-1]
             row_keys = inputs.max_seqlen_k
-        tiles = rows // tile_rows + batch
+        tiles = rows // tile_rows + sequences
         return fixed + lists * (
             per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key)
         )
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Plan and run the forward pass."""
-        query = inputs.query
-        problem = self._problem(inputs)
-        device = query.device
-        out = torch.empty(query.shape, dtype=query.dtype, device=device)
-        lse = torch.empty(lse_shape(query), dtype=lse_dtype(query.dtype), device=device)
-        plan_bytes = self.plan_bytes(inputs)
-        plan = _zeros(plan_bytes, device)
+    def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
+        """Turn the mask into columns."""
+        problem, device = self._problem(inputs), inputs.query.device
+        size = problem.plan_bytes
+        plan = (_zeros if zeroed else _bytes)(size, device)
+        if size:
+            workspace = _scratch(problem.plan_workspace_bytes, device)
+            problem.plan(exchanged(plan), exchanged(workspace))
+        return plan
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Run the forward pass, and plan it first if no plan is given."""
+        query, plan = inputs.query, inputs.plan
+        problem, device = self._problem(inputs), query.device
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=device)
         workspace_bytes = problem.forward_workspace_bytes
-        if plan_bytes:
+        if plan is None and (plan_bytes := problem.plan_bytes):
+            plan = _bytes(plan_bytes, device)
             workspace_bytes = max(workspace_bytes, problem.plan_workspace_bytes)
-        workspace = _scratch(workspace_bytes, device)
-        buffers = exchanged(plan), exchanged(workspace)
-        if plan_bytes:
-            problem.plan(*buffers)
-        problem.forward(exchanged(out), exchanged(lse), *buffers)
+            workspace = _scratch(workspace_bytes, device)
+            problem.plan(exchanged(plan), exchanged(workspace))
+        else:
+            workspace = _scratch(workspace_bytes, device)
+        problem.forward(exchanged(out), exchanged(lse), exchanged(plan), exchanged(workspace))
         return out, lse, plan
 
     def backward(
@@ -88,7 +96,6 @@ class PackBackend:
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        plan: Tensor,
         wanted: tuple[bool, bool, bool, bool],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
@@ -118,7 +125,7 @@ class PackBackend:
             dk,
             dv,
             dbias,
-            exchanged(plan),
+            exchanged(inputs.plan),
             exchanged(workspace),
         )
         return gradients
@@ -141,20 +148,23 @@ class PackBackend:
         return keep
 
     def _problem(self, inputs: AttentionInputs) -> _core.Problem:
+        query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, block_table = (
+            None if tensor is None else exchanged(tensor) for tensor in inputs[:10]
+        )
         return _core.Problem(
             self.pack,
-            exchanged(inputs.query),
-            exchanged(inputs.key),
-            exchanged(inputs.value),
-            mask=exchanged(inputs.mask),
-            start=exchanged(inputs.start),
-            end=exchanged(inputs.end),
-            bias=exchanged(inputs.bias),
-            cu_seqlens_q=exchanged(inputs.cu_seqlens_q),
-            cu_seqlens_k=exchanged(inputs.cu_seqlens_k),
+            query,
+            key,
+            value,
+            mask=mask,
+            start=start,
+            end=end,
+            bias=bias,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=inputs.max_seqlen_q,
             max_seqlen_k=inputs.max_seqlen_k,
-            block_table=exchanged(inputs.block_table),
+            block_table=block_table,
             scale=inputs.scale,
             causal=inputs.causal,
             softcap=inputs.softcap,
@@ -186,7 +196,17 @@ class PackBackend:
     def _stream(self, tensor: Tensor) -> int:
         if self.name == "cpu":
             return 0
-        return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+        return _raw_stream(tensor.device.index)
+
+
+def _public_raw_stream(device_index: int) -> int:
+    return int(torch.cuda.current_stream(device_index).cuda_stream)
+
+
+# Without a Stream object, the costliest of what is asked of torch in a call. Not public.
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", _public_raw_stream
+)
 
 
 def exchanged(tensor: Tensor | None) -> Any:
@@ -208,7 +228,7 @@ def exchanged(tensor: Tensor | None) -> Any:
 
 
 def _zeros(size: int, device: torch.device) -> Tensor:
-    """Return zeroed bytes: a plan is an output, and outputs of equal calls are equal.
+    """Return zeroed bytes, for plans that an operator returns: of equal calls they are equal.
 
     Of a plan's upper bound often little is written. So on a CPU large ones are pages of the system,
     which are zero, and cost nothing until they are written; torch.zeros would write all of them.
@@ -220,8 +240,12 @@ def _zeros(size: int, device: torch.device) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
+def _bytes(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 def _scratch(size: int, device: torch.device) -> Tensor | None:
-    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    return _bytes(size, device) if size else None
 
 
 def _product(sizes: torch.Size) -> int:

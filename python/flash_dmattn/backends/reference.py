@@ -43,7 +43,12 @@ class ReferenceBackend:
         """Return 0: the reference has no plan."""
         return 0
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
+        """Check the inputs, and return no bytes."""
+        check_attention(inputs)
+        return inputs.query.new_empty(0, dtype=torch.uint8)
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, None]:
         """Compute by the formula."""
         check_attention(inputs)
         out, lse = attention_reference(
@@ -59,7 +64,7 @@ class ReferenceBackend:
             cu_seqlens_k=inputs.cu_seqlens_k,
             block_table=inputs.block_table,
         )
-        return out, lse, inputs.query.new_empty(0, dtype=torch.uint8)
+        return out, lse, None
 
     def backward(
         self,
@@ -68,7 +73,6 @@ class ReferenceBackend:
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        plan: Tensor,
         wanted: tuple[bool, bool, bool, bool],
     ) -> Gradients:
         """Compute by the formula's derivative: an operator's implementation runs below autograd."""

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the host needs to know of the decode kernels.
+#pragma once
+
+#include "forward.h"
+
+namespace fdm::cuda {
+
+// The query rows of a block: the queries of all heads_per_tile heads.
+constexpr int kDecodeRows = 16;
+
+// Of one instantiation, for head dimensions up to kHeadDim. A block for each group of heads_per_tile heads and split.
+template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream);
+
+} // namespace fdm::cuda

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The launch of a decode instantiation. Generated files hold nothing but an include of this and a line for each.
+#pragma once
+
+#include "decode.cuh"
+#include "device.h"
+#include "tiles.cuh"
+
+namespace fdm::cuda {
+
+// Four warps with two stages of K and V each: two blocks share a multiprocessor at head dimension 128. Where that much
+// shared memory is not there, two warps.
+constexpr int decode_warps(int arch, int head_dim) { return head_dim > 128 && shared_limit(arch) < 160 * 1024 ? 2 : 4; }
+
+template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream) {
+  using Config = DecodeConfig<Element, kHeadDim, decode_warps(FDM_ARCH, kHeadDim)>;
+  constexpr int bytes = int(sizeof(DecodeShared<Config>));
+  static_assert(bytes <= shared_limit(FDM_ARCH), "the tile does not fit the arch's shared memory");
+  static std::atomic<uint64_t> allowed{0};
+  if (cudaError_t error = allow_shared(decode_kernel<Config>, bytes, allowed)) return error;
+  const int64_t groups = params.p.batch * (params.p.heads / params.heads_per_tile);
+  decode_kernel<Config><<<dim3(unsigned(groups), unsigned(params.splits)), Config::kThreads, bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Plans: what attention makes of a mask before it computes, kept for further calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .arguments import (
+    autocast,
+    backend_name,
+    check_tensors,
+    index,
+    mask_parts,
+    to_4d,
+    without_expansion,
+)
+from .backends.base import AttentionInputs
+from .masks import IntervalMask
+
+__all__ = ["AttentionPlan", "Packing", "checked_mask", "make_plan"]
+
+_DENSE_SIZES = (
+    "query.shape[0]",
+    "query.shape[1]",
+    "query.shape[2]",
+    "key.shape[1]",
+    "key.shape[2]",
+)
+_PACKED_SIZES = (
+    "query.shape[0]",
+    "query.shape[1]",
+    "key.shape[-2]",
+    "the number of keys that key and block_table hold",
+    "max_seqlen_q",
+    "max_seqlen_k",
+)
+
+
+class Packing(NamedTuple):
+    """How the sequences of a varlen call are packed."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    block_table: Tensor | None
+
+
+class AttentionPlan:
+    """A mask in the form that kernels work from, made once by `make_plan` for any number of calls.
+
+    It serves calls of the same mask, causality, device and sizes, whatever their values, biases,
+    dtypes and head dimensions: the layers of a model, or steps of decoding between which the mask
+    stays. Forward and backward read it; nothing changes it.
+
+    Attributes:
+        attn_mask: the mask that it was made from, or None. It must not be changed in place.
+        is_causal: whether queries see no later keys.
+        backend: the backend that it was made for.
+        columns: uint8 ``(bytes,)``, what the backend made of the mask.
+    """
+
+    attn_mask: Tensor | IntervalMask | None
+    is_causal: bool
+    backend: str
+    columns: Tensor
+
+    def __init__(
+        self,
+        attn_mask: Tensor | IntervalMask | None,
+        is_causal: bool,
+        backend: str,
+        columns: Tensor,
+        sizes: tuple[int, ...],
+        packing: Packing | None,
+    ) -> None:
+        """Keep the results of `make_plan`, which is how plans are made."""
+        self.attn_mask = attn_mask
+        self.is_causal = is_causal
+        self.backend = backend
+        self.columns = columns
+        self._sizes = sizes
+        self._packing = packing
+        self._versions = () if torch.compiler.is_compiling() else self._current_versions()
+
+    def __repr__(self) -> str:
+        """Show what it was made for."""
+        names = _DENSE_SIZES if self._packing is None else _PACKED_SIZES
+        sizes = ", ".join(f"{n}={s}" for n, s in zip(names, self._sizes, strict=True))
+        return (
+            f"AttentionPlan({sizes}, is_causal={self.is_causal}, backend={self.backend!r}, "
+            f"device={str(self.columns.device)!r}, bytes={self.columns.numel()})"
+        )
+
+    def _current_versions(self) -> tuple[tuple[str, int], ...]:
+        """Return how often each tensor that the plan was made from has been changed in place."""
+        mask = self.attn_mask
+        named: list[tuple[str, Tensor | None]] = (
+            [("attn_mask.start", mask.start), ("attn_mask.end", mask.end)]
+            if isinstance(mask, IntervalMask)
+            else [("attn_mask", mask)]
+        )
+        if self._packing is not None:
+            named += zip(("cu_seqlens_q", "cu_seqlens_k"), self._packing[:2], strict=True)
+        # Tensors made in inference mode do not count.
+        return tuple((n, t._version) for n, t in named if t is not None and not t.is_inference())
+
+
+def make_plan(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | IntervalMask | None = None,
+    is_causal: bool | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: Tensor | None = None,
+    backend: str | None = None,
+) -> AttentionPlan:
+    """Turn a mask into a plan, which calls take as ``plan`` in place of ``attn_mask``.
+
+    Without it every call makes its own. Only the sizes, the dtype and the device of query and key
+    matter here.
+
+    Args:
+        query, key: as in the calls; with the cu_seqlens as in `flash_dmattn_varlen_func`.
+        attn_mask: as in the calls; what `dynamic_mask` selects, for example.
+        is_causal: query i sees keys ``j <= i + K - Q`` only. False by default.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, all or none.
+        block_table: of paged keys.
+        backend: as in `flash_dmattn_func`.
+
+    Returns:
+        An `AttentionPlan`, for ``plan`` of `flash_dmattn_func` or, with the cu_seqlens, of
+        `flash_dmattn_varlen_func`. These refuse it where it does not fit the call.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape or a device does not fit, or only some of the arguments of packed
+            sequences are given.
+        RuntimeError: the backend cannot run here.
+    """
+    check_tensors(
+        query,
+        key=key,
+        attn_mask=attn_mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+    )
+    name, causal = backend_name(backend), bool(is_causal)
+    query, key, _, _ = autocast(query.detach(), key.detach(), key.detach(), None)
+    packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    sizes = _sizes(query, key, packing)
+    mask: Tensor | IntervalMask | None = attn_mask
+    if packing is None:
+        if isinstance(mask, IntervalMask):
+            mask.check_query_length(query.shape[1], "attn_mask")
+        else:
+            batch, _, heads, keys, kv_heads = sizes
+            mask = to_4d("attn_mask", mask, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
+    plain, start, end = mask_parts(mask)
+    inputs = AttentionInputs(
+        query=query,
+        key=key,
+        value=key,
+        mask=without_expansion(plain, 4 if packing is None else 1),
+        start=start,
+        end=end,
+        bias=None,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        plan=None,
+        max_seqlen_q=0 if packing is None else packing.max_seqlen_q,
+        max_seqlen_k=0 if packing is None else packing.max_seqlen_k,
+        scale=1.0,
+        causal=causal,
+        softcap=0.0,
+        deterministic=False,
+    )
+    return AttentionPlan(attn_mask, causal, name, ops.make_plan(inputs, name), sizes, packing)
+
+
+def checked_mask(
+    plan: AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | IntervalMask | None,
+    is_causal: bool | None,
+    window_size: int | None,
+    backend: str | None,
+    packing: Packing | None = None,
+) -> Tensor | IntervalMask | None:
+    """Return the plan's mask; raise unless the plan fits a call.
+
+    Raises:
+        TypeError: the plan is something else.
+        ValueError: it was made for another call; the text names the argument, what it is and what
+            it must be.
+    """
+    if not isinstance(plan, AttentionPlan):
+        raise TypeError(f"plan must be an AttentionPlan of make_plan or None, got {plan!r}")
+    if (packing is None) != (plan._packing is None):
+        made, func = ("dense", "") if plan._packing is None else ("packed", "varlen_")
+        raise ValueError(f"plan was made for {made} tensors; pass it to flash_dmattn_{func}func")
+    if query.device != plan.columns.device:
+        raise ValueError(
+            f"query is on {query.device}, but plan was made on {plan.columns.device}; make another "
+            "with make_plan"
+        )
+    if not (attn_mask is None or _is_same_mask(attn_mask, plan.attn_mask)):
+        raise ValueError(
+            "attn_mask must be None or the very mask that plan was made from, "
+            f"{_described(plan.attn_mask)}, got {_described(attn_mask)}"
+        )
+    if window_size is not None:
+        raise ValueError(
+            f"window_size must be None with a plan, got {window_size}; the plan has the mask: "
+            "select one with dynamic_mask and make another with make_plan"
+        )
+    if is_causal is not None and bool(is_causal) != plan.is_causal:
+        raise ValueError(f"is_causal is {is_causal}, but plan was made for {plan.is_causal}")
+    if backend is not None and backend != plan.backend:
+        raise ValueError(f"backend is {backend!r}, but plan was made for {plan.backend!r}")
+    sizes = _sizes(query, key, packing)
+    if sizes != plan._sizes:
+        names = _DENSE_SIZES if packing is None else _PACKED_SIZES
+        for name, size, made_for in zip(names, sizes, plan._sizes, strict=True):
+            if size != made_for:
+                raise ValueError(
+                    f"{name} is {size}, but plan was made for {made_for}; make another with "
+                    "make_plan"
+                )
+    if packing is not None and plan._packing is not None:
+        _check_packing(packing, plan._packing)
+    if not torch.compiler.is_compiling() and plan._versions:
+        _check_versions(plan)
+    return plan.attn_mask
+
+
+def _check_packing(packing: Packing, made_for: Packing) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        # Not by value, which would have to be read from the device.
+        if getattr(packing, name) is not getattr(made_for, name):
+            raise ValueError(
+                f"{name} must be the very tensor that plan was made with, got another of shape "
+                f"{tuple(getattr(packing, name).shape)}"
+            )
+    if (packing.block_table is None) != (made_for.block_table is None):
+        given = "None" if packing.block_table is None else "a tensor"
+        raise ValueError(f"block_table is {given}, unlike in the make_plan of plan")
+
+
+def _check_versions(plan: AttentionPlan) -> None:
+    current = plan._current_versions()
+    if current == plan._versions:
+        return
+    for (name, now), (_, then) in zip(current, plan._versions, strict=True):
+        if now != then:
+            raise ValueError(
+                f"{name} was changed in place after plan was made from it; make another with "
+                "make_plan"
+            )
+
+
+def _packing(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    block_table: Tensor | None,
+) -> Packing | None:
+    given = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given) and block_table is None:
+        return None
+    if cu_seqlens_q is None or cu_seqlens_k is None or missing:
+        raise ValueError(
+            f"{missing[0]} must be given too: packed sequences need {', '.join(given)}"
+        )
+    longest_q, longest_k = (index(n, given[n]) for n in ("max_seqlen_q", "max_seqlen_k"))
+    return Packing(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, block_table)
+
+
+def _sizes(query: Tensor, key: Tensor, packing: Packing | None) -> tuple[int, ...]:
+    rank = 4 if packing is None else 3
+    if query.dim() != rank or key.dim() != (rank if packing is None else key.dim()):
+        form = "(B, rows, heads, D)" if packing is None else "(total, heads, D)"
+        raise ValueError(
+            f"query and key must have shape {form}, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    queries, keys = query.shape, key.shape
+    if packing is None:
+        return (queries[0], queries[1], queries[2], keys[1], keys[2])
+    table = packing.block_table
+    held = keys[0] if table is None else table.shape[1] * keys[1]
+    return (queries[0], queries[1], keys[-2], held, packing.max_seqlen_q, packing.max_seqlen_k)
+
+
+def _is_same_mask(mask: Tensor | IntervalMask, other: Tensor | IntervalMask | None) -> bool:
+    if isinstance(mask, IntervalMask) and isinstance(other, IntervalMask):
+        return mask.start is other.start and mask.end is other.end
+    return mask is other
+
+
+def _described(mask: Tensor | IntervalMask | None) -> str:
+    if mask is None:
+        return "None"
+    if isinstance(mask, IntervalMask):
+        return repr(mask)
+    return f"a tensor of shape {tuple(mask.shape)}"
