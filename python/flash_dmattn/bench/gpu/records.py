@@ -44,7 +44,9 @@ class Record:
 def summary(timing: Timing, calls: int = 1) -> dict[str, Any]:
     """The fields of a record that a timing fills; ``calls`` is how many it timed at once."""
     samples = [sample / calls for sample in timing.samples]
-    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
+    quartiles = samples * 3
+    if len(samples) > 1:
+        quartiles = statistics.quantiles(samples, n=4, method="inclusive")
     return {
         "value": statistics.median(samples),
         "low": quartiles[0],
