@@ -169,12 +169,35 @@ def test_failing_measurement_is_found_among_calls_in_turns(
     assert found["intervals", "memory_forward"].reason == reason
 
 
+@pytest.mark.usefixtures("tiny_workloads")
+def test_case_whose_inputs_fail_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_inputs = runner.make_inputs
+
+    def fail_for_one(case: Any) -> Any:
+        if case.name == "growth-8k":
+            raise torch.OutOfMemoryError("no room")
+        return make_inputs(case)
+
+    monkeypatch.setattr(runner, "make_inputs", fail_for_one)
+    chosen = ["--cases", "growth-8k", "dense-8k", "--quantities", "forward"]
+    assert main(["gpu", "--device", "cpu", "--quick", *chosen]) == 0
+    text = capsys.readouterr().out
+    assert "intervals, inputs: no room" in text
+    assert "dense-8k" in text
+
+
 # --- what is chosen
 
 
 def test_cases_are_chosen_by_pattern_and_cut_down() -> None:
     chosen = workloads.chosen_workloads(
-        ["growth-*", "decode-64k"], ["key_mask", "flex"], ["forward"], "cuda:1", False
+        ["growth-*", "decode-64k"],
+        ["key_mask", "flex", "sdpa"],
+        ["forward"],
+        "cuda:1",
+        without=["sdpa"],
     )
     assert [w.name for w in chosen] == [*(f"growth-{n}k" for n in (8, 16, 32, 64)), "decode-64k"]
     assert all(w.quantities == ("forward",) and w.shape.device == "cuda:1" for w in chosen)
@@ -183,7 +206,7 @@ def test_cases_are_chosen_by_pattern_and_cut_down() -> None:
 
 
 def test_quick_run_leaves_slow_contestants_out() -> None:
-    chosen = workloads.chosen_workloads([], None, None, "cuda", True)
+    chosen = workloads.chosen_workloads([], None, None, "cuda", quick=True)
     assert [w.name for w in chosen] == list(workloads.QUICK)
     assert not {c for w in chosen for c in w.contestants} & set(workloads.SLOW_CONTESTANTS)
 

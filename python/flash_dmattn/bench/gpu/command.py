@@ -19,7 +19,7 @@ from .plot import load_pyplot, write_plots
 from .progress import Progress
 from .records import Record
 from .report import case_tables, gpu_environment, gpu_state, heading, records_of, to_json
-from .runner import groups, run_workload
+from .runner import failed, groups, release_memory, run_workload
 from .workloads import QUANTITIES, QUICK, WORKLOADS, Workload, chosen_workloads
 
 
@@ -40,6 +40,14 @@ def add_commands(commands: Any) -> None:
         choices=tuple(ENTRANTS),
         metavar="NAME",
         help=f"of {', '.join(ENTRANTS)}; by default each case's own",
+    )
+    gpu.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        choices=tuple(ENTRANTS),
+        metavar="NAME",
+        help="contestants that are left out",
     )
     gpu.add_argument(
         "--quantities",
@@ -74,8 +82,14 @@ def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
             parser.error(f"--device is {options.device}, and torch finds no CUDA device")
         if options.plot is not None:
             load_pyplot()  # now, rather than after minutes
+        options.device = _with_index(options.device)
         workloads = chosen_workloads(
-            options.cases, options.contestants, options.quantities, options.device, options.quick
+            options.cases,
+            options.contestants,
+            options.quantities,
+            options.device,
+            quick=options.quick,
+            without=options.without,
         )
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         parser.error(str(error))
@@ -92,10 +106,18 @@ def show(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"{options.results}: {error}")
 
 
+def _with_index(name: str) -> str:
+    """The device by its number, and the current one."""
+    device = torch.device(name)
+    if device.type != "cuda":
+        return name
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
+
+
 def _run(workloads: list[Workload], options: argparse.Namespace) -> dict[str, Any]:
     """Measure, and write after each case, so that an interrupted run leaves what it has."""
-    if torch.device(options.device).type == "cuda":
-        torch.cuda.set_device(options.device)
     environment = gpu_environment(options.device, options.commit)
     clock = gpu_clock(options.device)
     effort = LITTLE if options.quick else FULL
@@ -103,8 +125,13 @@ def _run(workloads: list[Workload], options: argparse.Namespace) -> dict[str, An
     written: dict[str, Any] = {}
     with Progress(sum(_steps(workload) for workload in workloads)) as progress:
         for workload in workloads:
-            run = run_workload if workload.queries is None else run_decode
-            records += run(workload, clock, effort, progress.advance)
+            measured = run_workload if workload.queries is None else run_decode
+            try:
+                for record in measured(workload, clock, effort, progress.advance):
+                    records.append(record)
+            except Exception as error:  # its inputs may not fit the memory: the others go on
+                records += failed(workload, error)
+                release_memory()
             environment["state_after"] = gpu_state(options.device)
             written = to_json(environment, workloads, records)
             if options.output is not None:

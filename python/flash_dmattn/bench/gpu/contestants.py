@@ -128,37 +128,49 @@ class Flex(_HeadsFirst):
 
     block_mask: Any = None
 
-    def prepare(self, which: Pass) -> None:
-        """Select, and find the blocks that hold a kept key."""
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        super().__init__(case, inputs)
         assert self.bias is not None
-        assert self.case.window is not None
-        case, group = self.case, self.case.group
-        mask = dynamic_mask(self.bias, self.case.window, is_causal=True)
-        assert isinstance(mask, IntervalMask)
-        start, end = mask.start, mask.end
+        bias, group = self.bias, case.group
+        shape = (case.batch, case.kv_heads, case.length)
+        start = self.start = torch.zeros(shape, dtype=torch.int32, device=bias.device)
+        end = self.end = torch.zeros_like(start)
 
+        # Made once, and start and end written anew: other functions would be compiled again.
         def kept(b: Any, h: Any, row: Any, key: Any) -> Any:
             head = h // group
             seen = (start[b, head, key] <= row) & (row < end[b, head, key])
             return seen & (key <= row)
 
+        def with_bias(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+            return score + bias[b, h // group, 0, key]
+
+        self.kept, self.with_bias = kept, with_bias
+
+    def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """In float32, since its gradient is summed in its own dtype."""
+        return bias.to(torch.float32, copy=True)
+
+    def prepare(self, which: Pass) -> None:
+        """Select, and find the blocks that hold a kept key."""
+        assert self.bias is not None
+        case = self.case
+        assert case.window is not None
+        mask = dynamic_mask(self.bias, case.window, is_causal=True)
+        assert isinstance(mask, IntervalMask)
+        self.start.copy_(mask.start)
+        self.end.copy_(mask.end)
         self.block_mask = _compiled_flex().create_block_mask(
-            kept, case.batch, case.heads, case.length, case.length, device=str(self.query.device)
+            self.kept, case.batch, case.heads, case.length, case.length, device=self.query.device
         )
 
     def attend(self) -> torch.Tensor:
         """FlexAttention with the bias as a score modification."""
-        assert self.bias is not None
-        bias, group = self.bias[:, :, 0], self.case.group
-
-        def with_bias(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
-            return score + bias[b, h // group, key]
-
         out: torch.Tensor = _compiled_flex().attention(
             self.query,
             self.key,
             self.value,
-            score_mod=with_bias,
+            score_mod=self.with_bias,
             block_mask=self.block_mask,
             enable_gqa=True,
         )

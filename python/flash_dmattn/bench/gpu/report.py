@@ -60,15 +60,14 @@ def gpu_state(device: str) -> dict[str, str] | None:
     """Driver, clocks and temperature as ``nvidia-smi`` tells them; None where it does not."""
     if torch.device(device).type != "cuda":
         return None
-    properties: Any = torch.cuda.get_device_properties(device)
     command = [
         "nvidia-smi",
         f"--query-gpu={','.join(_SMI_FIELDS)}",
         "--format=csv,noheader,nounits",
     ]
-    uuid = getattr(properties, "uuid", None)
-    if uuid is not None:
-        command.append(f"--id=GPU-{uuid}")
+    if torch.cuda.device_count() > 1:  # torch and nvidia-smi may count them differently
+        properties: Any = torch.cuda.get_device_properties(device)
+        command.append(f"--id=GPU-{properties.uuid}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

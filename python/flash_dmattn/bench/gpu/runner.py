@@ -49,6 +49,22 @@ def run_workload(
         release_memory()
 
 
+def failed(workload: Workload, error: Exception) -> list[Record]:
+    """A record of the reason for each contestant of a case that cannot be measured at all."""
+    return [
+        Record(
+            case=workload.name,
+            contestant=name,
+            role=ENTRANTS[name].kind.role,
+            mask=ENTRANTS[name].mask,
+            quantity="inputs",
+            value=None,
+            reason=short_reason(error),
+        )
+        for name in workload.contestants
+    ]
+
+
 def release_memory() -> None:
     """Give back what failed or finished contestants held."""
     gc.collect()

@@ -103,7 +103,9 @@ def chosen_workloads(
     contestants: Sequence[str] | None,
     quantities: Sequence[str] | None,
     device: str,
-    quick: bool,
+    *,
+    quick: bool = False,
+    without: Sequence[str] = (),
 ) -> list[Workload]:
     """The workloads whose names match a pattern, cut down to what is wanted.
 
@@ -125,8 +127,8 @@ def chosen_workloads(
         entered = workload.contestants
         if contestants is not None:
             entered = tuple(c for c in contestants if _can_enter(c, workload))
-        elif quick:
-            entered = tuple(c for c in entered if c not in SLOW_CONTESTANTS)
+        left_out = {*without, *(SLOW_CONTESTANTS if quick and contestants is None else ())}
+        entered = tuple(c for c in entered if c not in left_out)
         wanted = tuple(q for q in workload.quantities if quantities is None or q in quantities)
         if wanted and entered:
             shape = replace(workload.shape, device=device)
