@@ -19,7 +19,7 @@ from .plot import load_pyplot, write_plots
 from .progress import Progress
 from .records import Record
 from .report import case_tables, gpu_environment, gpu_state, heading, records_of, to_json
-from .runner import failed, groups, release_memory, run_workload
+from .runner import failed, groups, run_workload
 from .workloads import QUANTITIES, QUICK, WORKLOADS, Workload, chosen_workloads
 
 
@@ -131,7 +131,6 @@ def _run(workloads: list[Workload], options: argparse.Namespace) -> dict[str, An
                     records.append(record)
             except Exception as error:  # its inputs may not fit the memory: the others go on
                 records += failed(workload, error)
-                release_memory()
             environment["state_after"] = gpu_state(options.device)
             written = to_json(environment, workloads, records)
             if options.output is not None:

@@ -7,6 +7,7 @@ for: each call finds its keys in memory, as in a model whose layers take turns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,28 +52,24 @@ _MASKS = {"sdpa": ENTRANTS["key_mask"].mask}
 
 def run_decode(
     workload: Workload, clock: Clock, effort: Effort, tick: Tick = lambda note: None
-) -> list[Record]:
+) -> Iterator[Record]:
     """Measure every contestant: the call with its plan, and for ours its halves."""
     case = workload.shape
     inputs = [_inputs(workload, copy) for copy in range(_copies(case))]
-    records = []
     expected: dict[str, tuple[str, torch.Tensor]] = {}
     for name in workload.contestants:
         tick(f"{workload.name}: {name}")
+        entrant = ENTRANTS[name]
         for quantity, outcome in _measure(name, workload, inputs, clock, effort, expected).items():
-            entrant = ENTRANTS[name]
-            records.append(
-                Record(
-                    case=workload.name,
-                    contestant=name,
-                    role=entrant.kind.role,
-                    mask=_MASKS.get(name, entrant.mask),
-                    quantity=quantity,
-                    **outcome,
-                )
+            yield Record(
+                case=workload.name,
+                contestant=name,
+                role=entrant.kind.role,
+                mask=_MASKS.get(name, entrant.mask),
+                quantity=quantity,
+                **outcome,
             )
         release_memory()
-    return records
 
 
 def _copies(case: Case) -> int:

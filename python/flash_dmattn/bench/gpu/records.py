@@ -12,7 +12,7 @@ from typing import Any
 from ..timing import Timing
 
 # Divided by their times, ours say more than absolute times do.
-RATIO_QUANTITIES = ("forward", "forward_planned", "backward", "forward_backward")
+RATIO_QUANTITIES = ("forward", "backward", "forward_backward", "end_to_end")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
             "quantity": ours.quantity,
             "contestant": ours.contestant,
             "to": other.contestant,
-            "value": ours.value / other.value,
+            "value": _rounded(ours.value / other.value),
         }
         for ours in timed
         if ours.role == "ours" and ours.value is not None
@@ -88,8 +88,13 @@ def ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def to_plain(record: Record) -> dict[str, Any]:
-    """A record for JSON, without what is not known."""
-    return {name: value for name, value in asdict(record).items() if value is not None}
+    """A record for JSON, without what is not known and digits that mean nothing."""
+    known = {name: value for name, value in asdict(record).items() if value is not None}
+    return {name: _rounded(v) if isinstance(v, float) else v for name, v in known.items()}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def from_plain(fields: dict[str, Any]) -> Record:

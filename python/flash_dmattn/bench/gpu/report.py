@@ -36,6 +36,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("forward_planned", "plan reused ms", lambda s: f"{s * 1e3:.3f}"),
     ("backward", "bwd ms", lambda s: f"{s * 1e3:.3f}"),
     ("forward_backward", "fwd+bwd ms", lambda s: f"{s * 1e3:.3f}"),
+    ("end_to_end", "all ms", lambda s: f"{s * 1e3:.3f}"),
     ("host", "host us", lambda s: f"{s * 1e6:.1f}"),
     ("memory_forward", "fwd MiB", lambda b: f"{b / _MIB:.0f}"),
     ("memory_forward_backward", "fwd+bwd MiB", lambda b: f"{b / _MIB:.0f}"),

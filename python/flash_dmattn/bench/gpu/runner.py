@@ -25,7 +25,13 @@ from .workloads import Workload
 Tick = Callable[[str], object]
 
 _INFERENCE = {"plan", "forward", "forward_planned", "host", "memory_forward"}
-_TRAINING = {"backward", "forward_backward", "memory_forward_backward", "memory_with_mask"}
+_TRAINING = {
+    "backward",
+    "forward_backward",
+    "end_to_end",
+    "memory_forward_backward",
+    "memory_with_mask",
+}
 
 
 def groups(workload: Workload) -> list[list[str]]:
@@ -147,8 +153,14 @@ class _Group:
                 self._memory(name, "memory_forward", partial(contestant.run, "forward"))
 
     def _host(self, contestant: Contestant) -> Any:
-        with torch.no_grad():
-            return host_timing(contestant.attend, self.workload.shape.device)
+        for leaf in contestant.leaves:
+            leaf.requires_grad_(False)  # as tensors are where no gradient is wanted
+        try:
+            with torch.no_grad():
+                return host_timing(contestant.attend, self.workload.shape.device)
+        finally:
+            for leaf in contestant.leaves:
+                leaf.requires_grad_()
 
     def _training(self, wanted: tuple[str, ...]) -> None:
         for name, contestant in list(self.entered.items()):
@@ -157,6 +169,13 @@ class _Group:
         if "forward_backward" in wanted:
             calls = {n: partial(c.run, "forward_backward") for n, c in self.entered.items()}
             self._time("forward_backward", calls)
+        if "end_to_end" in wanted:
+            steps = {
+                name: partial(_prepared, contestant, partial(contestant.run, "forward_backward"))
+                for name, contestant in self.entered.items()
+                if _makes_a_mask(contestant)
+            }
+            self._time("end_to_end", steps)
         if "backward" in wanted:
             recorded = {
                 name: self._attempt(name, "backward", partial(_recorded, contestant))

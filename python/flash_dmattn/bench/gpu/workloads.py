@@ -18,6 +18,7 @@ QUANTITIES = {
     "forward_planned": "forward with a plan made before",
     "backward": "backward, with the bias's gradient where there is a bias",
     "forward_backward": "forward and backward",
+    "end_to_end": "making the mask, forward and backward",
     "host": "host time of a forward call without gradients",
     "memory_forward": "peak extra memory of forward",
     "memory_forward_backward": "peak extra memory of forward and backward",
