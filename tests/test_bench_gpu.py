@@ -17,6 +17,7 @@ from flash_dmattn.bench.gpu import (  # noqa: E402
     clock,
     contestants,
     decode,
+    parts,
     records,
     report,
     runner,
@@ -108,7 +109,7 @@ def test_planned_forward_computes_what_the_call_does() -> None:
     for name in ("intervals", "boolean", "key_mask"):
         contestant = contestants.ENTRANTS[name].kind(workload.shape, inputs)
         contestant.prepare("forward")
-        call = runner.PackCall(contestant)
+        call = parts.PackCall(contestant)
         call.plan()
         assert torch.equal(call.forward(), contestant.run("forward")[0])
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import IntervalMask
-from ...backends import AttentionInputs, select_backend
-from ...backends.base import lse_dtype, lse_shape
+from ... import IntervalMask, _core
+from ...backends import select_backend
 from ...backends.pack import PackBackend, exchanged
 from ..contestants import FlashDmattn
 
@@ -21,52 +20,62 @@ class PackCall:
 
     def __init__(self, contestant: FlashDmattn) -> None:
         query, mask, bias = contestant.query.detach(), contestant.mask, contestant.bias
-        intervals = mask if isinstance(mask, IntervalMask) else None
-        self.inputs = AttentionInputs(
-            query=query,
-            key=contestant.key.detach(),
-            value=contestant.value.detach(),
-            mask=None if isinstance(mask, IntervalMask) else mask,
-            start=None if intervals is None else intervals.start,
-            end=None if intervals is None else intervals.end,
-            bias=None if bias is None else bias.detach(),
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            block_table=None,
-            max_seqlen_q=0,
-            max_seqlen_k=0,
-            scale=float(query.shape[-1] ** -0.5),
-            causal=contestant.case.causal,
-            softcap=0.0,
-            deterministic=False,
-        )
         backend = select_backend(query.device, "auto")
         if not isinstance(backend, PackBackend):
             raise RuntimeError(f"no kernel pack serves {query.device}, and only packs have plans")
-        self._backend = backend
-        problem = backend._problem(self.inputs)
-        self.out = torch.empty_like(query)
-        self.lse = query.new_empty(lse_shape(query), dtype=lse_dtype(query.dtype))
-        self.has_plan = backend.plan_bytes(self.inputs) > 0
+        intervals = mask if isinstance(mask, IntervalMask) else None
+        self._pack = backend.pack
+        self._tensors = (query, contestant.key.detach(), contestant.value.detach())
+        self._masks = {
+            "mask": mask if isinstance(mask, torch.Tensor) else None,
+            "start": None if intervals is None else intervals.start,
+            "end": None if intervals is None else intervals.end,
+            "bias": None if bias is None else bias.detach(),
+        }
+        self._causal = contestant.case.causal
+        batch, rows, heads, _ = query.shape
+        self._out = torch.empty_like(query)
+        self._lse = query.new_empty((batch, heads, rows), dtype=torch.float32)
 
         def buffer(size: int) -> torch.Tensor | None:
             return query.new_zeros(size, dtype=torch.uint8) if size else None
 
-        self._plan = buffer(backend.plan_bytes(self.inputs))
+        problem = self._problem()
+        self._plan = buffer(problem.plan_bytes)
         self._workspace = buffer(max(problem.plan_workspace_bytes, problem.forward_workspace_bytes))
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether there is anything to plan; without a mask there is not."""
+        return self._plan is not None
 
     def plan(self) -> None:
         """Write the plan."""
-        problem = self._backend._problem(self.inputs)
-        problem.plan(exchanged(self._plan), exchanged(self._workspace))
+        self._problem().plan(exchanged(self._plan), exchanged(self._workspace))
 
     def forward(self) -> torch.Tensor:
         """Run on the plan that was written last."""
-        problem = self._backend._problem(self.inputs)
-        problem.forward(
-            exchanged(self.out),
-            exchanged(self.lse),
+        self._problem().forward(
+            exchanged(self._out),
+            exchanged(self._lse),
             exchanged(self._plan),
             exchanged(self._workspace),
         )
-        return self.out
+        return self._out
+
+    def _problem(self) -> _core.Problem:
+        """Made for each call, since a graph is captured on a stream of its own."""
+        query = self._tensors[0]
+        stream = 0
+        if query.device.type == "cuda":
+            stream = int(torch.cuda.current_stream(query.device).cuda_stream)
+        return _core.Problem(
+            self._pack,
+            *(exchanged(tensor) for tensor in self._tensors),
+            **{name: exchanged(tensor) for name, tensor in self._masks.items()},
+            scale=float(query.shape[-1] ** -0.5),
+            causal=self._causal,
+            softcap=0.0,
+            threads=torch.get_num_threads(),
+            stream=stream,
+        )
