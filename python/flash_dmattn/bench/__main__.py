@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Command line of the benchmarks: ``python -m flash_dmattn.bench cpu --output cpu.json``."""
+"""Command line of the benchmarks: ``python -m flash_dmattn.bench cpu --output cpu.json``.
+
+Without a subcommand the GPU is measured where there is one, and the CPU elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 
 from .cases import PASSES, Case, dense_case, masked_case
 from .contestants import CONTESTANTS
+from .gpu import command as gpu
 from .report import describe_environment, to_json, to_text
 from .runner import AGREEMENT, DisagreementError, measure_memory, run_case
 
@@ -21,7 +25,11 @@ from .runner import AGREEMENT, DisagreementError, measure_memory, run_case
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(_with_command(sys.argv[1:] if arguments is None else arguments))
+    if options.command == "gpu":
+        return gpu.measure(options, parser)
+    if options.command == "show":
+        return gpu.show(options, parser)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.command == "memory":
@@ -33,6 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     return _benchmark(cases, options)
+
+
+def _with_command(arguments: Sequence[str]) -> list[str]:
+    """The arguments with a subcommand, should they begin with an option."""
+    if arguments and (arguments[0] in ("-h", "--help") or not arguments[0].startswith("-")):
+        return list(arguments)
+    return ["gpu" if torch.cuda.is_available() else "cpu", *arguments]
 
 
 def _benchmark(cases: list[Case], options: argparse.Namespace) -> int:
@@ -116,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--case", type=_case, required=True, help="the case as a JSON object")
     memory.add_argument("--contestant", choices=tuple(CONTESTANTS), required=True)
     memory.add_argument("--pass", dest="which", choices=PASSES, required=True)
+
+    gpu.add_commands(commands)
 
     for command in (cpu, memory):
         command.add_argument("--threads", type=_positive, help="default: what torch uses")
