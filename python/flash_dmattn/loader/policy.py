@@ -66,14 +66,15 @@ def decide(
     judge = _Judge(situation, wishes, targets, forced, gpu_packs)
     accepted: list[tuple[Rank, Entry]] = []
     refused = []
-    for candidate in candidates:
-        verdict, rank = judge.verdict(candidate), judge.rank(candidate)
+    for place, candidate in enumerate(candidates):
+        verdict = judge.verdict(candidate)
         if isinstance(verdict, Accepted):
+            rank = judge.rank(candidate, place)
             accepted.append((rank, Entry(candidate, verdict, rank)))
+        elif verdict.rule is Rule.DEFECT:  # it would have served, had its file been there
+            refused.append(Entry(candidate, verdict, judge.rank(candidate, place)))
         else:
-            # Only of a file that is absent can be said that it would have served.
-            kept = rank if verdict.rule is Rule.DEFECT else None
-            refused.append(Entry(candidate, verdict, kept))
+            refused.append(Entry(candidate, verdict))
     accepted.sort(key=lambda pair: pair[0])
     entries = _with_names_told_apart([entry for _, entry in accepted])
     return Trace(situation, (*entries, *refused), judge.missing_pack_remedy())
@@ -131,11 +132,11 @@ class _Judge:
                 return refused
         return Accepted(self._note(candidate))
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate, place: int) -> Rank:
         """Return a key by which the best candidate sorts first."""
         arch = self.archs.index(candidate.arch) if candidate.arch in self.archs else 0
         major = candidate.cuda_major or "0"
-        return not candidate.forced, arch, major != self._torch_major(), -int(major)
+        return not candidate.forced, arch, major != self._torch_major(), -int(major), place
 
     def missing_pack_remedy(self) -> str:
         """Return what to do if there is no pack of the device's kind."""
@@ -169,6 +170,7 @@ class _Judge:
             reason = messages.NO_DRIVER
         elif capability is None:
             reason = messages.NO_DEVICE.format(device=self.situation.device)
+            return Refused(Rule.CAPABILITY, reason, remedies.show_gpus())
         elif self.archs:
             reason = messages.WRONG_ARCH.format(arch=candidate.arch, capability=capability)
         else:

@@ -12,6 +12,7 @@ __all__ = [
     "install_wheel",
     "plain_pytorch",
     "reinstall",
+    "show_gpus",
     "unset",
     "update_driver",
 ]
@@ -75,6 +76,11 @@ def unset(variable: str) -> str:
 def update_driver(version: str) -> str:
     """Return what to do about the NVIDIA driver; the command differs among systems."""
     return f"install NVIDIA driver {version} or newer: https://www.nvidia.com/drivers"
+
+
+def show_gpus() -> str:
+    """Return what tells whether the driver works, and which GPUs a process may use."""
+    return "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
 
 
 def plain_pytorch() -> str:

@@ -53,7 +53,7 @@ class Refused:
 Verdict: TypeAlias = Accepted | Refused
 
 
-Rank: TypeAlias = tuple[bool, int, bool, int]
+Rank: TypeAlias = tuple[bool, int, bool, int, int]
 
 
 @dataclass(frozen=True)
