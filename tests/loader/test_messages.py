@@ -538,9 +538,7 @@ def test_every_command_that_is_offered_is_one_of_pip(make):
     assert getattr(remedies, make)(*arguments).startswith("python -m pip install ")
 
 
-@pytest.mark.parametrize(
-    "module", [candidates, elf, errors, policy, resolver, targets, verify]
-)
+@pytest.mark.parametrize("module", [candidates, elf, errors, policy, resolver, targets, verify])
 def test_no_text_stands_outside_of_the_catalogue(module):
     """A sentence is a literal with two spaces; docstrings and log formats are for no user."""
     tree = ast.parse(inspect.getsource(module))

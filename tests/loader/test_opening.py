@@ -4,16 +4,20 @@ none.
 """
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pack_files import compile_library, compile_table, real_pack
 
+import flash_dmattn
 from flash_dmattn import _core
 from flash_dmattn.loader import NoPackError, default_loader, open_pack
 from flash_dmattn.loader.candidates import arch_name, cuda_name, device_name
 from flash_dmattn.loader.facts import Machine
+from flash_dmattn.loader.targets import find_targets
 
 PACKS = [candidate for candidate in default_loader.candidates() if not candidate.forced]
 GPU_PACKS = [candidate for candidate in PACKS if candidate.device == "cuda"]
@@ -48,9 +52,7 @@ def test_opening_a_gpu_pack_needs_no_driver_and_opens_none(candidate):
         "assert pack.arch and pack.cuda_version\n"
         "print('libcuda' in open('/proc/self/maps').read())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
@@ -78,6 +80,41 @@ def test_without_a_driver_the_loader_takes_no_gpu_pack(candidate):
         default_loader.pack_for("cuda", 0)
     line = f"{candidate.name} from {candidate.source}: refused: there is no NVIDIA driver"
     assert line in str(caught.value)
+
+
+# A driver that shows one GPU and can do no more.
+DRIVER = """
+#include <stdio.h>
+int cuDriverGetVersion(int *version) { *version = CUDA; return 0; }
+int cuInit(unsigned flags) { return (int)flags; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetName(char *name, int bytes, int device) {
+  snprintf(name, bytes, "GPU %d", device); return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  *value = attribute == 75 ? MAJOR : attribute == 76 ? MINOR : device; return 0; }
+"""
+
+
+@gpu_packs
+@pytest.mark.skipif(Machine().driver() is not None, reason="there is a driver")
+def test_the_loader_takes_and_opens_the_pack_of_the_gpu(candidate, tmp_path):
+    preference = find_targets(map(Path, flash_dmattn.__path__)).preference
+    capability = next(cc for cc, archs in preference.items() if archs[0] == candidate.arch)
+    major, minor = capability.split(".")
+    cuda = candidate.cuda_major
+    defines = [f"-DMAJOR={major}", f"-DMINOR={minor}", f"-DCUDA={cuda}000"]
+    compile_library(DRIVER, tmp_path / "libcuda.so.1", "-Wl,-soname,libcuda.so.1", *defines)
+    code = "from flash_dmattn import loader; print(loader.pack_for('cuda', 0).path)"
+    folders = ":".join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH")]))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "LD_LIBRARY_PATH": folders, "FLASH_DMATTN_CUDA": str(cuda)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"{candidate.path}\n", done.stderr
 
 
 def test_a_pack_stays_opened_though_its_file_goes(tmp_path):
@@ -111,7 +148,10 @@ def test_other_libraries_are_no_packs(tmp_path, make, reason):
 
 def test_the_report_of_the_real_loader_lists_every_pack():
     done = subprocess.run(
-        [sys.executable, "-m", "flash_dmattn", "--json"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "flash_dmattn", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     listed = [pack["name"] for pack in json.loads(done.stdout)["packs"]]
     assert listed == [candidate.name for candidate in PACKS]
