@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files that tests open as kernel packs: compiled ones, damaged ones, and distributions of packs."""
+"""Files that tests open as kernel packs: compiled and damaged ones, and wheels of packs."""
 
 from __future__ import annotations
 

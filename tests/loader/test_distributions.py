@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from pack_files import build_wheel, manifest_row, real_pack, write_foreign, write_manifest
 
 import flash_dmattn
 from flash_dmattn.loader.facts import Machine
+from pack_files import build_wheel, manifest_row, real_pack, write_foreign, write_manifest
 
 VERSION = metadata.version("flash-dmattn")
 MACHINE = Machine().host().machine

@@ -4,10 +4,10 @@
 import subprocess
 
 import pytest
-from pack_files import compile_library, real_pack, write_foreign
 
 from flash_dmattn.loader import elf, open_pack
 from flash_dmattn.loader.facts import Machine
+from pack_files import compile_library, real_pack, write_foreign
 
 HERE = Machine().host().machine
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from pack_files import compile_library
 
 # Every question to this libcuda ends the process.

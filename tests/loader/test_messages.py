@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pack_files import compile_library, compile_table, real_pack, write_foreign
 
 from flash_dmattn import _core
 from flash_dmattn.loader import (
@@ -34,6 +33,7 @@ from flash_dmattn.loader import (
 )
 from flash_dmattn.loader.facts import Host
 from flash_dmattn.loader.report import make_report, render
+from pack_files import compile_library, compile_table, real_pack, write_foreign
 
 STORED = Path(__file__).parent / "messages"
 SCENARIOS = {}

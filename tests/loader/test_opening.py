@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from pack_files import compile_library, compile_table, real_pack
 
 import flash_dmattn
 from flash_dmattn import _core
@@ -18,6 +17,7 @@ from flash_dmattn.loader import NoPackError, default_loader, open_pack
 from flash_dmattn.loader.candidates import arch_name, cuda_name, device_name
 from flash_dmattn.loader.facts import Machine
 from flash_dmattn.loader.targets import find_targets
+from pack_files import compile_library, compile_table, real_pack
 
 PACKS = [candidate for candidate in default_loader.candidates() if not candidate.forced]
 GPU_PACKS = [candidate for candidate in PACKS if candidate.device == "cuda"]

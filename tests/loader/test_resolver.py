@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from flash_dmattn.loader import FallbackWarning, NoPackError
+from flash_dmattn.loader import FallbackWarning, Loader, NoPackError
 from flash_dmattn.loader.environment import InvalidVariableError, UnknownVariableWarning
 from flash_dmattn.loader.facts import Host
 
@@ -302,6 +302,19 @@ def test_nothing_replaces_a_named_file_that_is_unusable(installation, tmp_path, 
     with pytest.raises(NoPackError) as caught:
         installation.loader().pack_for("cpu")
     assert str(caught.value).endswith("fix: unset FLASH_DMATTN_LIBRARY_PATH")
+
+
+def test_without_a_core_a_named_file_is_listed_with_the_reason(installation):
+    def opening(path):
+        raise ImportError("no core")
+
+    path = installation.root / "dev.so"
+    path.touch()
+    environ = {"FLASH_DMATTN_LIBRARY_PATH": str(path)}
+    directories = [installation.root]
+    loader = Loader(installation.facts, opening, lambda: 1, lambda: directories, list, environ)
+    (candidate,) = loader.candidates()
+    assert candidate.defect == "it cannot be opened: no core"
 
 
 def test_a_bad_value_raises_but_not_in_a_trace(installation):

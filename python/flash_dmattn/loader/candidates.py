@@ -190,7 +190,7 @@ def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Opened
         return replace(candidate, defect=messages.FILE_MISSING)
     try:
         pack = open_pack(path)
-    except (RuntimeError, OSError) as error:
+    except (ImportError, RuntimeError, OSError) as error:
         return replace(candidate, defect=messages.CANNOT_OPEN.format(error=error))
     return replace(
         candidate,

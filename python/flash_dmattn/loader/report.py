@@ -52,7 +52,7 @@ def make_report(loader: Loader[Any], environ: Mapping[str, str] | None = None) -
         },
         "environment": environment.variables_set(environ),
         "problems": environment.problems(environ),
-        "packs": [_describe_candidate(candidate) for candidate in _candidates(loader)],
+        "packs": [_describe_candidate(candidate) for candidate in loader.candidates()],
         "devices": devices,
         "usable": all(device["pack"] is not None for device in devices),
     }
@@ -90,13 +90,6 @@ def render(report: Mapping[str, Any]) -> str:
             lines.append(f"  fix: {device['remedy']}")
     verdict = "usable" if report["usable"] else "not usable: a device above has no pack"
     return "\n".join([*lines, "", f"flash_dmattn is {verdict}"])
-
-
-def _candidates(loader: Loader[Any]) -> list[Candidate]:
-    try:
-        return loader.candidates()
-    except environment.InvalidVariableError:
-        return []
 
 
 def _describe(loader: Loader[Any], device: Device) -> dict[str, Any]:
