@@ -50,7 +50,7 @@ def test_opening_a_gpu_pack_needs_no_driver_and_opens_none(candidate):
         "from flash_dmattn.loader import open_pack\n"
         f"pack = open_pack({candidate.path!r})\n"
         "assert pack.arch and pack.cuda_version\n"
-        "print('libcuda' in open('/proc/self/maps').read())"
+        "print('libcuda.so' in open('/proc/self/maps').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
