@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from flash_dmattn.__main__ import ExitCode
+from flash_dmattn.loader import messages
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -95,3 +98,81 @@ def test_results_in_the_readme_are_those_of_the_benchmark() -> None:
             )
     readme = (ROOT / "README.md").read_text()
     assert [row for row in expected if row not in readme] == []
+
+
+# --- troubleshooting and the other pages for maintainers
+
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def entries() -> dict[str, str]:
+    """Return the texts that head the entries of the page, each with what stands below it."""
+    found = {}
+    for heading, body in re.findall(r"^### (.+)\n\n(.*?)(?=^#|\Z)", TROUBLESHOOTING, re.M | re.S):
+        found.update(dict.fromkeys(re.findall(r"`([^`]+)`", heading) or [heading], body))
+    return found
+
+
+def in_general(template: str) -> str:
+    """Return a text with … for what is filled in."""
+    return re.sub(r"\{\w+\}", "…", template)
+
+
+@pytest.mark.parametrize("name", messages.catalogue())
+def test_every_text_of_the_loader_has_an_entry(name: str) -> None:
+    assert in_general(messages.catalogue()[name]) in entries()
+
+
+def test_every_text_of_the_core_about_packs_has_an_entry() -> None:
+    source = (ROOT / "cpp" / "core" / "library.cpp").read_text()
+    calls = re.findall(r"refuse\(path_?, (.*?)\);", source, re.DOTALL)
+    assert len(calls) >= 7
+    for call in calls:
+        literals = re.findall(r'"((?:[^"\\]|\\.)*)"', call)
+        pattern = ".*".join(re.escape(text) for text in literals if text != "no reason given")
+        assert any(re.search(pattern, entry) for entry in entries()), pattern
+
+
+def test_every_entry_tells_cause_and_fix() -> None:
+    assert len(entries()) > 50
+    incomplete = [
+        text
+        for text, body in entries().items()
+        if not re.search(r"\*\*Cause\.\*\* \S.*\*\*Fix\.\*\* \S", body, re.DOTALL)
+    ]
+    assert incomplete == []
+
+
+def test_no_entry_is_left_of_a_text_that_was_changed() -> None:
+    known = {in_general(template) for template in messages.catalogue().values()}
+    # Without spaces and the quotes of broken literals; what is filled in ends a piece.
+    sources = "".join(
+        re.sub(r'"\s*f?"|\s', "", path.read_text())
+        for folder in ("python", "cpp")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in {".py", ".cpp", ".cu", ".h"}
+    )
+    stale = []
+    loaders = TROUBLESHOOTING.partition("\n## Installing and building\n")[0]
+    for text in re.findall("`([^`]+)`", "\n".join(re.findall("^### .*", loaders, re.MULTILINE))):
+        pieces = [re.sub(r"\s", "", piece.strip(" :;,.")) for piece in text.split("…")]
+        if text not in known and not all(piece in sources for piece in pieces):
+            stale.append(text)
+    # These go on in the words of the system's loader.
+    assert [text for text in stale if not text.startswith("dlopen failed: …: ")] == []
+
+
+def test_exit_codes_are_documented() -> None:
+    page = (ROOT / "docs" / "loader.md").read_text()
+    section = page.partition("## Exit codes")[2].partition("\n## ")[0]
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
+    assert documented == {int(code) for code in ExitCode}
+
+
+def test_variables_of_the_build_are_documented() -> None:
+    page = (ROOT / "docs" / "maintainers.md").read_text()
+    sources = [ROOT / "CMakeLists.txt", *sorted((ROOT / "cmake").glob("*.cmake"))]
+    read = {name for path in sources for name in re.findall(r"ENV\{(\w+)\}", path.read_text())}
+    assert "CUDACXX" in read
+    # DESTDIR is of "cmake --install", and not of this project.
+    assert sorted(name for name in read - {"DESTDIR"} if f"`{name}`" not in page) == []

@@ -12,7 +12,7 @@ import pytest
 
 from flash_dmattn import __main__ as command
 from flash_dmattn import selftest
-from flash_dmattn.loader import Loader
+from flash_dmattn.loader import Loader, verify
 from flash_dmattn.loader.facts import Device, Driver, Host, Torch
 
 
@@ -124,6 +124,23 @@ def test_exit_code_of_the_selftest(loader_with, capsys, monkeypatch, comparisons
     assert printed.rstrip().endswith("self-test passed" if code == 0 else "self-test FAILED")
 
 
+@pytest.mark.parametrize(("problem", "code"), [("", 0), ("its sha256 is 1", 3)])
+@pytest.mark.parametrize("arguments", [["--verify"], ["--verify", "--json"]])
+def test_exit_code_of_the_verification(loader_with, capsys, monkeypatch, arguments, problem, code):
+    checked = [verify.Checked("/packs/cpu.so", problem)]
+    monkeypatch.setattr(verify, "verify", lambda candidates: checked)
+    assert command.main(arguments, loader_with(["cpu"])) == code
+    printed = capsys.readouterr().out
+    if "--json" in arguments:
+        report = json.loads(printed)
+        assert report["verification"] == {
+            "passed": code == 0,
+            "files": [{"path": "/packs/cpu.so", "problem": problem or None}],
+        }
+    else:
+        assert printed.endswith("verification passed\n" if code == 0 else "verification FAILED\n")
+
+
 def test_a_usage_error_has_a_code_of_its_own(capsys):
     with pytest.raises(SystemExit) as caught:
         command.main(["--selfets"])
@@ -141,8 +158,10 @@ def test_json_schema(loader_with, capsys):
         "cuda",
         "environment",
         "problems",
+        "packs",
         "devices",
         "usable",
+        "verification",
         "selftest",
         "exit_code",
     ]
@@ -162,7 +181,20 @@ def test_json_schema(loader_with, capsys):
         "candidates",
         "trace",
         "problem",
+        "warning",
         "remedy",
+    }
+    assert [pack["name"] for pack in report["packs"]] == ["cpu", "sm90"]
+    assert set(report["packs"][0]) == {
+        "name",
+        "path",
+        "source",
+        "device",
+        "cuda",
+        "arch",
+        "version",
+        "sha256",
+        "defect",
     }
     assert set(gpu["pack"]) == {"name", "path", "version", "compiler", "features"}
     assert [(c["name"], c["accepted"]) for c in gpu["candidates"]] == [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m flash_dmattn``: which pack serves each device of this machine, why, and whether it
-computes correctly.
+"""``python -m flash_dmattn``: which pack serves each device of this machine, why, whether it
+computes correctly, and whether the installed files are whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any, NoReturn
 
 from . import selftest
-from .loader import Loader, default_loader
+from .loader import Loader, default_loader, verify
 from .loader.report import make_report, render
 
 __all__ = ["ExitCode", "main"]
@@ -25,6 +25,7 @@ class ExitCode(IntEnum):
     USABLE = 0
     NO_PACK = 1
     SELFTEST_FAILED = 2
+    VERIFICATION_FAILED = 3
     USAGE = 64  # EX_USAGE of sysexits.h, since argparse's own 2 is taken
 
 
@@ -39,11 +40,17 @@ def main(arguments: Sequence[str] | None = None, loader: Loader[Any] = default_l
     parser = _Parser(
         prog="python -m flash_dmattn",
         description="Show which kernel pack serves each device, and why.",
-        epilog="Exit codes: 0 every device has a pack; 1 one has none; 2 the self-test failed.",
+        epilog="Exit codes: 0 every device has a pack; 1 one has none; 2 the self-test failed; 3 a "
+        "file is not as recorded.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--selftest", action="store_true", help="compare small problems with the formula in float64"
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the installed files with their recorded hashes",
     )
     options = parser.parse_args(arguments)
 
@@ -55,8 +62,14 @@ def main(arguments: Sequence[str] | None = None, loader: Loader[Any] = default_l
         outcome = selftest.run(served, loader.pack_for)
         if not outcome.passed:
             code = ExitCode.SELFTEST_FAILED
+    checked = None
+    if options.verify:
+        checked = verify.verify(loader.candidates())
+        if not verify.passed(checked):
+            code = ExitCode.VERIFICATION_FAILED
 
     if options.json:
+        report["verification"] = None if checked is None else verify.as_json(checked)
         report["selftest"] = None if outcome is None else outcome.as_json()
         report["exit_code"] = int(code)
         print(json.dumps(report, indent=2))
@@ -64,6 +77,8 @@ def main(arguments: Sequence[str] | None = None, loader: Loader[Any] = default_l
         print(render(report))
         if outcome is not None:
             print(f"\n{outcome}")
+        if checked is not None:
+            print(f"\n{verify.render(checked)}")
     return int(code)
 
 

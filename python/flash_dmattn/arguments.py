@@ -111,10 +111,14 @@ def backend_name(backend: str | None) -> str:
     return backend
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _default_deterministic() -> bool:
     name = "FLASH_DMATTN_DETERMINISTIC"
     return environment.is_given(name) and environment.get(name) == "1"
+
+
+# What torch.compiler.assume_constant_result does; but calling that imports torch._dynamo, which
+# takes a second that no one who does not compile should pay for importing flash_dmattn.
+_default_deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def resolved_deterministic(deterministic: bool | None) -> bool:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from flash_dmattn.loader import NoPackError
+from flash_dmattn.loader import FallbackWarning, Loader, NoPackError
 from flash_dmattn.loader.environment import InvalidVariableError, UnknownVariableWarning
 from flash_dmattn.loader.facts import Host
 
@@ -90,7 +90,8 @@ def test_a_missing_file_is_passed_over(installation):
     installation.gpus("9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").unlink()
     loader = installation.loader()
-    assert loader.pack_for("cuda", 0).name == "cu12-sm90"
+    with pytest.warns(FallbackWarning, match="cu12-sm90 on cuda:0"):
+        assert loader.pack_for("cuda", 0).name == "cu12-sm90"
     assert reason(loader.trace_for("cuda", 0), "cu13-sm90").startswith("the file is missing: ")
 
 
@@ -99,7 +100,8 @@ def test_a_corrupt_file_is_passed_over(installation):
     installation.gpus("9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").write_text("\x7fELF garbage")
     loader = installation.loader()
-    assert loader.pack_for("cuda", 0).name == "cu12-sm90"
+    with pytest.warns(FallbackWarning, match="cu12-sm90 on cuda:0"):
+        assert loader.pack_for("cuda", 0).name == "cu12-sm90"
     trace = loader.trace_for("cuda", 0)
     assert names(trace) == [("cu12-sm90", "Accepted"), ("cu13-sm90", "Refused")]
     assert reason(trace, "cu13-sm90").startswith("it cannot be opened: ")
@@ -113,11 +115,65 @@ def test_a_file_that_is_not_what_its_manifest_says_is_passed_over(installation):
     )
     sm90.write_text(cu12.read_text().replace('"arch": 90', '"arch": 80'))
     loader = installation.loader()
-    assert loader.pack_for("cuda", 0).name == "cu12-sm90"
+    with pytest.warns(FallbackWarning, match="cu12-sm90 on cuda:0"):
+        assert loader.pack_for("cuda", 0).name == "cu12-sm90"
     assert reason(loader.trace_for("cuda", 0), "cu13-sm90") == (
         "its manifest says CUDA 13.0, the file says 12.4; "
         "its manifest says arch sm90, the file says sm80"
     )
+
+
+def test_the_warning_of_a_damaged_pack_comes_once_for_each_device(installation):
+    installation.write("cu12-sm90", "cu13-sm90")
+    installation.gpus("9.0", "9.0")
+    (installation.packs / "libflash_dmattn_cu13_sm90.so").unlink()
+    loader = installation.loader()
+    for index in (0, 1):
+        with pytest.warns(FallbackWarning, match=f"on cuda:{index} "):
+            loader.pack_for("cuda", index)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader.pack_for("cuda", 0)
+        loader.trace_for("cuda", 1)
+
+
+def test_a_warning_that_is_made_an_error_stays_one(installation):
+    installation.write("cu12-sm90", "cu13-sm90")
+    installation.gpus("9.0")
+    (installation.packs / "libflash_dmattn_cu13_sm90.so").unlink()
+    loader = installation.loader()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(FallbackWarning):
+                loader.pack_for("cuda", 0)
+
+
+@pytest.mark.parametrize("content", [None, "garbage"])
+def test_damage_of_a_pack_that_would_not_be_taken_is_no_matter(installation, content):
+    installation.write("cu12-sm90", "cu13-sm90")
+    installation.gpus("9.0")
+    installation.environ["FLASH_DMATTN_FALLBACK"] = "error"
+    path = installation.packs / "libflash_dmattn_cu12_sm90.so"
+    path.unlink() if content is None else path.write_text(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = installation.loader()
+        assert loader.pack_for("cuda", 0).name == "cu13-sm90"
+    assert loader.trace_for("cuda", 0).passed_over == ()
+
+
+@pytest.mark.parametrize("content", [None, "garbage"])
+def test_nothing_replaces_a_damaged_pack_where_fallbacks_are_errors(installation, content):
+    installation.write("cu12-sm90", "cu13-sm90")
+    installation.gpus("9.0")
+    installation.environ["FLASH_DMATTN_FALLBACK"] = "error"
+    path = installation.packs / "libflash_dmattn_cu13_sm90.so"
+    path.unlink() if content is None else path.write_text(content)
+    loader = installation.loader()
+    with pytest.raises(NoPackError, match="FALLBACK=error lets nothing replace cu13-sm90"):
+        loader.pack_for("cuda", 0)
+    assert loader.opened_for("cuda", 0) is None
 
 
 def test_two_distributions(installation):
@@ -131,6 +187,50 @@ def test_two_distributions(installation):
     trace = loader.trace_for("cuda", 0)
     assert "cu13-sm90 from flash-dmattn-cu13 1.9: refused: it is of version 1.9" in str(trace)
     assert "cu12-sm90 from flash-dmattn-cu12 2.0.0a1: accepted: built by CUDA 12" in str(trace)
+
+
+def test_flash_dmattns_own_pack_goes_before_one_of_the_same_name(installation):
+    installation.distribute("a-site", "cpu")
+    installation.write("cpu")
+    loader = installation.loader()
+    loader.pack_for("cpu")
+    assert installation.opened == [str(installation.packs / "libflash_dmattn_cpu.so")]
+    assert "flash_dmattn has a pack of the same name, which goes first" in str(
+        loader.trace_for("cpu")
+    )
+
+
+def test_a_distributions_pack_serves_where_the_own_one_is_damaged(installation):
+    folder = installation.distribute("a-site", "cpu")
+    installation.write("cpu")
+    (installation.packs / "libflash_dmattn_cpu.so").write_text("garbage")
+    loader = installation.loader()
+    with pytest.warns(FallbackWarning):
+        assert loader.pack_for("cpu").path == str(folder / "libflash_dmattn_cpu.so")
+
+
+def test_distributions_with_equal_packs_are_in_order_of_their_names(installation):
+    for name in ("site-b", "site-a"):
+        installation.distribute(name, "cpu")
+    entries = installation.loader().trace_for("cpu").entries
+    assert [entry.candidate.distribution for entry in entries] == ["site-a", "site-b"]
+
+
+def test_a_folder_that_is_found_twice_counts_once(installation):
+    installation.write("cpu")
+    installation.add_entry_point("again", lambda: installation.packs)
+    (installation.root.parent / "link").symlink_to(installation.packs)
+    installation.add_entry_point("linked", lambda: installation.root.parent / "link")
+    (entry,) = installation.loader().trace_for("cpu").entries
+    assert entry.candidate.source == "flash_dmattn"
+
+
+def test_a_named_file_that_is_an_installed_one_is_listed_once(installation):
+    installation.write("cpu")
+    path = str(installation.packs / "libflash_dmattn_cpu.so")
+    installation.environ["FLASH_DMATTN_LIBRARY_PATH"] = path
+    (entry,) = installation.loader().trace_for("cpu").entries
+    assert entry.candidate.forced
 
 
 def test_an_entry_point_may_be_a_module(installation, tmp_path):
@@ -202,6 +302,19 @@ def test_nothing_replaces_a_named_file_that_is_unusable(installation, tmp_path, 
     with pytest.raises(NoPackError) as caught:
         installation.loader().pack_for("cpu")
     assert str(caught.value).endswith("fix: unset FLASH_DMATTN_LIBRARY_PATH")
+
+
+def test_without_a_core_a_named_file_is_listed_with_the_reason(installation):
+    def opening(path):
+        raise ImportError("no core")
+
+    path = installation.root / "dev.so"
+    path.touch()
+    environ = {"FLASH_DMATTN_LIBRARY_PATH": str(path)}
+    directories = [installation.root]
+    loader = Loader(installation.facts, opening, lambda: 1, lambda: directories, list, environ)
+    (candidate,) = loader.candidates()
+    assert candidate.defect == "it cannot be opened: no core"
 
 
 def test_a_bad_value_raises_but_not_in_a_trace(installation):

@@ -6,8 +6,6 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-import sys
-import warnings
 
 import torch
 
@@ -28,7 +26,6 @@ __all__ = [
 ]
 
 _PACK_BACKENDS = ("cuda", "cpu")
-_NO_CALLERS = ("flash_dmattn", "torch")
 _KNOWN_BACKENDS = (*_PACK_BACKENDS, "reference", "triton", "flex")
 
 
@@ -73,27 +70,8 @@ def _resolve(
         if loader.environment.get("FLASH_DMATTN_FALLBACK") == "error":
             raise
         device = device_type if device_index is None else f"{device_type}:{device_index}"
-        warnings.warn(
-            f"flash_dmattn runs on {device} in plain PyTorch, slowly and with Q x K memory, "
-            "because no kernel pack serves the device. Set FLASH_DMATTN_FALLBACK=error to make "
-            f"this an error.\n{error}",
-            RuntimeWarning,
-            stacklevel=_level_of_the_caller(),
-        )
+        loader.errors.warn_of_plain_pytorch(device, error)
         return ReferenceBackend()
-
-
-def _level_of_the_caller() -> int:
-    """Return the stacklevel, for the calling function, of the code that is neither in this package
-    nor in torch, which calls back into it.
-    """
-    level, frame = 1, sys._getframe(1)
-    while (
-        frame.f_back is not None
-        and frame.f_globals.get("__name__", "").partition(".")[0] in _NO_CALLERS
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _pack_backend(device_type: str, device_index: int | None) -> Backend:

@@ -11,9 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import environment
+from . import elf, environment
 from .candidates import ENTRY_POINT_GROUP, Candidate
-from .errors import NoPackError
+from .errors import FallbackWarning, NoPackError
 from .facts import Machine
 from .resolver import Loader
 from .trace import Accepted, Entry, Refused, Trace
@@ -25,19 +25,31 @@ __all__ = [
     "Accepted",
     "Candidate",
     "Entry",
+    "FallbackWarning",
     "Loader",
     "NoPackError",
     "Refused",
     "Trace",
     "environment",
+    "open_pack",
     "pack_for",
     "trace_for",
 ]
 
 
-def _open_pack(path: str) -> Pack:
+_machine = Machine()
+
+
+def open_pack(path: str) -> Pack:
+    """Open a library as a kernel pack.
+
+    Raises:
+        RuntimeError: it is damaged, for another machine, or no kernel pack.
+        OSError: it cannot be read.
+    """
     from flash_dmattn import _core
 
+    elf.check(path, _machine.host().machine)
     return _core.load_pack(path)
 
 
@@ -58,7 +70,7 @@ def _entry_points() -> Iterable[metadata.EntryPoint]:
 
 
 default_loader: Loader[Pack] = Loader(
-    Machine(), _open_pack, _abi_version, _directories, _entry_points
+    _machine, open_pack, _abi_version, _directories, _entry_points
 )
 
 

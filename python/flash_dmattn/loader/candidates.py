@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from . import messages
+
 __all__ = [
     "ENTRY_POINT_GROUP",
     "Candidate",
@@ -25,6 +27,7 @@ __all__ = [
     "forced_candidate",
     "manifest_candidates",
     "own_candidates",
+    "without_repetitions",
 ]
 
 ENTRY_POINT_GROUP = "flash_dmattn.packs"
@@ -51,6 +54,8 @@ class Candidate:
         arch: the architecture of a GPU pack, such as ``sm90``.
         version: of the project, as the source says.
         abi_version: of the pack interface, as the source says.
+        sha256: of the file, as the source says; None if it does not.
+        size: of the file in bytes, likewise.
         forced: an environment variable names exactly this file.
         defect: why it cannot be used at all; "" if nothing is known against it.
     """
@@ -65,6 +70,8 @@ class Candidate:
     arch: str | None = None
     version: str | None = None
     abi_version: int | None = None
+    sha256: str | None = None
+    size: int | None = None
     forced: bool = False
     defect: str = ""
 
@@ -131,18 +138,18 @@ def own_candidates(directories: Iterable[Path]) -> list[Candidate]:
 
 
 def entry_point_candidates(entry_points: Iterable[EntryPoint]) -> list[Candidate]:
-    """Return the packs of other distributions, those in order of the entry points' names.
+    """Return the packs of other distributions, in order of the entry points' and their names.
 
     An entry point is a module, or a path, whose directory holds a manifest. One that fails becomes
     a candidate with a defect, since what it would have given is worth knowing.
     """
     found = []
-    for entry_point in sorted(entry_points, key=lambda e: e.name):
+    for entry_point in sorted(entry_points, key=lambda e: (e.name, *_distribution(e))):
         distribution, source = _distribution(entry_point)
         try:
             directory = _directory(entry_point.load())
         except Exception as error:  # a foreign module must not take the others down
-            defect = f"its entry point cannot be loaded: {type(error).__name__}: {error}"
+            defect = messages.ENTRY_POINT.format(kind=type(error).__name__, error=error)
             found.append(Candidate(entry_point.name, "", source, distribution, defect=defect))
             continue
         found += manifest_candidates(directory, source, distribution)
@@ -157,17 +164,19 @@ def manifest_candidates(
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
-            raise ValueError(f"schema {manifest['schema']!r}, but this flash_dmattn reads {SCHEMA}")
+            raise ValueError(
+                messages.MANIFEST_SCHEMA.format(found=manifest["schema"], known=SCHEMA)
+            )
         return [
             replace(_candidate(row, manifest, directory), source=source, distribution=distribution)
             for row in manifest["packs"]
         ]
     except FileNotFoundError:
-        defect = "the file is missing"
+        defect = messages.FILE_MISSING
     except KeyError as error:
-        defect = f"the manifest cannot be used: it lacks {error}"
+        defect = messages.MANIFEST_LACKS.format(key=error)
     except (OSError, ValueError, TypeError) as error:
-        defect = f"the manifest cannot be used: {error}"
+        defect = messages.MANIFEST.format(error=error)
     return [Candidate(MANIFEST, str(path), source, distribution, defect=defect)]
 
 
@@ -178,11 +187,11 @@ def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Opened
     """
     candidate = Candidate(Path(path).name, path, variable, forced=True)
     if not Path(path).is_file():
-        return replace(candidate, defect="the file is missing")
+        return replace(candidate, defect=messages.FILE_MISSING)
     try:
         pack = open_pack(path)
-    except (RuntimeError, OSError) as error:
-        return replace(candidate, defect=f"it cannot be opened: {error}")
+    except (ImportError, RuntimeError, OSError) as error:
+        return replace(candidate, defect=messages.CANNOT_OPEN.format(error=error))
     return replace(
         candidate,
         name=pack.name,
@@ -192,6 +201,17 @@ def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Opened
         version=pack.version,
         abi_version=pack.abi_version,
     )
+
+
+def without_repetitions(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Keep the first of those with one file: a distribution may be found twice, and name its own
+    folder twice.
+    """
+    first: dict[object, Candidate] = {}
+    for candidate in candidates:
+        key = os.path.realpath(candidate.path) if candidate.path else candidate
+        first.setdefault(key, candidate)
+    return list(first.values())
 
 
 def _candidate(row: Mapping[str, Any], manifest: Mapping[str, Any], directory: Path) -> Candidate:
@@ -206,7 +226,9 @@ def _candidate(row: Mapping[str, Any], manifest: Mapping[str, Any], directory: P
         arch=row["arch"],
         version=manifest["version"],
         abi_version=manifest["abi_version"],
-        defect="" if path.is_file() else "the file is missing",
+        sha256=row.get("sha256"),
+        size=row.get("size"),
+        defect="" if path.is_file() else messages.FILE_MISSING,
     )
 
 
@@ -224,9 +246,9 @@ def _directory(target: Any) -> Path:
         if paths:
             return Path(paths[0])
         if target.__file__ is None:
-            raise TypeError(f"the module {target.__name__} has no file")
+            raise TypeError(messages.ENTRY_POINT_FILE.format(name=target.__name__))
         return Path(target.__file__).parent
     if not isinstance(target, (str, os.PathLike)):
-        raise TypeError(f"it must give a module or a path, got {type(target).__name__}")
+        raise TypeError(messages.ENTRY_POINT_TYPE.format(kind=type(target).__name__))
     path = Path(target)
     return path.parent if path.is_file() else path

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from . import messages
+
 __all__ = [
     "ENVIRONMENT",
     "InvalidVariableError",
@@ -76,7 +78,8 @@ _VARIABLES = (
         "FLASH_DMATTN_FALLBACK",
         ("warn", "error"),
         "warn",
-        "What happens when no pack serves a device: warn and use plain PyTorch, or raise.",
+        "What happens when no pack serves a device, or a damaged one would serve it better: warn "
+        "and use plain PyTorch, or the next pack; or raise.",
     ),
     Variable(
         "FLASH_DMATTN_LOG",
@@ -114,10 +117,10 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> str:
     if not value:
         return variable.default
     if variable.values and value not in variable.values:
-        raise InvalidVariableError(
-            f"{name} must be one of {', '.join(variable.values)}, got {value!r}."
-            f"{did_you_mean(value, variable.values)}"
+        text = messages.BAD_VALUE.format(
+            name=name, allowed=", ".join(variable.values), value=repr(value)
         )
+        raise InvalidVariableError(text + did_you_mean(value, variable.values))
     return value
 
 
@@ -144,7 +147,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `` Did you mean '...'?``, or nothing if no choice is like the word."""
     near = nearest(word, choices)
-    return "" if near is None else f" Did you mean {near!r}?"
+    return "" if near is None else messages.DID_YOU_MEAN.format(near=repr(near))
 
 
 def variables_set(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -155,18 +158,16 @@ def variables_set(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def problems(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return a message for each variable that is unknown or has a value that is not allowed."""
-    messages = []
+    found = []
     for name in variables_set(environ):
         if name not in ENVIRONMENT:
-            messages.append(
-                f"unknown environment variable {name}.{did_you_mean(name, ENVIRONMENT)}"
-            )
+            found.append(_unknown(name))
             continue
         try:
             get(name, environ)
         except InvalidVariableError as error:
-            messages.append(str(error))
-    return messages
+            found.append(str(error))
+    return found
 
 
 def check_unknown(environ: Mapping[str, str] | None = None) -> None:
@@ -175,11 +176,11 @@ def check_unknown(environ: Mapping[str, str] | None = None) -> None:
     """
     for name in variables_set(environ):
         if name not in ENVIRONMENT:
-            warnings.warn(
-                f"unknown environment variable {name}.{did_you_mean(name, ENVIRONMENT)}",
-                UnknownVariableWarning,
-                stacklevel=2,
-            )
+            warnings.warn(_unknown(name), UnknownVariableWarning, stacklevel=2)
+
+
+def _unknown(name: str) -> str:
+    return messages.UNKNOWN_VARIABLE.format(name=name) + did_you_mean(name, ENVIRONMENT)
 
 
 def markdown_table() -> str:

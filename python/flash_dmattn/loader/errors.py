@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The error of a device that no pack serves."""
+"""The error of a device that no pack serves, and the warning of a slower path."""
 
 from __future__ import annotations
 
+import sys
+import warnings
+
+from . import messages
 from .trace import Trace
 
-__all__ = ["NoPackError"]
+__all__ = [
+    "FallbackWarning",
+    "NoPackError",
+    "passed_over_text",
+    "warn_of_passed_over",
+    "warn_of_plain_pytorch",
+]
+
+# The packages whose frames a warning skips to name the line that called; torch calls back.
+_NO_CALLERS = ("flash_dmattn", "torch")
 
 
 class NoPackError(RuntimeError):
@@ -18,6 +31,39 @@ class NoPackError(RuntimeError):
 
     def __init__(self, trace: Trace) -> None:
         """Make the text of a trace in which nothing was chosen."""
-        lines = [f"no kernel pack serves {trace.situation.device}", *trace.lines()]
+        lines = [messages.NO_PACK.format(device=trace.situation.device), *trace.lines()]
         super().__init__("\n".join([*lines, f"fix: {trace.remedy}"]))
         self.trace = trace
+
+
+class FallbackWarning(RuntimeWarning):
+    """Something slower, or something else than was installed for the purpose, computes."""
+
+
+def warn_of_plain_pytorch(device: str, error: NoPackError) -> None:
+    """Warn that plain PyTorch computes on a device."""
+    _warn(f"{messages.PLAIN_PYTORCH.format(device=device)}\n{error}")
+
+
+def warn_of_passed_over(trace: Trace) -> None:
+    """Warn that damaged packs were passed over for the chosen one."""
+    _warn(passed_over_text(trace))
+
+
+def passed_over_text(trace: Trace) -> str:
+    """Return the warning about damaged packs that were passed over; "" if there are none."""
+    if trace.chosen is None or not trace.passed_over:
+        return ""
+    text = messages.PASSED_OVER.format(chosen=trace.chosen.name, device=trace.situation.device)
+    lines = [text, *(str(entry) for entry in trace.passed_over)]
+    return "\n".join([*lines, f"fix: {trace.remedy_of(trace.passed_over)}"])
+
+
+def _warn(text: str) -> None:
+    level, frame = 1, sys._getframe(0)
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] in _NO_CALLERS
+    ):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, FallbackWarning, stacklevel=level)

@@ -139,9 +139,11 @@ class Machine:
         )
 
     def current_cuda_device(self) -> int:
-        """Return the index of torch's current device."""
+        """Return the index of torch's current device; 0 where torch does not use CUDA yet, since
+        asking would initialize it.
+        """
         torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():
+        if torch is None or not torch.cuda.is_initialized():
             return 0
         return int(torch.cuda.current_device())
 

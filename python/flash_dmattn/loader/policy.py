@@ -20,6 +20,9 @@ The accepted ones are ranked by
 3. torch's CUDA major before the other one, and without torch's the newer before the older, then
 4. the order in which they were found: flash_dmattn's own packs first.
 
+Of two packs with one name, such as a distribution's and flash_dmattn's own, the first found thus
+goes first; a pack from elsewhere never replaces flash_dmattn's own by being installed.
+
 The arch counts for more than the CUDA major, because code made for another arch is slower on every
 call, while packs of either major work under torch of either major.
 """
@@ -27,13 +30,13 @@ call, while packs of either major work under torch of either major.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from . import remedies
+from . import messages, remedies
 from .candidates import Candidate
 from .facts import Driver, Situation
 from .targets import Targets
-from .trace import Accepted, Entry, Refused, Rule, Trace, Verdict
+from .trace import Accepted, Entry, Rank, Refused, Rule, Trace, Verdict
 
 __all__ = ["Wishes", "decide"]
 
@@ -59,21 +62,51 @@ def decide(
     """
     # A forced file for another kind of device leaves this device alone.
     forced = any(c.forced and c.device in (situation.device.kind, None) for c in candidates)
-    judge = _Judge(situation, wishes, targets, forced)
-    entries = [Entry(candidate, judge.verdict(candidate)) for candidate in candidates]
-    accepted = [entry for entry in entries if isinstance(entry.verdict, Accepted)]
-    accepted.sort(key=lambda entry: judge.rank(entry.candidate))
-    refused = [entry for entry in entries if isinstance(entry.verdict, Refused)]
-    return Trace(situation, (*accepted, *refused), judge.missing_pack_remedy())
+    gpu_packs = any(c.device == "cuda" for c in candidates)
+    judge = _Judge(situation, wishes, targets, forced, gpu_packs)
+    accepted: list[tuple[Rank, Entry]] = []
+    refused = []
+    for place, candidate in enumerate(candidates):
+        verdict = judge.verdict(candidate)
+        if isinstance(verdict, Accepted):
+            rank = judge.rank(candidate, place)
+            accepted.append((rank, Entry(candidate, verdict, rank)))
+        elif verdict.rule is Rule.DEFECT:  # it would have served, had its file been there
+            refused.append(Entry(candidate, verdict, judge.rank(candidate, place)))
+        else:
+            refused.append(Entry(candidate, verdict))
+    accepted.sort(key=lambda pair: pair[0])
+    entries = _with_names_told_apart([entry for _, entry in accepted])
+    return Trace(situation, (*entries, *refused), judge.missing_pack_remedy())
+
+
+def _with_names_told_apart(accepted: Sequence[Entry]) -> list[Entry]:
+    """Say of each accepted candidate which one of the same name goes before it."""
+    first: dict[str, Candidate] = {}
+    result = []
+    for entry in accepted:
+        winner = first.setdefault(entry.candidate.name, entry.candidate)
+        if winner is not entry.candidate and isinstance(entry.verdict, Accepted):
+            note = messages.SAME_NAME.format(source=winner.source)
+            verdict = Accepted("; ".join(filter(None, (entry.verdict.note, note))))
+            entry = replace(entry, verdict=verdict)
+        result.append(entry)
+    return result
 
 
 class _Judge:
     def __init__(
-        self, situation: Situation, wishes: Wishes, targets: Targets | None, forced: bool
+        self,
+        situation: Situation,
+        wishes: Wishes,
+        targets: Targets | None,
+        forced: bool,
+        gpu_packs: bool,
     ) -> None:
         self.situation = situation
         self.wishes = wishes
         self.forced = forced
+        self.gpu_packs = gpu_packs
         capability = situation.device.capability
         preference = targets.preference if targets is not None else {}
         self.archs = preference.get(capability, ()) if capability is not None else ()
@@ -99,11 +132,11 @@ class _Judge:
                 return refused
         return Accepted(self._note(candidate))
 
-    def rank(self, candidate: Candidate) -> tuple[bool, int, bool, int]:
+    def rank(self, candidate: Candidate, place: int) -> Rank:
         """Return a key by which the best candidate sorts first."""
         arch = self.archs.index(candidate.arch) if candidate.arch in self.archs else 0
         major = candidate.cuda_major or "0"
-        return not candidate.forced, arch, major != self._torch_major(), -int(major)
+        return not candidate.forced, arch, major != self._torch_major(), -int(major), place
 
     def missing_pack_remedy(self) -> str:
         """Return what to do if there is no pack of the device's kind."""
@@ -112,9 +145,11 @@ class _Judge:
             return remedies.reinstall(version)
         if kind == "cuda" and self.situation.driver is None:
             return remedies.update_driver(self._oldest_driver())
-        if self.archs:
-            return remedies.build(self.archs[0], version)
-        return remedies.plain_pytorch()
+        if not self.archs:
+            return remedies.plain_pytorch()
+        if not self.gpu_packs:
+            return remedies.install_wheel(version)
+        return remedies.build(self.archs[0], version)
 
     def _source(self, candidate: Candidate) -> Refused | None:
         if candidate.device is not None:
@@ -124,7 +159,7 @@ class _Judge:
     def _device_kind(self, candidate: Candidate) -> Refused | None:
         if candidate.device in (None, self.situation.device.kind):
             return None
-        reason = f"it is for {candidate.device} devices"
+        reason = messages.DEVICE_KIND.format(device=candidate.device)
         return Refused(Rule.DEVICE_KIND, reason, self.missing_pack_remedy())
 
     def _capability(self, candidate: Candidate) -> Refused | None:
@@ -132,23 +167,22 @@ class _Judge:
         if candidate.arch is None or candidate.arch in self.archs:
             return None
         if self.situation.driver is None:
-            reason = "there is no NVIDIA driver"
+            reason = messages.NO_DRIVER
         elif capability is None:
-            reason = f"the NVIDIA driver shows no device {self.situation.device}"
+            reason = messages.NO_DEVICE.format(device=self.situation.device)
+            return Refused(Rule.CAPABILITY, reason, remedies.show_gpus())
         elif self.archs:
-            reason = f"{candidate.arch} code does not run on compute capability {capability}"
+            reason = messages.WRONG_ARCH.format(arch=candidate.arch, capability=capability)
         else:
-            reason = (
-                f"no pack supports compute capability {capability}; supported are "
-                f"{', '.join(self.capabilities)}"
-            )
+            supported = ", ".join(self.capabilities)
+            reason = messages.NO_ARCH.format(capability=capability, supported=supported)
         return Refused(Rule.CAPABILITY, reason, self.missing_pack_remedy())
 
     def _host(self, candidate: Candidate) -> Refused | None:
         machine = self.situation.host.machine
         if candidate.machine in (None, machine):
             return None
-        reason = f"it was built for {candidate.machine}, this machine is {machine}"
+        reason = messages.WRONG_MACHINE.format(built=candidate.machine, machine=machine)
         return Refused(Rule.MACHINE, reason, self._replace_file(candidate))
 
     def _driver(self, candidate: Candidate) -> Refused | None:
@@ -157,18 +191,18 @@ class _Judge:
             return None
         floor = self.min_driver.get(major)
         if floor is None:
-            reason = f"CUDA {major} is unknown to this flash_dmattn"
+            reason = messages.UNKNOWN_CUDA.format(major=major)
             return Refused(Rule.DRIVER, reason, self._replace_file(candidate))
         if _runs(driver, major, floor):
             return None
-        reason = f"CUDA {major} needs NVIDIA driver {floor} or newer, found {driver}"
+        reason = messages.OLD_DRIVER.format(major=major, floor=floor, driver=driver)
         return Refused(Rule.DRIVER, reason, remedies.update_driver(floor))
 
     def _abi_version(self, candidate: Candidate) -> Refused | None:
         wanted = self.situation.abi_version
         if candidate.abi_version == wanted:
             return None
-        reason = f"it has pack ABI {candidate.abi_version}, this flash_dmattn needs {wanted}"
+        reason = messages.WRONG_ABI.format(found=candidate.abi_version, wanted=wanted)
         return Refused(Rule.ABI_VERSION, reason, self._replace_file(candidate))
 
     def _version(self, candidate: Candidate) -> Refused | None:
@@ -176,19 +210,19 @@ class _Judge:
         # A file that a developer names may be of another build; equal ABI versions make that safe.
         if candidate.forced or wanted is None or candidate.version == wanted:
             return None
-        reason = f"it is of version {candidate.version}, flash_dmattn is {wanted}"
+        reason = messages.WRONG_VERSION.format(found=candidate.version, wanted=wanted)
         return Refused(Rule.VERSION, reason, self._replace_file(candidate))
 
     def _wishes(self, candidate: Candidate) -> Refused | None:
         wishes = self.wishes
         if self.forced and not candidate.forced:
-            reason = f"FLASH_DMATTN_LIBRARY_PATH={wishes.library_path} names another file"
+            reason = messages.OTHER_FILE.format(path=wishes.library_path)
             return Refused(Rule.FORCED, reason, remedies.unset("FLASH_DMATTN_LIBRARY_PATH"))
         if wishes.cuda and candidate.cuda_major not in (None, wishes.cuda):
-            reason = f"FLASH_DMATTN_CUDA={wishes.cuda} asks for another CUDA"
+            reason = messages.OTHER_CUDA.format(major=wishes.cuda)
             return Refused(Rule.FORCED, reason, remedies.unset("FLASH_DMATTN_CUDA"))
         if wishes.arch and candidate.arch not in (None, f"sm{wishes.arch}"):
-            reason = f"FLASH_DMATTN_ARCH={wishes.arch} asks for another arch"
+            reason = messages.OTHER_ARCH.format(arch=wishes.arch)
             return Refused(Rule.FORCED, reason, remedies.unset("FLASH_DMATTN_ARCH"))
         return None
 
@@ -211,11 +245,11 @@ class _Judge:
             self._torch_major(),
         )
         if self.archs and candidate.arch != self.archs[0]:
-            notes.append(f"{self.archs[0]} would suit the device better")
+            notes.append(messages.BETTER_ARCH.format(arch=self.archs[0]))
         if major and torch_major and major != torch_major:
-            notes.append(f"built by CUDA {major}, torch by CUDA {torch_major}")
+            notes.append(messages.OTHER_MAJOR.format(major=major, torch=torch_major))
         if version is not None and candidate.version != version:
-            notes.append(f"of version {candidate.version}, flash_dmattn is {version}")
+            notes.append(messages.OTHER_VERSION.format(found=candidate.version, wanted=version))
         return "; ".join(notes)
 
     def _torch_major(self) -> str | None:

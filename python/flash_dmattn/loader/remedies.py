@@ -3,7 +3,19 @@
 
 from __future__ import annotations
 
-__all__ = ["build", "plain_pytorch", "reinstall", "unset", "update_driver"]
+import re
+
+__all__ = [
+    "after_opening",
+    "build",
+    "install_backend",
+    "install_wheel",
+    "plain_pytorch",
+    "reinstall",
+    "show_gpus",
+    "unset",
+    "update_driver",
+]
 
 DISTRIBUTION = "flash-dmattn"
 
@@ -26,6 +38,36 @@ def build(arch: str, version: str | None) -> str:
     )
 
 
+def install_wheel(version: str | None) -> str:
+    """Return the command that installs the wheel, which has the packs of all GPUs, in place of what
+    was built on a machine without a CUDA toolkit.
+    """
+    return (
+        f"python -m pip install --force-reinstall --no-deps --only-binary {DISTRIBUTION} "
+        f"{_requirement(version, DISTRIBUTION)}"
+    )
+
+
+def install_backend() -> str:
+    """Return the command that installs what the extension module needs."""
+    return "python -m pip install nanobind-backend"
+
+
+def after_opening(error: str, version: str | None, distribution: str) -> str:
+    """Return what to do about a file that could not be opened, for what was said of it."""
+    library = re.search(r"dlopen failed: ([^/\s:]+): cannot open shared object file", error)
+    if library is not None:
+        return f"add the folder of {library[1]} to LD_LIBRARY_PATH"
+    if re.search(r"version `[A-Z]+_[\d.]+' not found", error):
+        return (
+            f"python -m pip install --force-reinstall --no-deps --no-binary {DISTRIBUTION} "
+            f"{_requirement(version, DISTRIBUTION)}"
+        )
+    if "failed to map segment from shared object" in error:
+        return "install into a folder whose file system is mounted without noexec"
+    return reinstall(version, distribution)
+
+
 def unset(variable: str) -> str:
     """Return the command that removes a variable."""
     return f"unset {variable}"
@@ -34,6 +76,11 @@ def unset(variable: str) -> str:
 def update_driver(version: str) -> str:
     """Return what to do about the NVIDIA driver; the command differs among systems."""
     return f"install NVIDIA driver {version} or newer: https://www.nvidia.com/drivers"
+
+
+def show_gpus() -> str:
+    """Return what tells whether the driver works, and which GPUs a process may use."""
+    return "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
 
 
 def plain_pytorch() -> str:

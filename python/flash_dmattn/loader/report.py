@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import environment
-from .candidates import OpenedPack
+from .candidates import Candidate, OpenedPack
+from .errors import passed_over_text
 from .facts import Device
 from .resolver import Loader
 from .trace import Refused, Trace
@@ -51,6 +52,7 @@ def make_report(loader: Loader[Any], environ: Mapping[str, str] | None = None) -
         },
         "environment": environment.variables_set(environ),
         "problems": environment.problems(environ),
+        "packs": [_describe_candidate(candidate) for candidate in loader.candidates()],
         "devices": devices,
         "usable": all(device["pack"] is not None for device in devices),
     }
@@ -71,6 +73,7 @@ def render(report: Mapping[str, Any]) -> str:
     ]
     lines += [f"set           {name}={value}" for name, value in report["environment"].items()]
     lines += [f"warning       {problem}" for problem in report["problems"]]
+    lines += [f"pack          {pack['name']} from {pack['source']}" for pack in report["packs"]]
     for device in report["devices"]:
         pack = device["pack"]
         lines += ["", device["text"]]
@@ -81,6 +84,8 @@ def render(report: Mapping[str, Any]) -> str:
                 + f", uses {pack['features']}" * bool(pack["features"]),
             ]
         lines += [f"  {line}" for line in device["trace"]]
+        if device["warning"] is not None:
+            lines += [f"  {line}" for line in f"warning: {device['warning']}".splitlines()]
         if device["remedy"] is not None:
             lines.append(f"  fix: {device['remedy']}")
     verdict = "usable" if report["usable"] else "not usable: a device above has no pack"
@@ -90,19 +95,33 @@ def render(report: Mapping[str, Any]) -> str:
 def _describe(loader: Loader[Any], device: Device) -> dict[str, Any]:
     trace = loader.trace_for(device.kind, device.index)
     chosen = trace.chosen
+    pack = loader.opened_for(device.kind, device.index)
     return {
         "kind": device.kind,
         "index": device.index,
         "name": device.name,
         "capability": device.capability,
         "text": str(device),
-        "pack": None
-        if chosen is None
-        else _describe_pack(loader.pack_for(device.kind, device.index), chosen.path),
+        "pack": None if chosen is None or pack is None else _describe_pack(pack, chosen.path),
         "candidates": _describe_candidates(trace),
         "trace": trace.lines(),
         "problem": trace.problem.reason if trace.problem else None,
+        "warning": passed_over_text(trace) or None,
         "remedy": trace.remedy if chosen is None else None,
+    }
+
+
+def _describe_candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "name": candidate.name,
+        "path": candidate.path,
+        "source": candidate.source,
+        "device": candidate.device,
+        "cuda": candidate.cuda,
+        "arch": candidate.arch,
+        "version": candidate.version,
+        "sha256": candidate.sha256,
+        "defect": candidate.defect or None,
     }
 
 

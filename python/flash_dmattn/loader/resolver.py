@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from . import environment, remedies
+from . import environment, messages, remedies
 from .candidates import (
     Candidate,
     EntryPoint,
@@ -22,8 +22,9 @@ from .candidates import (
     entry_point_candidates,
     forced_candidate,
     own_candidates,
+    without_repetitions,
 )
-from .errors import NoPackError
+from .errors import NoPackError, warn_of_passed_over
 from .facts import Device, Facts, Situation
 from .policy import Wishes, decide
 from .targets import InstallationError, find_targets
@@ -75,18 +76,22 @@ class Loader(Generic[PackT]):
         self._resolutions: dict[tuple[str, int], _Resolution[PackT]] = {}
         self._opened: dict[str, PackT] = {}
         self._candidates: list[Candidate] | None = None
+        self._warned: set[int] = set()
 
     def pack_for(self, device_type: str, device_index: int | None = None) -> PackT:
-        """Return the pack that serves a device.
+        """Return the pack that serves a device, with one warning if a better one is damaged.
 
         Raises:
-            NoPackError: no one does.
+            NoPackError: no one does, or FLASH_DMATTN_FALLBACK=error and the best one is damaged.
             InvalidVariableError: an environment variable that matters has a value that is not
                 allowed.
         """
         resolution = self._resolve(device_type, device_index)
         if resolution.pack is None:
             raise NoPackError(resolution.trace)
+        if resolution.trace.passed_over and id(resolution) not in self._warned:
+            warn_of_passed_over(resolution.trace)
+            self._warned.add(id(resolution))
         return resolution.pack
 
     def trace_for(self, device_type: str, device_index: int | None = None) -> Trace:
@@ -98,6 +103,13 @@ class Loader(Generic[PackT]):
             return self._failed(
                 self._device(device_type, device_index), str(error), remedies.unset(variable)
             )
+
+    def opened_for(self, device_type: str, device_index: int | None = None) -> PackT | None:
+        """Return the pack that serves a device, or None; it neither warns nor raises."""
+        try:
+            return self._resolve(device_type, device_index).pack
+        except environment.InvalidVariableError:
+            return None
 
     def candidates(self) -> list[Candidate]:
         """Return every pack that was found, for any device."""
@@ -136,25 +148,36 @@ class Loader(Generic[PackT]):
             fix = remedies.reinstall(self.facts.package_version())
             return self._logged(_Resolution(self._failed(device, str(error), fix), None))
         except ImportError as error:
-            fix = "python -m pip install nanobind-backend"
+            fix = remedies.install_backend()
             if "nanobind" not in str(error):
                 fix = remedies.reinstall(self.facts.package_version())
-            reason = f"the extension module flash_dmattn._core cannot be imported: {error}"
+            reason = messages.NO_CORE.format(error=error)
             return self._logged(_Resolution(self._failed(device, reason, fix), None))
         return self._logged(self._open_first(trace))
 
     def _open_first(self, trace: Trace) -> _Resolution[PackT]:
-        """Open the best candidate; one that fails is refused, and the next is tried."""
+        """Open the best candidate; one that fails is refused, and the next is tried.
+
+        With FLASH_DMATTN_FALLBACK=error nothing is tried after one that is damaged.
+        """
+        strict = environment.get("FLASH_DMATTN_FALLBACK", self._environ) == "error"
         for entry in trace.accepted():
+            if strict and trace.passed_over:
+                better = trace.passed_over[0].candidate.name
+                reason = messages.FALLBACK_FORBIDDEN.format(name=better)
+                fix = remedies.unset("FLASH_DMATTN_FALLBACK")
+                trace = trace.refuse(entry, Refused(Rule.FORCED, reason, fix))
+                continue
             try:
                 pack = self._open(entry.candidate.path)
                 reason = _difference(entry.candidate, pack)
             except (RuntimeError, OSError) as error:
-                reason = f"it cannot be opened: {error}"
+                reason = messages.CANNOT_OPEN.format(error=error)
             else:
                 if not reason:
                     return _Resolution(trace, pack)
-            fix = remedies.reinstall(trace.situation.package_version, entry.candidate.distribution)
+            version, distribution = trace.situation.package_version, entry.candidate.distribution
+            fix = remedies.after_opening(reason, version, distribution)
             trace = trace.refuse(entry, Refused(Rule.OPENING, reason, fix))
         return _Resolution(trace, None)
 
@@ -171,8 +194,9 @@ class Loader(Generic[PackT]):
             found += entry_point_candidates(self._entry_points())
             path = environment.get("FLASH_DMATTN_LIBRARY_PATH", self._environ)
             if path:
-                found.append(forced_candidate(path, "FLASH_DMATTN_LIBRARY_PATH", self._open))
-            self._candidates = found
+                # First, so that of a file that was found twice the forced one stays.
+                found.insert(0, forced_candidate(path, "FLASH_DMATTN_LIBRARY_PATH", self._open))
+            self._candidates = without_repetitions(found)
         return self._candidates
 
     def _wishes(self) -> Wishes:
@@ -211,7 +235,7 @@ def _difference(candidate: Candidate, pack: OpenedPack) -> str:
         ("version", candidate.version, pack.version),
     )
     return "; ".join(
-        f"its manifest says {what} {said}, the file says {found}"
+        messages.DIFFERENCE.format(what=what, said=said, found=found)
         for what, said, found in pairs
         if said != found
     )

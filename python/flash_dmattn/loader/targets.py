@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import messages
+
 __all__ = ["SCHEMA", "InstallationError", "Targets", "find_targets", "parse_targets"]
 
 SCHEMA = 1
@@ -41,7 +43,7 @@ def parse_targets(data: Mapping[str, Any]) -> Targets:
     """
     if data.get("schema") != SCHEMA:
         raise InstallationError(
-            f"targets.json has schema {data.get('schema')!r}, this flash_dmattn reads {SCHEMA}"
+            messages.TABLE_SCHEMA.format(found=data.get("schema"), known=SCHEMA)
         )
     try:
         return Targets(
@@ -49,7 +51,7 @@ def parse_targets(data: Mapping[str, Any]) -> Targets:
             min_driver={major: str(row["min_driver"]) for major, row in data["cuda"].items()},
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise InstallationError(f"targets.json cannot be understood: {error!r}") from error
+        raise InstallationError(messages.TABLE_FIELDS.format(error=repr(error))) from error
 
 
 def find_targets(directories: Iterable[Path]) -> Targets:
@@ -64,5 +66,7 @@ def find_targets(directories: Iterable[Path]) -> Targets:
             try:
                 return parse_targets(json.loads(path.read_text(encoding="utf-8")))
             except json.JSONDecodeError as error:
-                raise InstallationError(f"{path} is not JSON: {error}") from error
-    raise InstallationError(f"no file {' or '.join(map(str, looked))}")
+                raise InstallationError(
+                    messages.TABLE_JSON.format(path=path, error=error)
+                ) from error
+    raise InstallationError(messages.NO_TABLE.format(paths=" or ".join(map(str, looked))))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from typing import TypeAlias
 from .candidates import Candidate
 from .facts import Situation
 
-__all__ = ["Accepted", "Entry", "Problem", "Refused", "Rule", "Trace", "Verdict"]
+__all__ = ["Accepted", "Entry", "Problem", "Rank", "Refused", "Rule", "Trace", "Verdict"]
 
 
 class Rule(IntEnum):
@@ -27,6 +27,9 @@ class Rule(IntEnum):
     FORCED = 8
     DEFECT = 9
     OPENING = 10
+
+
+_DAMAGE = (Rule.DEFECT, Rule.OPENING)
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,20 @@ class Refused:
 Verdict: TypeAlias = Accepted | Refused
 
 
+Rank: TypeAlias = tuple[bool, int, bool, int, int]
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A candidate and what was decided of it."""
+    """A candidate and what was decided of it.
+
+    ``rank`` sorts the best first; it is None where a candidate could not serve the device even if
+    its file were whole.
+    """
 
     candidate: Candidate
     verdict: Verdict
+    rank: Rank | None = None
 
     def __str__(self) -> str:
         """Show one line."""
@@ -99,9 +110,26 @@ class Trace:
         """What to do if nothing was chosen: about the candidate that was nearest to working."""
         if self.problem is not None:
             return self.problem.remedy
-        refusals = [e.verdict for e in self.entries if isinstance(e.verdict, Refused)]
+        return self.remedy_of(self.entries)
+
+    def remedy_of(self, entries: Iterable[Entry]) -> str:
+        """Return what to do about the refused one of these that was nearest to working."""
+        refusals = [entry.verdict for entry in entries if isinstance(entry.verdict, Refused)]
         # max() returns the first of equals, so among equals the best-placed candidate speaks.
         return max(refusals, key=lambda r: r.rule).remedy if refusals else self.default_remedy
+
+    @property
+    def passed_over(self) -> tuple[Entry, ...]:
+        """The damaged candidates that would have been taken before the chosen one."""
+        best = next((entry.rank for entry in self.accepted()), None)
+        return tuple(
+            entry
+            for entry in self.entries
+            if isinstance(entry.verdict, Refused)
+            and entry.verdict.rule in _DAMAGE
+            and entry.rank is not None
+            and (best is None or entry.rank < best)
+        )
 
     def accepted(self) -> Iterator[Entry]:
         """Yield the entries that were accepted, the best first."""
@@ -110,7 +138,7 @@ class Trace:
     def refuse(self, refused: Entry, verdict: Refused) -> Trace:
         """Return the trace in which an accepted entry is refused after all."""
         rest = tuple(entry for entry in self.entries if entry is not refused)
-        return replace(self, entries=(*rest, Entry(refused.candidate, verdict)))
+        return replace(self, entries=(*rest, replace(refused, verdict=verdict)))
 
     def lines(self) -> list[str]:
         """Return what was looked for and what was found, as lines."""

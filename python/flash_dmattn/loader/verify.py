@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether the installed files are those that were recorded: ``python -m flash_dmattn --verify``.
+
+Hashes stand in each manifest, for its packs, and in each distribution's RECORD, for all its files.
+They are compared when asked for and not at each import: reading every byte of every pack would cost
+each process more than all else that the loader does. Both records lie beside what they describe, so
+they tell of damage; who made a file is told by its attestation.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from . import messages
+from .candidates import OWN_DISTRIBUTION, Candidate
+
+__all__ = ["Checked", "Recorded", "as_json", "passed", "records_of", "render", "verify"]
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a record says of a file.
+
+    Attributes:
+        path: of the file.
+        record: where it stands, such as ``manifest.json`` or ``RECORD``.
+        algorithm: of the hash, such as ``sha256``; "" if the record has none.
+        digest: in hexadecimal digits.
+        size: in bytes; None if the record does not say.
+    """
+
+    path: str
+    record: str
+    algorithm: str
+    digest: str
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A file and what differs from its records; "" if nothing does."""
+
+    path: str
+    problem: str
+
+
+def verify(
+    candidates: Iterable[Candidate],
+    records: Callable[[str], Iterable[Recorded]] | None = None,
+) -> list[Checked]:
+    """Compare files with their records: those of flash-dmattn and of each distribution that a
+    candidate is from.
+
+    Args:
+        candidates: as the loader found them.
+        records: gives the records of a distribution; `records_of` if None.
+    """
+    known = list(candidates)
+    expectations: dict[str, list[Recorded]] = {}
+    defects = {}
+    for candidate in known:
+        if candidate.device is None:
+            defects[candidate.path or candidate.name] = candidate.defect
+        elif not candidate.forced:
+            expectations.setdefault(os.path.realpath(candidate.path), []).extend(_said(candidate))
+    for distribution in dict.fromkeys((OWN_DISTRIBUTION, *(c.distribution for c in known))):
+        for recorded in (records or records_of)(distribution):
+            expectations.setdefault(os.path.realpath(recorded.path), []).append(recorded)
+    broken = [Checked(path, defect) for path, defect in defects.items()]
+    return broken + [Checked(path, _problem(path, said)) for path, said in expectations.items()]
+
+
+def records_of(distribution: str) -> Iterator[Recorded]:
+    """Yield what the RECORD of an installed distribution says; nothing where there is none."""
+    try:
+        files = metadata.distribution(distribution).files or []
+    except metadata.PackageNotFoundError:
+        return
+    for file in files:
+        if file.hash is not None:
+            # RECORD has base64 without its padding.
+            digest = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4))
+            path = str(file.locate())
+            yield Recorded(path, "RECORD", file.hash.mode, digest.hex(), file.size)
+
+
+def passed(checked: Sequence[Checked]) -> bool:
+    """Say whether something was compared, and nothing differed."""
+    return bool(checked) and not any(row.problem for row in checked)
+
+
+def render(checked: Sequence[Checked]) -> str:
+    """Return the outcome as text."""
+    lines = [f"  {row.path}: {row.problem}" for row in checked if row.problem]
+    verdict = "passed" if passed(checked) else "FAILED"
+    return "\n".join([f"{len(checked)} files compared", *lines, f"verification {verdict}"])
+
+
+def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
+    """Return the outcome as what JSON can hold."""
+    files = [{"path": row.path, "problem": row.problem or None} for row in checked]
+    return {"passed": passed(checked), "files": files}
+
+
+def _said(candidate: Candidate) -> list[Recorded]:
+    if candidate.sha256 is None:
+        return []
+    record = "manifest.json"
+    return [Recorded(candidate.path, record, "sha256", candidate.sha256, candidate.size)]
+
+
+def _problem(path: str, said: Iterable[Recorded]) -> str:
+    """Return the first difference of a file from what is recorded of it."""
+    found: dict[str, str] = {}
+    compared = False
+    for recorded in said:
+        try:
+            size = Path(path).stat().st_size
+            if recorded.size not in (None, size):
+                return messages.RESIZED.format(
+                    found=size, record=recorded.record, recorded=recorded.size
+                )
+            if recorded.algorithm not in found:
+                found[recorded.algorithm] = _digest(path, recorded.algorithm)
+        except FileNotFoundError:
+            return messages.FILE_MISSING
+        except OSError as error:
+            return messages.UNREADABLE.format(error=error)
+        if found[recorded.algorithm] != recorded.digest:
+            return messages.CHANGED.format(
+                algorithm=recorded.algorithm,
+                found=found[recorded.algorithm],
+                record=recorded.record,
+                recorded=recorded.digest,
+            )
+        compared = True
+    if compared:
+        return ""
+    return messages.NOT_RECORDED if Path(path).is_file() else messages.FILE_MISSING
+
+
+def _digest(path: str, algorithm: str) -> str:
+    digest = hashlib.new(algorithm)
+    with Path(path).open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

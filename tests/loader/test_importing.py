@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What importing does not do: load what is slow, ask the driver, or stand in the way of a fork."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pack_files import compile_library
+
+# Every question to this libcuda ends the process.
+DEADLY_DRIVER = """
+#include <stdlib.h>
+int cuInit(unsigned flags) { abort(); }
+int cuDriverGetVersion(int *version) { abort(); }
+int cuDeviceGetCount(int *count) { abort(); }
+int cuGetProcAddress_v2(const char *s, void **p, int v, unsigned long f, void *r) { abort(); }
+"""
+
+CALL = """
+import os, sys, torch, flash_dmattn
+x = torch.randn(1, 8, 2, 16)
+def call(x):
+    return flash_dmattn.flash_dmattn_func(x, x, x, is_causal=True)
+"""
+
+
+def in_a_new_process(code: str, **variables: str) -> str:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("FLASH_DMATTN_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_imports_no_torch_and_opens_no_driver():
+    printed = in_a_new_process(
+        "import json, sys, flash_dmattn, flash_dmattn.loader\n"
+        "maps = open('/proc/self/maps').read() if sys.platform == 'linux' else ''\n"
+        "print(json.dumps(['torch' in sys.modules, 'numpy' in sys.modules,"
+        " 'flash_dmattn._core' in sys.modules, 'libcuda.so' in maps, 'libnvidia-ml' in maps]))"
+    )
+    assert json.loads(printed) == [False] * 5
+
+
+def test_beyond_torch_only_this_package_and_the_standard_library_are_imported():
+    """So that it costs milliseconds. torch._dynamo, for one, would take more than a second."""
+    printed = in_a_new_process(
+        "import json, sys, numpy, torch\n"
+        "before = set(sys.modules)\n"
+        "import flash_dmattn\n"
+        "for name in flash_dmattn.__all__:\n"
+        "    if name == name.lower() or name == 'IntervalMask': getattr(flash_dmattn, name)\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    new = json.loads(printed)
+    assert "flash_dmattn.interface" in new
+    foreign = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
+    assert foreign == {"flash_dmattn"}
+    assert len(new) < 60
+
+
+def test_the_cpu_is_served_without_torch_and_without_the_driver():
+    printed = in_a_new_process(
+        "import json, sys, flash_dmattn.loader as loader\n"
+        "pack = loader.pack_for('cpu')\n"
+        "print(json.dumps([pack.name, loader.pack_for('cpu', 0) is pack, 'torch' in sys.modules,"
+        " 'libcuda.so' in open('/proc/self/maps').read()]))"
+    )
+    assert json.loads(printed) == ["cpu", True, False, False]
+
+
+@pytest.fixture
+def deadly_driver(tmp_path: Path) -> dict[str, str]:
+    """An environment whose libcuda.so.1 kills whoever asks it."""
+    compile_library(DEADLY_DRIVER, tmp_path / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+    folders = [str(tmp_path), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {"LD_LIBRARY_PATH": ":".join(folders)}
+
+
+@pytest.fixture
+def driver_to_leave_alone(deadly_driver: dict[str, str]) -> dict[str, str]:
+    """The deadly driver, unless torch itself links with the real one's library."""
+    return deadly_driver if torch.version.cuda is None else {}
+
+
+def test_the_deadly_driver_is_found(deadly_driver):
+    environ = {**os.environ, **deadly_driver}
+    code = "from flash_dmattn.loader import nvidia; nvidia.driver_versions()"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, check=False)
+    assert done.returncode != 0
+
+
+def test_importing_and_computing_on_the_cpu_ask_the_driver_nothing(driver_to_leave_alone):
+    printed = in_a_new_process(
+        CALL + "out = call(x)\nprint(out.shape == x.shape, torch.cuda.is_initialized())",
+        **driver_to_leave_alone,
+    )
+    assert printed == "True False\n"
+
+
+@pytest.mark.parametrize("before", ["", "import flash_dmattn.loader as l; l.pack_for('cpu')"])
+def test_fork_after_import_works(driver_to_leave_alone, before):
+    """As data loaders do: what was imported, or opened, before a fork works after it, GPUs too."""
+    printed = in_a_new_process(
+        CALL + f"flash_dmattn.flash_dmattn_func\n{before}\n"
+        "sys.stdout.flush()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    torch.set_num_threads(1)\n"
+        "    results = [call(x)]\n"
+        "    if torch.version.cuda and torch.cuda.is_available():\n"
+        "        results.append(call(x.cuda().half()))\n"
+        "    os._exit(0 if all(bool(r.isfinite().all()) for r in results) else 1)\n"
+        "code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+        "print(code, bool(call(x).isfinite().all()), torch.cuda.is_initialized())",
+        **driver_to_leave_alone,
+    )
+    assert printed == "0 True False\n"
+
+
+def test_asking_for_the_current_gpu_does_not_initialize_cuda(monkeypatch):
+    from types import SimpleNamespace
+
+    from flash_dmattn.loader.facts import Machine
+
+    def current_device():
+        raise AssertionError("this initializes CUDA")
+
+    cuda = SimpleNamespace(is_initialized=lambda: False, current_device=current_device)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert Machine().current_cuda_device() == 0
+    cuda.is_initialized, cuda.current_device = lambda: True, lambda: 3
+    assert Machine().current_cuda_device() == 3
