@@ -117,8 +117,8 @@ endfunction()
 # fdm_name_cuda_modules(<file>...)
 #   Makes the binary independent of the folder that it is built in. nvcc gives everything with internal linkage, kernels
 #   in unnamed namespaces too, a name with a hash of the source's absolute path; here the hash is of the path within
-#   the source or build folder. Measured with CUDA 12.4 and 13.0: two builds in two folders give equal files, which no
-#   other flag achieves (-frandom-seed leaves the path in).
+#   the source or build folder. cmake/cuda_module.h tells what else the name has. With CUDA 12.4 and 13.0, builds in two
+#   folders give equal files; -frandom-seed leaves the path in, and CUDA 12 has no such flag.
 function(fdm_name_cuda_modules)
   check_compiler_flag(CUDA "-Xcudafe=--orig_src_path_name=module.cu" FDM_NVCC_NAMES_MODULES)
   if(NOT FDM_NVCC_NAMES_MODULES)
@@ -129,6 +129,10 @@ function(fdm_name_cuda_modules)
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE name)
     string(REPLACE "${PROJECT_BINARY_DIR}/" "" name "${name}")
     string(REPLACE "${PROJECT_SOURCE_DIR}/" "" name "${name}")
-    set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "-Xcudafe=--orig_src_path_name=${name}")
+    string(MAKE_C_IDENTIFIER "${name}" identifier)
+    set_source_files_properties("${source}" PROPERTIES
+      COMPILE_DEFINITIONS "FDM_MODULE=${identifier}"
+      COMPILE_OPTIONS "-Xcudafe=--orig_src_path_name=${name};-include=${PROJECT_SOURCE_DIR}/cmake/cuda_module.h"
+      OBJECT_DEPENDS "${PROJECT_SOURCE_DIR}/cmake/cuda_module.h")
   endforeach()
 endfunction()
