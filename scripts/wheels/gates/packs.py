@@ -16,10 +16,8 @@ from wheels.wheel_file import PACKAGE, WheelError
 
 __all__ = ["complete", "device_code", "manifest", "same_kernels"]
 
-FIELDS = frozenset(
-    ["name", "file", "device", "machine", "cuda", "arch", "code", "min_driver"]
-    + ["head_dims", "kernels", "commit", "sha256", "size"]
-)
+_BUILT_FOR = ("name", "file", "device", "machine", "cuda", "arch", "code", "min_driver")
+FIELDS = frozenset((*_BUILT_FOR, "head_dims", "kernels", "commit", "sha256", "size"))
 
 
 def _rows(task: Task) -> list[dict[str, Any]]:
