@@ -15,7 +15,15 @@ from pathlib import Path
 from wheels.project import ROOT, commit
 from wheels.targets import Limits
 
-__all__ = ["BuildError", "PackOptions", "assemble", "build_packs", "find_nvcc", "nvcc_version"]
+__all__ = [
+    "BuildError",
+    "PackOptions",
+    "assemble",
+    "build_packs",
+    "find_nvcc",
+    "nvcc_version",
+    "repair",
+]
 
 PackOptions = Mapping[str, str]
 
@@ -25,8 +33,12 @@ class BuildError(RuntimeError):
 
 
 def run(command: Sequence[str | Path], jobs: int | None = None) -> None:
-    """Run a command, shown and with its output passed on; ``jobs`` becomes MAX_JOBS."""
+    """Run a command, shown and with its output passed on; ``jobs`` becomes MAX_JOBS.
+
+    Programs of this Python's environment come first, also where it is not activated.
+    """
     environment = dict(os.environ)
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if jobs is not None:
         environment["MAX_JOBS"] = str(jobs)
     words = [str(word) for word in command]
@@ -133,13 +145,13 @@ def assemble(
         run([*command, "--wheel-dir", wheels, *settings, ROOT])
         (wheel,) = wheels.glob("*.whl")
         if manylinux is not None:
-            wheel = _repair(wheel, Path(scratch) / "repaired", f"{manylinux.policy}_{machine}")
+            wheel = repair(wheel, Path(scratch) / "repaired", f"{manylinux.policy}_{machine}")
         target = output / wheel.name
         target.unlink(missing_ok=True)
         return Path(shutil.move(wheel, target))
 
 
-def _repair(wheel: Path, folder: Path, platform: str) -> Path:
+def repair(wheel: Path, folder: Path, platform: str) -> Path:
     """Return the wheel under a manylinux tag, if auditwheel finds that it deserves it.
 
     CUDA's libraries are excluded so that one which is needed by mistake is seen by the gates,

