@@ -6,7 +6,8 @@ include_guard(GLOBAL)
 include(Pack)
 
 # fdm_add_cpu_pack(SOURCES <file>... SIMD_SOURCES <file>...)
-#   SOURCES are compiled once, for the oldest machine that is supported. SIMD_SOURCES are compiled for each level with
+#   Does nothing where FLASH_DMATTN_CPU is OFF. SOURCES are compiled once, for the oldest machine that is supported.
+#   SIMD_SOURCES are compiled for each level with
 #     FDM_SIMD_NAMESPACE  baseline, avx2 or avx512: the namespace for everything they define
 #     FDM_SIMD_BYTES      16, 32 or 64: the width of a register
 #
@@ -14,6 +15,9 @@ include(Pack)
 #   from the first of them; so objects for every machine come first, lest code that runs everywhere is bound to a copy
 #   that was compiled for AVX. CMake links a target's own objects after those of other targets, hence the pack has none.
 function(fdm_add_cpu_pack)
+  if(NOT FLASH_DMATTN_CPU)
+    return()
+  endif()
   cmake_parse_arguments(PARSE_ARGV 0 CPU "" "" "SOURCES;SIMD_SOURCES")
   find_package(Threads REQUIRED)
   add_library(flash_dmattn_cpu MODULE)

@@ -2,7 +2,9 @@
 #
 # The packs of NVIDIA GPUs: one library for each arch, so that each can be built, cached and loaded by itself.
 include_guard(GLOBAL)
+include(CheckCompilerFlag)
 include(CudaArchs)
+include(Kernels)
 include(Pack)
 
 # fdm_choose_cuda_archs(<archs> <nvcc> SOURCES <file>...)
@@ -89,7 +91,10 @@ function(fdm_add_kernel_pack)
   set(target "flash_dmattn_cu${major}_${KERNEL_ARCH}")
 
   add_library(${target} MODULE ${KERNEL_SOURCES})
-  fdm_setup_pack(${target} FILE ${target} NAME ${name} DEVICE cuda CUDA ${cuda} ARCH ${KERNEL_ARCH})
+  fdm_name_cuda_modules(${KERNEL_SOURCES})
+  fdm_describe_kernels(head_dims kernels INCLUDE "${KERNEL_INCLUDE}" SOURCES ${KERNEL_SOURCES})
+  fdm_setup_pack(${target} FILE ${target} NAME ${name} DEVICE cuda CUDA ${cuda} ARCH ${KERNEL_ARCH}
+    HEAD_DIMS ${head_dims} KERNELS ${kernels})
   target_compile_definitions(${target} PRIVATE FDM_ARCH=${number} FDM_PACK_NAME="${name}")
   target_include_directories(${target} PRIVATE "${KERNEL_INCLUDE}")
   if(major GREATER_EQUAL 13)
@@ -105,5 +110,29 @@ function(fdm_add_kernel_pack)
   set(runtime_shared Shared)
   set_target_properties(${target} PROPERTIES
     CUDA_ARCHITECTURES OFF
+    JOB_POOL_COMPILE ${FDM_CUDA_JOB_POOL}
     CUDA_RUNTIME_LIBRARY ${runtime_${FLASH_DMATTN_CUDART}})
+endfunction()
+
+# fdm_name_cuda_modules(<file>...)
+#   Makes the binary independent of the folder that it is built in. nvcc gives everything with internal linkage, kernels
+#   in unnamed namespaces too, a name with a hash of the source's absolute path; here the hash is of the path within
+#   the source or build folder. cmake/cuda_module.h tells what else the name has. With CUDA 12.4 and 13.0, builds in two
+#   folders give equal files; -frandom-seed leaves the path in, and CUDA 12 has no such flag.
+function(fdm_name_cuda_modules)
+  check_compiler_flag(CUDA "-Xcudafe=--orig_src_path_name=module.cu" FDM_NVCC_NAMES_MODULES)
+  if(NOT FDM_NVCC_NAMES_MODULES)
+    message(STATUS "This nvcc cannot be told a module's name: binaries depend on the folder that they are built in")
+    return()
+  endif()
+  foreach(source IN LISTS ARGN)
+    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE name)
+    string(REPLACE "${PROJECT_BINARY_DIR}/" "" name "${name}")
+    string(REPLACE "${PROJECT_SOURCE_DIR}/" "" name "${name}")
+    string(MAKE_C_IDENTIFIER "${name}" identifier)
+    set_source_files_properties("${source}" PROPERTIES
+      COMPILE_DEFINITIONS "FDM_MODULE=${identifier}"
+      COMPILE_OPTIONS "-Xcudafe=--orig_src_path_name=${name};-include=${PROJECT_SOURCE_DIR}/cmake/cuda_module.h"
+      OBJECT_DEPENDS "${PROJECT_SOURCE_DIR}/cmake/cuda_module.h")
+  endforeach()
 endfunction()

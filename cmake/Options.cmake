@@ -16,6 +16,10 @@ include_guard(GLOBAL)
 #   FLASH_DMATTN_CUDART  static: nothing of CUDA has to be installed at run time; shared: for distributions that
 #                        ship libcudart as a package of its own.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
+#   FLASH_DMATTN_CPU     OFF builds no cpu pack.
+#   FLASH_DMATTN_PREBUILT_PACKS  folders with packs that were built before and the manifest.json that describes them,
+#                        separated by ";"; relative ones are in the source folder. Installed unchanged.
+#   FLASH_DMATTN_COMMIT  the commit of the sources, for the manifest; the build itself never asks git.
 #   CMAKE_BUILD_TYPE     Release unless given.
 macro(fdm_declare_options)
   set(FLASH_DMATTN_CUDA "AUTO" CACHE STRING "Build CUDA packs: AUTO, ON or OFF")
@@ -23,8 +27,14 @@ macro(fdm_declare_options)
   set(FLASH_DMATTN_HEAD_DIMS "" CACHE STRING "Head dimensions of the CUDA kernels, such as 64;128; all if empty")
   set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
   option(FLASH_DMATTN_CORE "Build the Python module" ON)
+  option(FLASH_DMATTN_CPU "Build the cpu pack" ON)
+  set(FLASH_DMATTN_PREBUILT_PACKS "" CACHE STRING "Folders of packs that were built before")
+  set(FLASH_DMATTN_COMMIT "" CACHE STRING "Commit of the sources, 40 hexadecimal digits, then -dirty if changed")
   fdm_check_choice(FLASH_DMATTN_CUDA AUTO ON OFF)
   fdm_check_choice(FLASH_DMATTN_CUDART static shared)
+  if(NOT FLASH_DMATTN_COMMIT MATCHES "^([0-9a-f]+(-dirty)?)?$")
+    message(FATAL_ERROR "FLASH_DMATTN_COMMIT is \"${FLASH_DMATTN_COMMIT}\", which is no commit")
+  endif()
   if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
     set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
   endif()

@@ -2,9 +2,9 @@
 #
 # What every kernel pack has in common, whatever it runs on.
 include_guard(GLOBAL)
-include(ProjectFacts)
+include(Manifest)
 
-# fdm_setup_pack(<target> FILE <stem> NAME <pack name> DEVICE <cpu|cuda> [CUDA <version>] [ARCH <arch>])
+# fdm_setup_pack(<target> FILE <stem> <what fdm_describe_pack takes>)
 #   Turns a library target into an installed kernel pack lib<stem>.so: hidden symbols, hardened linking, and an entry
 #   in the manifest.
 #
@@ -13,7 +13,7 @@ include(ProjectFacts)
 #   --exclude-libs hides them, so that the pack needs no newer ones than the machine has; behind a C interface that is
 #   safe.
 function(fdm_setup_pack target)
-  cmake_parse_arguments(PARSE_ARGV 1 PACK "" "FILE;NAME;DEVICE;CUDA;ARCH" "")
+  cmake_parse_arguments(PARSE_ARGV 1 PACK "" "FILE" "")
   fdm_read_pack_interface(abi_version symbol)
   set(script "${PROJECT_BINARY_DIR}/pack.map")
   file(CONFIGURE OUTPUT "${script}" CONTENT "{ global: @symbol@; local: *; };\n" @ONLY)
@@ -35,13 +35,13 @@ function(fdm_setup_pack target)
     LINKER:--gc-sections
     LINKER:-z,relro,-z,now,-z,noexecstack)
   install(TARGETS ${target} LIBRARY DESTINATION flash_dmattn/packs)
-  set(record "${PACK_NAME}|lib${PACK_FILE}.so|${PACK_DEVICE}|${PACK_CUDA}|${PACK_ARCH}")
-  set_property(GLOBAL APPEND PROPERTY FDM_PACKS "${record}")
+  fdm_describe_pack(description FILE "lib${PACK_FILE}.so" ${PACK_UNPARSED_ARGUMENTS})
+  fdm_list_pack("${description}")
 endfunction()
 
 # fdm_setup_pack_objects(<target>)
-#   The compiler settings of everything that goes into a pack. The prefix map keeps the build's paths out of the
-#   binary, so that equal sources give equal files.
+#   The compiler settings of everything that goes into a pack. The prefix maps keep the build's paths out of the
+#   binary, so that equal sources give equal files; the later one wins where the build folder is in the source folder.
 function(fdm_setup_pack_objects target)
   set_target_properties(${target} PROPERTIES
     CXX_VISIBILITY_PRESET hidden
@@ -55,7 +55,8 @@ function(fdm_setup_pack_objects target)
     CUDA_STANDARD_REQUIRED ON)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/cpp")
   target_compile_definitions(${target} PRIVATE FDM_VERSION="${FDM_VERSION}")
-  foreach(flag -Wall -Wextra -ffunction-sections -fdata-sections "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
+  foreach(flag -Wall -Wextra -ffunction-sections -fdata-sections
+          "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=" "-ffile-prefix-map=${PROJECT_BINARY_DIR}/=")
     target_compile_options(${target} PRIVATE
       $<$<COMPILE_LANGUAGE:CXX>:${flag}>
       $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${flag}>)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: BSD-3-Clause
+include_guard(GLOBAL)
+
+# fdm_limit_jobs()
+#   Limits how many compilers Ninja runs at once; call it before targets are added. With the environment variable
+#   MAX_JOBS, at most that many of all kinds. Without it only the CUDA compilers are limited, to what memory allows:
+#   a job of nvcc takes up to FDM_NVCC_JOB_MIB, and a machine with many cores has often less than that for each.
+#   Other generators take their limit from `cmake --build --parallel` or CMAKE_BUILD_PARALLEL_LEVEL.
+macro(fdm_limit_jobs)
+  if(DEFINED ENV{MAX_JOBS} AND NOT "$ENV{MAX_JOBS}" STREQUAL "")
+    if(NOT "$ENV{MAX_JOBS}" MATCHES "^[1-9][0-9]*$")
+      message(FATAL_ERROR "the environment variable MAX_JOBS is \"$ENV{MAX_JOBS}\"; it must be a positive number")
+    endif()
+    set_property(GLOBAL APPEND PROPERTY JOB_POOLS fdm_jobs=$ENV{MAX_JOBS})
+    set(CMAKE_JOB_POOL_COMPILE fdm_jobs)
+    set(CMAKE_JOB_POOL_LINK fdm_jobs)
+    set(FDM_CUDA_JOB_POOL fdm_jobs)
+    message(STATUS "At most $ENV{MAX_JOBS} jobs (MAX_JOBS)")
+  else()
+    fdm_usable_memory(FDM_MEMORY_MIB)
+    math(EXPR FDM_CUDA_JOBS "${FDM_MEMORY_MIB} / ${FDM_NVCC_JOB_MIB}")
+    if(FDM_CUDA_JOBS LESS 1)
+      set(FDM_CUDA_JOBS 1)
+    endif()
+    set_property(GLOBAL APPEND PROPERTY JOB_POOLS fdm_cuda_jobs=${FDM_CUDA_JOBS})
+    set(FDM_CUDA_JOB_POOL fdm_cuda_jobs)
+  endif()
+endmacro()
+
+set(FDM_NVCC_JOB_MIB 1536)
+
+# fdm_usable_memory(<mib>)
+#   Sets <mib> to the machine's memory, or to the limit of the container that this runs in.
+function(fdm_usable_memory mib)
+  cmake_host_system_information(RESULT total QUERY TOTAL_PHYSICAL_MEMORY)
+  foreach(path /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes)
+    if(EXISTS ${path})
+      file(STRINGS ${path} limit LIMIT_COUNT 1)
+      if(limit MATCHES "^[0-9]+$")
+        math(EXPR limit "${limit} / 1048576")
+        if(limit LESS total)
+          set(total ${limit})
+        endif()
+      endif()
+    endif()
+  endforeach()
+  set(${mib} ${total} PARENT_SCOPE)
+endfunction()
