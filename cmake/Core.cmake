@@ -5,7 +5,8 @@ include_guard(GLOBAL)
 #   Builds the Python module `_core` with nanobind's split mode: the module holds only our code and is bound to Python's
 #   stable ABI, so one file serves every Python from the floor in pyproject.toml; nanobind's own half comes from the
 #   distribution nanobind-backend. Both halves share objects of libstdc++, which is why, unlike in the packs, it is
-#   linked dynamically here.
+#   linked dynamically here. It exports its initialisation alone: nanobind gives its exceptions default visibility, but
+#   Python loads modules so that none sees another's symbols, and libstdc++ compares types by name.
 function(fdm_add_core)
   cmake_parse_arguments(PARSE_ARGV 0 CORE "" "" "SOURCES")
   find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
@@ -23,7 +24,10 @@ function(fdm_add_core)
   target_compile_definitions(_core PRIVATE FDM_VERSION="${FDM_VERSION}")
   target_compile_options(_core PRIVATE -Wall -Wextra "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
   target_link_libraries(_core PRIVATE ${CMAKE_DL_LIBS})
-  target_link_options(_core PRIVATE LINKER:-z,relro,-z,now,-z,noexecstack)
+  set(script "${PROJECT_BINARY_DIR}/core.map")
+  file(CONFIGURE OUTPUT "${script}" CONTENT "{ global: PyInit__core; local: *; };\n")
+  set_target_properties(_core PROPERTIES LINK_DEPENDS "${script}")
+  target_link_options(_core PRIVATE "LINKER:--version-script=${script}" LINKER:-z,relro,-z,now,-z,noexecstack)
   install(TARGETS _core LIBRARY DESTINATION flash_dmattn)
 endfunction()
 

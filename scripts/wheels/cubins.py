@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import struct
@@ -18,8 +19,10 @@ _KINDS = {1: "compute", 2: "sm"}  # PTX, machine code
 
 
 def find_cuobjdump() -> str | None:
-    """Return CUDA's program, from PATH or the usual folder."""
-    return shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
+    """Return CUDA's program, from PATH or the folder of a toolkit."""
+    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = ["cuobjdump", *(f"{folder}/bin/cuobjdump" for folder in toolkits if folder)]
+    return next((found for place in places if (found := shutil.which(place))), None)
 
 
 def listed_code(cuobjdump: str, library: Path) -> set[str]:

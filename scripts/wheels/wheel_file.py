@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from elftools.common.exceptions import ELFError
+
 from wheels.elf import Library, read_library
 
 __all__ = ["PACKAGE", "Wheel", "WheelError"]
@@ -73,11 +75,11 @@ class Wheel:
     @cached_property
     def libraries(self) -> dict[str, Library]:
         """The shared libraries by their path in the wheel."""
-        return {
-            name: read_library(self.folder / name)
-            for name in self.files
-            if re.search(r"\.so(\.\d+)*$", name)
-        }
+        names = [name for name in self.files if re.search(r"\.so(\.\d+)*$", name)]
+        try:
+            return {name: read_library(self.folder / name) for name in names}
+        except ELFError as error:
+            raise WheelError(f"one of {', '.join(names)} cannot be read as ELF: {error}") from error
 
     @cached_property
     def manifest(self) -> dict[str, Any]:

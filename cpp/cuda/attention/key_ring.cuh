@@ -45,16 +45,20 @@ __device__ __forceinline__ float to_base_2(float bias) {
   return bias == -INFINITY ? bias : fmaxf(scaled, -3.4e38f);
 }
 
+// Facts about the columns of a block that every kernel needs.
+template <int kColumns> struct ColumnFacts {
+  float bias[kColumns];                    // to base 2; -inf: not kept by any row
+  uint32_t word[kTileRows / 32][kColumns]; // of blocks with partial columns
+};
+
 template <int kColumns, int kThreads> struct KeyRing {
   static constexpr int kBatch = kThreads / kColumns; // blocks that are fetched at a time
   static constexpr int kBlocks = 2 * kBatch;
   static_assert(kThreads % kColumns == 0, "each thread fetches one column");
 
-  struct Slot {
+  struct Slot : ColumnFacts<kColumns> {
     const uint16_t *k_row[kColumns], *v_row[kColumns]; // kZeroRow: no key
     int32_t key[kColumns];
-    float bias[kColumns];                    // to base 2; -inf: not kept by any row
-    uint32_t word[kTileRows / 32][kColumns]; // of blocks with partial columns
   };
   Slot slots[kBlocks];
 
@@ -98,23 +102,31 @@ __device__ __forceinline__ const uint16_t *key_row(const fdm_problem &p, const f
   return base + page * t.stride[0] + (j % page_size) * t.stride[1] + kv_head * t.stride[2];
 }
 
+// Stores what is known of column c, and returns its key; -1 if no row keeps it.
+template <int kColumns>
+__device__ __forceinline__ int32_t store_facts(ColumnFacts<kColumns> &facts, const TileColumns &t,
+                                               const ScoreView &bias, int32_t c, const ColumnEntry &entry) {
+  const int i = c % kColumns;
+  float column_bias = entry.key < 0 ? -INFINITY : 0.0f;
+  if (entry.key >= 0 && bias.data && !bias.rows) column_bias = to_base_2(bias.convert(entry.bias_bits));
+  facts.bias[i] = column_bias;
+  if (c / kColumns * kColumns + kColumns > t.full) {
+    const RowWord word = column_word(t, c, entry.key, entry.start, entry.end, entry.word);
+#pragma unroll
+    for (int part = 0; part < kTileRows / 32; ++part) facts.word[part][i] = word.part[part];
+  }
+  return column_bias == -INFINITY ? -1 : entry.key;
+}
+
 template <int kColumns, class Slot>
 __device__ __forceinline__ void store_column(Slot &slot, const fdm_problem &p, const Sequence &s,
                                              int64_t sequence_index, int64_t kv_head, const TileColumns &t,
                                              const ScoreView &bias, int32_t c, const ColumnEntry &entry) {
   const int i = c % kColumns;
-  float column_bias = entry.key < 0 ? -INFINITY : 0.0f;
-  if (entry.key >= 0 && bias.data && !bias.rows) column_bias = to_base_2(bias.convert(entry.bias_bits));
-  const int32_t key = column_bias == -INFINITY ? -1 : entry.key;
+  const int32_t key = store_facts<kColumns>(slot, t, bias, c, entry);
   slot.key[i] = key;
-  slot.bias[i] = column_bias;
   slot.k_row[i] = key < 0 ? kZeroRow : key_row(p, p.k, s, sequence_index, kv_head, key);
   slot.v_row[i] = key < 0 ? kZeroRow : key_row(p, p.v, s, sequence_index, kv_head, key);
-  if (c / kColumns * kColumns + kColumns > t.full) {
-    const RowWord word = column_word(t, c, entry.key, entry.start, entry.end, entry.word);
-#pragma unroll
-    for (int part = 0; part < kTileRows / 32; ++part) slot.word[part][i] = word.part[part];
-  }
 }
 
 } // namespace fdm::cuda

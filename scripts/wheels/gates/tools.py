@@ -37,8 +37,10 @@ def auditwheel(task: Task) -> Iterator[str]:
         yield from _complaint(done)
         return
     found = json.loads(done.stdout)
-    platform = str(found["overall_tag"] if "overall_tag" in found else found)
+    for name in sorted(found["external_libs"]):
+        yield f"it would have to carry {name}"
     if task.manylinux:
+        platform = str(found["overall_tag"])
         declared = task.table.wheel.policy.removeprefix("manylinux_").replace("_", ".")
         deserved = platform.removeprefix("manylinux_").removesuffix(f"_{task.wheel.machine}")
         if not platform.startswith("manylinux_") or (
@@ -49,7 +51,7 @@ def auditwheel(task: Task) -> Iterator[str]:
 
 def abi3audit(task: Task) -> Iterator[str]:
     """The extension modules use nothing but the stable ABI of the tag's Python."""
-    done = _run("abi3audit", "--strict", "--summary", str(task.wheel.path))
+    done = _run("abi3audit", "--strict", "--verbose", str(task.wheel.path))
     yield from _complaint(done)
 
 

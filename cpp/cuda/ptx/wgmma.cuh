@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The warpgroup-wide multiply-add (PTX ISA: wgmma; sm_90a), asynchronous, with right operands in shared memory.
+//
+// Accumulators are 64 rows by kN columns: each of the four warps holds 16 rows, as mma.sync would (ptx/matrix.cuh).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace fdm::ptx {
+
+// How an operand lies in shared memory: tiles of eight rows of 128 bytes, swizzled, `stride` bytes from one to the next
+// (PTX ISA, "matrix descriptor"). An operand whose columns are summed over has rows of 64 elements; one whose rows are
+// summed over (transposed) takes 64 of its columns from one row of 128 bytes, and the next 64 `leading` bytes further.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
+  return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
+}
+
+// Before the first product, and whenever registers that products read were written.
+__device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+
+// Keeps the compiler from moving uses of registers that products write or read across this point.
+template <int kTiles> __device__ __forceinline__ void hold(float (&registers)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(registers[n][i])::"memory");
+}
+template <int kTiles> __device__ __forceinline__ void hold(uint32_t (&registers)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(registers[n][i])::"memory");
+}
+
+// Waits until at most kPending of the most recent groups are under way.
+template <int kPending> __device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// The instruction differs in text only: by the number of accumulators, the type, and where the left operand lies.
+#define FDM_ACCUMULATORS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define FDM_ACCUMULATORS_32                                                                                            \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "               \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FDM_ACCUMULATORS_64                                                                                            \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "               \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "               \
+  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "               \
+  "%62, %63"
+
+#define FDM_TILE(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define FDM_TILES_16 FDM_TILE(0), FDM_TILE(1), FDM_TILE(2), FDM_TILE(3)
+#define FDM_TILES_32 FDM_TILES_16, FDM_TILE(4), FDM_TILE(5), FDM_TILE(6), FDM_TILE(7)
+#define FDM_TILES_64                                                                                                   \
+  FDM_TILES_32, FDM_TILE(8), FDM_TILE(9), FDM_TILE(10), FDM_TILE(11), FDM_TILE(12), FDM_TILE(13), FDM_TILE(14),        \
+      FDM_TILE(15)
+
+#define FDM_PRODUCT_OF_SHARED(N, COUNT, A, B, ACCUMULATE, TYPE)                                                        \
+  asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE ", 0;\n"                             \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FDM_ACCUMULATORS_##COUNT           \
+               "}, "                                                                                                   \
+               "%" #A ", %" #B ", accumulate, 1, 1, 0, 0;\n}\n"                                                        \
+               : FDM_TILES_##COUNT                                                                                     \
+               : "l"(a), "l"(b), "r"(int(accumulate)))
+
+#define FDM_PRODUCT_OF_REGISTERS(N, COUNT, A0, A1, A2, A3, B, TYPE)                                                    \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FDM_ACCUMULATORS_##COUNT           \
+               "}, "                                                                                                   \
+               "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 1;\n"                                      \
+               : FDM_TILES_##COUNT                                                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// c = A B', or c += A B' where `accumulate`; A is 64 x 16 and B kN x 16, both given by descriptors.
+template <class Element, int kTiles>
+__device__ __forceinline__ void multiply_shared(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+  constexpr bool kHalf = __is_same(Element, __half);
+  static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
+  if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, "f16");
+  if constexpr (kTiles == 4 && !kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, "bf16");
+  if constexpr (kTiles == 8 && kHalf) FDM_PRODUCT_OF_SHARED(64, 32, 32, 33, 34, "f16");
+  if constexpr (kTiles == 8 && !kHalf) FDM_PRODUCT_OF_SHARED(64, 32, 32, 33, 34, "bf16");
+  if constexpr (kTiles == 16 && kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, "f16");
+  if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, "bf16");
+}
+
+// c += A B; A is 64 x 16 in registers, as mma.sync has it, and B 16 x kN, given by a descriptor, transposed.
+template <class Element, int kTiles>
+__device__ __forceinline__ void multiply_registers(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+  constexpr bool kHalf = __is_same(Element, __half);
+  static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
+  if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, "f16");
+  if constexpr (kTiles == 4 && !kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, "bf16");
+  if constexpr (kTiles == 8 && kHalf) FDM_PRODUCT_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, "f16");
+  if constexpr (kTiles == 8 && !kHalf) FDM_PRODUCT_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, "bf16");
+  if constexpr (kTiles == 16 && kHalf) FDM_PRODUCT_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, "f16");
+  if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, "bf16");
+}
+
+#undef FDM_PRODUCT_OF_REGISTERS
+#undef FDM_PRODUCT_OF_SHARED
+#undef FDM_TILES_64
+#undef FDM_TILES_32
+#undef FDM_TILES_16
+#undef FDM_TILE
+#undef FDM_ACCUMULATORS_64
+#undef FDM_ACCUMULATORS_32
+#undef FDM_ACCUMULATORS_16
+
+} // namespace fdm::ptx

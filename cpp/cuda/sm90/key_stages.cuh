@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The stages through which a tile's columns pass: a producer warpgroup gathers rows of K and V, kColumns at a time, while
+// consumer warpgroups multiply those of earlier blocks. Each stage has barriers that say "full" and "empty".
+#pragma once
+
+#include "../attention/key_ring.cuh"
+#include "../ptx/barrier.cuh"
+#include "panel_tile.cuh"
+
+namespace fdm::cuda {
+
+// Warps of a block of threads by role: two consumer warpgroups of 64 rows each come first, then the producers.
+struct Roles {
+  static constexpr int kConsumerGroups = 2, kConsumerWarps = 8, kProducerWarps = 4;
+  static constexpr int kProducerThreads = 32 * kProducerWarps, kThreads = 32 * (kConsumerWarps + kProducerWarps);
+  // Together what the kernel starts with: 3 * 168, the most that 384 threads can have, rounded to 8.
+  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
+  static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * 168,
+                "a warpgroup would wait for registers for ever");
+
+  __device__ static __forceinline__ bool is_producer() { return threadIdx.x / 32 >= kConsumerWarps; }
+  __device__ static __forceinline__ int consumer_group() { return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); }
+  // Among the producers.
+  __device__ static __forceinline__ int producer_thread() { return int(threadIdx.x) - 32 * kConsumerWarps; }
+  __device__ static __forceinline__ void sync_producers() { ptx::sync_threads<1, kProducerThreads>(); }
+  // One arrival for each consumer warp, once all of its threads are past what they read.
+  __device__ static __forceinline__ void release(uint64_t &empty) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::arrive(empty);
+  }
+};
+
+template <int kStages, int kFactSlots> struct StageCursor {
+  int stage = 0, facts = 0;
+  uint32_t parity = 0; // of "full" in this round
+
+  __device__ __forceinline__ void next() {
+    facts = facts + 1 == kFactSlots ? 0 : facts + 1;
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <int kHeadDim, int kColumnCount, int kStageCount> struct KeyStages {
+  static constexpr int kColumns = kColumnCount, kStages = kStageCount;
+  using Tile = PanelTile<kHeadDim, kColumns>;
+  // Facts of a block are read after its K is released, but not after the K of the next block is.
+  static constexpr int kFactSlots = kStages + 1;
+  using Cursor = StageCursor<kStages, kFactSlots>;
+
+  alignas(1024) char k[kStages][Tile::kBytes];
+  char v[kStages][Tile::kBytes];
+  ColumnFacts<kColumns> facts[kFactSlots];
+  uint64_t k_full[kStages], v_full[kStages], k_empty[kStages], v_empty[kStages];
+
+  // By one thread.
+  __device__ void init() {
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::init_barrier(k_full[stage], 2 * Roles::kProducerThreads); // the copies, and the facts
+      ptx::init_barrier(v_full[stage], Roles::kProducerThreads);
+      ptx::init_barrier(k_empty[stage], Roles::kConsumerWarps);
+      ptx::init_barrier(v_empty[stage], Roles::kConsumerWarps);
+    }
+  }
+};
+
+// What a producer thread does: it knows one column of each block, or none.
+template <class Stages> struct KeyProducer {
+  static constexpr int kColumns = Stages::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
+
+  const fdm_problem &p;
+  Stages &stages;
+  typename Stages::Cursor cursor;
+  ColumnEntry entry;
+  int32_t next_key;
+
+  __device__ KeyProducer(const fdm_problem &problem, Stages &shared) : p(problem), stages(shared) {}
+
+  __device__ static int warp() { return Roles::producer_thread() / 32; }
+  __device__ static int column(int block) {
+    const int lane = threadIdx.x % 32;
+    return lane < kOwnColumns ? block * kColumns + warp() * kOwnColumns + lane : INT32_MAX;
+  }
+
+  // Asks for what is known of the first columns, so that it is there when run() needs it.
+  template <class Task> __device__ void start(const Task &task) {
+    entry = fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0)));
+    next_key = fetch_key(task.columns, column(1));
+  }
+
+  template <class Task> __device__ void run(const Task &task) {
+    const int head_dim = int(p.head_dim), blocks = (task.columns.count + kColumns - 1) / kColumns;
+    for (int block = 0; block < blocks; ++block, cursor.next()) {
+      const int stage = cursor.stage;
+      ptx::wait(stages.k_empty[stage], cursor.parity ^ 1);
+      int32_t key = -1;
+      if (threadIdx.x % 32 < kOwnColumns)
+        key = store_facts<kColumns>(stages.facts[cursor.facts], task.columns, task.bias, column(block), entry);
+      const auto row_of = [&](const fdm_tensor &t) {
+        return key < 0 ? kZeroRow : key_row(p, t, task.s, task.sequence_index, task.kv_head, key);
+      };
+      const uint16_t *k_row = row_of(p.k), *v_row = row_of(p.v);
+      entry = fetch_column(task.columns, task.bias, column(block + 1), next_key);
+      next_key = fetch_key(task.columns, column(block + 2));
+      using Tile = typename Stages::Tile;
+      Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(stages.k[stage]), warp(), k_row, head_dim);
+      ptx::arrive_after_copies(stages.k_full[stage]);
+      ptx::arrive(stages.k_full[stage]);
+      ptx::wait(stages.v_empty[stage], cursor.parity ^ 1);
+      Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(stages.v[stage]), warp(), v_row, head_dim);
+      ptx::arrive_after_copies(stages.v_full[stage]);
+    }
+  }
+};
+
+} // namespace fdm::cuda

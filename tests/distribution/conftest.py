@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: BSD-3-Clause
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+pytest.importorskip("elftools", reason="pyelftools is not installed (the extra [gates] has it)")
+
+from wheels import targets
+from wheels.gates import GATES, Result, Task, judge
+from wheels.targets import Table
+from wheels.wheel_file import Wheel
+
+from .small_wheel import SmallWheel, compiler, good_wheel
+
+Judge: TypeAlias = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> SmallWheel:
+    if compiler() is None:
+        pytest.skip("no C compiler")
+    return good_wheel(tmp_path_factory.mktemp("libraries"))
+
+
+@pytest.fixture
+def wheel(compiled: SmallWheel, tmp_path: Path) -> SmallWheel:
+    """A good wheel, to be spoiled."""
+    spoiled = copy.deepcopy(compiled)
+    spoiled.workspace = tmp_path / "libraries"
+    return spoiled
+
+
+@pytest.fixture
+def run_gate(tmp_path: Path) -> Judge:
+    """Return a function that runs one gate on a saved wheel."""
+
+    def run(gate: str, path: Path, *, complete: bool = False, table: Table | None = None) -> Result:
+        folder = tmp_path / f"content-{gate}"
+        content = Wheel.unpack(path, folder)
+        task = Task(content, table or targets.load(), content.manylinux, complete)
+        return judge(gate, GATES[gate], task)
+
+    return run

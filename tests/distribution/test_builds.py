@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What CMake makes of its options: prebuilt packs, job limits, binaries without paths in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wheels.builds import BuildError, find_nvcc
+from wheels.project import ROOT, commit
+
+from .small_wheel import VERSION, SmallWheel, describe
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("cmake") and shutil.which("ninja") and shutil.which("c++")),
+    reason="no cmake, ninja or C++ compiler",
+)
+NOTHING = {name: "OFF" for name in ("FLASH_DMATTN_CORE", "FLASH_DMATTN_CPU", "FLASH_DMATTN_CUDA")}
+
+
+def cmake(
+    build: Path, root: Path = ROOT, variables: dict[str, str] | None = None, **options: str
+) -> subprocess.CompletedProcess[str]:
+    """Configure a build that makes nothing, unless the options say otherwise."""
+    flags = [f"-D{name}={value}" for name, value in (NOTHING | options).items()]
+    environment = {k: v for k, v in os.environ.items() if k != "MAX_JOBS"} | (variables or {})
+    return subprocess.run(
+        ["cmake", "-S", root, "-B", build, "-G", "Ninja", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what CMake complains of, on one line."""
+    return " ".join(done.stderr.split())
+
+
+def install(build: Path, prefix: Path) -> dict[str, Any]:
+    """Install a build and return the manifest."""
+    subprocess.run(["cmake", "--install", build, "--prefix", prefix], check=True)
+    manifest = json.loads((prefix / "flash_dmattn" / "packs" / "manifest.json").read_text())
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def pack_folder(folder: Path, *names: str, **changes: Any) -> Path:
+    """Write a folder as scripts/build_packs.py does, with packs that hold their own names."""
+    folder.mkdir()
+    rows = []
+    for name in names:
+        file = f"libflash_dmattn_{name.replace('-', '_')}.so"
+        (folder / file).write_text(name)
+        facts = {"sha256": hashlib.sha256(name.encode()).hexdigest(), "size": len(name)}
+        rows.append(describe(name, file) | facts)
+    head = {"schema": 1, "version": VERSION, "abi_version": 1, "packs": rows} | changes
+    (folder / "manifest.json").write_text(json.dumps(head))
+    return folder
+
+
+# --- packs that were built before
+
+
+def test_prebuilt_packs_are_installed_unchanged(tmp_path: Path) -> None:
+    older = pack_folder(tmp_path / "cu12", "cu12-sm80", "cu12-sm90")
+    newer = pack_folder(tmp_path / "cu13", "cu13-sm90")
+    done = cmake(tmp_path / "build", FLASH_DMATTN_PREBUILT_PACKS=f"{older};{newer}")
+    assert done.returncode == 0, done.stderr
+    manifest = install(tmp_path / "build", tmp_path / "out")
+    packs = [json.loads((f / "manifest.json").read_text())["packs"] for f in (older, newer)]
+    assert manifest["packs"] == packs[0] + packs[1]
+    installed = tmp_path / "out" / "flash_dmattn" / "packs"
+    assert {path.name: path.read_text() for path in installed.glob("*.so")} == {
+        "libflash_dmattn_cu12_sm80.so": "cu12-sm80",
+        "libflash_dmattn_cu12_sm90.so": "cu12-sm90",
+        "libflash_dmattn_cu13_sm90.so": "cu13-sm90",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": 2}, 'its manifest says schema "2", this build needs "1"'),
+        ({"version": "1.2.2"}, f'says version "1.2.2", this build needs "{VERSION}"'),
+        ({"abi_version": 99}, 'its manifest says abi_version "99"'),
+    ],
+)
+def test_prebuilt_packs_of_another_build_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = pack_folder(tmp_path / "packs", "cu13-sm90", **changes)
+    done = cmake(tmp_path / "build", FLASH_DMATTN_PREBUILT_PACKS=str(folder))
+    assert done.returncode != 0
+    assert message in said(done)
+
+
+def test_changed_pack_is_refused(tmp_path: Path) -> None:
+    folder = pack_folder(tmp_path / "packs", "cu13-sm90")
+    (folder / "libflash_dmattn_cu13_sm90.so").write_text("changed")
+    done = cmake(tmp_path / "build", FLASH_DMATTN_PREBUILT_PACKS=str(folder))
+    assert done.returncode != 0
+    assert "its manifest says sha256" in said(done)
+
+
+def test_pack_of_another_machine_is_refused(tmp_path: Path) -> None:
+    folder = pack_folder(tmp_path / "packs", "cu13-sm90")
+    path = folder / "manifest.json"
+    path.write_text(re.sub(r'"machine": "\w+"', '"machine": "riscv64"', path.read_text()))
+    done = cmake(tmp_path / "build", FLASH_DMATTN_PREBUILT_PACKS=str(folder))
+    assert 'pack cu13-sm90: its manifest says machine "riscv64"' in said(done)
+
+
+def test_absent_pack_is_refused(tmp_path: Path) -> None:
+    folder = pack_folder(tmp_path / "packs", "cu13-sm90")
+    (folder / "libflash_dmattn_cu13_sm90.so").unlink()
+    done = cmake(tmp_path / "build", FLASH_DMATTN_PREBUILT_PACKS=str(folder))
+    assert "libflash_dmattn_cu13_sm90.so is absent" in said(done)
+
+
+def test_folder_without_manifest_is_refused(tmp_path: Path) -> None:
+    done = cmake(tmp_path / "build", FLASH_DMATTN_PREBUILT_PACKS=str(tmp_path))
+    assert f"has {tmp_path}, which has no manifest.json" in said(done)
+
+
+def test_pack_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    folders = [pack_folder(tmp_path / name, "cu13-sm90") for name in ("a", "b")]
+    done = cmake(tmp_path / "build", FLASH_DMATTN_PREBUILT_PACKS=";".join(map(str, folders)))
+    assert "the pack cu13-sm90 is there twice" in said(done)
+
+
+# --- other options
+
+
+@pytest.mark.parametrize("value", ["main", "abc dirty", "-dirty"])
+def test_commit_must_look_like_one(value: str, tmp_path: Path) -> None:
+    done = cmake(tmp_path / "build", FLASH_DMATTN_COMMIT=value)
+    assert f'FLASH_DMATTN_COMMIT is "{value}", which is no commit' in said(done)
+
+
+def test_jobs_are_limited_by_the_variable(tmp_path: Path) -> None:
+    assert cmake(tmp_path / "build", variables={"MAX_JOBS": "3"}).returncode == 0
+    rules = (tmp_path / "build" / "CMakeFiles" / "rules.ninja").read_text()
+    assert "pool fdm_jobs\n  depth = 3\n" in rules
+
+
+def test_cuda_jobs_are_limited_by_memory(tmp_path: Path) -> None:
+    assert cmake(tmp_path / "build").returncode == 0
+    rules = (tmp_path / "build" / "CMakeFiles" / "rules.ninja").read_text()
+    (depth,) = re.findall(r"pool fdm_cuda_jobs\n  depth = (\d+)\n", rules)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    assert 1 <= int(depth) <= max(1, memory // 1536)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "all"])
+def test_wrong_number_of_jobs_is_refused(value: str, tmp_path: Path) -> None:
+    done = cmake(tmp_path / "build", variables={"MAX_JOBS": value})
+    assert f'MAX_JOBS is "{value}"; it must be a positive number' in said(done)
+
+
+def test_configuring_needs_no_network(tmp_path: Path) -> None:
+    cut_off = ["unshare", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*cut_off, "true"], check=False).returncode:
+        pytest.skip("this machine does not let users make a network namespace")
+    flags = [f"-D{name}={value}" for name, value in NOTHING.items()]
+    flags += ["-DFLASH_DMATTN_CPU=ON", "-DFLASH_DMATTN_CORE=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    if subprocess.run([sys.executable, "-m", "nanobind"], capture_output=True, check=False).returncode:
+        pytest.skip("no nanobind")
+    done = subprocess.run(
+        [*cut_off, "cmake", "-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- equal sources give equal files
+
+
+def two_trees(folder: Path) -> list[Path]:
+    """Copy what a build reads to two folders of different length."""
+    trees = [folder / "a", folder / "another" / "place"]
+    for tree in trees:
+        for name in ("cmake", "cpp", "scripts"):
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("CMakeLists.txt", "pyproject.toml"):
+            shutil.copy(ROOT / name, tree / name)
+    return trees
+
+
+def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
+    digests = []
+    for tree in two_trees(tmp_path):
+        # Paths come in at every level of optimisation; the lowest is the fastest to compile.
+        done = cmake(tree / "build", tree, FLASH_DMATTN_CPU="ON", CMAKE_CXX_FLAGS_RELEASE="-O0")
+        assert done.returncode == 0, done.stderr
+        subprocess.run(["cmake", "--build", tree / "build"], check=True, capture_output=True)
+        (row,) = install(tree / "build", tree / "out")["packs"]
+        digests.append(row["sha256"])
+    assert digests[0] == digests[1]
+
+
+def test_cuda_objects_do_not_depend_on_the_folder(tmp_path: Path) -> None:
+    try:
+        nvcc = find_nvcc(None)
+    except BuildError as error:
+        pytest.skip(str(error))
+    contents = []
+    for tree in two_trees(tmp_path):
+        options = {"FLASH_DMATTN_CUDA": "ON", "FLASH_DMATTN_ARCHS": "80"}
+        options |= {"FLASH_DMATTN_HEAD_DIMS": "64", "CMAKE_CUDA_COMPILER": str(nvcc)}
+        done = cmake(tree / "build", tree, **options)
+        assert done.returncode == 0, done.stderr
+        listed = subprocess.run(
+            ["ninja", "-C", tree / "build", "-t", "targets", "all"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        # One source with kernels in an unnamed namespace, one that only instantiates templates.
+        names = [
+            next(re.finditer(rf"^(\S*{part}\S*\.o):", listed, re.MULTILINE))[1]
+            for part in ("select/keep", "kernels/row_bias")
+        ]
+        subprocess.run(["ninja", "-C", tree / "build", *names], check=True, capture_output=True)
+        for name in names:  # nvcc's temporary file names, which the linked pack loses, too
+            subprocess.run(["strip", "--strip-unneeded", tree / "build" / name], check=True)
+        contents.append([(tree / "build" / name).read_bytes() for name in names])
+    assert contents[0] == contents[1]
+
+
+# --- the commands
+
+
+def run_script(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def fake_nvcc(folder: Path, version: str) -> Path:
+    path = folder / "nvcc"
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.0'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("13.0", "is of CUDA 13.0, not 12; name one with --nvcc"),
+        ("12.1", "is of CUDA 12.1; 12.4 is the oldest that is supported"),
+    ],
+)
+def test_packs_need_the_right_nvcc(version: str, message: str, tmp_path: Path) -> None:
+    nvcc = fake_nvcc(tmp_path, version)
+    done = run_script("build_packs.py", "--cuda", "12", "--output", tmp_path / "o", "--nvcc", nvcc)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_assembling_needs_a_manifest(tmp_path: Path) -> None:
+    done = run_script("assemble_wheel.py", "--packs", tmp_path, "--output", tmp_path / "dist")
+    assert done.returncode == 1
+    assert f"{tmp_path} has no manifest.json" in done.stderr
+
+
+def test_commit_tells_of_changes(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True)
+
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    assert commit(tmp_path) == ""
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    clean = commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{40}", clean)
+    (tmp_path / "file").write_text("2")
+    assert commit(tmp_path) == f"{clean}-dirty"
+
+
+def test_sdist_holds_every_file(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    build = "import scikit_build_core.build as b, sys; print(b.build_sdist(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=ROOT, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()} - {""}
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    kept_out = {".gitignore"}
+    assert {name for name in listed if name not in packed and (ROOT / name).exists()} <= kept_out
+    assert packed <= set(listed) | {"PKG-INFO"}, "something that is no source"
+
+
+def test_small_wheel_is_what_the_build_describes(wheel: SmallWheel) -> None:
+    """The tests' idea of a manifest's row has the fields of a real one."""
+    (path,) = [
+        Path(folder) / "packs" / "manifest.json"
+        for folder in __import__("flash_dmattn").__path__
+        if (Path(folder) / "packs" / "manifest.json").is_file()
+    ]
+    for row in json.loads(path.read_text())["packs"]:
+        assert set(row) == set(wheel.packs[0]) | {"sha256", "size"}

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Device code is read the same with and without NVIDIA's program."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from wheels.builds import BuildError, find_nvcc, nvcc_version
+from wheels.cubins import fatbin_code, find_cuobjdump, listed_code
+
+from .small_wheel import PACK, compile_library, compiler, fat_binary
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([], set()),
+        ([(2, 90)], {"sm_90"}),
+        ([(2, 80), (2, 86)], {"sm_80", "sm_86"}),
+        ([(1, 90)], {"compute_90"}),
+        ([(9, 90)], {"kind9_90"}),
+    ],
+)
+def test_entries_of_a_fat_binary(
+    entries: list[tuple[int, int]], expected: set[str], tmp_path: Path
+) -> None:
+    library = tmp_path / "library.so"
+    compile_library(fat_binary(*entries) + PACK, library)
+    assert fatbin_code(library) == expected
+
+
+@needs_compiler
+def test_several_fat_binaries_with_gaps(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    second = fat_binary((1, 89)).replace("fat_binary", "second")
+    gap = 'static const long gap[3] __attribute__((used, section(".nv_fatbin"))) = {0};\n'
+    compile_library(fat_binary((2, 80)) + gap + second + PACK, library)
+    assert fatbin_code(library) == {"sm_80", "compute_89"}
+
+
+@needs_compiler
+def test_library_without_device_code(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    compile_library(PACK, library)
+    assert fatbin_code(library) == set()
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is not None:
+        assert listed_code(cuobjdump, library) == set()
+
+
+@pytest.mark.parametrize("ptx", [False, True])
+def test_cuobjdump_agrees(ptx: bool, tmp_path: Path) -> None:
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None:
+        pytest.skip("no cuobjdump")
+    try:
+        nvcc = find_nvcc(None)
+    except BuildError as error:
+        pytest.skip(str(error))
+    source = tmp_path / "kernel.cu"
+    source.write_text("__global__ void kernel(float *x) { *x += 1.0f; }\n")
+    library = tmp_path / "library.so"
+    cuda_12 = nvcc_version(nvcc).startswith("12.")
+    flags = ["-Xfatbin=-compress-all" if cuda_12 else "--compress-mode=size", "-Xcompiler=-fPIC"]
+    flags += [f"--generate-code=arch=compute_{arch},code=sm_{arch}" for arch in ("80", "90a")]
+    flags += ["--generate-code=arch=compute_86,code=compute_86"] if ptx else []
+    subprocess.run([nvcc, "-shared", *flags, "-o", library, source], check=True)
+
+    expected = {"sm_80", "sm_90a"} | ({"compute_86"} if ptx else set())
+    found = listed_code(cuobjdump, library)
+    if not found:
+        pytest.skip(f"{cuobjdump} does not read what nvcc {nvcc_version(nvcc)} writes")
+    assert found == expected
+    assert fatbin_code(library) == {code.rstrip("a") for code in expected}

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every gate passes a good wheel and fails on a bad one; that a gate fails is what it is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from wheels import targets
+from wheels.gates import GATES, packs
+from wheels.project import ROOT
+
+from .conftest import Judge
+from .small_wheel import (
+    CORE,
+    CORE_FILE,
+    CPU_FILE,
+    GPU_FILE,
+    INFO,
+    LINUX,
+    MANYLINUX,
+    PACK,
+    SmallWheel,
+    compile_library,
+    fat_binary,
+)
+
+OTHER_MACHINE = "aarch64" if LINUX.endswith("x86_64") else "x86_64"
+
+
+class Bad(NamedTuple):
+    """A way to spoil a wheel, and what the gate has to say then."""
+
+    gate: str
+    spoil: Callable[[SmallWheel], None]
+    message: str
+    tag: str | None = None  # in the file's name, if not that of the WHEEL file
+    complete: bool = False
+
+
+def link_to(wheel: SmallWheel, path: str, soname: str, version: str = "") -> None:
+    """Make a library of the wheel need a function of another library, by a symbol version."""
+    folder = wheel.workspace / "stub"
+    script = folder / "version.map"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(f"{version or 'STUB_1.0'} {{ global: stub_function; }};\n")
+    stub = folder / "libstub.so"
+    compile_library(
+        '__attribute__((visibility("default"))) void stub_function(void) {}\n',
+        stub,
+        [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"],
+    )
+    call = "extern void stub_function(void);\nvoid *use_stub = (void *)stub_function;\n"
+    own = CORE if path == CORE_FILE else PACK
+    use = own.replace("getenv(", "stub_function(), getenv(")
+    wheel.replace_library(path, call + use, str(stub))
+
+
+def needs(path: str, soname: str, version: str = "") -> Callable[[SmallWheel], None]:
+    return lambda wheel: link_to(wheel, path, soname, version)
+
+
+def linked(path: str, *flags: str, before: str = "") -> Callable[[SmallWheel], None]:
+    """Link a library of the wheel with flags, or with more code."""
+    source = CORE if path == CORE_FILE else PACK
+    return lambda wheel: wheel.replace_library(path, before + source, *flags)
+
+
+def row(name: str, /, **changes: object) -> Callable[[SmallWheel], None]:
+    """Change a pack's row of the manifest."""
+    return lambda wheel: wheel.row(name).update(changes)
+
+
+def add(path: str, content: bytes = b"x\n") -> Callable[[SmallWheel], None]:
+    return lambda wheel: wheel.files.update({path: content})
+
+
+def drop(path: str) -> Callable[[SmallWheel], None]:
+    return lambda wheel: wheel.files.pop(path) and None
+
+
+def edit(path: str, old: str, new: str) -> Callable[[SmallWheel], None]:
+    return lambda wheel: wheel.edit(path, old, new)
+
+
+def gpu_code(*entries: tuple[int, int]) -> Callable[[SmallWheel], None]:
+    """Give the GPU pack other device code."""
+    return lambda wheel: wheel.replace_library(GPU_FILE, fat_binary(*entries) + PACK)
+
+
+def second_pack(**changes: object) -> Callable[[SmallWheel], None]:
+    """Add the other CUDA major's pack of the same arch."""
+    return lambda wheel: wheel.add_pack("cu12-sm90", fat_binary((2, 90)) + PACK, **changes)
+
+
+def head(key: str, value: object) -> Callable[[SmallWheel], None]:
+    return lambda wheel: wheel.head.update({key: value})
+
+
+def retag(tag: str) -> Callable[[SmallWheel], None]:
+    return lambda wheel: setattr(wheel, "tag", tag)
+
+
+def unchanged(_: SmallWheel) -> None:
+    pass
+
+
+NOT_ABI3 = CORE.replace("PyModuleDef_Init", "PyUnicode_New")
+MANY = f"cp310-abi3-{MANYLINUX}"
+FORBIDDEN = ("libcudart.so.13", "libcuda.so.1", "libnvrtc.so.12", "libtorch.so", "libc10.so")
+BAD = [
+    *(Bad("needed", needs(GPU_FILE, name), f"needs {name}") for name in FORBIDDEN),
+    Bad("needed", needs(CORE_FILE, "libtorch_python.so"), "_core.abi3.so needs libtorch_python.so"),
+    Bad("needed", needs(CPU_FILE, "libstdc++.so.6"), "libflash_dmattn_cpu.so needs libstdc++.so.6"),
+    Bad("symbol-versions", needs(CPU_FILE, "libc.so.6", "GLIBC_2.29"), "GLIBC_2.29; ", MANY),
+    Bad("symbol-versions", needs(CPU_FILE, "libc.so.6", "GLIBC_2.100"), "GLIBC_2.100; ", MANY),
+    Bad(
+        "symbol-versions",
+        needs(CORE_FILE, "libstdc++.so.6", "GLIBCXX_3.4.25"),
+        "needs GLIBCXX_3.4.25; manylinux_2_28 ends at GLIBCXX_3.4.24",
+        MANY,
+    ),
+    Bad("symbol-versions", needs(CORE_FILE, "libstdc++.so.6", "CXXABI_1.3.13"), "CXXABI", MANY),
+    Bad("run-path", linked(CPU_FILE, "-Wl,-rpath,/usr/local/cuda/lib64"), "/usr/local/cuda/lib64"),
+    Bad("run-path", linked(CORE_FILE, "-Wl,-rpath,$ORIGIN:/build"), "has the run path /build"),
+    Bad(
+        "run-path",
+        linked(CPU_FILE, "-Wl,--disable-new-dtags,-rpath,$ORIGIN/../../torch/lib"),
+        "$ORIGIN/../../torch/lib",
+    ),
+    Bad("exports", linked(CPU_FILE, "-fvisibility=default", before="int leak;\n"), "leak"),
+    Bad("exports", linked(CORE_FILE, "-fvisibility=default", before="int leak;\n"), "exports 2"),
+    Bad("exports", lambda wheel: wheel.replace_library(CPU_FILE, CORE), "not flash_dmattn_pack"),
+    Bad("hardening", linked(CPU_FILE, "-Wl,-z,execstack"), "executable stack"),
+    Bad("hardening", linked(CPU_FILE, "-Wl,-z,lazy"), "-z now"),
+    Bad("hardening", linked(CPU_FILE, "-g"), "debug information"),
+    Bad(
+        "hardening",
+        linked(
+            CPU_FILE,
+            "-Wl,-z,notext",
+            before='extern int other; __asm__(".text\\n.quad other\\n");\n',
+        ),
+        "text relocations",
+    ),
+    Bad("machine", unchanged, f"the tag says {OTHER_MACHINE}", f"cp310-abi3-linux_{OTHER_MACHINE}"),
+    Bad("machine", add("flash_dmattn/other.so", b""), "cannot be read as ELF"),
+    Bad("tag", unchanged, "the WHEEL file says", MANY),
+    Bad("tag", retag(f"cp312-abi3-{LINUX}"), "the tag is cp312-abi3"),
+    Bad("tag", retag(f"cp310-cp310-{LINUX}"), "the tag is cp310-cp310"),
+    Bad("tag", retag("cp310-abi3-manylinux_2_34_x86_64"), "not cp310-abi3-manylinux_2_28_"),
+    Bad("tag", edit(f"{INFO}/METADATA", "Version: 2", "Version: 3"), "the metadata has version"),
+    Bad(
+        "abi3-only",
+        add("flash_dmattn/_extra.cpython-310-x86_64-linux-gnu.so"),
+        "made for one version of Python",
+    ),
+    Bad("content", add("lib/libflash.so"), "the top level holds lib"),
+    Bad("content", add("tests/test_x.py"), "the top level holds tests"),
+    Bad("content", drop("flash_dmattn/targets.json"), "targets.json is absent"),
+    Bad("content", add("flash_dmattn/__pycache__/a.cpython-310.pyc"), "does not belong"),
+    Bad("content", add("flash_dmattn/pack.h"), "pack.h does not belong"),
+    Bad("licences", drop(f"{INFO}/licenses/LICENSE"), "licenses/LICENSE is absent"),
+    Bad("licences", add(f"{INFO}/licenses/LICENSE"), "differs from LICENSE"),
+    Bad("licences", edit(f"{INFO}/METADATA", "License-File: LICENSE\n", ""), "no License-File"),
+    Bad("licences", edit(f"{INFO}/METADATA", "License-Exp", "Licence-Exp"), "License-Expression"),
+    Bad(
+        "sizes",
+        lambda wheel: wheel.files.update({CPU_FILE: wheel.files[CPU_FILE] + os.urandom(8_000_000)}),
+        "libflash_dmattn_cpu.so has 8.0 MB; at most 8 are allowed",
+    ),
+    Bad("manifest", row("cu13-sm90", sha256="0" * 64), "cu13-sm90 has sha256 '0000"),
+    Bad("manifest", row("cpu", size=1), "cpu has size 1, not"),
+    Bad("manifest", row("cpu", machine="riscv64"), "machine 'riscv64'"),
+    Bad("manifest", row("cu13-sm90", code=["sm_90"]), "code ['sm_90'], not ['sm_90a']"),
+    Bad("manifest", row("cu13-sm90", min_driver="525.60.13"), "not '580.65.06'"),
+    Bad("manifest", row("cu13-sm90", cuda="12.4"), "built with CUDA 12.4"),
+    Bad("manifest", row("cu13-sm90", name="cu13-sm75"), "cu13-sm75 is no pack of the table"),
+    Bad("manifest", row("cpu", surprise=1), "cpu differs in fields: surprise"),
+    Bad("manifest", drop(GPU_FILE), "cu13_sm90.so is listed, but absent"),
+    Bad("manifest", lambda wheel: wheel.packs.pop() and None, "cu13_sm90.so is not listed"),
+    Bad("manifest", lambda wheel: wheel.packs.append(wheel.packs[0]), "lists a file twice"),
+    Bad("manifest", head("schema", 2), "schema 2, not 1"),
+    Bad("manifest", head("version", "1.2.2"), "version '1.2.2'"),
+    Bad("manifest", head("abi_version", 99), "abi_version 99"),
+    Bad("manifest", add("flash_dmattn/targets.json", b"{}"), "targets.json is not the project's"),
+    Bad("device-code", gpu_code((2, 80)), "cu13-sm90 holds sm_80; its manifest says sm_90"),
+    Bad("device-code", gpu_code((2, 90), (1, 90)), "holds compute_90, sm_90;"),
+    Bad("device-code", gpu_code(), "holds no device code"),
+    Bad(
+        "device-code",
+        lambda wheel: wheel.replace_library(CPU_FILE, fat_binary((2, 90)) + PACK),
+        "cpu holds sm_90; its manifest says no device code",
+    ),
+    Bad("same-kernels", second_pack(kernels="b" * 64), "the packs of sm90 hold different kernels"),
+    Bad("same-kernels", second_pack(head_dims=[128]), "the packs of sm90 hold different kernels"),
+    Bad("same-kernels", second_pack(commit="d" * 40), "different commits"),
+    Bad("complete", unchanged, "the pack cu12-sm80 is absent", complete=True),
+    Bad("complete", unchanged, "cu13-sm90 has the head dimensions [64] only", complete=True),
+    Bad("complete", row("cpu", commit=None), "cpu comes of no commit", complete=True),
+    Bad("complete", row("cpu", commit="c" * 40 + "-dirty"), "comes of no commit", complete=True),
+    Bad("auditwheel", needs(GPU_FILE, "libcudart.so.13"), "it would have to carry libcudart.so.13"),
+    Bad(
+        "auditwheel",
+        needs(CPU_FILE, "libc.so.6", "GLIBC_2.34"),
+        "it deserves the tag manylinux_2_34",
+        MANY,
+    ),
+    Bad(
+        "abi3audit",
+        lambda wheel: wheel.replace_library(CORE_FILE, NOT_ABI3),
+        "PyUnicode_New",
+    ),
+    Bad("check-wheel-contents", add("tests/__init__.py"), "W009"),
+    Bad(
+        "twine",
+        edit(f"{INFO}/METADATA", "text/markdown\n\n# A small wheel", "text/x-rst\n\n.. broken::"),
+        "syntax errors in markup",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_cuobjdump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small wheels have device code that only the section's headers tell of."""
+    monkeypatch.setattr(packs, "find_cuobjdump", lambda: None)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_good_wheel_passes(gate: str, wheel: SmallWheel, tmp_path: Path, run_gate: Judge) -> None:
+    wheel.tag = MANY
+    result = run_gate(gate, wheel.save(tmp_path))
+    assert result.failures == ()
+    assert result.status in {"passed", "skipped"}
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad.gate}: {bad.message}")
+def test_bad_wheel_fails(bad: Bad, wheel: SmallWheel, tmp_path: Path, run_gate: Judge) -> None:
+    bad.spoil(wheel)
+    result = run_gate(bad.gate, wheel.save(tmp_path, bad.tag), complete=bad.complete)
+    if result.status == "skipped":
+        pytest.skip(result.skipped)
+    assert any(bad.message in failure for failure in result.failures), result
+
+
+def test_every_gate_has_a_bad_wheel() -> None:
+    assert {bad.gate for bad in BAD} == set(GATES)
+
+
+def test_wheel_size_is_limited(wheel: SmallWheel, tmp_path: Path, run_gate: Judge) -> None:
+    table = targets.load()
+    small = dataclasses.replace(table, wheel=dataclasses.replace(table.wheel, max_wheel_mb=0))
+    (failure,) = run_gate("sizes", wheel.save(tmp_path), table=small).failures
+    assert failure.startswith("the wheel has 0.")
+
+
+def test_origin_is_a_good_run_path(wheel: SmallWheel, tmp_path: Path, run_gate: Judge) -> None:
+    wheel.replace_library(CPU_FILE, PACK, "-Wl,-rpath,$ORIGIN")
+    assert run_gate("run-path", wheel.save(tmp_path)).status == "passed"
+
+
+def test_newer_symbols_are_fine_for_this_machine_only(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge
+) -> None:
+    link_to(wheel, CPU_FILE, "libc.so.6", "GLIBC_2.34")
+    assert run_gate("symbol-versions", wheel.save(tmp_path)).status == "passed"
+
+
+def test_both_majors_of_one_arch_pass(wheel: SmallWheel, tmp_path: Path, run_gate: Judge) -> None:
+    second_pack()(wheel)
+    path = wheel.save(tmp_path)
+    for gate in ("manifest", "device-code", "same-kernels"):
+        assert run_gate(gate, path).status == "passed"
+
+
+def test_absent_tool_is_skipped(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run_gate("twine", wheel.save(tmp_path))
+    assert (result.status, result.skipped) == (
+        "skipped",
+        "twine is not installed (the extra [gates] has it)",
+    )
+
+
+# --- the command
+
+
+def check_wheel(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "check_wheel.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_command_reports_what_it_found(wheel: SmallWheel, tmp_path: Path) -> None:
+    path = wheel.save(tmp_path)
+    file = tmp_path / "report.json"
+    only = ["--only", "needed", "--only", "tag"]
+    done = check_wheel(path, *only, "--report", file)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(file.read_text())
+    assert found["wheel"] == path.name
+    assert found["size"] == path.stat().st_size
+    assert set(found["packs"]) == {Path(CPU_FILE).name, Path(GPU_FILE).name}
+    assert {gate: row["status"] for gate, row in found["gates"].items()} == {
+        "needed": "passed",
+        "tag": "passed",
+    }
+
+
+def test_command_fails_with_a_bad_wheel(wheel: SmallWheel, tmp_path: Path) -> None:
+    link_to(wheel, GPU_FILE, "libcudart.so.13")
+    done = check_wheel(wheel.save(tmp_path), "--only", "needed", "--only", "tag")
+    assert done.returncode == 1
+    assert "needed: flash_dmattn/packs/libflash_dmattn_cu13_sm90.so needs libcudart" in done.stderr
+    assert "failed  needed" in done.stdout
+    assert "passed  tag" in done.stdout
+
+
+def test_command_fails_with_what_is_no_wheel(tmp_path: Path) -> None:
+    file = tmp_path / "flash_dmattn-1-cp310-abi3-linux_x86_64.whl"
+    file.write_text("no archive")
+    done = check_wheel(file)
+    assert done.returncode == 1
+    assert "cannot be unpacked" in done.stderr
+
+
+def test_command_lists_the_gates() -> None:
+    done = check_wheel("--list")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(GATES)
+    assert all(len(line.split()) > 3 for line in done.stdout.splitlines())

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whatever repeats a fact of cmake/targets.json agrees with it, and what is made from it is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wheels import derived, matrix, targets
+from wheels.project import ROOT
+
+TABLE = targets.load()
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+# --- the table itself
+
+
+def test_cuda_rows_make_sense() -> None:
+    for cuda in TABLE.cuda:
+        assert cuda.toolkit.split(".")[0] == cuda.min_toolkit.split(".")[0] == cuda.major
+        assert re.fullmatch(r"\d+\.\d+\.\d+", cuda.min_driver)
+
+
+def test_oldest_toolkit_compiles_every_required_arch() -> None:
+    for cuda in TABLE.cuda:
+        able = {arch.name for arch in TABLE.archs_of(cuda.min_toolkit)}
+        assert {arch.name for arch in TABLE.archs if arch.required} <= able
+
+
+def test_archs_of_a_toolkit() -> None:
+    assert [a.name for a in TABLE.archs_of("12.4")] == ["sm80", "sm86", "sm89", "sm90"]
+    assert [a.name for a in TABLE.archs_of("12.9")][-2:] == ["sm100", "sm120"]
+    assert TABLE.archs_of("11.0") == ()
+
+
+# --- what repeats it
+
+
+def test_nothing_derived_has_drifted() -> None:
+    done = run_script("derived_tables.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_cmake_reads_the_same_archs() -> None:
+    for cuda in TABLE.cuda:
+        command = ["cmake", "-DARCHS=all", f"-DNVCC_VERSION={cuda.toolkit}", "-P"]
+        script = ROOT / "cmake" / "print_cuda_archs.cmake"
+        done = subprocess.run([*command, script], capture_output=True, text=True, check=True)
+        (archs,) = re.findall(r"^archs: (.*)$", done.stderr, re.MULTILINE)
+        assert archs.split() == [arch.name for arch in TABLE.archs_of(cuda.toolkit)]
+
+
+def test_loader_accepts_the_majors_and_archs() -> None:
+    from flash_dmattn.loader.environment import ENVIRONMENT
+
+    assert ENVIRONMENT["FLASH_DMATTN_CUDA"].values == tuple(cuda.major for cuda in TABLE.cuda)
+    archs = tuple(arch.name.removeprefix("sm") for arch in TABLE.archs)
+    assert ENVIRONMENT["FLASH_DMATTN_ARCH"].values == archs
+
+
+def changed(**changes: object) -> targets.Table:
+    return dataclasses.replace(TABLE, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (changed(pythons=("3.11",)), "pyproject.toml asks for Python 3.10"),
+        (changed(min_torch="2.9"), "does not ask for torch>=2.9"),
+        (
+            changed(cuda=(dataclasses.replace(TABLE.cuda[0], min_toolkit="12.99"),)),
+            "min_toolkit is newer",
+        ),
+        (
+            changed(cuda=(dataclasses.replace(TABLE.cuda[0], toolkit="12.8"),)),
+            "the image is not of toolkit 12.8",
+        ),
+    ],
+)
+def test_disagreement_is_found(table: targets.Table, message: str) -> None:
+    assert any(message in problem for problem in derived.disagreements(table))
+
+
+def test_present_table_agrees_with_the_rest() -> None:
+    assert list(derived.disagreements(TABLE)) == []
+
+
+# --- blocks of pages
+
+
+def test_block_is_renewed_and_the_rest_kept() -> None:
+    page = "# Title\n\n<!-- support-table -->\nstale text\n<!-- end support-table -->\n\nText.\n"
+    filled = derived.fill_blocks(page, TABLE)
+    assert filled.startswith("# Title\n\n<!-- support-table -->\n| compute capability |")
+    assert filled.endswith("|\n<!-- end support-table -->\n\nText.\n")
+    assert "stale" not in filled
+    assert derived.fill_blocks(filled, TABLE) == filled
+
+
+def test_other_blocks_are_left_alone() -> None:
+    page = "<!-- variables -->\nold\n<!-- end variables -->\n"
+    assert derived.fill_blocks(page, TABLE) == page
+
+
+def test_block_without_end_is_an_error() -> None:
+    with pytest.raises(derived.MarkerError, match="no <!-- end platform-table -->"):
+        derived.fill_blocks("<!-- platform-table -->\n", TABLE)
+
+
+def test_drifted_page_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "install.md"
+    page.parent.mkdir()
+    page.write_text("<!-- support-table -->\n<!-- end support-table -->\n")
+    files = dict(derived.derived_files(TABLE, tmp_path))
+    assert files[page] != page.read_text()
+    assert set(files) == {page, tmp_path / "conda" / "variants.yaml"}
+
+
+def test_support_table_has_every_capability() -> None:
+    rows = derived.support_table(TABLE).splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {cc}" for cc in TABLE.preference]
+    (row,) = [row for row in rows if row.startswith("| 8.9")]
+    assert "sm89, sm86, sm80" in row
+    for cuda in TABLE.cuda:
+        assert f"CUDA {cuda.major} (driver {cuda.min_driver})" in row
+
+
+def test_every_option_is_told() -> None:
+    told = derived.build_options(TABLE)
+    declared = re.findall(
+        r"(?:set|option)\((FLASH_DMATTN_\w+)", (ROOT / "cmake" / "Options.cmake").read_text()
+    )
+    assert len(declared) >= 8
+    for option in declared:
+        (row,) = [row for row in told.splitlines() if row.startswith(f"| `{option}`")]
+        assert len(row.split(" | ")[2]) > 20
+
+
+# --- the matrix
+
+
+def test_matrix_covers_the_table() -> None:
+    jobs = matrix.plan(TABLE)
+    pairs = {(job["cuda"], job["machine"]) for job in jobs["packs"]}
+    assert pairs == {(c.major, p.machine) for c in TABLE.cuda for p in TABLE.platforms}
+    for job in jobs["packs"]:
+        required = {arch.name for arch in TABLE.archs if arch.required}
+        assert required <= set(job["archs"].split())
+        assert job["machine"] in job["image"]
+        assert job["head_dims"] == ""
+    assert {job["python"] for job in jobs["tests"]} == set(TABLE.pythons)
+    assert [job["artifact"] for job in jobs["wheels"]] == ["wheel-x86_64", "wheel-aarch64"]
+    names = [job["artifact"] for kind in ("packs", "wheels") for job in jobs[kind]]
+    assert len(set(names)) == len(names)
+
+
+def test_small_matrix_is_a_part_of_the_table() -> None:
+    jobs = matrix.plan(TABLE, small=True)
+    (packs,) = jobs["packs"]
+    assert packs["cuda"] == TABLE.cuda[-1].major
+    assert packs["archs"] in {arch.name for arch in TABLE.archs}
+    assert {int(dim) for dim in packs["head_dims"].split()} <= set(TABLE.head_dims)
+    assert [job["python"] for job in jobs["tests"]] == [TABLE.pythons[0], TABLE.pythons[-1]]
+
+
+def test_matrix_command_prints_one_line() -> None:
+    done = run_script("plan_matrix.py", "--small", "--machine", "aarch64")
+    assert done.stdout.count("\n") == 1
+    assert json.loads(done.stdout) == matrix.plan(TABLE, ["aarch64"], small=True)
+
+
+def test_unknown_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match="no machine riscv64"):
+        matrix.plan(TABLE, ["riscv64"])
