@@ -20,6 +20,7 @@ from rattler_build import (
     Stage0Recipe,
     VariantConfig,
 )
+
 from release.changelog import declared_version
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +47,9 @@ def render(folder: Path, platform: str) -> list[dict[str, Any]]:
     """Return every output of the recipe, evaluated, in every variant."""
     recipe = Stage0Recipe.from_file(folder / "recipe.yaml")
     variants = VariantConfig.from_file(folder / "variants.yaml")
-    place = PlatformConfig(target_platform=platform, build_platform=platform, host_platform=platform)
+    place = PlatformConfig(
+        target_platform=platform, build_platform=platform, host_platform=platform
+    )
     return [variant.recipe.to_dict() for variant in recipe.render(variants, RenderConfig(place))]
 
 
