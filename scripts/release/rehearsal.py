@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from release.changelog import ROOT, check_tag, declared_version
+from release.changelog import ROOT, NotReleasableError, check_tag, declared_version
 from release.distributions import sha256
 from release.local_release import local_release
 from release.loopback import Server, serving
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rehearsal = Rehearsal(Path(folder), cuda, options.archs, options.head_dims)
         try:
             rehearse(rehearsal)
-        except (RehearsalError, subprocess.CalledProcessError) as error:
+        except (NotReleasableError, RehearsalError, subprocess.CalledProcessError) as error:
             print(f"rehearse_release: {error}", file=sys.stderr)
             return 1
         finally:
@@ -157,21 +157,19 @@ def install(rehearsal: Rehearsal, server: Server, environment: Path, wheel: Path
             f"{PROJECT}=={declared_version()}",
         ]
     )
-    taken = {
-        item["metadata"]["name"]: item["download_info"]
-        for item in json.loads(report.read_text())["install"]
-    }
-    if "torch" in taken:
-        raise RehearsalError(f"pip replaced torch by {taken['torch']['url']}")
-    expected = {"url": f"{server.url}/files/{wheel.name}", "sha256": sha256(wheel)}
-    found = {
-        "url": taken[PROJECT]["url"],
-        "sha256": taken[PROJECT]["archive_info"]["hashes"]["sha256"],
-    }
-    if found != expected:
-        raise RehearsalError(f"pip installed {found}, not {expected}")
+    check_taken(json.loads(report.read_text()), f"{server.url}/files/{wheel.name}", sha256(wheel))
     if f"/files/{wheel.name}.metadata" not in server.requests:
         raise RehearsalError("pip did not find the metadata file beside the wheel")
+
+
+def check_taken(report: Mapping[str, Any], url: str, digest: str) -> None:
+    """Check by pip's report that it took the project from an address, and left torch alone."""
+    taken = {item["metadata"]["name"]: item["download_info"] for item in report["install"]}
+    if "torch" in taken:
+        raise RehearsalError(f"pip replaced torch by {taken['torch']['url']}")
+    found = (taken[PROJECT]["url"], taken[PROJECT]["archive_info"]["hashes"]["sha256"])
+    if found != (url, digest):
+        raise RehearsalError(f"pip installed {found}, not {(url, digest)}")
 
 
 def self_test(environment: Path, wheel: Path, folder: Path) -> None:
