@@ -12,11 +12,11 @@ import json
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from release.distributions import sha256
 from release.gpu_record import UntestedReleaseError, record_of
 
 
@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("record", type=Path, help="the JSON file to write")
     options = parser.parse_args(arguments)
     try:
-        if installed_sha256() != sha256(options.wheel):
-            raise UntestedReleaseError(f"{options.wheel.name} is not what is installed")
+        check_installed(options.wheel, metadata.distribution("flash-dmattn"))
         record_of(self_test(), options.wheel).write(options.record)
     except UntestedReleaseError as error:
         print(f"record_gpu_test: {error}", file=sys.stderr)
@@ -35,13 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def installed_sha256() -> str | None:
-    """Return the hash that pip noted when it installed the package from a file."""
-    text = metadata.distribution("flash-dmattn").read_text("direct_url.json")
-    if text is None:
-        return None
-    hashes: dict[str, str] = json.loads(text).get("archive_info", {}).get("hashes", {})
-    return hashes.get("sha256")
+def check_installed(wheel: Path, distribution: metadata.Distribution) -> None:
+    """Check that every file of a wheel is installed as it is; RECORD is the installer's own."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.endswith(("/", ".dist-info/RECORD")):
+                continue
+            place = Path(str(distribution.locate_file(name)))
+            if not place.is_file() or place.read_bytes() != archive.read(name):
+                raise UntestedReleaseError(f"{wheel.name} is not what is installed: {name} differs")
 
 
 def self_test() -> dict[str, object]:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import subprocess
+import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from release_files import CPU, CU12, CU13, make_sdist, make_wheel
 
 import check_tag
 import release_assets
+from record_gpu_test import check_installed
 from release.changelog import NotReleasableError, declared_version, is_pre_release, section
 from release.distributions import core_metadata, sha256
 from release.gpu_record import GpuRecord, UntestedReleaseError, record_of
@@ -158,6 +161,20 @@ def test_no_record_without_a_gpu_or_a_pack(dist: Path) -> None:
         record_of(report(kind="cpu"), wheel_in(dist))
     with pytest.raises(UntestedReleaseError, match="no pack serves cuda:0: too old"):
         record_of(report(pack=None, problem="too old"), wheel_in(dist))
+
+
+def test_what_is_installed_must_be_the_wheel(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (distribution,) = metadata.distributions(path=[str(tmp_path / "site")])
+    check_installed(wheel, distribution)
+    (tmp_path / "site/flash_dmattn/__init__.py").write_text('version = "2.0.1"\n')
+    with pytest.raises(UntestedReleaseError, match=r"flash_dmattn/__init__\.py differs"):
+        check_installed(wheel, distribution)
+    (tmp_path / "site/flash_dmattn/packs/manifest.json").unlink()
+    with pytest.raises(UntestedReleaseError, match="is not what is installed"):
+        check_installed(wheel, distribution)
 
 
 # --- the tag
