@@ -44,7 +44,9 @@ def main() -> int:
             raise BuildError(f"{nvcc} is of CUDA {version}, not {asked.cuda}; name one with --nvcc")
         oldest = table.cuda_of(asked.cuda).min_toolkit
         if targets.version_numbers(version) < targets.version_numbers(oldest):
-            raise BuildError(f"{nvcc} is of CUDA {version}; {oldest} is the oldest that is supported")
+            raise BuildError(
+                f"{nvcc} is of CUDA {version}; {oldest} is the oldest that is supported"
+            )
         options = {
             "FLASH_DMATTN_ARCHS": ";".join(asked.archs.replace(",", " ").split()),
             "FLASH_DMATTN_HEAD_DIMS": ";".join(asked.head_dims.replace(",", " ").split()),

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks wheels: their libraries, content, packs and metadata, by the gates of scripts/wheels/gates.
+"""Checks wheels: their libraries, content, packs and metadata, by scripts/wheels/gates.
 
     scripts/check_wheel.py dist/flash_dmattn-*.whl
     scripts/check_wheel.py --complete --strict --report gates.json dist/flash_dmattn-*.whl

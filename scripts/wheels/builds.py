@@ -128,8 +128,9 @@ def assemble(
         # A build folder of its own: one that is left from another build has that build's options.
         settings.append(f"--config-settings=build-dir={scratch}/build")
         wheels = Path(scratch) / "wheels"
-        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", wheels]
-        run([*command, *([] if isolate else ["--no-build-isolation"]), *settings, ROOT])
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
+        command += [] if isolate else ["--no-build-isolation"]
+        run([*command, "--wheel-dir", wheels, *settings, ROOT])
         (wheel,) = wheels.glob("*.whl")
         if manylinux is not None:
             wheel = _repair(wheel, Path(scratch) / "repaired", f"{manylinux.policy}_{machine}")

@@ -94,7 +94,9 @@ def build_options(_: Table) -> str:
     rows = []
     for option, first, rest in declared:
         if option not in meanings:
-            raise ValueError(f"cmake/Options.cmake declares {option}, but does not tell its meaning")
+            raise ValueError(
+                f"cmake/Options.cmake declares {option}, but does not tell its meaning"
+            )
         default = first if rest.startswith("CACHE") else rest
         meaning = _NAME.sub(lambda found: f"`{found[0]}`", meanings[option]).replace("|", "\\|")
         rows.append([f"`{option}`", f"`{default}`" if default else "empty", meaning])

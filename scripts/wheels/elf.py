@@ -93,6 +93,8 @@ def _versions(elf: ELFFile) -> dict[str, str]:
         for _, auxiliaries in section.iter_versions():
             for auxiliary in auxiliaries:
                 found = re.fullmatch(r"([A-Z]+)_(\d+(?:\.\d+)*)", auxiliary.name)
-                if found and version_numbers(found[2]) > version_numbers(highest.get(found[1], "0")):
+                if found and version_numbers(found[2]) > version_numbers(
+                    highest.get(found[1], "0")
+                ):
                     highest[found[1]] = found[2]
     return highest

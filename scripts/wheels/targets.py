@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cmake/targets.json, the declared table of what is built: archs, CUDA majors, platforms, Pythons."""
+"""cmake/targets.json: the declared table of archs, CUDA majors, platforms and Pythons."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def parse(data: dict[str, Any]) -> Table:
     """Make the table from the content of the file."""
     archs = [
-        Arch(name, f"sm_{row['code']}", tuple(row["capabilities"]), row["min_cuda"], row["required"])
+        Arch(
+            name, f"sm_{row['code']}", tuple(row["capabilities"]), row["min_cuda"], row["required"]
+        )
         for name, row in data["archs"].items()
     ]
     keys = ("toolkit", "min_toolkit", "min_driver", "image")

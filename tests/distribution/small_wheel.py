@@ -124,8 +124,7 @@ class SmallWheel:
             **self.files,
             "flash_dmattn/packs/manifest.json": manifest,
             f"{INFO}/WHEEL": (
-                "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: false\n"
-                f"Tag: {self.tag}\n\n"
+                f"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: false\nTag: {self.tag}\n\n"
             ).encode(),
         }
         record = "".join(

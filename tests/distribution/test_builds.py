@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from wheels.builds import BuildError, find_nvcc
 from wheels.project import ROOT, commit
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     not (shutil.which("cmake") and shutil.which("ninja") and shutil.which("c++")),
     reason="no cmake, ninja or C++ compiler",
 )
-NOTHING = {name: "OFF" for name in ("FLASH_DMATTN_CORE", "FLASH_DMATTN_CPU", "FLASH_DMATTN_CUDA")}
+NOTHING = dict.fromkeys(("FLASH_DMATTN_CORE", "FLASH_DMATTN_CPU", "FLASH_DMATTN_CUDA"), "OFF")
 
 
 def cmake(
@@ -170,11 +171,20 @@ def test_wrong_number_of_jobs_is_refused(value: str, tmp_path: Path) -> None:
 
 def test_configuring_needs_no_network(tmp_path: Path) -> None:
     cut_off = ["unshare", "--map-root-user", "--net"]
-    if shutil.which("unshare") is None or subprocess.run([*cut_off, "true"], check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*cut_off, "true"], check=False).returncode
+    ):
         pytest.skip("this machine does not let users make a network namespace")
     flags = [f"-D{name}={value}" for name, value in NOTHING.items()]
-    flags += ["-DFLASH_DMATTN_CPU=ON", "-DFLASH_DMATTN_CORE=ON", f"-DPython_EXECUTABLE={sys.executable}"]
-    if subprocess.run([sys.executable, "-m", "nanobind"], capture_output=True, check=False).returncode:
+    flags += [
+        "-DFLASH_DMATTN_CPU=ON",
+        "-DFLASH_DMATTN_CORE=ON",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
+    if subprocess.run(
+        [sys.executable, "-m", "nanobind"], capture_output=True, check=False
+    ).returncode:
         pytest.skip("no nanobind")
     done = subprocess.run(
         [*cut_off, "cmake", "-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", *flags],

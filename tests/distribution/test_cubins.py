@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from wheels.builds import BuildError, find_nvcc, nvcc_version
 from wheels.cubins import fatbin_code, find_cuobjdump, listed_code
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 from wheels import targets
 from wheels.gates import GATES, packs
 from wheels.project import ROOT

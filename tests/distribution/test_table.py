@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whatever repeats a fact of cmake/targets.json agrees with it, and what is made from it is right."""
+"""What repeats a fact of cmake/targets.json agrees with it, and what is made from it is right."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from wheels import derived, matrix, targets
 from wheels.project import ROOT
 

@@ -58,8 +58,9 @@ def exports(task: Task) -> Iterator[str]:
         else:
             expected = (f"PyInit_{name.rpartition('/')[2].partition('.')[0]}",)
         if library.exports != expected:
-            shown = ", ".join(library.exports[:5]) + (", ..." if len(library.exports) > 5 else "")
-            yield f"{name} exports {len(library.exports)} symbols ({shown}), not {expected[0]} alone"
+            shown = ", ".join([*library.exports[:5], *(["..."] if library.exports[5:] else [])])
+            count = len(library.exports)
+            yield f"{name} exports {count} symbols ({shown}), not {expected[0]} alone"
 
 
 def hardening(task: Task) -> Iterator[str]:

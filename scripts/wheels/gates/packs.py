@@ -16,9 +16,8 @@ from wheels.wheel_file import PACKAGE, WheelError
 
 __all__ = ["complete", "device_code", "manifest", "same_kernels"]
 
-FIELDS = frozenset(
-    "name file device machine cuda arch sha256 size code min_driver head_dims kernels commit".split()
-)
+_BUILT_FOR = ("name", "file", "device", "machine", "cuda", "arch", "code", "min_driver")
+FIELDS = frozenset((*_BUILT_FOR, "head_dims", "kernels", "commit", "sha256", "size"))
 
 
 def _rows(task: Task) -> list[dict[str, Any]]:
@@ -33,7 +32,9 @@ def _rows(task: Task) -> list[dict[str, Any]]:
     for row in rows:
         if set(row) != FIELDS:
             differing = ", ".join(sorted(set(row) ^ FIELDS))
-            raise WheelError(f"packs/manifest.json: {row.get('name')} differs in fields: {differing}")
+            raise WheelError(
+                f"packs/manifest.json: {row.get('name')} differs in fields: {differing}"
+            )
     return rows
 
 
@@ -124,7 +125,7 @@ def same_kernels(task: Task) -> Iterator[str]:
             yield f"the packs of {arch} hold different kernels"
     commits = {row["commit"] for row in _rows(task)}
     if len(commits) > 1:
-        yield f"the packs come of different commits: {', '.join(map(str, sorted(commits, key=str)))}"
+        yield f"the packs come of different commits: {', '.join(sorted(map(str, commits)))}"
 
 
 def complete(task: Task) -> Iterator[str]:
