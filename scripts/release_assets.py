@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu-records", type=Path, help="what scripts/record_gpu_test.py wrote")
     parser.add_argument("--require-gpu", action="store_true", help="fail without any GPU test")
     parser.add_argument("--commit", help="what was built")
+    parser.add_argument("--repository", default="OWNER/REPOSITORY", help="where it is released")
     options = parser.parse_args(arguments)
     try:
         distributions = checked_distributions(options.folder)
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NotReleasableError, UntestedReleaseError, ValueError) as error:
         print(f"release_assets: {error}", file=sys.stderr)
         return 1
-    options.notes.write_text(release_notes(changes, distributions, records))
+    options.notes.write_text(release_notes(changes, distributions, records, options.repository))
     for path in distributions:
         if path.suffix == ".whl":
             path.with_name(path.name + METADATA_SUFFIX).write_bytes(core_metadata(path))

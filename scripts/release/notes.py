@@ -12,7 +12,12 @@ from release.gpu_record import GpuRecord, archs_not_run
 MIB = 1 << 20
 
 
-def release_notes(changes: str, distributions: Sequence[Path], records: Sequence[GpuRecord]) -> str:
+def release_notes(
+    changes: str,
+    distributions: Sequence[Path],
+    records: Sequence[GpuRecord],
+    repository: str = "OWNER/REPOSITORY",
+) -> str:
     wheels = [path for path in distributions if path.suffix == ".whl"]
     lines = [changes, "", "### Tested on GPUs", ""]
     if records:
@@ -37,6 +42,6 @@ def release_notes(changes: str, distributions: Sequence[Path], records: Sequence
     lines += [
         "",
         "Verify a download: `sha256sum --check --ignore-missing SHA256SUMS`, and who built it: "
-        "`gh attestation verify FILE --repo OWNER/REPOSITORY`.",
+        f"`gh attestation verify FILE --repo {repository}`.",
     ]
     return "\n".join(lines) + "\n"

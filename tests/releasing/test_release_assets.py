@@ -46,7 +46,8 @@ def wheel_in(folder: Path) -> Path:
 
 def test_assets_are_complete_and_summed(dist: Path, tmp_path: Path) -> None:
     arguments = [str(dist), "--notes", str(tmp_path / "notes.md"), "--commit", "f" * 40]
-    assert release_assets.main(arguments) == 0
+    assert release_assets.main([*arguments, "--repository", "a/b"]) == 0
+    assert "gh attestation verify FILE --repo a/b" in (tmp_path / "notes.md").read_text()
     wheel = wheel_in(dist)
     version = declared_version()
     assert {path.name for path in dist.iterdir()} == {
