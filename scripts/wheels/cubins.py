@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
-__all__ = ["fatbin_code", "find_cuobjdump", "listed_code"]
+__all__ = ["cuobjdump_version", "fatbin_code", "find_cuobjdump", "listed_code"]
 
 _MAGIC = 0xBA55ED50
 _KINDS = {1: "compute", 2: "sm"}  # PTX, machine code
@@ -23,6 +23,13 @@ def find_cuobjdump() -> str | None:
     toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     places = ["cuobjdump", *(f"{folder}/bin/cuobjdump" for folder in toolkits if folder)]
     return next((found for place in places if (found := shutil.which(place))), None)
+
+
+def cuobjdump_version(cuobjdump: str) -> str:
+    """Return the CUDA version of a cuobjdump, such as ``13.0``; ``0`` if it does not tell."""
+    text = subprocess.run([cuobjdump, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release (\d+\.\d+)", text.stdout)
+    return found[1] if found else "0"
 
 
 def listed_code(cuobjdump: str, library: Path) -> set[str]:

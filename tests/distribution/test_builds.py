@@ -160,7 +160,9 @@ def test_cuda_jobs_are_limited_by_memory(tmp_path: Path) -> None:
     rules = (tmp_path / "build" / "CMakeFiles" / "rules.ninja").read_text()
     (depth,) = re.findall(r"pool fdm_cuda_jobs\n  depth = (\d+)\n", rules)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-    assert 1 <= int(depth) <= max(1, memory // 1536)
+    pools = (ROOT / "cmake" / "JobPools.cmake").read_text()
+    (each,) = re.findall(r"^set\(FDM_NVCC_JOB_MIB (\d+)\)$", pools, re.MULTILINE)
+    assert 1 <= int(depth) <= max(1, memory // int(each))
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "all"])

@@ -202,11 +202,11 @@ BAD = [
     ),
     Bad("same-kernels", second_pack(kernels="b" * 64), "the packs of sm90 hold different kernels"),
     Bad("same-kernels", second_pack(head_dims=[128]), "the packs of sm90 hold different kernels"),
-    Bad("same-kernels", second_pack(commit="d" * 40), "different commits"),
     Bad("complete", unchanged, "the pack cu12-sm80 is absent", complete=True),
     Bad("complete", unchanged, "cu13-sm90 has the head dimensions [64] only", complete=True),
     Bad("complete", row("cpu", commit=None), "cpu comes of no commit", complete=True),
     Bad("complete", row("cpu", commit="c" * 40 + "-dirty"), "comes of no commit", complete=True),
+    Bad("complete", second_pack(commit="d" * 40), "different commits", complete=True),
     Bad("auditwheel", needs(GPU_FILE, "libcudart.so.13"), "it would have to carry libcudart.so.13"),
     Bad(
         "auditwheel",
@@ -337,3 +337,16 @@ def test_command_lists_the_gates() -> None:
     done = check_wheel("--list")
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(GATES)
     assert all(len(line.split()) > 3 for line in done.stdout.splitlines())
+
+
+def test_old_cuobjdump_is_not_asked(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of CUDA 12.4 names 90a of CUDA 13 just 90."""
+    old = tmp_path / "cuobjdump"
+    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'\n")
+    old.chmod(0o755)
+    monkeypatch.setattr(packs, "find_cuobjdump", lambda: str(old))
+    wheel.replace_library(GPU_FILE, fat_binary((2, 80)) + PACK)
+    (failure,) = run_gate("device-code", wheel.save(tmp_path)).failures
+    assert failure == "cu13-sm90 holds sm_80; its manifest says sm_90"

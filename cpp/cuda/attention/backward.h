@@ -52,7 +52,7 @@ struct KeyWork {
   int32_t slot_dim;
 };
 
-constexpr int kBucketKeys = 1024;
+constexpr int kBucketKeys = 2048;
 // Parts into which the work of all blocks of keys is divided, more or less: a few times what the largest GPUs run at a
 // time, so that they end together; more would cost partial sums. And steps below which a part is not worth its own.
 constexpr int64_t kWantedItems = 512, kLeastSteps = 16;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The statistics of each row: lse to base 2 and delta = dO . O - dlse; a warp for each row of each head.
+// The statistics of each row: lse to base 2 and delta = dO . O - dlse; eight threads for each row of each head.
 #include <cuda_runtime.h>
 
 #include "products.cuh"
@@ -8,7 +8,7 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kThreads = 256, kLanes = 8; // of a row: what they read at a time is one line of the cache
 // Beyond it lse has lost log(sum) to rounding, so that P cannot be recomputed: only where every kept key of a row has a
 // bias like finfo.min. Such a row counts as one that keeps nothing.
 constexpr float kUnusableLse = 1e30f;
@@ -20,14 +20,15 @@ template <class Element> __device__ float to_float(Element x) {
     return __bfloat162float(x);
 }
 
-// kAligned: four elements at a time. A head dimension is then a multiple of 8.
+// kAligned: eight elements at a time. A head dimension is then a multiple of 8.
 template <class Element, bool kAligned>
 __device__ float dot(const Element *a, int64_t a_stride, const Element *b, int64_t b_stride, int head_dim) {
-  constexpr int kStep = kAligned ? 4 : 1;
+  constexpr int kStep = kAligned ? 8 : 1;
   float sum = 0.0f;
-  for (int d = threadIdx.x % 32 * kStep; d < head_dim; d += 32 * kStep) {
+#pragma unroll 2
+  for (int d = threadIdx.x % kLanes * kStep; d < head_dim; d += kLanes * kStep) {
     if constexpr (kAligned) {
-      const uint2 x = *reinterpret_cast<const uint2 *>(a + d), y = *reinterpret_cast<const uint2 *>(b + d);
+      const uint4 x = *reinterpret_cast<const uint4 *>(a + d), y = *reinterpret_cast<const uint4 *>(b + d);
       const auto *u = reinterpret_cast<const Element *>(&x), *v = reinterpret_cast<const Element *>(&y);
 #pragma unroll
       for (int i = 0; i < kStep; ++i) sum = fmaf(to_float(u[i]), to_float(v[i]), sum);
@@ -35,39 +36,43 @@ __device__ float dot(const Element *a, int64_t a_stride, const Element *b, int64
       sum = fmaf(to_float(a[d * a_stride]), to_float(b[d * b_stride]), sum);
     }
   }
+  return sum;
+}
+
+// Over the threads of a row. All threads of the warp call it.
+__device__ float row_total(float sum) {
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   return sum;
 }
 
 template <class Element, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarps) row_statistics_kernel(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_constant__ BackwardParams params) {
   const fdm_problem &p = params.p;
   const fdm_tensor &out = params.a.out, &dout = params.a.dout, &lse = params.a.lse, &dlse = params.a.dlse;
-  const int64_t rows = total_rows(p), number = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t rows = total_rows(p), number = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int64_t head = number % p.heads, i = number / p.heads % rows, batch = number / p.heads / rows;
-  if (batch >= (is_varlen(p) ? 1 : p.batch)) return;
+  const bool exists = batch < (is_varlen(p) ? 1 : p.batch);
   const auto at = [&](const fdm_tensor &t) {
     return static_cast<const Element *>(t.data) + batch * t.stride[0] + i * t.stride[1] + head * t.stride[2];
   };
   const auto of_row = [&](const fdm_tensor &t) {
     return static_cast<const float *>(t.data)[batch * t.stride[0] + head * t.stride[1] + i * t.stride[2]];
   };
-  const float natural = of_row(lse);
+  const float natural = exists ? of_row(lse) : INFINITY;
   const bool empty = fabsf(natural) > kUnusableLse;
   float delta = 0.0f;
-  if (!empty) {
-    delta = dot<Element, kAligned>(at(dout), dout.stride[3], at(out), out.stride[3], int(p.head_dim));
-    if (present(dlse)) delta -= of_row(dlse);
-  }
-  if (threadIdx.x % 32 == 0)
-    params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
+  if (!empty) delta = dot<Element, kAligned>(at(dout), dout.stride[3], at(out), out.stride[3], int(p.head_dim));
+  delta = row_total(delta);
+  if (!exists || threadIdx.x % kLanes != 0) return;
+  if (!empty && present(dlse)) delta -= of_row(dlse);
+  params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
 }
 
 template <class Element> cudaError_t launch(const BackwardParams &params, int64_t blocks, cudaStream_t stream) {
   const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, params.p.head_dim);
   const auto kernel = aligned ? row_statistics_kernel<Element, true> : row_statistics_kernel<Element, false>;
-  kernel<<<unsigned(blocks), 32 * kWarps, 0, stream>>>(params);
+  kernel<<<unsigned(blocks), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -75,7 +80,7 @@ template <class Element> cudaError_t launch(const BackwardParams &params, int64_
 
 cudaError_t launch_row_statistics(const BackwardParams &params, cudaStream_t stream) {
   const fdm_problem &p = params.p;
-  const int64_t blocks = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kWarps);
+  const int64_t blocks = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   return p.q.dtype == FDM_FLOAT16 ? launch<__half>(params, blocks, stream)
                                   : launch<__nv_bfloat16>(params, blocks, stream);

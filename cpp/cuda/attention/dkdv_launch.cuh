@@ -9,6 +9,12 @@
 #include "dkdv.cuh"
 #include "tiles.cuh"
 
+#if FDM_ARCH == 90
+#include "../sm90/dkdv.cuh"
+#include "../sm90/launch.cuh"
+#include "../sm90/tiles.cuh"
+#endif
+
 namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &params, cudaStream_t stream) {
@@ -20,28 +26,46 @@ template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &par
   return cudaGetLastError();
 }
 
+// Calls launch(of keys, of values), each std::true_type or std::false_type, once or more, for the wanted gradients.
+template <bool kTogether, class Launch> cudaError_t launch_wanted(const BackwardParams &params, const Launch &launch) {
+  const bool keys = present(params.a.dk) || params.wants_bias_sums, values = present(params.a.dv);
+  constexpr std::true_type yes{};
+  constexpr std::false_type no{};
+  if constexpr (kTogether)
+    if (keys && values) return launch(yes, yes);
+  const cudaError_t error = keys ? launch(yes, no) : cudaSuccess;
+  return error || !values ? error : launch(no, yes);
+}
+
 template <class Element, int kHeadDim, bool kGeneral>
 cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
   constexpr DkdvTileChoice tile = dkdv_tile(FDM_ARCH, kHeadDim);
-  const bool keys = present(params.a.dk) || params.wants_bias_sums, values = present(params.a.dv);
-  const auto launch = [&](auto of_keys, auto of_values) {
+  return launch_wanted<tile.together>(params, [&](auto of_keys, auto of_values) {
     return launch_dkdv_kernel<
         DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, of_keys, of_values, kGeneral>>(
         params, stream);
-  };
-  constexpr std::true_type yes{};
-  constexpr std::false_type no{};
-  if constexpr (tile.together) {
-    return keys || values ? launch(yes, yes) : cudaSuccess;
-  } else {
-    const cudaError_t error = keys ? launch(yes, no) : cudaSuccess;
-    return error || !values ? error : launch(no, yes);
-  }
+  });
 }
+
+#if FDM_ARCH == 90
+template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
+  constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
+  return launch_wanted<true>(params, [&](auto of_keys, auto of_values) {
+    using Config = sm90::DkdvConfig<Element, kHeadDim, tile.rows, tile.stages, of_keys, of_values>;
+    static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
+    return sm90::launch<sm90::DkdvShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items, stream);
+  });
+}
+#endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream) {
   if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
-  return launch_dkdv_kernels<Element, kHeadDim, false>(params, stream);
+#if FDM_ARCH == 90
+  if constexpr (kHeadDim <= sm90::kMostDkdvHeadDim)
+    return launch_dkdv_sm90<Element, kHeadDim>(params, stream);
+  else
+#endif
+    return launch_dkdv_kernels<Element, kHeadDim, false>(params, stream);
 }
 
 } // namespace fdm::cuda

@@ -6,8 +6,7 @@
 // K and V of the next block of columns are fetched while this one is multiplied.
 #pragma once
 
-#include "products.cuh"
-#include "score.cuh"
+#include "dq_rows.cuh"
 
 namespace fdm::cuda {
 
@@ -27,14 +26,6 @@ struct DqConfig {
   static_assert(KeyRing<kColumns, kThreads>::kBatch >= 2);
 };
 
-struct DqTask {
-  Sequence s;
-  int64_t sequence_index, head, kv_head;
-  int64_t first_row;
-  TileColumns columns;
-  ScoreView bias;
-};
-
 template <class Config> struct DqShared {
   alignas(1024) char q[Config::kQBytes];
   char dout[Config::kQBytes];
@@ -43,39 +34,29 @@ template <class Config> struct DqShared {
   DqTask task;
 };
 
-template <class Config> struct DqBlock {
+template <class Config>
+struct DqBlock
+    : DqRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim, Config::kGeneral> {
+  using Rows =
+      DqRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim, Config::kGeneral>;
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Ring = KeyRing<Config::kColumns, Config::kThreads>;
   static constexpr int kRowTiles = Config::kRowTiles, kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
-  static constexpr int kColumnTiles = kColumns / 8;
+  using Rows::dq, Rows::gradients, Rows::params, Rows::scores, Rows::task;
 
-  const BackwardParams &params;
-  const DqTask &task;
   Ring &ring;
   uint32_t q_base, dout_base, k_base, v_base;
   uint32_t q_fragment, dout_fragment;             // of the left operands
   uint32_t row_offset_right, column_offset_right; // of the right operands, from the start of their tile
-  bool careful;                                   // rows of very large lse
-  float lse[kRowTiles][2], delta[kRowTiles][2];
-  float scores[kRowTiles][kColumnTiles][4], gradients[kRowTiles][kColumnTiles][4];
-  float dq[kRowTiles][kHeadDim / 8][4];
 
   __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &shared)
-      : params(parameters), task(shared.task), ring(shared.ring) {
+      : Rows(parameters, shared.task), ring(shared.ring) {
     q_base = ptx::shared_address(shared.q), dout_base = ptx::shared_address(shared.dout);
     k_base = ptx::shared_address(shared.k), v_base = ptx::shared_address(shared.v);
     const int first = threadIdx.x / 32 * (16 * kRowTiles);
     q_fragment = Tile::left(q_base, first), dout_fragment = Tile::left(dout_base, first);
     row_offset_right = Tile::right_rows(0), column_offset_right = Tile::right_columns(0);
-  }
-
-  __device__ static int row(int m, int half) {
-    return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + accumulator_row(half);
-  }
-  __device__ bool exists(int r) const { return task.first_row + r < task.s.q_count; }
-  __device__ RowStatistics statistics(int r) const {
-    return exists(r) ? row_statistics(params, task.s, task.head, task.first_row + r) : RowStatistics{INFINITY, 0.0f};
   }
 
   // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
@@ -84,7 +65,7 @@ template <class Config> struct DqBlock {
       const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.first_row, task.head);
       copy_rows<Tile, Config::kRows, Config::kThreads>(
           to, aligned, int(params.p.head_dim), t.stride[3],
-          [&](int r) -> const uint16_t * { return statistics(r).empty() ? kZeroRow : base + r * t.stride[1]; });
+          [&](int r) -> const uint16_t * { return this->statistics(r).empty() ? kZeroRow : base + r * t.stride[1]; });
     };
     copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
     copy(params.a.dout, dout_base, !Config::kGeneral || params.dout_aligned);
@@ -92,12 +73,8 @@ template <class Config> struct DqBlock {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const RowStatistics of = statistics(row(m, half));
-        lse[m][half] = of.lse, delta[m][half] = of.delta;
-        large |= !of.empty() && fabsf(of.lse) > kLargeLse;
-      }
-    careful = __syncthreads_or(large);
+      for (int half = 0; half < 2; ++half) large |= this->set_statistics(m, half, this->statistics(this->row(m, half)));
+    this->careful = __syncthreads_or(large);
   }
 
   __device__ void load_keys(int block) const {
@@ -117,71 +94,13 @@ template <class Config> struct DqBlock {
                            task.kv_head, task.columns, task.bias, column(block), entry);
   }
 
-  // dS in the place of the scores. The gradients hold dP - delta. kTest: some pairs may not be kept.
-  template <bool kCap, bool kTest> __device__ void make_gradients(int block) {
-    const typename Ring::Slot &slot = ring.at(block);
-    const ScoreFactors factors(params.p);
-    const bool partial = kTest && (block + 1) * kColumns > task.columns.full;
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-      const int column = 8 * n + accumulator_column();
-      const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[column]);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Rows of the plan's tile: several blocks may share one.
-          const int r = int(task.first_row - task.columns.first_row) + row(m, half);
-          uint2 word{~0u, ~0u};
-          if (partial) {
-            word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32][column]);
-            word.x >>= r % 32, word.y >>= r % 32;
-          }
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float &s = scores[m][n][2 * half + i];
-            float slope, x = factors.score<kCap>(s, i ? bias.y : bias.x, &slope);
-            bool kept = (i ? word.y : word.x) & 1;
-            if constexpr (Config::kGeneral) {
-              if (kept && task.bias.rows && slot.key[column + i] >= 0 && exists(row(m, half))) {
-                const float b = to_base_2(task.bias.load(task.first_row + row(m, half), slot.key[column + i]));
-                kept = b != -INFINITY, x += b;
-              }
-            }
-            x -= lse[m][half];
-            if constexpr (kTest) x = fminf(x, 0.0f);
-            s = ptx::exp2_approximate(x) * gradients[m][n][2 * half + i] * slope;
-            if constexpr (kTest) s = kept ? s : 0.0f;
-          }
-        }
-    }
-  }
-
-  __device__ void make_gradients(int block) {
-    const bool cap = params.p.softcap > 0;
-    if (Config::kGeneral || careful || (block + 1) * kColumns > task.columns.full) {
-      if (cap) return make_gradients<true, true>(block);
-      return make_gradients<false, true>(block);
-    }
-    if constexpr (!Config::kGeneral) {
-      if (cap) return make_gradients<true, false>(block);
-      make_gradients<false, false>(block);
-    }
-  }
-
   __device__ void multiply(int block) {
     const uint32_t k = k_base + block % 2 * Config::kKeyBytes, v = v_base + block % 2 * Config::kKeyBytes;
     clear(scores);
     multiply_rows<Element, kHeadDim>(scores, q_fragment, k + row_offset_right);
-    // The sum starts from -delta, which saves a subtraction.
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) gradients[m][n][i] = -delta[m][i / 2];
+    clear(gradients);
     multiply_rows<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
-    make_gradients(block);
+    this->make_gradients(ring.at(block), (block + 1) * kColumns > task.columns.full);
     multiply_columns<Element, kHeadDim>(dq, scores, k + column_offset_right);
   }
 
@@ -209,19 +128,6 @@ template <class Config> struct DqBlock {
       if (fetch_ahead) store(ahead, entry);
     }
     ptx::wait_copies<0>();
-  }
-
-  __device__ void write() const {
-    const fdm_tensor &t = params.a.dq;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row(m, half);
-        if (!exists(r)) continue;
-        write_row(static_cast<Element *>(t.data) + row_offset(t, task.s, task.first_row + r, task.head), t.stride[3],
-                  int(params.p.head_dim), dq[m], half, params.p.scale);
-      }
   }
 };
 

@@ -7,6 +7,12 @@
 #include "dq.cuh"
 #include "tiles.cuh"
 
+#if FDM_ARCH == 90
+#include "../sm90/dq.cuh"
+#include "../sm90/launch.cuh"
+#include "../sm90/tiles.cuh"
+#endif
+
 namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &params, cudaStream_t stream) {
@@ -25,8 +31,15 @@ template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParam
   if (needs_general_kernel(params))
     return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, true>>(
         params, stream);
+#if FDM_ARCH == 90
+  constexpr sm90::KeyTileChoice choice = sm90::dq_tile(kHeadDim);
+  using Config = sm90::DqConfig<Element, kHeadDim, choice.columns, choice.stages>;
+  const int64_t tiles = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);
+  return sm90::launch_staying<sm90::DqShared<Config>, sm90::dq_kernel<Config>>(params, tiles, stream);
+#else
   return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, false>>(params,
                                                                                                                 stream);
+#endif
 }
 
 } // namespace fdm::cuda

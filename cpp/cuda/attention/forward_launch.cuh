@@ -8,6 +8,8 @@
 
 #if FDM_ARCH == 90
 #include "../sm90/forward.cuh"
+#include "../sm90/launch.cuh"
+#include "../sm90/tiles.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -22,29 +24,18 @@ template <class Config> cudaError_t launch_forward_config(const ForwardParams &p
   return cudaGetLastError();
 }
 
-#if FDM_ARCH == 90
-// Blocks of threads that stay: one for each multiprocessor.
-template <class Config> cudaError_t launch_forward_sm90(const ForwardParams &params, cudaStream_t stream) {
-  constexpr int bytes = int(sizeof(sm90::ForwardShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_ARCH), "the tile does not fit the arch's shared memory");
-  static std::atomic<uint64_t> allowed{0};
-  if (cudaError_t error = allow_shared(sm90::forward_kernel<Config>, bytes, allowed)) return error;
-  int most;
-  if (cudaError_t error = multiprocessors(&most)) return error;
-  const int64_t blocks = min64(most, params.p.batch * params.tiles * params.p.heads);
-  sm90::forward_kernel<Config><<<unsigned(blocks), Roles::kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
-}
-#endif
-
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream) {
   constexpr ForwardTileChoice tile = forward_tile(FDM_ARCH, kHeadDim);
   if (!params.aligned || (present(params.p.bias) && per_query(params.p.bias)))
     return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, true>>(params,
                                                                                                               stream);
 #if FDM_ARCH == 90
-  if (params.heads_per_tile == 1 && params.splits == 1)
-    return launch_forward_sm90<sm90::ForwardConfig<Element, kHeadDim, kHeadDim <= 128 ? 128 : 64, 2>>(params, stream);
+  if (params.heads_per_tile == 1 && params.splits == 1) {
+    constexpr sm90::KeyTileChoice choice = sm90::forward_tile(kHeadDim);
+    using Config = sm90::ForwardConfig<Element, kHeadDim, choice.columns, choice.stages>;
+    const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
+    return sm90::launch_staying<sm90::ForwardShared<Config>, sm90::forward_kernel<Config>>(params, tiles, stream);
+  }
 #endif
   return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, false>>(params,
                                                                                                              stream);

@@ -76,29 +76,41 @@ struct KeyTask {
 };
 
 struct KeyStep {
-  int64_t number;
+  int64_t number;     // of the block
   int32_t head, tile; // of the group, of the dkdv kernel's rows
   int32_t buffer;     // of per-head facts about keys
   bool valid;
 };
 
-template <int kKeys> struct KeyBlockShared {
+// The threads that work on a block of keys together: all of a block of threads.
+template <int kCount> struct WholeBlock {
+  static constexpr int kThreads = kCount;
+  __device__ static __forceinline__ int thread() { return threadIdx.x; }
+  __device__ static __forceinline__ void sync() { __syncthreads(); }
+};
+
+// kBuffers: of heads whose steps may be under way at a time, and one.
+template <int kKeys, int kBufferCount> struct KeyBlockShared {
+  static constexpr int kBuffers = kBufferCount;
   KeyTask task;
   int32_t key[kKeys];                 // -1: none
   bool readable[kKeys];               // some query head keeps it
-  RowRange rows[2][kKeys];            // of the head of a step and of that before
-  float bias[2][kKeys];               // to base 2; -inf: not kept
+  RowRange rows[kBuffers][kKeys];     // of the head of a step
+  float bias[kBuffers][kKeys];        // to base 2; -inf: not kept
   uint32_t active[kMappedTiles / 32]; // row plans: tiles of kTileRows rows that keep any key
   int32_t max_first, min_past;
+  RowRange of_group[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group
 };
 
-template <int kKeys, int kThreads> struct KeyBlock {
+template <int kKeys, class Team, int kBuffers> struct KeyBlock {
+  using Shared = KeyBlockShared<kKeys, kBuffers>;
+  static_assert(kKeys <= Team::kThreads);
+
   const BackwardParams &params;
-  KeyBlockShared<kKeys> &shared;
+  Shared &shared;
   int64_t mapped_list = -1; // of shared.active
 
-  __device__ KeyBlock(const BackwardParams &parameters, KeyBlockShared<kKeys> &memory)
-      : params(parameters), shared(memory) {}
+  __device__ KeyBlock(const BackwardParams &parameters, Shared &memory) : params(parameters), shared(memory) {}
 
   __device__ const KeyTask &task() const { return shared.task; }
   __device__ int64_t head(const KeyStep &step) const { return shared.task.kv_head * group_size(params.p) + step.head; }
@@ -112,8 +124,8 @@ template <int kKeys, int kThreads> struct KeyBlock {
   __device__ void start(const KeyItem &item, bool clears_bias) {
     const fdm_problem &p = params.p;
     const KeyBlockPlace place = key_block_place(params, item.block);
-    if (threadIdx.x == 0) make_task(item, place);
-    const int r = threadIdx.x;
+    if (Team::thread() == 0) make_task(item, place);
+    const int r = Team::thread();
     KeyRows of{-1, 0, 0};
     if (r < kKeys) {
       if (params.keys.listed) {
@@ -126,22 +138,34 @@ template <int kKeys, int kThreads> struct KeyBlock {
       }
       shared.key[r] = of.key;
     }
-    __syncthreads();
+    Team::sync();
     if (r < kKeys) {
-      for (int buffer = 0; buffer < 2; ++buffer) shared.rows[buffer][r] = {of.start, of.end};
+      for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {of.start, of.end};
       shared.readable[r] = is_readable(of.key);
-      if (shared.readable[r]) atomicMax(&shared.max_first, of.start), atomicMin(&shared.min_past, of.end);
+      if (shared.readable[r]) {
+        atomicMax(&shared.max_first, of.start), atomicMin(&shared.min_past, of.end);
+        RowRange &group = shared.of_group[r / 64];
+        atomicMin(&group.first, shared.task.same_rows ? of.start : 0);
+        atomicMax(&group.past, shared.task.same_rows ? of.end : INT32_MAX);
+      }
       load_head(0, 0);
     }
     if (shared.task.slot && clears_bias && params.wants_bias_sums)
-      for (int i = r; i < params.bias_heads * kKeys; i += kThreads) slot_bias()[i] = 0.0f;
-    __syncthreads();
+      for (int i = r; i < params.bias_heads * kKeys; i += Team::kThreads) slot_bias()[i] = 0.0f;
+    Team::sync();
   }
 
   // Does the tile of a step have no pair that is not kept, apart from keys with a bias of -inf?
   __device__ bool covers(const KeyStep &step, int tile_rows) const {
     const int first = step.tile * tile_rows;
     return !shared.task.test_all && first >= shared.max_first && first + tile_rows <= shared.min_past;
+  }
+
+  // May a row of the tile of a step keep any of 64 keys of the block?
+  __device__ bool concerns(int group, const KeyStep &step, int tile_rows) const {
+    const RowRange &rows = shared.of_group[group];
+    const int first = step.tile * tile_rows;
+    return first < rows.past && first + tile_rows > rows.first;
   }
 
   __device__ const RowWord *words(const KeyStep &step, int tile_rows) const {
@@ -151,9 +175,22 @@ template <int kKeys, int kThreads> struct KeyBlock {
                       int64_t(step.tile) * tile_rows / kTileRows);
   }
 
-  __device__ KeyStep first_step(int tile_rows) { return find_step(shared.task.begin, {}, tile_rows); }
-  __device__ KeyStep next_step(const KeyStep &step, int tile_rows) {
-    return find_step(step.number + 1, step, tile_rows);
+  // The first step of this part that may keep something, and the first after another. All threads of the team call them;
+  // what they store is visible after the next barrier.
+  __device__ KeyStep first_step(int tile_rows) {
+    const KeyTask &of = shared.task;
+    KeyStep step{};
+    step.number = of.begin;
+    if (of.begin < of.end) {
+      step.head = int32_t(of.begin / of.steps.tiles);
+      step.tile = of.steps.first_tile + int32_t(of.begin - int64_t(step.head) * of.steps.tiles);
+    }
+    return find_step(step, 0, tile_rows);
+  }
+  __device__ KeyStep next_step(const KeyStep &before, int tile_rows) {
+    KeyStep step = before;
+    advance(step);
+    return find_step(step, before.head, tile_rows);
   }
 
   __device__ float *partial_sums(int which, int r) const {
@@ -186,6 +223,7 @@ private:
     }
     of.slot = item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
     shared.max_first = 0, shared.min_past = INT32_MAX;
+    for (RowRange &group : shared.of_group) group = {INT32_MAX, 0};
   }
 
   __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
@@ -207,7 +245,7 @@ private:
 
   // What a query head of the group knows of this thread's key.
   __device__ void load_head(int32_t head_of_group, int buffer) {
-    const int r = threadIdx.x;
+    const int r = Team::thread();
     const int32_t key = shared.key[r];
     const int64_t head = shared.task.kv_head * group_size(params.p) + head_of_group;
     float bias = key < 0 ? -INFINITY : 0.0f;
@@ -217,21 +255,21 @@ private:
     if (key >= 0 && !shared.task.same_rows) shared.rows[buffer][r] = rows_of_key(params.p, shared.task.s, head, key);
   }
 
-  // The first step at or after `number` that may keep something. All threads of the block call it; what it stores is
-  // visible after the next barrier.
-  __device__ KeyStep find_step(int64_t number, const KeyStep &before, int tile_rows) {
+  __device__ void advance(KeyStep &step) const {
+    const KeySteps &steps = shared.task.steps;
+    ++step.number;
+    if (++step.tile == steps.first_tile + steps.tiles) step.tile = steps.first_tile, ++step.head;
+  }
+
+  // This step or the first after it that may keep something. `loaded_head`: that whose facts the step's buffer holds.
+  __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int tile_rows) {
     const KeyTask &of = shared.task;
-    KeyStep step = before;
-    for (;; ++number) {
-      step.number = number, step.valid = number < of.end;
-      if (!step.valid) return step;
-      step.head = int32_t(number / of.steps.tiles);
-      step.tile = of.steps.first_tile + int32_t(number - int64_t(step.head) * of.steps.tiles);
+    for (; step.number < of.end; advance(step))
       if (!of.words || is_active(step, tile_rows)) break;
-    }
-    if (step.head != before.head && group_size(params.p) > 1 && (bias_is_of_keys() || !of.same_rows)) {
-      step.buffer ^= 1;
-      if (int(threadIdx.x) < kKeys) load_head(step.head, step.buffer);
+    step.valid = step.number < of.end;
+    if (step.valid && step.head != loaded_head && group_size(params.p) > 1 && (bias_is_of_keys() || !of.same_rows)) {
+      step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
+      if (Team::thread() < kKeys) load_head(step.head, step.buffer);
     }
     return step;
   }
@@ -250,10 +288,10 @@ private:
     if (list == mapped_list) return;
     mapped_list = list;
     const int tiles = int(min64(kMappedTiles, ceil_div(shared.task.s.q_count, kTileRows)));
-    __syncthreads(); // nobody reads the map of the last list any more
-    for (int i = threadIdx.x; i < kMappedTiles / 32; i += kThreads) shared.active[i] = 0;
-    __syncthreads();
-    for (int tile = threadIdx.x / 32; tile < tiles; tile += kThreads / 32) {
+    Team::sync(); // nobody reads the map of the last list any more
+    for (int i = Team::thread(); i < kMappedTiles / 32; i += Team::kThreads) shared.active[i] = 0;
+    Team::sync();
+    for (int tile = Team::thread() / 32; tile < tiles; tile += Team::kThreads / 32) {
       const RowWord *words = tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, of_head, tile);
       uint32_t any = 0;
       for (int r = threadIdx.x % 32; r < kKeys; r += 32) {
@@ -265,7 +303,7 @@ private:
       if (__any_sync(0xffffffffu, any != 0) && threadIdx.x % 32 == 0)
         atomicOr(&shared.active[tile / 32], 1u << (tile % 32));
     }
-    __syncthreads();
+    Team::sync();
   }
 };
 

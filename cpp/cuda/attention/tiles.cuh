@@ -54,6 +54,8 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
   // 16 keys a warp: the accumulators of dk and dv take head_dim registers of a thread, the scores of 64 rows and their
   // gradients another 64. With less shared memory, 32 rows: on sm_80 two blocks then share a multiprocessor.
+  // On sm_90 as many keys as its wgmma kernels take, which these stand in for.
+  if (arch == 90 && head_dim <= 128) return {128, 64, 8, 1, true};
   if (head_dim <= 64) return {64, 64, 4, 2, true};
   if (head_dim <= 128) return {64, arch >= 90 && !small_shared ? 64 : 32, 4, small_shared ? 1 : 2, true};
   // Both accumulators do not fit the registers: the scores are computed twice.

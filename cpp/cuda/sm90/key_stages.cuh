@@ -4,48 +4,24 @@
 #pragma once
 
 #include "../attention/key_ring.cuh"
-#include "../ptx/barrier.cuh"
 #include "panel_tile.cuh"
+#include "roles.cuh"
 
 namespace fdm::cuda {
-
-// Warps of a block of threads by role: two consumer warpgroups of 64 rows each come first, then the producers.
-struct Roles {
-  static constexpr int kConsumerGroups = 2, kConsumerWarps = 8, kProducerWarps = 4;
-  static constexpr int kProducerThreads = 32 * kProducerWarps, kThreads = 32 * (kConsumerWarps + kProducerWarps);
-  // Together what the kernel starts with: 3 * 168, the most that 384 threads can have, rounded to 8.
-  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
-  static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * 168,
-                "a warpgroup would wait for registers for ever");
-
-  __device__ static __forceinline__ bool is_producer() { return threadIdx.x / 32 >= kConsumerWarps; }
-  __device__ static __forceinline__ int consumer_group() { return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); }
-  // Among the producers.
-  __device__ static __forceinline__ int producer_thread() { return int(threadIdx.x) - 32 * kConsumerWarps; }
-  __device__ static __forceinline__ void sync_producers() { ptx::sync_threads<1, kProducerThreads>(); }
-  // One arrival for each consumer warp, once all of its threads are past what they read.
-  __device__ static __forceinline__ void release(uint64_t &empty) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::arrive(empty);
-  }
-};
-
-template <int kStages, int kFactSlots> struct StageCursor {
-  int stage = 0, facts = 0;
-  uint32_t parity = 0; // of "full" in this round
-
-  __device__ __forceinline__ void next() {
-    facts = facts + 1 == kFactSlots ? 0 : facts + 1;
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
 
 template <int kHeadDim, int kColumnCount, int kStageCount> struct KeyStages {
   static constexpr int kColumns = kColumnCount, kStages = kStageCount;
   using Tile = PanelTile<kHeadDim, kColumns>;
   // Facts of a block are read after its K is released, but not after the K of the next block is.
   static constexpr int kFactSlots = kStages + 1;
-  using Cursor = StageCursor<kStages, kFactSlots>;
+  struct Cursor : StageCursor<kStages> {
+    int facts = 0;
+
+    __device__ __forceinline__ void next() {
+      StageCursor<kStages>::next();
+      facts = facts + 1 == kFactSlots ? 0 : facts + 1;
+    }
+  };
 
   alignas(1024) char k[kStages][Tile::kBytes];
   char v[kStages][Tile::kBytes];

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from wheels.cubins import fatbin_code, find_cuobjdump, listed_code
+from wheels.cubins import cuobjdump_version, fatbin_code, find_cuobjdump, listed_code
 from wheels.gates.verdict import Task
 from wheels.project import MANIFEST_SCHEMA, ROOT, abi_version
+from wheels.targets import version_numbers
 from wheels.wheel_file import PACKAGE, WheelError
 
 __all__ = ["complete", "device_code", "manifest", "same_kernels"]
@@ -95,15 +96,17 @@ def _check_row(task: Task, row: dict[str, Any]) -> Iterator[str]:
 def device_code(task: Task) -> Iterator[str]:
     """A pack's machine code is for its arch alone, and it has no PTX.
 
-    Where there is no cuobjdump, the pack's section is read; it does not tell 90a from 90.
+    Where there is no cuobjdump as new as the pack, the pack's section is read; that does not tell
+    90a from 90, and nor does an older cuobjdump.
     """
     cuobjdump = find_cuobjdump()
+    able = version_numbers(cuobjdump_version(cuobjdump)) if cuobjdump else (0,)
     for row in _rows(task):
         path = task.wheel.folder / PACKAGE / "packs" / row["file"]
         if not path.is_file():
             continue  # the manifest gate says so
         expected = set(row["code"])
-        if cuobjdump:
+        if cuobjdump and able >= version_numbers(row["cuda"] or "0"):
             found = listed_code(cuobjdump, path)
         else:
             found = fatbin_code(path)
@@ -117,19 +120,16 @@ def _shown(codes: set[str]) -> str:
 
 
 def same_kernels(task: Task) -> Iterator[str]:
-    """Packs of one arch hold the same kernels for every CUDA major, and all come of one commit."""
+    """Packs of one arch hold the same kernels for every CUDA major."""
     rows = [row for row in _rows(task) if row["device"] == "cuda"]
     for arch in sorted({str(row["arch"]) for row in rows}):
         kernels = {(row["kernels"], str(row["head_dims"])) for row in rows if row["arch"] == arch}
         if len(kernels) > 1:
             yield f"the packs of {arch} hold different kernels"
-    commits = {row["commit"] for row in _rows(task)}
-    if len(commits) > 1:
-        yield f"the packs come of different commits: {', '.join(sorted(map(str, commits)))}"
 
 
 def complete(task: Task) -> Iterator[str]:
-    """A release has the cpu pack and, for every CUDA major, each required arch with all kernels."""
+    """A release has every required pack, with all kernels, of one commit."""
     if not task.complete:
         return
     rows = _rows(task)
@@ -144,3 +144,6 @@ def complete(task: Task) -> Iterator[str]:
             yield f"{row['name']} has the head dimensions {row['head_dims']} only"
         if row["commit"] is None or row["commit"].endswith("-dirty"):
             yield f"{row['name']} comes of no commit: {row['commit']}"
+    commits = {str(row["commit"]) for row in rows}
+    if len(commits) > 1:
+        yield f"the packs come of different commits: {', '.join(sorted(commits))}"

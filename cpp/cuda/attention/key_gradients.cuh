@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the gradients of keys, values and of a bias that is the same for every query do with the scores of a block of keys,
+// apart from the matrix instructions that make them. Accumulators, a key to a row, are those of mma.sync and wgmma alike:
+// kKeyTiles tiles of 16 keys to each warp.
+#pragma once
+
+#include "key_blocks.cuh"
+#include "products.cuh"
+
+namespace fdm::cuda {
+
+// What is known of a tile of query rows while it passes.
+template <int kKeys, int kRows> struct RowStage {
+  alignas(16) float lse[kRows], delta[kRows]; // see RowStatistics
+  alignas(16) RowWord words[kKeys];           // of row plans
+  KeyStep step;
+};
+
+// kKeyGradient: dk and the bias gradient; kValueGradient: dv. Keys is a KeyBlock.
+template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, bool kKeyGradient, bool kValueGradient,
+          bool kGeneral, class Keys>
+struct KeyGradients {
+  static constexpr int kRowTiles = kRows / 8, kWordCount = (kRows + 31) / 32;
+
+  const BackwardParams &params;
+  Keys keys;
+  float dk[kKeyTiles][kKeyGradient ? kHeadDim / 8 : 1][4], dv[kKeyTiles][kValueGradient ? kHeadDim / 8 : 1][4];
+  float dbias[kKeyTiles][2];
+
+  __device__ KeyGradients(const BackwardParams &parameters, typename Keys::Shared &shared)
+      : params(parameters), keys(parameters, shared) {}
+
+  __device__ void start() {
+    if constexpr (kKeyGradient) clear(dk);
+    if constexpr (kValueGradient) clear(dv);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) dbias[m][0] = dbias[m][1] = 0.0f;
+  }
+
+  __device__ static int key_row(int m, int half) {
+    return threadIdx.x / 32 * (16 * kKeyTiles) + 16 * m + accumulator_row(half);
+  }
+  __device__ bool wants_score_gradients() const {
+    return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
+  }
+
+  // Which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n.
+  __device__ void keep_bits(const RowStage<kKeys, kRows> &stage, int key, uint32_t (&bits)[kWordCount]) const {
+    const int first = stage.step.tile * kRows;
+    const RowRange range = keys.shared.rows[stage.step.buffer][key];
+#pragma unroll
+    for (int w = 0; w < kWordCount; ++w) {
+      uint32_t word = row_bits(range.first - first - 32 * w, range.past - first - 32 * w);
+      if (keys.task().words) word &= stage.words[key].part[first % kTileRows / 32 + w] >> (first % 32);
+      bits[w] = word >> accumulator_column();
+    }
+  }
+
+  // kProbabilities: P' in the place of the scores. kScoreGradients: dS' in that of the gradients, which held dP', given
+  // P'; with a softcap both are made together. kTest: some pairs may not be kept.
+  template <bool kCap, bool kTest, bool kProbabilities, bool kScoreGradients>
+  __device__ void make(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
+                       float (&gradients)[kKeyTiles][kRowTiles][4]) {
+    static_assert(!kCap || kProbabilities);
+    const ScoreFactors factors(params.p);
+    const KeyStep &step = stage.step;
+    ScoreView row_bias;
+    if constexpr (kGeneral) row_bias = score_view(params.p, params.p.bias, keys.task().s, keys.head(step));
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) { // key by key: few facts about keys are in registers at a time
+        const int key = key_row(m, half);
+        const float bias = keys.shared.bias[step.buffer][key];
+        uint32_t bits[kWordCount];
+        if constexpr (kTest && kProbabilities) keep_bits(stage, key, bits);
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n) {
+          float2 lse{}, delta{};
+          if constexpr (kProbabilities)
+            lse = *reinterpret_cast<const float2 *>(&stage.lse[8 * n + accumulator_column()]);
+          if constexpr (kScoreGradients)
+            delta = *reinterpret_cast<const float2 *>(&stage.delta[8 * n + accumulator_column()]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float &score = scores[m][n][2 * half + i], &gradient = gradients[m][n][2 * half + i];
+            float slope = 1.0f;
+            if constexpr (kProbabilities) {
+              float x = factors.score<kCap>(score, bias, &slope);
+              bool kept = true;
+              if constexpr (kTest) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
+              if constexpr (kGeneral) {
+                if (kept && row_bias.rows) {
+                  const int row = step.tile * kRows + 8 * n + accumulator_column() + i;
+                  const float b = to_base_2(row_bias.load(row, keys.shared.key[key]));
+                  kept = b != -INFINITY, x += b;
+                }
+              }
+              x -= i ? lse.y : lse.x;
+              if constexpr (kTest) x = fminf(x, 0.0f);
+              score = ptx::exp2_approximate(x);
+              if constexpr (kTest) score = kept ? score : 0.0f;
+            }
+            if constexpr (kScoreGradients) {
+              float ds = score * (gradient - (i ? delta.y : delta.x));
+              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds; // V of a key that is not kept may be anything
+              dbias[m][half] += ds;
+              gradient = ds * slope;
+            }
+          }
+        }
+      }
+  }
+
+  // May some pairs of a step not be kept?
+  __device__ bool must_test(const RowStage<kKeys, kRows> &stage, bool careful) const {
+    return kGeneral || careful || !keys.covers(stage.step, kRows);
+  }
+
+  template <bool kProbabilities, bool kScoreGradients>
+  __device__ void make_without_cap(const RowStage<kKeys, kRows> &stage, bool test,
+                                   float (&scores)[kKeyTiles][kRowTiles][4],
+                                   float (&gradients)[kKeyTiles][kRowTiles][4]) {
+    if (test) return make<false, true, kProbabilities, kScoreGradients>(stage, scores, gradients);
+    if constexpr (!kGeneral) make<false, false, kProbabilities, kScoreGradients>(stage, scores, gradients);
+  }
+
+  __device__ void make_all(const RowStage<kKeys, kRows> &stage, bool test, float (&scores)[kKeyTiles][kRowTiles][4],
+                           float (&gradients)[kKeyTiles][kRowTiles][4]) {
+    if (params.p.softcap <= 0) return make_without_cap<true, kKeyGradient>(stage, test, scores, gradients);
+    if (test) return make<true, true, true, kKeyGradient>(stage, scores, gradients);
+    if constexpr (!kGeneral) make<true, false, true, kKeyGradient>(stage, scores, gradients);
+  }
+
+  // Writes the sums of the bias gradient over the rows of a head, or of all heads that share the bias.
+  __device__ void write_bias(int64_t head_of_group) {
+    if constexpr (kKeyGradient) {
+      if (!params.wants_bias_sums) return;
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float sum = ptx::row_sum(dbias[m][half]);
+          dbias[m][half] = 0.0f;
+          const int key = key_row(m, half);
+          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0) *keys.bias_sum(head_of_group, key) = sum;
+        }
+    }
+  }
+
+  // dk and dv where nothing else is added to them, float32 partial sums otherwise.
+  __device__ void write() const {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = key_row(m, half);
+        if (keys.shared.key[key] < 0) continue;
+        const auto write = [&](const fdm_tensor &t, const auto &sums, float factor, int which) {
+          if (!present(t)) return;
+          if (float *partial = keys.partial_sums(which, key)) {
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 8; ++d)
+              *reinterpret_cast<float2 *>(partial + 8 * d + accumulator_column()) =
+                  make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
+          } else {
+            write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key), t.stride[3], int(params.p.head_dim),
+                      sums, half, factor);
+          }
+        };
+        if constexpr (kKeyGradient) write(params.a.dk, dk[m], params.p.scale, 0);
+        if constexpr (kValueGradient) write(params.a.dv, dv[m], 1.0f, 1);
+      }
+  }
+};
+
+} // namespace fdm::cuda
