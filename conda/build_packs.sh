@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# The packs of one CUDA major, as a distribution of their own that the loader finds.
+set -euo pipefail
+
+# conda's compiler sets this to what an environment builds for in general; the table of archs is this project's.
+unset CUDAARCHS
+MAX_JOBS=${MAX_JOBS:-${CPU_COUNT:-}} python scripts/build_packs.py --cuda "$CUDA_MAJOR" --output build/packs \
+  --archs "$FDM_ARCHS" --head-dims "$FDM_HEAD_DIMS"
+python conda/install_packs.py build/packs "$SP_DIR"

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The shell commands of the workflows, with other programs in the place of docker and gh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    return folder
+
+
+def make_program(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+
+
+def call(
+    programs: Path, script: str, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "CALLS": str(programs / "calls"),
+        **variables,
+    }
+    return subprocess.run(
+        [SCRIPTS / script, *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def calls(programs: Path) -> str:
+    return (programs / "calls").read_text()
+
+
+# --- scripts/in_image
+
+
+def test_commands_run_in_the_image_in_this_folder(programs: Path) -> None:
+    make_program(programs, "docker", 'printf "%s\\n" "$@" >"$CALLS"')
+    done = call(programs, "in_image", "quay.io/a@sha256:0", "python", "x.py", "--archs", "80 90")
+    assert done.returncode == 0, done.stderr
+    words = calls(programs).splitlines()
+    assert f"{ROOT}:{ROOT}" in words
+    assert "quay.io/a@sha256:0" in words
+    assert words[-5:] == ["in_image", "python", "x.py", "--archs", "80 90"]
+    assert "--require-hashes" in calls(programs)
+
+
+def test_what_runs_in_the_image_is_valid_shell(programs: Path, tmp_path: Path) -> None:
+    # docker run ... IMAGE bash -c SCRIPT NAME COMMAND...
+    make_program(programs, "docker", 'while [[ $1 != bash ]]; do shift; done; bash -n -c "$3"')
+    assert call(programs, "in_image", "image", "true").returncode == 0
+
+
+def test_an_image_alone_is_no_command(programs: Path) -> None:
+    done = call(programs, "in_image", "quay.io/a")
+    assert done.returncode == 64
+    assert "usage:" in done.stderr
+
+
+# --- scripts/plan_wheels
+
+
+def test_plans_are_outputs_of_a_workflow(programs: Path) -> None:
+    done = call(programs, "plan_wheels", "small")
+    assert done.returncode == 0, done.stderr
+    assert [line.partition("=")[0] for line in done.stdout.splitlines()] == [
+        "packs",
+        "wheels",
+        "tests",
+        "epoch",
+    ]
+
+
+def test_a_plan_has_a_size(programs: Path) -> None:
+    assert call(programs, "plan_wheels", "huge").returncode == 64
+
+
+# --- scripts/draft_release
+
+GH = """echo "$@" >>"$CALLS"
+if [[ $2 == view ]]; then [[ $STATE != absent ]] && echo "$STATE"; fi"""
+
+
+def draft(
+    programs: Path, state: str, pre_release: str = "false"
+) -> subprocess.CompletedProcess[str]:
+    make_program(programs, "gh", GH)
+    folder = programs.parent / "dist"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.whl").touch()
+    arguments = ["v2.0.0", "notes.md", str(folder)]
+    return call(programs, "draft_release", *arguments, STATE=state, PRE_RELEASE=pre_release)
+
+
+def test_a_draft_is_made_from_the_tag(programs: Path) -> None:
+    assert draft(programs, "absent", "true").returncode == 0
+    view, create = calls(programs).splitlines()
+    assert view.startswith("release view v2.0.0")
+    assert create.startswith(
+        "release create v2.0.0 --draft --verify-tag --title flash-dmattn 2.0.0"
+    )
+    assert "--prerelease=true" in create
+    assert create.endswith("/dist/a.whl")
+
+
+def test_a_draft_that_was_left_is_replaced(programs: Path) -> None:
+    assert draft(programs, "true").returncode == 0
+    assert "release delete v2.0.0 --yes" in calls(programs)
+
+
+def test_a_published_release_is_never_replaced(programs: Path) -> None:
+    done = draft(programs, "false")
+    assert done.returncode == 1
+    assert "a release is never replaced" in done.stderr
+    assert len(calls(programs).splitlines()) == 1
+
+
+@pytest.mark.parametrize("pre_release", ["", "yes"])
+def test_a_draft_must_know_what_it_is(programs: Path, pre_release: str) -> None:
+    assert draft(programs, "absent", pre_release).returncode == 64

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the rehearsal decides and refuses; .ci/run runs all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from release import rehearsal
+from release.changelog import NotReleasableError
+from release.rehearsal import Rehearsal, RehearsalError, check_taken, chosen_cuda
+from wheels.builds import BuildError
+
+URL = "http://127.0.0.1:1/files/flash_dmattn.whl"
+
+
+def test_cuda_is_that_of_the_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "find_nvcc", lambda named: Path("/cuda/bin/nvcc"))
+    monkeypatch.setattr(rehearsal, "nvcc_version", lambda nvcc: "13.1")
+    assert chosen_cuda("auto") == "13"
+    assert chosen_cuda("12") == "12"
+    assert chosen_cuda("none") is None
+
+
+def test_without_an_nvcc_only_the_cpu_pack_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_nvcc(named: str | None) -> Path:
+        raise BuildError("no nvcc was found")
+
+    monkeypatch.setattr(rehearsal, "find_nvcc", find_nvcc)
+    assert chosen_cuda("auto") is None
+    assert "the cpu pack only: no nvcc was found" in capsys.readouterr().out
+
+
+def report(url: str = URL, digest: str = "a", **others: str) -> dict[str, Any]:
+    entries = {"flash-dmattn": url, **others}
+    return {
+        "install": [
+            {
+                "metadata": {"name": name},
+                "download_info": {"url": place, "archive_info": {"hashes": {"sha256": digest}}},
+            }
+            for name, place in entries.items()
+        ]
+    }
+
+
+def test_the_wheel_of_the_index_is_taken() -> None:
+    check_taken(report(), URL, "a")
+
+
+@pytest.mark.parametrize(
+    ("taken", "message"),
+    [
+        (report(url="https://pypi.org/flash_dmattn.whl"), "pip installed .*pypi.org"),
+        (report(digest="b"), "pip installed .*'b'"),
+        (report(torch="https://pypi.org/torch.whl"), "pip replaced torch by https://pypi.org"),
+    ],
+)
+def test_anything_else_is_refused(taken: dict[str, Any], message: str) -> None:
+    with pytest.raises(RehearsalError, match=message):
+        check_taken(taken, URL, "a")
+
+
+def test_what_was_made_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
+    work = Rehearsal(tmp_path / "work", "13", "90", "64")
+    work.work.mkdir()
+    rehearsal.keep(work, tmp_path / "first")
+    assert [path.name for path in (tmp_path / "first").iterdir()] == ["rehearsal.json"]
+    work.dist.mkdir(parents=True)
+    (work.dist / "a.whl").touch()
+    (work.work / "gates.json").touch()
+    rehearsal.keep(work, tmp_path / "second")
+    kept = {str(p.relative_to(tmp_path / "second")) for p in (tmp_path / "second").rglob("*.*")}
+    assert kept == {"files/a.whl", "gates.json", "rehearsal.json"}
+
+
+def test_a_failed_step_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rehearsal, "check_tag", fail)
+    assert rehearsal.main(["--cuda", "none", "--output", str(tmp_path / "kept")]) == 1
+    assert "rehearse_release: no section" in capsys.readouterr().err
+    assert (tmp_path / "kept" / "rehearsal.json").is_file()
+
+
+def fail(tag: str, *, dated: bool) -> str:
+    raise NotReleasableError("no section")

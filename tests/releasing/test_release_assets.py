@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a release holds beside its distributions, and what keeps it from being made."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from release_files import CPU, CU12, CU13, make_sdist, make_wheel
+
+import check_tag
+import release_assets
+from record_gpu_test import check_installed
+from release.changelog import NotReleasableError, declared_version, is_pre_release, section
+from release.distributions import core_metadata, sha256
+from release.gpu_record import GpuRecord, UntestedReleaseError, record_of
+from release.notes import release_notes
+from release.sbom import bill_of_materials
+
+RECORD = {"device": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "driver": "580.95"}
+
+
+def record(wheel: Path, pack: str = "cu13-sm90", **changes: Any) -> GpuRecord:
+    fields: dict[str, Any] = {"wheel": wheel.name, "sha256": sha256(wheel), "pack": pack, **RECORD}
+    return GpuRecord(**{**fields, **changes})
+
+
+@pytest.fixture
+def dist(tmp_path: Path) -> Path:
+    make_sdist(tmp_path / "dist", declared_version())
+    make_wheel(tmp_path / "dist", declared_version(), packs=(CPU, CU12, CU13))
+    return tmp_path / "dist"
+
+
+def wheel_in(folder: Path) -> Path:
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+# --- the assets
+
+
+def test_assets_are_complete_and_summed(dist: Path, tmp_path: Path) -> None:
+    arguments = [str(dist), "--notes", str(tmp_path / "notes.md"), "--commit", "f" * 40]
+    assert release_assets.main([*arguments, "--repository", "a/b"]) == 0
+    assert "gh attestation verify FILE --repo a/b" in (tmp_path / "notes.md").read_text()
+    wheel = wheel_in(dist)
+    version = declared_version()
+    assert {path.name for path in dist.iterdir()} == {
+        wheel.name,
+        f"{wheel.name}.metadata",
+        f"flash_dmattn-{version}.tar.gz",
+        f"flash-dmattn-{version}.cdx.json",
+        "SHA256SUMS",
+    }
+    assert (dist / f"{wheel.name}.metadata").read_bytes() == core_metadata(wheel)
+    done = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=dist, check=False)
+    assert done.returncode == 0
+    assert len((dist / "SHA256SUMS").read_text().splitlines()) == 4
+
+
+def test_bill_names_the_packs_and_what_is_linked_into_them(dist: Path) -> None:
+    files = sorted(dist.iterdir())
+    bill = bill_of_materials(files, "f" * 40, "2030-01-31T00:00:00Z")
+    assert bill == bill_of_materials(files, "f" * 40, "2030-01-31T00:00:00Z")
+    assert bill["metadata"]["component"]["properties"] == [{"name": "commit", "value": "f" * 40}]
+    components = {component["name"]: component for component in bill["components"]}
+    assert set(components) == {path.name for path in files}
+    wheel = components[wheel_in(dist).name]
+    assert wheel["hashes"] == [{"alg": "SHA-256", "content": sha256(wheel_in(dist))}]
+    packs = {pack["name"]: pack for pack in wheel["components"]}
+    assert set(packs) == {"libcpu.so", "libcu12.so", "libcu13.so"}
+    assert packs["libcu13.so"]["hashes"][0]["content"] == CU13["sha256"]
+    linked = [(c["name"], c.get("version")) for c in packs["libcu13.so"]["components"]]
+    assert linked == [("libstdc++", None), ("CUDA runtime (cudart_static)", "13.0")]
+    assert [c["name"] for c in packs["libcpu.so"]["components"]] == ["libstdc++"]
+    references = [c["bom-ref"] for c in walk(bill["components"])]
+    assert len(references) == len(set(references))
+
+
+def walk(components: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [c for top in components for c in (top, *walk(top.get("components", [])))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda dist: (dist / "notes.txt").touch(), "holds what is no distribution: notes.txt"),
+        (lambda dist: make_wheel(dist, "1.0.0"), "not of version"),
+        (lambda dist: next(dist.glob("*.tar.gz")).unlink(), "must hold one sdist and at least one"),
+        (lambda dist: wheel_in(dist).unlink(), "must hold one sdist and at least one"),
+    ],
+)
+def test_what_a_release_folder_may_not_be(
+    dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
+) -> None:
+    change(dist)
+    assert release_assets.main([str(dist), "--notes", str(tmp_path / "notes.md")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (dist / "SHA256SUMS").exists()
+
+
+# --- GPU tests
+
+
+def test_gpu_tests_of_other_wheels_do_not_count(
+    dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "records").mkdir()
+    record(wheel_in(dist), sha256="0" * 64).write(tmp_path / "records/h200.json")
+    options = ["--notes", str(tmp_path / "notes.md"), "--gpu-records", str(tmp_path / "records")]
+    assert release_assets.main([str(dist), *options]) == 1
+    assert "which is not in this release" in capsys.readouterr().err
+
+
+def test_a_release_needs_a_gpu_test(
+    dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--notes", str(tmp_path / "notes.md"), "--gpu-records", str(tmp_path / "absent")]
+    assert release_assets.main([str(dist), *options, "--require-gpu"]) == 1
+    assert "no GPU test ran these wheels" in capsys.readouterr().err
+
+
+def test_notes_say_what_did_not_run(dist: Path) -> None:
+    files, wheel = sorted(dist.iterdir()), wheel_in(dist)
+    notes = release_notes("### Added\n- A thing.", files, [record(wheel)])
+    assert notes.startswith("### Added\n- A thing.\n")
+    assert "| NVIDIA H200 | 9.0 | cu13-sm90 | 2.11.0 | 580.95 |" in notes
+    assert "not run for this release: sm80.**" in notes
+    assert sha256(wheel) in notes
+    both = [record(wheel), record(wheel, "cu12-sm80")]
+    assert "not run for this release" not in release_notes("x", files, both)
+    assert "nothing of this release ran on one" in release_notes("x", files, [])
+
+
+def report(**device: Any) -> dict[str, Any]:
+    gpu = {
+        "kind": "cuda",
+        "name": "NVIDIA H200",
+        "capability": [9, 0],
+        "text": "cuda:0",
+        "pack": {"name": "cu13-sm90"},
+        "problem": None,
+    }
+    return {
+        "versions": {"torch": "2.11.0"},
+        "cuda": {"driver": "580.95"},
+        "devices": [{"kind": "cpu", "pack": {"name": "cpu"}}, {**gpu, **device}],
+    }
+
+
+def test_record_of_a_report(dist: Path) -> None:
+    assert record_of(report(), wheel_in(dist)) == record(wheel_in(dist))
+
+
+def test_no_record_without_a_gpu_or_a_pack(dist: Path) -> None:
+    with pytest.raises(UntestedReleaseError, match="no GPU is visible"):
+        record_of(report(kind="cpu"), wheel_in(dist))
+    with pytest.raises(UntestedReleaseError, match="no pack serves cuda:0: too old"):
+        record_of(report(pack=None, problem="too old"), wheel_in(dist))
+
+
+def test_what_is_installed_must_be_the_wheel(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (distribution,) = metadata.distributions(path=[str(tmp_path / "site")])
+    check_installed(wheel, distribution)
+    (tmp_path / "site/flash_dmattn/__init__.py").write_text('version = "2.0.1"\n')
+    with pytest.raises(UntestedReleaseError, match=r"flash_dmattn/__init__\.py differs"):
+        check_installed(wheel, distribution)
+    (tmp_path / "site/flash_dmattn/packs/manifest.json").unlink()
+    with pytest.raises(UntestedReleaseError, match="is not what is installed"):
+        check_installed(wheel, distribution)
+
+
+# --- the tag
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "2.0.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# Changelog\n\n## 2.0.0 (2030-01-31)\n\n### Added\n- All.\n\n"
+        "## 1.9.0 (2029-01-01)\n\nOld.\n"
+    )
+    return tmp_path
+
+
+def test_tag_of_the_declared_version(tree: Path) -> None:
+    assert check_tag.check_tag("v2.0.0", tree) == "2.0.0"
+    assert section("2.0.0", tree) == ("## 2.0.0 (2030-01-31)", "### Added\n- All.")
+
+
+@pytest.mark.parametrize(
+    ("tag", "old", "new", "message"),
+    [
+        ("v2.0.1", "", "", r"the tag is 'v2.0.1', but pyproject.toml declares \"2.0.0\""),
+        ("2.0.0", "", "", r"the tag of that version is v2.0.0"),
+        ("v2.0.0", "## 2.0.0 (2030-01-31)", "## 2.0.0 (unreleased)", "a release has its date"),
+        ("v2.0.0", "## 2.0.0 (2030-01-31)", "## 2.0.0rc1 (2030-01-31)", 'has no "## 2.0.0"'),
+        ("v2.0.0", "### Added\n- All.\n", "", 'has no "## 2.0.0" with text below it'),
+    ],
+)
+def test_tags_that_are_refused(tree: Path, tag: str, old: str, new: str, message: str) -> None:
+    changelog = tree / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace(old, new) if old else changelog.read_text())
+    with pytest.raises(NotReleasableError, match=message):
+        check_tag.check_tag(tag, tree)
+
+
+def test_this_tree_could_be_released_but_for_the_date() -> None:
+    version = declared_version()
+    assert check_tag.check_tag(f"v{version}", dated=False) == version
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.0.0", False), ("2.0.0a1", True), ("2.0.0rc2", True), ("2.1.0.dev3", True)],
+)
+def test_pre_releases(version: str, expected: bool) -> None:
+    assert is_pre_release(version) is expected
+
+
+def test_outputs_of_the_tag_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_tag, "check_tag", lambda tag: tag.removeprefix("v"))
+    assert check_tag.main(["v2.0.0rc1"]) == 0
+    assert capsys.readouterr().out == "version=2.0.0rc1\npre_release=true\n"
+    monkeypatch.undo()
+    assert check_tag.main(["v0"]) == 1
+    assert "check_tag: the tag is 'v0'" in capsys.readouterr().err

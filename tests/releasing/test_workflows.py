@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rules of the workflows that no linter knows; scripts/lint runs the linters."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TARGETS = json.loads((ROOT / "cmake" / "targets.json").read_text())
+USES = re.compile(r"^\s*(?:- )?uses: (\S+)(.*)$", re.MULTILINE)
+# The value of `run:`, whatever lines it has.
+RUN = re.compile(r"^( *)(?:- )?run: *(.*(?:\n(?:\1 {2,}.*|$))*)", re.MULTILINE)
+
+workflows = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+
+
+def runs(text: str) -> list[str]:
+    return [match[2] for match in RUN.finditer(text)]
+
+
+def test_all_workflows_are_there() -> None:
+    expected = {"ci", "index", "nightly", "release", "test-cpu", "test-gpu", "wheels"}
+    assert {path.stem for path in WORKFLOWS} == expected
+
+
+def test_commands_are_found() -> None:
+    text = (
+        "    steps:\n      - run: one\n      - id: x\n        run: |\n"
+        "          two\n          three\n      - uses: y\n"
+    )
+    assert runs(text) == ["one", "|\n          two\n          three"]
+
+
+@workflows
+def test_nothing_is_allowed_by_default(workflow: Path) -> None:
+    assert re.search(r"^permissions: \{\}$", workflow.read_text(), re.MULTILINE)
+
+
+@workflows
+def test_actions_are_pinned_by_commit_with_their_version(workflow: Path) -> None:
+    for name, comment in USES.findall(workflow.read_text()):
+        if not name.startswith("./.github/workflows/"):
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name), name
+            assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), name
+
+
+def test_an_action_has_one_version() -> None:
+    names = {name for path in WORKFLOWS for name, _ in USES.findall(path.read_text())}
+    actions = [name.partition("@")[0] for name in names]
+    assert sorted(actions) == sorted(set(actions))
+
+
+@workflows
+def test_commands_are_scripts(workflow: Path) -> None:
+    """A shell command in a workflow is tested by nobody: it may call a script, and little else."""
+    for command in runs(workflow.read_text()):
+        assert "${{" not in command
+        assert command.count("\n") <= 3, command
+        for word in re.findall(r"scripts/[\w./]+", command):
+            assert (ROOT / word).is_file(), word
+
+
+@workflows
+def test_no_secret_is_used(workflow: Path) -> None:
+    assert "secrets." not in workflow.read_text()
+    assert "secrets:" not in workflow.read_text()
+
+
+@workflows
+def test_checkouts_keep_no_credentials(workflow: Path) -> None:
+    text = workflow.read_text()
+    assert text.count("uses: actions/checkout@") == text.count("persist-credentials: false")
+
+
+def test_publishing_stands_in_the_top_level_workflow_alone() -> None:
+    users = [path.stem for path in WORKFLOWS if "gh-action-pypi-publish@" in path.read_text()]
+    assert users == ["release"]
+    assert "workflow_call" not in (ROOT / ".github/workflows/release.yml").read_text()
+
+
+def test_no_pull_request_reaches_a_gpu() -> None:
+    callers = {path.stem for path in WORKFLOWS if "/test-gpu.yml" in path.read_text()}
+    assert callers == {"release", "nightly"}
+    assert not any(
+        "pull_request" in (ROOT / f".github/workflows/{c}.yml").read_text() for c in callers
+    )
+
+
+def test_ci_has_the_oldest_and_the_newest_python() -> None:
+    ci = (ROOT / ".github/workflows/ci.yml").read_text()
+    oldest, newest = TARGETS["pythons"][0], TARGETS["pythons"][-1]
+    assert f'python: ["{oldest}", "{newest}"]' in ci
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert f"torch=={TARGETS['torch']['min']}.*" in nightly
+
+
+def test_locked_tools_are_those_that_the_project_pins() -> None:
+    locked = (ROOT / "scripts/release/requirements.txt").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    pins = re.findall(r'"([\w-]+)==([\w.]+)"', project)
+    shared = [(name, version) for name, version in pins if re.search(rf"^{name}==", locked, re.M)]
+    assert {"auditwheel", "twine"} <= {name for name, _ in shared}
+    assert [pin for pin in shared if f"{pin[0]}=={pin[1]} " not in locked] == []
+    assert "--hash=sha256:" in locked
