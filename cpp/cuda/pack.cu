@@ -129,7 +129,7 @@ fdm_pack make_table() {
   table.version = FDM_VERSION;
   table.compiler = "nvcc " FDM_TEXT(__CUDACC_VER_MAJOR__) "." FDM_TEXT(__CUDACC_VER_MINOR__) "." FDM_TEXT(
       __CUDACC_VER_BUILD__) ", gcc " __VERSION__;
-  table.features = "mma.sync";
+  table.features = FDM_TILE_ARCH == 90 ? "wgmma, mma.sync" : "mma.sync";
   table.device_type = FDM_CUDA;
   table.cuda_version = __CUDACC_VER_MAJOR__ * 1000 + __CUDACC_VER_MINOR__ * 10;
   table.arch = FDM_ARCH;

@@ -33,8 +33,8 @@ class PoisonedTorch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, size: Any, *, dtype: torch.dtype, device: Any) -> Tensor:
-        sizes = (size,) if isinstance(size, int) else tuple(size)
+    def empty(self, *size: Any, dtype: torch.dtype, device: Any) -> Tensor:
+        sizes = tuple(size[0]) if size and not isinstance(size[0], int) else size
         used = math.prod(sizes) * dtype.itemsize
         padded = -(-used // GUARD) * GUARD
         block = torch.full((padded + 2 * GUARD,), POISON, dtype=torch.uint8, device=device)
@@ -42,6 +42,10 @@ class PoisonedTorch:
         return block[GUARD : GUARD + used].view(dtype).view(sizes)
 
     zeros = empty
+
+    def empty_like(self, like: Tensor, *, memory_format: torch.memory_format) -> Tensor:
+        assert memory_format == torch.contiguous_format
+        return self.empty(*like.shape, dtype=like.dtype, device=like.device)
 
     def frombuffer(self, pages: mmap.mmap, *, dtype: torch.dtype) -> Tensor:
         return self.empty(len(pages), dtype=dtype, device="cpu")

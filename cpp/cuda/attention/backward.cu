@@ -58,16 +58,16 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
     keys.ranges = take<RowRange>(base, &used, lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
-  // Parts are at least kLeastSteps long, and only a block of more steps than the average part is divided, into parts
-  // of at least half of that.
+  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. Of slots the schedule makes do with
+  // what there are.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
-  const int64_t parts = ceil_div(steps, kLeastSteps);
-  const int64_t slots = parts > 1 ? std::min(2 * kWantedItems, blocks * parts) : 0;
-  keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + std::min(kWantedItems, blocks * parts)));
+  const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
+  keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
+  keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
   keys.items = take<KeyItem>(base, &used, keys.max_items);
   keys.item_count = take<int32_t>(base, &used, 1);
   keys.slot_floats = int64_t(keys.block_keys) * (2 * keys.slot_dim + params.bias_heads);
-  keys.slots = take<float>(base, &used, slots * keys.slot_floats);
+  keys.slots = take<float>(base, &used, keys.slot_count * keys.slot_floats);
   *bytes = used;
   return params;
 }

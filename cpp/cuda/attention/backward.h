@@ -47,15 +47,17 @@ struct KeyWork {
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block
   KeyItem *items;
   int32_t *item_count;
+  int32_t slot_count;
   float *slots; // each: dk, dv [block_keys][D of the instantiation], then [bias_heads][block_keys]
   int64_t slot_floats;
   int32_t slot_dim;
 };
 
 constexpr int kBucketKeys = 2048;
-// Parts into which the work of all blocks of keys is divided, more or less: a few times what the largest GPUs run at a
-// time, so that they end together; more would cost partial sums. And steps below which a part is not worth its own.
-constexpr int64_t kWantedItems = 512, kLeastSteps = 16;
+// Parts into which the work of all blocks of keys is divided, more or less: a few for each multiprocessor of the largest
+// GPUs, so that they end together; more would cost partial sums, and their memory. And steps below which a part is not
+// worth its own.
+constexpr int64_t kWantedItems = 352, kLeastSteps = 16;
 
 struct BackwardParams {
   fdm_problem p;

@@ -13,9 +13,9 @@ namespace fdm::cuda {
 constexpr int decode_warps(int arch, int head_dim) { return head_dim > 128 && shared_limit(arch) < 160 * 1024 ? 2 : 4; }
 
 template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream) {
-  using Config = DecodeConfig<Element, kHeadDim, decode_warps(FDM_ARCH, kHeadDim)>;
+  using Config = DecodeConfig<Element, kHeadDim, decode_warps(FDM_TILE_ARCH, kHeadDim)>;
   constexpr int bytes = int(sizeof(DecodeShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_ARCH), "the tile does not fit the arch's shared memory");
+  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
   static std::atomic<uint64_t> allowed{0};
   if (cudaError_t error = allow_shared(decode_kernel<Config>, bytes, allowed)) return error;
   const int64_t groups = params.p.batch * (params.p.heads / params.heads_per_tile);

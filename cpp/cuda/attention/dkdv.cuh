@@ -147,7 +147,10 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     } else {
       clear(gradients);
     }
-    this->make_all(shared.stages[stage], this->must_test(shared.stages[stage], careful), scores, gradients);
+    if (params.p.softcap > 0)
+      this->template make<true>(shared.stages[stage], careful, scores, gradients);
+    else
+      this->template make<false>(shared.stages[stage], careful, scores, gradients);
     if constexpr (kValueGradient)
       if (present(params.a.dv)) multiply_columns<Element, kHeadDim>(dv, scores, dout + column_offset_right);
     if constexpr (kKeyGradient)

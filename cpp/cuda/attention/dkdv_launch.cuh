@@ -51,9 +51,12 @@ cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t strea
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
   constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
   return launch_wanted<true>(params, [&](auto of_keys, auto of_values) {
-    using Config = sm90::DkdvConfig<Element, kHeadDim, tile.rows, tile.stages, of_keys, of_values>;
-    static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
-    return sm90::launch<sm90::DkdvShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items, stream);
+    const auto launch = [&](auto of_cap) {
+      using Config = sm90::DkdvConfig<Element, kHeadDim, tile.rows, tile.stages, of_keys, of_values, of_cap>;
+      static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
+      return sm90::launch<sm90::DkdvShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items, stream);
+    };
+    return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
   });
 }
 #endif

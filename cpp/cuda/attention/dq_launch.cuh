@@ -26,20 +26,30 @@ template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &param
   return cudaGetLastError();
 }
 
-template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream) {
+template <class Element, int kHeadDim, bool kGeneral>
+cudaError_t launch_dq_kernels(const BackwardParams &params, cudaStream_t stream) {
   constexpr DqTileChoice tile = dq_tile(FDM_TILE_ARCH, kHeadDim);
-  if (needs_general_kernel(params))
-    return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, true>>(
-        params, stream);
+  return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kGeneral>>(
+      params, stream);
+}
+
 #if FDM_TILE_ARCH == 90
-  constexpr sm90::KeyTileChoice choice = sm90::dq_tile(kHeadDim);
-  using Config = sm90::DqConfig<Element, kHeadDim, choice.columns, choice.stages>;
+template <class Element, int kHeadDim> cudaError_t launch_dq_sm90(const BackwardParams &params, cudaStream_t stream) {
+  constexpr sm90::DqTileChoice tile = sm90::dq_tile(kHeadDim);
+  using Config = sm90::DqConfig<Element, kHeadDim, tile.columns, tile.stages>;
   const int64_t tiles = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);
   return sm90::launch_staying<sm90::DqShared<Config>, sm90::dq_kernel<Config>>(params, tiles, stream);
-#else
-  return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, false>>(params,
-                                                                                                                stream);
+}
 #endif
+
+template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream) {
+  if (needs_general_kernel(params)) return launch_dq_kernels<Element, kHeadDim, true>(params, stream);
+#if FDM_TILE_ARCH == 90
+  if constexpr (kHeadDim <= sm90::kMostDqHeadDim)
+    return launch_dq_sm90<Element, kHeadDim>(params, stream);
+  else
+#endif
+    return launch_dq_kernels<Element, kHeadDim, false>(params, stream);
 }
 
 } // namespace fdm::cuda

@@ -18,6 +18,7 @@ namespace {
 // it keeps: splits that find none end at once.
 constexpr int64_t kBlocksOfSplit = 4;
 constexpr int64_t kMaxSplits = 32; // combine.cu has a lane for each
+constexpr int kMostMultiprocessors = 256;
 
 // Do the heads of a group have their columns and a per-key bias in common?
 bool heads_share_columns(const fdm_problem &p) {
@@ -52,11 +53,13 @@ Division divide(const fdm_problem &p) {
 }
 
 // Few rows (decode) leave most of the chip idle, unless the columns are divided.
-int64_t choose_splits(const Division &division, int asked, int multiprocessors) {
+int64_t choose_splits(const Division &division, int multiprocessors) {
   if (division.blocks == 0) return 1;
-  const int64_t wanted = asked > 0 ? asked : 2 * multiprocessors / division.blocks;
-  return std::clamp<int64_t>(wanted, 1, division.most_splits);
+  return std::clamp<int64_t>(2 * multiprocessors / division.blocks, 1, division.most_splits);
 }
+
+// There is room for so many. It must not depend on the current device, so for more than any has.
+int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostMultiprocessors); }
 
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 
@@ -69,11 +72,9 @@ ForwardTileSize forward_tile_size(int64_t head_dim) {
   });
 }
 
-// Room for the most splits that any device would choose: the size must not depend on the current device.
 int64_t forward_workspace_bytes(const fdm_problem &p) {
-  const Division division = divide(p);
-  if (division.most_splits == 1 || division.blocks > 512) return 0;
-  return division.most_splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+  const int64_t splits = room_for_splits(divide(p));
+  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
@@ -85,7 +86,8 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.p = p, params.a = args, params.plan = plan;
   params.heads_per_tile = division.heads_per_tile;
   params.tiles = int32_t(division.tiles);
-  params.splits = forward_workspace_bytes(p) ? int32_t(choose_splits(division, args.splits, count)) : 1;
+  const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);
+  params.splits = int32_t(std::clamp<int64_t>(splits, 1, room_for_splits(division)));
   params.partial_out = static_cast<float *>(workspace);
   params.partial_max = params.partial_out + params.splits * partial_rows(p) * p.head_dim;
   params.partial_sum = params.partial_max + params.splits * partial_rows(p);

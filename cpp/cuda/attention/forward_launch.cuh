@@ -31,8 +31,8 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
                                                                                                               stream);
 #if FDM_TILE_ARCH == 90
   if (params.heads_per_tile == 1 && params.splits == 1) {
-    constexpr sm90::KeyTileChoice choice = sm90::forward_tile(kHeadDim);
-    using Config = sm90::ForwardConfig<Element, kHeadDim, choice.columns, choice.stages>;
+    constexpr sm90::ForwardTileChoice choice = sm90::forward_tile(kHeadDim);
+    using Config = sm90::ForwardConfig<Element, kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
     return sm90::launch_staying<sm90::ForwardShared<Config>, sm90::forward_kernel<Config>>(params, tiles, stream);
   }

@@ -66,6 +66,7 @@ __device__ __forceinline__ KeySteps key_steps(const BackwardParams &params, cons
 struct KeyTask {
   Sequence s;
   int64_t sequence_index, kv_head;
+  int64_t first_head; // of the group
   KeySteps steps;
   int64_t begin, end;          // of the steps of this part
   int32_t max_first, min_past; // rows from the one to the other keep every key
@@ -108,12 +109,12 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
 
   const BackwardParams &params;
   Shared &shared;
-  int64_t mapped_list = -1; // of shared.active
+  int64_t mapped_head = -1, mapped_list = -1; // of shared.active
 
   __device__ KeyBlock(const BackwardParams &parameters, Shared &memory) : params(parameters), shared(memory) {}
 
   __device__ const KeyTask &task() const { return shared.task; }
-  __device__ int64_t head(const KeyStep &step) const { return shared.task.kv_head * group_size(params.p) + step.head; }
+  __device__ int64_t head(const KeyStep &step) const { return shared.task.first_head + step.head; }
   // Of the key in row r of the block, in k, v or their gradients.
   __device__ int64_t row_offset(const fdm_tensor &t, int r) const {
     const KeyTask &of = shared.task;
@@ -212,6 +213,7 @@ private:
     KeyTask &of = shared.task;
     const fdm_mask_kind kind = mask_kind(p);
     of.s = place.s, of.sequence_index = place.sequence_index, of.kv_head = place.kv_head;
+    of.first_head = place.kv_head * group_size(p);
     of.steps = key_steps(params, key_block_rows(params, place));
     of.begin = of.steps.count * item.part / item.parts, of.end = of.steps.count * (item.part + 1) / item.parts;
     of.same_rows = params.keys.listed || !is_interval_plan(kind);
@@ -234,7 +236,7 @@ private:
     if (key < 0) return false;
     if (!bias_is_of_keys() && shared.task.same_rows) return true;
     for (int64_t g = 0; g < group_size(p); ++g) {
-      const int64_t head = shared.task.kv_head * group_size(p) + g;
+      const int64_t head = shared.task.first_head + g;
       const RowRange rows = shared.task.same_rows ? RowRange{0, 1} : rows_of_key(p, shared.task.s, head, key);
       if (rows.first >= rows.past) continue;
       if (!bias_is_of_keys() || score_view(p, p.bias, shared.task.s, head).load(0, key) != -INFINITY) return true;
@@ -247,7 +249,7 @@ private:
   __device__ void load_head(int32_t head_of_group, int buffer) {
     const int r = Team::thread();
     const int32_t key = shared.key[r];
-    const int64_t head = shared.task.kv_head * group_size(params.p) + head_of_group;
+    const int64_t head = shared.task.first_head + head_of_group;
     float bias = key < 0 ? -INFINITY : 0.0f;
     if (key >= 0 && bias_is_of_keys())
       bias = to_base_2(score_view(params.p, params.p.bias, shared.task.s, head).load(0, key));
@@ -282,6 +284,8 @@ private:
   }
 
   __device__ void map_tiles(int64_t of_head) {
+    if (of_head == mapped_head) return;
+    mapped_head = of_head;
     int64_t bytes;
     const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
     const int64_t list = list_number(params.p, plan, shared.task.s, of_head);

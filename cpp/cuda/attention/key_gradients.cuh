@@ -56,12 +56,10 @@ struct KeyGradients {
     }
   }
 
-  // kProbabilities: P' in the place of the scores. kScoreGradients: dS' in that of the gradients, which held dP', given
-  // P'; with a softcap both are made together. kTest: some pairs may not be kept.
-  template <bool kCap, bool kTest, bool kProbabilities, bool kScoreGradients>
-  __device__ void make(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
-                       float (&gradients)[kKeyTiles][kRowTiles][4]) {
-    static_assert(!kCap || kProbabilities);
+  // P' in the place of the scores, dS' in that of the gradients, which held dP'. kTest: some pairs may not be kept.
+  template <bool kCap, bool kTest>
+  __device__ void make_tested(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
+                              float (&gradients)[kKeyTiles][kRowTiles][4]) {
     const ScoreFactors factors(params.p);
     const KeyStep &step = stage.step;
     ScoreView row_bias;
@@ -73,35 +71,30 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const float bias = keys.shared.bias[step.buffer][key];
         uint32_t bits[kWordCount];
-        if constexpr (kTest && kProbabilities) keep_bits(stage, key, bits);
+        if constexpr (kTest) keep_bits(stage, key, bits);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
-          float2 lse{}, delta{};
-          if constexpr (kProbabilities)
-            lse = *reinterpret_cast<const float2 *>(&stage.lse[8 * n + accumulator_column()]);
-          if constexpr (kScoreGradients)
-            delta = *reinterpret_cast<const float2 *>(&stage.delta[8 * n + accumulator_column()]);
+          const int column = 8 * n + accumulator_column();
+          const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[column]);
+          float2 delta{};
+          if constexpr (kKeyGradient) delta = *reinterpret_cast<const float2 *>(&stage.delta[column]);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i], &gradient = gradients[m][n][2 * half + i];
-            float slope = 1.0f;
-            if constexpr (kProbabilities) {
-              float x = factors.score<kCap>(score, bias, &slope);
-              bool kept = true;
-              if constexpr (kTest) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
-              if constexpr (kGeneral) {
-                if (kept && row_bias.rows) {
-                  const int row = step.tile * kRows + 8 * n + accumulator_column() + i;
-                  const float b = to_base_2(row_bias.load(row, keys.shared.key[key]));
-                  kept = b != -INFINITY, x += b;
-                }
+            float slope, x = factors.score<kCap>(score, bias, &slope);
+            bool kept = true;
+            if constexpr (kTest) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
+            if constexpr (kGeneral) {
+              if (kept && row_bias.rows) {
+                const float b = to_base_2(row_bias.load(step.tile * kRows + column + i, keys.shared.key[key]));
+                kept = b != -INFINITY, x += b;
               }
-              x -= i ? lse.y : lse.x;
-              if constexpr (kTest) x = fminf(x, 0.0f);
-              score = ptx::exp2_approximate(x);
-              if constexpr (kTest) score = kept ? score : 0.0f;
             }
-            if constexpr (kScoreGradients) {
+            x -= i ? lse.y : lse.x;
+            if constexpr (kTest) x = fminf(x, 0.0f);
+            score = ptx::exp2_approximate(x);
+            if constexpr (kTest) score = kept ? score : 0.0f;
+            if constexpr (kKeyGradient) {
               float ds = score * (gradient - (i ? delta.y : delta.x));
               if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds; // V of a key that is not kept may be anything
               dbias[m][half] += ds;
@@ -112,24 +105,13 @@ struct KeyGradients {
       }
   }
 
-  // May some pairs of a step not be kept?
-  __device__ bool must_test(const RowStage<kKeys, kRows> &stage, bool careful) const {
-    return kGeneral || careful || !keys.covers(stage.step, kRows);
-  }
-
-  template <bool kProbabilities, bool kScoreGradients>
-  __device__ void make_without_cap(const RowStage<kKeys, kRows> &stage, bool test,
-                                   float (&scores)[kKeyTiles][kRowTiles][4],
-                                   float (&gradients)[kKeyTiles][kRowTiles][4]) {
-    if (test) return make<false, true, kProbabilities, kScoreGradients>(stage, scores, gradients);
-    if constexpr (!kGeneral) make<false, false, kProbabilities, kScoreGradients>(stage, scores, gradients);
-  }
-
-  __device__ void make_all(const RowStage<kKeys, kRows> &stage, bool test, float (&scores)[kKeyTiles][kRowTiles][4],
-                           float (&gradients)[kKeyTiles][kRowTiles][4]) {
-    if (params.p.softcap <= 0) return make_without_cap<true, kKeyGradient>(stage, test, scores, gradients);
-    if (test) return make<true, true, true, kKeyGradient>(stage, scores, gradients);
-    if constexpr (!kGeneral) make<true, false, true, kKeyGradient>(stage, scores, gradients);
+  // `careful`: see kLargeLse.
+  template <bool kCap>
+  __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+                       float (&gradients)[kKeyTiles][kRowTiles][4]) {
+    if (kGeneral || careful || !keys.covers(stage.step, kRows))
+      return make_tested<kCap, true>(stage, scores, gradients);
+    if constexpr (!kGeneral) make_tested<kCap, false>(stage, scores, gradients);
   }
 
   // Writes the sums of the bias gradient over the rows of a head, or of all heads that share the bias.

@@ -17,13 +17,13 @@ constexpr int kThreads = kBucketKeys / 2; // one for each comparison of a pass
 constexpr int kChunkKeys = 256;
 constexpr int kMaxBlocks = kBucketKeys / 32;
 
-// Ascending, in shared memory.
-__device__ void bitonic_sort(uint64_t (&values)[kBucketKeys]) {
-  for (int size = 2; size <= kBucketKeys; size *= 2)
+// Every kRun values in shared memory, ascending.
+template <int kRun> __device__ void bitonic_sort(uint64_t (&values)[kBucketKeys]) {
+  for (int size = 2; size <= kRun; size *= 2)
     for (int distance = size / 2; distance > 0; distance /= 2) {
       __syncthreads();
       const int low = 2 * int(threadIdx.x) - int(threadIdx.x) % distance, high = low + distance;
-      const bool ascending = (low & size) == 0;
+      const bool ascending = size == kRun || (low & size) == 0;
       const uint64_t a = values[low], b = values[high];
       if ((a > b) == ascending) values[low] = b, values[high] = a;
     }
@@ -48,14 +48,12 @@ __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ B
       const uint32_t rank = i < count ? uint32_t(INT32_MAX - plan.kept_end[base + i]) : ~0u;
       order[i] = uint64_t(rank) * kBucketKeys + i;
     }
-    bitonic_sort(order);
-    for (int i = threadIdx.x; i < kBucketKeys; i += kThreads) {
-      const uint32_t position = order[i] % kBucketKeys; // those past the last stay there
-      order[i] = uint64_t(i < count ? i / kChunkKeys : kBucketKeys) * kBucketKeys + position;
-    }
-    bitonic_sort(order);
+    bitonic_sort<kBucketKeys>(order);
+    // Within a chunk by position alone; those past the last of all have the largest.
+    for (int i = threadIdx.x; i < kBucketKeys; i += kThreads) order[i] %= kBucketKeys;
+    bitonic_sort<kChunkKeys>(order);
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int64_t from = base + int64_t(order[i] % kBucketKeys);
+      const int64_t from = base + int64_t(order[i]);
       const KeyRows rows{plan.kept_index[from], plan.kept_start[from], plan.kept_end[from]};
       keys.ordered[base + i] = rows;
       const int block = i / keys.block_keys;

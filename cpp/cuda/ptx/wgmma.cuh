@@ -68,12 +68,13 @@ template <int kPending> __device__ __forceinline__ void wait_products() {
                : FDM_TILES_##COUNT                                                                                     \
                : "l"(a), "l"(b), "r"(int(accumulate)))
 
-#define FDM_PRODUCT_OF_REGISTERS(N, COUNT, A0, A1, A2, A3, B, TYPE)                                                    \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FDM_ACCUMULATORS_##COUNT           \
+#define FDM_PRODUCT_OF_REGISTERS(N, COUNT, A0, A1, A2, A3, B, ACCUMULATE, TRANSPOSED, TYPE)                            \
+  asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE ", 0;\n"                             \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FDM_ACCUMULATORS_##COUNT           \
                "}, "                                                                                                   \
-               "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 1;\n"                                      \
+               "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", accumulate, 1, 1, %" #TRANSPOSED ";\n}\n"           \
                : FDM_TILES_##COUNT                                                                                     \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)))
 
 // c = A B', or c += A B' where `accumulate`; A is 64 x 16 and B kN x 16, both given by descriptors.
 template <class Element, int kTiles>
@@ -88,17 +89,18 @@ __device__ __forceinline__ void multiply_shared(float (&c)[kTiles][4], uint64_t 
   if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, "bf16");
 }
 
-// c += A B; A is 64 x 16 in registers, as mma.sync has it, and B 16 x kN, given by a descriptor, transposed.
-template <class Element, int kTiles>
-__device__ __forceinline__ void multiply_registers(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+// As above with A in registers, as mma.sync has it. kTransposed: c = A B instead, with B 16 x kN.
+template <class Element, bool kTransposed, int kTiles>
+__device__ __forceinline__ void multiply_registers(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b,
+                                                   bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);
   static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
-  if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, "f16");
-  if constexpr (kTiles == 4 && !kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, "bf16");
-  if constexpr (kTiles == 8 && kHalf) FDM_PRODUCT_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, "f16");
-  if constexpr (kTiles == 8 && !kHalf) FDM_PRODUCT_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, "bf16");
-  if constexpr (kTiles == 16 && kHalf) FDM_PRODUCT_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, "f16");
-  if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, "bf16");
+  if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 22, "f16");
+  if constexpr (kTiles == 4 && !kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 22, "bf16");
+  if constexpr (kTiles == 8 && kHalf) FDM_PRODUCT_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 38, "f16");
+  if constexpr (kTiles == 8 && !kHalf) FDM_PRODUCT_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 38, "bf16");
+  if constexpr (kTiles == 16 && kHalf) FDM_PRODUCT_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 70, "f16");
+  if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 70, "bf16");
 }
 
 #undef FDM_PRODUCT_OF_REGISTERS

@@ -18,13 +18,13 @@ struct Producers {
   __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
 };
 
-// kKeyGradient: dk and the bias gradient; kValueGradient: dv.
+// kKeyGradient: dk and the bias gradient; kValueGradient: dv. kCap: with a softcap.
 template <class ElementType, int kHeadDimension, int kRowCount, int kStageCount, bool kKeyGradients,
-          bool kValueGradients>
+          bool kValueGradients, bool kHasCap>
 struct DkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = 128, kRows = kRowCount, kStages = kStageCount;
-  static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients;
+  static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients, kCap = kHasCap;
   static_assert(kKeys == 64 * Roles::kConsumerGroups && kKeys == Roles::kProducerThreads);
   using KeyTile = PanelTile<kHeadDim, kKeys>;
   using RowTile = PanelTile<kHeadDim, kRows>;
@@ -64,6 +64,10 @@ template <class Config> struct DkdvProducer {
   DkdvShared<Config> &shared;
   typename Config::Keys keys;
   StageCursor<Config::kStages> cursor;
+  int of_head = -1; // of the group: whose rows begin here
+  int q_count = 0;
+  const uint16_t *q_rows = nullptr, *dout_rows = nullptr;
+  const RowStatistics *statistics = nullptr;
 
   __device__ DkdvProducer(const BackwardParams &parameters, DkdvShared<Config> &memory)
       : params(parameters), shared(memory), keys(parameters, memory.keys) {}
@@ -87,29 +91,45 @@ template <class Config> struct DkdvProducer {
 
   __device__ static void publish(uint64_t &full) { ptx::arrive_after_copies(full), ptx::arrive(full); }
 
-  // Of this lane's row of a step; rows that do not exist have none.
-  __device__ RowStatistics load_statistics(const KeyStep &step) const {
+  // What this lane needs to know of its row of a step, found while the step before is loaded.
+  struct LaneRow {
+    const uint16_t *q, *dout;
+    RowStatistics statistics; // lse = inf: there is no such row, or it has no gradient
+  };
+
+  __device__ LaneRow find_row(const KeyStep &step) {
+    if (step.valid && step.head != of_head) find_head(step);
     const int i = step.tile * kRows + row();
-    if (!step.valid || !has_row() || i >= keys.task().s.q_count) return {INFINITY, 0.0f};
-    return row_statistics(params, keys.task().s, keys.head(step), i);
+    LaneRow found{q_rows + i * params.p.q.stride[1], dout_rows + i * params.a.dout.stride[1], {INFINITY, 0.0f}};
+    if (step.valid && has_row() && i < q_count) found.statistics = statistics[i];
+    return found;
+  }
+
+  // Where the rows of a query head begin.
+  __device__ void find_head(const KeyStep &step) {
+    const Sequence &s = keys.task().s;
+    const int64_t head = keys.head(step);
+    const auto begin = [&](const fdm_tensor &t) {
+      return static_cast<const uint16_t *>(t.data) + row_offset(t, s, 0, head);
+    };
+    of_head = step.head, q_count = int(s.q_count);
+    q_rows = begin(params.p.q), dout_rows = begin(params.a.dout);
+    statistics = &row_statistics(params, s, head, 0);
   }
 
   // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
-  __device__ void load_rows(const KeyStep &step, const RowStatistics &statistics, bool head_ends) {
+  __device__ void load_rows(const KeyStep &step, const LaneRow &of, bool head_ends) {
     auto &stage = shared.stages[cursor.stage];
-    if (has_row()) stage.lse[row()] = statistics.lse, stage.delta[row()] = statistics.delta;
-    const bool careful = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
+    if (has_row()) stage.lse[row()] = of.statistics.lse, stage.delta[row()] = of.statistics.delta;
+    const bool empty = of.statistics.empty();
+    const bool careful = __any_sync(0xffffffffu, !empty && fabsf(of.statistics.lse) > kLargeLse);
     if (threadIdx.x % 32 == 0) stage.careful[warp()] = careful;
     if (Roles::producer_thread() == 0) stage.step = step, stage.head_ends = head_ends;
-    const auto load = [&](const fdm_tensor &t, char *to) {
-      const uint16_t *from = kZeroRow;
-      if (!statistics.empty())
-        from = static_cast<const uint16_t *>(t.data) +
-               row_offset(t, keys.task().s, step.tile * kRows + row(), keys.head(step));
-      Config::RowTile::template gather<Roles::kProducerWarps>(ptx::shared_address(to), warp(), from,
+    const auto load = [&](const uint16_t *from, char *to) {
+      Config::RowTile::template gather<Roles::kProducerWarps>(ptx::shared_address(to), warp(), empty ? kZeroRow : from,
                                                               int(params.p.head_dim));
     };
-    load(params.p.q, shared.q[cursor.stage]), load(params.a.dout, shared.dout[cursor.stage]);
+    load(of.q, shared.q[cursor.stage]), load(of.dout, shared.dout[cursor.stage]);
     if (keys.task().words) {
       const int r = Roles::producer_thread();
       const int32_t key = shared.keys.key[r];
@@ -121,14 +141,14 @@ template <class Config> struct DkdvProducer {
     keys.start(item, Config::kKeyGradient);
     load_keys();
     KeyStep step = keys.first_step(kRows);
-    RowStatistics statistics = load_statistics(step);
+    LaneRow of_step = find_row(step);
     for (; step.valid; cursor.next()) {
       const KeyStep next = keys.next_step(step, kRows);
-      const RowStatistics next_statistics = load_statistics(next);
+      const LaneRow of_next = find_row(next);
       ptx::wait(shared.empty[cursor.stage], cursor.parity ^ 1);
-      load_rows(step, statistics, !next.valid || next.head != step.head);
+      load_rows(step, of_step, !next.valid || next.head != step.head);
       publish(shared.full[cursor.stage]);
-      step = next, statistics = next_statistics;
+      step = next, of_step = of_next;
     }
     ptx::wait(shared.empty[cursor.stage], cursor.parity ^ 1);
     if (Roles::producer_thread() == 0) shared.stages[cursor.stage].step = step;
@@ -155,15 +175,13 @@ template <class Config> struct DkdvConsumer {
     v_tile = KeyTile::descriptor(ptx::shared_address(shared.v)) + own_keys;
   }
 
-  // S' and then dP', in a group each.
+  // S' and dP'.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage) const {
     ptx::fence_products();
     start_rows<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_tile, row_tile(shared.q[stage]), false);
-    ptx::commit_products();
-    if constexpr (Config::kKeyGradient) {
+    if constexpr (Config::kKeyGradient)
       start_rows<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_tile, row_tile(shared.dout[stage]), false);
-      ptx::commit_products();
-    }
+    ptx::commit_products();
   }
 
   __device__ static uint64_t row_tile(const char *tile) { return RowTile::descriptor(ptx::shared_address(tile)); }
@@ -176,30 +194,18 @@ template <class Config> struct DkdvConsumer {
     ptx::commit_products();
   }
 
-  // P' is made while the tensor cores work at dP', dS' while they work at dV. With a softcap both are made at a time.
+  // To work at dP' while P' is made, and at dV while dS' is, would take more registers than there are: it was slower.
   __device__ void run_step(int number) {
     const auto &stage = shared.stages[number];
     const auto &careful = stage.careful;
-    const bool test = sums.must_test(stage, careful[0] || careful[1] || careful[2] || careful[3]);
-    const bool cap = params.p.softcap > 0;
     Scores scores, gradients;
     start_scores(scores, gradients, number);
-    if (cap) {
-      ptx::wait_products<0>();
-      ptx::hold(scores[0]), ptx::hold(gradients[0]);
-      sums.make_all(stage, test, scores, gradients);
-    } else {
-      ptx::wait_products<Config::kKeyGradient ? 1 : 0>();
-      ptx::hold(scores[0]);
-      sums.template make_without_cap<true, false>(stage, test, scores, gradients);
-    }
+    ptx::wait_products<0>();
+    ptx::hold(scores[0]);
+    if constexpr (Config::kKeyGradient) ptx::hold(gradients[0]);
+    sums.template make<Config::kCap>(stage, careful[0] || careful[1] || careful[2] || careful[3], scores, gradients);
     if constexpr (Config::kValueGradient) start_sum(sums.dv[0], scores, shared.dout[number]);
-    if constexpr (Config::kKeyGradient) {
-      ptx::wait_products<Config::kValueGradient ? 1 : 0>();
-      ptx::hold(gradients[0]);
-      if (!cap) sums.template make_without_cap<false, true>(stage, test, scores, gradients);
-      start_sum(sums.dk[0], gradients, shared.q[number]);
-    }
+    if constexpr (Config::kKeyGradient) start_sum(sums.dk[0], gradients, shared.q[number]);
     ptx::wait_products<0>();
     ptx::hold(sums.dv[0]), ptx::hold(sums.dk[0]);
   }

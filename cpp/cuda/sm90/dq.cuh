@@ -16,10 +16,12 @@ namespace fdm::cuda::sm90 {
 template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCount> struct DqConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
-  using Stages = KeyStages<kHeadDim, kColumnCount, kStageCount>;
+  using Stages = KeyStages<kHeadDim, kColumnCount, kStageCount, kStageCount>;
   using RowTile = PanelTile<kHeadDim, kRows>;
   using Rows = DqRows<Element, 1, kColumns / 8, kHeadDim, false>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
+  // Q as a left operand in registers: the products of two operands in shared memory would be bound by reading it.
+  static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
 };
 
 template <class Config> struct DqShared {
@@ -82,8 +84,9 @@ template <class Config> struct DqConsumer {
 
   const BackwardParams &params;
   DqShared<Config> &shared;
-  typename Stages::Cursor cursor;
+  typename Stages::KCursor cursor; // K and V have the same stages
   uint64_t q_tile, dout_tile;
+  uint32_t queries[Config::kQueriesInRegisters ? kHeadDim / 16 : 1][4];
 
   __device__ DqConsumer(const BackwardParams &parameters, DqShared<Config> &memory)
       : params(parameters), shared(memory) {
@@ -94,12 +97,21 @@ template <class Config> struct DqConsumer {
 
   __device__ static uint64_t key_tile(const char *tile) { return KeyTile::descriptor(ptx::shared_address(tile)); }
 
+  // Reads Q of this task, where it stays in registers.
+  __device__ void load_queries() {
+    if constexpr (Config::kQueriesInRegisters)
+      load_left<RowTile>(queries, ptx::shared_address(shared.q), int(threadIdx.x) / 32 * 16);
+  }
+
   // S and dP.
   __device__ void start_scores(Rows &rows) const {
     Stages &stages = shared.stages;
     Roles::wait_full(stages.k_full[cursor.stage], cursor.parity);
     ptx::fence_products();
-    start_rows<Element, RowTile, KeyTile, kHeadDim>(rows.scores[0], q_tile, key_tile(stages.k[cursor.stage]), false);
+    if constexpr (Config::kQueriesInRegisters)
+      start_rows<Element, KeyTile>(rows.scores[0], queries, key_tile(stages.k[cursor.stage]));
+    else
+      start_rows<Element, RowTile, KeyTile, kHeadDim>(rows.scores[0], q_tile, key_tile(stages.k[cursor.stage]), false);
     Roles::wait_full(stages.v_full[cursor.stage], cursor.parity);
     ptx::fence_products();
     start_rows<Element, RowTile, KeyTile, kHeadDim>(rows.gradients[0], dout_tile, key_tile(stages.v[cursor.stage]),
@@ -151,6 +163,7 @@ template <class Config> struct DqConsumer {
   __device__ void run_task(const DqTask &task) {
     Rows rows(params, task);
     clear(rows.dq);
+    load_queries();
     bool large = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) large |= rows.set_statistics(0, half, shared.statistics[rows.row(0, half)]);

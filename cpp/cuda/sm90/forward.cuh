@@ -13,10 +13,10 @@
 
 namespace fdm::cuda::sm90 {
 
-template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCount> struct ForwardConfig {
+template <class ElementType, int kHeadDimension, int kColumnCount, int kKStages, int kVStages> struct ForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
-  using Stages = KeyStages<kHeadDim, kColumnCount, kStageCount>;
+  using Stages = KeyStages<kHeadDim, kColumnCount, kKStages, kVStages>;
   using QTile = PanelTile<kHeadDim, kRows>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
@@ -71,7 +71,8 @@ template <class Config> struct ForwardConsumer {
 
   const ForwardParams &params;
   ForwardShared<Config> &shared;
-  typename Stages::Cursor cursor;
+  typename Stages::KCursor k_cursor;
+  typename Stages::VCursor v_cursor;
   uint64_t q_tile;
 
   __device__ ForwardConsumer(const ForwardParams &parameters, ForwardShared<Config> &memory)
@@ -98,8 +99,8 @@ template <class Config> struct ForwardConsumer {
   __device__ void make_probabilities(typename Config::Rows &rows, int block, float (&factors)[2]) {
     const ForwardTask &task = rows.task;
     ptx::hold(rows.scores[0]);
-    Roles::release(shared.stages.k_empty[cursor.stage]);
-    rows.finish_scores(shared.stages.facts[cursor.facts], (block + 1) * kColumns > task.columns.full);
+    Roles::release(shared.stages.k_empty[k_cursor.stage]);
+    rows.finish_scores(shared.stages.facts[k_cursor.facts], (block + 1) * kColumns > task.columns.full);
     factors[0] = rows.softmax(0, 0), factors[1] = rows.softmax(0, 1);
   }
 
@@ -107,34 +108,34 @@ template <class Config> struct ForwardConsumer {
     Stages &stages = shared.stages;
     uint32_t probabilities[kColumns / 16][4];
     float factors[2];
-    Roles::wait_full(stages.k_full[cursor.stage], cursor.parity);
-    start_scores(rows, cursor.stage);
+    Roles::wait_full(stages.k_full[k_cursor.stage], k_cursor.parity);
+    start_scores(rows, k_cursor.stage);
     ptx::wait_products<0>();
     make_probabilities(rows, 0, factors);
     pack_left<Element>(probabilities, rows.scores[0]);
     for (int block = 1; block < blocks; ++block) {
-      const typename Stages::Cursor before = cursor;
-      cursor.next();
-      Roles::wait_full(stages.k_full[cursor.stage], cursor.parity);
-      start_scores(rows, cursor.stage);
-      Roles::wait_full(stages.v_full[before.stage], before.parity);
-      start_output(rows, probabilities, before.stage);
+      k_cursor.next();
+      Roles::wait_full(stages.k_full[k_cursor.stage], k_cursor.parity);
+      start_scores(rows, k_cursor.stage);
+      Roles::wait_full(stages.v_full[v_cursor.stage], v_cursor.parity);
+      start_output(rows, probabilities, v_cursor.stage);
       ptx::wait_products<1>();
       make_probabilities(rows, block, factors);
       ptx::wait_products<0>();
       ptx::hold(rows.out[0]);
       ptx::hold(probabilities);
-      Roles::release(stages.v_empty[before.stage]);
+      Roles::release(stages.v_empty[v_cursor.stage]);
+      v_cursor.next();
       rows.rescale(0, 0, factors[0]), rows.rescale(0, 1, factors[1]);
       pack_left<Element>(probabilities, rows.scores[0]);
     }
     Roles::release(shared.tasks.empty);
-    Roles::wait_full(stages.v_full[cursor.stage], cursor.parity);
-    start_output(rows, probabilities, cursor.stage);
+    Roles::wait_full(stages.v_full[v_cursor.stage], v_cursor.parity);
+    start_output(rows, probabilities, v_cursor.stage);
     ptx::wait_products<0>();
     ptx::hold(rows.out[0]);
-    Roles::release(stages.v_empty[cursor.stage]);
-    cursor.next();
+    Roles::release(stages.v_empty[v_cursor.stage]);
+    k_cursor.next(), v_cursor.next();
   }
 
   __device__ void run_task(const ForwardTask &task) {

@@ -16,6 +16,24 @@ __device__ __forceinline__ void start_rows(float (&sums)[kTiles][4], uint64_t le
                                   accumulate || d > 0);
 }
 
+// The same with `left` in registers.
+template <class Element, class RightTile, int kDepth, int kTiles>
+__device__ __forceinline__ void start_rows(float (&sums)[kTiles][4], const uint32_t (&left)[kDepth][4],
+                                           uint64_t right) {
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k)
+    ptx::multiply_registers<Element, false>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
+}
+
+// 16 rows of a tile for each warp of a warpgroup, from `row` on for this warp, as a left operand.
+template <class LeftTile, int kDepth>
+__device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t base, int row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k)
+    ptx::load_matrices(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
+}
+
 // Accumulators rounded to Element, as a left operand.
 template <class Element, int kTiles>
 __device__ __forceinline__ void pack_left(uint32_t (&packed)[kTiles / 2][4], const float (&sums)[kTiles][4]) {
@@ -37,16 +55,16 @@ __device__ __forceinline__ void start_columns(float (&sums)[kTiles][4], const ui
   for (int k = 0; k < kDepth; ++k) {
 #pragma unroll
     for (int n = 0; n < kWide; n += 16)
-      ptx::multiply_registers<Element>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
-                                       right + RightTile::offset(16 * k, 8 * n));
+      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
+                                             right + RightTile::offset(16 * k, 8 * n), true);
     if constexpr (kRest == 12) {
-      ptx::multiply_registers<Element>(reinterpret_cast<float (&)[8][4]>(sums[kWide]), left[k],
-                                       right + RightTile::offset(16 * k, 8 * kWide));
-      ptx::multiply_registers<Element>(reinterpret_cast<float (&)[4][4]>(sums[kWide + 8]), left[k],
-                                       right + RightTile::offset(16 * k, 8 * kWide + 64));
+      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWide]), left[k],
+                                             right + RightTile::offset(16 * k, 8 * kWide), true);
+      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWide + 8]), left[k],
+                                             right + RightTile::offset(16 * k, 8 * kWide + 64), true);
     } else if constexpr (kRest > 0) {
-      ptx::multiply_registers<Element>(reinterpret_cast<float (&)[kRest][4]>(sums[kWide]), left[k],
-                                       right + RightTile::offset(16 * k, 8 * kWide));
+      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWide]), left[k],
+                                             right + RightTile::offset(16 * k, 8 * kWide), true);
     }
   }
 }

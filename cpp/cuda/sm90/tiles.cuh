@@ -1,25 +1,31 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The tile table of the Hopper kernels: 128 query rows, 64 for each of two consumer warpgroups; columns of a stage and
-// stages, with the reason for each. Registers of a consumer thread: 208; shared memory of a block: 227 KB.
+// stages, with the reason for each. Registers of a consumer thread: about 200; shared memory of a block: 227 KB.
 #pragma once
 
 namespace fdm::cuda::sm90 {
 
-struct KeyTileChoice {
-  int columns, stages;
+struct ForwardTileChoice {
+  int columns, k_stages, v_stages;
 };
 
 // Accumulators take head_dim / 2 + columns / 2 registers of a thread, probabilities columns / 4. Wide products read less
-// shared memory for each operation.
-constexpr KeyTileChoice forward_tile(int head_dim) {
-  return head_dim <= 128 ? KeyTileChoice{128, 2} : KeyTileChoice{64, 2};
+// shared memory for each operation. K of a block is needed long before its V, so where there is room, it has a stage more.
+constexpr ForwardTileChoice forward_tile(int head_dim) {
+  if (head_dim <= 128) return {128, 3, 2};
+  return head_dim <= 192 ? ForwardTileChoice{64, 3, 2} : ForwardTileChoice{64, 2, 2};
 }
 
-// Accumulators take head_dim / 2 + columns registers, dS columns / 4; Q and dO stay in shared memory beside the stages.
-constexpr KeyTileChoice dq_tile(int head_dim) {
-  if (head_dim <= 128) return {64, 4};
-  return head_dim <= 192 ? KeyTileChoice{64, 2} : KeyTileChoice{64, 1};
-}
+struct DqTileChoice {
+  int columns, stages;
+};
+
+// K of a block is needed until the next block's scores are started, so of two stages at least, for which there must be
+// room beside Q and dO: larger head dimensions are left to the mma.sync kernels.
+constexpr int kMostDqHeadDim = 192;
+
+// Accumulators take head_dim / 2 + columns registers, dS columns / 4.
+constexpr DqTileChoice dq_tile(int head_dim) { return head_dim <= 128 ? DqTileChoice{64, 4} : DqTileChoice{64, 2}; }
 
 // The gradients of keys and values: 128 keys, 64 for each consumer warpgroup; rows of a stage and stages. Accumulators of
 // both gradients take head_dim registers of a thread, scores and their gradients `rows`: larger head dimensions are left
