@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +100,29 @@ def test_results_in_the_readme_are_those_of_the_benchmark() -> None:
             )
     readme = (ROOT / "README.md").read_text()
     assert [row for row in expected if row not in readme] == []
+
+
+def test_gpu_results_in_the_readme_are_those_of_the_benchmark() -> None:
+    records = json.loads((ROOT / "benchmarks" / "h200.json").read_text())["records"]
+    seconds = {(r["case"], r["contestant"], r["quantity"]): r["value"] for r in records}
+    readme = (ROOT / "README.md").read_text()
+    for quantity in ("forward", "backward", "forward_backward"):
+        cells = (
+            f"{seconds['heads32-8k', contestant, quantity] * 1e3:.2f} ms"
+            for contestant in ("intervals", "dense_cudnn", "dense_flash", "sdpa")
+        )
+        assert f"| {' | '.join(cells)} |" in readme
+    assert f"takes {seconds['decode-64k', 'key_mask', 'forward'] * 1e3:.3f} ms" in readme
+
+
+def test_page_of_benchmarks_shows_the_recorded_results() -> None:
+    results = ROOT / "benchmarks" / "h200.json"
+    command = [sys.executable, "-m", "flash_dmattn.bench", "show", str(results)]
+    shown = subprocess.run(
+        [*command, "--markdown", "--bars"], capture_output=True, text=True, check=True
+    ).stdout
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"<!-- h200 -->\n{shown.strip()}\n<!-- end h200 -->" in page
 
 
 # --- troubleshooting and the other pages for maintainers

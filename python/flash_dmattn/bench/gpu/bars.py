@@ -13,7 +13,6 @@ from .records import Record, values
 from .tables import Table
 from .workloads import WORKLOADS
 
-SOURCE = "issue 3, Bars"
 Key = tuple[str, str, str]
 _FIRST, _SECOND, _THIRD = "heads32-8k", "heads16-16k", "heads2-32k"
 
@@ -148,4 +147,4 @@ def bars_table(found: Iterable[Verdict]) -> Table:
         seen = "-" if verdict.seen is None else f"{verdict.seen:.3f} {bar.unit}"
         outcome = {True: "pass", False: "MISS", None: "not measured"}[verdict.met]
         rows.append((bar.work, bound, seen, verdict.detail, outcome))
-    return Table(f"Bars ({SOURCE})", ("work", "bar", "seen", "ours, reference", ""), tuple(rows))
+    return Table("What the kernels are held to", ("work", "bar", "seen", "ours, reference", ""), tuple(rows))
