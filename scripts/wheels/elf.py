@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elftools.elf.constants import P_FLAGS
 from elftools.elf.dynamic import DynamicSection
@@ -51,8 +52,9 @@ def read_library(path: Path) -> Library:
     """Read a shared library."""
     with path.open("rb") as file:
         elf = ELFFile(file)
-        dynamic = [tag for s in elf.iter_sections() if isinstance(s, DynamicSection)
-                   for tag in s.iter_tags()]  # fmt: skip
+        # Any: what a tag has besides its entry follows from its kind, which its type does not tell.
+        dynamic: list[Any] = [tag for s in elf.iter_sections() if isinstance(s, DynamicSection)
+                              for tag in s.iter_tags()]  # fmt: skip
         flags = {tag.entry.d_tag: int(tag.entry.d_val) for tag in dynamic}
         paths = [tag.rpath for tag in dynamic if tag.entry.d_tag == "DT_RPATH"]
         paths += [tag.runpath for tag in dynamic if tag.entry.d_tag == "DT_RUNPATH"]

@@ -147,4 +147,6 @@ def bars_table(found: Iterable[Verdict]) -> Table:
         seen = "-" if verdict.seen is None else f"{verdict.seen:.3f} {bar.unit}"
         outcome = {True: "pass", False: "MISS", None: "not measured"}[verdict.met]
         rows.append((bar.work, bound, seen, verdict.detail, outcome))
-    return Table("What the kernels are held to", ("work", "bar", "seen", "ours, reference", ""), tuple(rows))
+    return Table(
+        "What the kernels are held to", ("work", "bar", "seen", "ours, reference", ""), tuple(rows)
+    )
