@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +18,9 @@ from wheels.targets import Table
 from wheels.wheel_file import Wheel
 
 from .small_wheel import SmallWheel, compiler, good_wheel
+
+# The environment of the tests need not be active: its cmake and ninja come before older ones.
+os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
 
 Judge: TypeAlias = Callable[..., Result]
 
