@@ -40,7 +40,7 @@ static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limi
                         limits.max_head_dim);
   if (p->q.dtype < 0 || p->q.dtype > 31 || !(limits.dtypes >> p->q.dtype & 1u))
     return message.fail(FDM_UNSUPPORTED, "dtype %d of q is not supported", p->q.dtype);
-  if (p->kv_heads < 1 || p->heads % p->kv_heads != 0)
+  if (p->kv_heads < 1 || p->heads < 1 || p->heads % p->kv_heads != 0)
     return message.fail(FDM_INVALID_ARGUMENT, "%lld query heads are not a multiple of %lld key/value heads",
                         static_cast<long long>(p->heads), static_cast<long long>(p->kv_heads));
   if (p->heads > INT32_MAX)

@@ -110,6 +110,25 @@ def test_intervals_equal_their_boolean_mask(heads: int, causal: bool, target: Ta
             )
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_bounds_as_far_out_as_integers_go(heads: int, target: Target) -> None:
+    """Distances to them from rows far down do not fit int32."""
+    least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    generator = torch.Generator().manual_seed(heads)
+    start = torch.randint(-5, 300, (2, heads, 90), generator=generator, dtype=torch.int32)
+    end = torch.randint(-5, 300, (2, heads, 90), generator=generator, dtype=torch.int32)
+    start[..., ::3], end[..., 1::4], end[..., 2::5] = least, most, least
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, queries=290, keys=90)
+        problem.bias = randn(2, 4, 1, 90, dtype=dtype)
+        dout = randn(*problem.query.shape, dtype=dtype)
+        problem.mask = IntervalMask(start, end)
+        got = problem.results(target, dout=dout)
+        problem.mask = IntervalMask(start.clamp(0, 290), end.clamp(0, 290))
+        for name, value in problem.results(target, dout=dout).items():
+            assert torch.equal(got[name], value), name
+
+
 @pytest.mark.parametrize(
     "one, other, message",
     [

@@ -339,3 +339,19 @@ def test_probabilities(target: Target) -> None:
         torch.testing.assert_close(out[rows].cpu().float(), want, atol=2e-2, rtol=2e-2)
         assert not probabilities[index, :, queries:].any()
         assert not probabilities[index, :, :, keys:].any()
+
+
+def test_no_rows_where_there_might_be_some(target: Target) -> None:
+    """max_seqlen_q is an upper bound: nobody need know on the host that there is no row at all."""
+    for dtype in target.dtypes:
+        query, key, value, bias = (
+            torch.randn(shape, dtype=dtype, device=target.device).requires_grad_()
+            for shape in ((0, 4, 16), (5, 2, 16), (5, 2, 16), (2, 1, 5))
+        )
+        cu_seqlens = (torch.tensor([0, n], dtype=torch.int32, device=target.device) for n in (0, 5))
+        out = flash_dmattn_varlen_func(
+            query, key, value, *cu_seqlens, 1, 5, attn_bias=bias, backend=target.backend
+        )
+        gradients = torch.autograd.grad(out.sum(), (query, key, value, bias))
+        assert gradients[0].shape == query.shape
+        assert not any(gradient.any() for gradient in gradients[1:])

@@ -81,6 +81,7 @@ template <class Element> cudaError_t launch(const BackwardParams &params, int64_
 cudaError_t launch_row_statistics(const BackwardParams &params, cudaStream_t stream) {
   const fdm_problem &p = params.p;
   const int64_t blocks = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
+  if (blocks == 0) return cudaSuccess; // packed sequences without any row
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   return p.q.dtype == FDM_FLOAT16 ? launch<__half>(params, blocks, stream)
                                   : launch<__nv_bfloat16>(params, blocks, stream);

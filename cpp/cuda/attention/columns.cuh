@@ -72,7 +72,7 @@ __device__ __forceinline__ RowWord column_word(const TileColumns &t, int32_t c, 
   }
   if (t.words) return planned;
   int from = 0, past = kTileRows;
-  if (t.start) from = max(from, start - t.first_row), past = min(past, end - t.first_row);
+  if (t.start) from = max(from, max(start, 0) - t.first_row), past = min(past, max(end, 0) - t.first_row);
   if (t.causal) from = max(from, key - t.causal_off - t.first_row);
 #pragma unroll
   for (int part = 0; part < kTileRows / 32; ++part) {
