@@ -6,6 +6,8 @@
 // loads their rows of Q and dO. While one consumer makes P' and dS', the other's products keep the tensor cores busy.
 #pragma once
 
+#include <type_traits>
+
 #include "../attention/key_gradients.cuh"
 #include "products.cuh"
 #include "roles.cuh"
@@ -233,7 +235,8 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel(const __grid_c
   if (int(blockIdx.x) >= *params.keys.item_count) return;
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  using Registers = RoleRegisters<224, 56>;
+  // Of what the accumulators leave, the producers take what their pointers need.
+  using Registers = std::conditional_t<Config::kHeadDim <= 96, RoleRegisters<200, 104>, RoleRegisters<224, 56>>;
   if (Roles::is_producer()) {
     Registers::produce();
     DkdvProducer<Config>(params, shared).run(params.keys.items[blockIdx.x]);
