@@ -78,7 +78,8 @@ def test_results_do_not_depend_on_what_buffers_hold(
     got = call.results(deterministic=True)
     # Otherwise the poison has gone elsewhere.
     assert all(poisoned.holds(got[name]) for name in got if name != "dbias")
-    assert len(poisoned.blocks) > len(got), "no plan and no workspace among them"
+    # Without mask and gradients, as paged keys are here, nothing but out and lse is written.
+    assert kind == "paged" or len(poisoned.blocks) > len(got), "no plan and no workspace among them"
     assert_same_bits(got, want)
     assert poisoned.guards_are_whole(), "bytes beside a buffer have been written"
 
@@ -97,9 +98,9 @@ def test_selections_do_not_depend_on_what_buffers_hold(
     queries, keys = draw.size(1, 70), draw.size(1, 3000)
     bias = draw.randn(2, 3, queries if rows else 1, keys).to(pack_target.device)
     arguments = (bias, draw.size(0, 600), causal)
-    want = dynamic_mask(*arguments, query_length=queries)
+    want = dynamic_mask(*arguments, query_length=queries, key_length=keys)
     monkeypatch.setattr(pack, "torch", poisoned)
-    got = dynamic_mask(*arguments, query_length=queries)
+    got = dynamic_mask(*arguments, query_length=queries, key_length=keys)
     results = [got] if isinstance(got, Tensor) else [got.start, got.end]
     assert all(poisoned.holds(result) for result in results)
     assert torch.equal(*(m if isinstance(m, Tensor) else m.to_bool(queries) for m in (got, want)))

@@ -87,7 +87,7 @@ cudaError_t clear_gradients(const BackwardParams &params, bool rows, bool keys, 
                  [&] { return clear(keys, params.a.dv); }, [&] { return clear(bias, params.a.dbias); });
 }
 
-cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream) {
+cudaError_t prepare_keys(const BackwardParams &params, cudaStream_t stream) {
   const fdm_problem &p = params.p;
   return run_all(
       [&] {
@@ -96,9 +96,13 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
         return cudaMemsetAsync(params.bias_sums, 0, size_t(rows * list_keys(p)) * sizeof(float), stream);
       },
       [&] { return params.keys.listed ? launch_key_order(params, stream) : cudaSuccess; },
-      [&] { return launch_key_schedule(params, stream); },
+      [&] { return launch_key_schedule(params, stream); });
+}
+
+cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream) {
+  return run_all(
       [&] {
-        return with_kernel_types(p, [&](auto element, auto dim) {
+        return with_kernel_types(params.p, [&](auto element, auto dim) {
           return launch_dkdv<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
         });
       },
@@ -122,7 +126,9 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   params.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
   params.wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
+  params.beside_dq = present(args.dq);
   const bool row_bias = present(args.dbias) && !params.wants_bias_sums;
+  const bool of_keys = present(args.dk) || present(args.dv) || params.wants_bias_sums;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
@@ -134,17 +140,15 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   if (nothing) return cudaSuccess;
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
 
-  return run_all([&] { return launch_row_statistics(params, stream); },
+  return run_all([&] { return of_keys ? prepare_keys(params, stream) : cudaSuccess; },
+                 [&] { return launch_row_statistics(params, of_keys, stream); },
                  [&] {
                    if (!present(args.dq)) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
                      return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
                    });
                  },
-                 [&] {
-                   if (!present(args.dk) && !present(args.dv) && !params.wants_bias_sums) return cudaSuccess;
-                   return run_key_gradients(params, stream);
-                 },
+                 [&] { return of_keys ? run_key_gradients(params, stream) : cudaSuccess; },
                  [&] {
                    if (!row_bias) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {

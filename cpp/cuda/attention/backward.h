@@ -2,10 +2,10 @@
 // The backward pass: what the host hands to its kernels.
 //
 // Nothing is added by two blocks of threads, so equal inputs give equal bits:
-//   1. backward_preprocess.cu  statistics of each row;
+//   1. key_order.cu, key_schedule.cu  blocks of keys that are kept by similar rows, and their division into parts;
+//      backward_preprocess.cu  statistics of each row, at the same time;
 //   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
-//   3. key_order.cu, key_schedule.cu  blocks of keys that are kept by similar rows, and their division into parts;
-//      dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
+//   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
 //      row_bias.cuh            a bias with a row for each query.
@@ -68,6 +68,7 @@ struct BackwardParams {
   float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
   int32_t bias_heads; // of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
+  bool beside_dq; // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // see rows_are_aligned; the first of q, k and v
 };
 
@@ -75,7 +76,8 @@ template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParam
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardParams &params, cudaStream_t stream);
 
-cudaError_t launch_row_statistics(const BackwardParams &params, cudaStream_t stream);
+// `beside_keys`: the schedule of the keys is right ahead, and may still be in the making.
+cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys, cudaStream_t stream);
 cudaError_t launch_key_order(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);

@@ -2,6 +2,7 @@
 // The statistics of each row: lse to base 2 and delta = dO . O - dlse; eight threads for each row of each head.
 #include <cuda_runtime.h>
 
+#include "../ptx/dependent.cuh"
 #include "products.cuh"
 #include "score.cuh"
 
@@ -48,6 +49,7 @@ __device__ float row_total(float sum) {
 
 template <class Element, bool kAligned>
 __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_constant__ BackwardParams params) {
+  ptx::start_dependents();
   const fdm_problem &p = params.p;
   const fdm_tensor &out = params.a.out, &dout = params.a.dout, &lse = params.a.lse, &dlse = params.a.dlse;
   const int64_t rows = total_rows(p), number = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
@@ -64,27 +66,31 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
   float delta = 0.0f;
   if (!empty) delta = dot<Element, kAligned>(at(dout), dout.stride[3], at(out), out.stride[3], int(p.head_dim));
   delta = row_total(delta);
-  if (!exists || threadIdx.x % kLanes != 0) return;
-  if (!empty && present(dlse)) delta -= of_row(dlse);
-  params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
+  if (exists && threadIdx.x % kLanes == 0) {
+    if (!empty && present(dlse)) delta -= of_row(dlse);
+    params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
+  }
+  if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }
 
-template <class Element> cudaError_t launch(const BackwardParams &params, int64_t blocks, cudaStream_t stream) {
+template <class Element>
+cudaError_t launch(const BackwardParams &params, bool beside_keys, int64_t blocks, cudaStream_t stream) {
   const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, params.p.head_dim);
   const auto kernel = aligned ? row_statistics_kernel<Element, true> : row_statistics_kernel<Element, false>;
+  if (beside_keys) return launch_dependent(kernel, unsigned(blocks), kThreads, 0, stream, params);
   kernel<<<unsigned(blocks), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
 } // namespace
 
-cudaError_t launch_row_statistics(const BackwardParams &params, cudaStream_t stream) {
+cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys, cudaStream_t stream) {
   const fdm_problem &p = params.p;
   const int64_t blocks = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
   if (blocks == 0) return cudaSuccess; // packed sequences without any row
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  return p.q.dtype == FDM_FLOAT16 ? launch<__half>(params, blocks, stream)
-                                  : launch<__nv_bfloat16>(params, blocks, stream);
+  return p.q.dtype == FDM_FLOAT16 ? launch<__half>(params, beside_keys, blocks, stream)
+                                  : launch<__nv_bfloat16>(params, beside_keys, blocks, stream);
 }
 
 } // namespace fdm::cuda

@@ -27,20 +27,25 @@ template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &par
 }
 
 // Calls launch(of keys, of values), each std::true_type or std::false_type, once or more, for the wanted gradients.
-template <bool kTogether, class Launch> cudaError_t launch_wanted(const BackwardParams &params, const Launch &launch) {
+// kTogether: a kernel can compute both. kAlone: there are kernels for one of them.
+template <bool kTogether, bool kAlone, class Launch>
+cudaError_t launch_wanted(const BackwardParams &params, const Launch &launch) {
   const bool keys = present(params.a.dk) || params.wants_bias_sums, values = present(params.a.dv);
   constexpr std::true_type yes{};
   constexpr std::false_type no{};
   if constexpr (kTogether)
-    if (keys && values) return launch(yes, yes);
-  const cudaError_t error = keys ? launch(yes, no) : cudaSuccess;
-  return error || !values ? error : launch(no, yes);
+    if (!kAlone || (keys && values)) return launch(yes, yes);
+  if constexpr (kAlone) {
+    const cudaError_t error = keys ? launch(yes, no) : cudaSuccess;
+    return error || !values ? error : launch(no, yes);
+  }
 }
 
 template <class Element, int kHeadDim, bool kGeneral>
 cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
   constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, kHeadDim);
-  return launch_wanted<tile.together>(params, [&](auto of_keys, auto of_values) {
+  // The general kernels are rare, and would be a fifth of the pack.
+  return launch_wanted<tile.together, !(tile.together && kGeneral)>(params, [&](auto of_keys, auto of_values) {
     return launch_dkdv_kernel<
         DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, of_keys, of_values, kGeneral>>(
         params, stream);
@@ -48,16 +53,15 @@ cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t strea
 }
 
 #if FDM_TILE_ARCH == 90
+// Also of one gradient alone: that would not save half of the time, and a kernel for it would not be small.
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
   constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
-  return launch_wanted<true>(params, [&](auto of_keys, auto of_values) {
-    const auto launch = [&](auto of_cap) {
-      using Config = sm90::DkdvConfig<Element, kHeadDim, tile.rows, tile.stages, of_keys, of_values, of_cap>;
-      static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
-      return sm90::launch<sm90::DkdvShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items, stream);
-    };
-    return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
-  });
+  const auto launch = [&](auto has_softcap) {
+    using Config = sm90::DkdvConfig<Element, kHeadDim, tile.rows, tile.stages, has_softcap>;
+    static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
+    return sm90::launch<sm90::DkdvShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items, stream);
+  };
+  return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
 }
 #endif
 

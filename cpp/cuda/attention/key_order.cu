@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "../plan/list_work.cuh"
+#include "../ptx/dependent.cuh"
 #include "key_blocks.cuh"
 
 namespace fdm::cuda {
@@ -33,6 +34,7 @@ template <int kRun> __device__ void bitonic_sort(uint64_t (&values)[kBucketKeys]
 __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ BackwardParams params) {
   __shared__ uint64_t order[kBucketKeys];
   __shared__ int32_t first[kMaxBlocks], past[kMaxBlocks];
+  ptx::start_dependents();
   const fdm_problem &p = params.p;
   const KeyWork &keys = params.keys;
   int64_t bytes;

@@ -7,6 +7,7 @@
 // order of parts of about the same length, and the slot of a block's partial sums, may differ, and change no result.
 #include <cuda_runtime.h>
 
+#include "../ptx/dependent.cuh"
 #include "key_blocks.cuh"
 
 namespace fdm::cuda {
@@ -30,6 +31,8 @@ __device__ Parts divide(int64_t steps, int64_t most) {
 __global__ void __launch_bounds__(kThreads) schedule_keys(const __grid_constant__ BackwardParams params) {
   __shared__ unsigned long long all;
   __shared__ int32_t slots, items[kLengths];
+  ptx::start_dependents();
+  ptx::wait_for_kernel_ahead();
   const int64_t blocks = int64_t(params.keys.blocks) * params.keys.heads;
   const auto count_steps = [&](int64_t block) -> int64_t { // -1: no such block
     if (block >= blocks) return -1;
@@ -92,6 +95,7 @@ __global__ void __launch_bounds__(kThreads) schedule_keys(const __grid_constant_
 } // namespace
 
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream) {
+  if (params.keys.listed) return launch_dependent(schedule_keys, 1, kThreads, 0, stream, params); // after the order
   schedule_keys<<<1, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }

@@ -3,6 +3,7 @@
 // the bias gradient.
 #include <cuda_runtime.h>
 
+#include "../ptx/dependent.cuh"
 #include "key_blocks.cuh"
 #include "products.cuh"
 
@@ -36,6 +37,7 @@ template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const 
 
 __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ BackwardParams params) {
   const KeyWork &keys = params.keys;
+  ptx::wait_for_kernel_ahead();
   if (int(blockIdx.x) >= *keys.item_count) return;
   const KeyItem item = keys.items[blockIdx.x];
   if (item.parts == 1 || item.part != 0) return;
@@ -71,8 +73,7 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ Ba
 } // namespace
 
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream) {
-  sum_parts<<<dim3(unsigned(params.keys.max_items), kDivisions), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_dependent(sum_parts, dim3(unsigned(params.keys.max_items), kDivisions), kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

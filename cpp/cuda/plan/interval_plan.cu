@@ -13,7 +13,7 @@ namespace {
 
 // Of the compaction. A list of one chunk needs no count of what comes before it.
 constexpr int kChunkThreads = 1024, kChunkItems = 8, kChunkKeys = kChunkThreads * kChunkItems;
-constexpr int kTileThreads = 256, kTileItems = 8, kTileStep = kTileThreads * kTileItems;
+constexpr int kTileThreads = 512, kTileItems = 8, kTileStep = kTileThreads * kTileItems;
 
 struct KeyRows {
   int32_t start, end;
@@ -162,6 +162,7 @@ __global__ void __launch_bounds__(kTileThreads)
   __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
   const ListWork work = list_work(p, plan, tiles);
   const int64_t first_row = work.part * kTileRows;
+  ptx::start_dependents();
   ptx::wait_for_kernel_ahead();
   if (first_row >= work.s.q_count) return;
   const int32_t first = static_cast<int32_t>(first_row);
@@ -215,13 +216,13 @@ cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace
   const bool only_tile = tiles == 1;
   if (chunks > 1) {
     count_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
-    if (const cudaError_t error = launch_dependent(compact_kept_keys, blocks(chunks), kChunkThreads, stream, p, plan,
+    if (const cudaError_t error = launch_dependent(compact_kept_keys, blocks(chunks), kChunkThreads, 0, stream, p, plan,
                                                    counts, chunks, only_tile))
       return error;
   } else {
     compact_kept_keys<<<blocks(1), kChunkThreads, 0, stream>>>(p, plan, counts, 1, only_tile);
   }
-  if (tiles > 1) return launch_dependent(list_tile_columns, blocks(tiles), kTileThreads, stream, p, plan, tiles);
+  if (tiles > 1) return launch_dependent(list_tile_columns, blocks(tiles), kTileThreads, 0, stream, p, plan, tiles);
   return cudaGetLastError();
 }
 

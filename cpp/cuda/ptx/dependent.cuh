@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Kernels that are launched before the one ahead of them has ended (PTX ISA, griddepcontrol; sm_90 and later).
 //
-// Before that arch these do nothing, and launch_dependent makes an ordinary launch.
+// Before that arch these do nothing, and launch_dependent makes an ordinary launch. After an ordinary launch they do
+// nothing either.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +16,8 @@ __device__ __forceinline__ void start_dependents() {
 #endif
 }
 
-// Waits until the kernel ahead has ended and what it wrote can be read. Every thread must call this before it ends, so
-// that the end of a kernel is also that of all kernels ahead of it.
+// Waits until the kernel ahead has ended and what it wrote can be read. In every kernel that is launched by
+// launch_dependent at least one thread must call this, so that the end of a kernel is also that of all ahead of it.
 __device__ __forceinline__ void wait_for_kernel_ahead() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
@@ -27,16 +28,17 @@ __device__ __forceinline__ void wait_for_kernel_ahead() {
 
 namespace fdm::cuda {
 
-// Launches a kernel that calls wait_for_kernel_ahead. What is ahead of it on the stream must be a kernel of the same
-// call: memory that was written before that one may then be read without waiting.
+// Launches a kernel that calls wait_for_kernel_ahead. What it reads before, or without, that must have been there when
+// the last kernel ahead of it that was launched the ordinary way started.
 template <class... Parameters>
-cudaError_t launch_dependent(void (*kernel)(Parameters...), unsigned blocks, int threads, cudaStream_t stream,
-                             const Parameters &...parameters) {
+cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes,
+                             cudaStream_t stream, const Parameters &...parameters) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(unsigned(threads)), config.stream = stream;
+  config.gridDim = blocks, config.blockDim = dim3(unsigned(threads)), config.stream = stream;
+  config.dynamicSmemBytes = size_t(shared_bytes);
   config.attrs = &early, config.numAttrs = FDM_ARCH >= 90 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, parameters...);
 }

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../attention/key_gradients.cuh"
+#include "../ptx/dependent.cuh"
 #include "products.cuh"
 #include "roles.cuh"
 
@@ -20,19 +21,16 @@ struct Producers {
   __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
 };
 
-// kKeyGradient: dk and the bias gradient; kValueGradient: dv. kCap: with a softcap.
-template <class ElementType, int kHeadDimension, int kRowCount, int kStageCount, bool kKeyGradients,
-          bool kValueGradients, bool kHasCap>
-struct DkdvConfig {
+template <class ElementType, int kHeadDimension, int kRowCount, int kStageCount, bool kHasSoftcap> struct DkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = 128, kRows = kRowCount, kStages = kStageCount;
-  static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients, kCap = kHasCap;
+  static constexpr bool kSoftcap = kHasSoftcap;
   static_assert(kKeys == 64 * Roles::kConsumerGroups && kKeys == Roles::kProducerThreads);
   using KeyTile = PanelTile<kHeadDim, kKeys>;
   using RowTile = PanelTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
   using Keys = KeyBlock<kKeys, Producers, kStages + 2>;
-  using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, kKeyGradient, kValueGradient, false, Keys>;
+  using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, true, true, false, Keys>;
 };
 
 // A tile of rows while it passes.
@@ -140,7 +138,7 @@ template <class Config> struct DkdvProducer {
   }
 
   __device__ void run(const KeyItem &item) {
-    keys.start(item, Config::kKeyGradient);
+    keys.start(item, true);
     load_keys();
     KeyStep step = keys.first_step(kRows);
     LaneRow of_step = find_row(step);
@@ -181,8 +179,7 @@ template <class Config> struct DkdvConsumer {
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage) const {
     ptx::fence_products();
     start_rows<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_tile, row_tile(shared.q[stage]), false);
-    if constexpr (Config::kKeyGradient)
-      start_rows<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_tile, row_tile(shared.dout[stage]), false);
+    start_rows<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_tile, row_tile(shared.dout[stage]), false);
     ptx::commit_products();
   }
 
@@ -204,10 +201,10 @@ template <class Config> struct DkdvConsumer {
     start_scores(scores, gradients, number);
     ptx::wait_products<0>();
     ptx::hold(scores[0]);
-    if constexpr (Config::kKeyGradient) ptx::hold(gradients[0]);
-    sums.template make<Config::kCap>(stage, careful[0] || careful[1] || careful[2] || careful[3], scores, gradients);
-    if constexpr (Config::kValueGradient) start_sum(sums.dv[0], scores, shared.dout[number]);
-    if constexpr (Config::kKeyGradient) start_sum(sums.dk[0], gradients, shared.q[number]);
+    ptx::hold(gradients[0]);
+    sums.template make<Config::kSoftcap>(stage, careful[0] || careful[1] || careful[2] || careful[3], scores, gradients);
+    start_sum(sums.dv[0], scores, shared.dout[number]);
+    start_sum(sums.dk[0], gradients, shared.q[number]);
     ptx::wait_products<0>();
     ptx::hold(sums.dv[0]), ptx::hold(sums.dk[0]);
   }
@@ -228,11 +225,9 @@ template <class Config> struct DkdvConsumer {
   }
 };
 
-template <class Config>
-__global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel(const __grid_constant__ BackwardParams params) {
+template <class Config> __device__ void run_item(const BackwardParams &params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DkdvShared<Config> *>(dynamic_shared);
-  if (int(blockIdx.x) >= *params.keys.item_count) return;
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   // Of what the accumulators leave, the producers take what their pointers need.
@@ -244,6 +239,14 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel(const __grid_c
     Registers::consume();
     DkdvConsumer<Config>(params, shared).run();
   }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel(const __grid_constant__ BackwardParams params) {
+  // When dq started, all that is read here was there: blocks may start while others are still at dq.
+  if (!params.beside_dq) ptx::wait_for_kernel_ahead();
+  if (int(blockIdx.x) < *params.keys.item_count) run_item<Config>(params);
+  if (params.beside_dq && blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }
 
 } // namespace fdm::cuda::sm90

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../attention/dq_rows.cuh"
+#include "../ptx/dependent.cuh"
 #include "key_stages.cuh"
 #include "products.cuh"
 #include "tasks.cuh"
@@ -184,6 +185,8 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel(const __grid_con
     shared.stages.init();
     shared.tasks.init();
   }
+  ptx::wait_for_kernel_ahead();
+  ptx::start_dependents(); // dkdv takes the multiprocessors that have no more tiles
   __syncthreads();
   using Registers = RoleRegisters<208, 88>;
   if (Roles::is_producer()) {

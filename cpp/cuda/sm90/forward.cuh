@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../attention/forward_rows.cuh"
+#include "../ptx/dependent.cuh"
 #include "key_stages.cuh"
 #include "products.cuh"
 #include "tasks.cuh"
@@ -158,6 +159,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) forward_kernel(const __gri
     shared.stages.init();
     shared.tasks.init();
   }
+  ptx::wait_for_kernel_ahead();
   __syncthreads();
   using Registers = RoleRegisters<208, 88>;
   if (Roles::is_producer()) {
