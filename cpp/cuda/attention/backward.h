@@ -68,7 +68,7 @@ struct BackwardParams {
   float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
   int32_t bias_heads; // of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
-  bool beside_dq; // the key-stationary kernel is right behind dq
+  bool beside_dq;             // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // see rows_are_aligned; the first of q, k and v
 };
 

@@ -52,7 +52,7 @@ template <class Config> struct DkdvShared {
     ptx::init_barrier(keys_full, 2 * Roles::kProducerThreads);
     for (int stage = 0; stage < Config::kStages; ++stage) {
       ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
-      ptx::init_barrier(empty[stage], Roles::kConsumerWarps);
+      ptx::init_barrier(empty[stage], Roles::kReleases);
     }
   }
 };
@@ -202,7 +202,8 @@ template <class Config> struct DkdvConsumer {
     ptx::wait_products<0>();
     ptx::hold(scores[0]);
     ptx::hold(gradients[0]);
-    sums.template make<Config::kSoftcap>(stage, careful[0] || careful[1] || careful[2] || careful[3], scores, gradients);
+    sums.template make<Config::kSoftcap>(stage, careful[0] || careful[1] || careful[2] || careful[3], scores,
+                                         gradients);
     start_sum(sums.dv[0], scores, shared.dout[number]);
     start_sum(sums.dk[0], gradients, shared.q[number]);
     ptx::wait_products<0>();

@@ -34,11 +34,11 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   __device__ void init() {
     for (int stage = 0; stage < kKStages; ++stage) {
       ptx::init_barrier(k_full[stage], 2 * Roles::kProducerThreads); // the copies, and the facts
-      ptx::init_barrier(k_empty[stage], Roles::kConsumerWarps);
+      ptx::init_barrier(k_empty[stage], Roles::kReleases);
     }
     for (int stage = 0; stage < kVStages; ++stage) {
       ptx::init_barrier(v_full[stage], Roles::kProducerThreads);
-      ptx::init_barrier(v_empty[stage], Roles::kConsumerWarps);
+      ptx::init_barrier(v_empty[stage], Roles::kReleases);
     }
   }
 };

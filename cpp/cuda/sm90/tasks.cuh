@@ -19,7 +19,7 @@ template <class Task> struct TaskRing {
   // By one thread.
   __device__ void init() {
     ptx::init_barrier(full, 2 * Roles::kProducerThreads); // the copies, and ordinary stores
-    ptx::init_barrier(empty, Roles::kConsumerWarps);
+    ptx::init_barrier(empty, Roles::kReleases);
   }
 };
 
