@@ -96,13 +96,15 @@ def _dispatcher_is_idle(tensors: tuple[Any, ...]) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        kind = type(tensor)
-        if kind is not Tensor and kind is not torch.nn.Parameter:
+        if type(tensor) not in _PLAIN_TYPES:
             return False
         # A meta tensor has no data to compute on; the fake kernels give its results.
         if tensor.is_meta or tensor.is_neg() or is_batched(tensor):
             return False
     return True
+
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 def _is_transformed() -> bool:

@@ -148,9 +148,10 @@ class PackBackend:
         return keep
 
     def _problem(self, inputs: AttentionInputs) -> _core.Problem:
-        query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, block_table = (
-            None if tensor is None else exchanged(tensor) for tensor in inputs[:10]
-        )
+        tensors: tuple[Any, ...] = inputs[:10]
+        if not _CORE_READS_TENSORS:
+            tensors = tuple(map(exchanged, tensors))
+        query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, block_table = tensors
         return _core.Problem(
             self.pack,
             query,
@@ -211,11 +212,7 @@ _raw_stream: Callable[[int], int] = getattr(
 
 def exchanged(tensor: Tensor | None) -> Any:
     """Return what the core reads: the tensor, or on an older torch what describes its memory."""
-    if tensor is None:
-        return None
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if _CORE_READS_TENSORS:
+    if tensor is None or _CORE_READS_TENSORS:
         return tensor
     return (
         tensor.data_ptr(),
