@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_dmattn import DynamicMaskAttention
-from small_lm import DEVICE, LanguageModel, load_text, make_parser, random_pieces
+from small_lm import DEVICE, Block, LanguageModel, load_text, make_parser, random_pieces
 
 HEADS, KV_HEADS = 4, 2
 
@@ -42,10 +42,11 @@ class SdpaAttention(nn.Module):
         return projected
 
 
-def converted(model: LanguageModel, width: int) -> LanguageModel:
-    """Return a copy with DynamicMaskAttention, without a window and with biases of 0."""
-    model = copy.deepcopy(model)
+def convert(model: LanguageModel, width: int) -> tuple[LanguageModel, list[DynamicMaskAttention]]:
+    """Return a copy and its new attention layers, without a window and with biases of 0."""
+    model, layers = copy.deepcopy(model), []
     for block in model.blocks:
+        assert isinstance(block, Block)
         # What the old layer does not have is left out: norms of query and key, and the rotation.
         layer = DynamicMaskAttention(
             width, HEADS, KV_HEADS, window_size=None, qk_norm=False, rotary_base=None
@@ -54,13 +55,14 @@ def converted(model: LanguageModel, width: int) -> LanguageModel:
         assert (sorted(missing), unexpected) == (["A", "dt_proj.weight"], [])
         nn.init.zeros_(layer.A)  # bias = A * softplus(...) = 0: nothing changes yet
         block.attention = layer
-    return model
+        layers.append(layer)
+    return model, layers
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=60, help="training steps of each stage")
-    parser.add_argument("--context", type=int, default=256, help="bytes in a sequence")
+    parser.add_argument("--steps", type=int, default=40, help="training steps of each stage")
+    parser.add_argument("--context", type=int, default=192, help="bytes in a sequence")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     text, held_out = load_text()
@@ -70,7 +72,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         for _ in range(options.steps):
             optimizer.zero_grad()
-            model.loss(*random_pieces(text, 8, options.context)).backward()
+            model.loss(*random_pieces(text, 4, options.context)).backward()
             optimizer.step()
 
     def report(title: str, model: LanguageModel) -> float:
@@ -83,7 +85,7 @@ def main() -> None:
     sdpa = LanguageModel(attentions, options.width).to(DEVICE)
     train(sdpa)
     before = report("SDPA", sdpa)
-    dma = converted(sdpa, options.width)
+    dma, layers = convert(sdpa, options.width)
     after = report("converted: no bias yet, no window", dma)
     largest = largest_difference(sdpa, dma, test)
     print(f"Gradients differ by {largest:.1e} of their norm at most")
@@ -94,9 +96,9 @@ def main() -> None:
     train(dma)
     learned = report("trained on, the bias learns too", dma)
     assert learned < after
-    assert all(block.attention.A.abs().max() > 0 for block in dma.blocks)
-    for block in dma.blocks:
-        block.attention.window_size = options.window
+    assert all(layer.A.abs().max() > 0 for layer in layers)
+    for layer in layers:
+        layer.window_size = options.window
     cut = report(f"a window of {options.window} of {options.context} keys", dma)
     train(dma)
     tuned = report("the same, trained on", dma)
@@ -113,7 +115,7 @@ def largest_difference(
     for model in (one, other):
         parameters = dict(model.named_parameters())
         found.append(torch.autograd.grad(model.loss(*batch), [parameters[n] for n in names]))
-    return max(((b - a).norm() / a.norm()).item() for a, b in zip(*found, strict=True))
+    return max(float((b - a).norm() / a.norm()) for a, b in zip(*found, strict=True))
 
 
 if __name__ == "__main__":

@@ -51,12 +51,13 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, caches: list[AttentionCache] | None = None, **options: Any
     ) -> Tensor:
-        """Return logits of integers (B, N), or of packed (total,) with cu_seqlens in ``options``."""
+        """Return logits of integers (B, N), or of packed (total,) with cu_seqlens given."""
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
             cached = {} if caches is None else {"cache": caches[index]}
             x = block(x, **cached, **options)
-        return self.norm(x) @ self.embedding.weight.T
+        logits: Tensor = self.norm(x) @ self.embedding.weight.T
+        return logits
 
     def loss(self, tokens: Tensor, targets: Tensor, **options: Any) -> Tensor:
         """Return the mean cross entropy in nats per byte; targets of -100 do not count."""

@@ -9,26 +9,33 @@ from __future__ import annotations
 
 import torch
 
-from small_lm import DEVICE, LanguageModel, entropy, load_text, make_model, make_parser
-from small_lm import random_pieces as pieces
+from small_lm import (
+    DEVICE,
+    LanguageModel,
+    entropy,
+    load_text,
+    make_model,
+    make_parser,
+    random_pieces,
+)
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=120, help="training steps")
+    parser.add_argument("--steps", type=int, default=80, help="training steps")
     parser.add_argument("--context", type=int, default=256, help="bytes in a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a batch")
+    parser.add_argument("--batch", type=int, default=4, help="sequences in a batch")
     options = parser.parse_args()
 
     text, held_out = load_text()
     model = make_model(options)
     before = {name: weights.detach().clone() for name, weights in model.named_parameters()}
-    test = pieces(held_out, 16, options.context)
+    test = random_pieces(held_out, 16, options.context)
     print(f"Each of {options.context} queries keeps {options.window} keys at most, on {DEVICE}")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(options.steps):
-        loss = model.loss(*pieces(text, options.batch, options.context))
+        loss = model.loss(*random_pieces(text, options.batch, options.context))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

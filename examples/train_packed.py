@@ -17,7 +17,7 @@ NO_TARGET = -100  # of a document's last byte, and of padding
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=60, help="training steps")
+    parser.add_argument("--steps", type=int, default=40, help="training steps")
     parser.add_argument("--documents", type=int, default=12, help="documents in a batch")
     parser.add_argument("--longest", type=int, default=512, help="bytes of the longest document")
     options = parser.parse_args()
@@ -57,7 +57,7 @@ def random_documents(text: Tensor, count: int, longest: int) -> list[Tensor]:
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def pack(documents: list[Tensor], longest: int) -> tuple[Tensor, Tensor, dict[str, Tensor | int]]:
+def pack(documents: list[Tensor], longest: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return packed bytes, what follows each, and what the attention layers must know."""
     ends = torch.tensor([0, *map(len, documents)]).cumsum(0)
     targets = [torch.cat([d[1:], d.new_tensor([NO_TARGET])]) for d in documents]
