@@ -7,6 +7,8 @@ that such a batch would have been mostly padding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
