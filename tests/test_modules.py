@@ -120,8 +120,8 @@ def test_positions_can_be_given(target: Target) -> None:
     for positions in (counted, counted.expand(2, 11).int()):
         assert torch.equal(module(x, position_ids=positions), module(x))
     # Only differences of positions matter: a rotation of query and key by the same angle is none.
-    torch.testing.assert_close(module(x, position_ids=counted + 3), module(x), atol=2e-2, rtol=2e-2)
-    assert not torch.allclose(module(x, position_ids=3 * counted), module(x), atol=2e-2)
+    torch.testing.assert_close(module(x, position_ids=counted + 3), module(x), atol=5e-2, rtol=5e-2)
+    assert not torch.allclose(module(x, position_ids=3 * counted), module(x), atol=5e-2)
 
 
 def test_only_the_bias_decides_what_is_kept(target: Target) -> None:

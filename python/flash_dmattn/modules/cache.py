@@ -87,6 +87,9 @@ class AttentionCache:
             )
         if not self._buffers or length > self.capacity:
             self._grow(tokens, length)
+        elif self._buffers["key"].is_inference() and not torch.is_inference_mode_enabled():
+            # Tensors made in inference mode cannot be written to outside of it; copies can.
+            self._buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
         for name, added in tokens.items():
             self._part(name, self.length, length).copy_(added)
         self.length = length
