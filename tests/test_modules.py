@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import DynamicMaskAttention, IntervalMask
+from flash_dmattn.modules.rotary import packed_positions
 from plain_module import EMBED, make_input, make_module, module_results, plain_results
 from support import Target, assert_accurate, rand_bool, randn
 
@@ -174,6 +175,12 @@ def test_packed_masks_and_positions(target: Target) -> None:
     for begin, end in itertools.pairwise(bounds):
         alone = module(packed[None, begin:end], keep[None, begin:end])[0]
         torch.testing.assert_close(out[begin:end], alone, atol=1e-2, rtol=1e-2)
+
+
+def test_packed_positions_start_anew_in_each_sequence() -> None:
+    """The rotation would hide others but for rounding: it depends on differences only."""
+    cu_seqlens = torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32)
+    assert packed_positions(cu_seqlens, 6).tolist() == [0, 1, 0, 1, 2, 0]
 
 
 def test_packed_batch_without_sequences(target: Target) -> None:
