@@ -21,7 +21,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A path from the root of the repository, not a part of an address or of a longer path.
-MENTION = re.compile(r"(?<![\w./-])((?:\.ci|cmake|cpp|docs|python|scripts|tests)/[\w./-]*)")
+MENTION = re.compile(
+    r"(?<![\w./-])((?:\.ci|cmake|cpp|docs|examples|python|scripts|tests)/[\w./-]*)"
+)
 
 
 class Block(NamedTuple):

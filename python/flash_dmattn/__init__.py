@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         get_available_backends,
     )
     from .masks import IntervalMask
+    from .modules import AttentionCache, DynamicMaskAttention
     from .plan import AttentionPlan, make_plan
     from .reference import attention_reference
     from .selection import dynamic_mask
@@ -36,7 +37,9 @@ __all__ = [
     "CUDA_AVAILABLE",
     "FLEX_AVAILABLE",
     "TRITON_AVAILABLE",
+    "AttentionCache",
     "AttentionPlan",
+    "DynamicMaskAttention",
     "IntervalMask",
     "__version__",
     "attention_reference",
@@ -51,7 +54,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AttentionCache": "modules",
     "AttentionPlan": "plan",
+    "DynamicMaskAttention": "modules",
     "IntervalMask": "masks",
     "attention_reference": "reference",
     "dynamic_mask": "selection",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A small decoder in the style of the Doge family, whose attention bias is learned from values."""
+"""A small decoder in the style of the Doge family, around the package's own attention layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, silu, softplus
+from torch.nn.functional import cross_entropy, silu
 
-from .attention import Attention
+from flash_dmattn import DynamicMaskAttention
 
 
 @dataclass(frozen=True)
@@ -41,43 +41,11 @@ class RMSNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
-def rotate(x: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
-    """Rotary position embedding of a (B,N,heads,D) tensor, half against half."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(x.shape[1], device=x.device)[:, None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-
-
-class DynamicMaskAttention(nn.Module):
-    """Grouped-query attention with bias = A * softplus(dt_proj(V)): one per key and kv head."""
-
-    def __init__(self, config: ModelConfig, attend: Attention) -> None:
-        super().__init__()
-        self.config = config
-        self.attend = attend
-        kv_width = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.width, config.width, bias=False)
-        self.k_proj = nn.Linear(config.width, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.width, kv_width, bias=False)
-        self.dt_proj = nn.Linear(kv_width, config.kv_heads, bias=False)
-        self.A = nn.Parameter(torch.ones(config.kv_heads))
-        self.o_proj = nn.Linear(config.width, config.width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        per_head = (*x.shape[:2], -1, self.config.head_dim)
-        value = self.v_proj(x)
-        bias = self.A * softplus(self.dt_proj(value))  # (B,N,Hk)
-        out = self.attend(
-            rotate(self.q_proj(x).view(per_head)),
-            rotate(self.k_proj(x).view(per_head)),
-            value.view(per_head),
-            bias.transpose(1, 2).unsqueeze(2),
-            self.config.window,
-        )
-        return self.o_proj(out.flatten(2))
+def make_attention(
+    config: ModelConfig, attention: type[DynamicMaskAttention]
+) -> DynamicMaskAttention:
+    """Return an attention layer of this model; the bias is learned from the values."""
+    return attention(config.width, config.heads, config.kv_heads, window_size=config.window)
 
 
 class SwiGLU(nn.Module):
@@ -96,10 +64,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added after."""
 
-    def __init__(self, config: ModelConfig, attend: Attention) -> None:
+    def __init__(self, config: ModelConfig, attention: type[DynamicMaskAttention]) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width)
-        self.attention = DynamicMaskAttention(config, attend)
+        self.attention = make_attention(config, attention)
         self.feed_forward_norm = RMSNorm(config.width)
         self.feed_forward = SwiGLU(config.width, config.hidden)
 
@@ -111,10 +79,10 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Predicts the next byte; the input embedding is also the output projection."""
 
-    def __init__(self, config: ModelConfig, attend: Attention) -> None:
+    def __init__(self, config: ModelConfig, attention: type[DynamicMaskAttention]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = RMSNorm(config.width)
         for parameter in self.parameters():
             if parameter.dim() == 2:

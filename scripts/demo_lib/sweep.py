@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flash_dmattn import DynamicMaskAttention
 from flash_dmattn.bench.timing import CpuClock, time_interleaved
 
-from .attention import Attention
-from .model import DynamicMaskAttention, ModelConfig
+from .model import ModelConfig, make_attention
 from .progress import Progress
 
 
 def time_layers(
     config: ModelConfig,
-    attentions: dict[str, Attention],
+    attentions: dict[str, type[DynamicMaskAttention]],
     lengths: dict[str, Sequence[int]],
     repeats: int = 5,
 ) -> dict[str, dict[int, float]]:
@@ -24,7 +24,7 @@ def time_layers(
 
     ``lengths`` says for each attention which lengths it is timed at.
     """
-    layers = {name: DynamicMaskAttention(config, attend) for name, attend in attentions.items()}
+    layers = {name: make_attention(config, kind) for name, kind in attentions.items()}
     first = next(iter(layers.values()))
     for layer in layers.values():
         layer.load_state_dict(first.state_dict())

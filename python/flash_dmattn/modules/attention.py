@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Dynamic mask attention as a layer: projections, a bias learned from the values, and a window."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from ..arguments import index
+from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
+from ..masks import IntervalMask
+from .cache import AttentionCache
+from .rotary import packed_positions, rotary_factors, rotate
+
+__all__ = ["DynamicMaskAttention"]
+
+BIAS_FORMS = ("softplus", "exp")
+
+
+class DynamicMaskAttention(nn.Module):
+    """Self-attention in which each query keeps the ``window_size`` keys with the largest bias.
+
+    The bias of a key is learned from its value vector, one number for each key/value head:
+
+        bias = A * softplus(dt_proj(V))             bias_form="softplus"
+        bias = exp(A * softplus(dt_proj(V)))        bias_form="exp"
+
+    It is added to the scaled scores, which is how it learns, and decides which keys are kept,
+    through which no gradient flows. The second form is that of "Trainable Dynamic Mask Sparse
+    Attention" (arXiv:2508.02124) and of the Doge models in transformers; the first, its logarithm,
+    keeps the same keys, cannot overflow, and is what the models of flash-dmattn 1.2.2 use.
+
+    Defaults are those of the Doge models, except where noted:
+
+    * window_size 2048, RMS norm of query and key, rotary base 10000, projections without a bias,
+      weights drawn from a normal distribution with standard deviation 0.02.
+    * bias_form is "softplus", as a large A makes "exp" infinite. Doge's weights need "exp".
+    * A starts as small random numbers, as in flash-dmattn 1.2.2. Doge starts at 0: then all biases
+      are equal, and what is kept are the first keys.
+    * No dropout of probabilities; Doge's is 0 too.
+
+    Parameters have the names and shapes of a Doge layer's, whose state dict can be loaded; and but
+    for ``A``, ``dt_proj`` and the norms those of a Llama layer. softplus, exp and the rotation are
+    computed in float32 (float64 for float64), and the bias stays float32, for in 16 bits many keys
+    would tie.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        window_size: int | None = 2048,
+        is_causal: bool = True,
+        bias_form: str = "softplus",
+        qk_norm: bool = True,
+        rotary_base: float | None = 10000.0,
+        softcap: float = 0.0,
+        softmax_scale: float | None = None,
+        projection_bias: bool = False,
+        norm_eps: float = 1e-6,
+        init_std: float = 0.02,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make a layer with random weights.
+
+        Args:
+            embed_dim: width of the input and the output.
+            num_heads: H, heads of the queries.
+            num_kv_heads: Hk, heads of keys and values, a divisor of H. H by default.
+            head_dim: D, from 1 to 256. ``embed_dim / num_heads`` by default.
+            window_size: keys that a query keeps, of those that it sees. None, or as many keys or
+                fewer, keeps all.
+            is_causal: a query sees itself and what is before it. Otherwise all queries keep the
+                same keys.
+            bias_form: "softplus" or "exp", see above.
+            qk_norm: normalise query and key of each head (RMS, arXiv:1910.07467) before the
+                rotation.
+            rotary_base: base of the rotary position embedding; None for none. D must be even.
+            softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
+            softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
+            projection_bias: give all projections an additive bias.
+            norm_eps: added to the mean square in the norms.
+            init_std: standard deviation of the initial weights.
+            backend: as in `flash_dmattn_func`.
+            device, dtype: of the parameters.
+
+        Raises:
+            TypeError: a size is not an integer.
+            ValueError: a size, number or name is not possible; the text says what is.
+        """
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_positive(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=kv_heads)
+        if num_heads % kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}"
+            )
+        if head_dim is None:
+            if embed_dim % num_heads:
+                raise ValueError(
+                    f"embed_dim must be a multiple of num_heads unless head_dim is given, got "
+                    f"{embed_dim} and {num_heads}"
+                )
+            head_dim = embed_dim // num_heads
+        _check_positive(head_dim=head_dim)
+        if head_dim > 256:
+            raise ValueError(f"head_dim must be at most 256, got {head_dim}")
+        if window_size is not None:
+            _check_positive(window_size=window_size)
+        if bias_form not in BIAS_FORMS:
+            raise ValueError(f"bias_form must be one of {', '.join(BIAS_FORMS)}, got {bias_form!r}")
+        if rotary_base is not None and (head_dim % 2 or not rotary_base > 0):
+            raise ValueError(
+                "rotary_base must be positive and head_dim even, or rotary_base None, got "
+                f"rotary_base={rotary_base} and head_dim={head_dim}"
+            )
+        if not softcap >= 0:
+            raise ValueError(f"softcap must be at least 0, which is none, got {softcap}")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.window_size = window_size
+        self.is_causal = is_causal
+        self.bias_form = bias_form
+        self.rotary_base = rotary_base
+        self.softcap = softcap
+        self.softmax_scale = softmax_scale
+        self.init_std = init_std
+        self.backend = backend
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        width, kv_width = num_heads * head_dim, kv_heads * head_dim
+        self.q_proj = nn.Linear(embed_dim, width, projection_bias, **place)
+        self.k_proj = nn.Linear(embed_dim, kv_width, projection_bias, **place)
+        self.v_proj = nn.Linear(embed_dim, kv_width, projection_bias, **place)
+        self.A = nn.Parameter(torch.empty(kv_heads, **place))
+        self.dt_proj = nn.Linear(kv_width, kv_heads, projection_bias, **place)
+        self.o_proj = nn.Linear(width, embed_dim, projection_bias, **place)
+        self.q_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights and A from a normal distribution; set biases to 0 and norms to 1."""
+        with torch.no_grad():
+            for module in self.children():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=self.init_std)
+                    if module.bias is not None:
+                        nn.init.zeros_(module.bias)
+                elif isinstance(module, nn.RMSNorm):
+                    module.reset_parameters()
+            nn.init.normal_(self.A, std=self.init_std)
+
+    def extra_repr(self) -> str:
+        """Show what the projections do not."""
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, window_size={self.window_size}, "
+            f"is_causal={self.is_causal}, bias_form={self.bias_form!r}, "
+            f"rotary_base={self.rotary_base}, softcap={self.softcap}"
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attn_mask: Tensor | IntervalMask | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        position_ids: Tensor | None = None,
+        cache: AttentionCache | None = None,
+    ) -> Tensor:
+        """Attend from each token of a batch to the tokens of its own sequence.
+
+        Args:
+            hidden_states: ``(B, N, embed_dim)``, of the parameters' dtype or under autocast; or
+                sequences one after another, ``(total, embed_dim)``, with ``cu_seqlens``.
+            attn_mask: what can be seen besides causality; the window is chosen among it. As in
+                `flash_dmattn_func`, with K keys, those of the cache included: bool ``(B, K)`` for
+                padding, any other boolean form, or an `IntervalMask`. With a window that drops keys
+                an `IntervalMask` is made a boolean one, of O(N x K) memory. With ``cu_seqlens`` as
+                in `flash_dmattn_varlen_func`, boolean where a window drops keys.
+            cu_seqlens: int32 ``(sequences + 1,)``: 0, then where each packed sequence ends.
+            max_seqlen: at least the length of the longest packed sequence; by default read from the
+                device, which waits for it.
+            position_ids: integers ``(N,)`` or ``(B, N)``, packed ``(total,)``, for the rotary
+                embedding; by default counted in each sequence, from the length of the cache on.
+            cache: of this layer; the tokens are appended to it, and attend to all that it holds.
+
+        Returns:
+            A tensor of the shape of ``hidden_states``. A token that sees nothing, such as padding
+            on the left, gets zeros (and the bias of ``o_proj``).
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: a shape does not fit, or arguments exclude each other; the text says how.
+        """
+        self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache)
+        heads, kv_heads = ((count, self.head_dim) for count in (self.num_heads, self.num_kv_heads))
+        query = _normalized(self.q_proj(hidden_states).unflatten(-1, heads), self.q_norm)
+        key = _normalized(self.k_proj(hidden_states).unflatten(-1, kv_heads), self.k_norm)
+        value = self.v_proj(hidden_states).unflatten(-1, kv_heads)
+        bias = self.key_bias(value)
+        if self.rotary_base is not None:
+            if position_ids is None:
+                position_ids = _positions(hidden_states, cu_seqlens, cache)
+            compute_dtype = torch.promote_types(query.dtype, torch.float32)
+            factors = rotary_factors(position_ids, self.head_dim, self.rotary_base, compute_dtype)
+            query, key = rotate(query, *factors), rotate(key, *factors)
+        if cache is not None:
+            key, value, bias = cache.append(key, value, bias)
+        out = self.attend(
+            query, key, value, bias, attn_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
+        )
+        projected: Tensor = self.o_proj(out.flatten(-2))
+        return projected
+
+    def key_bias(self, value: Tensor) -> Tensor:
+        """Return the bias of each key.
+
+        Args:
+            value: ``(B, N, Hk, D)``, or packed ``(total, Hk, D)``.
+
+        Returns:
+            ``(B, Hk, 1, N)``, or ``(Hk, 1, total)``, float32 (float64 for float64).
+        """
+        states = self.dt_proj(value.flatten(-2)).transpose(-1, -2)
+        # A head's biases side by side. It also spares softplus a gradient of other strides than its
+        # input's, of whose derivative torch.compile expects the wrong strides (torch 2.13).
+        states = states.to(torch.promote_types(states.dtype, torch.float32)).contiguous()
+        bias = self.A.unsqueeze(-1) * softplus(states)
+        if self.bias_form == "exp":
+            bias = bias.exp()
+        return bias.unsqueeze(-2)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        attn_mask: Tensor | IntervalMask | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Compute the attention between the projections; a subclass may compute it otherwise.
+
+        Args:
+            query: ``(B, N, H, D)``, or packed ``(total, H, D)``.
+            key, value: ``(B, K, Hk, D)``, or packed ``(total, Hk, D)``.
+            bias: ``(B, Hk, 1, K)``, or packed ``(Hk, 1, total)``.
+            attn_mask, cu_seqlens, max_seqlen: as in `forward`.
+
+        Returns:
+            A tensor of query's shape.
+        """
+        settings: dict[str, Any] = {
+            "attn_mask": attn_mask,
+            "attn_bias": bias,
+            "softmax_scale": self.softmax_scale,
+            "is_causal": self.is_causal,
+            "softcap": self.softcap,
+            "backend": self.backend,
+        }
+        if cu_seqlens is None:
+            keys = key.shape[1]
+        else:
+            keys = _longest(cu_seqlens) if max_seqlen is None else max_seqlen
+        if self.window_size is not None and self.window_size < keys:
+            settings["window_size"] = self.window_size
+            if isinstance(attn_mask, IntervalMask) and cu_seqlens is None:
+                # So that what is kept does not depend on the form of the mask.
+                settings["attn_mask"] = attn_mask.to_bool(query.shape[1])
+        if cu_seqlens is None:
+            out = flash_dmattn_func(query, key, value, **settings)
+        else:
+            bounds = (cu_seqlens, cu_seqlens, keys, keys)
+            out = flash_dmattn_varlen_func(query, key, value, *bounds, **settings)
+        assert isinstance(out, Tensor)
+        return out
+
+    def _check(
+        self,
+        hidden_states: Tensor,
+        attn_mask: Tensor | IntervalMask | None,
+        cu_seqlens: Tensor | None,
+        position_ids: Tensor | None,
+        cache: AttentionCache | None,
+    ) -> None:
+        if not isinstance(hidden_states, Tensor):
+            raise TypeError(f"hidden_states must be a torch.Tensor, got {hidden_states!r}")
+        form = "(B, N, embed_dim)" if cu_seqlens is None else "(total, embed_dim) with cu_seqlens"
+        shape = tuple(hidden_states.shape)
+        if len(shape) != (3 if cu_seqlens is None else 2) or shape[-1] != self.embed_dim:
+            raise ValueError(
+                f"hidden_states must have shape {form}, embed_dim={self.embed_dim}, got {shape}"
+            )
+        if isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
+            raise TypeError(
+                f"attn_mask must have dtype torch.bool (True can be seen), got {attn_mask.dtype}"
+            )
+        if cache is not None:
+            if not isinstance(cache, AttentionCache):
+                raise TypeError(f"cache must be an AttentionCache or None, got {cache!r}")
+            if cu_seqlens is not None:
+                raise ValueError("cache cannot be combined with cu_seqlens; pad the sequences")
+            if not self.is_causal:
+                raise ValueError("cache needs is_causal=True: earlier tokens see no later ones")
+        if position_ids is not None:
+            _check_positions(position_ids, shape[:-1])
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if index(name, size) < 1:
+            raise ValueError(f"{name} must be at least 1, got {operator.index(size)}")
+
+
+def _check_positions(position_ids: Tensor, rows: tuple[int, ...]) -> None:
+    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+        raise TypeError(f"position_ids must hold integers, got {position_ids.dtype}")
+    if tuple(position_ids.shape) not in (rows, rows[-1:]):
+        allowed = " or ".join(str(shape) for shape in dict.fromkeys((rows[-1:], rows)))
+        raise ValueError(f"position_ids must have shape {allowed}, got {tuple(position_ids.shape)}")
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+
+
+def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+    if norm is None:
+        return heads
+    # Under autocast heads are of its dtype, and the weight is not.
+    normalized: Tensor = norm(heads.to(norm.weight.dtype))
+    return normalized.to(heads.dtype)
+
+
+def _positions(
+    hidden_states: Tensor, cu_seqlens: Tensor | None, cache: AttentionCache | None
+) -> Tensor:
+    rows = hidden_states.shape[-2]
+    if cu_seqlens is not None:
+        return packed_positions(cu_seqlens, rows)
+    start = 0 if cache is None else cache.length
+    return torch.arange(start, start + rows, device=hidden_states.device)

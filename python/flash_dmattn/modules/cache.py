@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a layer keeps of the tokens that it has seen, for decoding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..arguments import index
+
+__all__ = ["AttentionCache"]
+
+_NAMES = ("key", "value", "bias")
+_LENGTH_DIMENSION = {"key": 1, "value": 1, "bias": 3}
+
+
+class AttentionCache:
+    """Keys, values and biases of one layer's tokens, in the order in which they came.
+
+    A bias belongs to its key alone, so it is computed once and kept; the selection of the
+    ``window_size`` largest is made anew for each step, over all of them. For inference: what is
+    appended must not require a gradient.
+
+    With ``max_length`` the memory is allocated once, by the first `append`; without, it doubles
+    when it is full.
+
+    Attributes:
+        length: tokens that it holds.
+        max_length: tokens that it can hold, or None.
+    """
+
+    length: int
+    max_length: int | None
+
+    def __init__(self, max_length: int | None = None) -> None:
+        """Make an empty cache.
+
+        Raises:
+            TypeError: max_length is not an integer.
+            ValueError: max_length is less than 1.
+        """
+        if max_length is not None and index("max_length", max_length) < 1:
+            raise ValueError(f"max_length must be at least 1, or None to grow, got {max_length}")
+        self.length = 0
+        self.max_length = max_length
+        self._buffers: dict[str, Tensor] = {}
+
+    def __repr__(self) -> str:
+        """Show how full it is."""
+        return (
+            f"AttentionCache(length={self.length}, capacity={self.capacity}, "
+            f"max_length={self.max_length})"
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which memory is allocated."""
+        return self._buffers["key"].shape[1] if self._buffers else 0
+
+    def append(self, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the tokens that follow, and return key, value and bias of all.
+
+        Args:
+            key, value: ``(B, N, Hk, D)``.
+            bias: ``(B, Hk, 1, N)``.
+
+        Returns:
+            Views ``(B, length, Hk, D)``, the same of value, and ``(B, Hk, 1, length)``. The next
+            `append` leaves them as they are; `truncate` and `append` after it may overwrite them.
+
+        Raises:
+            ValueError: a tensor requires a gradient, differs in shape, dtype or device from what
+                the cache holds, or max_length is exceeded.
+        """
+        tokens = dict(zip(_NAMES, (key, value, bias), strict=True))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tokens.values()):
+            raise ValueError(
+                "cache: cached keys and values are for inference, and have no gradient; call under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+        self._check(tokens)
+        length = self.length + key.shape[1]
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(
+                f"cache has max_length={self.max_length} and holds {self.length} tokens; "
+                f"{key.shape[1]} more do not fit"
+            )
+        if not self._buffers or length > self.capacity:
+            self._grow(tokens, length)
+        elif self._buffers["key"].is_inference() and not torch.is_inference_mode_enabled():
+            # Tensors made in inference mode cannot be written to outside of it; copies can.
+            self._buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        for name, added in tokens.items():
+            self._part(name, self.length, length).copy_(added)
+        self.length = length
+        every_key, every_value, every_bias = (self._part(name, 0, length) for name in _NAMES)
+        return every_key, every_value, every_bias
+
+    def reorder(self, indices: Tensor) -> None:
+        """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
+
+        Args:
+            indices: int64 or int32 ``(new B,)``.
+
+        Raises:
+            ValueError: the number of dimensions is wrong.
+        """
+        if indices.dim() != 1:
+            raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
+        self._buffers = {
+            name: buffer.index_select(0, indices.to(buffer.device))
+            for name, buffer in self._buffers.items()
+        }
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens; 0 empties the cache, its memory stays.
+
+        Raises:
+            ValueError: length is negative, or more than the cache holds.
+        """
+        if not 0 <= index("length", length) <= self.length:
+            raise ValueError(f"length must be from 0 to {self.length}, got {length}")
+        self.length = length
+
+    def _check(self, tokens: dict[str, Tensor]) -> None:
+        for name, added in tokens.items():
+            held = self._buffers.get(name)
+            if held is None:
+                continue
+            dimension = _LENGTH_DIMENSION[name]
+            wanted, got = list(held.shape), list(added.shape)
+            if len(got) == len(wanted):
+                wanted[dimension] = got[dimension]
+            if got != wanted:
+                raise ValueError(f"cache holds {name} of shape {wanted} but for N, got {got}")
+            if (added.dtype, added.device) != (held.dtype, held.device):
+                raise ValueError(
+                    f"cache holds {name} in {held.dtype} on {held.device}, got {added.dtype} on "
+                    f"{added.device}"
+                )
+
+    def _grow(self, tokens: dict[str, Tensor], length: int) -> None:
+        capacity = max(length, 2 * self.capacity) if self.max_length is None else self.max_length
+        grown = {}
+        for name, added in tokens.items():
+            shape = list(added.shape)
+            shape[_LENGTH_DIMENSION[name]] = capacity
+            grown[name] = added.new_empty(shape)
+            if self._buffers:
+                held = self._part(name, 0, self.length)
+                grown[name].narrow(_LENGTH_DIMENSION[name], 0, self.length).copy_(held)
+        self._buffers = grown
+
+    def _part(self, name: str, start: int, end: int) -> Tensor:
+        return self._buffers[name].narrow(_LENGTH_DIMENSION[name], start, end - start)

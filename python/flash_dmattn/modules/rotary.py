@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rotary position embedding (RoFormer, arXiv:2104.09864), and where the tokens of a batch stand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["packed_positions", "rotary_factors", "rotate"]
+
+
+def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return int64 ``(total,)``: the position of each packed token in its own sequence."""
+    token = torch.arange(total, device=cu_seqlens.device)
+    bounds = cu_seqlens.to(torch.int64)
+    return token - bounds[torch.searchsorted(bounds, token, right=True) - 1]
+
+
+def rotary_factors(
+    positions: Tensor, head_dim: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin ``(*positions, 1, head_dim / 2)`` of ``position * base ** (-2 i / D)``.
+
+    Made anew for each call and not kept as a buffer, which ``module.to(torch.bfloat16)`` would
+    round: a bfloat16 holds no position above 256 exactly.
+    """
+    half = head_dim // 2
+    exponent = torch.arange(half, device=positions.device, dtype=dtype) / half
+    angle = positions[..., None, None].to(dtype) * base**-exponent
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``(..., rows, heads, D)``: element i forms a pair with element ``i + D / 2``.
+
+    That is the order of Llama's and Doge's weights, not the neighbouring pairs of RoFormer.
+    Computed at the dtype of the factors, returned in that of x.
+    """
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decoding with AttentionCache gives what one pass over the whole sequence gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import AttentionCache, DynamicMaskAttention
+from plain_module import make_input, make_module
+from support import Target
+
+MAKES = {"growing": lambda: AttentionCache(), "preallocated": lambda: AttentionCache(30)}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():  # type: ignore[no-untyped-def]
+    with torch.no_grad():
+        yield
+
+
+def decode(
+    module: DynamicMaskAttention,
+    x: Tensor,
+    cache: AttentionCache,
+    chunks: list[int],
+    mask: Tensor | None = None,
+) -> Tensor:
+    outs, start = [], 0
+    for count in chunks:
+        end = start + count
+        outs.append(module(x[:, start:end], None if mask is None else mask[:, :end], cache=cache))
+        start = end
+    return torch.cat(outs, 1)
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    tolerance = 3e-2 if got.dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("chunks", [[12, *[1] * 18], [1] * 30, [5, 0, 11, 1, 13], [30]], ids=len)
+def test_prefill_and_decode_equal_one_pass(
+    chunks: list[int], make: type[AttentionCache], target: Target
+) -> None:
+    for settings in ({}, {"window_size": None}, {"window_size": 12, "bias_form": "exp"}):
+        module = make_module(target, **settings)
+        x = make_input(module, 2, 30)
+        cache = make()
+        assert_same(decode(module, x, cache, chunks), module(x))
+        assert cache.length == 30
+
+
+def test_padded_sequences_decode(target: Target) -> None:
+    module = make_module(target)
+    x = make_input(module, 3, 20)
+    mask = torch.arange(20, device=x.device) >= torch.tensor([[0], [4], [11]], device=x.device)
+    got = decode(module, x, AttentionCache(), [12, *[1] * 8], mask)
+    assert_same(got, module(x, mask))
+
+
+def test_reorder_follows_the_sequences(target: Target) -> None:
+    module = make_module(target)
+    x = make_input(module, 3, 14)
+    cache = AttentionCache()
+    decode(module, x[:, :9], cache, [9])
+    beams = torch.tensor([2, 0, 0, 1], device=x.device)
+    cache.reorder(beams)
+    rest = make_input(module, 4, 5, seed=8)
+    whole = torch.cat([x[beams, :9], rest], 1)
+    assert_same(decode(module, rest, cache, [1] * 5), module(whole)[:, 9:])
+    cache.reorder(torch.tensor([3]))
+    assert_same(
+        module(rest[3:, :1], cache=cache)[:, 0],
+        module(torch.cat([whole[3:], rest[3:, :1]], 1))[:, -1],
+    )
+
+
+def test_truncate_takes_tokens_back(target: Target) -> None:
+    module = make_module(target)
+    x = make_input(module, 2, 14)
+    cache = AttentionCache(14)
+    decode(module, x[:, :8], cache, [8])
+    module(make_input(module, 2, 4, seed=7), cache=cache)  # proposed, and not accepted
+    cache.truncate(8)
+    assert cache.length == 8
+    assert_same(decode(module, x[:, 8:], cache, [1] * 6), module(x)[:, 8:])
+    cache.truncate(0)
+    assert_same(decode(module, x, cache, [14]), module(x))
+
+
+def test_copies_are_independent(target: Target) -> None:
+    module = make_module(target)
+    x = make_input(module, 1, 9)
+    cache = AttentionCache()
+    module(x[:, :8], cache=cache)
+    other = copy.deepcopy(cache)
+    module(make_input(module, 1, 3, seed=5), cache=other)
+    assert (cache.length, other.length) == (8, 11)
+    assert_same(module(x[:, 8:], cache=cache), module(x)[:, 8:])
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_inference_mode_may_be_left(make: type[AttentionCache], target: Target) -> None:
+    module = make_module(target)
+    x = make_input(module, 2, 20)
+    cache = make()
+    with torch.inference_mode():
+        outs = [module(x[:, :9], cache=cache), module(x[:, 9:10], cache=cache)]
+    outs += [module(x[:, i : i + 1], cache=cache) for i in range(10, 15)]
+    with torch.inference_mode():
+        outs.append(module(x[:, 15:], cache=cache))
+        assert_same(torch.cat(outs, 1), module(x))
+
+
+def tokens(count: int, *, batch: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = (batch, count, 2, 6), (batch, count, 2, 6), (batch, 2, 1, count)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def test_memory_is_allocated_once_or_doubled() -> None:
+    fixed, growing = AttentionCache(100), AttentionCache()
+    capacities = []
+    for step in range(50):
+        for cache in (fixed, growing):
+            cache.append(*tokens(2 if step else 4))
+        capacities.append(growing.capacity)
+        assert fixed.capacity == 100 or step > 47
+        if step == 47:
+            break
+    assert growing.length == fixed.length == 98
+    assert sorted(set(capacities)) == [4, 8, 16, 32, 64, 128]
+    assert AttentionCache().capacity == 0
+
+
+def test_append_returns_all_in_order_and_leaves_earlier_views() -> None:
+    parts = [tokens(n) for n in (3, 1, 5)]
+    cache = AttentionCache()
+    earlier = []
+    for part in parts:
+        got = cache.append(*part)
+        earlier.append([(view, view.clone()) for view in got])
+    for index, dimension in enumerate((1, 1, 3)):
+        assert torch.equal(got[index], torch.cat([part[index] for part in parts], dimension))
+    assert all(torch.equal(view, then) for views in earlier for view, then in views)
+
+
+def test_repr_says_how_full_it_is() -> None:
+    cache = AttentionCache(16)
+    cache.append(*tokens(3))
+    assert repr(cache) == "AttentionCache(length=3, capacity=16, max_length=16)"
+
+
+def test_wrong_arguments_are_explained() -> None:
+    with pytest.raises(ValueError, match="max_length must be at least 1, or None to grow, got 0"):
+        AttentionCache(0)
+    with pytest.raises(TypeError, match=r"max_length must be an integer, got 2\.5"):
+        AttentionCache(2.5)  # type: ignore[arg-type]
+    cache = AttentionCache(8)
+    cache.append(*tokens(6))
+    for wrong, text in (
+        (tokens(3), "max_length=8 and holds 6 tokens; 3 more do not fit"),
+        (tokens(1, batch=3), r"holds key of shape \[2, 1, 2, 6\] but for N, got \[3, 1, 2, 6\]"),
+        (tokens(1, dtype=torch.float16), "holds key in torch.float32 on cpu, got torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            cache.append(*wrong)
+    for length in (-1, 7):
+        with pytest.raises(ValueError, match=f"length must be from 0 to 6, got {length}"):
+            cache.truncate(length)
+    with pytest.raises(ValueError, match=r"indices must have shape \(B,\), got \(1, 2\)"):
+        cache.reorder(torch.tensor([[0, 1]]))
+    assert cache.length == 6
+
+
+def test_gradients_are_refused() -> None:
+    module = DynamicMaskAttention(24, 4)
+    with torch.enable_grad(), pytest.raises(ValueError, match=r"call under torch\.no_grad\(\)"):
+        module(torch.randn(1, 3, 24), cache=AttentionCache())
