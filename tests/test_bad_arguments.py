@@ -83,6 +83,15 @@ DENSE_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"attn_mask must have dtype torch.bool .*got torch.int32",
     ),
+    "window within a mask that is no bool": (
+        {
+            "attn_mask": zeros(2, 1, 1, 7, dtype=torch.float32),
+            "attn_bias": randn(2, 2, 1, 7),
+            "window_size": 3,
+        },
+        TypeError,
+        r"attn_mask must have dtype torch.bool .*got torch.float32",
+    ),
     "mixed dtypes": (
         {"key": randn(2, 7, 2, 8, dtype=torch.bfloat16)},
         TypeError,

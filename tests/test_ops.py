@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import (
     IntervalMask,
+    dispatch_state,
     dynamic_mask,
     flash_dmattn_func,
     flash_dmattn_varlen_func,
-    ops,
 )
 from support import Target, rand_bool, randn
 
@@ -272,7 +272,7 @@ def test_calls_without_gradients_avoid_the_dispatcher(target: Target) -> None:
     with Recorder() as recorder:
         dispatched = attention(*inputs, "none", target.backend)
     assert "flash_dmattn::attention_forward" in recorder.seen
-    assert ops._DISPATCH_STATE_IS_READABLE
+    assert dispatch_state.IS_READABLE
     for one, other in zip(direct, dispatched, strict=True):
         assert torch.equal(one, other)
 

@@ -376,7 +376,7 @@ def _composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
             "mask, which attn_mask.to_bool(query_length) is for dense problems, or select with "
             "dynamic_mask and combine the masks with &"
         )
-    return mask
+    return mask_parts(mask)[0]
 
 
 def _refuse_paged_gradients(*tensors: Tensor | None) -> None:

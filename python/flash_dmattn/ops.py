@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from . import dispatch_state
 from .backends import select_backend
 from .backends.base import (
     AttentionInputs,
@@ -48,16 +49,16 @@ _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyp
 def attention(inputs: AttentionInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable."""
     tensors = inputs[:_TENSOR_COUNT]
-    if _dispatcher_is_idle(tensors):
+    if dispatch_state.is_idle(tensors):
         if _is_recorded(tensors):
             out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
         else:
             out, lse, _ = select_backend(inputs.query.device, backend).forward(inputs)
         return out, lse
-    if _is_transformed():
+    if dispatch_state.is_transformed():
         out, lse, _ = _TransformedAttention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
         return out, lse
-    if _forward_mode_is_compiled():
+    if dispatch_state.forward_mode_is_compiled():
         _refuse_forward_mode()
     out, lse, _ = torch.ops.flash_dmattn.attention_forward.default(*inputs, backend)
     return out, lse
@@ -65,7 +66,7 @@ def attention(inputs: AttentionInputs, backend: str) -> tuple[Tensor, Tensor]:
 
 def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
     """Return the plan of a call, for further calls with the same mask and sizes."""
-    if _dispatcher_is_idle(inputs[:_TENSOR_COUNT]):
+    if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         return select_backend(inputs.query.device, backend).make_plan(inputs, zeroed=False)
     plan: Tensor = torch.ops.flash_dmattn.attention_plan.default(*inputs, backend)
     return plan
@@ -83,72 +84,8 @@ def select_keep(inputs: SelectionInputs, backend: str) -> Tensor:
     return keep
 
 
-def _dispatcher_is_idle(tensors: tuple[Any, ...]) -> bool:
-    """Say whether the dispatcher, most of the cost of a small call, would have nothing to do.
-
-    That is: plain tensors, and no tracing, dispatch mode or functorch transform.
-    """
-    if torch.compiler.is_compiling() or not _DISPATCH_STATE_IS_READABLE:
-        return False
-    if torch._C._len_torch_dispatch_stack() or _transform_is_active():
-        return False
-    is_batched = torch._C._functorch.is_legacy_batchedtensor
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN_TYPES:
-            return False
-        # A meta tensor has no data to compute on; the fake kernels give its results.
-        if tensor.is_meta or tensor.is_neg() or is_batched(tensor):
-            return False
-    return True
-
-
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
-
-
-def _is_transformed() -> bool:
-    """Say whether torch.func or forward-mode differentiation is at work.
-
-    The autograd formula of an operator serves neither: torch.func refuses it, and a tangent is
-    dropped. Where torch does not tell, the answer is yes, since what serves both serves all.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return not _DISPATCH_STATE_IS_READABLE or _transform_is_active()
-
-
-def _transform_is_active() -> bool:
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
-
-
-def _forward_mode_is_compiled() -> bool:
-    """Say whether the compiler traces a call that would lose its tangents.
-
-    It cannot trace what refuses them elsewhere, and reads only this of the state.
-    """
-    return (
-        torch.compiler.is_compiling()
-        and _DISPATCH_STATE_IS_READABLE
-        and torch.autograd.forward_ad._current_level >= 0
-    )
-
-
 def _is_recorded(tensors: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-# These are not public: without them every call takes the way that is right for all.
-_DISPATCH_STATE_IS_READABLE = (
-    hasattr(torch._C, "_len_torch_dispatch_stack")
-    and hasattr(torch._C, "_functorch")
-    and hasattr(torch._C._functorch, "peek_interpreter_stack")
-    and hasattr(torch._C._functorch, "is_legacy_batchedtensor")
-    and hasattr(torch.autograd.forward_ad, "_current_level")
-)
 
 
 def _plan(*arguments: Any) -> Tensor:
@@ -248,9 +185,9 @@ def _differentiate(
         dout = out.new_zeros(()).expand(out.shape)
     arguments = (dout, dlse, out, lse, plan, *tensors, *ctx.settings, *wanted)
     given = arguments[: 5 + _TENSOR_COUNT]
-    if _dispatcher_is_idle(given) and not _is_recorded(given):
+    if dispatch_state.is_idle(given) and not _is_recorded(given):
         computed = _backward(*arguments)
-    elif _is_transformed():
+    elif dispatch_state.is_transformed():
         computed = _TransformedGradients.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
         computed = torch.ops.flash_dmattn.attention_backward.default(*arguments)

@@ -18,9 +18,7 @@ struct Roles {
   // Every consumer thread arrives: one for each warp is no faster, and compute-sanitizer's racecheck does not see that it
   // stands for the others.
   static constexpr int kReleases = 32 * kConsumerWarps;
-  __device__ static __forceinline__ void release(uint64_t &empty) {
-    ptx::arrive(empty);
-  }
+  __device__ static __forceinline__ void release(uint64_t &empty) { ptx::arrive(empty); }
 
   // Until a stage is full. Consumers' products may then read it.
   __device__ static __forceinline__ void wait_full(uint64_t &full, uint32_t parity) {

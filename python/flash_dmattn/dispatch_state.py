@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What torch's dispatcher is in the middle of: tracing, modes, functorch transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["IS_READABLE", "forward_mode_is_compiled", "is_idle", "is_transformed"]
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+# These are not public: without them every call takes the way that is right for all.
+IS_READABLE = (
+    hasattr(torch._C, "_len_torch_dispatch_stack")
+    and hasattr(torch._C, "_functorch")
+    and hasattr(torch._C._functorch, "peek_interpreter_stack")
+    and hasattr(torch._C._functorch, "is_legacy_batchedtensor")
+    and hasattr(torch.autograd.forward_ad, "_current_level")
+)
+
+
+def is_idle(tensors: tuple[Any, ...]) -> bool:
+    """Say whether the dispatcher, most of the cost of a small call, would have nothing to do.
+
+    That is: plain tensors, and no tracing, dispatch mode or functorch transform.
+    """
+    if torch.compiler.is_compiling() or not IS_READABLE:
+        return False
+    if torch._C._len_torch_dispatch_stack() or _transform_is_active():
+        return False
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN_TYPES:
+            return False
+        # A meta tensor has no data to compute on; the fake kernels give its results.
+        if tensor.is_meta or tensor.is_neg() or is_batched(tensor):
+            return False
+    return True
+
+
+def is_transformed() -> bool:
+    """Say whether torch.func or forward-mode differentiation is at work.
+
+    The autograd formula of an operator serves neither: torch.func refuses it, and a tangent is
+    dropped. Where torch does not tell, the answer is yes, since what serves both serves all.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return not IS_READABLE or _transform_is_active()
+
+
+def _transform_is_active() -> bool:
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def forward_mode_is_compiled() -> bool:
+    """Say whether the compiler traces a call that would lose its tangents.
+
+    It cannot trace what refuses them elsewhere, and reads only this of the state.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and IS_READABLE
+        and torch.autograd.forward_ad._current_level >= 0
+    )
