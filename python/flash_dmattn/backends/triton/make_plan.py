@@ -51,7 +51,14 @@ def write_plan(problem: Problem, plan: Tensor) -> None:
             "mask_row": mask.stride(-2),
             "mask_key": mask.stride(-1) if mask.shape[-1] > 1 else 0,
         }
-        launch(list_rows_kernel, tiles, arguments, BLOCK_KEYS=_STEP_ROW_KEYS, **flags)
+        launch(
+            list_rows_kernel,
+            tiles,
+            arguments,
+            BLOCK_KEYS=_STEP_ROW_KEYS,
+            num_warps=8,
+            **flags,
+        )
 
 
 def ordered_keys(problem: Problem, views: PlanViews) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_dmattn.backends.base import AttentionInputs
 
-from .layout import Layout, plan_layout
+from .layout import RANGE, Layout, plan_layout
 
 NO_BIAS, KEY_BIAS, ROW_BIAS = 0, 1, 2
 _MOST = 2**31 - 1
@@ -100,7 +100,7 @@ def describe(inputs: AttentionInputs) -> Problem:
     constants = {
         "KIND": layout.kind,
         "BIAS": bias_kind,
-        "CAUSAL": inputs.causal,
+        "CAUSAL": inputs.causal and layout.kind == RANGE,  # otherwise the plan has the limit
         "SOFTCAP": inputs.softcap > 0,
         "VARLEN": varlen,
         "PAGED": paged,
@@ -143,8 +143,12 @@ def _bias_arguments(inputs: AttentionInputs, heads: int) -> tuple[int, dict[str,
     if bias is None:
         names = ("bias_batch", "bias_head", "bias_row", "bias_key")
         return NO_BIAS, {"bias": None, "bias_share": 1, **dict.fromkeys(names, 0)}
-    head, row, key = (s if n > 1 else 0 for s, n in zip(bias.stride()[-3:], bias.shape[-3:]))
-    return (ROW_BIAS if bias.shape[-2] > 1 else KEY_BIAS), {
+    kind = ROW_BIAS if bias.shape[-2] > 1 else KEY_BIAS
+    if kind == KEY_BIAS:
+        bias = bias.float()  # little memory, and one compiled kernel fewer
+    lengths = zip(bias.stride()[-3:], bias.shape[-3:], strict=True)
+    head, row, key = (stride if size > 1 else 0 for stride, size in lengths)
+    return kind, {
         "bias": bias,
         "bias_batch": bias.stride(0) if bias.dim() == 4 and bias.shape[0] > 1 else 0,
         "bias_head": head,

@@ -119,8 +119,6 @@ def key_gradients_kernel(
         if KIND == ROWS:
             first_row, past_row = cols * 0, cols * 0
             begin, end = 0, q_count
-            if CAUSAL:
-                begin = tl.maximum(at0 - off, 0)
         else:
             first_row, past_row = kept_intervals(
                 cols, valid, first, past, q_count, off, KIND, CAUSAL
