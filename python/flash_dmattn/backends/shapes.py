@@ -75,7 +75,7 @@ def check_attention(inputs: AttentionInputs, *, read_lengths: bool = True) -> No
         _check_dense(inputs, heads, kv_heads)
 
 
-def check_selection(inputs: SelectionInputs) -> None:
+def check_selection(inputs: SelectionInputs, *, read_lengths: bool = True) -> None:
     """Raise TypeError or ValueError for what selection cannot work on."""
     if not inputs.bias.dtype.is_floating_point:
         raise TypeError(f"attn_bias must have a floating-point dtype, got {inputs.bias.dtype}")
@@ -90,8 +90,10 @@ def check_selection(inputs: SelectionInputs) -> None:
             ("cu_seqlens_k", inputs.cu_seqlens_k),
         ):
             _check_cu_seqlens_form(name, bounds)
-        total_q = _check_lengths("cu_seqlens_q", inputs.cu_seqlens_q, None, inputs.queries)
-        total_k = _check_lengths("cu_seqlens_k", inputs.cu_seqlens_k, None, inputs.keys)
+        total_q = total_k = None
+        if read_lengths:
+            total_q = _check_lengths("cu_seqlens_q", inputs.cu_seqlens_q, None, inputs.queries)
+            total_k = _check_lengths("cu_seqlens_k", inputs.cu_seqlens_k, None, inputs.keys)
         for name, tensor in (("attn_bias", inputs.bias), ("attn_mask", inputs.mask)):
             if tensor is not None:
                 _check_packed(name, tensor, heads, total_q, total_k, inputs.keys)
@@ -141,8 +143,7 @@ def _check_varlen(
     sizes = _head_sizes(heads, kv_heads)
     for name, tensor in (("attn_mask", inputs.mask), ("attn_bias", inputs.bias)):
         if tensor is not None:
-            keys = tensor.shape[-1] if total_k is None else total_k
-            _check_packed(name, tensor, sizes, total_q, keys, inputs.max_seqlen_k)
+            _check_packed(name, tensor, sizes, total_q, total_k, inputs.max_seqlen_k)
     for name, tensor in (("start", inputs.start), ("end", inputs.end)):
         if tensor is not None:
             keys = tensor.shape[-1] if total_k is None else total_k
@@ -189,13 +190,23 @@ def _check_block_table(table: Tensor, batch: int, inputs: AttentionInputs) -> No
 
 
 def _check_packed(
-    name: str, tensor: Tensor, heads: Sequence[int], total_q: int, total_k: int, longest_k: int
+    name: str,
+    tensor: Tensor,
+    heads: Sequence[int],
+    total_q: int | None,
+    total_k: int | None,
+    longest_k: int,
 ) -> None:
+    """Check a packed mask or bias; totals of None are not known, and are believed to fit."""
     _check_rank(name, tensor, 3, "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)")
     if tensor.shape[1] == 1:
-        _check_shape(name, tensor, (heads, (1,), (total_k,)))
+        _check_shape(
+            name, tensor, (heads, (1,), (tensor.shape[2] if total_k is None else total_k,))
+        )
     else:
-        _check_shape(name, tensor, (heads, (total_q,), (longest_k,)))
+        _check_shape(
+            name, tensor, (heads, (tensor.shape[1] if total_q is None else total_q,), (longest_k,))
+        )
 
 
 def _head_sizes(heads: int, kv_heads: int) -> tuple[int, ...]:

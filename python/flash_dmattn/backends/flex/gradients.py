@@ -51,9 +51,7 @@ def gradients(
         if keys.start == keys.stop:
             continue
         query, part_dout = grouped(problem.query[:, :, rows]), grouped(dout[:, :, rows])
-        key, value = (
-            t[:, :, keys].to(dtype).unsqueeze(2) for t in (problem.key, problem.value)
-        )
+        key, value = (t[:, :, keys].to(dtype).unsqueeze(2) for t in (problem.key, problem.value))
         scores = scale * (query @ key.transpose(-1, -2)).flatten(1, 2)
         tanh = None
         if softcap > 0:

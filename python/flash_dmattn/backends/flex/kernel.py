@@ -209,9 +209,7 @@ def _also(
     return in_both
 
 
-def _places(
-    problem: Problem, tensor: Tensor
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _places(problem: Problem, tensor: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the function from a row and a key to the indices of a tensor with both.
 
     It stays inside: the mask is asked of rows and keys of the padding too, and of sequences that

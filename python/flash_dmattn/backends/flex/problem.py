@@ -112,7 +112,9 @@ def _packed(inputs: AttentionInputs) -> Problem:
     q_bounds, k_bounds = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     batch, total_q, total_k = len(q_bounds) - 1, q_bounds[-1], k_bounds[-1]
     first_row, last_row, first_key, last_key = (
-        bounds.long() for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k) for bounds in (t[:-1], t[1:])
+        bounds.long()
+        for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        for bounds in (t[:-1], t[1:])
     )
     key_sequence, row_sequence = (
         torch.repeat_interleave(last - first, output_size=total)

@@ -21,6 +21,7 @@ from .launch import Tiles, blocks, fitting, launch, on_device, tiles_of
 from .layout import plan_layout, plan_views
 from .make_plan import write_plan
 from .problem import Problem, describe
+from .selection import select_intervals
 
 
 class TritonBackend:
@@ -88,8 +89,8 @@ class TritonBackend:
             return gradients(problem, plan, dout, dlse, out, lse, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
-        """Select for a bias that is the same for every query."""
-        return ReferenceBackend().select_intervals(inputs)
+        """Select for a bias that is the same for every query, in plain PyTorch."""
+        return select_intervals(inputs)
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Select for each row of bias, in plain PyTorch: a sort of each row."""

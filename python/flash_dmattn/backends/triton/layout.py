@@ -83,9 +83,7 @@ def plan_layout(inputs: AttentionInputs) -> Layout:
     if inputs.block_table is not None and kind == INTERVALS:
         list_keys = keys  # the pages do not tell how many of their rows are keys
     batches, heads = front if len(front) == 2 else (1, front[0])
-    return Layout(
-        kind, batches * heads, batches, heads, list_keys, sequences, tiles, tile_keys
-    )
+    return Layout(kind, batches * heads, batches, heads, list_keys, sequences, tiles, tile_keys)
 
 
 def plan_views(layout: Layout, plan: Tensor) -> PlanViews:

@@ -38,9 +38,7 @@ def write_plan(problem: Problem, plan: Tensor) -> None:
             per_key = mask.expand(*mask.shape[:-1], layout.list_keys).contiguous()
             arguments |= {"start": None, "end": None, "mask": per_key.view(torch.uint8)}
         intervals = inputs.start is not None
-        launch(
-            compact_kernel, each, arguments, INTERVALS=intervals, BLOCK_KEYS=_STEP_KEYS, **flags
-        )
+        launch(compact_kernel, each, arguments, INTERVALS=intervals, BLOCK_KEYS=_STEP_KEYS, **flags)
         del flags["CAUSAL"]
         launch(list_intervals_kernel, tiles, arguments, BLOCK_KEYS=_STEP_KEYS, **flags)
     elif mask is not None:

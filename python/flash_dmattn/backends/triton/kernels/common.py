@@ -32,14 +32,7 @@ LOWEST = tl.constexpr(-(2.0**127))
 
 # These differ from call to call. Triton would compile a kernel again for each that happens to be 1
 # or a multiple of 16; what matters of their alignment, UNIT says.
-SIZES = (
-    "heads group batch_heads rows queries total_keys keys head_dim "
-    "q_batch q_row q_head kv_batch kv_row kv_head page page_batch kv_page "
-    "bias_batch bias_head bias_row bias_key bias_share dbias_batch dbias_head dbias_row "
-    "list_batch list_share list_keys list_tiles sequences lists "
-    "mask_batch mask_head mask_row mask_key list_heads "
-    "kv_heads row_parts part_heads share_batches share_heads programs total"
-).split()
+SIZES = ["heads", "group", "batch_heads", "rows", "queries", "total_keys", "keys", "head_dim", "q_batch", "q_row", "q_head", "kv_batch", "kv_row", "kv_head", "page", "page_batch", "kv_page", "bias_batch", "bias_head", "bias_row", "bias_key", "bias_share", "dbias_batch", "dbias_head", "dbias_row", "list_batch", "list_share", "list_keys", "list_tiles", "sequences", "lists", "mask_batch", "mask_head", "mask_row", "mask_key", "list_heads", "kv_heads", "row_parts", "part_heads", "share_batches", "share_heads", "programs", "total"]
 
 
 @triton.jit
@@ -192,7 +185,9 @@ def dot(a, b):
 
 
 @triton.jit
-def load_tile(base, offsets, valid, head_dim, ALL: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_tile(
+    base, offsets, valid, head_dim, ALL: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Load vectors of head_dim elements, 0 for those that are not valid; ALL says that all are."""
     d = tl.arange(0, BLOCK_D)
     at = base + offsets[:, None] + d[None, :]

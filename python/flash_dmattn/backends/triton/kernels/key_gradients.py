@@ -11,7 +11,6 @@ import triton.language as tl
 from .common import (
     INTERVALS,
     KEY_BIAS,
-    NO_BIAS,
     ROW_BIAS,
     ROWS,
     SIZES,
@@ -195,8 +194,7 @@ def key_gradients_kernel(
                         kept &= row_added != float("-inf")
                         scores += scaled_bias(row_added)
                     weights = probabilities(scores, kept, lse_tile[None, :], BIAS)
-                    dv_tile += dot(
-                        weights.to(dout_tile.dtype), dout_tile)
+                    dv_tile += dot(weights.to(dout_tile.dtype), dout_tile)
                     dweights = dot(v_tile, tl.trans(dout_tile))
                     dscores = tl.where(kept, weights * (dweights - delta_tile[None, :]), 0.0)
                     if WANT_DBIAS:
@@ -207,9 +205,7 @@ def key_gradients_kernel(
                 place = (row_part * (programs // kv_heads) + index) * heads + head
                 if VARLEN:
                     place = row_part * heads + head
-                tl.store(
-                    dbias + place * total_keys + k_begin + cols, dbias_tile, mask=valid
-                )
+                tl.store(dbias + place * total_keys + k_begin + cols, dbias_tile, mask=valid)
         batches = programs // kv_heads
         if VARLEN:
             batches = batches * 0 + 1

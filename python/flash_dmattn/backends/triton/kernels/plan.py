@@ -175,7 +175,9 @@ def list_rows_kernel(
                 bits = tl.arange(0, WORD_ROWS)
                 tile_rows = row0 + part * WORD_ROWS + bits
                 exists = (tile_rows < q_count)[:, None] & valid[None, :]
-                offsets = (q_begin + tile_rows)[:, None] * mask_row + cols.to(tl.int64)[None, :] * mask_key
+                offsets = (q_begin + tile_rows)[:, None] * mask_row + cols.to(tl.int64)[
+                    None, :
+                ] * mask_key
                 is_kept = tl.load(mask + offsets, mask=exists, other=0) != 0
                 if CAUSAL:
                     is_kept &= cols[None, :] <= tile_rows[:, None] + (k_count - q_count)

@@ -76,9 +76,9 @@ def score_block(
             )
     needed = valid
     if BIAS == KEY_BIAS:
-        added = tl.load(
-            bias + cols.to(tl.int64) * bias_key, mask=valid, other=float("-inf")
-        ).to(tl.float32)
+        added = tl.load(bias + cols.to(tl.int64) * bias_key, mask=valid, other=float("-inf")).to(
+            tl.float32
+        )
         needed = added != float("-inf")
         kept &= needed[None, :]
         added = scaled_bias(added)[None, :]
