@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import Gradients
+from flash_dmattn.backends.base import AttentionInputs, Gradients
 
-from .kernels.delta import delta_kernel
 from .kernels.key_gradients import key_gradients_kernel
+from .kernels.prepare import prepare_kernel
 from .kernels.row_gradients import row_gradients_kernel
 from .launch import Tiles, blocks, fitting, launch, multiprocessors, tiles_of
 from .layout import plan_views
 from .make_plan import ordered_keys
 from .problem import KEY_BIAS, ROW_BIAS, Problem
 
-_DELTA_ROWS = 32
+_PREPARED_ROWS = 32
 # Of the kernel that goes by keys: blocks of keys take very different times.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _MOST_ROW_PARTS = 8
@@ -35,12 +35,11 @@ def gradients(
 ) -> Gradients:
     """Return the wanted gradients of query, key, value and bias."""
     inputs = problem.inputs
+    if problem.rows == 0:
+        return _zeros(inputs, wanted)
     views = plan_views(problem.layout, plan)
-    dout, lse = dout.contiguous(), lse.contiguous()
-    delta = torch.empty_like(lse)
     arguments = problem.arguments | views._asdict()
-    arguments |= {"dout": dout, "lse": lse, "delta": delta}
-    _write_delta(problem, arguments, out.contiguous(), dlse)
+    arguments |= _prepared(problem, dout.contiguous(), dlse, out.contiguous(), lse.contiguous())
     want_query, want_key, want_value, want_bias = wanted
     constant_bias = want_bias and _is_constant_along_keys(problem)
     want_row_bias = want_bias and problem.bias_kind == ROW_BIAS and not constant_bias
@@ -66,19 +65,35 @@ def gradients(
     )
 
 
-def _write_delta(
-    problem: Problem, arguments: dict[str, Any], out: Tensor, dlse: Tensor | None
-) -> None:
+def _zeros(inputs: AttentionInputs, wanted: tuple[bool, bool, bool, bool]) -> Gradients:
+    shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
+    return Gradients(
+        *(
+            inputs.query.new_zeros(0) if like is None or not want else torch.zeros_like(like)
+            for like, want in zip(shaped_like, wanted, strict=True)
+        )
+    )
+
+
+def _prepared(
+    problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
+    """Return query, the gradient of out, lse and delta as the kernels read them."""
+    live_q, live_dout = torch.empty_like(dout), torch.empty_like(dout)
+    log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     rows = problem.batches * problem.rows * problem.heads
     launch(
-        delta_kernel,
-        blocks(rows, _DELTA_ROWS),
-        arguments
-        | {"out": out, "dlse": None if dlse is None else dlse.contiguous(), "total": rows},
+        prepare_kernel,
+        blocks(rows, _PREPARED_ROWS),
+        problem.arguments
+        | {"out": out, "dout": dout, "lse": lse, "total": rows}
+        | {"dlse": None if dlse is None else dlse.float().contiguous()}
+        | {"live_q": live_q, "live_dout": live_dout, "log2_lse": log2_lse, "delta": delta},
         HAS_DLSE=dlse is not None,
-        BLOCK_ROWS=_DELTA_ROWS,
+        BLOCK_ROWS=_PREPARED_ROWS,
         **{name: problem.constants[name] for name in ("UNIT", "EVEN", "BLOCK_D")},
     )
+    return {"q": live_q, "dout": live_dout, "lse": log2_lse, "delta": delta}
 
 
 def _row_gradients(

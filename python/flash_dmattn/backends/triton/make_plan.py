@@ -22,7 +22,7 @@ _MOST = 2**31 - 1
 def write_plan(problem: Problem, plan: Tensor) -> None:
     """Make the plan of a call in the memory given for it."""
     inputs, layout = problem.inputs, problem.layout
-    if layout.kind == RANGE:
+    if layout.kind == RANGE or problem.rows == 0:
         return
     views = plan_views(layout, plan)
     mask = inputs.mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flash_dmattn.backends.base import AttentionInputs
@@ -40,15 +41,25 @@ class Problem(NamedTuple):
         return int(self.arguments["bias_share"])
 
 
-def describe(inputs: AttentionInputs) -> Problem:
+def describe(inputs: AttentionInputs, *, backward: bool = False) -> Problem:
     """Return what kernels are given for a call whose shapes have been checked."""
     layout = plan_layout(inputs)
+    heads, head_dim = inputs.query.shape[-2:]
+    kv_heads = inputs.key.shape[-2]
+    bias_kind, bias = _bias_arguments(inputs, heads)
     query, key, value = (_with_adjacent_elements(t) for t in inputs[:3])
+    # What a bias of -inf drops from all rows may hold anything, and 0 times some of that is not 0.
+    # As zeros it does no harm; otherwise kernels must guard what they read by the bias.
+    guard = bias_kind == ROW_BIAS
+    if bias_kind == KEY_BIAS and inputs.bias is not None:
+        guard = inputs.block_table is not None or inputs.bias.shape[-3] > kv_heads
+        if not guard:
+            dropped = _dropped_keys(inputs.bias)
+            value = value.masked_fill(dropped, 0)
+            key = key.masked_fill(dropped, 0) if backward else key
     if key.stride() != value.stride():
         key, value = key.contiguous(), value.contiguous()
     varlen, paged = inputs.cu_seqlens_q is not None, inputs.block_table is not None
-    heads, head_dim = query.shape[-2:]
-    kv_heads = key.shape[-2]
     if inputs.cu_seqlens_q is not None:
         sequences, batches = inputs.cu_seqlens_q.shape[0] - 1, 1
         rows, queries, keys = query.shape[0], inputs.max_seqlen_q, inputs.max_seqlen_k
@@ -66,7 +77,6 @@ def describe(inputs: AttentionInputs) -> Problem:
     names = ("q_batch", "q_row", "q_head", "kv_batch", "kv_row", "kv_head", "kv_page", "head_dim")
     lengths = (*q_strides, *kv_strides, kv_page, head_dim)
     table = inputs.block_table
-    bias_kind, bias = _bias_arguments(inputs, heads)
     arguments: dict[str, Any] = {
         "q": query,
         "k": key,
@@ -104,6 +114,7 @@ def describe(inputs: AttentionInputs) -> Problem:
         "SOFTCAP": inputs.softcap > 0,
         "VARLEN": varlen,
         "PAGED": paged,
+        "GUARD": guard,
         "UNIT": unit,
         "EVEN": head_dim == block_d,
         "BLOCK_D": block_d,
@@ -128,6 +139,11 @@ def describe(inputs: AttentionInputs) -> Problem:
 
 def _with_adjacent_elements(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _dropped_keys(bias: Tensor) -> Tensor:
+    """Return what a bias that is the same for every row drops, as key and value are laid out."""
+    return (bias.squeeze(-2).transpose(-1, -2) == -torch.inf).unsqueeze(-1)
 
 
 def _packed_keys(inputs: AttentionInputs) -> int:

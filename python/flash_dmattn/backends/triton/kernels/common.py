@@ -32,7 +32,24 @@ LOWEST = tl.constexpr(-(2.0**127))
 
 # These differ from call to call. Triton would compile a kernel again for each that happens to be 1
 # or a multiple of 16; what matters of their alignment, UNIT says.
-SIZES = ["heads", "group", "batch_heads", "rows", "queries", "total_keys", "keys", "head_dim", "q_batch", "q_row", "q_head", "kv_batch", "kv_row", "kv_head", "page", "page_batch", "kv_page", "bias_batch", "bias_head", "bias_row", "bias_key", "bias_share", "dbias_batch", "dbias_head", "dbias_row", "list_batch", "list_share", "list_keys", "list_tiles", "sequences", "lists", "mask_batch", "mask_head", "mask_row", "mask_key", "list_heads", "kv_heads", "row_parts", "part_heads", "share_batches", "share_heads", "programs", "total"]
+SIZES = [
+    *("heads", "kv_heads", "group", "batch_heads", "sequences", "rows", "queries", "total"),
+    *("total_keys", "keys", "head_dim", "q_batch", "q_row", "q_head", "kv_batch", "kv_row"),
+    *(
+        "kv_head",
+        "kv_page",
+        "page",
+        "page_batch",
+        "mask_batch",
+        "mask_head",
+        "mask_row",
+        "mask_key",
+    ),
+    *("bias_batch", "bias_head", "bias_row", "bias_key", "bias_share"),
+    *("dbias_batch", "dbias_head", "dbias_row", "share_batches", "share_heads"),
+    *("lists", "list_batch", "list_heads", "list_share", "list_keys", "list_tiles"),
+    *("programs", "row_parts", "part_heads"),
+]
 
 
 @triton.jit
@@ -141,9 +158,9 @@ def kept_intervals(
 
 @triton.jit
 def scaled_bias(bias):
-    """Return a bias in units of ln 2."""
-    scaled = bias * LOG2E
-    return tl.where(scaled < LOWEST, LOWEST, scaled)
+    """Return a bias in units of ln 2; -inf, and no other, stays -inf."""
+    lowest = tl.where(bias == float("-inf"), bias, LOWEST)
+    return tl.maximum(bias * LOG2E, lowest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -158,21 +175,13 @@ def capped_scores(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def probabilities(scores, kept, lse, BIAS: tl.constexpr):
-    """Return the probabilities of scores and of lse (rows that keep nothing: +inf) in ln 2."""
+def probabilities(scores, lse, BIAS: tl.constexpr):
+    """Return the probabilities of scores, both in units of ln 2."""
     exponent = scores - lse
     if BIAS != NO_BIAS:
-        # Never above 0 but by rounding, which is large where biases are.
-        exponent = tl.where(exponent > 0, 0.0, exponent)
-    return tl.where(kept, tl.exp2(exponent), 0.0)
-
-
-@triton.jit
-def loaded_lse(lse, at, valid):
-    """Return lse in units of ln 2, +inf for rows that keep nothing, and which rows keep any."""
-    value = tl.load(lse + at, mask=valid, other=float("-inf"))
-    live = value != float("-inf")
-    return tl.where(live, value * LOG2E, float("inf")), live
+        # Above 0 only by rounding, which is large where biases are.
+        exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.exp2(exponent)
 
 
 @triton.jit

@@ -73,6 +73,7 @@ def forward_kernel(
     SOFTCAP: tl.constexpr,
     VARLEN: tl.constexpr,
     PAGED: tl.constexpr,
+    GUARD: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -163,6 +164,7 @@ def forward_kernel(
                     CAUSAL,
                     SOFTCAP,
                     PAGED,
+                    GUARD,
                     EVEN,
                     BLOCK_D,
                 )

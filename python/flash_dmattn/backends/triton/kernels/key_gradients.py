@@ -20,7 +20,6 @@ from .common import (
     kept_intervals,
     list_tile,
     load_tile,
-    loaded_lse,
     probabilities,
     scaled_bias,
     sequence_place,
@@ -55,9 +54,6 @@ def key_gradients_kernel(
     total_keys,
     keys,
     head_dim,
-    q_batch,
-    q_row,
-    q_head,
     kv_batch,
     kv_row,
     kv_head,
@@ -82,6 +78,7 @@ def key_gradients_kernel(
     CAUSAL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     VARLEN: tl.constexpr,
+    GUARD: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -137,15 +134,13 @@ def key_gradients_kernel(
             if BIAS == KEY_BIAS:
                 bias_place = index * bias_batch + head // bias_share * bias_head
                 bias_base = bias + bias_place + k_begin * bias_key
-                added = tl.load(
-                    bias_base + cols.to(tl.int64) * bias_key, mask=valid, other=float("-inf")
-                ).to(tl.float32)
+                added = tl.load(bias_base + cols.to(tl.int64) * bias_key, mask=valid, other=0.0)
             elif BIAS == ROW_BIAS:
                 bias_place = index * bias_batch + head // bias_share * bias_head
                 bias_base = bias + bias_place + q_begin * bias_row
-            wanted = valid & (added != float("-inf"))
-            q_base = q + (batch * q_batch + head * q_head) * UNIT
-            dout_base = dout + (batch * rows * heads + head) * head_dim
+            alive = valid & (added != float("-inf"))
+            added = scaled_bias(added)
+            row_base = (batch * rows * heads + head) * head_dim
             lse_base = (batch * heads + head) * rows
             dbias_tile = tl.zeros([BLOCK_KEYS], tl.float32)
             for row0 in range(
@@ -166,26 +161,24 @@ def key_gradients_kernel(
                     kept = ((word[:, None] >> bit[None, :]) & 1) != 0
                     any_kept = tl.max((word != 0).to(tl.int32), 0) != 0
                 if any_kept:
-                    kept &= wanted[:, None]
+                    if GUARD:
+                        kept &= alive[:, None]
                     row_places = q_begin + tile_rows
-                    lse_tile, live = loaded_lse(lse + lse_base, row_places, tile_rows < q_count)
-                    delta_tile = tl.load(delta + lse_base + row_places, mask=live, other=0.0)
+                    valid_rows = tile_rows < q_count
+                    lse_place = lse_base + row_places
+                    lse_tile = tl.load(lse + lse_place, mask=valid_rows, other=float("inf"))
+                    delta_tile = tl.load(delta + lse_place, mask=valid_rows, other=0.0)
+                    offsets = row_places * heads * head_dim
                     q_tile = load_tile(
-                        q_base, row_places * (q_row * UNIT), live, head_dim, False, EVEN, BLOCK_D
+                        q + row_base, offsets, valid_rows, head_dim, False, EVEN, BLOCK_D
                     )
                     dout_tile = load_tile(
-                        dout_base,
-                        row_places * heads * head_dim,
-                        live,
-                        head_dim,
-                        False,
-                        EVEN,
-                        BLOCK_D,
+                        dout + row_base, offsets, valid_rows, head_dim, False, EVEN, BLOCK_D
                     )
                     products = dot(k_tile, tl.trans(q_tile))
                     scores, slope = capped_scores(products, scale, softcap, SOFTCAP)
                     if BIAS == KEY_BIAS:
-                        scores += scaled_bias(added)[:, None]
+                        scores += added[:, None]
                     elif BIAS == ROW_BIAS:
                         places = tile_rows.to(tl.int64)[None, :] * bias_row
                         places += cols.to(tl.int64)[:, None] * bias_key
@@ -193,10 +186,14 @@ def key_gradients_kernel(
                         row_added = row_added.to(tl.float32)
                         kept &= row_added != float("-inf")
                         scores += scaled_bias(row_added)
-                    weights = probabilities(scores, kept, lse_tile[None, :], BIAS)
+                    scores = tl.where(kept, scores, float("-inf"))
+                    weights = probabilities(scores, lse_tile[None, :], BIAS)
                     dv_tile += dot(weights.to(dout_tile.dtype), dout_tile)
                     dweights = dot(v_tile, tl.trans(dout_tile))
-                    dscores = tl.where(kept, weights * (dweights - delta_tile[None, :]), 0.0)
+                    dscores = weights * (dweights - delta_tile[None, :])
+                    if GUARD:
+                        # Keys that the bias drops may hold anything.
+                        dscores = tl.where(kept, dscores, 0.0)
                     if WANT_DBIAS:
                         dbias_tile += tl.sum(dscores, 1)
                     dproducts = (dscores * slope).to(q_tile.dtype)

@@ -19,7 +19,6 @@ from .common import (
     dot,
     list_tile,
     load_tile,
-    loaded_lse,
     probabilities,
     sequence_place,
     store_tile,
@@ -54,9 +53,6 @@ def row_gradients_kernel(
     total_keys,
     keys,
     head_dim,
-    q_batch,
-    q_row,
-    q_head,
     kv_batch,
     kv_row,
     kv_head,
@@ -84,6 +80,7 @@ def row_gradients_kernel(
     CAUSAL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     VARLEN: tl.constexpr,
+    GUARD: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -108,16 +105,13 @@ def row_gradients_kernel(
             off = k_count - q_count
             row_places = q_begin + tile_rows
             lse_place = (batch * heads + head) * rows + row_places
-            lse_tile, live = loaded_lse(lse, lse_place, tile_rows < q_count)
-            delta_tile = tl.load(delta + lse_place, mask=live, other=0.0)
-            q_base = q + (batch * q_batch + head * q_head) * UNIT
-            q_offsets = row_places * (q_row * UNIT)
-            q_tile = load_tile(q_base, q_offsets, live, head_dim, False, EVEN, BLOCK_D)
-            out_base = (batch * rows * heads + head) * head_dim
-            out_offsets = row_places * heads * head_dim
-            dout_tile = load_tile(
-                dout + out_base, out_offsets, live, head_dim, False, EVEN, BLOCK_D
-            )
+            valid_rows = tile_rows < q_count
+            lse_tile = tl.load(lse + lse_place, mask=valid_rows, other=float("inf"))
+            delta_tile = tl.load(delta + lse_place, mask=valid_rows, other=0.0)
+            base = (batch * rows * heads + head) * head_dim
+            offsets = row_places * heads * head_dim
+            q_tile = load_tile(q + base, offsets, valid_rows, head_dim, False, EVEN, BLOCK_D)
+            dout_tile = load_tile(dout + base, offsets, valid_rows, head_dim, False, EVEN, BLOCK_D)
             kv_place = (batch * kv_batch + head // group * kv_head) * UNIT + k_begin * kv_row
             k_base = k + kv_place
             v_base = v + kv_place
@@ -175,12 +169,13 @@ def row_gradients_kernel(
                         CAUSAL,
                         SOFTCAP,
                         False,
+                        GUARD,
                         EVEN,
                         BLOCK_D,
                     )
-                    weights = probabilities(scores, kept, lse_tile[:, None], BIAS)
+                    weights = probabilities(scores, lse_tile[:, None], BIAS)
                     dweights = dot(dout_tile, tl.trans(v_tile))
-                    dscores = tl.where(kept, weights * (dweights - delta_tile[:, None]), 0.0)
+                    dscores = weights * (dweights - delta_tile[:, None])
                     if WANT_DBIAS:
                         place = dbias + index // share_batches * dbias_batch
                         place += first_head // share_heads * dbias_head
@@ -191,10 +186,7 @@ def row_gradients_kernel(
                         dproducts = (dscores * slope).to(k_tile.dtype)
                         dq_tile += dot(dproducts, k_tile)
             if WANT_DQ:
-                valid_rows = tile_rows < q_count
-                store_tile(
-                    dq + out_base, out_offsets, dq_tile * scale, valid_rows, head_dim, BLOCK_D
-                )
+                store_tile(dq + base, offsets, dq_tile * scale, valid_rows, head_dim, BLOCK_D)
         if WANT_DBIAS:
             # What one thread has added for a head, another may add to for the next.
             tl.debug_barrier()

@@ -52,12 +52,14 @@ def score_block(
     CAUSAL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PAGED: tl.constexpr,
+    GUARD: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Return keys and values, and by (row, column) scores, their slope, and what is kept; columns.
 
-    Keys that the bias drops from all rows of the block are not read: they may hold anything.
+    Scores are -inf where nothing is kept. With GUARD, keys that the bias drops from all rows of the
+    block are not read: they may hold anything.
     """
     cols = tile_columns(columns, at, full, count, keys, KIND, PARTIAL)
     valid = at < count
@@ -76,11 +78,10 @@ def score_block(
             )
     needed = valid
     if BIAS == KEY_BIAS:
-        added = tl.load(bias + cols.to(tl.int64) * bias_key, mask=valid, other=float("-inf")).to(
-            tl.float32
-        )
-        needed = added != float("-inf")
-        kept &= needed[None, :]
+        added = tl.load(bias + cols.to(tl.int64) * bias_key, mask=valid, other=0.0)
+        if GUARD:
+            needed &= added != float("-inf")
+            kept &= needed[None, :]
         added = scaled_bias(added)[None, :]
     elif BIAS == ROW_BIAS:
         places = tile_rows.to(tl.int64)[:, None] * bias_row
@@ -90,7 +91,7 @@ def score_block(
         needed = tl.max(kept.to(tl.int32), 0) != 0
         added = scaled_bias(added)
     offsets = key_offsets(cols, valid, table, page, kv_page, kv_row, PAGED)
-    ALL: tl.constexpr = (not PARTIAL) and BIAS == NO_BIAS
+    ALL: tl.constexpr = not PARTIAL and not GUARD
     k_tile = load_tile(k, offsets, needed, head_dim, ALL, EVEN, BLOCK_D)
     v_tile = load_tile(v, offsets, needed, head_dim, ALL, EVEN, BLOCK_D)
     products = dot(q_tile, tl.trans(k_tile))
