@@ -81,7 +81,7 @@ class TritonBackend:
         wanted: tuple[bool, bool, bool, bool],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
-        problem = describe(inputs, backward=True)
+        problem = describe(inputs)
         plan = inputs.plan
         if plan is None:
             plan = inputs.query.new_empty(0, dtype=torch.uint8)

@@ -41,7 +41,7 @@ class Problem(NamedTuple):
         return int(self.arguments["bias_share"])
 
 
-def describe(inputs: AttentionInputs, *, backward: bool = False) -> Problem:
+def describe(inputs: AttentionInputs) -> Problem:
     """Return what kernels are given for a call whose shapes have been checked."""
     layout = plan_layout(inputs)
     heads, head_dim = inputs.query.shape[-2:]
@@ -55,8 +55,7 @@ def describe(inputs: AttentionInputs, *, backward: bool = False) -> Problem:
         guard = inputs.block_table is not None or inputs.bias.shape[-3] > kv_heads
         if not guard:
             dropped = _dropped_keys(inputs.bias)
-            value = value.masked_fill(dropped, 0)
-            key = key.masked_fill(dropped, 0) if backward else key
+            key, value = (t.masked_fill(dropped, 0) for t in (key, value))
     if key.stride() != value.stride():
         key, value = key.contiguous(), value.contiguous()
     varlen, paged = inputs.cu_seqlens_q is not None, inputs.block_table is not None

@@ -191,8 +191,8 @@ def key_gradients_kernel(
                     dv_tile += dot(weights.to(dout_tile.dtype), dout_tile)
                     dweights = dot(v_tile, tl.trans(dout_tile))
                     dscores = weights * (dweights - delta_tile[None, :])
-                    if GUARD:
-                        # Keys that the bias drops may hold anything.
+                    if GUARD or KIND == ROWS:
+                        # Keys that the bias drops, or no row keeps, may hold anything.
                         dscores = tl.where(kept, dscores, 0.0)
                     if WANT_DBIAS:
                         dbias_tile += tl.sum(dscores, 1)
