@@ -123,13 +123,13 @@ def _check_varlen(
         raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
     total_q = inputs.query.shape[0]
     total_k = inputs.key.shape[0] if inputs.block_table is None else None
-    for name, tensor, total, longest in (
+    for name, bounds, total, longest in (
         ("cu_seqlens_q", inputs.cu_seqlens_q, total_q, inputs.max_seqlen_q),
         ("cu_seqlens_k", inputs.cu_seqlens_k, total_k, inputs.max_seqlen_k),
     ):
-        _check_cu_seqlens_form(name, tensor)
+        _check_cu_seqlens_form(name, bounds)
         if read_lengths:
-            end = _check_lengths(name, tensor, total, longest)
+            end = _check_lengths(name, bounds, total, longest)
             if name == "cu_seqlens_k":
                 total_k = end
     batch = inputs.cu_seqlens_q.shape[0] - 1

@@ -103,7 +103,7 @@ def _row_gradients(
     dquery = query.new_empty(query.shape if want_query else 0)
     total = query.new_empty(0, dtype=torch.float32)
     share_batches = share_heads = 1
-    strides = (0, 0, 0)
+    strides: tuple[int, ...] = (0, 0, 0)
     if want_bias and bias is not None:
         total = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         share_heads = problem.bias_share
