@@ -14,6 +14,8 @@ import torch
 # So that test modules import their helpers whatever pytest's import mode.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from flash_dmattn.backends import portable
+from subsets import is_chosen
 from support import TARGETS, Target
 
 hypothesis.settings.register_profile(
@@ -36,7 +38,12 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what the random tests of tests/gpu read."""
+    """Add what chooses backends, and what the random tests of tests/gpu read."""
+    parser.addoption(
+        "--all-backends",
+        action="store_true",
+        help="run every test for every backend that is available, also for those of subsets.py",
+    )
     parser.addoption("--seed", type=int, help="repeat a random test of tests/gpu with its seed")
     parser.addoption(
         "--exhaustive",
@@ -50,19 +57,39 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a slow backend runs only when asked."""
+    if config.getoption("--all-backends"):
+        return
+    left_out = [item for item in items if not is_chosen(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_chosen(item)]
+
+
+def _require(wanted: Target) -> Target:
+    if wanted.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if wanted.backend in portable.NAMES:
+        reason = portable.why_unavailable(wanted.backend, wanted.device)
+        if reason is not None:
+            pytest.skip(f"{wanted}: {reason}")
+    return wanted
+
+
 @pytest.fixture(params=TARGETS, ids=str)
 def target(request: pytest.FixtureRequest) -> Target:
     """A device and a backend; tests with a GPU are skipped where there is none."""
-    wanted: Target = request.param
-    if wanted.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return wanted
+    return _require(request.param)
+
+
+@pytest.fixture(params=[t for t in TARGETS if t.is_pack], ids=str)
+def pack_target(request: pytest.FixtureRequest) -> Target:
+    """As target, for tests of what only kernel packs do."""
+    return _require(request.param)
 
 
 @pytest.fixture(params=[t for t in TARGETS if t.backend != "reference"], ids=str)
-def pack_target(request: pytest.FixtureRequest) -> Target:
-    """As target, for tests of what only kernel packs do."""
-    wanted: Target = request.param
-    if wanted.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return wanted
+def kernel_target(request: pytest.FixtureRequest) -> Target:
+    """As target, for tests of what the plain formula has no need of."""
+    return _require(request.param)

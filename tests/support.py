@@ -26,14 +26,19 @@ class Target(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        return HALF_TYPES if self.backend == "cuda" else (torch.float32, *HALF_TYPES)
+        if self.device == "cuda" and self.backend != "reference":
+            return HALF_TYPES
+        return (torch.float32, *HALF_TYPES)
+
+    @property
+    def is_pack(self) -> bool:
+        return self.backend in ("cpu", "cuda")
 
 
-TARGETS = (
-    Target("cpu", "cpu"),
-    Target("cpu", "reference"),
-    Target("cuda", "cuda"),
-    Target("cuda", "reference"),
+TARGETS = tuple(
+    Target(device, backend)
+    for device in ("cpu", "cuda")
+    for backend in (device, "reference", "flex", "triton")
 )
 
 

@@ -388,7 +388,6 @@ def test_varlen(case: str, target: Target) -> None:
         ("nothing like it", ValueError, r"backend must be None, 'auto' or one of .*'cuda'"),
         (3, TypeError, r"backend must be a string or None, got 3"),
         ("cuda", ValueError, r"backend='cuda' runs on cuda tensors, but query is on cpu"),
-        ("flex", RuntimeError, r"backend 'flex' is not available here"),
     ],
 )
 def test_backend(backend: object, error: type[Exception], message: str) -> None:

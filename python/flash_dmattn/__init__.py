@@ -68,14 +68,18 @@ _MODULES = {
 }
 _AVAILABILITY = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
 # None where the backend is absent, as callers of 1.2.2 test for.
-_ABSENT_FUNCTIONS = ("triton_dmattn_func", "flex_dmattn_func")
+_BOUND_FUNCTIONS = {"triton_dmattn_func": "triton", "flex_dmattn_func": "flex"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = importlib.metadata.version("flash-dmattn")
-    elif name in _ABSENT_FUNCTIONS:
-        value = None
+    elif name in _BOUND_FUNCTIONS:
+        _require_torch(name)
+        backend, value = _BOUND_FUNCTIONS[name], None
+        if importlib.import_module(f"{__name__}.backends").is_available(backend):
+            interface = importlib.import_module(f"{__name__}.interface")
+            value = interface.flash_dmattn_func_auto(backend)
     elif name in _AVAILABILITY:
         _require_torch(name)
         value = importlib.import_module(f"{__name__}.backends").is_available(_AVAILABILITY[name])

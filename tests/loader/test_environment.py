@@ -53,7 +53,7 @@ def test_what_is_given_follows_the_process_environment(monkeypatch):
         (
             "FLASH_DMATTN_BACKEND",
             "refrence",
-            "FLASH_DMATTN_BACKEND must be one of auto, cuda, cpu, reference, got 'refrence'. "
+            "FLASH_DMATTN_BACKEND must be one of auto, cuda, cpu, triton, flex, reference, got 'refrence'. "
             "Did you mean 'reference'?",
         ),
         (

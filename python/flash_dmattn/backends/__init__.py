@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Choosing what runs a call: a kernel pack for the device, or the plain PyTorch reference."""
+"""Choosing what runs a call: a kernel pack for the device, a portable backend that is asked for by
+name, or the plain PyTorch reference.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 
 from flash_dmattn.loader import environment
 
+from . import portable
 from .base import AttentionInputs, Backend, Gradients, SelectionInputs
 
 __all__ = [
@@ -26,7 +29,7 @@ __all__ = [
 ]
 
 _PACK_BACKENDS = ("cuda", "cpu")
-_KNOWN_BACKENDS = (*_PACK_BACKENDS, "reference", "triton", "flex")
+_KNOWN_BACKENDS = (*_PACK_BACKENDS, *portable.NAMES, "reference")
 
 
 def select_backend(device: torch.device, name: str) -> Backend:
@@ -37,9 +40,9 @@ def select_backend(device: torch.device, name: str) -> Backend:
         name: "auto", or one of `available_backends`.
 
     Raises:
-        ValueError: an unknown name, or a backend of another device.
-        RuntimeError: no kernel pack serves the device, where one was asked for; the text says why
-            and what to do.
+        ValueError: an unknown name, or a pack's backend for tensors of another device.
+        RuntimeError: no kernel pack serves the device, where one was asked for, or a portable
+            backend cannot run on it; the text says why and what to do.
     """
     preference = None
     if name == "auto" and environment.is_given("FLASH_DMATTN_BACKEND"):
@@ -60,6 +63,8 @@ def _resolve(
         name = loader.environment.get("FLASH_DMATTN_BACKEND")
     if name == "reference" or device_type == "meta":
         return ReferenceBackend()
+    if name in portable.NAMES:
+        return portable.load(name, device_type)
     if name != "auto":
         check_backend_name(name)
         _check_device(name, device_type)
@@ -95,9 +100,7 @@ def check_backend_name(name: str) -> None:
 
 
 def _check_device(name: str, device_type: str) -> None:
-    if name not in _PACK_BACKENDS:
-        require_available(name)
-    elif name != device_type:
+    if name != device_type:
         raise ValueError(
             f"backend={name!r} runs on {name} tensors, but query is on {device_type}; move the "
             f"tensors, or use backend=None, which follows the device"
@@ -108,6 +111,8 @@ def is_available(name: str) -> bool:
     """Say whether a backend can run here. This may look at devices."""
     if name == "reference":
         return True
+    if name in portable.NAMES:
+        return portable.why_unavailable(name) is None
     if name not in _PACK_BACKENDS or (name == "cuda" and not torch.cuda.is_available()):
         return False
     from flash_dmattn import loader
@@ -121,7 +126,9 @@ def is_available(name: str) -> bool:
 
 def require_available(name: str) -> None:
     """Raise RuntimeError if a known backend cannot run here."""
-    if not is_available(name):
+    if name in portable.NAMES:
+        portable.require(name)
+    elif not is_available(name):
         raise RuntimeError(
             f"backend {name!r} is not available here; available are "
             f"{', '.join(available_backends())}. `python -m flash_dmattn` shows why"

@@ -15,8 +15,11 @@ from .base import AttentionInputs, SelectionInputs
 _MAX_HEAD_DIM = 256
 
 
-def check_attention(inputs: AttentionInputs) -> None:
-    """Raise TypeError or ValueError, naming the argument, its value and what is allowed."""
+def check_attention(inputs: AttentionInputs, *, read_lengths: bool = True) -> None:
+    """Raise TypeError or ValueError, naming the argument, its value and what is allowed.
+
+    Without ``read_lengths`` the values of the cu_seqlens are believed, for their device has them.
+    """
     query, key, value = inputs.query, inputs.key, inputs.value
     if not query.dtype.is_floating_point:
         raise TypeError(f"query must have a floating-point dtype, got {query.dtype}")
@@ -67,12 +70,12 @@ def check_attention(inputs: AttentionInputs) -> None:
             f"{inputs.bias.dtype}"
         )
     if varlen:
-        _check_varlen(inputs, heads, kv_heads)
+        _check_varlen(inputs, heads, kv_heads, read_lengths=read_lengths)
     else:
         _check_dense(inputs, heads, kv_heads)
 
 
-def check_selection(inputs: SelectionInputs) -> None:
+def check_selection(inputs: SelectionInputs, *, read_lengths: bool = True) -> None:
     """Raise TypeError or ValueError for what selection cannot work on."""
     if not inputs.bias.dtype.is_floating_point:
         raise TypeError(f"attn_bias must have a floating-point dtype, got {inputs.bias.dtype}")
@@ -82,8 +85,15 @@ def check_selection(inputs: SelectionInputs) -> None:
         raise ValueError(f"window_size must be at least 0, got {inputs.window}")
     heads = _head_sizes(inputs.heads, inputs.kv_heads)
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
-        total_q = _check_cu_seqlens("cu_seqlens_q", inputs.cu_seqlens_q, None, inputs.queries)
-        total_k = _check_cu_seqlens("cu_seqlens_k", inputs.cu_seqlens_k, None, inputs.keys)
+        for name, bounds in (
+            ("cu_seqlens_q", inputs.cu_seqlens_q),
+            ("cu_seqlens_k", inputs.cu_seqlens_k),
+        ):
+            _check_cu_seqlens_form(name, bounds)
+        total_q = total_k = None
+        if read_lengths:
+            total_q = _check_lengths("cu_seqlens_q", inputs.cu_seqlens_q, None, inputs.queries)
+            total_k = _check_lengths("cu_seqlens_k", inputs.cu_seqlens_k, None, inputs.keys)
         for name, tensor in (("attn_bias", inputs.bias), ("attn_mask", inputs.mask)):
             if tensor is not None:
                 _check_packed(name, tensor, heads, total_q, total_k, inputs.keys)
@@ -106,17 +116,22 @@ def _check_dense(inputs: AttentionInputs, heads: int, kv_heads: int) -> None:
             _check_shape(f"attn_mask.{name}", tensor, ((1, batch), head_sizes, (keys,)))
 
 
-def _check_varlen(inputs: AttentionInputs, heads: int, kv_heads: int) -> None:
+def _check_varlen(
+    inputs: AttentionInputs, heads: int, kv_heads: int, *, read_lengths: bool
+) -> None:
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
     total_q = inputs.query.shape[0]
-    _check_cu_seqlens("cu_seqlens_q", inputs.cu_seqlens_q, total_q, inputs.max_seqlen_q)
-    total_k = _check_cu_seqlens(
-        "cu_seqlens_k",
-        inputs.cu_seqlens_k,
-        inputs.key.shape[0] if inputs.block_table is None else None,
-        inputs.max_seqlen_k,
-    )
+    total_k = inputs.key.shape[0] if inputs.block_table is None else None
+    for name, bounds, total, longest in (
+        ("cu_seqlens_q", inputs.cu_seqlens_q, total_q, inputs.max_seqlen_q),
+        ("cu_seqlens_k", inputs.cu_seqlens_k, total_k, inputs.max_seqlen_k),
+    ):
+        _check_cu_seqlens_form(name, bounds)
+        if read_lengths:
+            end = _check_lengths(name, bounds, total, longest)
+            if name == "cu_seqlens_k":
+                total_k = end
     batch = inputs.cu_seqlens_q.shape[0] - 1
     if inputs.cu_seqlens_k.shape[0] - 1 != batch:
         raise ValueError(
@@ -131,11 +146,11 @@ def _check_varlen(inputs: AttentionInputs, heads: int, kv_heads: int) -> None:
             _check_packed(name, tensor, sizes, total_q, total_k, inputs.max_seqlen_k)
     for name, tensor in (("start", inputs.start), ("end", inputs.end)):
         if tensor is not None:
-            _check_shape(f"attn_mask.{name}", tensor, (sizes, (total_k,)))
+            keys = tensor.shape[-1] if total_k is None else total_k
+            _check_shape(f"attn_mask.{name}", tensor, (sizes, (keys,)))
 
 
-def _check_cu_seqlens(name: str, tensor: Tensor, total: int | None, longest: int) -> int:
-    """Check a cu_seqlens and return its last value."""
+def _check_cu_seqlens_form(name: str, tensor: Tensor) -> None:
     if tensor.dtype != torch.int32:
         raise TypeError(f"{name} must have dtype torch.int32, got {tensor.dtype}")
     if tensor.dim() != 1 or tensor.shape[0] < 1 or not tensor.is_contiguous():
@@ -143,6 +158,10 @@ def _check_cu_seqlens(name: str, tensor: Tensor, total: int | None, longest: int
             f"{name} must be contiguous with shape (B + 1,), got {tuple(tensor.shape)} with "
             f"stride {tensor.stride()}"
         )
+
+
+def _check_lengths(name: str, tensor: Tensor, total: int | None, longest: int) -> int:
+    """Check the values of a cu_seqlens and return the last."""
     bounds = tensor.tolist()
     lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or any(length < 0 for length in lengths):
@@ -171,13 +190,23 @@ def _check_block_table(table: Tensor, batch: int, inputs: AttentionInputs) -> No
 
 
 def _check_packed(
-    name: str, tensor: Tensor, heads: Sequence[int], total_q: int, total_k: int, longest_k: int
+    name: str,
+    tensor: Tensor,
+    heads: Sequence[int],
+    total_q: int | None,
+    total_k: int | None,
+    longest_k: int,
 ) -> None:
+    """Check a packed mask or bias; totals of None are not known, and are believed to fit."""
     _check_rank(name, tensor, 3, "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)")
     if tensor.shape[1] == 1:
-        _check_shape(name, tensor, (heads, (1,), (total_k,)))
+        _check_shape(
+            name, tensor, (heads, (1,), (tensor.shape[2] if total_k is None else total_k,))
+        )
     else:
-        _check_shape(name, tensor, (heads, (total_q,), (longest_k,)))
+        _check_shape(
+            name, tensor, (heads, (tensor.shape[1] if total_q is None else total_q,), (longest_k,))
+        )
 
 
 def _head_sizes(heads: int, kv_heads: int) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ _VARIABLES = (
     ),
     Variable(
         "FLASH_DMATTN_BACKEND",
-        ("auto", "cuda", "cpu", "reference"),
+        ("auto", "cuda", "cpu", "triton", "flex", "reference"),
         "auto",
         "What computes when a call does not say; `auto` follows the device of the tensors.",
     ),

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients by the formula, some rows at a time: of the bias everywhere, of all on CPUs.
+
+FlexAttention's own gradient of a bias adds each score's share to memory by an atomic operation: for
+a bias of K numbers and Q x K scores that is slow, and no two runs give the same bits. It has no
+gradients on CPUs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends.base import Gradients
+from flash_dmattn.reference import computing_dtype, per_query_head
+
+from .problem import Problem
+
+
+def gradients(
+    problem: Problem,
+    scale: float,
+    softcap: float,
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    wanted: tuple[bool, bool, bool, bool],
+) -> Gradients:
+    """Return the wanted gradients in the computing dtype, in the shapes of the problem's tensors.
+
+    Args:
+        problem: with keys that nobody keeps, and rows that keep nothing, free of NaN and Inf.
+        scale, softcap: as in the call.
+        dout, out: ``(B, H, Q, D)``; dout is 0 in rows that keep nothing.
+        dlse: ``(B, H, Q)``.
+        wanted: of query, key, value and bias.
+    """
+    dtype = computing_dtype(problem.query.dtype)
+    heads, kv_heads = problem.heads
+    shaped_like = (problem.query, problem.key, problem.value, problem.bias)
+    dquery, dkey, dvalue, dbias = totals = [
+        problem.query.new_zeros(like.shape if want and like is not None else 0, dtype=dtype)
+        for like, want in zip(shaped_like, wanted, strict=True)
+    ]
+
+    def grouped(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype).unflatten(1, (kv_heads, heads // kv_heads))
+
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1) - dlse
+    for rows, keys in problem.parts():
+        if keys.start == keys.stop:
+            continue
+        query, part_dout = grouped(problem.query[:, :, rows]), grouped(dout[:, :, rows])
+        key, value = (t[:, :, keys].to(dtype).unsqueeze(2) for t in (problem.key, problem.value))
+        scores = scale * (query @ key.transpose(-1, -2)).flatten(1, 2)
+        tanh = None
+        if softcap > 0:
+            tanh = torch.tanh(scores / softcap)
+            scores = softcap * tanh
+        if problem.bias is not None:
+            bias = problem.columns(problem.bias, rows, keys)
+            scores = scores + per_query_head(bias, heads, kv_heads)
+        dropped = ~problem.kept(rows, keys)
+        # Not by lse, in whose rounding large scores lose more than in their own sum. All keys of
+        # the rows are here; a row of nothing but -inf has no softmax.
+        probabilities = torch.softmax(scores.masked_fill(dropped, -torch.inf), -1)
+        probabilities = probabilities.masked_fill(dropped, 0)
+        if wanted[2]:
+            product = grouped(probabilities).transpose(-1, -2) @ part_dout
+            dvalue[:, :, keys] += product.sum(2)
+        if not (wanted[0] or wanted[1] or wanted[3]):
+            continue
+        dprobabilities = (part_dout @ value.transpose(-1, -2)).flatten(1, 2)
+        dscores = probabilities * (dprobabilities - delta[:, :, rows, None])
+        dscores = dscores.masked_fill(dropped, 0)
+        if wanted[3]:
+            place = problem.columns(dbias, rows, keys)
+            place += _summed(dscores, place, heads, kv_heads)
+        if tanh is not None:
+            dscores = dscores * (1 - tanh * tanh)
+        by_group = scale * grouped(dscores)
+        if wanted[0]:
+            dquery[:, :, rows] += (by_group @ key).flatten(1, 2)
+        if wanted[1]:
+            dkey[:, :, keys] += (by_group.transpose(-1, -2) @ query).sum(2)
+    return Gradients(*totals)
+
+
+def _summed(dscores: Tensor, like: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Sum over what a bias is the same for."""
+    if like.shape[1] == kv_heads != heads:
+        dscores = dscores.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
+    return dscores.sum_to_size(like.shape)

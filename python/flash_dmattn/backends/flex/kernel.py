@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The calls of FlexAttention: compiled on GPUs, and in its plain form on CPUs."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from .blocks import BLOCK, Blocks, padded
+from .problem import Problem, narrowed
+
+# Kernels multiply scores by log2(e), so a bias must leave room for that in float32.
+_LEAST_BIAS = -2.0e38
+_LEAST_HEAD_DIM = 16
+
+
+class Call(NamedTuple):
+    """What FlexAttention is called with; rows and keys are padded to whole blocks."""
+
+    query: Tensor  # (B, H, Q, D)
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Tensor]
+    block_mask: BlockMask
+    structure: tuple[Any, ...]  # what other code has to be compiled for
+
+
+def make_call(problem: Problem, blocks: Blocks, scale: float, softcap: float) -> Call:
+    """Turn a problem into tensors and functions that FlexAttention takes."""
+    length, keys = padded(problem.query.shape[2]), padded(problem.key.shape[2])
+    head_dim = max(_LEAST_HEAD_DIM, 1 << (problem.query.shape[3] - 1).bit_length())
+    query, key, value = (
+        functional.pad(t, (0, head_dim - t.shape[3], 0, size - t.shape[2])).contiguous()
+        for t, size in ((problem.query, length), (problem.key, keys), (problem.value, keys))
+    )
+    score_mod = _score_mod(problem, scale, softcap, keys)
+    block_mask = BlockMask.from_kv_blocks(
+        *_listed(blocks.partial),
+        *_listed(blocks.full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(problem, keys),
+    )
+    bias = problem.bias
+    structure = (
+        query.dtype,
+        head_dim,
+        problem.heads,
+        query.shape[0] == 1,
+        tuple(blocks.full.shape[:2]) == (1, 1),
+        len(problem.rows),
+        None if bias is None else (bias.dtype, bias.shape[2] == 1),
+        problem.first_key is not None,
+        softcap > 0,
+    )
+    return Call(query, key, value, score_mod, block_mask, structure)
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """Return out ``(B, H, Q, D)`` and lse ``(B, H, Q)``, padded as the call is."""
+    if call.query.device.type == "cpu":
+        return _plain(call)
+    out, lse = _compiled(call.structure, torch.is_grad_enabled())(*call[:5])
+    return out, lse
+
+
+def differentiate(call: Call, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value; this computes the forward pass once more."""
+    leaves = [t.detach().requires_grad_() for t in call[:3]]
+    with torch.enable_grad():
+        results = attend(call._replace(query=leaves[0], key=leaves[1], value=leaves[2]))
+    dquery, dkey, dvalue = torch.autograd.grad(results, leaves, (dout, dlse))
+    return dquery, dkey, dvalue
+
+
+def _plain(call: Call) -> tuple[Tensor, Tensor]:
+    """Compute all scores in float32, as FlexAttention does where it is not compiled.
+
+    That is its operator. The public function would trace every new combination of functions and
+    sizes, and give up after a few.
+    """
+    query, key, value = (t.float() for t in call[:3])
+    mask = call.block_mask.as_tuple()
+    # The operator's logarithms are to base 2; newer ones also return the largest scores.
+    out, lse, *_ = torch.ops.higher_order.flex_attention(
+        query, key, value, call.score_mod, mask, 1.0, {}
+    )
+    return out.to(call.query.dtype), lse * torch.log(torch.tensor(2.0)).item()
+
+
+def _with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: BlockMask,
+) -> tuple[Tensor, Tensor]:
+    grouped = query.shape[1] != key.shape[1]
+    given = (query, key, value, score_mod, block_mask, 1.0, grouped)
+    if _HAS_AUX_REQUEST:
+        out, aux = flex.flex_attention(*given, return_aux=flex.AuxRequest(lse=True))
+        return out, aux.lse
+    out, lse = flex.flex_attention(*given, return_lse=True)
+    return out, lse
+
+
+_HAS_AUX_REQUEST = hasattr(flex, "AuxRequest")
+
+
+@functools.cache
+def _compiled(structure: tuple[Any, ...], grad: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a function that is compiled for a structure, and for any lengths.
+
+    Each gets code of its own, since torch.compile limits how often it compiles the same code anew.
+    """
+    code = types.FunctionType(_with_lse.__code__.replace(), globals(), _with_lse.__name__)
+    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(
+        code, dynamic=True, fullgraph=True
+    )
+    return compiled
+
+
+def _planes(tensor: Tensor, problem: Problem) -> Tensor:
+    """Return int32 ``(B, H)``: which of the matrices of a tensor serves each head.
+
+    So that one code serves all tensors, whatever they are the same for.
+    """
+    batch, heads = tensor.shape[:2]
+    number = torch.arange(batch * heads, dtype=torch.int32, device=tensor.device)
+    number = number.view(batch, heads)
+    if heads not in (1, problem.heads[0]):
+        number = number.repeat_interleave(problem.heads[0] // heads, 1)
+    return number.expand(problem.query.shape[0], problem.heads[0]).contiguous()
+
+
+def _with_columns(tensor: Tensor, problem: Problem) -> Tensor:
+    """Return ``(matrices, {Q|1}, columns)``, contiguous."""
+    tensor = narrowed(tensor)
+    if tensor.shape[3] == 1 and problem.first_key is None:
+        tensor = tensor.expand(*tensor.shape[:3], problem.key.shape[2])
+    return tensor.flatten(0, 1).contiguous()
+
+
+def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Callable[..., Tensor]:
+    device = problem.query.device
+    factor = torch.tensor(scale, dtype=torch.float32, device=device)
+    cap = torch.tensor(softcap, dtype=torch.float32, device=device)
+
+    def scaled(score: Tensor, *_: Tensor) -> Tensor:
+        return score * factor
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score * factor / cap)
+
+    without_bias = capped if softcap > 0 else scaled
+    if problem.bias is None:
+        return without_bias
+    plane, bias = _planes(narrowed(problem.bias), problem), _with_columns(problem.bias, problem)
+    if bias.shape[1] == 1:
+        per_key = functional.pad(bias.squeeze(1), (0, keys - bias.shape[2]))
+
+        def with_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            added = per_key[plane[b, h], j].to(torch.float32)
+            return without_bias(score) + added.clamp(min=_LEAST_BIAS)
+
+        return with_bias
+    place = _places(problem, bias)
+
+    def with_row_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        added = bias[(plane[b, h], *place(i, j))].to(torch.float32)
+        return without_bias(score) + added.clamp(min=_LEAST_BIAS)
+
+    return with_row_bias
+
+
+def _mask_mod(problem: Problem, keys: int) -> Callable[..., Tensor]:
+    start, end = (
+        functional.pad(t.flatten(0, 1), (0, keys - t.shape[2])).contiguous()
+        for t in torch.broadcast_tensors(problem.start, problem.end)
+    )
+    interval = _planes(torch.broadcast_tensors(problem.start, problem.end)[0], problem)
+
+    def in_interval(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        number = interval[b, h]
+        return (start[number, j] <= i) & (i < end[number, j])
+
+    mask_mod = in_interval
+    for tensor in problem.rows:
+        mask_mod = _also(mask_mod, tensor, problem)
+    return mask_mod
+
+
+def _also(
+    mask_mod: Callable[..., Tensor], tensor: Tensor, problem: Problem
+) -> Callable[..., Tensor]:
+    plane, kept = _planes(tensor, problem), _with_columns(tensor, problem)
+    place = _places(problem, kept)
+
+    def in_both(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask_mod(b, h, i, j) & kept[(plane[b, h], *place(i, j))]
+
+    return in_both
+
+
+def _places(problem: Problem, tensor: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the function from a row and a key to the indices of a tensor with both.
+
+    It stays inside: the mask is asked of rows and keys of the padding too, and of sequences that
+    do not belong together.
+    """
+    device = tensor.device
+    last_row, last_column = (torch.tensor(size - 1, device=device) for size in tensor.shape[1:])
+    if problem.first_key is None:
+
+        def place(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.minimum(i, last_row), torch.minimum(j, last_column)
+
+        return place
+    first = problem.first_key
+
+    def place_in_sequence(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        row = torch.minimum(i, last_row)
+        return row, torch.minimum((j - first[row]).clamp(min=0), last_column)
+
+    return place_in_sequence
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of rows has, and their numbers first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The forward and the backward pass of a call that has rows and keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends.base import AttentionInputs, Gradients
+
+from . import gradients, kernel
+from .blocks import Blocks, make_blocks, padded
+from .problem import Problem, make_problem
+
+
+def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return out and lse in the form of the call."""
+    problem, blocks = _problem(inputs)
+    call = kernel.make_call(problem, blocks, inputs.scale, inputs.softcap)
+    out, lse = kernel.attend(call)
+    _, _, rows, head_dim = problem.query.shape
+    out, lse = out[:, :, :rows, :head_dim].transpose(1, 2), lse[:, :, :rows]
+    if inputs.cu_seqlens_q is not None:
+        out, lse = out[0], lse[0]
+    return out.contiguous(), lse.contiguous()
+
+
+def backward(
+    inputs: AttentionInputs,
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    wanted: tuple[bool, bool, bool, bool],
+) -> Gradients:
+    """Return the wanted gradients in the form of the call."""
+    problem, blocks = _problem(inputs)
+    packed = inputs.cu_seqlens_q is not None
+    if packed:
+        dout, dlse, out, lse = (t.unsqueeze(0) for t in (dout, dlse, out, lse))
+    empty = lse == -torch.inf
+    # Such rows may hold anything, and their gradients have no meaning.
+    dlse = dlse.masked_fill(empty, 0)
+    dout = dout.transpose(1, 2).masked_fill(empty.unsqueeze(-1), 0)
+    problem = problem._replace(query=problem.query.masked_fill(empty.unsqueeze(-1), 0))
+    by_kernel = (False,) * 4 if problem.query.device.type == "cpu" else (*wanted[:3], False)
+    by_formula = tuple(want and not done for want, done in zip(wanted, by_kernel, strict=True))
+    results = [problem.query.new_empty(0)] * 4
+    if any(by_formula):
+        found = gradients.gradients(
+            problem,
+            inputs.scale,
+            inputs.softcap,
+            dout,
+            dlse,
+            out.transpose(1, 2),
+            by_formula,  # type: ignore[arg-type]
+        )
+        results = [*found]
+    if any(by_kernel):
+        results[:3] = _by_kernel(problem, blocks, inputs, dout, dlse)
+    shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
+    return Gradients(
+        *(
+            _as_given(result, like, is_bias=index == 3, packed=packed)
+            if want and like is not None
+            else out.new_empty(0)
+            for index, (result, like, want) in enumerate(
+                zip(results, shaped_like, wanted, strict=True)
+            )
+        )
+    )
+
+
+def _problem(inputs: AttentionInputs) -> tuple[Problem, Blocks]:
+    """Return a problem, in which keys that no row keeps are 0, and its blocks.
+
+    The kernels multiply what keys hold with probabilities of 0, which would be NaN.
+    """
+    problem = make_problem(inputs)
+    blocks = make_blocks(problem)
+    heads, kv_heads = problem.heads
+    kept = blocks.keys
+    if kept.shape[1] == heads != kv_heads:
+        kept = kept.unflatten(1, (kv_heads, heads // kv_heads)).any(2)
+    key, value = (t.masked_fill(~kept.unsqueeze(-1), 0) for t in (problem.key, problem.value))
+    return problem._replace(key=key, value=value), blocks
+
+
+def _by_kernel(
+    problem: Problem, blocks: Blocks, inputs: AttentionInputs, dout: Tensor, dlse: Tensor
+) -> list[Tensor]:
+    call = kernel.make_call(problem, blocks, inputs.scale, inputs.softcap)
+    rows, head_dim = dout.shape[2:]
+    more = padded(rows) - rows
+    dout = torch.nn.functional.pad(dout, (0, call.query.shape[3] - head_dim, 0, more))
+    dlse = torch.nn.functional.pad(dlse, (0, more))
+    keys = problem.key.shape[2]
+    return [
+        gradient[:, :, :length, :head_dim]
+        for gradient, length in zip(
+            kernel.differentiate(call, dout.contiguous(), dlse.contiguous()),
+            (rows, keys, keys),
+            strict=True,
+        )
+    ]
+
+
+def _as_given(gradient: Tensor, like: Tensor, *, is_bias: bool, packed: bool) -> Tensor:
+    if not is_bias:
+        gradient = gradient.transpose(1, 2)
+    if packed:
+        gradient = gradient[0]
+    return gradient.to(like.dtype).contiguous()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The backends that are compiled where they run, and are used only where they are asked for.
+
+The module of each has, beside its class, ``why_unavailable(device_type)``: None if it can compute
+on this type of device, or for None on any that is here; else why not, and what to do. It imports
+what it is made of when it is first used, not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from .base import Backend
+
+__all__ = ["NAMES", "load", "require", "selecting_backend", "why_unavailable"]
+
+
+class _Entry(NamedTuple):
+    module: str
+    class_name: str
+
+
+# In the order of preference.
+_TABLE = {
+    "triton": _Entry("triton", "TritonBackend"),
+    "flex": _Entry("flex", "FlexBackend"),
+}
+
+NAMES = tuple(_TABLE)
+
+
+def why_unavailable(name: str, device_type: str | None = None) -> str | None:
+    """Say why a backend cannot run on a type of device, or here at all; None if it can."""
+    try:
+        module = _module(name)
+    except ImportError as error:
+        return str(error)
+    reason: str | None = module.why_unavailable(device_type)
+    return reason
+
+
+def require(name: str, device_type: str | None = None) -> None:
+    """Raise RuntimeError, with the reason and what to do, if a backend cannot run."""
+    reason = why_unavailable(name, device_type)
+    if reason is not None:
+        raise RuntimeError(
+            f"backend {name!r} is not available here: {reason}. backend=None follows the device of "
+            "the tensors"
+        )
+
+
+def load(name: str, device_type: str) -> Backend:
+    """Return a backend for tensors of a type of device; RuntimeError as `require`."""
+    require(name, device_type)
+    backend: Backend = getattr(_module(name), _TABLE[name].class_name)()
+    return backend
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{_TABLE[name].module}")
+
+
+def selecting_backend(device: torch.device) -> Backend:
+    """Return what selects keys for a backend that has no selection of its own."""
+    from flash_dmattn import loader
+
+    from .pack import PackBackend
+    from .reference import ReferenceBackend
+
+    try:
+        return PackBackend(loader.pack_for(device.type, device.index))
+    except loader.NoPackError:
+        return ReferenceBackend()

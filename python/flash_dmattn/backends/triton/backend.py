@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention by Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends.base import (
+    AttentionInputs,
+    Gradients,
+    SelectionInputs,
+    lse_shape,
+)
+from flash_dmattn.backends.reference import ReferenceBackend
+from flash_dmattn.backends.shapes import check_attention
+
+from .gradients import gradients
+from .kernels.forward import forward_kernel
+from .launch import Tiles, blocks, fitting, launch, on_device, tiles_of
+from .layout import plan_layout, plan_views
+from .make_plan import write_plan
+from .problem import Problem, describe
+from .selection import select_intervals
+
+
+class TritonBackend:
+    """Runs calls in Triton, compiled for the GPU that is there, or interpreted on a CPU.
+
+    Nothing waits for the device, and no kernel adds to memory that another program adds to: equal
+    inputs always give equal bits.
+    """
+
+    name = "triton"
+
+    def plan_bytes(self, inputs: AttentionInputs) -> int:
+        """Return the length of a plan."""
+        return plan_layout(inputs).plan_bytes
+
+    def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
+        """Turn the mask into columns."""
+        problem = _checked_problem(inputs)
+        return _made_plan(problem, zeroed=zeroed)
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Run the forward pass, and plan it first if no plan is given."""
+        problem = _checked_problem(inputs)
+        query, plan = inputs.query, inputs.plan
+        if plan is None:
+            plan = _made_plan(problem, zeroed=False)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
+        views = plan_views(problem.layout, plan)
+        arguments = problem.arguments | views._asdict() | {"out": out, "lse": lse}
+
+        def start(tiles: Tiles) -> None:
+            launch(
+                forward_kernel,
+                problem.sequences * problem.heads * blocks(problem.queries, tiles.block_rows),
+                arguments,
+                BLOCK_ROWS=tiles.block_rows,
+                BLOCK_KEYS=tiles.block_keys,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+                **problem.constants,
+            )
+
+        block_d = problem.constants["BLOCK_D"]
+        choices = tiles_of("forward", block_d * query.itemsize)
+        with on_device(query.device):
+            fitting(choices, ("forward", query.dtype, query.device, block_d), start)
+        return out, lse, plan if plan.numel() else None
+
+    def backward(
+        self,
+        inputs: AttentionInputs,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> Gradients:
+        """Run the backward pass on the plan of forward."""
+        problem = describe(inputs)
+        plan = inputs.plan
+        if plan is None:
+            plan = inputs.query.new_empty(0, dtype=torch.uint8)
+        with on_device(out.device):
+            return gradients(problem, plan, dout, dlse, out, lse, wanted)
+
+    def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
+        """Select for a bias that is the same for every query, in plain PyTorch."""
+        return select_intervals(inputs)
+
+    def select_keep(self, inputs: SelectionInputs) -> Tensor:
+        """Select for each row of bias, in plain PyTorch: a sort of each row."""
+        return ReferenceBackend().select_keep(inputs)
+
+
+def _checked_problem(inputs: AttentionInputs) -> Problem:
+    # Elsewhere than on a CPU the cu_seqlens cannot be read without waiting for the device.
+    check_attention(inputs, read_lengths=inputs.query.device.type == "cpu")
+    return describe(inputs)
+
+
+def _made_plan(problem: Problem, *, zeroed: bool) -> Tensor:
+    make = torch.zeros if zeroed else torch.empty
+    device = problem.inputs.query.device
+    plan = make(problem.layout.plan_bytes, dtype=torch.uint8, device=device)
+    with on_device(device):
+        write_plan(problem, plan)
+    return plan

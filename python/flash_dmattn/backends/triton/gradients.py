@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The backward pass: what each kernel computes, and the sums of what they leave in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends.base import AttentionInputs, Gradients
+
+from .kernels.key_gradients import key_gradients_kernel
+from .kernels.prepare import prepare_kernel
+from .kernels.row_gradients import row_gradients_kernel
+from .launch import Tiles, blocks, fitting, launch, multiprocessors, tiles_of
+from .layout import plan_views
+from .make_plan import ordered_keys
+from .problem import KEY_BIAS, ROW_BIAS, Problem
+
+_PREPARED_ROWS = 32
+# Of the kernel that goes by keys: blocks of keys take very different times.
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+_MOST_ROW_PARTS = 8
+
+
+def gradients(
+    problem: Problem,
+    plan: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: tuple[bool, bool, bool, bool],
+) -> Gradients:
+    """Return the wanted gradients of query, key, value and bias."""
+    inputs = problem.inputs
+    if problem.rows == 0:
+        return _zeros(inputs, wanted)
+    views = plan_views(problem.layout, plan)
+    arguments = problem.arguments | views._asdict()
+    arguments |= _prepared(problem, dout.contiguous(), dlse, out.contiguous(), lse.contiguous())
+    want_query, want_key, want_value, want_bias = wanted
+    constant_bias = want_bias and _is_constant_along_keys(problem)
+    want_row_bias = want_bias and problem.bias_kind == ROW_BIAS and not constant_bias
+    want_key_bias = want_bias and problem.bias_kind == KEY_BIAS and not constant_bias
+    nothing = inputs.query.new_empty(0)
+    dquery, dkey, dvalue, dbias = nothing, nothing, nothing, nothing
+    if want_query or want_row_bias:
+        dquery, row_bias = _row_gradients(problem, arguments, want_query, want_row_bias)
+    if want_key or want_value or want_key_bias:
+        arguments["ordered"] = ordered_keys(problem, views)
+        dkey, dvalue, key_bias = _key_gradients(problem, arguments, want_key_bias)
+    if want_bias and inputs.bias is not None:
+        if constant_bias:
+            total = _constant_bias_gradient(problem, dlse, lse)
+        else:
+            total = row_bias if want_row_bias else key_bias
+        dbias = total.to(inputs.bias.dtype)
+    return Gradients(
+        dquery if want_query else nothing,
+        dkey if want_key else nothing,
+        dvalue if want_value else nothing,
+        dbias,
+    )
+
+
+def _zeros(inputs: AttentionInputs, wanted: tuple[bool, bool, bool, bool]) -> Gradients:
+    shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
+    return Gradients(
+        *(
+            inputs.query.new_zeros(0) if like is None or not want else torch.zeros_like(like)
+            for like, want in zip(shaped_like, wanted, strict=True)
+        )
+    )
+
+
+def _prepared(
+    problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
+    """Return query, the gradient of out, lse and delta as the kernels read them."""
+    live_q, live_dout = torch.empty_like(dout), torch.empty_like(dout)
+    log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+    rows = problem.batches * problem.rows * problem.heads
+    launch(
+        prepare_kernel,
+        blocks(rows, _PREPARED_ROWS),
+        problem.arguments
+        | {"out": out, "dout": dout, "lse": lse, "total": rows}
+        | {"dlse": None if dlse is None else dlse.float().contiguous()}
+        | {"live_q": live_q, "live_dout": live_dout, "log2_lse": log2_lse, "delta": delta},
+        HAS_DLSE=dlse is not None,
+        BLOCK_ROWS=_PREPARED_ROWS,
+        **{name: problem.constants[name] for name in ("UNIT", "EVEN", "BLOCK_D")},
+    )
+    return {"q": live_q, "dout": live_dout, "lse": log2_lse, "delta": delta}
+
+
+def _row_gradients(
+    problem: Problem, arguments: dict[str, Any], want_query: bool, want_bias: bool
+) -> tuple[Tensor, Tensor]:
+    query, bias = problem.inputs.query, problem.inputs.bias
+    dquery = query.new_empty(query.shape if want_query else 0)
+    total = query.new_empty(0, dtype=torch.float32)
+    share_batches = share_heads = 1
+    strides: tuple[int, ...] = (0, 0, 0)
+    if want_bias and bias is not None:
+        total = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        share_heads = problem.bias_share
+        if bias.dim() == 4:
+            share_batches = problem.sequences // max(bias.shape[0], 1)
+            strides = total.stride()[:3]
+        else:
+            strides = (0, *total.stride()[:2])
+    programs = problem.sequences // max(share_batches, 1) * (problem.heads // share_heads)
+    arguments = arguments | {
+        "dq": dquery,
+        "dbias": total,
+        "share_batches": share_batches,
+        "share_heads": share_heads,
+        "programs": programs,
+        **dict(zip(("dbias_batch", "dbias_head", "dbias_row"), strides, strict=True)),
+    }
+
+    def start(tiles: Tiles) -> None:
+        launch(
+            row_gradients_kernel,
+            programs * blocks(problem.queries, tiles.block_rows),
+            arguments,
+            WANT_DQ=want_query,
+            WANT_DBIAS=want_bias,
+            **_constants(problem, tiles),
+        )
+
+    _start_fitting("rows", problem, start)
+    return dquery, total
+
+
+def _key_gradients(
+    problem: Problem, arguments: dict[str, Any], want_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = problem.inputs
+    vector_bytes = problem.constants["BLOCK_D"] * inputs.query.itemsize
+    widest = tiles_of("keys", vector_bytes)[0].block_keys
+    programs = problem.sequences * problem.kv_heads
+    head_parts, row_parts = _parts(problem, programs * blocks(problem.keys, widest))
+    parts = head_parts * row_parts
+    shape = inputs.key.shape
+    # Keys that no row keeps are left out: their gradients stay 0.
+    if parts == 1:
+        sums = [torch.zeros_like(inputs.key, memory_format=torch.contiguous_format) for _ in "kv"]
+    else:
+        sums = [inputs.key.new_zeros((parts, *shape), dtype=torch.float32) for _ in "kv"]
+    bias_shape = (row_parts, problem.batches, problem.heads, problem.total_keys)
+    bias_sums = inputs.query.new_zeros(bias_shape if want_bias else 0, dtype=torch.float32)
+    arguments = arguments | {
+        "dk": sums[0],
+        "dv": sums[1],
+        "dbias": bias_sums,
+        "row_parts": row_parts,
+        "part_heads": problem.heads // problem.kv_heads // head_parts,
+        "programs": programs,
+    }
+
+    def start(tiles: Tiles) -> None:
+        launch(
+            key_gradients_kernel,
+            programs * parts * blocks(problem.keys, tiles.block_keys),
+            arguments,
+            WANT_DBIAS=want_bias,
+            **_constants(problem, tiles),
+        )
+
+    _start_fitting("keys", problem, start)
+    if parts > 1:
+        sums = [t.sum(0).to(inputs.key.dtype) for t in sums]
+    if want_bias and inputs.bias is not None:
+        bias_sums = _summed(bias_sums.sum(0), inputs.bias).view(inputs.bias.shape)
+    return sums[0], sums[1], bias_sums
+
+
+def _parts(problem: Problem, whole: int) -> tuple[int, int]:
+    """Return into how many parts the work of a block of keys is divided: by heads, and by rows.
+
+    As few as keep the device busy, for each has sums of its own. Query heads with lists of their
+    own have other blocks of keys, and are always apart.
+    """
+    group = problem.heads // problem.kv_heads
+    enough = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(problem.inputs.query.device)
+    own_lists = problem.layout.list_heads > problem.kv_heads
+    head_parts = group if own_lists or whole < enough else 1
+    row_parts = 1
+    while row_parts < _MOST_ROW_PARTS and whole * head_parts * row_parts < enough:
+        row_parts *= 2
+    return head_parts, row_parts
+
+
+def _is_constant_along_keys(problem: Problem) -> bool:
+    bias = problem.inputs.bias
+    return bias is not None and bias.dim() == 4 and bias.shape[-1] == 1 and problem.keys != 1
+
+
+def _constant_bias_gradient(problem: Problem, dlse: Tensor | None, lse: Tensor) -> Tensor:
+    """Return the gradient of a bias that shifts all scores of a row alike.
+
+    That changes lse alone, by as much: the gradients of a row's scores sum to dlse.
+    """
+    bias = problem.inputs.bias
+    assert bias is not None
+    if dlse is None:
+        return torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+    rows = torch.where(lse == -torch.inf, 0.0, dlse.float())
+    if bias.shape[2] == 1:
+        rows = rows.sum(2, keepdim=True)
+    return _summed(rows, bias).view(bias.shape)
+
+
+def _summed(gradient: Tensor, bias: Tensor) -> Tensor:
+    """Sum a gradient ``(B, H, ...)`` over what a bias has one of."""
+    heads = bias.shape[-3]
+    batch, query_heads, *rest = gradient.shape
+    gradient = gradient.view(batch, heads, query_heads // heads, *rest).sum(2)
+    if bias.dim() == 4 and bias.shape[0] == 1:
+        gradient = gradient.sum(0)
+    return gradient
+
+
+def _constants(problem: Problem, tiles: Tiles) -> dict[str, Any]:
+    constants = {n: v for n, v in problem.constants.items() if n != "PAGED"}
+    return constants | {
+        "BLOCK_ROWS": tiles.block_rows,
+        "BLOCK_KEYS": tiles.block_keys,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+
+
+def _start_fitting(name: str, problem: Problem, start: Any) -> None:
+    query, block_d = problem.inputs.query, problem.constants["BLOCK_D"]
+    choices = tiles_of(name, block_d * query.itemsize)
+    fitting(choices, (name, query.dtype, query.device, block_d), start)

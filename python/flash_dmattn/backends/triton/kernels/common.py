@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the attention kernels share: places in memory, columns of a tile, and scores.
+
+Names of sizes and strides are the same in all kernels; `..problem` says what each is. Rows and keys
+count from the first of their sequence. The functions that work on elements broadcast, so that the
+same ones serve scores of (rows, keys) and of (keys, rows).
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+# Kinds of masks. The causal limit is part of a plan, and is computed where there is none.
+RANGE = tl.constexpr(0)  # no mask, so no plan
+INTERVALS = tl.constexpr(1)  # each key has a first and a past-the-last row
+ROWS = tl.constexpr(2)  # each key has a word of bits for every WORD_ROWS rows
+
+NO_BIAS = tl.constexpr(0)
+KEY_BIAS = tl.constexpr(1)  # the same for every row
+ROW_BIAS = tl.constexpr(2)
+
+LIST_ROWS = tl.constexpr(128)  # rows of a tile that have one list of columns
+WORD_ROWS = tl.constexpr(64)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Finite biases below it are raised to it: their product with LOG2E would be -inf, "not kept".
+LOWEST = tl.constexpr(-(2.0**127))
+
+# These differ from call to call. Triton would compile a kernel again for each that happens to be 1
+# or a multiple of 16; what matters of their alignment, UNIT says.
+SIZES = [
+    *("heads", "kv_heads", "group", "batch_heads", "sequences", "rows", "queries", "total"),
+    *("total_keys", "keys", "head_dim", "q_batch", "q_row", "q_head", "kv_batch", "kv_row"),
+    *(
+        "kv_head",
+        "kv_page",
+        "page",
+        "page_batch",
+        "mask_batch",
+        "mask_head",
+        "mask_row",
+        "mask_key",
+    ),
+    *("bias_batch", "bias_head", "bias_row", "bias_key", "bias_share"),
+    *("dbias_batch", "dbias_head", "dbias_row", "share_batches", "share_heads"),
+    *("lists", "list_batch", "list_heads", "list_share", "list_keys", "list_tiles"),
+    *("programs", "row_parts", "part_heads"),
+]
+
+
+@triton.jit
+def sequence_place(index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN: tl.constexpr):
+    """Return batch, q_begin, q_count, k_begin and k_count of a sequence.
+
+    Packed sequences are all of batch 0. The cu_seqlens cannot be checked without waiting for the
+    device, so whatever they hold is cut down to what can be read.
+    """
+    batch = index.to(tl.int64)
+    q_begin, k_begin = batch * 0, batch * 0
+    q_count, k_count = (batch * 0 + rows).to(tl.int32), (batch * 0 + keys).to(tl.int32)
+    if VARLEN:
+        q_begin = tl.minimum(tl.maximum(tl.load(cu_q + index).to(tl.int64), 0), rows)
+        k_begin = tl.minimum(tl.maximum(tl.load(cu_k + index).to(tl.int64), 0), total_keys)
+        q_end = tl.minimum(tl.load(cu_q + index + 1).to(tl.int64), rows)
+        k_end = tl.minimum(tl.load(cu_k + index + 1).to(tl.int64), total_keys)
+        q_count = tl.maximum(tl.minimum(q_end - q_begin, queries), 0).to(tl.int32)
+        k_count = tl.maximum(tl.minimum(k_end - k_begin, keys), 0).to(tl.int32)
+        batch = batch * 0
+    return batch, q_begin, q_count, k_begin, k_count
+
+
+@triton.jit
+def list_tile(index, q_begin, row, VARLEN: tl.constexpr):
+    """Return the number of a row's tile among those of its list: never one for two sequences."""
+    tile = q_begin * 0 + row // LIST_ROWS
+    if VARLEN:
+        tile += q_begin // LIST_ROWS + index
+    return tile
+
+
+@triton.jit
+def word_place(slot, row):
+    """Return the number of the words of a block of rows."""
+    row += slot * 0  # of a loop, for the interpreter a plain integer
+    return slot * (LIST_ROWS // WORD_ROWS) + row % LIST_ROWS // WORD_ROWS
+
+
+@triton.jit
+def tile_counts(
+    counts,
+    slot,
+    row0,
+    block_rows,
+    q_count,
+    k_count,
+    block_keys,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Return how many columns a tile has, how many of them, the first, all its rows keep, and how
+    many of those are in whole blocks.
+    """
+    if KIND == RANGE:
+        count, full = k_count, k_count
+        if CAUSAL:
+            seen = k_count - q_count + row0 + 1
+            full = tl.maximum(tl.minimum(seen, k_count), 0)
+            count = tl.maximum(tl.minimum(seen + block_rows - 1, k_count), 0)
+    else:
+        count = tl.load(counts + 2 * slot)
+        full = tl.load(counts + 2 * slot + 1)
+    return count, full, full // block_keys * block_keys
+
+
+@triton.jit
+def tile_columns(columns, at, full, count, keys, KIND: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return the keys at places `at` of a tile: partial ones lie at the end, the first last."""
+    if KIND == RANGE:
+        cols = at
+    elif PARTIAL:
+        place = tl.where(at < full, at, keys - 1 - (at - full))
+        cols = tl.load(columns + place, mask=at < count, other=0)
+    else:
+        cols = tl.load(columns + at)
+    return cols
+
+
+@triton.jit
+def key_offsets(cols, valid, table, page, kv_page, kv_row, PAGED: tl.constexpr):
+    """Return where keys lie, from the first of their sequence on; paged: from the first page."""
+    if PAGED:
+        number = tl.load(table + cols // page, mask=valid, other=0).to(tl.int64)
+        offsets = number * kv_page + (cols % page).to(tl.int64) * kv_row
+    else:
+        offsets = cols.to(tl.int64) * kv_row
+    return offsets
+
+
+@triton.jit
+def kept_intervals(
+    cols, valid, first, past, q_count, off, KIND: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Return the first and the past-the-last row of each key; of no mask, by the causal limit."""
+    if KIND == RANGE:
+        first_row = cols * 0
+        if CAUSAL:
+            first_row = tl.maximum(cols - off, 0)
+        past_row = tl.where(valid, q_count, 0)
+    else:
+        first_row = tl.load(first + cols, mask=valid, other=0)
+        past_row = tl.load(past + cols, mask=valid, other=0)
+    return first_row, past_row
+
+
+@triton.jit
+def scaled_bias(bias):
+    """Return a bias in units of ln 2; -inf, and no other, stays -inf."""
+    lowest = tl.where(bias == float("-inf"), bias, LOWEST)
+    return tl.maximum(bias * LOG2E, lowest, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def capped_scores(products, scale, softcap, SOFTCAP: tl.constexpr):
+    """Return scores in units of ln 2, so that exp2 serves, and their slope by the uncapped ones."""
+    if SOFTCAP:
+        tanh = 1 - 2 / (tl.exp(products * (2 * scale / softcap)) + 1)
+        scores, slope = tanh * (softcap * LOG2E), 1 - tanh * tanh
+    else:
+        scores, slope = products * (scale * LOG2E), 1.0
+    return scores, slope
+
+
+@triton.jit
+def probabilities(scores, lse, BIAS: tl.constexpr):
+    """Return the probabilities of scores, both in units of ln 2."""
+    exponent = scores - lse
+    if BIAS != NO_BIAS:
+        # Above 0 only by rounding, which is large where biases are.
+        exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def dot(a, b):
+    """Multiply matrices of the dtype of the inputs, exactly but for the sum in float32."""
+    if INTERPRETED:
+        # Otherwise it would multiply the integers in which it keeps bfloat16.
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def load_tile(
+    base, offsets, valid, head_dim, ALL: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load vectors of head_dim elements, 0 for those that are not valid; ALL says that all are."""
+    d = tl.arange(0, BLOCK_D)
+    at = base + offsets[:, None] + d[None, :]
+    if EVEN and ALL:
+        tile = tl.load(at)
+    elif EVEN:
+        tile = tl.load(at, mask=valid[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=valid[:, None] & (d < head_dim)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(base, offsets, tile, valid, head_dim, BLOCK_D: tl.constexpr):
+    """Store vectors of head_dim elements."""
+    d = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (d < head_dim)[None, :]
+    tl.store(base + offsets[:, None] + d[None, :], tile.to(base.dtype.element_ty), mask=mask)

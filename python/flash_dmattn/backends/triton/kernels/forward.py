@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The forward pass: a program for a block of rows of one query head, over the tile's columns."""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    INTERVALS,
+    KEY_BIAS,
+    LN2,
+    RANGE,
+    ROW_BIAS,
+    ROWS,
+    SIZES,
+    dot,
+    list_tile,
+    load_tile,
+    sequence_place,
+    store_tile,
+    tile_counts,
+    word_place,
+)
+from .score_block import score_block
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    q,
+    k,
+    v,
+    bias,
+    out,
+    lse,
+    first,
+    past,
+    counts,
+    columns,
+    words,
+    cu_q,
+    cu_k,
+    table,
+    heads,
+    group,
+    batch_heads,
+    rows,
+    queries,
+    total_keys,
+    keys,
+    head_dim,
+    q_batch,
+    q_row,
+    q_head,
+    kv_batch,
+    kv_row,
+    kv_head,
+    kv_page,
+    page,
+    page_batch,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    bias_share,
+    list_batch,
+    list_share,
+    list_keys,
+    list_tiles,
+    scale,
+    softcap,
+    KIND: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PAGED: tl.constexpr,
+    GUARD: tl.constexpr,
+    UNIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Write out and lse of a block of rows. The last rows, which may see the most, come first."""
+    index = (tl.program_id(0) % batch_heads // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) // batch_heads * BLOCK_ROWS
+    batch, q_begin, q_count, k_begin, k_count = sequence_place(
+        index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
+    )
+    if row0 < q_count:
+        head_dim *= UNIT
+        off = k_count - q_count
+        tile_rows = row0 + tl.arange(0, BLOCK_ROWS)
+        valid_rows = tile_rows < q_count
+        row_places = q_begin + tile_rows
+        q_tile = load_tile(
+            q + (batch * q_batch + head * q_head) * UNIT,
+            row_places * (q_row * UNIT),
+            valid_rows,
+            head_dim,
+            False,
+            EVEN,
+            BLOCK_D,
+        )
+        kv_row *= UNIT
+        kv_page *= UNIT
+        kv_offset = (batch * kv_batch + head // group * kv_head) * UNIT
+        if PAGED:
+            table += index * page_batch
+        else:
+            kv_offset += k_begin * kv_row
+        k += kv_offset
+        v += kv_offset
+        if BIAS == KEY_BIAS:
+            bias += index * bias_batch + head // bias_share * bias_head + k_begin * bias_key
+        elif BIAS == ROW_BIAS:
+            bias += index * bias_batch + head // bias_share * bias_head + q_begin * bias_row
+        this_list = index * list_batch + head // list_share
+        slot = this_list * list_tiles + list_tile(index, q_begin, row0, VARLEN)
+        if KIND != RANGE:
+            columns += slot * keys
+        if KIND == INTERVALS:
+            first += this_list * list_keys + k_begin
+            past += this_list * list_keys + k_begin
+        elif KIND == ROWS:
+            words += word_place(slot, row0) * keys
+        count, full, whole = tile_counts(
+            counts, slot, row0, BLOCK_ROWS, q_count, k_count, BLOCK_KEYS, KIND, CAUSAL
+        )
+        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        out_tile = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        # First the columns that all rows keep, then the rest.
+        for partial in tl.static_range(2):
+            for at0 in range(partial * whole, whole + partial * (count - whole), BLOCK_KEYS):
+                _, v_tile, scores, _, _, _ = score_block(
+                    q_tile,
+                    tile_rows,
+                    at0 + tl.arange(0, BLOCK_KEYS),
+                    full,
+                    count,
+                    k,
+                    v,
+                    bias,
+                    first,
+                    past,
+                    columns,
+                    words,
+                    table,
+                    q_count,
+                    off,
+                    keys,
+                    head_dim,
+                    kv_row,
+                    kv_page,
+                    page,
+                    bias_row,
+                    bias_key,
+                    scale,
+                    softcap,
+                    partial,
+                    KIND,
+                    BIAS,
+                    CAUSAL,
+                    SOFTCAP,
+                    PAGED,
+                    GUARD,
+                    EVEN,
+                    BLOCK_D,
+                )
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                # While a row has seen nothing its top is -inf, and -inf - -inf would be NaN.
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weights = tl.exp2(scores - shift[:, None])
+                decay = tl.exp2(top - shift)
+                total = total * decay + tl.sum(weights, 1)
+                out_tile = out_tile * decay[:, None]
+                out_tile += dot(weights.to(v_tile.dtype), v_tile)
+                top = new_top
+        out_tile = tl.where((total == 0)[:, None], 0.0, out_tile / total[:, None])
+        out += (batch * rows * heads + head) * head_dim
+        store_tile(out, row_places * heads * head_dim, out_tile, valid_rows, head_dim, BLOCK_D)
+        lse += (batch * heads + head) * rows
+        tl.store(lse + row_places, (top + tl.log2(total)) * LN2, mask=valid_rows)

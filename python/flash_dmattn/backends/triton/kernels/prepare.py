@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the backward passes read of each row, with zeros for rows that keep nothing."""
+
+import triton
+import triton.language as tl
+
+from .common import LOG2E, SIZES, load_tile, store_tile
+
+
+@triton.jit(do_not_specialize=SIZES)
+def prepare_kernel(
+    q,
+    out,
+    dout,
+    lse,
+    dlse,
+    live_q,
+    live_dout,
+    log2_lse,
+    delta,
+    heads,
+    rows,
+    total,
+    head_dim,
+    q_batch,
+    q_row,
+    q_head,
+    HAS_DLSE: tl.constexpr,
+    UNIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Write query, the gradient of out, lse in units of ln 2, and sum(out * dout) - dlse.
+
+    A row that keeps nothing may hold anything, and 0 times some of that is not 0. As zeros, and
+    with an lse of +inf that makes all its probabilities 0, the kernels that loop over rows need not
+    ask, which would make their loads wait for one another.
+    """
+    head_dim *= UNIT
+    place = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    valid = place < total
+    batch, row, head = place // heads // rows, place // heads % rows, place % heads
+    lse_place = (batch * heads + head) * rows + row
+    row_lse = tl.load(lse + lse_place, mask=valid, other=float("-inf"))
+    live = row_lse != float("-inf")
+    tl.store(log2_lse + lse_place, tl.where(live, row_lse * LOG2E, float("inf")), mask=valid)
+    offsets = place * head_dim
+    q_offsets = (batch * q_batch + row * q_row + head * q_head) * UNIT
+    q_tile = load_tile(q, q_offsets, live, head_dim, False, EVEN, BLOCK_D)
+    store_tile(live_q, offsets, q_tile, valid, head_dim, BLOCK_D)
+    out_tile = load_tile(out, offsets, live, head_dim, False, EVEN, BLOCK_D)
+    dout_tile = load_tile(dout, offsets, live, head_dim, False, EVEN, BLOCK_D)
+    store_tile(live_dout, offsets, dout_tile, valid, head_dim, BLOCK_D)
+    result = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if HAS_DLSE:
+        result -= tl.load(dlse + lse_place, mask=live, other=0.0)
+    tl.store(delta + lse_place, result, mask=valid)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Block sizes, and how kernels are started."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+
+class Tiles(NamedTuple):
+    """The block of scores of a step, and how it is computed."""
+
+    block_rows: int
+    block_keys: int
+    warps: int
+    stages: int
+
+
+# By the pass and the largest bytes of a vector of D elements: from the fastest on an H200 (bf16,
+# causal top-w) to what the least shared memory has room for.
+_TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
+    "forward": {
+        128: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1)),
+        256: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)),
+        512: (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
+        1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),
+    },
+    "rows": {
+        128: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1)),
+        256: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)),
+        512: (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
+        1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),
+    },
+    "keys": {
+        128: (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1)),
+        256: (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles(32, 32, 4, 1)),
+        512: (Tiles(32, 64, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
+        1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),
+    },
+}
+# How many of the first tiles of a choice did not fit a device.
+_too_large: dict[tuple[object, ...], int] = {}
+
+
+def tiles_of(name: str, vector_bytes: int) -> tuple[Tiles, ...]:
+    """Return the tiles to try for a pass, the best first."""
+    return next(tiles for limit, tiles in _TILES[name].items() if vector_bytes <= limit)
+
+
+def launch(kernel: Any, programs: int, arguments: dict[str, Any], **constants: Any) -> None:
+    """Start a kernel with those of the arguments that it has."""
+    if programs:
+        chosen = {name: arguments[name] for name in kernel.arg_names if name in arguments}
+        kernel[(programs,)](**chosen, **constants)
+
+
+def fitting(choices: tuple[Tiles, ...], key: tuple[object, ...], start: Any) -> None:
+    """Call ``start`` with the first tiles for which the device has the shared memory."""
+    first = _too_large.get(key, 0)
+    for number, tiles in enumerate(choices[first:], first):
+        try:
+            start(tiles)
+        except OutOfResources:
+            if number + 1 == len(choices):
+                raise
+        else:
+            _too_large[key] = number
+            return
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one, which is where Triton starts kernels."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def blocks(length: int, block: int) -> int:
+    """Return how many blocks cover a length."""
+    return int(triton.cdiv(length, block))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs of many warps run at the same time."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

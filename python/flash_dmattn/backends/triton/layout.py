@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Plans in memory.
+
+A plan has, for each list (a batch and a head of the mask) and each tile of LIST_ROWS rows of each
+sequence, the keys that any row of the tile keeps: first those that all rows keep, then, from the
+end of the list's room backwards, the rest. Beside that,
+
+* of intervals, or of a mask that is the same for every query: the keys that any query keeps, in
+  key order, and for each key the rows that keep it, the causal limit included;
+* of a mask with rows: a word of bits for each key and WORD_ROWS rows.
+
+Without a mask there is no plan. Sizes may be symbolic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends.base import AttentionInputs
+
+# As in kernels/common.py, which can only be imported with triton.
+RANGE, INTERVALS, ROWS = 0, 1, 2
+LIST_ROWS = 128
+WORD_ROWS = 64
+
+
+class Layout(NamedTuple):
+    """The sizes of a plan."""
+
+    kind: int
+    lists: int
+    list_batches: int
+    list_heads: int
+    list_keys: int  # keys of a list: K, for varlen total_k
+    sequences: int  # of a list
+    tiles: int  # of a list, over all its sequences
+    tile_keys: int  # room of a tile: K, for varlen the longest sequence's
+
+    @property
+    def plan_bytes(self) -> int:
+        """The length of a plan."""
+        if self.kind == RANGE:
+            return 0
+        slots = self.lists * self.tiles
+        listed = slots * (8 + 4 * self.tile_keys)
+        if self.kind == ROWS:
+            return slots * (LIST_ROWS // WORD_ROWS) * 8 * self.tile_keys + listed
+        return 4 * self.lists * (self.sequences + 3 * self.list_keys) + listed
+
+
+class PlanViews(NamedTuple):
+    """The parts of a plan; None where its kind has no such part."""
+
+    words: Tensor | None  # int64 [list][tile][part of the tile][key]
+    kept_count: Tensor | None  # int32 [list][sequence]
+    kept: Tensor | None  # int32 [list][key]: those of a sequence from its first key on
+    first: Tensor | None  # int32 [list][key]: the first row that keeps the key
+    past: Tensor | None  # int32 [list][key]
+    counts: Tensor | None  # int32 [list][tile][all, full]
+    columns: Tensor | None  # int32 [list][tile][key]
+
+
+def plan_layout(inputs: AttentionInputs) -> Layout:
+    """Return the sizes of the plan of a call."""
+    if inputs.cu_seqlens_q is None:
+        sequences, rows = 1, inputs.query.shape[1]
+        list_keys = tile_keys = inputs.key.shape[1]
+    else:
+        sequences, rows = inputs.cu_seqlens_q.shape[0] - 1, inputs.query.shape[0]
+        list_keys, tile_keys = inputs.key.shape[0], inputs.max_seqlen_k
+    tiles = rows // LIST_ROWS + sequences
+    if inputs.start is not None:
+        kind, front = INTERVALS, tuple(inputs.start.shape[:-1])
+        keys = inputs.start.shape[-1]
+    elif inputs.mask is not None:
+        kind = ROWS if inputs.mask.shape[-2] > 1 else INTERVALS
+        front, keys = tuple(inputs.mask.shape[:-2]), inputs.mask.shape[-1]
+    else:
+        return Layout(RANGE, 0, 1, 1, list_keys, sequences, tiles, tile_keys)
+    if inputs.block_table is not None and kind == INTERVALS:
+        list_keys = keys  # the pages do not tell how many of their rows are keys
+    batches, heads = front if len(front) == 2 else (1, front[0])
+    return Layout(kind, batches * heads, batches, heads, list_keys, sequences, tiles, tile_keys)
+
+
+def plan_views(layout: Layout, plan: Tensor) -> PlanViews:
+    """Return the parts of a plan."""
+    at = 0
+
+    def part(dtype: torch.dtype, count: int) -> Tensor:
+        nonlocal at
+        begin, at = at, at + count * dtype.itemsize
+        return plan[begin:at].view(dtype)
+
+    if layout.kind == RANGE:
+        return PlanViews(*[None] * 7)
+    slots, keys = layout.lists * layout.tiles, layout.lists * layout.list_keys
+    words = kept_count = kept = first = past = None
+    if layout.kind == ROWS:
+        words = part(torch.int64, slots * (LIST_ROWS // WORD_ROWS) * layout.tile_keys)
+    else:
+        kept_count = part(torch.int32, layout.lists * layout.sequences)
+        kept, first, past = (part(torch.int32, keys) for _ in range(3))
+    counts = part(torch.int32, 2 * slots)
+    columns = part(torch.int32, slots * layout.tile_keys)
+    return PlanViews(words, kept_count, kept, first, past, counts, columns)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A call in the form that the kernels take."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends.base import AttentionInputs
+
+from .layout import RANGE, Layout, plan_layout
+
+NO_BIAS, KEY_BIAS, ROW_BIAS = 0, 1, 2
+_MOST = 2**31 - 1
+_UNIT = 8  # elements: what 16-bit loads of full width are aligned to
+
+
+class Problem(NamedTuple):
+    """The sizes of a call, and what its kernels are given."""
+
+    inputs: AttentionInputs
+    layout: Layout
+    batches: int  # of out: for varlen 1
+    sequences: int  # B
+    heads: int
+    kv_heads: int
+    rows: int  # of out: for varlen total_q
+    queries: int  # of the longest sequence
+    total_keys: int  # of tensors that have an element for each key: for varlen total_k
+    keys: int  # of the longest sequence
+    head_dim: int
+    bias_kind: int
+    arguments: dict[str, Any]  # tensors, sizes and strides, by their names in the kernels
+    constants: dict[str, Any]
+
+    @property
+    def bias_share(self) -> int:
+        """How many query heads share a head of the bias."""
+        return int(self.arguments["bias_share"])
+
+
+def describe(inputs: AttentionInputs) -> Problem:
+    """Return what kernels are given for a call whose shapes have been checked."""
+    layout = plan_layout(inputs)
+    heads, head_dim = inputs.query.shape[-2:]
+    kv_heads = inputs.key.shape[-2]
+    bias_kind, bias = _bias_arguments(inputs, heads)
+    query, key, value = (_with_adjacent_elements(t) for t in inputs[:3])
+    # What a bias of -inf drops from all rows may hold anything, and 0 times some of that is not 0.
+    # As zeros it does no harm; otherwise kernels must guard what they read by the bias.
+    guard = bias_kind == ROW_BIAS
+    if bias_kind == KEY_BIAS and inputs.bias is not None:
+        guard = inputs.block_table is not None or inputs.bias.shape[-3] > kv_heads
+        if not guard:
+            dropped = _dropped_keys(inputs.bias)
+            key, value = (t.masked_fill(dropped, 0) for t in (key, value))
+    if key.stride() != value.stride():
+        key, value = key.contiguous(), value.contiguous()
+    varlen, paged = inputs.cu_seqlens_q is not None, inputs.block_table is not None
+    if inputs.cu_seqlens_q is not None:
+        sequences, batches = inputs.cu_seqlens_q.shape[0] - 1, 1
+        rows, queries, keys = query.shape[0], inputs.max_seqlen_q, inputs.max_seqlen_k
+        total_keys = _packed_keys(inputs) if paged else key.shape[0]
+        q_strides = (0, *query.stride()[:2])
+        kv_strides = (0, *key.stride()[-3:-1])
+    else:
+        sequences = batches = query.shape[0]
+        rows = queries = query.shape[1]
+        total_keys = keys = key.shape[1]
+        q_strides, kv_strides = query.stride()[:3], key.stride()[:3]
+    kv_page = key.stride(0) if paged else 0
+    aligned = all(s % _UNIT == 0 for s in (head_dim, *q_strides, *kv_strides, kv_page))
+    unit = _UNIT if aligned else 1
+    names = ("q_batch", "q_row", "q_head", "kv_batch", "kv_row", "kv_head", "kv_page", "head_dim")
+    lengths = (*q_strides, *kv_strides, kv_page, head_dim)
+    table = inputs.block_table
+    arguments: dict[str, Any] = {
+        "q": query,
+        "k": key,
+        "v": value,
+        "cu_q": inputs.cu_seqlens_q,
+        "cu_k": inputs.cu_seqlens_k,
+        "table": table,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "group": heads // kv_heads,
+        "batch_heads": sequences * heads,
+        "rows": rows,
+        "queries": queries,
+        "total_keys": total_keys,
+        "keys": keys,
+        "page": key.shape[1] if paged else 1,
+        "page_batch": 0 if table is None else table.stride(0),
+        "list_batch": layout.list_heads if layout.list_batches > 1 else 0,
+        "list_share": heads // layout.list_heads,
+        "list_heads": layout.list_heads,
+        "list_keys": layout.list_keys,
+        "list_tiles": layout.tiles,
+        "sequences": layout.sequences,
+        "lists": layout.lists,
+        "scale": inputs.scale,
+        "softcap": inputs.softcap,
+        **{name: length // unit for name, length in zip(names, lengths, strict=True)},
+        **bias,
+    }
+    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    constants = {
+        "KIND": layout.kind,
+        "BIAS": bias_kind,
+        "CAUSAL": inputs.causal and layout.kind == RANGE,  # otherwise the plan has the limit
+        "SOFTCAP": inputs.softcap > 0,
+        "VARLEN": varlen,
+        "PAGED": paged,
+        "GUARD": guard,
+        "UNIT": unit,
+        "EVEN": head_dim == block_d,
+        "BLOCK_D": block_d,
+    }
+    return Problem(
+        inputs,
+        layout,
+        batches,
+        sequences,
+        heads,
+        kv_heads,
+        rows,
+        queries,
+        total_keys,
+        keys,
+        head_dim,
+        bias_kind,
+        arguments,
+        constants,
+    )
+
+
+def _with_adjacent_elements(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _dropped_keys(bias: Tensor) -> Tensor:
+    """Return what a bias that is the same for every row drops, as key and value are laid out."""
+    return (bias.squeeze(-2).transpose(-1, -2) == -torch.inf).unsqueeze(-1)
+
+
+def _packed_keys(inputs: AttentionInputs) -> int:
+    """Return the size of what a paged call has for each key; without any it does not matter."""
+    for tensor in (inputs.start, inputs.mask, inputs.bias):
+        if tensor is not None and (tensor is inputs.start or tensor.shape[-2] == 1):
+            return tensor.shape[-1]
+    return _MOST
+
+
+def _bias_arguments(inputs: AttentionInputs, heads: int) -> tuple[int, dict[str, Any]]:
+    bias = inputs.bias
+    if bias is None:
+        names = ("bias_batch", "bias_head", "bias_row", "bias_key")
+        return NO_BIAS, {"bias": None, "bias_share": 1, **dict.fromkeys(names, 0)}
+    kind = ROW_BIAS if bias.shape[-2] > 1 else KEY_BIAS
+    if kind == KEY_BIAS:
+        bias = bias.float()  # little memory, and one compiled kernel fewer
+    lengths = zip(bias.stride()[-3:], bias.shape[-3:], strict=True)
+    head, row, key = (stride if size > 1 else 0 for stride, size in lengths)
+    return kind, {
+        "bias": bias,
+        "bias_batch": bias.stride(0) if bias.dim() == 4 and bias.shape[0] > 1 else 0,
+        "bias_head": head,
+        "bias_row": row,
+        "bias_key": key,
+        "bias_share": heads // bias.shape[-3],
+    }
