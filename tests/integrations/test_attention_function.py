@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_accurate, rand_bool, randn
 from torch import Tensor
 
 import flash_dmattn
@@ -19,6 +18,7 @@ from flash_dmattn.integrations.flash_dynamic_mask_attention import (
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
+from support import assert_accurate, rand_bool, randn
 
 B, Q, K, H, HK, D, WINDOW = 2, 19, 19, 4, 2, 16, 6
 LOWEST = torch.finfo(torch.float32).min
@@ -67,7 +67,7 @@ def full(tensor: Tensor) -> Tensor:
 def top(score: Tensor, kept: Tensor, window: int) -> Tensor:
     """Keep the largest scores of each row, the first of equal ones."""
     score = score.masked_fill(~kept, -torch.inf)
-    order = torch.sort(score, -1, descending=True, stable=True).indices
+    order = torch.sort(score, dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(K).expand_as(order))
     return kept & (rank < window)
 
@@ -137,9 +137,7 @@ OWN = torch.block_diag(*(torch.ones(int(n), int(n)) for n in CU_SEQLENS.diff()))
 @pytest.mark.parametrize("causal, window", itertools.product([False, True], [None, 4]))
 @pytest.mark.parametrize("bias_kind", BIASES)
 @pytest.mark.parametrize("packing", ["positions", "lengths"])
-def test_packed_documents(
-    packing: str, bias_kind: str, causal: bool, window: int | None
-) -> None:
+def test_packed_documents(packing: str, bias_kind: str, causal: bool, window: int | None) -> None:
     bias = BIASES[bias_kind]
     if packing == "lengths" and bias_kind == "rows":
         pytest.skip("rows of a batch are not packed; see the next test")
@@ -199,9 +197,7 @@ def test_unusable_biases_take_no_place_in_the_window() -> None:
     assert out.isfinite().all()
     usable = full(bias) > -torch.inf
     kept = top(full(bias), OWN.tril() & usable, 3)
-    want, _ = flash_dynamic_mask_attention_forward(
-        Module(is_causal=False), *problem(), kept, bias
-    )
+    want, _ = flash_dynamic_mask_attention_forward(Module(is_causal=False), *problem(), kept, bias)
     torch.testing.assert_close(out, want)
 
 
@@ -277,7 +273,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match=r"attention_mask must have two, three or four .* \(3,\)"):
         flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), torch.ones(3))
     query, key, value = (t.transpose(1, 2) for t in problem())
-    with pytest.raises(ValueError, match="implementation must be .* got 'sdpa'"):
+    with pytest.raises(ValueError, match=r"implementation must be .* got 'sdpa'"):
         _flash_dynamic_mask_attention_forward(
             query, key, value, None, None, Q, K, True, implementation="sdpa"
         )

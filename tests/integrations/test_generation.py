@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import Target, assert_accurate
 from torch import Tensor
+
+from support import Target, assert_accurate
 
 from .tiny_models import WAYS, padding, tiny_model, tokens, transformers
 

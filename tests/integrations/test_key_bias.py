@@ -118,9 +118,9 @@ def test_other_models_of_the_process_stay_as_they_are() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM has no module of Doge's attention"):
         apply_flash_dmattn(tiny_model("llama"))
-    with pytest.raises(ValueError, match="^attention must be given too"):
+    with pytest.raises(ValueError, match=r"^attention must be given too"):
         apply_flash_dmattn(tiny_model("llama"), Decay())
-    with pytest.raises(ValueError, match="^key_bias must be given too"):
+    with pytest.raises(ValueError, match=r"^key_bias must be given too"):
         apply_flash_dmattn(tiny_model("llama"), attention=torch.nn.Linear)
     with pytest.raises(ValueError, match="no module of attention="):
         apply_flash_dmattn(tiny_model("llama"), Decay(), attention=torch.nn.Conv1d)

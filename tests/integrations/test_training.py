@@ -42,9 +42,7 @@ def test_compiled_as_one_graph(family: str, way: str) -> None:
     want = eager(tokens(), use_cache=False).logits
     want.square().mean().backward()
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
-    for (name, got), expected in zip(
-        model.named_parameters(), eager.parameters(), strict=True
-    ):
+    for (name, got), expected in zip(model.named_parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(got.grad, expected.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
