@@ -70,7 +70,8 @@ def _smallest(settings: dict[str, Any]) -> ModelMask:
         return _causal(settings)
     queries, offset = _query_sizes(settings)
     is_whole = queries == settings["kv_length"] and settings.get("kv_offset", 0) == 0
-    if torch.compiler.is_compiling() or not is_whole or offset != 0:
+    # generate(), which records no gradients, takes the masks of some caches for tensors.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_whole or offset != 0:
         return _rows(settings)
     intervals = _intervals(settings, queries)
     return _rows(settings) if intervals is None else _described(intervals)
