@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The attention function, with every mask, bias and packing, against the float64 formula."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import attention_reference
+from flash_dmattn.integrations.flash_dynamic_mask_attention import (
+    flash_dynamic_mask_attention_forward,
+)
+from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
+    _flash_dynamic_mask_attention_forward,
+)
+from support import assert_accurate, rand_bool, randn
+
+B, Q, K, H, HK, D, WINDOW = 2, 19, 19, 4, 2, 16, 6
+LOWEST = torch.finfo(torch.float32).min
+
+MASKS = {
+    "none": None,
+    "padding": rand_bool(B, K, seed=1, density=0.7),
+    "integers": rand_bool(B, K, seed=1, density=0.7).long(),
+    "heads": rand_bool(B, HK, K, seed=2, density=0.7),
+    "keys": rand_bool(B, 1, 1, K, seed=3, density=0.7),
+    "rows": rand_bool(B, 1, Q, K, seed=4, density=0.7),
+    "added": torch.zeros(B, 1, Q, K).masked_fill(~rand_bool(B, 1, Q, K, seed=5), LOWEST),
+    "added-bias": randn(B, H, Q, K, seed=6).masked_fill(~rand_bool(B, H, Q, K, seed=6), LOWEST),
+}
+BIASES = {
+    "none": None,
+    "shared": randn(B, K, seed=7),
+    "heads": randn(B, HK, K, seed=8),
+    "keys": randn(B, HK, 1, K, seed=9),
+    "rows": randn(1, H, Q, K, seed=10),
+}
+
+
+class Module(torch.nn.Module):
+    """Stands for an attention module."""
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+
+def problem(seed: int = 0) -> list[Tensor]:
+    shapes = ((B, H, Q, D), (B, HK, K, D), (B, HK, K, D))
+    return [randn(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return a mask or bias as ``(B, H, Q, K)``."""
+    if tensor.dim() < 4:
+        tensor = tensor[:, None, None] if tensor.dim() == 2 else tensor[:, :, None]
+    if tensor.shape[1] == HK:
+        tensor = tensor.repeat_interleave(H // HK, 1)
+    return tensor.expand(B, H, Q, K)
+
+
+def top(score: Tensor, kept: Tensor, window: int) -> Tensor:
+    """Keep the largest scores of each row, the first of equal ones."""
+    score = score.masked_fill(~kept, -torch.inf)
+    order = torch.sort(score, dim=-1, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(K).expand_as(order))
+    return kept & (rank < window)
+
+
+def judged(run: Any, kept: Tensor, biases: list[Tensor], tensors: list[Tensor]) -> None:
+    """Compare ``run(query, key, value, *biases)`` and its gradients by the 2x rule."""
+
+    def outcome(dtype: torch.dtype, call: Any) -> dict[str, Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (*tensors, *biases)]
+        out = call(*leaves)
+        gradients = torch.autograd.grad(out, leaves, randn(B, Q, H, D, seed=3).to(dtype) / 4)
+        named = {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
+        return {"out": out.detach(), **named}
+
+    def formula(query: Tensor, key: Tensor, value: Tensor, *added: Tensor) -> Tensor:
+        bias = sum(full(b) for b in added) if added else None
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        return attention_reference(query, key, value, kept, bias)[0]
+
+    truth = outcome(torch.float64, formula)
+    assert_accurate(outcome(torch.float32, run), truth, outcome(torch.float32, formula))
+
+
+@pytest.mark.parametrize("causal, window", itertools.product([False, True], [None, WINDOW]))
+@pytest.mark.parametrize("bias_kind", BIASES)
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_masks_with_biases(
+    mask_kind: str, bias_kind: str, causal: bool, window: int | None
+) -> None:
+    mask, bias = MASKS[mask_kind], BIASES[bias_kind]
+    added = [] if bias is None else [bias]
+    kept = torch.ones(B, H, Q, K, dtype=torch.bool)
+    if mask is not None and mask.is_floating_point():
+        kept = full(mask) > LOWEST / 2
+        added = [mask, *added]
+    elif mask is not None:
+        kept = full(mask != 0)
+    if causal:
+        kept = kept.tril()
+    if window is not None:
+        if not added:
+            return
+        kept = top(sum(full(b) for b in added), kept, window)
+
+    is_added = mask is not None and mask.is_floating_point()
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
+        return flash_dynamic_mask_attention_forward(
+            Module(is_causal=False),
+            query,
+            key,
+            value,
+            leaves[0] if is_added else mask,
+            None if bias is None else leaves[-1],
+            window_size=window,
+            is_causal=causal,
+        )[0]
+
+    judged(run, kept, added, problem())
+
+
+CU_SEQLENS = torch.tensor([0, 3, 14, K], dtype=torch.int32)
+POSITIONS = torch.cat([torch.arange(int(n)) for n in CU_SEQLENS.diff()])[None]
+OWN = torch.block_diag(*(torch.ones(int(n), int(n)) for n in CU_SEQLENS.diff())).bool()
+
+
+@pytest.mark.parametrize("causal, window", itertools.product([False, True], [None, 4]))
+@pytest.mark.parametrize("bias_kind", BIASES)
+@pytest.mark.parametrize("packing", ["positions", "lengths"])
+def test_packed_documents(packing: str, bias_kind: str, causal: bool, window: int | None) -> None:
+    bias = BIASES[bias_kind]
+    if packing == "lengths" and bias_kind == "rows":
+        pytest.skip("rows of a batch are not packed; see the next test")
+    cu_seqlens = torch.cat([CU_SEQLENS, CU_SEQLENS[1:] + K])  # two rows of documents
+    given = (
+        {"position_ids": POSITIONS}
+        if packing == "positions"
+        else {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    )
+    kept = (OWN.tril() if causal else OWN).expand(B, H, Q, K)
+    if window is not None:
+        if bias is None:
+            return
+        # Few values, so that biases tie.
+        bias = (bias * 2).round() / 2
+        kept = top(full(bias), kept, window)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
+        return flash_dynamic_mask_attention_forward(
+            Module(is_causal=causal),
+            query,
+            key,
+            value,
+            None,
+            *leaves,
+            window_size=window,
+            **given,
+        )[0]
+
+    judged(run, kept, [] if bias is None else [bias], problem())
+
+
+def test_lengths_with_rows() -> None:
+    query, key, value = (t[:1] for t in problem())
+    mask = MASKS["rows"][:1]
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), query, key, value, mask, BIASES["rows"],
+        cu_seq_lens_q=CU_SEQLENS, cu_seq_lens_k=CU_SEQLENS, is_causal=True,
+    )  # fmt: skip
+    want, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=False), query, key, value, mask & OWN.tril(), BIASES["rows"]
+    )
+    assert torch.equal(out, want)
+    with pytest.raises(ValueError, match="cu_seq_lens pack a batch of 2 rows"):
+        flash_dynamic_mask_attention_forward(
+            Module(is_causal=True), *problem(), MASKS["rows"],
+            cu_seq_lens_q=CU_SEQLENS, cu_seq_lens_k=CU_SEQLENS,
+        )  # fmt: skip
+
+
+def test_unusable_biases_take_no_place_in_the_window() -> None:
+    bias = BIASES["keys"].clone()
+    bias[..., 4:7], bias[..., 15] = torch.nan, -torch.inf
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), *problem(), None, bias, window_size=3, position_ids=POSITIONS
+    )
+    assert out.isfinite().all()
+    usable = full(bias) > -torch.inf
+    kept = top(full(bias), OWN.tril() & usable, 3)
+    want, _ = flash_dynamic_mask_attention_forward(Module(is_causal=False), *problem(), kept, bias)
+    torch.testing.assert_close(out, want)
+
+
+def test_mask_shorter_than_a_cache_ends_it() -> None:
+    query, key, value = problem()
+    key, value = (torch.cat([t, torch.full_like(t, torch.nan)], 2) for t in (key, value))
+    bias = torch.cat([BIASES["keys"], torch.full_like(BIASES["keys"], 9)], -1)
+    given = (MASKS["padding"], bias, None, WINDOW)
+    out, _ = flash_dynamic_mask_attention_forward(Module(is_causal=True), query, key, value, *given)
+    given = (MASKS["padding"], BIASES["keys"], None, WINDOW)
+    want, _ = flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), *given)
+    assert torch.equal(out, want)
+
+
+def test_a_mask_with_rows_says_what_is_causal() -> None:
+    mask, module = MASKS["rows"], Module(is_causal=True)
+    out, _ = flash_dynamic_mask_attention_forward(module, *problem(), mask)
+    want, _ = flash_dynamic_mask_attention_forward(Module(is_causal=False), *problem(), mask)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sliding_window(causal: bool) -> None:
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=causal), *problem(), MASKS["padding"], sliding_window=5
+    )
+    near = torch.ones(Q, K, dtype=torch.bool).triu(-4).tril(0 if causal else 4)
+    kept = near & MASKS["padding"][:, None, None]
+    want, _ = flash_dynamic_mask_attention_forward(Module(is_causal=False), *problem(), kept)
+    torch.testing.assert_close(out, want)
+
+
+def test_other_names_of_arguments() -> None:
+    module, bias = Module(is_causal=True), BIASES["keys"]
+    want, _ = flash_dynamic_mask_attention_forward(
+        module, *problem(), None, bias, window_size=WINDOW
+    )
+    for given in ({"position_bias": bias}, {"attention_bias": bias}):
+        out, nothing = flash_dynamic_mask_attention_forward(
+            module, *problem(), None, keep_window_size=WINDOW, **given
+        )
+        assert torch.equal(out, want)
+        assert nothing is None
+    with pytest.raises(ValueError, match="keep_window_size=5 and window_size=6"):
+        flash_dynamic_mask_attention_forward(
+            module, *problem(), None, bias, window_size=WINDOW, keep_window_size=5
+        )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"output_attentions": True},
+        {"head_mask": torch.ones(H)},
+        {"layer_head_mask": torch.ones(H)},
+        {"dropout": 0.1},
+        {"s_aux": torch.zeros(H)},
+        {"cache": object()},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_refusals_name_the_argument(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"^{name} must be None, False or 0"):
+        flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), None, **given)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="attention_bias is None"):
+        flash_dynamic_mask_attention_forward(
+            Module(is_causal=True), *problem(), None, window_size=WINDOW
+        )
+    with pytest.raises(ValueError, match=r"attention_mask must have two, three or four .* \(3,\)"):
+        flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), torch.ones(3))
+    query, key, value = (t.transpose(1, 2) for t in problem())
+    with pytest.raises(ValueError, match=r"implementation must be .* got 'sdpa'"):
+        _flash_dynamic_mask_attention_forward(
+            query, key, value, None, None, Q, K, True, implementation="sdpa"
+        )
+
+
+def test_float32_of_adapters_is_cast_back() -> None:
+    module = Module(is_causal=True)
+    module.add_module("projection", torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+    out, _ = flash_dynamic_mask_attention_forward(
+        module, *problem(), None, BIASES["keys"], window_size=WINDOW
+    )
+    assert out.dtype == torch.bfloat16
+    quantized = Module(is_causal=True)
+    quantized.config = type("Config", (), {"_pre_quantization_dtype": torch.float16})()
+    assert flash_dynamic_mask_attention_forward(quantized, *problem(), None)[0].dtype == (
+        torch.float16
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), None)
+    assert out.dtype == torch.bfloat16
+
+
+def test_values_of_another_head_dimension() -> None:
+    query, key, value = problem()
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), query, key, value[..., :7], None
+    )
+    want, _ = flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), None)
+    torch.testing.assert_close(out, want[..., :7])
+
+
+def test_gradient_of_a_bias_has_its_shape() -> None:
+    bias = BIASES["keys"].clone().requires_grad_()
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), *problem(), MASKS["padding"], bias, window_size=WINDOW
+    )
+    out.sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.shape == (B, HK, 1, K)
+
+
+def test_no_tensor_is_made_of_the_size_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes into attention is what came: no mask for none, a bias at its own rank."""
+    seen: list[Any] = []
+    real = flash_dmattn.flash_dmattn_func
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[3:5])
+        return real(*args, **kwargs)
+
+    module = "flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils"
+    monkeypatch.setattr(f"{module}.flash_dmattn_func", record)
+    bias = BIASES["keys"]
+    flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), None)
+    flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), *problem(), MASKS["padding"], bias, window_size=WINDOW
+    )
+    assert seen[0] == (None, None)
+    assert seen[1][0].shape == (B, 1, 1, K)
+    assert seen[1][1].shape == bias.shape
+    assert seen[1][1].data_ptr() == bias.data_ptr()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Biases of the size of the keys: Doge's own, and those given to other models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flash_dmattn.integrations import apply_flash_dmattn
+
+from .tiny_models import LENGTH, inputs_of, tiny_model, tokens, transformers
+
+
+class LargeTensors(TorchDispatchMode):
+    """Records each operator whose result has a size of Q and another of K."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.found: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and list(output.shape).count(self.length) > 1:
+                self.found.append((str(func), tuple(output.shape)))
+        return outputs
+
+
+@pytest.mark.parametrize("case", ["whole", "left", "right", "packed"])
+def test_no_tensor_of_queries_by_keys_is_made(case: str) -> None:
+    with LargeTensors(LENGTH) as large:
+        model = tiny_model("doge", "applied")
+        out = model(tokens(), use_cache=False, labels=tokens(), **inputs_of(case))
+        out.loss.backward()
+    assert large.found == []
+    assert model.model.layers[0].self_attn.A.grad.abs().sum() > 0
+
+
+def test_such_tensors_would_be_seen() -> None:
+    with LargeTensors(LENGTH) as large:
+        tiny_model("doge", "named")(tokens(), use_cache=False)
+    assert any("topk" in name or "masked_fill" in name for name, _ in large.found)
+
+
+class Decay(torch.nn.Module):
+    """A bias from values, as some module has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2, 8, generator=torch.manual_seed(1)))
+
+    def forward(self, attention: torch.nn.Module, value: Tensor) -> Tensor:
+        return torch.einsum("bhkd,hd->bhk", value, self.weight)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_bias_for_another_model(window: int | None) -> None:
+    bias = Decay()
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    model = apply_flash_dmattn(
+        tiny_model("llama", layers=1), bias, attention=attention, window_size=window
+    )
+    got = model(tokens(), use_cache=False).logits
+    got.square().sum().backward()
+    own = bias.weight.grad
+    bias.weight.grad = None
+
+    # The same by eager attention: the values again, by a hook, and a mask that is added.
+    eager = tiny_model("llama", layers=1)
+    layer = eager.model.layers[0].self_attn
+
+    def add_bias(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        value = module.v_proj(kwargs["hidden_states"]).view(2, LENGTH, 2, 8).transpose(1, 2)
+        added = bias(module, value).unsqueeze(2).expand(-1, -1, LENGTH, -1)
+        lowest = torch.finfo(torch.float32).min
+        kept = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        added = added.masked_fill(~kept, lowest)
+        if window is not None:
+            top = torch.zeros_like(added, dtype=torch.bool).scatter(
+                -1, added.topk(window, -1).indices, True
+            )
+            added = added.masked_fill(~top, lowest)
+        return args, {**kwargs, "attention_mask": added.repeat_interleave(2, 1)}
+
+    layer.register_forward_pre_hook(add_bias, with_kwargs=True)
+    want = eager(tokens(), use_cache=False).logits
+    want.square().sum().backward()
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(own, bias.weight.grad, atol=1e-3, rtol=1e-3)
+
+
+def test_window_in_place_of_the_models_own() -> None:
+    model = apply_flash_dmattn(tiny_model("doge"), window_size=LENGTH)
+    got = model(tokens()).logits
+    torch.testing.assert_close(
+        got, tiny_model("doge-without-selection")(tokens()).logits, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_applying_twice_is_applying_once() -> None:
+    once, twice = tiny_model("doge", "applied"), tiny_model("doge", "applied")
+    assert torch.equal(apply_flash_dmattn(twice)(tokens()).logits, once(tokens()).logits)
+
+
+def test_other_models_of_the_process_stay_as_they_are() -> None:
+    before = tiny_model("doge")
+    want = before(tokens()).logits
+    tiny_model("doge", "applied")
+    assert torch.equal(before(tokens()).logits, want)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no module of Doge's attention"):
+        apply_flash_dmattn(tiny_model("llama"))
+    with pytest.raises(ValueError, match=r"^attention must be given too"):
+        apply_flash_dmattn(tiny_model("llama"), Decay())
+    with pytest.raises(ValueError, match=r"^key_bias must be given too"):
+        apply_flash_dmattn(tiny_model("llama"), attention=torch.nn.Linear)
+    with pytest.raises(ValueError, match="no module of attention="):
+        apply_flash_dmattn(tiny_model("llama"), Decay(), attention=torch.nn.Conv1d)
