@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 
-from ..cases import Inputs, Pass, make_inputs
-from ..contestants import Contestant, FlashDmattn
-from ..memory import peak_extra_memory
-from ..runner import AGREEMENT
-from ..timing import Clock
-from .clock import Call, Effort, host_timing, timings
-from .contestants import ENTRANTS
+from .cases import AGREEMENT, Inputs, Pass, make_inputs
+from .contestants.base import Contestant
+from .contestants.entrants import ENTRANTS, attends_to
+from .contestants.ours import FlashDmattn
 from .parts import PackCall
+from .peak import MEMORY_PASSES, measure_peak, peak_in_fresh_process
 from .records import Record, short_reason, summary
+from .timing import Call, Clock, Deadline, Effort, host_timing, timings
 from .workloads import Workload
 
 Tick = Callable[[str], object]
 
-_INFERENCE = {"plan", "forward", "forward_planned", "host", "memory_forward"}
 _TRAINING = {
     "backward",
     "forward_backward",
@@ -32,6 +30,28 @@ _TRAINING = {
     "memory_forward_backward",
     "memory_with_mask",
 }
+_INFERENCE = {
+    "plan",
+    "forward",
+    "forward_planned",
+    "forward_with_mask",
+    "host",
+    "memory_forward",
+}
+
+
+@dataclass
+class Method:
+    """How everything is measured.
+
+    ``fresh_memory`` takes memory in a new process each, where no earlier call has left some to
+    reuse: needed on CPUs, where the allocator is the system's.
+    """
+
+    clock: Clock
+    effort: Effort
+    fresh_memory: bool = False
+    deadline: Deadline = field(default_factory=Deadline)
 
 
 def groups(workload: Workload) -> list[list[str]]:
@@ -42,33 +62,39 @@ def groups(workload: Workload) -> list[list[str]]:
 
 
 def run_workload(
-    workload: Workload, clock: Clock, effort: Effort, tick: Tick = lambda note: None
+    workload: Workload, method: Method, tick: Tick = lambda note: None
 ) -> Iterator[Record]:
     """Measure every quantity of every contestant; ``tick`` runs once for each group."""
     inputs = make_inputs(workload.shape)
     agreed: dict[tuple[str, Pass], tuple[str, list[torch.Tensor]]] = {}
     for names in groups(workload):
         tick(f"{workload.name}: {', '.join(names)}")
-        group = _Group(workload, inputs, clock, effort, agreed)
+        if method.deadline.passed:
+            yield from unmeasured(workload, names, "all", method.deadline.reason)
+            continue
+        group = _Group(workload, inputs, method, agreed)
         yield from group.run(names)
         del group
         release_memory()
 
 
-def failed(workload: Workload, error: Exception) -> list[Record]:
-    """A record of the reason for each contestant of a case that cannot be measured at all."""
-    return [
-        Record(
-            case=workload.name,
-            contestant=name,
-            role=ENTRANTS[name].kind.role,
-            mask=ENTRANTS[name].mask,
-            quantity="inputs",
-            value=None,
-            reason=short_reason(error),
-        )
-        for name in workload.contestants
-    ]
+def unmeasured(
+    workload: Workload, names: Iterable[str], quantity: str, reason: str
+) -> list[Record]:
+    """A record of the reason for each contestant of which nothing is measured."""
+    return [record_of(workload, name, quantity, value=None, reason=reason) for name in names]
+
+
+def record_of(workload: Workload, name: str, quantity: str, **fields: Any) -> Record:
+    """A record with what a workload and a contestant's name tell."""
+    return Record(
+        case=workload.name,
+        contestant=name,
+        role=ENTRANTS[name].kind.role,
+        mask=attends_to(name, workload.shape),
+        quantity=quantity,
+        **fields,
+    )
 
 
 def release_memory() -> None:
@@ -101,8 +127,7 @@ def disagreement(
 class _Group:
     workload: Workload
     inputs: Inputs
-    clock: Clock
-    effort: Effort
+    method: Method
     agreed: dict[tuple[str, Pass], tuple[str, list[torch.Tensor]]]
     entered: dict[str, Contestant] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
@@ -113,12 +138,14 @@ class _Group:
         for name in names:
             self._require(name, wanted[0], partial(self._enter, name))
         if "selection" in wanted:
-            masked = {n: c for n, c in self.entered.items() if _makes_a_mask(c)}
-            self._time("selection", {n: partial(c.prepare, "forward") for n, c in masked.items()})
+            self._time("selection", {n: partial(c.prepare, "forward") for n, c in self._masked()})
         if _INFERENCE & set(wanted):
             self._forward(wanted)
         if _TRAINING & set(wanted):
             self._training(wanted)
+        for quantity in MEMORY_PASSES:
+            if quantity in wanted:
+                self._memory(quantity)
         return self.records
 
     def _enter(self, name: str) -> None:
@@ -126,31 +153,39 @@ class _Group:
         contestant.prepare("forward")
         self.entered[name] = contestant
 
+    def _masked(self) -> list[tuple[str, Contestant]]:
+        """Those that make a mask."""
+        return [(n, c) for n, c in self.entered.items() if c.bias is not None]
+
     def _forward(self, wanted: tuple[str, ...]) -> None:
         self._check("forward")
         if "forward" in wanted:
             self._time("forward", {n: partial(c.run, "forward") for n, c in self.entered.items()})
-        parts: dict[str, PackCall] = {}
+        if "forward_with_mask" in wanted:
+            calls = {n: partial(c.prepare_and_run, "forward") for n, c in self._masked()}
+            self._time("forward_with_mask", calls)
         if {"plan", "forward_planned"} & set(wanted):
-            for name, contestant in self.entered.items():
-                if isinstance(contestant, FlashDmattn):
-                    call = self._attempt(name, "plan", partial(PackCall, contestant))
-                    if call is not None and call.has_plan:
-                        parts[name] = call
+            self._halves(wanted)
+        if "host" in wanted:
+            for name, contestant in list(self.entered.items()):
+                if contestant.role == "ours":
+                    timing = self._attempt(name, "host", partial(self._host, contestant))
+                    if timing is not None:
+                        self._record(name, "host", **summary(timing))
+
+    def _halves(self, wanted: tuple[str, ...]) -> None:
+        parts: dict[str, PackCall] = {}
+        for name, contestant in self.entered.items():
+            if isinstance(contestant, FlashDmattn) and contestant.backend is None:
+                call = self._attempt(name, "plan", partial(PackCall, contestant))
+                if call is not None and call.has_plan:
+                    parts[name] = call
         if "plan" in wanted:
             self._time("plan", {name: call.plan for name, call in parts.items()})
         if "forward_planned" in wanted:
             for name, call in parts.items():
                 self._attempt(name, "forward_planned", call.plan)
             self._time("forward_planned", {name: call.forward for name, call in parts.items()})
-        parts.clear()
-        for name, contestant in list(self.entered.items()):
-            if "host" in wanted and contestant.role == "ours":
-                timing = self._attempt(name, "host", partial(self._host, contestant))
-                if timing is not None:
-                    self._record(name, "host", **summary(timing))
-            if "memory_forward" in wanted:
-                self._memory(name, "memory_forward", partial(contestant.run, "forward"))
 
     def _host(self, contestant: Contestant) -> Any:
         for leaf in contestant.leaves:
@@ -170,11 +205,7 @@ class _Group:
             calls = {n: partial(c.run, "forward_backward") for n, c in self.entered.items()}
             self._time("forward_backward", calls)
         if "end_to_end" in wanted:
-            steps = {
-                name: partial(_prepared, contestant, partial(contestant.run, "forward_backward"))
-                for name, contestant in self.entered.items()
-                if _makes_a_mask(contestant)
-            }
+            steps = {n: partial(c.prepare_and_run, "forward_backward") for n, c in self._masked()}
             self._time("end_to_end", steps)
         if "backward" in wanted:
             recorded = {
@@ -183,12 +214,6 @@ class _Group:
             }
             self._time("backward", {n: call for n, call in recorded.items() if call is not None})
             recorded.clear()
-        for name, contestant in list(self.entered.items()):
-            step = partial(contestant.run, "forward_backward")
-            if "memory_forward_backward" in wanted:
-                self._memory(name, "memory_forward_backward", step)
-            if "memory_with_mask" in wanted and _makes_a_mask(contestant):
-                self._memory(name, "memory_with_mask", partial(_prepared, contestant, step))
 
     def _check(self, which: Pass) -> None:
         """Compare with the first contestant that attends to the same; who differs is out."""
@@ -197,9 +222,22 @@ class _Group:
 
     def _compare(self, name: str, contestant: Contestant, which: Pass) -> None:
         results = contestant.results(which)
-        first, expected = self.agreed.setdefault((ENTRANTS[name].mask, which), (name, results))
+        key = (attends_to(name, self.workload.shape), which)
+        if key not in self.agreed:
+            self.agreed[key] = self._expected(name, results, which)
+        first, expected = self.agreed[key]
         allowed = AGREEMENT[self.workload.shape.dtype]
         self.differences[name, which] = disagreement(results, expected, first, allowed)
+
+    def _expected(
+        self, name: str, results: list[torch.Tensor], which: Pass
+    ) -> tuple[str, list[torch.Tensor]]:
+        """The first one's own results; ours where it runs by itself, after all the others."""
+        if not ENTRANTS[name].compiled:
+            return name, results
+        ours = FlashDmattn(self.workload.shape, self.inputs)
+        ours.prepare(which)
+        return "flash_dmattn", ours.results(which)
 
     def _require(self, name: str, quantity: str, step: Callable[[], object]) -> None:
         """A step without which nothing else of the contestant is worth measuring."""
@@ -219,42 +257,37 @@ class _Group:
 
     def _time(self, quantity: str, calls: Mapping[str, Call]) -> None:
         calls = {name: call for name, call in calls.items() if name in self.entered}
+        clock, effort = self.method.clock, self.method.effort
         try:
-            taken = timings(calls, self.clock, self.effort) if calls else {}
+            taken = timings(calls, clock, effort) if calls else {}
         except Exception:  # one of them: each by itself, to know which
             taken = None
         if taken is None:
             release_memory()
             taken = {}
             for name, call in calls.items():
-                single = partial(timings, {name: call}, self.clock, self.effort)
+                single = partial(timings, {name: call}, clock, effort)
                 taken.update(self._attempt(name, quantity, single) or {})
         for name, timing in taken.items():
             self._record(name, quantity, **summary(timing))
 
-    def _memory(self, name: str, quantity: str, call: Call) -> None:
-        device = self.workload.shape.device
-        peak = self._attempt(name, quantity, partial(peak_extra_memory, call, device))
-        if peak is not None:
-            self._record(name, quantity, value=float(peak.extra_bytes), samples=1)
+    def _memory(self, quantity: str) -> None:
+        with_mask = quantity == "memory_with_mask"
+        for name, contestant in list(self.entered.items()):
+            if with_mask and contestant.bias is None:
+                continue
+            measure: Callable[[], int] = partial(measure_peak, contestant, quantity)
+            if self.method.fresh_memory:
+                measure = partial(peak_in_fresh_process, self.workload.shape, name, quantity)
+            peak = self._attempt(name, quantity, measure)
+            if peak is not None:
+                self._record(name, quantity, value=float(peak), samples=1)
 
     def _record(self, name: str, quantity: str, **fields: Any) -> None:
-        entrant = ENTRANTS[name]
+        difference = self.differences.get((name, quantity))
         self.records.append(
-            Record(
-                case=self.workload.name,
-                contestant=name,
-                role=entrant.kind.role,
-                mask=entrant.mask,
-                quantity=quantity,
-                difference=self.differences.get((name, quantity)),
-                **fields,
-            )
+            record_of(self.workload, name, quantity, difference=difference, **fields)
         )
-
-
-def _makes_a_mask(contestant: Contestant) -> bool:
-    return contestant.bias is not None
 
 
 def _recorded(contestant: Contestant) -> Call:
@@ -263,8 +296,3 @@ def _recorded(contestant: Contestant) -> Call:
     return partial(
         torch.autograd.grad, out, contestant.leaves, contestant.grad_out, retain_graph=True
     )
-
-
-def _prepared(contestant: Contestant, step: Call) -> None:
-    contestant.prepare("forward_backward")
-    step()

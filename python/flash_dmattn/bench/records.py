@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..timing import Timing
+from .timing import Timing
 
 # Divided by their times, ours say more than absolute times do.
-RATIO_QUANTITIES = ("forward", "backward", "forward_backward", "end_to_end")
+RATIO_QUANTITIES = ("forward", "backward", "forward_backward", "end_to_end", "attention")
 
 
 @dataclass(frozen=True)

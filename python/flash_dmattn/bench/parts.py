@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from ... import IntervalMask, _core
-from ...backends import select_backend
-from ...backends.pack import PackBackend, exchanged
-from ..contestants import FlashDmattn
+from .. import IntervalMask, _core
+from ..backends import select_backend
+from ..backends.pack import PackBackend, exchanged
+from .contestants.ours import FlashDmattn
 
 
 class PackCall:

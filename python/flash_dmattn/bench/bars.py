@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The bars that the GPU kernels are held to on one H200, and how a run stands against them.
+"""The bars that the kernels are held to on one H200 and on CPUs, and how a run stands against them.
 
 A tool for maintainers: no test asks how fast a machine is.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .records import Record, values
+from .sets import GPU
 from .tables import Table
-from .workloads import WORKLOADS
 
 Key = tuple[str, str, str]
 _FIRST, _SECOND, _THIRD = "heads32-8k", "heads16-16k", "heads2-32k"
@@ -21,14 +22,15 @@ _FIRST, _SECOND, _THIRD = "heads32-8k", "heads16-16k", "heads2-32k"
 class Bar:
     """A bound on ``measured / (reference * scale)``; without a reference on ``measured / scale``.
 
-    ``speed`` turns the ratio over: the reference's time by ours, bounded from below.
+    Of several references the least counts. ``speed`` turns the ratio over: the reference by ours,
+    bounded from below.
     """
 
     work: str
     measured: Key
     limit: float
     unit: str = "x"
-    reference: Key | None = None
+    references: tuple[Key, ...] = ()
     scale: float = 1.0
     speed: bool = False
 
@@ -52,18 +54,18 @@ class Verdict:
 def _against_compact(case: str, quantity: str, limit: float) -> Bar:
     work = f"{case}: intervals, {quantity}, of FA2 on w compacted keys"
     key = (case, "intervals", quantity)
-    return Bar(work, key, limit, reference=(case, "compact_flash", quantity))
+    return Bar(work, key, limit, references=((case, "compact_flash", quantity),))
 
 
 def _key_mask(case: str, quantity: str) -> Bar:
     work = f"{case}: key mask, {quantity}, of the intervals' time"
-    return Bar(work, (case, "key_mask", quantity), 0.7, reference=(case, "intervals", quantity))
+    return Bar(work, (case, "key_mask", quantity), 0.7, references=((case, "intervals", quantity),))
 
 
 def _no_mask(quantity: str, limit: float) -> Bar:
     work = f"dense-8k: no mask, {quantity}, speed of dense FA2"
     reference = ("dense-8k", "dense_flash", quantity)
-    return Bar(work, ("dense-8k", "no_mask", quantity), limit, reference=reference, speed=True)
+    return Bar(work, ("dense-8k", "no_mask", quantity), limit, references=(reference,), speed=True)
 
 
 def _milliseconds(work: str, measured: Key, limit: float) -> Bar:
@@ -75,7 +77,7 @@ def _memory(case: str) -> Bar:
         f"{case}: intervals, forward and backward, peak extra memory, of the bytes of q",
         (case, "intervals", "memory_forward_backward"),
         8.0,
-        scale=WORKLOADS[case].query_bytes,
+        scale=GPU.workloads[case].shape.query_bytes,
     )
 
 
@@ -84,7 +86,7 @@ def _growth(quantity: str) -> Bar:
         f"growth 8k to 64k: intervals, {quantity}, of linear growth",
         ("growth-64k", "intervals", quantity),
         1.15,
-        reference=("growth-8k", "intervals", quantity),
+        references=(("growth-8k", "intervals", quantity),),
         scale=65536 / 8192,
     )
 
@@ -120,6 +122,43 @@ BARS: tuple[Bar, ...] = (
 )
 
 
+_SDPA_FORMS = ("sdpa_expanded", "sdpa_gqa", "sdpa")
+
+
+def _against_sdpa(case: str, ours: str, quantity: str, limit: float) -> Bar:
+    references = tuple((case, form, quantity) for form in _SDPA_FORMS)
+    work = f"{case}: {ours}, {quantity.replace('_', ' ')}, best form of SDPA by ours"
+    return Bar(work, (case, ours, quantity), limit, references=references, speed=True)
+
+
+CPU_BARS: tuple[Bar, ...] = (
+    _against_sdpa("masked-4k", "intervals", "forward", 8.0),
+    _against_sdpa("masked-4k", "intervals", "forward_backward", 6.0),
+    _against_sdpa("masked-4k", "intervals", "memory_with_mask", 10.0),
+    *(
+        _against_sdpa(case, "no_mask", quantity, 1 / 2.5)
+        for case in ("dense-4k-float32", "dense-4k-float32-full")
+        for quantity in ("forward", "forward_backward")
+    ),
+)
+
+GENERATE_BARS: tuple[Bar, ...] = (
+    Bar(
+        "generate-16k: flash_dmattn, time in attention, of eager attention's",
+        ("generate-16k", "flash_dmattn", "attention"),
+        0.25,
+        references=(("generate-16k", "eager", "attention"),),
+    ),
+)
+
+
+def bars_of(results: Mapping[str, Any]) -> tuple[Bar, ...]:
+    """The bars that are meant for a file of results."""
+    if any(name.startswith("generate") for name in results["cases"]):
+        return GENERATE_BARS
+    return BARS if results["environment"]["gpu"] else CPU_BARS
+
+
 def verdicts(records: Iterable[Record], bars: Sequence[Bar] = BARS) -> list[Verdict]:
     """How each bar stands, by the numbers of one run."""
     known = values(records)
@@ -128,13 +167,16 @@ def verdicts(records: Iterable[Record], bars: Sequence[Bar] = BARS) -> list[Verd
 
 def _verdict(bar: Bar, known: Mapping[Key, float]) -> Verdict:
     measured = known.get(bar.measured)
-    reference = 1.0 if bar.reference is None else known.get(bar.reference)
-    if measured is None or reference is None:
+    found = [known[key] for key in bar.references if key in known]
+    if measured is None or (bar.references and not found):
         return Verdict(bar, None)
-    ratio = measured / (reference * bar.scale)
+    reference = min(found, default=1.0)
+    ratio = max(measured, 1e-12) / (reference * bar.scale)
     detail = ""
-    if bar.reference is not None:
-        detail = f"{measured * 1e3:.3f} ms, {reference * 1e3:.3f} ms"
+    if bar.references:
+        memory = bar.measured[2].startswith("memory")
+        unit, size = ("MiB", 1 << 20) if memory else ("ms", 1e-3)
+        detail = f"{measured / size:.3f} {unit}, {reference / size:.3f} {unit}"
     return Verdict(bar, 1 / ratio if bar.speed else ratio, detail)
 
 
