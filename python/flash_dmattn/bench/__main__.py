@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from . import map as density_map
 from .cases import PASSES, Case, dense_case, masked_case
 from .contestants import CONTESTANTS
 from .gpu import command as gpu
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return gpu.measure(options, parser)
     if options.command == "show":
         return gpu.show(options, parser)
+    if options.command in ("map", "map-show"):
+        return density_map.run(options, parser)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.command == "memory":
@@ -133,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--pass", dest="which", choices=PASSES, required=True)
 
     gpu.add_commands(commands)
+    density_map.add_commands(commands)
 
     for command in (cpu, memory):
         command.add_argument("--threads", type=_positive, help="default: what torch uses")
