@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from docs_lib import masks, plans
-
 from flash_dmattn.bench.map_report import load, markdown, write_figure
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from docs_lib.canvas import KEPT, SEEN, UNSEEN, draw_mask, legend, save
 from matplotlib import pyplot
 
+from docs_lib.canvas import KEPT, SEEN, UNSEEN, draw_mask, legend, save
 from flash_dmattn import IntervalMask, dynamic_mask
 
 LENGTH = 20

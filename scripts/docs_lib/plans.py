@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy
-from docs_lib.canvas import FULL, PARTIAL, UNSEEN, draw_classes, legend, save
-from docs_lib.masks import random_bias
 from matplotlib import pyplot
 
+from docs_lib.canvas import FULL, PARTIAL, UNSEEN, draw_classes, legend, save
+from docs_lib.masks import random_bias
 from flash_dmattn import IntervalMask, dynamic_mask
 
 # Of the GPU packs: kTileRows of plan.cuh; kBucketKeys and kChunkKeys of the backward pass.
