@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[Cell]]:
     """Read what ``map --output`` wrote.
 
     Raises:
-        ValueError: the file is something else; the text tells what.
+        ValueError: the file is something else, or incomplete; the text tells what.
         OSError: it cannot be read.
     """
     try:
@@ -60,7 +61,12 @@ def load(path: Path) -> tuple[dict[str, Any], list[Cell]]:
     cells = written.get("cells")
     if not cells or any(set(cell) != names for cell in cells):
         raise ValueError(f"{path} must have cells, each with {', '.join(sorted(names))}")
-    return written, [Cell(**cell) for cell in cells]
+    found = [Cell(**cell) for cell in cells]
+    places = {(cell.length, cell.one_in, cell.which) for cell in found}
+    lengths, shares = {length for length, _, _ in places}, {one_in for _, one_in, _ in places}
+    if places != set(product(lengths, shares, PASSES)) or len(places) != len(found):
+        raise ValueError(f"{path} must have each length with each share, in both passes, once")
+    return written, found
 
 
 def subject(written: dict[str, Any]) -> str:
