@@ -12,7 +12,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flash_dmattn.bench.__main__ import main  # noqa: E402
 from flash_dmattn.bench.gpu import (  # noqa: E402
     clock,
     contestants,
@@ -24,6 +23,8 @@ from flash_dmattn.bench.gpu import (  # noqa: E402
     workloads,
 )
 from flash_dmattn.bench.gpu.workloads import WORKLOADS  # noqa: E402
+
+from flash_dmattn.bench.__main__ import main  # noqa: E402
 from flash_dmattn.bench.timing import CpuClock  # noqa: E402
 
 BRIEF = clock.Effort(seconds=0.0, least=2, most=2)

@@ -11,9 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flash_dmattn.bench.__main__ import main  # noqa: E402
 from flash_dmattn.bench.gpu import bars, contestants, records, report, tables  # noqa: E402
 from flash_dmattn.bench.gpu.workloads import WORKLOADS  # noqa: E402
+
+from flash_dmattn.bench.__main__ import main  # noqa: E402
 from flash_dmattn.bench.timing import Timing  # noqa: E402
 
 

@@ -15,7 +15,8 @@ from typing import Protocol
 _NEEDED = "the benchmarks need {}; pip install 'flash-dmattn[bench]'"
 
 try:
-    from . import equivalence, generate, peak, render, show
+    from . import equivalence, generate, map_report, peak, render, show
+    from . import map as density_map
     from .measure import VIEWS
 except ModuleNotFoundError as missing:
     if missing.name not in ("tabulate", "torch", "tqdm"):
@@ -43,6 +44,8 @@ COMMANDS: dict[str, Command] = {
     **{name: Command(view.about, view) for name, view in VIEWS.items()},
     "equivalence": Command("errors beside PyTorch's at the shapes of 1.2.2's scripts", equivalence),
     "generate": Command("time in attention of a language model that generates", generate),
+    "map": Command("over lengths and shares of kept keys, beside dense attention", density_map),
+    "map-show": Command("maps as tables and as a figure", map_report),
     "show": Command("tables, bars and plots of results", show),
     "render": Command("figures and tables of a page from all results in a folder", render),
     "peak": Command("peak extra memory of one call, in bytes; for the other commands", peak),

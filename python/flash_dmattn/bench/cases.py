@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 Pass = Literal["forward", "forward_backward"]
+PASSES: tuple[Pass, ...] = ("forward", "forward_backward")
 
 # Largest allowed |ours - theirs| / max |theirs|; both round each result to the dtype at least once.
 AGREEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}

@@ -13,16 +13,17 @@ import torch
 from tqdm import tqdm
 
 
-def add_measuring(parser: argparse.ArgumentParser) -> None:
+def add_measuring(parser: argparse.ArgumentParser, *, budget: bool = True) -> None:
     """Options of every subcommand that measures something."""
     parser.add_argument("--device", help="a torch device (default: a GPU where there is one)")
     parser.add_argument("--threads", type=positive, help="of the CPU (default: what torch uses)")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="begin nothing new after this time; what is missing is recorded as not measured",
-    )
+    if budget:
+        parser.add_argument(
+            "--budget",
+            type=float,
+            metavar="SECONDS",
+            help="begin nothing new after this time; what is missing is recorded as not measured",
+        )
     parser.add_argument("--commit", help="of the sources, where the package is not run from them")
     parser.add_argument("--note", help="kept with the results: who else used the machine, say")
     parser.add_argument("--output", type=Path, help="write the results here as JSON")

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import equivalence
 from .records import Record
-from .results import records_of, sweeps
+from .results import records_of, shape_text, sweeps
 
 # Sweeps that are drawn: what changes, and how the axis calls it. The others are small: tables do.
 _SWEPT = {
@@ -102,7 +102,8 @@ def _figures(pyplot: Any, results: dict[str, Any]) -> Iterator[tuple[str, str, A
                 continue
             places = {name: results["cases"][name][varied] for name in names}
             figure = _draw_lines(pyplot, lines, places, colors, label)
-            yield f"{sweep}-{quantity.replace('_', '-')}", f"{title}, by {label}", figure
+            title = f"{title} ({shape_text(results['cases'][names[-1]])}), by {label}"
+            yield f"{sweep}-{quantity.replace('_', '-')}", title, figure
 
 
 def _colors(records: Sequence[Record]) -> dict[str, str]:
@@ -138,6 +139,7 @@ def _draw_points(
             zorder=3,
         )
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlabel("milliseconds" if scale == 1e3 else "MiB")
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)
@@ -172,7 +174,8 @@ def _draw_lines(
     axis.set(xscale="log", yscale="log", xlabel=label, ylabel="milliseconds")
     ticks = sorted({*places.values()})
     axis.set_xticks(ticks, [_short(tick) for tick in ticks])
-    axis.tick_params(axis="x", which="minor", bottom=False)
+    axis.set_xticks([], minor=True)
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.grid(alpha=0.3)
     low, high = axis.get_ylim()
     for contestant, height in _apart(ends, math.log(high / low) / 22).items():

@@ -19,16 +19,13 @@ class Table:
 
     def text(self) -> str:
         """Columns in line: the first to the left, the others to the right."""
-        return "\n".join([self.title, self._body("simple"), *self.notes])
+        align = ("left", *["right"] * (len(self.heads) - 1))
+        body = tabulate(self.rows, self.heads, colalign=align, disable_numparse=True)
+        return "\n".join([self.title, body, *self.notes])
 
     def markdown(self) -> str:
         """A table of GitHub's Markdown below the title in bold."""
-        notes = "".join(f"\n* {note}" for note in self.notes)
-        return f"**{self.title}**\n\n{self._body('pipe')}" + (f"\n{notes}" if notes else "")
-
-    def _body(self, form: str) -> str:
-        align = ("left", *["right"] * (len(self.heads) - 1))
-        body: str = tabulate(
-            self.rows, self.heads, tablefmt=form, colalign=align, disable_numparse=True
-        )
-        return body
+        lines = [self.heads, ("---",) * len(self.heads), *self.rows]
+        body = [f"| {' | '.join(line)} |" for line in lines]
+        notes = [f"* {note}" for note in self.notes]
+        return "\n".join([f"**{self.title}**", "", *body, *([""] if notes else []), *notes])
