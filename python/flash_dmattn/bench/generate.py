@@ -81,9 +81,9 @@ def _patch(model: Any) -> None:
 
 
 METHODS = {
+    "eager": Method("eager", "baseline"),
     "flash_dmattn": Method("eager", "ours", _patch),
     "sdpa": Method("sdpa", "baseline"),
-    "eager": Method("eager", "baseline"),
 }
 
 
