@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the benchmark of GPUs says about numbers: JSON, tables, ratios, and how the bars stand."""
+"""What the benchmark says about numbers: JSON, tables, ratios, bars, and the page of results."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flash_dmattn.bench.gpu import bars, contestants, records, report, tables  # noqa: E402
-from flash_dmattn.bench.gpu.workloads import WORKLOADS  # noqa: E402
-
+from flash_dmattn.bench import (  # noqa: E402
+    bars,
+    environment,
+    records,
+    render,
+    results,
+    sets,
+    tables,
+    workloads,
+)
 from flash_dmattn.bench.__main__ import main  # noqa: E402
+from flash_dmattn.bench.contestants.entrants import ENTRANTS  # noqa: E402
 from flash_dmattn.bench.timing import Timing  # noqa: E402
 
 
-def test_results_of_the_cpu_benchmark_are_refused(
+def test_results_of_another_schema_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cpu.json"
     path.write_text('{"schema": 1}')
     with pytest.raises(SystemExit):
         main(["show", str(path)])
-    assert "schema is 1; results of a GPU have 2" in capsys.readouterr().err
+    assert "schema is 1; results have 2" in capsys.readouterr().err
 
 
 def record(case: str, contestant: str, quantity: str, value: float | None) -> records.Record:
-    role = contestants.ENTRANTS[contestant].kind.role
+    role = ENTRANTS[contestant].kind.role
     return records.Record(case, contestant, role, "", quantity, value)
 
 
@@ -70,7 +78,13 @@ def test_ratios_are_ours_by_theirs() -> None:
 
 def test_columns_are_in_line() -> None:
     table = tables.Table("title", ("", "ms"), (("a", "10.5"), ("bcd", "1")), ("a note",))
-    assert table.text() == "title\n         ms\n  a    10.5\n  bcd     1\n  a note"
+    lines = table.text().splitlines()
+    assert [line.rstrip() for line in lines[2:]] == [
+        "---  ----",
+        "a    10.5",
+        "bcd     1",
+        "a note",
+    ]
     assert table.markdown().splitlines()[2:5] == ["|  | ms |", "| --- | --- |", "| a | 10.5 |"]
 
 
@@ -120,27 +134,102 @@ def test_growth_bar() -> None:
     assert verdict(work, short, record("growth-64k", "intervals", "forward", 9.3)).met is False
 
 
-def test_bars_are_of_what_a_default_run_measures() -> None:
-    for bar in bars.BARS:
-        for case, contestant, quantity in filter(None, (bar.measured, bar.reference)):
-            assert contestant in WORKLOADS[case].contestants
-            assert quantity in WORKLOADS[case].quantities
+def test_best_of_several_references_counts() -> None:
+    ours = record("masked-4k", "intervals", "forward", 1.0)
+    forms = [
+        record("masked-4k", name, "forward", t) for name, t in (("sdpa", 7.0), ("sdpa_gqa", 9.0))
+    ]
+    (found,) = (v for v in bars.verdicts([ours, *forms], bars.CPU_BARS) if v.seen is not None)
+    assert found.seen == pytest.approx(7.0)
+    assert found.met is False
+    (found, *_) = bars.verdicts([ours, forms[1]], bars.CPU_BARS)
+    assert found.met is True
 
 
-def test_committed_results_have_a_verdict_for_every_bar() -> None:
-    path = Path(__file__).resolve().parent.parent / "benchmarks" / "h200.json"
-    found = bars.verdicts(report.records_of(json.loads(path.read_text())))
-    assert [verdict.bar.work for verdict in found if verdict.met is None] == []
+@pytest.mark.parametrize(("known", "cases"), [(bars.BARS, sets.GPU), (bars.CPU_BARS, sets.CPU)])
+def test_bars_are_of_what_a_default_run_measures(
+    known: tuple[bars.Bar, ...], cases: workloads.WorkloadSet
+) -> None:
+    for bar in known:
+        for case, contestant, quantity in (bar.measured, *bar.references):
+            assert contestant in cases.workloads[case].contestants
+            assert quantity in cases.workloads[case].quantities
 
 
 def test_check_fails_where_a_bar_is_missed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "gpu.json"
-    environment = report.gpu_environment("cpu", None)
+    where = {**environment.describe_environment("cpu"), "gpu": "a GPU", "cuda": "", "cudnn": ""}
     for value, status in ((0.4e-3, 0), (0.41e-3, 2)):
         found = [record("selection-32k", "intervals", "selection", value)]
-        chosen = [WORKLOADS["selection-32k"]]
-        path.write_text(json.dumps(report.to_json(environment, chosen, found)))
+        chosen = [sets.GPU.workloads["selection-32k"]]
+        results.write_json(path, results.to_json(where, chosen, found))
         assert main(["show", str(path), "--bars", "--check"]) == status
         assert ("MISS" in capsys.readouterr().out) is (status == 2)
+
+
+# --- the page
+
+PAGE = """before
+<!-- results: summary -->
+<!-- end results -->
+between
+<!-- results: cpu -->
+old
+<!-- end results -->
+<!-- results: cpu-generate -->
+old
+<!-- end results -->
+after
+"""
+
+
+def test_page_shows_what_there_is_and_names_what_is_not(tmp_path: Path) -> None:
+    folder, page, figures = tmp_path / "in", tmp_path / "page.md", tmp_path / "figures"
+    workload = sets.CPU.workloads["masked-4k"]
+    found = [
+        records.Record("masked-4k", name, ENTRANTS[name].kind.role, mask, "forward", seconds)
+        for name, mask, seconds in (
+            ("intervals", "top-w keys of each query", 1e-3),
+            ("sdpa", "top-w keys of each query", 4e-3),
+            ("dense_flash", "all keys", 2e-3),
+        )
+    ]
+    written = results.to_json(environment.describe_environment("cpu"), [workload], found)
+    results.write_json(folder / "cpu.json", written)
+    page.write_text(PAGE)
+    figures.mkdir()
+    (figures / "cpu-old.png").touch()
+    (figures / "cpu-generate-old.png").touch()
+    paths = ["--results", str(folder), "--page", str(page), "--figures", str(figures)]
+    assert main(["render", *paths, "--check"]) == 1
+    assert page.read_text() == PAGE
+    assert main(["render", *paths]) == 0
+    text = page.read_text()
+    assert "forward | 1 ms | 4 ms (sdpa), 4 x | 2 ms (dense_flash), 2 x |" in text
+    assert "![times, forward](figures/cpu-times-forward.png)" in text
+    assert "| intervals | top-w keys of each query | 1.000 |" in text
+    assert text.count("*Not measured yet.*") == 1
+    assert "\nold\n" not in text
+    # A picture of another block stays, one that is no longer drawn goes.
+    kept = {path.name for path in figures.iterdir()}
+    assert kept == {"cpu-times-forward.png", "cpu-generate-old.png"}
+    assert main(["render", *paths, "--check"]) == 0
+    assert [line for line in text.splitlines() if line in ("before", "between", "after")] == [
+        "before",
+        "between",
+        "after",
+    ]
+
+
+def test_headlines_are_of_what_a_default_run_measures() -> None:
+    kinds = {"": "standard", "-legacy-forward": "legacy-forward"}
+    kinds["-legacy-backward"] = "legacy-backward"
+    for file, case, contestant, quantity in render._HEADLINES:
+        device, _, rest = file.partition("-")
+        if rest != "generate":
+            kind = kinds[f"-{rest}" if rest else ""]
+            chosen = sets.workload_set(kind, "cuda" if device == "h200" else "cpu")
+            assert contestant in chosen.workloads[case].contestants
+            assert quantity in chosen.workloads[case].quantities

@@ -207,7 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the protocol; returns 1 where an error is too large or a call failed."""
+    """Run the protocol; returns 1 where an error is too large or a call failed, 3 out of time."""
     try:
         device = usable_device(options.device or default_device())
     except (ValueError, RuntimeError) as error:
@@ -236,4 +236,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             if options.output is not None:
                 write_json(options.output, results)
     print("\n\n".join([heading(environment), *(table.text() for table in tables(results))]))
-    return 1 if failures(results) else 0
+    if failures(results):
+        return 1
+    measured = len({case for case, *_ in ratios(results)})
+    print(f"{measured} of {len(cases)} configurations were measured, none failed")
+    return 0 if measured == len(cases) else 3
