@@ -136,7 +136,7 @@ def _summary(found: dict[str, dict[str, Any]]) -> Table:
             continue
         mine = next(r for r in records if r.contestant == ours)
         environment = found[file]["environment"]
-        machine = environment["gpu"] or f"CPU, {environment['threads']} threads"
+        machine = environment["gpu"] or f"CPU, threads: {environment['threads']}"
         others = [r for r in records if r.role == "baseline" and r.value is not None]
         cells = []
         for group in (
@@ -151,7 +151,8 @@ def _summary(found: dict[str, dict[str, Any]]) -> Table:
 
 
 def _ms(record: Record) -> str:
-    return f"{(record.value or 0) * 1e3:.3g} ms"
+    milliseconds = (record.value or 0) * 1e3
+    return f"{milliseconds:.3g} ms" if milliseconds < 1000 else f"{milliseconds:.0f} ms"
 
 
 def _beside(best: Record | None, mine: Record) -> str:
