@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,21 @@ def test_interleaving_takes_turns_and_discards_the_first() -> None:
     timings = timing.time_interleaved(calls, timing.CpuClock(), repeats=2)
     assert order == ["a", "b"] * 3
     assert {name: len(t.samples) for name, t in timings.items()} == {"a": 2, "b": 2}
+
+
+def test_timings_have_as_many_samples_as_asked_for() -> None:
+    calls = {"a": lambda: None, "b": lambda: None}
+    for least in (1, 3):
+        effort = timing.Effort(seconds=0.0, least=least, most=9)
+        found = timing.timings(calls, timing.CpuClock(), effort)
+        assert {name: len(t.samples) for name, t in found.items()} == {"a": least, "b": least}
+
+
+def test_time_of_the_processor_stands_still_while_others_run() -> None:
+    clock = timing.clock_for("cpu", cpu_time=True)
+    assert clock.measure(lambda: time.sleep(0.05)) < 0.04
+    with pytest.raises(ValueError, match="--cpu-time is for CPUs; the device is cuda:0"):
+        timing.clock_for("cuda:0", cpu_time=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")

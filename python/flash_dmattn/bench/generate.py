@@ -25,11 +25,18 @@ from .contestants.entrants import TOP_KEYS_OF_EACH_QUERY
 from .engine import release_memory
 from .environment import describe_environment, gpu_state
 from .memory import peak_extra_memory
-from .options import add_measuring, default_device, positive, progress_bar, usable_device
+from .options import (
+    add_cpu_time,
+    add_measuring,
+    default_device,
+    positive,
+    progress_bar,
+    usable_device,
+)
 from .records import Record, short_reason
 from .results import write_json, written
 from .show import add_presentation, present
-from .timing import Deadline
+from .timing import Deadline, clock_for
 
 QUANTITIES = {
     "prefill_attention": "time in attention while the prompt is read",
@@ -51,6 +58,7 @@ class Setting:
     new_tokens: int
     layers: int
     repeats: int
+    cpu_time: bool = False
 
 
 _GPU = Setting(
@@ -123,10 +131,13 @@ Span = tuple[Any, Any]
 
 
 class CpuStamps:
-    """Moments on a CPU."""
+    """Moments on a CPU, or of its time for this process."""
+
+    def __init__(self, cpu_time: bool = False) -> None:
+        self._clock = time.process_time if cpu_time else time.perf_counter
 
     def now(self) -> float:
-        return time.perf_counter()
+        return self._clock()
 
     def seconds(self, span: Span) -> float:
         start, stop = span
@@ -220,7 +231,8 @@ def measure(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> I
         first = expected.setdefault("logits", logits)
         difference = ((logits - first).abs().max() / first.abs().max()).item()
         generate()
-        clock = AttentionClock(GpuStamps() if shape.device.startswith("cuda") else CpuStamps())
+        on_gpu = shape.device.startswith("cuda")
+        clock = AttentionClock(GpuStamps() if on_gpu else CpuStamps(setting.cpu_time))
         clock.watch(model)
         runs = []
         for _ in range(setting.repeats):
@@ -249,6 +261,7 @@ def measure(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> I
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add_measuring(parser)
+    add_cpu_time(parser)
     add_presentation(parser)
     parser.add_argument("--contestants", nargs="+", choices=tuple(METHODS), default=[*METHODS])
     for name, text in (
@@ -270,13 +283,14 @@ def _setting(options: argparse.Namespace, device: str) -> Setting:
     shape = replace(setting.shape, device=device, **given("length", "window"))
     thousands = shape.length / 1024
     shape = replace(shape, name=f"generate-{thousands:g}k")
-    return replace(setting, shape=shape, **given("new_tokens", "layers", "repeats"))
+    return replace(setting, shape=shape, **given("cpu_time", "new_tokens", "layers", "repeats"))
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measure; returns the exit status."""
     try:
         device = usable_device(options.device or default_device())
+        measurement = clock_for(device, cpu_time=options.cpu_time).description
         importlib.import_module("transformers")
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
@@ -286,6 +300,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         torch.set_num_threads(options.threads)
     setting = _setting(options, device)
     environment = describe_environment(device, options.commit, options.note)
+    environment["measurement"] = measurement
     case = {
         **asdict(setting.shape),
         "contestants": options.contestants,

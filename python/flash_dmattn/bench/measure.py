@@ -15,14 +15,21 @@ from .contestants.entrants import ENTRANTS
 from .decode import run_decode
 from .engine import Method, groups, run_workload, unmeasured
 from .environment import describe_environment, gpu_state
-from .options import add_measuring, default_device, positive, progress_bar, usable_device
+from .options import (
+    add_cpu_time,
+    add_measuring,
+    default_device,
+    positive,
+    progress_bar,
+    usable_device,
+)
 from .plot import load_pyplot
 from .records import Record, short_reason
 from .results import shape_text, to_json, write_json
 from .sets import SET_NAMES, workload_set
 from .show import add_presentation, present
 from .tables import Table
-from .timing import FULL, LITTLE, Deadline, Effort, clock_for
+from .timing import FULL, LITTLE, Clock, Deadline, Effort, clock_for
 from .workloads import QUANTITIES, Choice, Workload, chosen_workloads
 
 _SHAPE_OPTIONS = {
@@ -47,6 +54,7 @@ class View:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options, which are the same for all views."""
         add_measuring(parser)
+        add_cpu_time(parser)
         add_presentation(parser)
         parser.add_argument(
             "--set",
@@ -93,6 +101,7 @@ class View:
                 return 0
             if options.plot is not None:
                 load_pyplot()  # now, rather than after minutes
+            options.clock = clock_for(options.device, cpu_time=options.cpu_time)
             workloads = chosen_workloads(
                 workload_set(options.set, options.device), self._choice(options), options.device
             )
@@ -149,7 +158,7 @@ def _run(workloads: Sequence[Workload], options: argparse.Namespace) -> dict[str
         torch.set_num_threads(options.threads)
     device = options.device
     environment = describe_environment(device, options.commit, options.note)
-    clock = clock_for(device)
+    clock: Clock = options.clock
     environment["measurement"] = clock.description
     method = Method(
         clock, _effort(options), not device.startswith("cuda"), Deadline(options.budget)

@@ -29,6 +29,15 @@ def add_measuring(parser: argparse.ArgumentParser, *, budget: bool = True) -> No
     parser.add_argument("--output", type=Path, help="write the results here as JSON")
 
 
+def add_cpu_time(parser: argparse.ArgumentParser) -> None:
+    """The option of what measures times of CPUs on machines that others use."""
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="on a CPU: the process's own time, for a machine that others use; with --threads 1",
+    )
+
+
 def positive(text: str) -> int:
     """A number of at least 1, for argparse."""
     value = int(text)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ _LEFT_OUT = ("sdpa_expanded", "sdpa_gqa", "sdpa_augmented")
 _BY_ROLE = {
     "ours": ("tab:blue", "navy", "deepskyblue", "teal"),
     "masked": ("tab:red", "tab:orange", "tab:brown", "tab:pink", "tab:olive", "goldenrod"),
-    "unmasked": ("0.25", "0.5", "0.65", "0.75"),
+    "unmasked": ("0.2", "0.45", "0.6", "0.7"),
 }
+_MARKS = {"ours": "osv^", "masked": "DPXd*p", "unmasked": "|x1+"}
 
 
 def load_pyplot() -> Any:
@@ -76,7 +78,7 @@ def _figures(pyplot: Any, results: dict[str, Any]) -> Iterator[tuple[str, str, A
     records = [
         r for r in records_of(results) if r.value is not None and r.contestant not in _LEFT_OUT
     ]
-    colors = _colors(records)
+    styles = _styles(records)
     if any(record.quantity == "attention" for record in records):
         yield "attention", "time in attention of a whole generation", _draw_stack(pyplot, records)
         return
@@ -87,11 +89,11 @@ def _figures(pyplot: Any, results: dict[str, Any]) -> Iterator[tuple[str, str, A
     for quantity in ("forward", "backward"):
         points = [r for r in single if r.quantity == quantity]
         if points:
-            yield f"times-{quantity}", f"{quantity} time", _draw_points(pyplot, points, colors, 1e3)
+            yield f"times-{quantity}", f"{quantity} time", _draw_points(pyplot, points, styles, 1e3)
     memory = [r for r in single if r.quantity == "memory_with_mask"]
     if memory:
         title = "peak extra memory of making the mask, forward and backward"
-        yield "memory", title, _draw_points(pyplot, memory, colors, 1 / (1 << 20))
+        yield "memory", title, _draw_points(pyplot, memory, styles, 1 / (1 << 20))
     for sweep, names in sweeps(results).items():
         if sweep not in _SWEPT:
             continue
@@ -101,40 +103,55 @@ def _figures(pyplot: Any, results: dict[str, Any]) -> Iterator[tuple[str, str, A
             if len({r.contestant for r in lines}) < 2:
                 continue
             places = {name: results["cases"][name][varied] for name in names}
-            figure = _draw_lines(pyplot, lines, places, colors, label)
-            title = f"{title} ({shape_text(results['cases'][names[-1]])}), by {label}"
-            yield f"{sweep}-{quantity.replace('_', '-')}", title, figure
+            figure = _draw_lines(pyplot, lines, places, styles, label)
+            shape = shape_text({**results["cases"][names[-1]], varied: label.split()[0]})
+            yield f"{sweep}-{quantity.replace('_', '-')}", f"{title} by {label} ({shape})", figure
 
 
-def _colors(records: Sequence[Record]) -> dict[str, str]:
-    """A color for each contestant: blues are ours, greys attend without a mask."""
-    chosen: dict[str, str] = {}
+@dataclass(frozen=True)
+class _Style:
+    """How a contestant looks: blues are ours, greys attend without a mask."""
+
+    color: str
+    mark: str
+    line: str
+    width: float
+
+
+def _styles(records: Sequence[Record]) -> dict[str, _Style]:
+    chosen: dict[str, _Style] = {}
     taken = dict.fromkeys(_BY_ROLE, 0)
     for record in records:
-        if record.contestant not in chosen:
-            kind = "masked" if "top-w" in record.mask else "unmasked"
-            kind = "ours" if record.role == "ours" else kind
-            palette = _BY_ROLE[kind]
-            chosen[record.contestant] = palette[taken[kind] % len(palette)]
-            taken[kind] += 1
+        if record.contestant in chosen:
+            continue
+        kind = "masked" if "top-w" in record.mask else "unmasked"
+        kind = "ours" if record.role == "ours" else kind
+        palette, marks = _BY_ROLE[kind], _MARKS[kind]
+        chosen[record.contestant] = _Style(
+            palette[taken[kind] % len(palette)],
+            marks[taken[kind] % len(marks)],
+            ":" if kind == "unmasked" else "-",
+            2.5 if kind == "ours" else 1.4,
+        )
+        taken[kind] += 1
     return chosen
 
 
 def _draw_points(
-    pyplot: Any, records: Sequence[Record], colors: dict[str, str], scale: float
+    pyplot: Any, records: Sequence[Record], styles: dict[str, _Style], scale: float
 ) -> Any:
     """A row for each case, a point for each contestant on a logarithmic axis."""
     names = list(dict.fromkeys(record.case for record in records))
     figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.55 * len(names)), layout="constrained")
     for contestant in dict.fromkeys(record.contestant for record in records):
         shown = [r for r in records if r.contestant == contestant]
-        ours = shown[0].role == "ours"
         axis.scatter(
             [scale * max(record.value or 0, 1e-9) for record in shown],
             [names.index(record.case) for record in shown],
-            color=colors[contestant],
-            marker="o" if ours else "D" if "top-w" in shown[0].mask else "|",
-            s=80 if ours else 60,
+            color=styles[contestant].color,
+            marker=styles[contestant].mark,
+            s=90,
+            alpha=0.75,
             label=contestant,
             zorder=3,
         )
@@ -152,7 +169,7 @@ def _draw_lines(
     pyplot: Any,
     records: Sequence[Record],
     places: dict[str, int],
-    colors: dict[str, str],
+    styles: dict[str, _Style],
     label: str,
 ) -> Any:
     """A line for each contestant with its name at the end, both axes logarithmic."""
@@ -161,14 +178,14 @@ def _draw_lines(
     for contestant in dict.fromkeys(record.contestant for record in records):
         shown = [r for r in records if r.contestant == contestant]
         line = sorted((places[record.case], 1e3 * (record.value or 0)) for record in shown)
-        ours = shown[0].role == "ours"
+        style = styles[contestant]
         axis.plot(
             *zip(*line, strict=True),
             marker="o",
             markersize=4,
-            color=colors[contestant],
-            linewidth=2.5 if ours else 1.4,
-            linestyle="-" if "top-w" in shown[0].mask else ":",
+            color=style.color,
+            linewidth=style.width,
+            linestyle=style.line,
         )
         ends[contestant] = line[-1]
     axis.set(xscale="log", yscale="log", xlabel=label, ylabel="milliseconds")
@@ -184,7 +201,7 @@ def _draw_lines(
             xy=ends[contestant],
             xytext=(1.02, height),
             textcoords=axis.get_yaxis_transform(),
-            color=colors[contestant],
+            color=styles[contestant].color,
             fontsize=9,
             va="center",
             annotation_clip=False,

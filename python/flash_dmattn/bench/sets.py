@@ -159,9 +159,9 @@ _CPU_FORWARD = replace(
     **_SMALLER,
     lengths=_doubling(256, 4096),
     decode_lengths=_doubling(256, 65536),
-    windows_at=4096,
+    windows_at=2048,
 )
-_CPU_BACKWARD = replace(_LEGACY_BACKWARD, **_SMALLER, lengths=_doubling(256, 2048), windows_at=2048)
+_CPU_BACKWARD = replace(_LEGACY_BACKWARD, **_SMALLER, lengths=_doubling(256, 2048), windows_at=1024)
 
 
 def _sweeps(sizes: _Sizes) -> Iterator[Case]:

@@ -37,6 +37,21 @@ class CpuClock:
         return time.perf_counter() - start
 
 
+class CpuTimeClock:
+    """The processor's time of this process, all threads of it together.
+
+    For a machine that others use: it does not run while they do. With one thread it is what the
+    wall clock would show on a machine of its own, but for caches that are shared.
+    """
+
+    description = "time.process_time"
+
+    def measure(self, call: Call) -> float:
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
+
 class GpuClock:
     """CUDA events around a call that finds the L2 cache cold and the queue full.
 
@@ -71,9 +86,18 @@ class GpuClock:
             self._lead *= 2
 
 
-def clock_for(device: str) -> Clock:
-    """The clock for a torch device string such as ``cpu`` or ``cuda:0``."""
-    return GpuClock(device) if torch.device(device).type == "cuda" else CpuClock()
+def clock_for(device: str, *, cpu_time: bool = False) -> Clock:
+    """The clock for a torch device string such as ``cpu`` or ``cuda:0``.
+
+    Raises:
+        ValueError: the time of the processor is asked for on another device.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    if cpu_time and on_gpu:
+        raise ValueError(f"--cpu-time is for CPUs; the device is {device}")
+    if cpu_time:
+        return CpuTimeClock()
+    return GpuClock(device) if on_gpu else CpuClock()
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,8 @@ def time_interleaved(
     clock: Clock,
     repeats: int,
     tick: Callable[[], object] = lambda: None,
+    *,
+    warm_up: bool = True,
 ) -> dict[str, Timing]:
     """Time every call ``repeats`` times, in turns, after one call each that is not counted.
 
@@ -104,10 +130,10 @@ def time_interleaved(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for repeat in range(repeats + 1):
+        for repeat in range(repeats + warm_up):
             for name, call in calls.items():
                 seconds = clock.measure(call)
-                if repeat > 0:
+                if repeat >= warm_up:
                     samples[name].append(seconds)
                 tick()
     finally:
@@ -132,8 +158,12 @@ def timings(calls: Mapping[str, Call], clock: Clock, effort: Effort) -> dict[str
     """Time all calls in turns, as often as the effort allows."""
     once = time_interleaved(calls, clock, 1)
     round_seconds = sum(timing.median for timing in once.values())
-    repeats = int(effort.seconds / max(round_seconds, 1e-9))
-    return time_interleaved(calls, clock, min(max(repeats, effort.least), effort.most))
+    repeats = min(max(int(effort.seconds / max(round_seconds, 1e-9)), effort.least), effort.most)
+    more = time_interleaved(calls, clock, repeats - 1, warm_up=False) if repeats > 1 else {}
+    return {
+        name: Timing(first.samples + more[name].samples if name in more else first.samples)
+        for name, first in once.items()
+    }
 
 
 @dataclass
