@@ -48,11 +48,21 @@ def model_mask(**settings: Any) -> ModelMask:
     # Of packed sequences and other patterns this is always False.
     if function is _CAUSAL and not settings.get("allow_is_causal_skip", True):
         return _rows(settings)
-    return compact_model_mask(**settings)
+    return _smallest(settings)
 
 
 def compact_model_mask(**settings: Any) -> ModelMask:
-    """Return the mask of a forward pass, as `model_mask`, for models that only hand it on."""
+    """Return the mask of a forward pass, as `model_mask`, for a Doge that only hands it on.
+
+    Beside causal masks, with and without packed sequences, such a model knows sliding windows.
+    """
+    function = settings.get("mask_function", _CAUSAL)
+    if function is _CAUSAL or settings.get("local_size") is not None:
+        return _smallest(settings)
+    return _documents(settings)
+
+
+def _smallest(settings: dict[str, Any]) -> ModelMask:
     function = settings.get("mask_function", _CAUSAL)
     if function is _BIDIRECTIONAL:
         return _unless_all(_padding(settings))
@@ -60,7 +70,7 @@ def compact_model_mask(**settings: Any) -> ModelMask:
         return _causal(settings)
     queries, offset = _query_sizes(settings)
     is_whole = queries == settings["kv_length"] and settings.get("kv_offset", 0) == 0
-    if torch.compiler.is_compiling() or not is_whole or _is_nonzero(offset):
+    if torch.compiler.is_compiling() or not is_whole or offset != 0:
         return _rows(settings)
     intervals = _intervals(settings, queries)
     return _rows(settings) if intervals is None else _described(intervals)
@@ -75,8 +85,8 @@ def _causal(settings: dict[str, Any]) -> ModelMask:
     if queries == 1 and isinstance(offset, Tensor):
         # The length of a cache whose sizes are fixed is known on the device only.
         place = torch.arange(keys, device=offset.device) + key_offset
-        written = (place <= offset)[None]
-        return (written if padding is None else written & padding)[:, None, None]
+        seen: Tensor = (place <= offset)[None]
+        return (seen if padding is None else seen & padding)[:, None, None]
     if isinstance(offset, Tensor) and torch.compiler.is_compiling():
         return _rows(settings)
     written_keys = int(offset) + queries - key_offset
@@ -89,10 +99,8 @@ def _causal(settings: dict[str, Any]) -> ModelMask:
     device = settings.get("device")
     if device is None:
         device = settings["cache_position"].device
-    written: Tensor = torch.ones(
-        settings["batch_size"], written_keys, dtype=torch.bool, device=device
-    )
-    return written
+    size: tuple[int, int] = (settings["batch_size"], written_keys)
+    return torch.ones(size, dtype=torch.bool, device=device)
 
 
 def _query_sizes(settings: dict[str, Any]) -> tuple[int, int | Tensor]:
@@ -102,10 +110,6 @@ def _query_sizes(settings: dict[str, Any]) -> tuple[int, int | Tensor]:
         return settings["q_length"], settings.get("q_offset", 0)
     # Versions that know no q_offset give the positions of all queries.
     return positions.shape[0], positions[0]
-
-
-def _is_nonzero(offset: int | Tensor) -> bool:
-    return bool(offset != 0)
 
 
 def _padding(settings: dict[str, Any]) -> Tensor | None:
@@ -167,6 +171,22 @@ def _block(settings: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     return {"q_length": end - begin, "q_offset": begin}
 
 
+def _documents(settings: dict[str, Any]) -> Documents:
+    """Return the documents of a causal mask of packed sequences, by which neighbours it joins."""
+    batch, keys, device = settings["batch_size"], settings["kv_length"], settings.get("device")
+    if device is None:
+        device = settings["cache_position"].device
+    row, key = torch.arange(batch, device=device)[:, None], torch.arange(keys, device=device)[None]
+    joined = settings["mask_function"](row, torch.zeros_like(row), key[:, 1:], key[:, :-1])
+    return _of_beginnings(~joined)
+
+
+def _of_beginnings(begins: Tensor) -> Documents:
+    """Return the documents, by whether each token but the first begins one."""
+    ids = begins.to(torch.int32).cumsum(1, dtype=torch.int32)
+    return Documents(torch.nn.functional.pad(ids, (1, 0)))
+
+
 def _described(intervals: IntervalMask) -> ModelMask:
     """Return the intervals, or that they are whole documents, seen causally, or one."""
     start, end = intervals.start[:, 0], intervals.end[:, 0]
@@ -179,5 +199,4 @@ def _described(intervals: IntervalMask) -> ModelMask:
         return intervals
     if not begins.any():
         return None
-    ids = torch.nn.functional.pad(begins.to(torch.int32).cumsum(1, dtype=torch.int32), (1, 0))
-    return Documents(ids)
+    return _of_beginnings(begins)

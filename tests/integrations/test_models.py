@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whole models with attn_implementation="flash_dmattn" are as accurate as with eager attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import Target
+
+from .tiny_models import (
+    WAYS,
+    assert_as_accurate_as_eager,
+    inputs_of,
+    results,
+    tiny_model,
+    tokens,
+    transformers,
+)
+
+
+def dtypes_of(target: Target) -> list[torch.dtype]:
+    return [dtype for dtype in target.dtypes if dtype != torch.float16]
+
+
+@pytest.mark.parametrize("case", ["whole", "left", "right", "packed", "rows"])
+@pytest.mark.parametrize("family, way", WAYS)
+def test_decoders(family: str, way: str, case: str, pack_target: Target) -> None:
+    for dtype in dtypes_of(pack_target):
+        model = tiny_model(family, way, device=pack_target.device, dtype=dtype)
+        got = results(model, inputs_of(case))
+        assert_as_accurate_as_eager(family, got, inputs_of(case))
+
+
+@pytest.mark.parametrize("case", ["whole", "left", "right"])
+def test_encoder(case: str, pack_target: Target) -> None:
+    for dtype in dtypes_of(pack_target):
+        model = tiny_model("bert", "named", device=pack_target.device, dtype=dtype)
+        got = results(model, inputs_of(case))
+        assert_as_accurate_as_eager("bert", got, inputs_of(case))
+
+
+@pytest.mark.parametrize("family, way", WAYS)
+def test_float32_is_tight(family: str, way: str) -> None:
+    got = results(tiny_model(family, way), inputs_of("left"))
+    want = results(tiny_model(family), inputs_of("left"))
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, want[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_selection_of_doge_matters_here() -> None:
+    """The tests above would see it if another number of keys were kept."""
+    model = tiny_model("doge", "applied")
+    for layer in model.model.layers:
+        layer.self_attn.keep_window_size += 1
+    got = results(model, {})["out"]
+    want = results(tiny_model("doge"), {})["out"]
+    assert (got - want).abs().max() > 1e-2
+
+
+def test_attentions_are_refused() -> None:
+    model = tiny_model("llama", "named")
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(tokens(), output_attentions=True)
+
+
+def test_dropout_in_training_is_refused() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=200, attention_dropout=0.1,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="flash_dmattn")
+    model.eval()(tokens())
+    with pytest.raises(ValueError, match=r"dropout must be .* got 0\.1: .*config to 0"):
+        model.train()(tokens())
