@@ -128,7 +128,7 @@ def test_other_files_are_refused(
 def test_sizes_are_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["map", "--device", "cpu", option, "0"])
-    assert "must be at least 1" in capsys.readouterr().err
+    assert "0 is less than 1" in capsys.readouterr().err
 
 
 def test_absent_gpu_is_told(

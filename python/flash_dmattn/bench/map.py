@@ -9,26 +9,23 @@ PyTorch's fused kernels serve it, and is the fastest of those that run.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from .. import flash_dmattn_func
 from .cases import PASSES, Case, Inputs, Pass, make_inputs
-from .contestants import Contestant, FlashDmattn, SdpaExpanded, SdpaGqa, SdpaGrouped
-from .gpu.clock import Effort, gpu_clock, timings
-from .gpu.contestants import DenseCudnn, DenseFlash
-from .gpu.progress import Progress
-from .gpu.report import gpu_environment
-from .map_report import KIND, SCHEMA, Cell, load, markdown, text, write_figure
-from .report import describe_environment
-from .timing import Clock
+from .contestants.base import Contestant
+from .contestants.dense import DenseCudnn, DenseFlash
+from .contestants.ours import FlashDmattn
+from .contestants.sdpa import SdpaExpanded, SdpaGqa, SdpaGrouped
+from .environment import describe_environment
+from .map_report import KIND, SCHEMA, Cell, text
+from .options import add_measuring, default_device, positive, progress_bar, usable_device
+from .results import write_json
+from .timing import Clock, Effort, clock_for, timings
 
 
 @dataclass(frozen=True)
@@ -119,8 +116,6 @@ def _dense_contestants(
     contestants: dict[str, Contestant] = {}
     refusals = []
     for kind in kinds:
-        if not kind.supports(plain_case):
-            continue
         contestant = kind(plain_case, plain_inputs)
         try:
             contestant.run("forward_backward")
@@ -134,55 +129,38 @@ def _dense_contestants(
     return contestants
 
 
-def add_commands(commands: Any) -> None:
-    """Add the subcommands to argparse's subparsers."""
-    measuring = commands.add_parser(
-        "map", help="over lengths and shares of kept keys, beside the best dense attention"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``map``."""
+    add_measuring(parser, budget=False)  # a map is whole, or none
+    parser.add_argument("--lengths", nargs="+", type=positive, help="numbers of tokens")
+    parser.add_argument(
+        "--one-in", nargs="+", type=positive, metavar="N", help="of how many keys one is kept"
     )
-    measuring.add_argument("--device", choices=tuple(SURVEYS), help="default: a GPU, if any")
-    measuring.add_argument("--lengths", nargs="+", type=int, help="numbers of tokens")
-    measuring.add_argument(
-        "--one-in", nargs="+", type=int, metavar="N", help="of how many keys one is kept"
-    )
-    measuring.add_argument("--commit", help="of the sources, where the package is not run there")
-    measuring.add_argument("--threads", type=int, help="on a CPU; default: what torch uses")
-    measuring.add_argument("--output", type=Path, help="write the map here as JSON")
-
-    showing = commands.add_parser("map-show", help="maps as tables and as a figure")
-    showing.add_argument("maps", type=Path, nargs="+", help="what map --output wrote, in order")
-    showing.add_argument("--markdown", action="store_true", help="tables as Markdown")
-    showing.add_argument("--plot", type=Path, metavar="FILE", help="write the figure here")
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run either subcommand; returns the exit status."""
+    """Measure a map; returns the exit status."""
     try:
-        return _measure(options) if options.command == "map" else _show(options)
-    except (OSError, RuntimeError, ValueError, ModuleNotFoundError) as error:
+        return _measure(options)
+    except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
 
 
 def _measure(options: argparse.Namespace) -> int:
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, and torch finds no CUDA device")
+    device = usable_device(options.device or default_device())
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    survey = SURVEYS[device]
+    survey = SURVEYS[torch.device(device).type]
     survey = replace(
         survey,
+        shape=replace(survey.shape, device=device),
         lengths=tuple(options.lengths or survey.lengths),
         one_in=tuple(options.one_in or survey.one_in),
     )
-    if min(*survey.lengths, *survey.one_in) < 1:
-        raise ValueError("--lengths and --one-in must be at least 1")
-    environment = (
-        gpu_environment(f"cuda:{torch.cuda.current_device()}", options.commit)
-        if device == "cuda"
-        else describe_environment(device)
-    )
-    with Progress(len(survey.lengths) * len(PASSES)) as progress:
-        cells = list(survey_cells(survey, gpu_clock(device), progress.advance))
+    environment = describe_environment(device, options.commit, options.note)
+    bar, tick = progress_bar(len(survey.lengths) * len(PASSES))
+    with bar:
+        cells = list(survey_cells(survey, clock_for(device), tick))
     written = {
         "kind": KIND,
         "schema": SCHEMA,
@@ -191,17 +169,6 @@ def _measure(options: argparse.Namespace) -> int:
         "cells": [asdict(cell) for cell in cells],
     }
     if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(written, indent=1) + "\n")
+        write_json(options.output, written)
     print(text(written, cells))
-    return 0
-
-
-def _show(options: argparse.Namespace) -> int:
-    maps = [load(path) for path in options.maps]
-    render = markdown if options.markdown else text
-    print("\n\n".join(render(written, cells) for written, cells in maps))
-    if options.plot is not None:
-        write_figure(maps, options.plot)
-        print(f"wrote {options.plot}", file=sys.stderr)
     return 0

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import product
@@ -14,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from .cases import PASSES, Pass
-from .gpu.plot import load_pyplot
-from .gpu.tables import Table
+from .plot import load_pyplot
+from .tables import Table
 
 SCHEMA = 1
 KIND = "map of density and length"
@@ -150,6 +152,27 @@ def _write_small_png(figure: Any, path: Path) -> None:
     # Of Pillow's ways to choose colors that which keeps rare ones: the red of slower places.
     small = pictures.open(drawn).convert("RGB").quantize(256, pictures.Quantize.MAXCOVERAGE)
     small.save(path, format="PNG", optimize=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``map-show``."""
+    parser.add_argument("maps", type=Path, nargs="+", help="what map --output wrote, in order")
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the figure here")
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Show maps; returns the exit status."""
+    try:
+        maps = [load(path) for path in options.maps]
+        render = markdown if options.markdown else text
+        print("\n\n".join(render(written, cells) for written, cells in maps))
+        if options.plot is not None:
+            write_figure(maps, options.plot)
+            print(f"wrote {options.plot}", file=sys.stderr)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+    return 0
 
 
 def _draw(axis: Any, cells: Sequence[Cell]) -> Any:

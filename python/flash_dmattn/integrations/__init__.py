@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""flash-dmattn in models of Hugging Face transformers.
+
+Importing this package registers the attention implementation "flash_dmattn", where transformers is
+installed. Nothing else in flash_dmattn imports transformers.
+"""
+
+from __future__ import annotations
+
+from .import_utils import is_transformers_available
+from .key_bias import apply_flash_dmattn
+from .registration import ATTENTION_NAME, register
+
+__all__ = ["ATTENTION_NAME", "apply_flash_dmattn", "register"]
+
+if is_transformers_available():
+    register()

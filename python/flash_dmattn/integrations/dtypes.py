@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Casting back what adapters have cast to float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["fdma_peft_integration_check", "target_dtype_of"]
+
+
+def target_dtype_of(query: Tensor, module: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype that a model computes in, if a float32 query tells another one; else None.
+
+    PEFT casts layer norms to float32, and so, against the model's will, what goes into attention.
+    """
+    if query.dtype != torch.float32:
+        return None
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    config = getattr(module, "config", None)
+    for holder, attribute in (
+        (config, "_pre_quantization_dtype"),  # the weights of quantized models are integers
+        (config if getattr(config, "_is_quantized", False) else None, "dtype"),
+    ):
+        if isinstance(dtype := getattr(holder, attribute, None), torch.dtype):
+            return dtype
+    weights = (m.weight for m in module.modules() if isinstance(m, torch.nn.Linear))
+    return next((w.dtype for w in weights if w.is_floating_point()), None)
+
+
+def fdma_peft_integration_check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    target_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Cast a float32 query, key and value to the target dtype. A float32 bias can stay."""
+    if target_dtype is None or q.dtype != torch.float32:
+        return q, k, v, bias
+    q, k, v = (t.to(target_dtype) for t in (q, k, v))
+    return q, k, v, bias

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The attention function that models of transformers call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.masks import IntervalMask
+
+from .dtypes import target_dtype_of
+from .key_bias import biased
+from .mask_forms import Mask
+from .modeling_flash_dynamic_mask_attention_utils import _flash_dynamic_mask_attention_forward
+
+__all__ = ["flash_dynamic_mask_attention_forward"]
+
+# What models may ask for that is not computed here, and what to do about it. To go on without it
+# would give other results than the model was made for.
+_REFUSED = {
+    "output_attentions": "probabilities are never made; load the model with "
+    "attn_implementation='eager' to look at them",
+    "head_mask": "heads cannot be masked; load the model with attn_implementation='eager'",
+    "layer_head_mask": "heads cannot be masked; load the model with attn_implementation='eager'",
+    "dropout": "attention has no dropout; set the dropout of attention in the model's config to 0",
+    "s_aux": "attention sinks are not computed; load the model with attn_implementation='eager'",
+    "cache": "paged caches of continuous batching are not read; generate without it",
+}
+
+
+def flash_dynamic_mask_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask,
+    attention_bias: Tensor | None = None,
+    scaling: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention for a module of a transformers model.
+
+    Args:
+        module: that calls; `is_causal`, `config` and what `apply_flash_dmattn` gave it are read.
+        query: ``(B, H, Q, D)``.
+        key, value: ``(B, Hk, K, D)``.
+        attention_mask: None, a mask of two to four dimensions, or what the registered mask
+            function made. A mask that differs from query to query says itself what is causal.
+        attention_bias: ``(B, K)``, ``(B, {H|Hk|1}, K)`` or of four dimensions, added to the scaled
+            scores.
+        scaling: of the scores; ``D ** -0.5`` by default.
+        window_size: keep the keys with the largest bias; ``keep_window_size`` means the same.
+        softcap: as in `flash_dmattn_func`.
+        **kwargs: ``is_causal``, in place of the module's; ``position_ids`` and the ``cu_seq_lens``
+            of packed sequences; ``sliding_window``; ``position_bias``, another bias; and what
+            other implementations of attention know.
+
+    Returns:
+        ``(B, Q, H, D)``, and None in place of the probabilities.
+
+    Raises:
+        ValueError: something is asked for that is not computed here, such as output_attentions,
+            head_mask or dropout; or as `flash_dmattn_func`.
+        TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    _refuse(kwargs)
+    attention_mask, attention_bias, window_size = biased(
+        module, value, attention_mask, attention_bias, window_size, kwargs
+    )
+    position_bias = kwargs.pop("position_bias", None)
+    if position_bias is not None:
+        attention_bias = position_bias if attention_bias is None else attention_bias + position_bias
+    is_causal = kwargs.pop("is_causal", None)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True) and not _says_what_is_causal(attention_mask)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    head_dim = value.shape[-1]
+    query, key, value = _of_one_head_dim(query, key, value)
+    out = _flash_dynamic_mask_attention_forward(
+        query,
+        key,
+        value,
+        attention_mask,
+        attention_bias,
+        query_length=query.shape[1],
+        key_length=key.shape[1],
+        is_causal=bool(is_causal),
+        softmax_scale=scaling,
+        window_size=window_size,
+        softcap=softcap,
+        target_dtype=target_dtype_of(query, module),
+        **kwargs,
+    )
+    return out[..., :head_dim], None
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    for name, remedy in _REFUSED.items():
+        asked = kwargs.pop(name, None)
+        if asked is None or asked is False or (name == "dropout" and asked == 0):
+            continue
+        shown = f"a {type(asked).__name__}" if isinstance(asked, Tensor) else repr(asked)
+        raise ValueError(
+            f"{name} must be None, False or 0 with attn_implementation='flash_dmattn', got "
+            f"{shown}: {remedy}"
+        )
+
+
+def _says_what_is_causal(mask: Mask) -> bool:
+    if isinstance(mask, Tensor):
+        return mask.dim() == 4 and mask.shape[2] != 1
+    return isinstance(mask, IntervalMask)
+
+
+def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad with zeros, which change no score, where values are not as long as keys."""
+    head_dim = max(key.shape[-1], value.shape[-1])
+    if key.shape[-1] == value.shape[-1]:
+        return query, key, value
+    query, key, value = (
+        torch.nn.functional.pad(t, (0, head_dim - t.shape[-1])) for t in (query, key, value)
+    )
+    return query, key, value

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What callers give as mask and bias, in the forms that attention takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.masks import IntervalMask
+
+from .packed import Documents
+
+__all__ = ["Mask", "MaskAndBias", "has_rows", "mask_and_bias"]
+
+Mask = Tensor | IntervalMask | Documents | None
+
+
+class MaskAndBias(NamedTuple):
+    """Which keys are kept, what is added to the scores, and how many keys there are."""
+
+    mask: Mask  # a tensor is bool and has four dimensions
+    bias: Tensor | None  # of four dimensions, none of them expanded
+    keys: int  # of a cache, those that are written
+
+
+def mask_and_bias(
+    attention_mask: Mask, attention_bias: Tensor | None, keys: int, dtype: torch.dtype
+) -> MaskAndBias:
+    """Tell masks from biases.
+
+    Args:
+        attention_mask: of two dimensions, ``(B, keys written)``: nonzero for tokens, whatever the
+            dtype. Of three or four: bool or integer, nonzero keeps; or floating, added to the
+            scores, and dropping keys where it is below half the lowest number of its dtype.
+        attention_bias: ``(B, K)``, ``(B, {H|Hk|1}, K)`` or of four dimensions.
+        keys: that key and value hold.
+        dtype: query's.
+
+    Raises:
+        ValueError: a number of dimensions is none of these.
+    """
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        # Of a cache that has room for more, the mask tells how far it is written; of one that a
+        # sliding window has cut, it tells of more keys than are left.
+        padding = attention_mask[:, max(0, attention_mask.shape[1] - keys) :]
+        bias = _fitted(attention_bias, padding.shape[1], dtype)
+        return MaskAndBias(_as_bool(padding)[:, None, None], bias, padding.shape[1])
+    bias = _fitted(attention_bias, keys, dtype)
+    if not isinstance(attention_mask, Tensor):
+        return MaskAndBias(attention_mask, bias, keys)
+    given = _four_dimensional("attention_mask", attention_mask)[..., :keys]
+    if not given.is_floating_point():
+        return MaskAndBias(_as_bool(given), bias, keys)
+    kept = given > torch.finfo(given.dtype).min / 2
+    added = _fitted(given, keys, dtype)
+    assert added is not None
+    return MaskAndBias(kept, added if bias is None else _sum(bias, added), keys)
+
+
+def has_rows(tensor: Mask) -> bool:
+    """Say whether a mask or bias of four dimensions differs from query to query."""
+    return isinstance(tensor, Tensor) and tensor.shape[-2] != 1
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def _fitted(bias: Tensor | None, keys: int, dtype: torch.dtype) -> Tensor | None:
+    """Return a bias for these keys, in a dtype that goes with query's."""
+    if bias is None:
+        return None
+    bias = _four_dimensional("attention_bias", bias)[..., :keys]
+    return bias if bias.dtype in (dtype, torch.float32) else bias.to(torch.float32)
+
+
+def _four_dimensional(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 4:
+        return tensor
+    if tensor.dim() not in (2, 3):
+        raise ValueError(
+            f"{name} must have two, three or four dimensions, got shape {tuple(tensor.shape)}"
+        )
+    return tensor[:, None, None] if tensor.dim() == 2 else tensor.unsqueeze(2)
+
+
+def _sum(bias: Tensor, added: Tensor) -> Tensor:
+    """Add, where of two head counts the smaller one is that of the key/value heads."""
+    heads = max(bias.shape[1], added.shape[1])
+    bias, added = (
+        t if t.shape[1] in (1, heads) else t.repeat_interleave(heads // t.shape[1], 1)
+        for t in (bias, added)
+    )
+    return bias + added

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The masks that transformers has made, once for each forward pass, for the layers of a model.
+
+What a model computes from, such as a 2-D padding mask, goes on to the attention function as it is
+wherever that says enough; a mask of size Q x K is made only where nothing smaller says the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from flash_dmattn.masks import IntervalMask
+
+from .packed import Documents
+
+__all__ = ["compact_model_mask", "model_mask"]
+
+ModelMask = Tensor | IntervalMask | Documents | None
+
+_CAUSAL = masking_utils.causal_mask_function
+_BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
+# Their attention computes with the mask before it calls the attention function. Newer versions of
+# transformers say so in each call.
+_MASK_IS_COMPUTED_WITH = frozenset({"doge"})
+# Elements of the part of a mask that is looked at, at a time.
+_BLOCK_ELEMENTS = 1 << 24
+
+
+def model_mask(**settings: Any) -> ModelMask:
+    """Return the mask of a forward pass, for models that may compute with it.
+
+    Args:
+        **settings: as transformers gives them to every function of this kind.
+
+    Returns:
+        None, if ``is_causal`` says all; bool ``(B, keys so far)``, True for tokens; an
+        `IntervalMask` or `Documents` for patterns that these express; otherwise bool ``(B, 1, Q,
+        K)``.
+    """
+    function = settings.get("mask_function", _CAUSAL)
+    model_type = getattr(settings.get("config"), "model_type", None)
+    if model_type in _MASK_IS_COMPUTED_WITH:
+        return _rows(settings)
+    # Of packed sequences and other patterns this is always False.
+    if function is _CAUSAL and not settings.get("allow_is_causal_skip", True):
+        return _rows(settings)
+    return compact_model_mask(**settings)
+
+
+def compact_model_mask(**settings: Any) -> ModelMask:
+    """Return the mask of a forward pass, as `model_mask`, for models that only hand it on."""
+    function = settings.get("mask_function", _CAUSAL)
+    if function is _BIDIRECTIONAL:
+        return _unless_all(_padding(settings))
+    if function is _CAUSAL:
+        return _causal(settings)
+    queries, offset = _query_sizes(settings)
+    is_whole = queries == settings["kv_length"] and settings.get("kv_offset", 0) == 0
+    if torch.compiler.is_compiling() or not is_whole or _is_nonzero(offset):
+        return _rows(settings)
+    intervals = _intervals(settings, queries)
+    return _rows(settings) if intervals is None else _described(intervals)
+
+
+def _causal(settings: dict[str, Any]) -> ModelMask:
+    keys, key_offset = settings["kv_length"], settings.get("kv_offset", 0)
+    queries, offset = _query_sizes(settings)
+    padding = _padding(settings)
+    if queries == keys and key_offset == 0:
+        return _unless_all(padding)
+    if queries == 1 and isinstance(offset, Tensor):
+        # The length of a cache whose sizes are fixed is known on the device only.
+        place = torch.arange(keys, device=offset.device) + key_offset
+        written = (place <= offset)[None]
+        return (written if padding is None else written & padding)[:, None, None]
+    if isinstance(offset, Tensor) and torch.compiler.is_compiling():
+        return _rows(settings)
+    written_keys = int(offset) + queries - key_offset
+    if written_keys == keys:
+        return _unless_all(padding)
+    if written_keys > keys:
+        return _rows(settings)
+    if padding is not None:
+        return padding[:, :written_keys]
+    device = settings.get("device")
+    if device is None:
+        device = settings["cache_position"].device
+    written: Tensor = torch.ones(
+        settings["batch_size"], written_keys, dtype=torch.bool, device=device
+    )
+    return written
+
+
+def _query_sizes(settings: dict[str, Any]) -> tuple[int, int | Tensor]:
+    """Return Q, and the position of the first query, which may be known on the device only."""
+    positions = settings.get("cache_position")
+    if positions is None:
+        return settings["q_length"], settings.get("q_offset", 0)
+    # Versions that know no q_offset give the positions of all queries.
+    return positions.shape[0], positions[0]
+
+
+def _is_nonzero(offset: int | Tensor) -> bool:
+    return bool(offset != 0)
+
+
+def _padding(settings: dict[str, Any]) -> Tensor | None:
+    """Return bool ``(B, kv_length)``, False for keys that the 2-D mask is too short for."""
+    mask: Tensor | None = settings.get("attention_mask")
+    if mask is None:
+        return None
+    keys, offset = settings["kv_length"], settings.get("kv_offset", 0)
+    mask = mask[:, offset : offset + keys].to(torch.bool)
+    return torch.nn.functional.pad(mask, (0, keys - mask.shape[1]))
+
+
+def _unless_all(padding: Tensor | None) -> Tensor | None:
+    if padding is None or torch.compiler.is_compiling() or not padding.all():
+        return padding
+    return None
+
+
+def _rows(settings: dict[str, Any]) -> Tensor:
+    """Return the whole mask, bool ``(B, 1, Q, K)``, by what transformers has for SDPA."""
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor = masking_utils.sdpa_mask(**{**settings, **skips})
+    return mask
+
+
+def _intervals(settings: dict[str, Any], queries: int) -> IntervalMask | None:
+    """Return the mask as intervals, or None if some key is kept by separate runs of queries.
+
+    The mask is looked at in blocks of rows, so that no more than one of them is in memory.
+    """
+    keys = settings["kv_length"]
+    rows = max(1, _BLOCK_ELEMENTS // max(1, keys))
+    first: Tensor | None = None
+    for begin in range(0, queries, rows):
+        end = min(begin + rows, queries)
+        kept = _rows({**settings, **_block(settings, begin, end)})[:, 0]
+        count = kept.sum(1, dtype=torch.int32)
+        # The first True row of each key, and one past the last.
+        begins = kept.to(torch.uint8).argmax(1).to(torch.int32) + begin
+        ends = end - kept.flip(1).to(torch.uint8).argmax(1).to(torch.int32)
+        if first is None:
+            first = torch.full_like(count, queries)
+            last, total = torch.zeros_like(count), torch.zeros_like(count)
+        first = torch.where(count > 0, torch.minimum(first, begins), first)
+        last = torch.where(count > 0, torch.maximum(last, ends), last)
+        total += count
+    if first is None:
+        return None
+    if not ((last - first == total) | (total == 0)).all():
+        return None
+    first = torch.where(total > 0, first, 0)
+    return IntervalMask(first[:, None], last[:, None], query_length=queries)
+
+
+def _block(settings: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """Return what to change in the settings for some of the queries."""
+    if settings.get("cache_position") is not None:
+        return {"cache_position": settings["cache_position"][begin:end]}
+    return {"q_length": end - begin, "q_offset": begin}
+
+
+def _described(intervals: IntervalMask) -> ModelMask:
+    """Return the intervals, or that they are whole documents, seen causally, or one."""
+    start, end = intervals.start[:, 0], intervals.end[:, 0]
+    key = torch.arange(start.shape[1], device=start.device)
+    begins = end[:, 1:] != end[:, :-1]
+    # A document begins where the one before it ends.
+    is_partition = (start == key).all() & ((end[:, :-1] == key[1:]) | ~begins).all()
+    reaches_end = (end[:, -1:] == start.shape[1]).all()
+    if not is_partition & reaches_end:
+        return intervals
+    if not begins.any():
+        return None
+    ids = torch.nn.functional.pad(begins.to(torch.int32).cumsum(1, dtype=torch.int32), (1, 0))
+    return Documents(ids)

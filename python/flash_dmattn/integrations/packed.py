@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Documents packed into one row of a batch."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.masks import IntervalMask
+from flash_dmattn.selection import dynamic_mask
+
+__all__ = ["Documents", "documents_of_positions", "packed_keep", "select_within_documents"]
+
+
+class Documents(NamedTuple):
+    """Which tokens stand in one document, in self-attention (Q = K = N)."""
+
+    ids: Tensor  # integers (B|1, N), from 0, rising by 1 where a document begins
+
+    def intervals(self) -> IntervalMask:
+        """Return the mask that keeps the keys of the query's own document."""
+        return IntervalMask.documents(self.ids)
+
+
+# The layers of a model ask about the same tensor: what was read from the device is kept.
+_last_answer = threading.local()
+
+
+def documents_of_positions(position_ids: Tensor) -> Documents | None:
+    """Return the documents of positions ``(B|1, N)``, or None where each row is one.
+
+    A document begins where a position does not follow the one before it, as transformers has it.
+    Under torch.compile values cannot be read, and one document is described like several.
+    """
+    if torch.compiler.is_compiling():
+        return Documents(_document_ids(position_ids))
+    known = getattr(_last_answer, "known", None)
+    version = -1 if position_ids.is_inference() else position_ids._version
+    if known is not None and known[0]() is position_ids and known[1] == version:
+        answer: Documents | None = known[2]
+        return answer
+    ids = _document_ids(position_ids)
+    answer = Documents(ids) if ids[:, -1].any() else None
+    _last_answer.known = (weakref.ref(position_ids), version, answer)
+    return answer
+
+
+def _document_ids(position_ids: Tensor) -> Tensor:
+    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return torch.nn.functional.pad(begins.to(torch.int32).cumsum(1, dtype=torch.int32), (1, 0))
+
+
+def select_within_documents(
+    bias: Tensor, window_size: int, documents: Documents, *, is_causal: bool
+) -> IntervalMask:
+    """Keep, of its own document, the ``window_size`` keys with the largest bias that a query sees.
+
+    Args:
+        bias: ``({B|1}, {H|Hk|1}, 1, N)``.
+        window_size: keys to keep.
+        documents: of the tokens.
+        is_causal: whether a query sees no later keys.
+
+    Returns:
+        A mask ``({B|1}, {H|Hk|1}, N)``, which says itself what is causal.
+    """
+    scores = bias.detach()[:, :, 0].to(torch.float32)
+    usable = scores > -torch.inf  # and so no NaN
+    rank = _ranks(torch.where(usable, scores, -torch.inf), documents.ids)
+    own = documents.intervals()
+    if not is_causal:
+        # Documents are runs of ranks as they are runs of keys: each ends where its last key stands.
+        end = torch.where((own.end - rank <= window_size) & usable, own.end, 0).to(torch.int32)
+        return IntervalMask(own.start.expand_as(end), end, query_length=own.query_length)
+    # Of all keys up to the query those of its document come first: what the window takes of
+    # earlier documents, where its own is too short to fill it, is dropped again. Ranks are below
+    # 2^24, so float32 tells them apart.
+    ranked = torch.where(usable, rank.to(torch.float32), -torch.inf)
+    selected = dynamic_mask(ranked.unsqueeze(2), window_size, is_causal=True)
+    assert isinstance(selected, IntervalMask)
+    return selected & own
+
+
+def _ranks(scores: Tensor, ids: Tensor) -> Tensor:
+    """Return the place of each key in the order of document, score, and index from the last.
+
+    int64 ``(b, h, N)``: the key with the highest rank is the first that a window keeps.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0: the two zeros are one
+    # Integers that are ordered as the floats are.
+    comparable = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    comparable = comparable + (ids.to(torch.int64) << 32).unsqueeze(1)
+    keys = comparable.shape[-1]
+    order = keys - 1 - torch.sort(comparable.flip(-1), stable=True).indices
+    position = torch.arange(keys, device=ids.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, position)
+
+
+def packed_keep(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, queries: int, keys: int, *, is_causal: bool
+) -> Tensor:
+    """Return bool ``(1, 1, queries, keys)``: does a query of packed sequences see a key.
+
+    For problems whose mask or bias has a row for each query anyway.
+    """
+    device = cu_seqlens_q.device
+    row, column = torch.arange(queries, device=device), torch.arange(keys, device=device)
+    of_query = torch.bucketize(row, cu_seqlens_q[1:], right=True)
+    of_key = torch.bucketize(column, cu_seqlens_k[1:], right=True)
+    seen = of_query[:, None] == of_key[None]
+    if is_causal:
+        # Counted from the end of each sequence: aligned to the bottom right.
+        last = cu_seqlens_q.shape[0] - 1
+        row = row - cu_seqlens_q[(of_query + 1).clamp(max=last)]
+        column = column - cu_seqlens_k[(of_key + 1).clamp(max=last)]
+        seen = seen & (column[None] <= row[:, None])
+    return seen[None, None]
