@@ -88,6 +88,28 @@ def test_columns_are_in_line() -> None:
     assert table.markdown().splitlines()[2:5] == ["|  | ms |", "| --- | --- |", "| a | 10.5 |"]
 
 
+def test_sweep_is_a_table_for_each_quantity_and_reasons_are_told_once() -> None:
+    cases = sets.workload_set("legacy-forward", "cpu").workloads
+    chosen = [cases[name] for name in ("length-256", "length-512", "length-1024")]
+    late = "not measured: the time budget of 1 s was spent"
+    found = [
+        record("length-256", "boolean", "forward", 1e-3),
+        record("length-256", "sdpa", "forward", 2e-3),
+        *(
+            replace(record(case, who, "all", None), reason=late)
+            for case in ("length-512", "length-1024")
+            for who in ("boolean", "sdpa")
+        ),
+    ]
+    (table,) = results.result_tables(results.to_json({}, chosen, found))
+    assert table.heads == ("", "boolean", "sdpa")
+    assert table.rows[:2] == (("length-256", "1.000", "2.000"), ("length-512", "-", "-"))
+    assert table.notes == (f"some or all: {late} (length-512, length-1024)",)
+    # A sweep of which nothing is known still says why.
+    (table,) = results.result_tables(results.to_json({}, chosen, found[2:]))
+    assert table.notes == (f"some or all: {late} (length-512, length-1024)",)
+
+
 # --- the bars
 
 

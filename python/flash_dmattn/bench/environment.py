@@ -102,6 +102,13 @@ def gpu_state(device: str) -> dict[str, str] | None:
     return dict(zip(_SMI_FIELDS.values(), cells, strict=True))
 
 
+def machine(environment: dict[str, Any]) -> str:
+    """What a run was on, in a few words."""
+    threads = environment["threads"]
+    on_cpu = f"{environment['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
+    return str(environment["gpu"] or on_cpu)
+
+
 def heading(environment: dict[str, Any]) -> str:
     """One paragraph on what was measured on what."""
     pack = environment["pack"]
@@ -118,8 +125,8 @@ def heading(environment: dict[str, Any]) -> str:
         )
     else:
         lines.append(
-            f"{environment['cpu']}, {environment['threads']} threads, torch "
-            f"{environment['torch']}, Python {environment['python']}, {environment['date']}"
+            f"{machine(environment)}, torch {environment['torch']}, Python "
+            f"{environment['python']}, {environment['date']}"
         )
     if environment.get("note"):
         lines.append(environment["note"])

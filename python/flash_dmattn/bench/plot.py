@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import equivalence
+from .environment import machine
 from .records import Record
 from .results import records_of, shape_text, sweeps
 
@@ -57,8 +58,7 @@ def write_plots(results: dict[str, Any], folder: Path, prefix: str = "") -> list
     """Write a picture for everything that the run has numbers for; returns the files."""
     pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
-    environment = results["environment"]
-    where = environment["gpu"] or f"{environment['cpu']}, {environment['threads']} threads"
+    where = machine(results["environment"])
     paths = []
     for name, title, figure in _figures(pyplot, results):
         figure.suptitle(f"{title}\n{where}", fontsize=11)
@@ -104,7 +104,7 @@ def _figures(pyplot: Any, results: dict[str, Any]) -> Iterator[tuple[str, str, A
                 continue
             places = {name: results["cases"][name][varied] for name in names}
             figure = _draw_lines(pyplot, lines, places, styles, label)
-            shape = shape_text({**results["cases"][names[-1]], varied: label.split()[0]})
+            shape = shape_text({**results["cases"][names[-1]], varied: ""})
             yield f"{sweep}-{quantity.replace('_', '-')}", f"{title} by {label} ({shape})", figure
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .bars import bars_of, bars_table, verdicts
-from .environment import heading
+from .environment import heading, machine
 from .plot import write_plots
 from .records import Record, values
 from .results import records_of
@@ -135,8 +135,6 @@ def _summary(found: dict[str, dict[str, Any]]) -> Table:
         if (case, ours, quantity) not in known:
             continue
         mine = next(r for r in records if r.contestant == ours)
-        environment = found[file]["environment"]
-        machine = environment["gpu"] or f"CPU, threads: {environment['threads']}"
         others = [r for r in records if r.role == "baseline" and r.value is not None]
         cells = []
         for group in (
@@ -145,7 +143,13 @@ def _summary(found: dict[str, dict[str, Any]]) -> Table:
         ):
             best = min(group, key=lambda r: r.value or 0, default=None)
             cells.append(_beside(best, mine))
-        rows.append((f"{machine}: {case}, {quantity.replace('_', ' + ')}", _ms(mine), *cells))
+        rows.append(
+            (
+                f"{machine(found[file]['environment'])}: {case}, {quantity.replace('_', ' + ')}",
+                _ms(mine),
+                *cells,
+            )
+        )
     heads = ("", "flash_dmattn", "best with the same mask", "best dense, no mask")
     return Table("At a glance", heads, tuple(rows))
 

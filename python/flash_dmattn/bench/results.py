@@ -193,19 +193,22 @@ def _sweep_tables(
         about = results["quantities"].get(quantity, quantity)
         title = f"{sweep}: {about}, {unit} (first: {shape_text(first)})"
         tables.append(Table(title, ("", *contestants), rows))
-    if tables:
-        last = tables.pop()
-        tables.append(Table(last.title, last.heads, last.rows, _sweep_notes(names, records)))
-    return tables
+    notes = _sweep_notes(names, records)
+    if not tables:
+        return [Table(f"{sweep} (first: {shape_text(first)})", ("",), (), notes)]
+    last = tables.pop()
+    return [*tables, Table(last.title, last.heads, last.rows, notes)]
 
 
 def _sweep_notes(names: Sequence[str], records: Sequence[Record]) -> tuple[str, ...]:
     """Reasons, each once, with the cases that it is of."""
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}
     for record in records:
         if record.reason is not None:
-            text = f"{record.contestant}, {record.quantity}: {record.reason}"
-            reasons.setdefault(text, []).append(record.case)
+            # What was not begun is so for all contestants from some place on.
+            begun = record.quantity != "all"
+            text = f"{record.contestant}, {record.quantity}: " if begun else "some or all: "
+            reasons.setdefault(text + record.reason, {})[record.case] = None
     return tuple(
         f"{text} ({'every case' if len(cases) == len(names) else ', '.join(cases)})"
         for text, cases in reasons.items()
