@@ -22,7 +22,7 @@ from demo_lib.plot import write_plot
 from demo_lib.sweep import time_layers
 from demo_lib.text import VOCABULARY, load_corpus
 from demo_lib.training import Run, make_run, train
-from flash_dmattn.bench.report import cpu_model, describe_pack
+from flash_dmattn.bench.environment import cpu_model, describe_pack
 from flash_dmattn.loader import trace_for
 
 OURS, THEIRS = ATTENTIONS

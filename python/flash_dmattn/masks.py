@@ -154,11 +154,10 @@ class IntervalMask:
         *,
         device: torch.device | str | None = None,
     ) -> IntervalMask:
-        """Keep, for the query at position ``p = i + K - Q``, the keys ``p - left <= j <= p +
-        right``.
+        """Keep the keys near the position of each query.
 
-        None is no limit on that side. Positions are aligned to the bottom right, as causal
-        attention is.
+        The query at position ``p = i + K - Q`` keeps the keys ``p - left <= j <= p + right``. None
+        is no limit on that side. Positions are aligned to the bottom right, as causal attention is.
 
         Raises:
             ValueError: a length or a side is negative.
@@ -185,8 +184,9 @@ class IntervalMask:
         cu_seqlens: Tensor | None = None,
         length: int | None = None,
     ) -> IntervalMask:
-        """Keep the keys of the query's own document, in self-attention over packed documents (Q = K
-        = N).
+        """Keep the keys of the query's own document.
+
+        This is for self-attention over packed documents: Q = K = N.
 
         Args:
             document_ids: integers ``(B, N)``. A document is a run of equal ids: an id that returns

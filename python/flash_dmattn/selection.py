@@ -32,8 +32,7 @@ def dynamic_mask(
     max_seqlen_k: int | None = None,
     backend: str | None = None,
 ) -> Tensor | IntervalMask:
-    """Keep, for each query, the ``window_size`` keys with the largest bias among the keys that it
-    can see.
+    """Keep, for each query, the keys with the largest bias among those that it can see.
 
     Ties go to the lower key index, so that exactly ``window_size`` keys are kept wherever that many
     can be seen. NaN and -inf biases are never kept. No gradient flows through the choice.
@@ -60,10 +59,8 @@ def dynamic_mask(
 
     Returns:
         For a causal selection from a bias and mask that are the same for every query, an
-        `IntervalMask`. Otherwise a
-        bool tensor: ``({B|1}, {H|Hk|1}, 1, K)``, the top keys of all queries alike, or with a row
-            for each query if the
-        bias or the mask has one.
+        `IntervalMask`. Otherwise a bool tensor: ``({B|1}, {H|Hk|1}, 1, K)``, the top keys of all
+        queries alike, or with a row for each query if the bias or the mask has one.
 
     Raises:
         TypeError: a tensor has the wrong type or dtype.

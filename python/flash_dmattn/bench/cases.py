@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The problems that are measured, their inputs, and the ratios they are held to."""
+"""The problems that are measured, and their inputs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,28 +11,17 @@ import torch
 Pass = Literal["forward", "forward_backward"]
 PASSES: tuple[Pass, ...] = ("forward", "forward_backward")
 
-
-@dataclass(frozen=True)
-class Targets:
-    """Least ratios baseline / ours; None where nothing is promised. Below 1, ours may be slower."""
-
-    forward: float | None = None
-    forward_backward: float | None = None
-    memory: float | None = None
-
-    def time(self, which: Pass) -> float | None:
-        return self.forward if which == "forward" else self.forward_backward
-
-
-# What the project promises for its cpu kernels, and only for the default masked shape and float32.
-MASKED_TARGETS = Targets(forward=8.0, forward_backward=6.0, memory=10.0)
-DENSE_TARGETS = Targets(forward=1 / 2.5, forward_backward=1 / 2.5)
-NO_TARGETS = Targets()
+# Largest allowed |ours - theirs| / max |theirs|; both round each result to the dtype at least once.
+AGREEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. ``window`` is None for dense attention, which has no bias either."""
+    """One attention problem. ``window`` is None for dense attention, which has no bias either.
+
+    The bias is the same for every query, as models learn it, or with ``per_query`` another number
+    for each query and key. ``queries`` is 1 for decoding, None where there are as many as keys.
+    """
 
     name: str
     dtype: str = "float32"
@@ -45,6 +34,8 @@ class Case:
     causal: bool = True
     device: str = "cpu"
     seed: int = 0
+    queries: int | None = None
+    per_query: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads != 0:
@@ -58,16 +49,26 @@ class Case:
         return self.heads // self.kv_heads
 
     @property
+    def rows(self) -> int:
+        """Queries."""
+        return self.length if self.queries is None else self.queries
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype is {self.dtype!r}; it must name a torch dtype")
         return dtype
 
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the query tensor."""
+        return self.batch * self.rows * self.heads * self.head_dim * self.torch_dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Inputs:
-    """query, grad_out (B,N,H,D); key, value (B,N,Hk,D); bias (B,Hk,1,N), None for dense cases."""
+    """query, grad_out (B,Q,H,D); key, value (B,K,Hk,D); bias (B,Hk,{1|Q},K), None if dense."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -77,43 +78,23 @@ class Inputs:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Normal random tensors, the same for every contestant and in every process."""
+    """Normal random tensors, the same for every contestant and in every process.
+
+    Keys and biases have no structure, so that no tile of the mask is empty by chance.
+    """
     generator = torch.Generator(device=case.device).manual_seed(case.seed)
 
     def normal(*shape: int) -> torch.Tensor:
         values = torch.randn(*shape, generator=generator, device=case.device)
         return values.to(case.torch_dtype)
 
-    queries = (case.batch, case.length, case.heads, case.head_dim)
+    queries = (case.batch, case.rows, case.heads, case.head_dim)
     keys = (case.batch, case.length, case.kv_heads, case.head_dim)
+    bias = (case.batch, case.kv_heads, case.rows if case.per_query else 1, case.length)
     return Inputs(
         query=normal(*queries),
         key=normal(*keys),
         value=normal(*keys),
-        bias=None if case.window is None else normal(case.batch, case.kv_heads, 1, case.length),
+        bias=None if case.window is None else normal(*bias),
         grad_out=normal(*queries),
     )
-
-
-def masked_case(shape: Case, dtype: str) -> Case:
-    """``shape`` with its window and a trainable bias, in ``dtype``."""
-    return replace(shape, name=f"masked, causal, {dtype}", dtype=dtype, causal=True)
-
-
-def dense_case(shape: Case, dtype: str, causal: bool) -> Case:
-    """``shape`` without window and bias, in ``dtype``."""
-    name = f"dense, {'causal' if causal else 'not causal'}, {dtype}"
-    return replace(shape, name=name, dtype=dtype, window=None, causal=causal)
-
-
-def targets_for(case: Case) -> Targets:
-    """The promises that apply to ``case``: those of the default shape on the CPU in float32."""
-    standard = Case(
-        name=case.name,
-        window=None if case.window is None else 256,
-        causal=case.causal,
-        seed=case.seed,
-    )
-    if case != standard:
-        return NO_TARGETS
-    return DENSE_TARGETS if case.window is None else MASKED_TARGETS

@@ -20,8 +20,9 @@ def dynamic_mask(
     min_dtype: float,
     block_size: int | None = None,
 ) -> Tensor:
-    """Keep the ``window_size`` largest biases of each row. Not aware of causality, except by
-    ``attention_mask``.
+    """Keep the ``window_size`` largest biases of each row.
+
+    It is not aware of causality, except by ``attention_mask``.
 
     Args:
         attention_bias: ``(B, h, rows, K)``, any floating dtype.

@@ -13,8 +13,7 @@ __all__ = ["get_unpad_data", "index_first_axis", "pad_input", "unpad_input", "up
 
 
 def index_first_axis(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return rows of ``tensor`` ``(B, S, ...)``, numbered over batch and sequence: ``(len(indices),
-    ...)``."""
+    """Return rows of ``tensor`` ``(B, S, ...)`` by their numbers over batch and sequence."""
     return tensor.flatten(0, 1)[indices]
 
 

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What mkdocs runs on each page: the site must not make readers' browsers fetch from elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from html.parser import HTMLParser
+from typing import Any
+
+# Below mkdocs' own, so that a strict build counts its warnings.
+_log = logging.getLogger("mkdocs.hooks.docs")
+
+
+class _Fetched(HTMLParser):
+    """Collects what a browser fetches to show a page; links that a reader follows are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note the source of a script or picture, and what a page links to for itself."""
+        named = dict(attrs)
+        address = named.get("href" if tag == "link" else "src")
+        if tag == "link" and named.get("rel") in {"canonical", "prev", "next", "alternate"}:
+            return
+        if tag != "a" and address is not None:
+            self.addresses.append(address)
+
+
+def fetched_from_elsewhere(html: str) -> list[str]:
+    """Return the addresses on other hosts that a browser fetches to show a page."""
+    parser = _Fetched()
+    parser.feed(html)
+    return [a for a in parser.addresses if "://" in a or a.startswith("//")]
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    """Warn of what is fetched from elsewhere; a strict build then fails."""
+    for address in fetched_from_elsewhere(output):
+        _log.warning("%s makes browsers fetch %s", page.file.src_uri, address)
+    return output
