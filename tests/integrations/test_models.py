@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from support import Target
 
 from .tiny_models import (

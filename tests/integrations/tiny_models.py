@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_accurate
 from torch import Tensor
+
+from support import assert_accurate
 
 transformers = pytest.importorskip("transformers")
 
