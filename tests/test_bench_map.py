@@ -88,7 +88,14 @@ def test_where_it_pays(speedups: dict[int, tuple[float, float]], expected: str) 
         for one_in, pair in speedups.items()
         for which, speedup in zip(("forward", "forward_backward"), pair, strict=True)
     ]
-    environment = {"gpu": None, "cpu": "a", "threads": 2, "torch": "2", "date": "2026-01-01"}
+    environment: dict[str, object] = {
+        "gpu": None,
+        "cpu": "a",
+        "threads": 2,
+        "torch": "2",
+        "date": "2026-01-01",
+    }
+    environment["measurement"] = "a clock"
     shape = {"dtype": "float32", "heads": 2, "kv_heads": 1, "head_dim": 8}
     table = map_report.table({"environment": environment, "shape": shape}, cells)
     assert [row[:2] for row in table.rows] == [("64", expected)]

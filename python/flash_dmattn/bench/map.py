@@ -23,7 +23,14 @@ from .contestants.ours import FlashDmattn
 from .contestants.sdpa import SdpaExpanded, SdpaGqa, SdpaGrouped
 from .environment import describe_environment
 from .map_report import KIND, SCHEMA, Cell, text
-from .options import add_measuring, default_device, positive, progress_bar, usable_device
+from .options import (
+    add_cpu_time,
+    add_measuring,
+    default_device,
+    positive,
+    progress_bar,
+    usable_device,
+)
 from .results import write_json
 from .timing import Clock, Effort, clock_for, timings
 
@@ -45,7 +52,7 @@ SURVEYS = {
         Case(name="map", heads=8, kv_heads=2, head_dim=64, dtype="float32"),
         (512, 1024, 2048, 4096, 8192),
         _ONE_IN,
-        Effort(seconds=2.0, least=5, most=30),
+        Effort(seconds=0.5, least=3, most=20),
         (SdpaExpanded, SdpaGqa, SdpaGrouped),
     ),
     "cuda": Survey(
@@ -132,6 +139,7 @@ def _dense_contestants(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``map``."""
     add_measuring(parser, budget=False)  # a map is whole, or none
+    add_cpu_time(parser)
     parser.add_argument("--lengths", nargs="+", type=positive, help="numbers of tokens")
     parser.add_argument(
         "--one-in", nargs="+", type=positive, metavar="N", help="of how many keys one is kept"
@@ -157,10 +165,12 @@ def _measure(options: argparse.Namespace) -> int:
         lengths=tuple(options.lengths or survey.lengths),
         one_in=tuple(options.one_in or survey.one_in),
     )
+    clock = clock_for(device, cpu_time=options.cpu_time)
     environment = describe_environment(device, options.commit, options.note)
+    environment["measurement"] = clock.description
     bar, tick = progress_bar(len(survey.lengths) * len(PASSES))
     with bar:
-        cells = list(survey_cells(survey, clock_for(device), tick))
+        cells = list(survey_cells(survey, clock, tick))
     written = {
         "kind": KIND,
         "schema": SCHEMA,

@@ -76,7 +76,9 @@ def load(path: Path) -> tuple[dict[str, Any], list[Cell]]:
 def subject(written: dict[str, Any]) -> str:
     """What was measured on what, in one line."""
     environment, shape = written["environment"], written["shape"]
-    where = environment["gpu"] or f"{environment['cpu']}, {environment['threads']} threads"
+    threads = environment["threads"]
+    cores = "one thread" if threads == 1 else f"{threads} threads"
+    where = environment["gpu"] or f"{environment['cpu']}, {cores}"
     return (
         f"{where}, {shape['dtype']}, {shape['heads']} heads on {shape['kv_heads']} of "
         f"{shape['head_dim']}, causal"
@@ -103,7 +105,8 @@ def table(written: dict[str, Any], cells: Sequence[Cell]) -> Table:
             "times faster than dense attention, forward / forward and backward, by the share of "
             "the keys that is kept",
             f"dense attention is {dense}, the fastest at each length; "
-            f"torch {written['environment']['torch']}, {written['environment']['date'][:10]}",
+            f"torch {written['environment']['torch']}, {written['environment']['date'][:10]}; "
+            f"medians of {written['environment']['measurement']}",
         ),
     )
 
