@@ -181,11 +181,12 @@ def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Cal
 
 
 def _mask_mod(problem: Problem, keys: int) -> Callable[..., Tensor]:
+    shape = torch.broadcast_shapes(problem.start.shape, problem.end.shape)  # type: ignore[no-untyped-call]
     start, end = (
-        functional.pad(t.flatten(0, 1), (0, keys - t.shape[2])).contiguous()
-        for t in torch.broadcast_tensors(problem.start, problem.end)
+        functional.pad(t.expand(shape).flatten(0, 1), (0, keys - shape[2])).contiguous()
+        for t in (problem.start, problem.end)
     )
-    interval = _planes(torch.broadcast_tensors(problem.start, problem.end)[0], problem)
+    interval = _planes(problem.start.expand(shape), problem)
 
     def in_interval(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         number = interval[b, h]

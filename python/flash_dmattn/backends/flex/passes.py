@@ -82,7 +82,7 @@ def _problem(inputs: AttentionInputs) -> tuple[Problem, Blocks]:
     heads, kv_heads = problem.heads
     kept = blocks.keys
     if kept.shape[1] == heads != kv_heads:
-        kept = kept.unflatten(1, (kv_heads, heads // kv_heads)).any(2)
+        kept = torch.unflatten(kept, 1, (kv_heads, heads // kv_heads)).any(2)
     key, value = (t.masked_fill(~kept.unsqueeze(-1), 0) for t in (problem.key, problem.value))
     return problem._replace(key=key, value=value), blocks
 

@@ -129,11 +129,11 @@ def _packed(inputs: AttentionInputs) -> Problem:
     if inputs.start is not None and inputs.end is not None:
         # Rows of the own sequence; clamped first, since bounds may be as large as integers go.
         count = past - begin
-        mask = (
+        kept = (
             per_query_head((begin + t.long().clamp(min=0).minimum(count))[None], heads, kv_heads)
             for t in (inputs.start, inputs.end)
         )
-        start, end = _intersected(start, end, *mask)
+        start, end = _intersected(start, end, *kept)
     # In the dense form, the heads come second.
     bias, mask = (None if t is None else t.unsqueeze(0) for t in (inputs.bias, inputs.mask))
     start, end, rows = _folded(start.int(), end.int(), mask, bias, heads, kv_heads)
