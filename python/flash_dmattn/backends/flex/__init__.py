@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flash_dmattn.backends import portable
 from flash_dmattn.backends.base import (
@@ -68,7 +71,7 @@ class FlexBackend:
         if not _has_scores(inputs):
             lse = query.new_full(lse_shape(query), -torch.inf, dtype=lse_dtype(query.dtype))
             return query.new_zeros(query.shape), lse, None
-        with torch.no_grad(), without_autocast(query.device.type):
+        with _computing(query.device):
             out, lse = passes.forward(_detached(inputs))
         return out, lse, None
 
@@ -94,7 +97,7 @@ class FlexBackend:
             )
         if dlse is None:
             dlse = torch.zeros_like(lse)
-        with torch.no_grad(), without_autocast(out.device.type):
+        with _computing(out.device):
             return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
@@ -104,6 +107,17 @@ class FlexBackend:
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Select as the device's pack does."""
         return portable.selecting_backend(inputs.bias.device).select_keep(inputs)
+
+
+@contextlib.contextmanager
+def _computing(device: torch.device) -> Iterator[None]:
+    """Shield FlexAttention from what is set around the call.
+
+    Its vmap and its compiler do not work inside of a dispatch mode, which has seen the operator of
+    the call already.
+    """
+    with torch.no_grad(), without_autocast(device.type), _disable_current_modes():
+        yield
 
 
 def _check(inputs: AttentionInputs) -> None:

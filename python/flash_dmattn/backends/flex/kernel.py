@@ -17,8 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from .blocks import BLOCK, Blocks, padded
 from .problem import Problem, narrowed
 
-# Kernels multiply scores by log2(e), so a bias must leave room for that in float32.
-_LEAST_BIAS = -2.0e38
 _LEAST_HEAD_DIM = 16
 
 
@@ -149,15 +147,18 @@ def _with_columns(tensor: Tensor, problem: Problem) -> Tensor:
 
 
 def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Callable[..., Tensor]:
-    device = problem.query.device
-    factor = torch.tensor(scale, dtype=torch.float32, device=device)
-    cap = torch.tensor(softcap, dtype=torch.float32, device=device)
+    # Tensors, so that no number is compiled in; with a dimension, since captured tensors without
+    # one are taken for numbers after all.
+    factor, cap = (
+        torch.full((problem.heads[0],), number, device=problem.query.device)
+        for number in (scale, softcap)
+    )
 
-    def scaled(score: Tensor, *_: Tensor) -> Tensor:
-        return score * factor
+    def scaled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * factor[h]
 
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return cap * torch.tanh(score * factor / cap)
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return cap[h] * torch.tanh(score * factor[h] / cap[h])
 
     without_bias = capped if softcap > 0 else scaled
     if problem.bias is None:
@@ -167,17 +168,24 @@ def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Cal
         per_key = functional.pad(bias.squeeze(1), (0, keys - bias.shape[2]))
 
         def with_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            added = per_key[plane[b, h], j].to(torch.float32)
-            return without_bias(score) + added.clamp(min=_LEAST_BIAS)
+            return without_bias(score, b, h, i, j) + _bounded(per_key[plane[b, h], j])
 
         return with_bias
     place = _places(problem, bias)
 
     def with_row_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        added = bias[(plane[b, h], *place(i, j))].to(torch.float32)
-        return without_bias(score) + added.clamp(min=_LEAST_BIAS)
+        added = bias[(plane[b, h], *place(i, j))]
+        return without_bias(score, b, h, i, j) + _bounded(added)
 
     return with_row_bias
+
+
+def _bounded(bias: Tensor) -> Tensor:
+    """Leave room in float32 for the kernels, which multiply scores by log2(e).
+
+    The bound is written here, since a global one would become a variable of the compiled code.
+    """
+    return bias.to(torch.float32).clamp(min=-2.0e38)
 
 
 def _mask_mod(problem: Problem, keys: int) -> Callable[..., Tensor]:
@@ -217,19 +225,20 @@ def _places(
     It stays inside: the mask is asked of rows and keys of the padding too, and of sequences that
     do not belong together.
     """
-    device = tensor.device
-    last_row, last_column = (torch.tensor(size - 1, device=device) for size in tensor.shape[1:])
+    device, (_, rows, columns) = tensor.device, tensor.shape
+    row = torch.arange(padded(rows), device=device).clamp(max=rows - 1)
     if problem.first_key is None:
+        column = torch.arange(padded(columns), device=device).clamp(max=columns - 1)
 
         def place(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.minimum(i, last_row), torch.minimum(j, last_column)
+            return row[i], column[j]
 
         return place
-    first = problem.first_key
+    first = problem.first_key[row]
+    last = torch.full_like(first, columns - 1)
 
     def place_in_sequence(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        row = torch.minimum(i, last_row)
-        return row, torch.minimum((j - first[row]).clamp(min=0), last_column)
+        return row[i], torch.minimum((j - first[i]).clamp(min=0), last[i])
 
     return place_in_sequence
 
