@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flash_dmattn.backends import portable
 from flash_dmattn.backends.base import (
@@ -20,7 +17,6 @@ from flash_dmattn.backends.base import (
     lse_shape,
 )
 from flash_dmattn.backends.shapes import check_attention
-from flash_dmattn.reference import without_autocast
 
 TORCH_FLOOR = (2, 6)
 _DEVICES = ("cuda", "cpu")
@@ -71,8 +67,7 @@ class FlexBackend:
         if not _has_scores(inputs):
             lse = query.new_full(lse_shape(query), -torch.inf, dtype=lse_dtype(query.dtype))
             return query.new_zeros(query.shape), lse, None
-        with _computing(query.device):
-            out, lse = passes.forward(_detached(inputs))
+        out, lse = passes.forward(_detached(inputs))
         return out, lse, None
 
     def backward(
@@ -97,8 +92,7 @@ class FlexBackend:
             )
         if dlse is None:
             dlse = torch.zeros_like(lse)
-        with _computing(out.device):
-            return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
+        return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select as the device's pack does."""
@@ -107,17 +101,6 @@ class FlexBackend:
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Select as the device's pack does."""
         return portable.selecting_backend(inputs.bias.device).select_keep(inputs)
-
-
-@contextlib.contextmanager
-def _computing(device: torch.device) -> Iterator[None]:
-    """Shield FlexAttention from what is set around the call.
-
-    Its vmap and its compiler do not work inside of a dispatch mode, which has seen the operator of
-    the call already.
-    """
-    with torch.no_grad(), without_autocast(device.type), _disable_current_modes():
-        yield
 
 
 def _check(inputs: AttentionInputs) -> None:
