@@ -20,10 +20,11 @@ from support import Problem, Target, check, rand_bool, randn, simple_problem
 unavailable = portable.why_unavailable("flex", "cpu")
 pytestmark = pytest.mark.skipif(unavailable is not None, reason=str(unavailable))
 if unavailable is None:
+    from torch.nn.attention import flex_attention
+
     from flash_dmattn.backends import flex
     from flash_dmattn.backends.flex import blocks, kernel
     from flash_dmattn.backends.flex.problem import make_problem
-    from torch.nn.attention import flex_attention
 
 BLOCK = 128
 

@@ -53,8 +53,8 @@ def test_what_is_given_follows_the_process_environment(monkeypatch):
         (
             "FLASH_DMATTN_BACKEND",
             "refrence",
-            "FLASH_DMATTN_BACKEND must be one of auto, cuda, cpu, triton, flex, reference, got 'refrence'. "
-            "Did you mean 'reference'?",
+            "FLASH_DMATTN_BACKEND must be one of auto, cuda, cpu, triton, flex, reference, got "
+            "'refrence'. Did you mean 'reference'?",
         ),
         (
             "FLASH_DMATTN_ARCH",

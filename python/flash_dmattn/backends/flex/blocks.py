@@ -43,7 +43,7 @@ def _of_intervals(problem: Problem) -> Blocks:
 
     def by_block(tensor: Tensor, dead: int) -> Tensor:
         filled = functional.pad(tensor.masked_fill(~live, dead), fill, value=dead)
-        return filled.unflatten(-1, (-1, BLOCK))
+        return torch.unflatten(filled, -1, (-1, BLOCK))
 
     never = padded(queries) + 1
     first = by_block(problem.start, never).amin(-1).unsqueeze(2)
@@ -74,7 +74,7 @@ def _of_rows(problem: Problem) -> Blocks:
         blocks = slice(begin // BLOCK, -(-rows.stop // BLOCK))
         missing_rows = blocks.stop * BLOCK - rows.stop
         tiles = functional.pad(kept, (0, padded(keys) - keys, 0, missing_rows))
-        tiles = tiles.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        tiles = torch.unflatten(torch.unflatten(tiles, 3, (-1, BLOCK)), 2, (-1, BLOCK))
         any_kept[:, :, blocks] = tiles.any(5).any(3)
         all_kept[:, :, blocks] = tiles.all(5).all(3)
     return Blocks(any_kept & ~all_kept, all_kept, by_key)

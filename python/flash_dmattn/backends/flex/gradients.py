@@ -44,16 +44,14 @@ def gradients(
     ]
 
     def grouped(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype).unflatten(1, (kv_heads, heads // kv_heads))
+        return torch.unflatten(tensor.to(dtype), 1, (kv_heads, heads // kv_heads))
 
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1) - dlse
     for rows, keys in problem.parts():
         if keys.start == keys.stop:
             continue
         query, part_dout = grouped(problem.query[:, :, rows]), grouped(dout[:, :, rows])
-        key, value = (
-            t[:, :, keys].to(dtype).unsqueeze(2) for t in (problem.key, problem.value)
-        )
+        key, value = (t[:, :, keys].to(dtype).unsqueeze(2) for t in (problem.key, problem.value))
         scores = scale * (query @ key.transpose(-1, -2)).flatten(1, 2)
         tanh = None
         if softcap > 0:
@@ -91,5 +89,5 @@ def gradients(
 def _summed(dscores: Tensor, like: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Sum over what a bias is the same for."""
     if like.shape[1] == kv_heads != heads:
-        dscores = dscores.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
+        dscores = torch.unflatten(dscores, 1, (kv_heads, heads // kv_heads)).sum(2)
     return dscores.sum_to_size(like.shape)

@@ -209,9 +209,9 @@ def _bounded(bias: Tensor) -> Tensor:
 def _mask_mod(problem: Problem, keys: int) -> Callable[..., Tensor]:
     start, end = (
         functional.pad(t.flatten(0, 1), (0, keys - t.shape[2])).contiguous()
-        for t in torch.broadcast_tensors(problem.start, problem.end)
+        for t in (problem.start, problem.end)
     )
-    interval = _planes(torch.broadcast_tensors(problem.start, problem.end)[0], problem)
+    interval = _planes(problem.start, problem)
 
     def in_interval(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         number = interval[b, h]
@@ -235,9 +235,7 @@ def _also(
     return in_both
 
 
-def _places(
-    problem: Problem, tensor: Tensor
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _places(problem: Problem, tensor: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the function from a row and a key to the indices of a tensor with both.
 
     It stays inside: the mask is asked of rows and keys of the padding too, and of sequences that

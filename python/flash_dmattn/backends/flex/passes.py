@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.backends.base import AttentionInputs, Gradients
-
 from flash_dmattn.reference import without_autocast
 
 from . import gradients, kernel
@@ -35,9 +34,7 @@ def backward(
     wanted: tuple[bool, bool, bool, bool],
 ) -> Gradients:
     """Return the wanted gradients in the form of the call."""
-    return _computed(
-        inputs.query.device, lambda: _backward(inputs, dout, dlse, out, lse, wanted)
-    )
+    return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, out, lse, wanted))
 
 
 def _computed(device: torch.device, function: Callable[[], Result]) -> Result:
@@ -115,7 +112,7 @@ def _problem(inputs: AttentionInputs) -> tuple[Problem, Blocks]:
     heads, kv_heads = problem.heads
     kept = blocks.keys
     if kept.shape[1] == heads != kv_heads:
-        kept = kept.unflatten(1, (kv_heads, heads // kv_heads)).any(2)
+        kept = torch.unflatten(kept, 1, (kv_heads, heads // kv_heads)).any(2)
     key, value = (t.masked_fill(~kept.unsqueeze(-1), 0) for t in (problem.key, problem.value))
     return problem._replace(key=key, value=value), blocks
 

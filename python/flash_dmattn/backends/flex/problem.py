@@ -98,8 +98,8 @@ def _dense(inputs: AttentionInputs) -> Problem:
         position = torch.arange(keys, dtype=torch.int32, device=query.device)
         start = (position - (keys - queries)).clamp(0, queries).expand_as(start)
     if inputs.start is not None and inputs.end is not None:
-        mask = (per_query_head(t, heads, kv_heads) for t in (inputs.start, inputs.end))
-        start, end = _intersected(start, end, *mask)
+        intervals = (per_query_head(t, heads, kv_heads) for t in (inputs.start, inputs.end))
+        start, end = _intersected(start, end, *intervals)
     start, end, rows = _folded(start, end, inputs.mask, inputs.bias, heads, kv_heads)
     segment = Segment(slice(0, queries), slice(0, keys), keys - queries if inputs.causal else None)
     return Problem(query, key, value, start, end, rows, inputs.bias, None, (segment,))
@@ -112,7 +112,9 @@ def _packed(inputs: AttentionInputs) -> Problem:
     q_bounds, k_bounds = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     batch, total_q, total_k = len(q_bounds) - 1, q_bounds[-1], k_bounds[-1]
     first_row, last_row, first_key, last_key = (
-        bounds.long() for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k) for bounds in (t[:-1], t[1:])
+        bounds.long()
+        for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        for bounds in (t[:-1], t[1:])
     )
     key_sequence, row_sequence = (
         torch.repeat_interleave(last - first, output_size=total)
@@ -127,11 +129,11 @@ def _packed(inputs: AttentionInputs) -> Problem:
     if inputs.start is not None and inputs.end is not None:
         # Rows of the own sequence; clamped first, since bounds may be as large as integers go.
         count = past - begin
-        mask = (
+        intervals = (
             per_query_head((begin + t.long().clamp(min=0).minimum(count))[None], heads, kv_heads)
             for t in (inputs.start, inputs.end)
         )
-        start, end = _intersected(start, end, *mask)
+        start, end = _intersected(start, end, *intervals)
     # In the dense form, the heads come second.
     bias, mask = (None if t is None else t.unsqueeze(0) for t in (inputs.bias, inputs.mask))
     start, end, rows = _folded(start.int(), end.int(), mask, bias, heads, kv_heads)
