@@ -5,10 +5,57 @@ from __future__ import annotations
 
 import pytest
 
+# What each kind of mask, bias and call does, on fixed problems.
+_ESSENTIAL = frozenset(
+    {
+        "test_grouped_heads[query-2-3]",
+        "test_grouped_heads[kv-1-8]",
+        "test_causal_is_aligned_to_the_bottom_right[5.0-1-300]",
+        "test_causal_is_aligned_to_the_bottom_right[5.0-130-5]",
+        "test_causal_equals_its_mask",
+        "test_large_scores_do_not_overflow",
+        "test_documents_of_a_packed_row[100]",
+        "test_block_diagonal_boolean_mask",
+        "test_head_dims[3]",
+        "test_head_dims[100]",
+        "test_empty_rows_are_zero_and_have_zero_gradients",
+        "test_no_queries_or_no_keys[none-0-5]",
+        "test_no_queries_or_no_keys[rows-5-0]",
+        "test_no_batch",
+        "test_dropped_keys_are_never_read",
+        "test_bias_of_minus_infinity_is_not_kept",
+        "test_smallest_finite_bias",
+        "test_gradient_of_the_bias_alone",
+        "test_gradient_of_one_tensor_alone[value]",
+        "test_gradient_of_lse_alone",
+        "test_expanded_mask_and_bias_equal_their_copies",
+        "test_negated_and_parameter_inputs",
+        "test_merging_two_halves_by_lse",
+        "test_bounds_as_far_out_as_integers_go[1]",
+        "test_packed_sequences[keys-intervals-True]",
+        "test_packed_sequences[rows-rows-True]",
+        "test_probabilities",
+        "test_forms_of_results",
+        "test_autocast[dtype0]",
+        "test_dense",
+        "test_varlen",
+        "test_good_arguments_are_good",
+        "test_func_grad_equals_autograd",
+        "test_double_backward_is_refused",
+        "test_activation_checkpointing[False]",
+        "test_compiles_whole[window-False]",
+        "test_opcheck_of_forward[rows]",
+        "test_fake_tensors_take_the_fake_kernel",
+        "test_several_calls_share_a_plan[keys-True]",
+        "test_backward_keeps_the_plan_and_no_copy",
+    }
+)
 # By the names of test functions, which stand for all their cases, or of single cases without the
 # target: "test_head_dims", "test_head_dims[16]". Targets that are not here run everything.
 SUBSETS: dict[str, frozenset[str]] = {
-    "cpu-flex": frozenset(),
+    "cpu-flex": _ESSENTIAL,
+    # Each kind of call is compiled first.
+    "cuda-flex": _ESSENTIAL,
     # By Triton's interpreter, with TRITON_INTERPRET=1.
     "cpu-triton": frozenset(),
 }

@@ -17,7 +17,6 @@ from flash_dmattn.backends.base import (
     lse_shape,
 )
 from flash_dmattn.backends.shapes import check_attention
-from flash_dmattn.reference import without_autocast
 
 TORCH_FLOOR = (2, 6)
 _DEVICES = ("cuda", "cpu")
@@ -68,8 +67,7 @@ class FlexBackend:
         if not _has_scores(inputs):
             lse = query.new_full(lse_shape(query), -torch.inf, dtype=lse_dtype(query.dtype))
             return query.new_zeros(query.shape), lse, None
-        with torch.no_grad(), without_autocast(query.device.type):
-            out, lse = passes.forward(_detached(inputs))
+        out, lse = passes.forward(_detached(inputs))
         return out, lse, None
 
     def backward(
@@ -94,8 +92,7 @@ class FlexBackend:
             )
         if dlse is None:
             dlse = torch.zeros_like(lse)
-        with torch.no_grad(), without_autocast(out.device.type):
-            return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
+        return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select as the device's pack does."""

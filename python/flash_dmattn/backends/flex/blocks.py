@@ -27,12 +27,8 @@ class Blocks(NamedTuple):
 
 
 def padded(length: int) -> int:
-    """Return a length of whole blocks, at least two.
-
-    FlexAttention serves whole blocks best. A size of one block only would be a case of its own for
-    the compiler, which takes sizes of 1 for constants.
-    """
-    return max(2, -(-length // BLOCK)) * BLOCK
+    """Return a length of whole blocks, which need no checks of bounds."""
+    return -(-length // BLOCK) * BLOCK
 
 
 def make_blocks(problem: Problem) -> Blocks:

@@ -17,8 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from .blocks import BLOCK, Blocks, padded
 from .problem import Problem, narrowed
 
-# Kernels multiply scores by log2(e), so a bias must leave room for that in float32.
-_LEAST_BIAS = -2.0e38
 _LEAST_HEAD_DIM = 16
 
 
@@ -42,12 +40,7 @@ def make_call(problem: Problem, blocks: Blocks, scale: float, softcap: float) ->
         for t, size in ((problem.query, length), (problem.key, keys), (problem.value, keys))
     )
     score_mod = _score_mod(problem, scale, softcap, keys)
-    block_mask = BlockMask.from_kv_blocks(
-        *_listed(blocks.partial),
-        *_listed(blocks.full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(problem, keys),
-    )
+    block_mask = _block_mask(blocks, _mask_mod(problem, keys), (length, keys))
     bias = problem.bias
     structure = (
         query.dtype,
@@ -63,9 +56,17 @@ def make_call(problem: Problem, blocks: Blocks, scale: float, softcap: float) ->
     return Call(query, key, value, score_mod, block_mask, structure)
 
 
+def is_fused(device: torch.device) -> bool:
+    """Say whether FlexAttention is compiled for a device.
+
+    For a CPU it has no gradients. And torch.compile refuses to run under a tracer of torch.fx.
+    """
+    return device.type != "cpu" and not _is_traced()
+
+
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """Return out ``(B, H, Q, D)`` and lse ``(B, H, Q)``, padded as the call is."""
-    if call.query.device.type == "cpu":
+    if not is_fused(call.query.device):
         return _plain(call)
     out, lse = _compiled(call.structure, torch.is_grad_enabled())(*call[:5])
     return out, lse
@@ -81,18 +82,29 @@ def differentiate(call: Call, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tenso
 
 
 def _plain(call: Call) -> tuple[Tensor, Tensor]:
-    """Compute all scores in float32, as FlexAttention does where it is not compiled.
+    """Evaluate the same functions for all scores, in float32.
 
-    That is its operator. The public function would trace every new combination of functions and
-    sizes, and give up after a few.
+    FlexAttention's own form of this traces each new combination of functions and sizes, gives up
+    after a few, and does not run inside of dispatch modes.
     """
     query, key, value = (t.float() for t in call[:3])
-    mask = call.block_mask.as_tuple()
-    # The operator's logarithms are to base 2; newer ones also return the largest scores.
-    out, lse, *_ = torch.ops.higher_order.flex_attention(
-        query, key, value, call.score_mod, mask, 1.0, {}
+    (batch, heads, rows, _), (_, kv_heads, keys, _) = query.shape, key.shape
+    b, h, i, j = (
+        torch.arange(size, device=query.device).view(shape)
+        for size, shape in (
+            (batch, (-1, 1, 1, 1)),
+            (heads, (-1, 1, 1)),
+            (rows, (-1, 1)),
+            (keys, (-1,)),
+        )
     )
-    return out.to(call.query.dtype), lse * torch.log(torch.tensor(2.0)).item()
+    key, value = (t.repeat_interleave(heads // kv_heads, 1) for t in (key, value))
+    dropped = ~call.block_mask.mask_mod(b, h, i, j)
+    scores = call.score_mod(query @ key.transpose(-1, -2), b, h, i, j)
+    scores = scores.masked_fill(dropped, -torch.inf)
+    # Of a row that keeps nothing softmax is NaN.
+    probabilities = torch.softmax(scores, -1).masked_fill(dropped, 0)
+    return (probabilities @ value).to(call.query.dtype), torch.logsumexp(scores, -1)
 
 
 def _with_lse(
@@ -111,6 +123,12 @@ def _with_lse(
     return out, lse
 
 
+# Not public; the older name warns where there is the newer one.
+_is_traced: Callable[[], bool] = getattr(
+    torch.fx._symbolic_trace, "is_fx_symbolic_tracing", torch.fx._symbolic_trace.is_fx_tracing
+)
+_COMPILE_OPTIONS: dict[str, Any] = {"dynamic": True, "fullgraph": True}
+# Before it, there was return_lse, which warns since.
 _HAS_AUX_REQUEST = hasattr(flex, "AuxRequest")
 
 
@@ -121,9 +139,7 @@ def _compiled(structure: tuple[Any, ...], grad: bool) -> Callable[..., tuple[Ten
     Each gets code of its own, since torch.compile limits how often it compiles the same code anew.
     """
     code = types.FunctionType(_with_lse.__code__.replace(), globals(), _with_lse.__name__)
-    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(
-        code, dynamic=True, fullgraph=True
-    )
+    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(code, **_COMPILE_OPTIONS)
     return compiled
 
 
@@ -149,15 +165,18 @@ def _with_columns(tensor: Tensor, problem: Problem) -> Tensor:
 
 
 def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Callable[..., Tensor]:
-    device = problem.query.device
-    factor = torch.tensor(scale, dtype=torch.float32, device=device)
-    cap = torch.tensor(softcap, dtype=torch.float32, device=device)
+    # Tensors, so that no number is compiled in; with a dimension, since captured tensors without
+    # one are taken for numbers after all.
+    factor, cap = (
+        torch.full((problem.heads[0],), number, device=problem.query.device)
+        for number in (scale, softcap)
+    )
 
-    def scaled(score: Tensor, *_: Tensor) -> Tensor:
-        return score * factor
+    def scaled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * factor[h]
 
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return cap * torch.tanh(score * factor / cap)
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return cap[h] * torch.tanh(score * factor[h] / cap[h])
 
     without_bias = capped if softcap > 0 else scaled
     if problem.bias is None:
@@ -167,26 +186,32 @@ def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Cal
         per_key = functional.pad(bias.squeeze(1), (0, keys - bias.shape[2]))
 
         def with_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            added = per_key[plane[b, h], j].to(torch.float32)
-            return without_bias(score) + added.clamp(min=_LEAST_BIAS)
+            return without_bias(score, b, h, i, j) + _bounded(per_key[plane[b, h], j])
 
         return with_bias
     place = _places(problem, bias)
 
     def with_row_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        added = bias[(plane[b, h], *place(i, j))].to(torch.float32)
-        return without_bias(score) + added.clamp(min=_LEAST_BIAS)
+        added = bias[(plane[b, h], *place(i, j))]
+        return without_bias(score, b, h, i, j) + _bounded(added)
 
     return with_row_bias
 
 
+def _bounded(bias: Tensor) -> Tensor:
+    """Leave room in float32 for the kernels, which multiply scores by log2(e).
+
+    The bound is written here, since a global one would become a variable of the compiled code.
+    """
+    return bias.to(torch.float32).clamp(min=-2.0e38)
+
+
 def _mask_mod(problem: Problem, keys: int) -> Callable[..., Tensor]:
-    shape = torch.broadcast_shapes(problem.start.shape, problem.end.shape)  # type: ignore[no-untyped-call]
     start, end = (
-        functional.pad(t.expand(shape).flatten(0, 1), (0, keys - shape[2])).contiguous()
+        functional.pad(t.flatten(0, 1), (0, keys - t.shape[2])).contiguous()
         for t in (problem.start, problem.end)
     )
-    interval = _planes(problem.start.expand(shape), problem)
+    interval = _planes(problem.start, problem)
 
     def in_interval(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         number = interval[b, h]
@@ -216,21 +241,48 @@ def _places(problem: Problem, tensor: Tensor) -> Callable[[Tensor, Tensor], tupl
     It stays inside: the mask is asked of rows and keys of the padding too, and of sequences that
     do not belong together.
     """
-    device = tensor.device
-    last_row, last_column = (torch.tensor(size - 1, device=device) for size in tensor.shape[1:])
+    device, (_, rows, columns) = tensor.device, tensor.shape
+    row = torch.arange(padded(rows), device=device).clamp(max=rows - 1)
     if problem.first_key is None:
+        column = torch.arange(padded(columns), device=device).clamp(max=columns - 1)
 
         def place(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.minimum(i, last_row), torch.minimum(j, last_column)
+            return row[i], column[j]
 
         return place
-    first = problem.first_key
+    first = problem.first_key[row]
+    last = torch.full_like(first, columns - 1)
 
     def place_in_sequence(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        row = torch.minimum(i, last_row)
-        return row, torch.minimum((j - first[row]).clamp(min=0), last_column)
+        return row[i], torch.minimum((j - first[i]).clamp(min=0), last[i])
 
     return place_in_sequence
+
+
+def _block_mask(
+    blocks: Blocks, mask_mod: Callable[..., Tensor], lengths: tuple[int, int]
+) -> BlockMask:
+    """List the blocks by rows for the forward pass and by keys for the backward pass.
+
+    `BlockMask.from_kv_blocks` would do the latter by vmap, which fails inside of dispatch modes.
+    """
+    kv_num_blocks, kv_indices = _listed(blocks.partial)
+    full_kv_num_blocks, full_kv_indices = _listed(blocks.full)
+    q_num_blocks, q_indices = _listed(blocks.partial.transpose(-1, -2))
+    full_q_num_blocks, full_q_indices = _listed(blocks.full.transpose(-1, -2))
+    return BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=mask_mod,
+    )
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,26 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from flash_dmattn.backends.base import AttentionInputs, Gradients
+from flash_dmattn.reference import without_autocast
 
 from . import gradients, kernel
 from .blocks import Blocks, make_blocks, padded
+from .isolation import isolated
 from .problem import Problem, make_problem
+
+Result = TypeVar("Result")
 
 
 def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Return out and lse in the form of the call."""
-    problem, blocks = _problem(inputs)
-    call = kernel.make_call(problem, blocks, inputs.scale, inputs.softcap)
-    out, lse = kernel.attend(call)
-    _, _, rows, head_dim = problem.query.shape
-    out, lse = out[:, :, :rows, :head_dim].transpose(1, 2), lse[:, :, :rows]
-    if inputs.cu_seqlens_q is not None:
-        out, lse = out[0], lse[0]
-    return out.contiguous(), lse.contiguous()
+    return _computed(inputs.query.device, lambda: _forward(inputs))
 
 
 def backward(
@@ -34,6 +34,36 @@ def backward(
     wanted: tuple[bool, bool, bool, bool],
 ) -> Gradients:
     """Return the wanted gradients in the form of the call."""
+    return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, out, lse, wanted))
+
+
+def _computed(device: torch.device, function: Callable[[], Result]) -> Result:
+    def compute() -> Result:
+        with torch.no_grad(), without_autocast(device.type):
+            return function()
+
+    return isolated(compute, device) if kernel.is_fused(device) else compute()
+
+
+def _forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    problem, blocks = _problem(inputs)
+    call = kernel.make_call(problem, blocks, inputs.scale, inputs.softcap)
+    out, lse = kernel.attend(call)
+    _, _, rows, head_dim = problem.query.shape
+    out, lse = out[:, :, :rows, :head_dim].transpose(1, 2), lse[:, :, :rows]
+    if inputs.cu_seqlens_q is not None:
+        out, lse = out[0], lse[0]
+    return out.contiguous(), lse.contiguous()
+
+
+def _backward(
+    inputs: AttentionInputs,
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    wanted: tuple[bool, bool, bool, bool],
+) -> Gradients:
     problem, blocks = _problem(inputs)
     packed = inputs.cu_seqlens_q is not None
     if packed:
@@ -43,7 +73,7 @@ def backward(
     dlse = dlse.masked_fill(empty, 0)
     dout = dout.transpose(1, 2).masked_fill(empty.unsqueeze(-1), 0)
     problem = problem._replace(query=problem.query.masked_fill(empty.unsqueeze(-1), 0))
-    by_kernel = (False,) * 4 if problem.query.device.type == "cpu" else (*wanted[:3], False)
+    by_kernel = (*wanted[:3], False) if kernel.is_fused(problem.query.device) else (False,) * 4
     by_formula = tuple(want and not done for want, done in zip(wanted, by_kernel, strict=True))
     results = [problem.query.new_empty(0)] * 4
     if any(by_formula):

@@ -98,8 +98,8 @@ def _dense(inputs: AttentionInputs) -> Problem:
         position = torch.arange(keys, dtype=torch.int32, device=query.device)
         start = (position - (keys - queries)).clamp(0, queries).expand_as(start)
     if inputs.start is not None and inputs.end is not None:
-        mask = (per_query_head(t, heads, kv_heads) for t in (inputs.start, inputs.end))
-        start, end = _intersected(start, end, *mask)
+        intervals = (per_query_head(t, heads, kv_heads) for t in (inputs.start, inputs.end))
+        start, end = _intersected(start, end, *intervals)
     start, end, rows = _folded(start, end, inputs.mask, inputs.bias, heads, kv_heads)
     segment = Segment(slice(0, queries), slice(0, keys), keys - queries if inputs.causal else None)
     return Problem(query, key, value, start, end, rows, inputs.bias, None, (segment,))
@@ -129,11 +129,11 @@ def _packed(inputs: AttentionInputs) -> Problem:
     if inputs.start is not None and inputs.end is not None:
         # Rows of the own sequence; clamped first, since bounds may be as large as integers go.
         count = past - begin
-        kept = (
+        intervals = (
             per_query_head((begin + t.long().clamp(min=0).minimum(count))[None], heads, kv_heads)
             for t in (inputs.start, inputs.end)
         )
-        start, end = _intersected(start, end, *kept)
+        start, end = _intersected(start, end, *intervals)
     # In the dense form, the heads come second.
     bias, mask = (None if t is None else t.unsqueeze(0) for t in (inputs.bias, inputs.mask))
     start, end, rows = _folded(start.int(), end.int(), mask, bias, heads, kv_heads)
