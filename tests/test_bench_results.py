@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ torch = pytest.importorskip("torch")
 from flash_dmattn.bench import (  # noqa: E402
     bars,
     environment,
+    headlines,
     records,
-    render,
     results,
     sets,
     tables,
@@ -248,10 +249,33 @@ def test_page_shows_what_there_is_and_names_what_is_not(tmp_path: Path) -> None:
 def test_headlines_are_of_what_a_default_run_measures() -> None:
     kinds = {"": "standard", "-legacy-forward": "legacy-forward"}
     kinds["-legacy-backward"] = "legacy-backward"
-    for file, case, contestant, quantity in render._HEADLINES:
-        device, _, rest = file.partition("-")
+    for line in chain.from_iterable(headlines.HEADLINES.values()):
+        device, _, rest = line.file.partition("-")
         if rest != "generate":
             kind = kinds[f"-{rest}" if rest else ""]
             chosen = sets.workload_set(kind, "cuda" if device == "h200" else "cpu")
-            assert contestant in chosen.workloads[case].contestants
-            assert quantity in chosen.workloads[case].quantities
+            assert line.ours in chosen.workloads[line.case].contestants
+            assert line.quantity in chosen.workloads[line.case].quantities
+
+
+def test_headlines_compare_with_the_best_of_each_group() -> None:
+    same, every = "top-w keys of each query", "all keys"
+    found = [
+        records.Record("heads32-8k", name, role, mask, "forward", seconds)
+        for name, role, mask, seconds in (
+            ("intervals", "ours", same, 1e-3),
+            ("boolean", "ours", same, 0.5e-3),
+            ("sdpa", "baseline", same, 4e-3),
+            ("sdpa_augmented", "information", same, 3e-3),
+            ("flex", "baseline", "another mask", 0.1e-3),
+            ("compact_flash", "information", "only w keys, not causal", 0.2e-3),
+            ("dense_flash", "baseline", every, 2e-3),
+            ("dense_cudnn", "baseline", every, None),
+        )
+    ]
+    where = {**environment.describe_environment("cpu"), "gpu": "a GPU"}
+    written = results.to_json(where, [], found)
+    table = headlines.headlines("readme-h200", {"h200": written})
+    cells = ("forward", "1 ms", "3 ms (sdpa_augmented), 3 x", "2 ms (dense_flash), 2 x")
+    assert table.rows == (cells,)
+    assert table.title == "a GPU"

@@ -28,6 +28,10 @@ fdm_tensor map_intervals(const TensorView &view, const char *name, const Extents
 // (batch, heads, queries); varlen (heads, total_q)
 fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &extents);
 
+// An lse of this form in memory of its own, and the bytes that it needs.
+int64_t lse_bytes(const Extents &extents);
+fdm_tensor contiguous_lse(void *data, const Extents &extents);
+
 // Does a mask or bias have a row for each query? With a single query the forms mean the same.
 inline bool is_per_query(const fdm_tensor &scores) { return scores.shape[2] > 1; }
 

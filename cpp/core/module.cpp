@@ -88,6 +88,8 @@ void bind_problem(nb::module_ &module) {
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_BACKWARD); })
       .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())
       .def("forward", &Problem::forward, "out"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none(), "splits"_a = 0)
+      .def("attend_bytes", &Problem::attend_bytes, "has_lse"_a, "has_plan"_a)
+      .def("attend", &Problem::attend, "out"_a, "lse"_a.none(), "plan"_a.none(), "scratch"_a.none())
       .def(
           "backward",
           [](const Problem &self, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse, nb::handle dq,

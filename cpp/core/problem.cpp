@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "problem.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 #include "error.h"
 
@@ -185,25 +187,77 @@ fdm_tensor Problem::read_lse(nb::handle object, const char *name) const {
 void Problem::plan(nb::handle plan, nb::handle workspace) const {
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
   const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_PLAN), device_);
+  run_plan(plan_buffer, workspace_buffer);
+}
+
+void Problem::run_plan(fdm_buffer plan, fdm_buffer workspace) const {
   call_pack<Gil::release>(pack_, "plan", [&](char *message, size_t message_bytes) {
-    return pack_.plan(&problem_, plan_buffer, workspace_buffer, message, message_bytes);
+    return pack_.plan(&problem_, plan, workspace, message, message_bytes);
   });
 }
 
 void Problem::forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handle workspace, int32_t splits) const {
   require_at_least(splits, "splits", 0);
+  const fdm_tensor out_tensor = read_out(out);
+  const fdm_tensor lse_tensor = read_lse(lse, "lse");
+  require_distinct_elements(lse_tensor, "lse");
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_FORWARD), device_);
+  run_forward(out_tensor, lse_tensor, splits, plan_buffer, workspace_buffer);
+}
+
+void Problem::run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan,
+                          fdm_buffer workspace) const {
   fdm_forward_args args{};
   args.struct_size = sizeof args;
   args.splits = splits;
-  args.out = read_like(out, "out", problem_.q, "query");
-  args.lse = read_lse(lse, "lse");
-  require_distinct_elements(args.out, "out");
-  require_distinct_elements(args.lse, "lse");
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
-  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_FORWARD), device_);
+  args.out = out;
+  args.lse = lse;
   call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
-    return pack_.forward(&problem_, &args, plan_buffer, workspace_buffer, message, message_bytes);
+    return pack_.forward(&problem_, &args, plan, workspace, message, message_bytes);
   });
+}
+
+fdm_tensor Problem::read_out(nb::handle object) const {
+  const fdm_tensor out = read_like(object, "out", problem_.q, "query");
+  require_distinct_elements(out, "out");
+  return out;
+}
+
+Problem::Scratch Problem::scratch_of(bool has_lse, bool has_plan) const {
+  const auto padded = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+  Scratch scratch{};
+  if (!has_lse) scratch.lse = padded(lse_bytes(extents_));
+  scratch.workspace = workspace_bytes(FDM_PASS_FORWARD);
+  if (!has_plan && plan_bytes_ > 0) {
+    scratch.plan = padded(plan_bytes_);
+    scratch.workspace = std::max(scratch.workspace, workspace_bytes(FDM_PASS_PLAN));
+  }
+  return scratch;
+}
+
+int64_t Problem::attend_bytes(bool has_lse, bool has_plan) const {
+  const Scratch scratch = scratch_of(has_lse, has_plan);
+  return scratch.plan + scratch.lse + scratch.workspace;
+}
+
+void Problem::attend(nb::handle out, nb::handle lse, nb::handle plan, nb::handle scratch) const {
+  const bool has_lse = !is_absent(lse), has_plan = !is_absent(plan);
+  const Scratch sizes = scratch_of(has_lse, has_plan);
+  const fdm_buffer memory = read_buffer(scratch, "scratch", sizes.plan + sizes.lse + sizes.workspace, device_);
+  std::byte *begin = static_cast<std::byte *>(memory.data);
+  fdm_buffer plan_buffer{begin, sizes.plan};
+  void *const lse_data = begin + sizes.plan;
+  const fdm_buffer workspace{begin + sizes.plan + sizes.lse, sizes.workspace};
+
+  const fdm_tensor out_tensor = read_out(out);
+  const fdm_tensor lse_tensor = has_lse ? read_lse(lse, "lse") : contiguous_lse(lse_data, extents_);
+  if (has_lse) require_distinct_elements(lse_tensor, "lse");
+  if (has_plan)
+    plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  else if (sizes.plan > 0)
+    run_plan(plan_buffer, workspace);
+  run_forward(out_tensor, lse_tensor, 0, plan_buffer, workspace);
 }
 
 void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const {

@@ -36,9 +36,19 @@ public:
 
   void plan(nb::handle plan, nb::handle workspace) const;
   void forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handle workspace, int32_t splits) const;
+
+  // forward, with a plan of its own where none is given, and an lse that nobody reads where that is None. What it needs
+  // for these it takes from one scratch tensor, since allocations are a good part of a small call's time.
+  int64_t attend_bytes(bool has_lse, bool has_plan) const;
+  void attend(nb::handle out, nb::handle lse, nb::handle plan, nb::handle scratch) const;
   void backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const;
 
 private:
+  // The bytes of each part of attend's scratch memory, where it is needed.
+  struct Scratch {
+    int64_t plan, lse, workspace;
+  };
+
   void read_query(const ProblemArguments &arguments);
   void read_key_value(const ProblemArguments &arguments);
   void read_sequences(const ProblemArguments &arguments);
@@ -50,6 +60,11 @@ private:
   // A tensor of the shape and dtype of query, key or value.
   fdm_tensor read_like(nb::handle object, const char *name, const fdm_tensor &model, const char *model_name) const;
   fdm_tensor read_lse(nb::handle object, const char *name) const;
+  fdm_tensor read_out(nb::handle object) const;
+  Scratch scratch_of(bool has_lse, bool has_plan) const;
+  void run_plan(fdm_buffer plan, fdm_buffer workspace) const;
+  void run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan,
+                   fdm_buffer workspace) const;
 
   const fdm_pack &pack_;
   fdm_problem problem_;

@@ -134,6 +134,18 @@ class Problem:
 
         splits: parts of the key axis that are computed apart and merged; 0 lets the pack choose.
         """
+    def attend_bytes(self, has_lse: bool, has_plan: bool) -> int: ...
+    def attend(
+        self,
+        out: TensorLike,
+        lse: TensorLike | None,
+        plan: TensorLike | None,
+        scratch: TensorLike | None,
+    ) -> None:
+        """Does what forward does, after plan where plan is None, and keeps the results only.
+
+        scratch: uint8 (attend_bytes,), of the same lse and plan; None where no bytes are needed.
+        """
     def backward(
         self,
         dout: TensorLike,

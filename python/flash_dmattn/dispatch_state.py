@@ -31,14 +31,15 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or _transform_is_active():
         return False
+    # Meta tensors have no data to compute on; the fake kernels give their results. All tensors of a
+    # call are on one device.
+    if tensors[0].is_meta:
+        return False
     is_batched = torch._C._functorch.is_legacy_batchedtensor
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN_TYPES:
-            return False
-        # A meta tensor has no data to compute on; the fake kernels give its results.
-        if tensor.is_meta or tensor.is_neg() or is_batched(tensor):
+        if type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or is_batched(tensor):
             return False
     return True
 

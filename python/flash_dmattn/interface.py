@@ -317,10 +317,11 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
 def _run(
     inputs: AttentionInputs, backend: str, *, return_lse: bool, return_probabilities: bool
 ) -> Output:
-    out, lse = ops.attention(inputs, backend)
-    if return_probabilities:
-        return out, lse, _probabilities(inputs)
-    return (out, lse) if return_lse else out
+    need_lse = return_lse or return_probabilities
+    out, lse = ops.attention(inputs, backend, need_lse=need_lse)
+    if lse is None or not need_lse:
+        return out
+    return (out, lse, _probabilities(inputs)) if return_probabilities else (out, lse)
 
 
 def _probabilities(inputs: AttentionInputs) -> Tensor:

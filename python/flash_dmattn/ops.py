@@ -46,14 +46,16 @@ _TENSOR_COUNT = 11
 _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
 
 
-def attention(inputs: AttentionInputs, backend: str) -> tuple[Tensor, Tensor]:
-    """Return out and lse, differentiable."""
+def attention(
+    inputs: AttentionInputs, backend: str, *, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return out and lse, differentiable; lse may be None where it is not needed."""
     tensors = inputs[:_TENSOR_COUNT]
     if dispatch_state.is_idle(tensors):
-        if _is_recorded(tensors):
-            out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
-        else:
-            out, lse, _ = select_backend(inputs.query.device, backend).forward(inputs)
+        if not _is_recorded(tensors):
+            chosen = select_backend(inputs.query.device, backend)
+            return chosen.attend(inputs, need_lse=need_lse)
+        out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
         return out, lse
     if dispatch_state.is_transformed():
         out, lse, _ = _TransformedAttention.apply(*inputs, backend)  # type: ignore[no-untyped-call]

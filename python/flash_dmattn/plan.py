@@ -85,7 +85,7 @@ class AttentionPlan:
         self.columns = columns
         self._sizes = sizes
         self._packing = packing
-        self._versions = () if torch.compiler.is_compiling() else self._current_versions()
+        self._versions = () if torch.compiler.is_compiling() else self._versions_now()
 
     def __repr__(self) -> str:
         """Show what it was made for."""
@@ -96,7 +96,7 @@ class AttentionPlan:
             f"device={str(self.columns.device)!r}, bytes={self.columns.numel()})"
         )
 
-    def _current_versions(self) -> tuple[tuple[str, int], ...]:
+    def _versions_now(self) -> tuple[tuple[str, Tensor, int], ...]:
         """Return how often each tensor that the plan was made from has been changed in place."""
         mask = self.attn_mask
         named: list[tuple[str, Tensor | None]] = (
@@ -107,7 +107,7 @@ class AttentionPlan:
         if self._packing is not None:
             named += zip(("cu_seqlens_q", "cu_seqlens_k"), self._packing[:2], strict=True)
         # Tensors made in inference mode do not count.
-        return tuple((n, t._version) for n, t in named if t is not None and not t.is_inference())
+        return tuple((n, t, t._version) for n, t in named if t is not None and not t.is_inference())
 
 
 def make_plan(
@@ -240,7 +240,7 @@ def checked_mask(
                 )
     if packing is not None and plan._packing is not None:
         _check_packing(packing, plan._packing)
-    if not torch.compiler.is_compiling() and plan._versions:
+    if not torch.compiler.is_compiling():
         _check_versions(plan)
     return plan.attn_mask
 
@@ -259,11 +259,8 @@ def _check_packing(packing: Packing, made_for: Packing) -> None:
 
 
 def _check_versions(plan: AttentionPlan) -> None:
-    current = plan._current_versions()
-    if current == plan._versions:
-        return
-    for (name, now), (_, then) in zip(current, plan._versions, strict=True):
-        if now != then:
+    for name, tensor, version in plan._versions:
+        if tensor._version != version:
             raise ValueError(
                 f"{name} was changed in place after plan was made from it; make another with "
                 "make_plan"

@@ -139,6 +139,29 @@ def test_forward(cpu: _core.Pack, inputs: Inputs) -> None:
     np.testing.assert_allclose(lse, expected_lse, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("has_plan", [False, True])
+@pytest.mark.parametrize("has_lse", [False, True])
+@pytest.mark.parametrize("inputs", CASES)
+def test_attend_is_plan_and_forward(
+    cpu: _core.Pack, inputs: Inputs, has_lse: bool, has_plan: bool
+) -> None:
+    problem, plan, expected_out, expected_lse = compute(inputs, cpu)
+    out, lse = np.full_like(expected_out, np.nan), np.full_like(expected_lse, np.nan)
+    optional = as_tuple(lse) if has_lse else None, as_tuple(plan) if has_plan else None
+    needed = problem.attend_bytes(has_lse, has_plan)
+    guarded = np.full(needed + 16, 0xFF, np.uint8)  # NaN, read as float32
+    problem.attend(as_tuple(out), *optional, as_tuple(guarded[:needed]))
+    np.testing.assert_array_equal(out, expected_out)
+    if has_lse:
+        np.testing.assert_array_equal(lse, expected_lse)
+    assert (guarded[needed:] == 0xFF).all()
+    if needed:
+        with pytest.raises(ValueError, match=rf"scratch .* at least {needed} bytes"):
+            problem.attend(as_tuple(out), *optional, as_tuple(guarded[: needed - 1]))
+        with pytest.raises(ValueError, match=rf"scratch is None.* at least {needed} bytes"):
+            problem.attend(as_tuple(out), *optional, None)
+
+
 @pytest.mark.parametrize("inputs", CASES)
 def test_backward_against_differences(cpu: _core.Pack, inputs: Inputs) -> None:
     """The gradients along random directions are the central differences of the formula."""
@@ -180,9 +203,13 @@ def test_zero_sizes(cpu: _core.Pack, b: int, q: int, k: int) -> None:
     query, key = np.zeros((b, q, 4, 8), np.float32), np.zeros((b, k, 2, 8), np.float32)
     keep = np.ones((b, 1, q, k), bool)
     inputs = Inputs(query, key, key.copy(), {"mask": keep}, keep)
-    _, _, out, lse = compute(inputs, cpu)
+    problem, _, out, lse = compute(inputs, cpu)
     assert not out.any()
     assert (lse == -np.inf).all()
+    scratch = np.empty(problem.attend_bytes(False, False), np.uint8)
+    out.fill(np.nan)
+    problem.attend(as_tuple(out), None, None, as_tuple(scratch))
+    assert not out.any()
 
 
 def test_varlen_is_each_sequence_alone(cpu: _core.Pack) -> None:
@@ -200,6 +227,9 @@ def test_varlen_is_each_sequence_alone(cpu: _core.Pack) -> None:
     out, lse = np.empty_like(query), np.empty((4, 9), np.float32)
     workspace = np.empty(problem.forward_workspace_bytes, np.uint8)
     problem.forward(as_tuple(out), as_tuple(lse), as_tuple(plan), as_tuple(workspace))
+    again, scratch = np.empty_like(out), np.empty(problem.attend_bytes(False, False), np.uint8)
+    problem.attend(as_tuple(again), None, None, as_tuple(scratch))
+    np.testing.assert_array_equal(again, out)
 
     for i in range(3):
         rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])

@@ -82,6 +82,11 @@ class Backend(Protocol):
         None stands for a plan of no bytes.
         """
 
+    def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Return out, and lse if it is needed, of a call that keeps nothing for backward."""
+        out, lse, _ = self.forward(inputs)
+        return out, lse if need_lse else None
+
     def backward(
         self,
         inputs: AttentionInputs,

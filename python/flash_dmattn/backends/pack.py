@@ -14,6 +14,7 @@ from flash_dmattn import _core
 
 from .base import (
     AttentionInputs,
+    Backend,
     Gradients,
     SelectionInputs,
     interval_shape,
@@ -28,7 +29,7 @@ _PAGED_BYTES = 1 << 17
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 
-class PackBackend:
+class PackBackend(Backend):
     """Runs calls on the device that a kernel pack was loaded for."""
 
     def __init__(self, pack: _core.Pack) -> None:
@@ -88,6 +89,18 @@ class PackBackend:
             workspace = _scratch(workspace_bytes, device)
         problem.forward(exchanged(out), exchanged(lse), exchanged(plan), exchanged(workspace))
         return out, lse, plan
+
+    def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """As forward, in one call of the core and with one allocation for all that is not kept."""
+        query, plan = inputs.query, inputs.plan
+        problem, device = self._problem(inputs), query.device
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = None
+        if need_lse:
+            lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=device)
+        scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), device)
+        problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
+        return out, lse
 
     def backward(
         self,

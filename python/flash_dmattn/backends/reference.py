@@ -21,6 +21,7 @@ from flash_dmattn.reference import (
 
 from .base import (
     AttentionInputs,
+    Backend,
     Gradients,
     SelectionInputs,
     interval_shape,
@@ -34,7 +35,7 @@ from .shapes import check_attention, check_selection
 _ROWS_AT_ONCE = 256
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Runs calls in plain PyTorch operations."""
 
     name = "reference"

@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_dmattn.backends import portable
 from flash_dmattn.backends.base import (
     AttentionInputs,
+    Backend,
     Gradients,
     SelectionInputs,
     lse_dtype,
@@ -44,7 +45,7 @@ def why_unavailable(device_type: str | None) -> str | None:
     return None
 
 
-class FlexBackend:
+class FlexBackend(Backend):
     """Runs calls by FlexAttention. There are no plans: each pass makes its block mask."""
 
     name = "flex"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flash_dmattn.backends.base import (
     AttentionInputs,
+    Backend,
     Gradients,
     SelectionInputs,
     lse_shape,
@@ -24,7 +25,7 @@ from .problem import Problem, describe
 from .selection import select_intervals
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Runs calls in Triton, compiled for the GPU that is there, or interpreted on a CPU.
 
     Nothing waits for the device, and no kernel adds to memory that another program adds to: equal
