@@ -3,7 +3,7 @@
 """Draws the figures of the documentation, and renews the table of the map in docs/index.md.
 
 The pictures of masks and plans come from the installed package, the map from the files that
-"python -m flash_dmattn.bench map --output benchmarks/NAME_map.json" wrote. Needs the extra [demo].
+"python -m flash_dmattn.bench map --output benchmarks/NAME_map.json" wrote. Needs the extra [bench].
 """
 
 from __future__ import annotations
