@@ -24,6 +24,7 @@ if unavailable is None:
 
     from flash_dmattn.backends import flex
     from flash_dmattn.backends.flex import blocks, kernel
+    from flash_dmattn.backends.flex.isolation import isolated
     from flash_dmattn.backends.flex.problem import make_problem
 
 BLOCK = 128
@@ -158,6 +159,7 @@ def compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_compiled_for_gpus_is_right_for_any_length(compiled_on_a_cpu: list[int]) -> None:
+    """Also where the first call's lengths, batch and blocks are equal, and later ones are not."""
     for rows, keys in ((300, 260), (400, 560), (513, 700)):
         problem = simple_problem(batch=3, queries=rows, keys=keys, causal=True, softcap=4.0)
         problem.bias = randn(3, 2, 1, keys)
@@ -166,6 +168,27 @@ def test_what_is_compiled_for_gpus_is_right_for_any_length(compiled_on_a_cpu: li
         check(problem, Target("cpu", "flex"))
     # One for out and lse, one that is differentiated too.
     assert len(compiled_on_a_cpu) == 2
+
+
+def test_nothing_is_compiled_anew(compiled_on_a_cpu: list[int]) -> None:
+    """Else torch.compile refuses some call, after as many as its limit allows.
+
+    A size of 1 needs code of its own: of one block, or of what is the same for a batch or a head.
+    """
+    for rows, keys, heads, batch in ((100, 300, 4, 1), (300, 100, 4, 1), (300, 300, 1, 3)):
+        tensors = inputs_of(simple_problem(batch=3, queries=rows, keys=keys))[:3]
+        mask = rand_bool(batch, heads, 1, keys, density=0.4)
+        got, want = (
+            flash_dmattn_func(*tensors, attn_mask=mask, backend=name)
+            for name in ("flex", "reference")
+        )
+        torch.testing.assert_close(got, want)
+    assert len(compiled_on_a_cpu) == kernel._compiled.cache_info().currsize == 3
+
+
+def test_compiling_follows_the_options_of_the_caller() -> None:
+    with torch._dynamo.config.patch(verbose=True):
+        assert isolated(lambda: torch._dynamo.config.verbose, torch.device("cpu"))
 
 
 def test_what_is_compiled_for_gpus_works_below_autograd(compiled_on_a_cpu: list[int]) -> None:

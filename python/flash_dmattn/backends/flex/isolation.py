@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
+import functools
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -33,7 +35,9 @@ def isolated(function: Callable[[], Result], device: torch.device) -> Result:
         except BaseException as error:
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="flash_dmattn.flex", daemon=True)
+    # The caller's options of torch.compile are in its context.
+    target = functools.partial(contextvars.copy_context().run, run)
+    thread = threading.Thread(target=target, name="flash_dmattn.flex", daemon=True)
     thread.start()
     thread.join()
     return outcome.result()

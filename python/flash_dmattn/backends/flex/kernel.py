@@ -39,21 +39,23 @@ def make_call(problem: Problem, blocks: Blocks, scale: float, softcap: float) ->
         functional.pad(t, (0, head_dim - t.shape[3], 0, size - t.shape[2])).contiguous()
         for t, size in ((problem.query, length), (problem.key, keys), (problem.value, keys))
     )
-    score_mod = _score_mod(problem, scale, softcap, keys)
-    block_mask = _block_mask(blocks, _mask_mod(problem, keys), (length, keys))
-    bias = problem.bias
-    structure = (
-        query.dtype,
-        head_dim,
-        problem.heads,
-        query.shape[0] == 1,
-        tuple(blocks.full.shape[:2]) == (1, 1),
-        len(problem.rows),
-        None if bias is None else (bias.dtype, bias.shape[2] == 1),
-        problem.first_key is not None,
-        softcap > 0,
-    )
+    score_mod, mask_mod = _score_mod(problem, scale, softcap, keys), _mask_mod(problem, keys)
+    block_mask = _block_mask(blocks, mask_mod, (length, keys))
+    parts = (query, key, blocks.full, score_mod, mask_mod)
+    structure = (query.device, head_dim, *problem.heads, *map(_structure, parts))
     return Call(query, key, value, score_mod, block_mask, structure)
+
+
+def _structure(part: object) -> tuple[Any, ...]:
+    """Return what code is compiled for: what functions do, dtypes, and which sizes are 1.
+
+    To torch.compile, a size of 1 is a constant, and all others are variables.
+    """
+    if isinstance(part, Tensor):
+        return part.dtype, *(size == 1 for size in part.shape)
+    assert isinstance(part, types.FunctionType)
+    captured = (cell.cell_contents for cell in part.__closure__ or ())
+    return part.__code__, *map(_structure, captured)
 
 
 def is_fused(device: torch.device) -> bool:
@@ -68,7 +70,10 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """Return out ``(B, H, Q, D)`` and lse ``(B, H, Q)``, padded as the call is."""
     if not is_fused(call.query.device):
         return _plain(call)
-    out, lse = _compiled(call.structure, torch.is_grad_enabled())(*call[:5])
+    compiled = _compiled(call.structure, torch.is_grad_enabled())
+    # Else sizes that happen to be equal in the first call would have to be so in all calls.
+    with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        out, lse = compiled(*call[:5])
     return out, lse
 
 

@@ -16,10 +16,10 @@ from flash_dmattn.backends.base import (
 from flash_dmattn.backends.reference import ReferenceBackend
 from flash_dmattn.backends.shapes import check_attention
 
+from .forward_pass import run_forward
 from .gradients import gradients
-from .kernels.forward import forward_kernel
-from .launch import Tiles, blocks, fitting, launch, on_device, tiles_of
-from .layout import plan_layout, plan_views
+from .launch import on_device
+from .layout import plan_layout
 from .make_plan import write_plan
 from .problem import Problem, describe
 from .selection import select_intervals
@@ -51,25 +51,8 @@ class TritonBackend(Backend):
             plan = _made_plan(problem, zeroed=False)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
-        views = plan_views(problem.layout, plan)
-        arguments = problem.arguments | views._asdict() | {"out": out, "lse": lse}
-
-        def start(tiles: Tiles) -> None:
-            launch(
-                forward_kernel,
-                problem.sequences * problem.heads * blocks(problem.queries, tiles.block_rows),
-                arguments,
-                BLOCK_ROWS=tiles.block_rows,
-                BLOCK_KEYS=tiles.block_keys,
-                num_warps=tiles.warps,
-                num_stages=tiles.stages,
-                **problem.constants,
-            )
-
-        block_d = problem.constants["BLOCK_D"]
-        choices = tiles_of("forward", block_d * query.itemsize)
         with on_device(query.device):
-            fitting(choices, ("forward", query.dtype, query.device, block_d), start)
+            run_forward(problem, plan, out, lse)
         return out, lse, plan if plan.numel() else None
 
     def backward(

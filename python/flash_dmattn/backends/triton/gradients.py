@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_dmattn.backends.base import AttentionInputs, Gradients
 
+from .forward_pass import row_statistics
 from .kernels.key_gradients import key_gradients_kernel
 from .kernels.prepare import prepare_kernel
 from .kernels.row_gradients import row_gradients_kernel
@@ -39,7 +40,8 @@ def gradients(
         return _zeros(inputs, wanted)
     views = plan_views(problem.layout, plan)
     arguments = problem.arguments | views._asdict()
-    arguments |= _prepared(problem, dout.contiguous(), dlse, out.contiguous(), lse.contiguous())
+    statistics = row_statistics(problem, plan, lse.contiguous())
+    arguments |= _prepared(problem, dout.contiguous(), dlse, out.contiguous(), *statistics)
     want_query, want_key, want_value, want_bias = wanted
     constant_bias = want_bias and _is_constant_along_keys(problem)
     want_row_bias = want_bias and problem.bias_kind == ROW_BIAS and not constant_bias
@@ -76,7 +78,12 @@ def _zeros(inputs: AttentionInputs, wanted: tuple[bool, bool, bool, bool]) -> Gr
 
 
 def _prepared(
-    problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    row_sums: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return query, the gradient of out, lse and delta as the kernels read them."""
     live_q, live_dout = torch.empty_like(dout), torch.empty_like(dout)
@@ -86,10 +93,11 @@ def _prepared(
         prepare_kernel,
         blocks(rows, _PREPARED_ROWS),
         problem.arguments
-        | {"out": out, "dout": dout, "lse": lse, "total": rows}
+        | {"out": out, "dout": dout, "lse": lse, "row_sums": row_sums, "total": rows}
         | {"dlse": None if dlse is None else dlse.float().contiguous()}
         | {"live_q": live_q, "live_dout": live_dout, "log2_lse": log2_lse, "delta": delta},
         HAS_DLSE=dlse is not None,
+        HAS_SUMS=row_sums is not None,
         BLOCK_ROWS=_PREPARED_ROWS,
         **{name: problem.constants[name] for name in ("UNIT", "EVEN", "BLOCK_D")},
     )

@@ -188,9 +188,12 @@ def probabilities(scores, lse, BIAS: tl.constexpr):
 def dot(a, b):
     """Multiply matrices of the dtype of the inputs, exactly but for the sum in float32."""
     if INTERPRETED:
-        # Otherwise it would multiply the integers in which it keeps bfloat16.
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+        # It would multiply the integers in which it keeps bfloat16. And a product of matrices must
+        # equal that of their transposes, whose sum a CPU may take in another order.
+        product = tl.dot(a.to(tl.float64), b.to(tl.float64)).to(tl.float32)
+    else:
+        product = tl.dot(a, b, input_precision="ieee")
+    return product
 
 
 @triton.jit

@@ -79,8 +79,13 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    STATISTICS: tl.constexpr,
 ):
-    """Write out and lse of a block of rows. The last rows, which may see the most, come first."""
+    """Write out and lse of a block of rows. The last rows, which may see the most, come first.
+
+    With STATISTICS, in place of lse the largest score in units of ln 2, and in place of out the sum
+    of exp2(score - largest), as float32 of lse's shape.
+    """
     index = (tl.program_id(0) % batch_heads // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) // batch_heads * BLOCK_ROWS
@@ -177,8 +182,13 @@ def forward_kernel(
                 out_tile = out_tile * decay[:, None]
                 out_tile += dot(weights.to(v_tile.dtype), v_tile)
                 top = new_top
-        out_tile = tl.where((total == 0)[:, None], 0.0, out_tile / total[:, None])
-        out += (batch * rows * heads + head) * head_dim
-        store_tile(out, row_places * heads * head_dim, out_tile, valid_rows, head_dim, BLOCK_D)
-        lse += (batch * heads + head) * rows
-        tl.store(lse + row_places, (top + tl.log2(total)) * LN2, mask=valid_rows)
+        lse_places = (batch * heads + head) * rows + row_places
+        if STATISTICS:
+            tl.store(lse + lse_places, top, mask=valid_rows)
+            tl.store(out + lse_places, total, mask=valid_rows)
+        else:
+            tl.store(lse + lse_places, (top + tl.log2(total)) * LN2, mask=valid_rows)
+            out_tile = tl.where((total == 0)[:, None], 0.0, out_tile / total[:, None])
+            out += (batch * rows * heads + head) * head_dim
+            offsets = row_places * heads * head_dim
+            store_tile(out, offsets, out_tile, valid_rows, head_dim, BLOCK_D)

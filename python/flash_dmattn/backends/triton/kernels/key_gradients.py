@@ -196,8 +196,10 @@ def key_gradients_kernel(
                         dscores = tl.where(kept, dscores, 0.0)
                     if WANT_DBIAS:
                         dbias_tile += tl.sum(dscores, 1)
-                    dproducts = (dscores * slope).to(q_tile.dtype)
-                    dk_tile += dot(dproducts, q_tile)
+                    dproducts = dscores * slope
+                    if SOFTCAP and (GUARD or KIND == ROWS):
+                        dproducts = tl.where(kept, dproducts, 0.0)
+                    dk_tile += dot(dproducts.to(q_tile.dtype), q_tile)
             if WANT_DBIAS:
                 place = (row_part * (programs // kv_heads) + index) * heads + head
                 if VARLEN:

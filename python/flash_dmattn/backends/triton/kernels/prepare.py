@@ -6,6 +6,10 @@ import triton.language as tl
 
 from .common import LOG2E, SIZES, load_tile, store_tile
 
+# Beyond it lse has lost the sum of a row to rounding: all that it keeps has a bias like finfo.min.
+# Such a row counts as one that keeps nothing.
+UNUSABLE_LSE = tl.constexpr(1e30)
+
 
 @triton.jit(do_not_specialize=SIZES)
 def prepare_kernel(
@@ -13,6 +17,7 @@ def prepare_kernel(
     out,
     dout,
     lse,
+    row_sums,
     dlse,
     live_q,
     live_dout,
@@ -26,6 +31,7 @@ def prepare_kernel(
     q_row,
     q_head,
     HAS_DLSE: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -36,6 +42,9 @@ def prepare_kernel(
     A row that keeps nothing may hold anything, and 0 times some of that is not 0. As zeros, and
     with an lse of +inf that makes all its probabilities 0, the kernels that loop over rows need not
     ask, which would make their loads wait for one another.
+
+    With HAS_SUMS, lse is the largest score, in units of ln 2. Then those kernels make of it
+    probabilities that are too large by the factor row_sums, and their gradient is too small by it.
     """
     head_dim *= UNIT
     place = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -43,16 +52,24 @@ def prepare_kernel(
     batch, row, head = place // heads // rows, place // heads % rows, place % heads
     lse_place = (batch * heads + head) * rows + row
     row_lse = tl.load(lse + lse_place, mask=valid, other=float("-inf"))
-    live = row_lse != float("-inf")
-    tl.store(log2_lse + lse_place, tl.where(live, row_lse * LOG2E, float("inf")), mask=valid)
+    if HAS_SUMS:
+        live = row_lse != float("-inf")
+        share = 1 / tl.load(row_sums + lse_place, mask=live, other=1.0)
+    else:
+        live = tl.abs(row_lse) < UNUSABLE_LSE
+        row_lse *= LOG2E
+    tl.store(log2_lse + lse_place, tl.where(live, row_lse, float("inf")), mask=valid)
     offsets = place * head_dim
     q_offsets = (batch * q_batch + row * q_row + head * q_head) * UNIT
     q_tile = load_tile(q, q_offsets, live, head_dim, False, EVEN, BLOCK_D)
     store_tile(live_q, offsets, q_tile, valid, head_dim, BLOCK_D)
     out_tile = load_tile(out, offsets, live, head_dim, False, EVEN, BLOCK_D)
     dout_tile = load_tile(dout, offsets, live, head_dim, False, EVEN, BLOCK_D)
-    store_tile(live_dout, offsets, dout_tile, valid, head_dim, BLOCK_D)
     result = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if HAS_DLSE:
         result -= tl.load(dlse + lse_place, mask=live, other=0.0)
+    if HAS_SUMS:
+        result *= share
+        dout_tile = dout_tile.to(tl.float32) * share[:, None]
+    store_tile(live_dout, offsets, dout_tile, valid, head_dim, BLOCK_D)
     tl.store(delta + lse_place, result, mask=valid)

@@ -90,14 +90,14 @@ def row_gradients_kernel(
     """Write dq, and add up dbias, of a block of rows of the heads that share it."""
     shares = heads // share_heads
     first_index = (tl.program_id(0) % programs // shares * share_batches).to(tl.int64)
-    first_head = tl.program_id(0) % shares * share_heads
+    first_head = (tl.program_id(0) % shares * share_heads).to(tl.int64)
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs * BLOCK_ROWS
     head_dim *= UNIT
     kv_row *= UNIT
     tile_rows = row0 + tl.arange(0, BLOCK_ROWS)
     for share in range(share_batches * share_heads):
         index = first_index + share // share_heads
-        head = (first_head + share % share_heads).to(tl.int64)
+        head = first_head + share % share_heads
         batch, q_begin, q_count, k_begin, k_count = sequence_place(
             index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
         )
