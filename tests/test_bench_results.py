@@ -87,6 +87,13 @@ def test_columns_are_in_line() -> None:
         "a note",
     ]
     assert table.markdown().splitlines()[2:5] == ["|  | ms |", "| --- | --- |", "| a | 10.5 |"]
+    assert table.markdown().endswith("| bcd | 1 |\n\n* a note")
+
+
+def test_table_without_rows_is_its_title_and_notes() -> None:
+    table = tables.Table("title", ("", "ms"), (), ("not measured",))
+    assert table.text() == "title\nnot measured"
+    assert table.markdown() == "**title**\n\n* not measured"
 
 
 def test_sweep_is_a_table_for_each_quantity_and_reasons_are_told_once() -> None:
