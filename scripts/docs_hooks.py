@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What mkdocs runs on each page: the site must not make readers' browsers fetch from elsewhere."""
+"""What mkdocs runs on each page: pages must look as on GitHub, and fetch nothing from elsewhere."""
 
 from __future__ import annotations
 
 import logging
+import re
 from html.parser import HTMLParser
 from typing import Any
 
@@ -33,6 +34,11 @@ def fetched_from_elsewhere(html: str) -> list[str]:
     parser = _Fetched()
     parser.feed(html)
     return [a for a in parser.addresses if "://" in a or a.startswith("//")]
+
+
+def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
+    """Show pipes of code in tables: GitHub needs them escaped, mkdocs would show the escape."""
+    return re.sub(r"<td.*?</td>", lambda cell: cell[0].replace(r"\|", "|"), html, flags=re.DOTALL)
 
 
 def on_post_page(output: str, *, page: Any, config: Any) -> str:

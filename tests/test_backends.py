@@ -44,13 +44,13 @@ def call(**options: object) -> torch.Tensor:
 
 @pytest.mark.usefixtures("_unavailable")
 def test_what_is_said_where_it_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    match = rf"backend '{name}' is not available here: {REASON}. backend=None follows the device"
-    with pytest.raises(RuntimeError, match=match):
+    match = rf"backend '{name}' is not available here: {REASON}. "
+    with pytest.raises(RuntimeError, match=f"{match}backend=None follows the device"):
         call(backend=name)
-    with pytest.raises(RuntimeError, match=match):
+    with pytest.raises(RuntimeError, match=f"{match}backend=None follows the device"):
         flash_dmattn_func_auto(name)
     monkeypatch.setenv("FLASH_DMATTN_BACKEND", name)
-    with pytest.raises(RuntimeError, match=match):
+    with pytest.raises(RuntimeError, match=f"{match}FLASH_DMATTN_BACKEND=auto follows the device"):
         call()
     assert not backends.is_available(name)
     assert name not in flash_dmattn.get_available_backends()

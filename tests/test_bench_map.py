@@ -44,6 +44,7 @@ def test_dense_contestants_of_a_place_are_one(measured: Path) -> None:
         for which in ("forward", "forward_backward"):
             here = [c for c in cells if (c.length, c.which) == (length, which)]
             assert len({(c.dense, c.dense_s) for c in here}) == 1
+            assert here[0].dense in density_map.SURVEYS["cpu"].dense
 
 
 def test_measured_call_keeps_the_window() -> None:

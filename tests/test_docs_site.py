@@ -53,6 +53,12 @@ def test_strict_build(tmp_path: Path) -> None:
     # Docstrings are read as sections, not left as text.
     assert "Args:" not in api
     assert "Returns:</span>" in api
+    # Shapes in tables, whose pipes GitHub needs escaped.
+    assert "<code>(B, {H|Hk|1}, K)</code>" in (tmp_path / "usage.html").read_text()
+    pages = {page.name: page.read_text() for page in tmp_path.glob("*.html")}
+    assert [name for name, page in pages.items() if r"\|" in page] == []
+    # Nor tables that are left as text.
+    assert [name for name, page in pages.items() if re.search(r"^\|.*-", page, re.MULTILINE)] == []
 
 
 def test_what_browsers_fetch_is_found() -> None:

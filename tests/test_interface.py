@@ -254,6 +254,16 @@ def test_backend_by_environment(preference: str, monkeypatch: pytest.MonkeyPatch
     assert select_backend(torch.device("cpu"), "auto").name == preference
 
 
+def test_what_to_do_about_a_pack_of_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_dmattn.backends import select_backend
+
+    with pytest.raises(ValueError, match="or use backend=None, which follows the device"):
+        select_backend(torch.device("cpu"), "cuda")
+    monkeypatch.setenv("FLASH_DMATTN_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="or use FLASH_DMATTN_BACKEND=auto, which follows"):
+        select_backend(torch.device("cpu"), "auto")
+
+
 def test_public_names_are_there() -> None:
     for name in flash_dmattn.__all__:
         getattr(flash_dmattn, name)

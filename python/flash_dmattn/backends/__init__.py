@@ -59,15 +59,17 @@ def _resolve(
 
     from .reference import ReferenceBackend
 
+    default = "backend=None"
     if preference is not None:
         name = loader.environment.get("FLASH_DMATTN_BACKEND")
+        default = "FLASH_DMATTN_BACKEND=auto"
     if name == "reference" or device_type == "meta":
         return ReferenceBackend()
     if name in portable.NAMES:
-        return portable.load(name, device_type)
+        return portable.load(name, device_type, default)
     if name != "auto":
         check_backend_name(name)
-        _check_device(name, device_type)
+        _check_device(name, device_type, default)
         return _pack_backend(device_type, device_index)
     try:
         return _pack_backend(device_type, device_index)
@@ -99,11 +101,11 @@ def check_backend_name(name: str) -> None:
     )
 
 
-def _check_device(name: str, device_type: str) -> None:
+def _check_device(name: str, device_type: str, default: str) -> None:
     if name != device_type:
         raise ValueError(
             f"backend={name!r} runs on {name} tensors, but query is on {device_type}; move the "
-            f"tensors, or use backend=None, which follows the device"
+            f"tensors, or use {default}, which follows the device"
         )
 
 

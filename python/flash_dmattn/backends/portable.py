@@ -43,19 +43,22 @@ def why_unavailable(name: str, device_type: str | None = None) -> str | None:
     return reason
 
 
-def require(name: str, device_type: str | None = None) -> None:
-    """Raise RuntimeError, with the reason and what to do, if a backend cannot run."""
+def require(name: str, device_type: str | None = None, default: str = "backend=None") -> None:
+    """Raise RuntimeError, with the reason and what to do, if a backend cannot run.
+
+    ``default`` is what its caller can give to have no backend asked for.
+    """
     reason = why_unavailable(name, device_type)
     if reason is not None:
         raise RuntimeError(
-            f"backend {name!r} is not available here: {reason}. backend=None follows the device of "
+            f"backend {name!r} is not available here: {reason}. {default} follows the device of "
             "the tensors"
         )
 
 
-def load(name: str, device_type: str) -> Backend:
+def load(name: str, device_type: str, default: str) -> Backend:
     """Return a backend for tensors of a type of device; RuntimeError as `require`."""
-    require(name, device_type)
+    require(name, device_type, default)
     backend: Backend = getattr(_module(name), _TABLE[name].class_name)()
     return backend
 

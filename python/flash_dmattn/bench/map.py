@@ -18,9 +18,8 @@ import torch
 from .. import flash_dmattn_func
 from .cases import PASSES, Case, Inputs, Pass, make_inputs
 from .contestants.base import Contestant
-from .contestants.dense import DenseCudnn, DenseFlash
+from .contestants.entrants import ENTRANTS
 from .contestants.ours import FlashDmattn
-from .contestants.sdpa import SdpaExpanded, SdpaGqa, SdpaGrouped
 from .environment import describe_environment
 from .map_report import KIND, SCHEMA, Cell, text
 from .options import (
@@ -43,7 +42,7 @@ class Survey:
     lengths: tuple[int, ...]
     one_in: tuple[int, ...]  # of so many keys one is kept
     effort: Effort
-    dense: tuple[type[Contestant], ...]
+    dense: tuple[str, ...]  # names of contestants
 
 
 _ONE_IN = (1, 2, 4, 8, 16, 32, 64)
@@ -53,14 +52,14 @@ SURVEYS = {
         (512, 1024, 2048, 4096, 8192),
         _ONE_IN,
         Effort(seconds=0.5, least=3, most=20),
-        (SdpaExpanded, SdpaGqa, SdpaGrouped),
+        ("sdpa_expanded", "sdpa_gqa", "sdpa"),
     ),
     "cuda": Survey(
         Case(name="map", heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", device="cuda"),
         (1024, 2048, 4096, 8192, 16384, 32768, 65536),
         _ONE_IN,
         Effort(seconds=0.15, least=3, most=20),
-        (DenseFlash, DenseCudnn),
+        ("dense_flash", "dense_cudnn"),
     ),
 }
 
@@ -116,21 +115,21 @@ def survey_cells(survey: Survey, clock: Clock, advance: Callable[[str], object])
 
 
 def _dense_contestants(
-    kinds: Sequence[type[Contestant]], case: Case, inputs: Inputs
+    names: Sequence[str], case: Case, inputs: Inputs
 ) -> Mapping[str, Contestant]:
     """Those that run on this machine, by their names."""
     plain_case, plain_inputs = replace(case, window=None), replace(inputs, bias=None)
     contestants: dict[str, Contestant] = {}
     refusals = []
-    for kind in kinds:
-        contestant = kind(plain_case, plain_inputs)
+    for name in names:
+        contestant = ENTRANTS[name].kind(plain_case, plain_inputs)
         try:
             contestant.run("forward_backward")
         except (RuntimeError, AttributeError, TypeError) as error:
             # PyTorch lacks this kernel, or it does not serve this device.
-            refusals.append(f"{kind.__name__}: {error}")
+            refusals.append(f"{name}: {error}")
             continue
-        contestants[kind.__name__] = contestant
+        contestants[name] = contestant
     if not contestants:
         raise RuntimeError(f"no dense attention runs here; {'; '.join(refusals)}")
     return contestants
