@@ -370,7 +370,8 @@ VARLEN_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", VARLEN_CASES)
 def test_varlen(case: str, target: Target) -> None:
-    if target.backend == "cuda" and any(word in case for word in ("bounds that", "longest", "few")):
+    reads_no_values = target.device == "cuda" and target.backend in ("cuda", "triton")
+    if reads_no_values and any(word in case for word in ("bounds that", "longest", "few")):
         pytest.skip("values on a GPU are not read by the host; the kernels stay inside the tensors")
     changes, error, message = VARLEN_CASES[case]
     arguments = on_device(target, varlen(target, **changes))
