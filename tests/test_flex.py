@@ -170,20 +170,38 @@ def test_what_is_compiled_for_gpus_is_right_for_any_length(compiled_on_a_cpu: li
     assert len(compiled_on_a_cpu) == 2
 
 
+def attend(problem: Problem) -> Tensor:
+    """Compute the output of a problem without gradients, and compare it with the reference."""
+    got, want = (
+        flash_dmattn_func(*inputs_of(problem)[:3], problem.mask, problem.bias, backend=name)
+        for name in ("flex", "reference")
+    )
+    torch.testing.assert_close(got, want)
+    return got
+
+
 def test_nothing_is_compiled_anew(compiled_on_a_cpu: list[int]) -> None:
     """Else torch.compile refuses some call, after as many as its limit allows.
 
     A size of 1 needs code of its own: of one block, or of what is the same for a batch or a head.
     """
     for rows, keys, heads, batch in ((100, 300, 4, 1), (300, 100, 4, 1), (300, 300, 1, 3)):
-        tensors = inputs_of(simple_problem(batch=3, queries=rows, keys=keys))[:3]
-        mask = rand_bool(batch, heads, 1, keys, density=0.4)
-        got, want = (
-            flash_dmattn_func(*tensors, attn_mask=mask, backend=name)
-            for name in ("flex", "reference")
-        )
-        torch.testing.assert_close(got, want)
+        problem = simple_problem(batch=3, queries=rows, keys=keys)
+        problem.mask = rand_bool(batch, heads, 1, keys, density=0.4)
+        attend(problem)
     assert len(compiled_on_a_cpu) == kernel._compiled.cache_info().currsize == 3
+
+
+def test_code_is_for_what_is_attended_and_not_for_how_it_is_stored(
+    compiled_on_a_cpu: list[int],
+) -> None:
+    keys = 60
+    for bias in (randn(2, 2, 1, keys), randn(2, 4, 1, keys), randn(2, 4, 1, 3 * keys)[..., ::3]):
+        problem = simple_problem(queries=40, keys=keys, bias=bias)
+        attend(problem)
+        with torch.inference_mode():
+            attend(problem)
+    assert len(compiled_on_a_cpu) == 1
 
 
 def test_compiling_follows_the_options_of_the_caller() -> None:

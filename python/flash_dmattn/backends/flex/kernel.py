@@ -158,7 +158,7 @@ def _planes(tensor: Tensor, problem: Problem) -> Tensor:
     number = number.view(batch, heads)
     if heads not in (1, problem.heads[0]):
         number = number.repeat_interleave(problem.heads[0] // heads, 1)
-    return number.expand(problem.query.shape[0], problem.heads[0]).contiguous()
+    return _on_its_own(number.expand(problem.query.shape[0], problem.heads[0]))
 
 
 def _with_columns(tensor: Tensor, problem: Problem) -> Tensor:
@@ -166,7 +166,12 @@ def _with_columns(tensor: Tensor, problem: Problem) -> Tensor:
     tensor = narrowed(tensor)
     if tensor.shape[3] == 1 and problem.first_key is None:
         tensor = tensor.expand(*tensor.shape[:3], problem.key.shape[2])
-    return tensor.flatten(0, 1).contiguous()
+    return _on_its_own(tensor.flatten(0, 1))
+
+
+def _on_its_own(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor that is no view: code is compiled for the tensors viewed too."""
+    return tensor.contiguous().detach()
 
 
 def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Callable[..., Tensor]:

@@ -25,6 +25,7 @@ from flash_dmattn.backends.base import AttentionInputs
 RANGE, INTERVALS, ROWS = 0, 1, 2
 LIST_ROWS = 128
 WORD_ROWS = 64
+_ALIGNMENT = 16  # bytes: a pointer that Triton knows to have it is a case of its own
 
 
 class Layout(NamedTuple):
@@ -42,13 +43,7 @@ class Layout(NamedTuple):
     @property
     def plan_bytes(self) -> int:
         """The length of a plan."""
-        if self.kind == RANGE:
-            return 0
-        slots = self.lists * self.tiles
-        listed = slots * (8 + 4 * self.tile_keys)
-        if self.kind == ROWS:
-            return slots * (LIST_ROWS // WORD_ROWS) * 8 * self.tile_keys + listed
-        return 4 * self.lists * (self.sequences + 3 * self.list_keys) + listed
+        return sum(_room(dtype, count) for _, dtype, count in _parts(self))
 
 
 class PlanViews(NamedTuple):
@@ -89,21 +84,29 @@ def plan_layout(inputs: AttentionInputs) -> Layout:
 def plan_views(layout: Layout, plan: Tensor) -> PlanViews:
     """Return the parts of a plan."""
     at = 0
+    views: dict[str, Tensor | None] = dict.fromkeys(PlanViews._fields)
+    for name, dtype, count in _parts(layout):
+        views[name] = plan[at : at + dtype.itemsize * count].view(dtype)
+        at += _room(dtype, count)
+    return PlanViews(**views)
 
-    def part(dtype: torch.dtype, count: int) -> Tensor:
-        nonlocal at
-        begin, at = at, at + count * dtype.itemsize
-        return plan[begin:at].view(dtype)
 
+def _parts(layout: Layout) -> list[tuple[str, torch.dtype, int]]:
+    """Return the names of a plan's parts, and what each holds how many of."""
     if layout.kind == RANGE:
-        return PlanViews(*[None] * 7)
+        return []
     slots, keys = layout.lists * layout.tiles, layout.lists * layout.list_keys
-    words = kept_count = kept = first = past = None
+    listed = [
+        ("counts", torch.int32, 2 * slots),
+        ("columns", torch.int32, slots * layout.tile_keys),
+    ]
     if layout.kind == ROWS:
-        words = part(torch.int64, slots * (LIST_ROWS // WORD_ROWS) * layout.tile_keys)
-    else:
-        kept_count = part(torch.int32, layout.lists * layout.sequences)
-        kept, first, past = (part(torch.int32, keys) for _ in range(3))
-    counts = part(torch.int32, 2 * slots)
-    columns = part(torch.int32, slots * layout.tile_keys)
-    return PlanViews(words, kept_count, kept, first, past, counts, columns)
+        words = slots * (LIST_ROWS // WORD_ROWS) * layout.tile_keys
+        return [("words", torch.int64, words), *listed]
+    kept = [(name, torch.int32, keys) for name in ("kept", "first", "past")]
+    return [("kept_count", torch.int32, layout.lists * layout.sequences), *kept, *listed]
+
+
+def _room(dtype: torch.dtype, count: int) -> int:
+    """Return the bytes of a part: each begins where Triton has no need of another kernel."""
+    return (dtype.itemsize * count + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
