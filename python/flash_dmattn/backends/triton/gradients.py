@@ -46,8 +46,8 @@ def gradients(
     constant_bias = want_bias and _is_constant_along_keys(problem)
     want_row_bias = want_bias and problem.bias_kind == ROW_BIAS and not constant_bias
     want_key_bias = want_bias and problem.bias_kind == KEY_BIAS and not constant_bias
-    nothing = inputs.query.new_empty(0)
-    dquery, dkey, dvalue, dbias = nothing, nothing, nothing, nothing
+    # Of their own each, for outputs of an operator must not be the same tensor.
+    dquery, dkey, dvalue, dbias = (inputs.query.new_empty(0) for _ in wanted)
     if want_query or want_row_bias:
         dquery, row_bias = _row_gradients(problem, arguments, want_query, want_row_bias)
     if want_key or want_value or want_key_bias:
@@ -59,12 +59,8 @@ def gradients(
         else:
             total = row_bias if want_row_bias else key_bias
         dbias = total.to(inputs.bias.dtype)
-    return Gradients(
-        dquery if want_query else nothing,
-        dkey if want_key else nothing,
-        dvalue if want_value else nothing,
-        dbias,
-    )
+    results = zip((dquery, dkey, dvalue, dbias), wanted, strict=True)
+    return Gradients(*(result if want else result.new_empty(0) for result, want in results))
 
 
 def _zeros(inputs: AttentionInputs, wanted: tuple[bool, bool, bool, bool]) -> Gradients:
