@@ -90,7 +90,7 @@ DENSE_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "window_size": 3,
         },
         TypeError,
-        r"attn_mask must have dtype torch.bool .*got torch.float32",
+        r"attn_mask must have dtype torch.bool .*got torch.float",
     ),
     "mixed dtypes": (
         {"key": randn(2, 7, 2, 8, dtype=torch.bfloat16)},
