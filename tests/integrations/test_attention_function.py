@@ -139,8 +139,6 @@ OWN = torch.block_diag(*(torch.ones(int(n), int(n)) for n in CU_SEQLENS.diff()))
 @pytest.mark.parametrize("packing", ["positions", "lengths"])
 def test_packed_documents(packing: str, bias_kind: str, causal: bool, window: int | None) -> None:
     bias = BIASES[bias_kind]
-    if packing == "lengths" and bias_kind == "rows":
-        pytest.skip("rows of a batch are not packed; see the next test")
     cu_seqlens = torch.cat([CU_SEQLENS, CU_SEQLENS[1:] + K])  # two rows of documents
     given = (
         {"position_ids": POSITIONS}
@@ -181,11 +179,23 @@ def test_lengths_with_rows() -> None:
         Module(is_causal=False), query, key, value, mask & OWN.tril(), BIASES["rows"]
     )
     assert torch.equal(out, want)
-    with pytest.raises(ValueError, match="cu_seq_lens pack a batch of 2 rows"):
+    across_rows = torch.tensor([0, K - 1, 2 * K], dtype=torch.int32)
+    with pytest.raises(ValueError, match="sequence of cu_seq_lens is in several of the 2 rows"):
         flash_dynamic_mask_attention_forward(
             Module(is_causal=True), *problem(), MASKS["rows"],
-            cu_seq_lens_q=CU_SEQLENS, cu_seq_lens_k=CU_SEQLENS,
+            cu_seq_lens_q=across_rows, cu_seq_lens_k=across_rows,
         )  # fmt: skip
+
+
+def test_lengths_that_end_early() -> None:
+    given = {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS}
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), *problem(), MASKS["rows"], is_causal=True, **given
+    )
+    assert not out[1].any()
+    own = OWN.tril() & MASKS["rows"] & torch.tensor([True, False])[:, None, None, None]
+    want, _ = flash_dynamic_mask_attention_forward(Module(is_causal=False), *problem(), own)
+    assert torch.equal(out, want)
 
 
 def test_unusable_biases_take_no_place_in_the_window() -> None:

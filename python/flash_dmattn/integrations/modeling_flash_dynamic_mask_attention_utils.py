@@ -245,14 +245,9 @@ def _along_sequences(tensor: Tensor | None, batch: int, keys: int) -> Tensor | N
 def _within_sequences(
     mask: Mask, query: Tensor, key: Tensor, packing: Packing, is_causal: bool
 ) -> Tensor:
-    """Return bool ``(1, h, Q, K)``: what a mask keeps of the query's own sequence."""
-    if query.shape[0] != 1:
-        raise ValueError(
-            "attention_mask and attention_bias must not have a row for each query where "
-            f"cu_seq_lens pack a batch of {query.shape[0]} rows; lay the sequences into one row"
-        )
-    queries, keys = query.shape[1], key.shape[1]
-    own = packed_keep(*packing[:2], queries, keys, is_causal=is_causal)
+    """Return bool ``(B, h, Q, K)``: what a mask keeps of the query's own sequence."""
+    (batch, queries), keys = query.shape[:2], key.shape[1]
+    own = packed_keep(*packing[:2], batch, queries, keys, is_causal=is_causal)
     if isinstance(mask, IntervalMask):
         return own & mask.to_bool(queries)
     return own & mask if isinstance(mask, Tensor) else own

@@ -101,21 +101,45 @@ def _ranks(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def packed_keep(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, queries: int, keys: int, *, is_causal: bool
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    batch: int,
+    queries: int,
+    keys: int,
+    *,
+    is_causal: bool,
 ) -> Tensor:
-    """Return bool ``(1, 1, queries, keys)``: does a query of packed sequences see a key.
+    """Return bool ``(batch, 1, queries, keys)``: does a query of packed sequences see a key.
 
-    For problems whose mask or bias has a row for each query anyway.
+    For problems whose mask or bias has a row for each query anyway. The rows of the batch are taken
+    one after another; tokens behind the last sequence see nothing.
+
+    Raises:
+        ValueError: a sequence is in several rows, which no mask of this shape can say.
     """
     device = cu_seqlens_q.device
-    row, column = torch.arange(queries, device=device), torch.arange(keys, device=device)
+    if batch > 1:
+        ends = torch.arange(1, batch, device=device)
+        pairs = torch.stack([cu_seqlens_q, cu_seqlens_k], 1)
+        row_ends = torch.stack([ends * queries, ends * keys], 1)
+        if not (pairs[:, None] == row_ends[None]).all(2).any(0).all():
+            raise ValueError(
+                "attention_mask and attention_bias must not have a row for each query where a "
+                f"sequence of cu_seq_lens is in several of the {batch} rows of the batch; lay the "
+                "sequences into one row"
+            )
+    row, column = (
+        torch.arange(batch * queries, device=device),
+        torch.arange(batch * keys, device=device),
+    )
     of_query = torch.bucketize(row, cu_seqlens_q[1:], right=True)
     of_key = torch.bucketize(column, cu_seqlens_k[1:], right=True)
-    seen = of_query[:, None] == of_key[None]
+    # Counted from the end of each sequence: causality is aligned to the bottom right.
+    last = cu_seqlens_q.shape[0] - 1
+    row = row - cu_seqlens_q[(of_query + 1).clamp(max=last)]
+    column = column - cu_seqlens_k[(of_key + 1).clamp(max=last)]
+    seen = of_query.view(batch, queries, 1) == of_key.view(batch, 1, keys)
+    seen = seen & (of_query < last).view(batch, queries, 1)  # past all sequences there is nothing
     if is_causal:
-        # Counted from the end of each sequence: aligned to the bottom right.
-        last = cu_seqlens_q.shape[0] - 1
-        row = row - cu_seqlens_q[(of_query + 1).clamp(max=last)]
-        column = column - cu_seqlens_k[(of_key + 1).clamp(max=last)]
-        seen = seen & (column[None] <= row[:, None])
-    return seen[None, None]
+        seen = seen & (column.view(batch, 1, keys) <= row.view(batch, queries, 1))
+    return seen[:, None]
