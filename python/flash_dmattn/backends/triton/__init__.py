@@ -24,13 +24,21 @@ def why_unavailable(device_type: str | None = None) -> str | None:
     """Say why it cannot compute on a type of device, or on any here; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
+    return _device_reason(device_type) or _version_reason()
+
+
+def _version_reason() -> str | None:
     import triton
 
-    if _numbers(triton.__version__) < _numbers(LOWEST_VERSION):
-        return (
-            f"triton is {triton.__version__}, and {LOWEST_VERSION} or newer is needed: "
-            "pip install --upgrade triton"
-        )
+    if _numbers(triton.__version__) >= _numbers(LOWEST_VERSION):
+        return None
+    return (
+        f"triton is {triton.__version__}, and {LOWEST_VERSION} or newer is needed: "
+        "pip install --upgrade triton"
+    )
+
+
+def _device_reason(device_type: str | None) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device_type == "cpu":
         return None if interpreted else "on a CPU it needs TRITON_INTERPRET=1, and is slow"
