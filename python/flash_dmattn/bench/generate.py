@@ -2,9 +2,9 @@
 """Time in attention of a language model that generates, ours beside eager attention and SDPA.
 
 The model is transformers' Doge, whose attention is dynamic mask attention, with random weights:
-the same for all. Time in attention is that of the attention modules without the four projections
-that every attention has; so the making of the mask is part of it. Prefill is the first call of the
-model, with the whole prompt; decoding are the others.
+the same for all. Time in attention is that of the attention function and of what makes its masks;
+`.attention_clock` tells where it begins and ends. Prefill is the first call of the model, with the
+whole prompt; decoding are the others.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from .attention_clock import AttentionClock, CpuStamps, GpuStamps
 from .cases import Case
 from .contestants.entrants import TOP_KEYS_OF_EACH_QUERY
 from .engine import release_memory
@@ -39,15 +39,14 @@ from .show import add_presentation, present
 from .timing import Deadline, clock_for
 
 QUANTITIES = {
-    "prefill_attention": "time in attention while the prompt is read",
-    "decode_attention": "time in attention while tokens are generated",
-    "attention": "time in attention of both",
-    "prefill": "reading the prompt",
-    "decode": "generating the tokens",
-    "generate": "both",
+    "prefill_attention": "making masks, and the attention function, while the prompt is read",
+    "decode_attention": "making masks, and the attention function, while tokens are generated",
+    "attention": "making masks, and the attention function, of both",
+    "prefill": "reading the prompt, the whole model",
+    "decode": "generating the tokens, the whole model",
+    "generate": "both, the whole model",
     "memory_generate": "peak extra memory of both",
 }
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,16 @@ METHODS = {
 }
 
 
+# Of a model that is small enough to compute with whenever something is measured.
+_SMALL = Setting(
+    Case("", "float32", heads=2, kv_heads=1, head_dim=8, length=48, window=8),
+    new_tokens=1,
+    layers=2,
+    repeats=1,
+)
+_TOLERANCE = 1e-3
+
+
 def make_model(setting: Setting, method: Method) -> Any:
     """The model with its weights, the same for every method.
 
@@ -105,7 +114,7 @@ def make_model(setting: Setting, method: Method) -> Any:
     shape = setting.shape
     width = shape.heads * shape.head_dim
     config = transformers.DogeConfig(
-        vocab_size=1024,
+        vocab_size=_words(shape),
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=setting.layers,
@@ -127,96 +136,47 @@ def make_model(setting: Setting, method: Method) -> Any:
     return model
 
 
-Span = tuple[Any, Any]
+def make_prompt(shape: Case) -> torch.Tensor:
+    """Tokens that all differ: equal ones have equal biases, and which of these are kept is open."""
+    generator = torch.Generator().manual_seed(shape.seed)
+    tokens = 1 + torch.randperm(_words(shape) - 1, generator=generator)[: shape.length]
+    return tokens.expand(shape.batch, -1).to(shape.device)
 
 
-class CpuStamps:
-    """Moments on a CPU, or of its time for this process."""
-
-    def __init__(self, cpu_time: bool = False) -> None:
-        self._clock = time.process_time if cpu_time else time.perf_counter
-
-    def now(self) -> float:
-        return self._clock()
-
-    def seconds(self, span: Span) -> float:
-        start, stop = span
-        return float(stop - start)
+def _words(shape: Case) -> int:
+    return shape.length + 64  # the first stands for padding
 
 
-class GpuStamps:
-    """Moments on a GPU: CUDA events on the current stream."""
+def check_method(name: str) -> None:
+    """Compare a method with eager attention on a small model, on the CPU and in float32.
 
-    def now(self) -> Any:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    There no rounding hides what a version of transformers leaves out: 5.17 gives SDPA no causal
+    mask where a dynamic one is added to it.
 
-    def seconds(self, span: Span) -> float:
-        start, stop = span
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-
-@dataclass
-class AttentionClock:
-    """Takes the time of a model, its attention modules and their projections by hooks on them."""
-
-    stamps: CpuStamps | GpuStamps
-    spans: dict[tuple[str, str], list[Span]] = field(default_factory=dict)
-    calls: int = 0
-    _open: list[Any] = field(default_factory=list)
-
-    def watch(self, model: Any) -> None:
-        """Add the hooks."""
-        self._hook(model, "model")
-        for layer in model.model.layers:
-            self._hook(layer.self_attn, "module")
-            for name in _PROJECTIONS:
-                self._hook(getattr(layer.self_attn, name), "projections")
-
-    def _hook(self, module: Any, kind: str) -> None:
-        def begin(*_: Any) -> None:
-            self.calls += kind == "model"
-            self._open.append(self.stamps.now())
-
-        def end(*_: Any) -> None:
-            phase = "prefill" if self.calls == 1 else "decode"
-            span = (self._open.pop(), self.stamps.now())
-            self.spans.setdefault((phase, kind), []).append(span)
-
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end)
-
-    def restart(self) -> None:
-        """Forget what was seen."""
-        self.spans.clear()
-        self._open.clear()
-        self.calls = 0
-
-    def seconds(self) -> dict[str, float]:
-        """The quantities of one generation."""
-
-        def total(phase: str, kind: str) -> float:
-            return sum(self.stamps.seconds(span) for span in self.spans.get((phase, kind), ()))
-
-        found = {}
-        for phase in ("prefill", "decode"):
-            found[phase] = total(phase, "model")
-            found[f"{phase}_attention"] = total(phase, "module") - total(phase, "projections")
-        found["attention"] = found["prefill_attention"] + found["decode_attention"]
-        found["generate"] = found["prefill"] + found["decode"]
-        return found
+    Raises:
+        RuntimeError: the method computes something else.
+    """
+    prompt = make_prompt(_SMALL.shape)
+    with torch.no_grad():
+        logits, expected = (
+            make_model(_SMALL, METHODS[method])(prompt).logits for method in (name, "eager")
+        )
+    difference = ((logits - expected).abs().max() / expected.abs().max()).item()
+    if not difference <= _TOLERANCE:
+        version = importlib.import_module("transformers").__version__
+        raise RuntimeError(
+            f"transformers {version} computes something else than eager attention: the logits of "
+            f"a small model differ by {difference:.2g} of the largest"
+        )
 
 
 def measure(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> Iterator[Record]:
     """All quantities of one method; ``expected`` has the logits of the first."""
+    check_method(name)
     shape = setting.shape
     method = METHODS[name]
     model = make_model(setting, method)
-    generator = torch.Generator().manual_seed(shape.seed)
-    prompt = torch.randint(1, 1024, (shape.batch, shape.length), generator=generator)
-    prompt = prompt.to(shape.device)
+    prompt = make_prompt(shape)
     generate = partial(
         model.generate,
         prompt,
@@ -233,12 +193,12 @@ def measure(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> I
         generate()
         on_gpu = shape.device.startswith("cuda")
         clock = AttentionClock(GpuStamps() if on_gpu else CpuStamps(setting.cpu_time))
-        clock.watch(model)
         runs = []
-        for _ in range(setting.repeats):
-            clock.restart()
-            generate()
-            runs.append(clock.seconds())
+        with clock.watching(model):
+            for _ in range(setting.repeats):
+                clock.restart()
+                generate()
+                runs.append(clock.seconds())
         peak = peak_extra_memory(generate, shape.device).extra_bytes
     for quantity in QUANTITIES:
         samples = [float(peak)]
