@@ -74,12 +74,12 @@ def sequence_place(index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN: t
 
 
 @triton.jit
-def list_tile(index, q_begin, row, VARLEN: tl.constexpr):
-    """Return the number of a row's tile among those of its list: never one for two sequences."""
-    tile = q_begin * 0 + row // LIST_ROWS
+def list_slot(this_list, list_tiles, index, q_begin, row, VARLEN: tl.constexpr):
+    """Return the number of a row's tile among those of all lists: never one for two sequences."""
+    slot = this_list * list_tiles + row // LIST_ROWS
     if VARLEN:
-        tile += q_begin // LIST_ROWS + index
-    return tile
+        slot += q_begin // LIST_ROWS + index
+    return slot
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from .common import (
     ROWS,
     SIZES,
     dot,
-    list_tile,
+    list_slot,
     load_tile,
     sequence_place,
     store_tile,
@@ -121,7 +121,7 @@ def forward_kernel(
         elif BIAS == ROW_BIAS:
             bias += index * bias_batch + head // bias_share * bias_head + q_begin * bias_row
         this_list = index * list_batch + head // list_share
-        slot = this_list * list_tiles + list_tile(index, q_begin, row0, VARLEN)
+        slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
         if KIND != RANGE:
             columns += slot * keys
         if KIND == INTERVALS:

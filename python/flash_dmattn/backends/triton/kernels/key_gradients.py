@@ -18,7 +18,7 @@ from .common import (
     capped_scores,
     dot,
     kept_intervals,
-    list_tile,
+    list_slot,
     load_tile,
     probabilities,
     scaled_bias,
@@ -154,7 +154,7 @@ def key_gradients_kernel(
                 )
                 any_kept = True
                 if KIND == ROWS:
-                    slot = this_list * list_tiles + list_tile(index, q_begin, row0, VARLEN)
+                    slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
                     word_base = words + word_place(slot, row0) * keys
                     word = tl.load(word_base + cols, mask=valid, other=0)
                     bit = (tile_rows % WORD_ROWS).to(tl.int64)

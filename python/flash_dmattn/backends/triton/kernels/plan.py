@@ -8,7 +8,7 @@ number of those found so far, so that lists are in key order and equal masks giv
 import triton
 import triton.language as tl
 
-from .common import LIST_ROWS, SIZES, WORD_ROWS, list_tile, sequence_place
+from .common import LIST_ROWS, SIZES, WORD_ROWS, list_slot, sequence_place
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -67,6 +67,23 @@ def compact_kernel(
 
 
 @triton.jit
+def tile_of_program(lists, sequences):
+    """Return which list of which sequence this program's tile has, both of these, and its row."""
+    list_sequence = tl.program_id(0) % (lists * sequences)
+    index = list_sequence % sequences
+    this_list = (list_sequence // sequences).to(tl.int64)
+    row0 = tl.program_id(0) // (lists * sequences) * LIST_ROWS
+    return list_sequence, this_list, index, row0
+
+
+@triton.jit
+def store_counts(counts, slot, full_count, partial_count):
+    """Store how many columns a tile has, and how many of them are full."""
+    tl.store(counts + 2 * slot, full_count + partial_count)
+    tl.store(counts + 2 * slot + 1, full_count)
+
+
+@triton.jit
 def append_columns(columns, keys, cols, full, partial, full_count, partial_count):
     """Append columns to the list of a tile: full ones from the front, partial from the back."""
     full_place = full_count + tl.cumsum(full.to(tl.int32), 0) - 1
@@ -100,17 +117,14 @@ def list_intervals_kernel(
     BLOCK_KEYS: tl.constexpr,
 ):
     """List the columns of one tile, of the keys that any query keeps."""
-    list_sequence = tl.program_id(0) % (lists * sequences)
-    index = list_sequence % sequences
-    this_list = (list_sequence // sequences).to(tl.int64)
-    row0 = tl.program_id(0) // (lists * sequences) * LIST_ROWS
+    list_sequence, this_list, index, row0 = tile_of_program(lists, sequences)
     _, q_begin, q_count, k_begin, _ = sequence_place(
         index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
     )
     if row0 < q_count:
         row_end = tl.minimum(row0 + LIST_ROWS, q_count)
         base = this_list * list_keys + k_begin
-        slot = this_list * list_tiles + list_tile(index, q_begin, row0, VARLEN)
+        slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
         columns += slot * keys
         kept_keys = tl.load(kept_count + list_sequence)
         full_count, partial_count = 0, 0
@@ -125,8 +139,7 @@ def list_intervals_kernel(
             full_count, partial_count = append_columns(
                 columns, keys, cols, full, valid & seen & ~full, full_count, partial_count
             )
-        tl.store(counts + 2 * slot, full_count + partial_count)
-        tl.store(counts + 2 * slot + 1, full_count)
+        store_counts(counts, slot, full_count, partial_count)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -154,15 +167,12 @@ def list_rows_kernel(
     BLOCK_KEYS: tl.constexpr,
 ):
     """Turn the rows of one tile into columns, and a word for each key and WORD_ROWS rows."""
-    list_sequence = tl.program_id(0) % (lists * sequences)
-    index = list_sequence % sequences
-    this_list = (list_sequence // sequences).to(tl.int64)
-    row0 = tl.program_id(0) // (lists * sequences) * LIST_ROWS
+    _, this_list, index, row0 = tile_of_program(lists, sequences)
     _, q_begin, q_count, _, k_count = sequence_place(
         index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
     )
     if row0 < q_count:
-        slot = this_list * list_tiles + list_tile(index, q_begin, row0, VARLEN)
+        slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
         columns += slot * keys
         words += slot * (LIST_ROWS // WORD_ROWS) * keys
         mask += this_list // list_heads * mask_batch + this_list % list_heads * mask_head
@@ -189,5 +199,4 @@ def list_rows_kernel(
             full_count, partial_count = append_columns(
                 columns, keys, cols, full, seen & ~full, full_count, partial_count
             )
-        tl.store(counts + 2 * slot, full_count + partial_count)
-        tl.store(counts + 2 * slot + 1, full_count)
+        store_counts(counts, slot, full_count, partial_count)

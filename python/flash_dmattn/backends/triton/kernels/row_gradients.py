@@ -17,7 +17,7 @@ from .common import (
     ROWS,
     SIZES,
     dot,
-    list_tile,
+    list_slot,
     load_tile,
     probabilities,
     sequence_place,
@@ -123,7 +123,7 @@ def row_gradients_kernel(
                 bias_place = index * bias_batch + head // bias_share * bias_head
                 bias_base = bias + bias_place + q_begin * bias_row
             this_list = index * list_batch + head // list_share
-            slot = this_list * list_tiles + list_tile(index, q_begin, row0, VARLEN)
+            slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
             first_base, past_base, columns_base, words_base = first, past, columns, words
             if KIND != RANGE:
                 columns_base = columns + slot * keys
