@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .kernels.forward import forward_kernel
-from .launch import Tiles, blocks, fitting, launch, tiles_of
+from .launch import Tiles, blocks, fitting, launch
 from .layout import plan_views
 from .problem import Problem
 
@@ -27,17 +27,12 @@ def run_forward(
             forward_kernel,
             problem.sequences * problem.heads * blocks(problem.queries, tiles.block_rows),
             arguments,
-            BLOCK_ROWS=tiles.block_rows,
-            BLOCK_KEYS=tiles.block_keys,
             STATISTICS=statistics,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.constants,
             **problem.constants,
         )
 
-    query, block_d = problem.inputs.query, problem.constants["BLOCK_D"]
-    choices = tiles_of("forward", block_d * query.itemsize)
-    fitting(choices, ("forward", query.dtype, query.device, block_d), start)
+    fitting("forward", problem.inputs.query, problem.constants["BLOCK_D"], start)
 
 
 def row_statistics(problem: Problem, plan: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -136,7 +136,7 @@ def _row_gradients(
             **_constants(problem, tiles),
         )
 
-    _start_fitting("rows", problem, start)
+    fitting("rows", query, problem.constants["BLOCK_D"], start)
     return dquery, total
 
 
@@ -144,8 +144,8 @@ def _key_gradients(
     problem: Problem, arguments: dict[str, Any], want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = problem.inputs
-    vector_bytes = problem.constants["BLOCK_D"] * inputs.query.itemsize
-    widest = tiles_of("keys", vector_bytes)[0].block_keys
+    block_d = problem.constants["BLOCK_D"]
+    widest = tiles_of("keys", block_d * inputs.query.itemsize)[0].block_keys
     programs = problem.sequences * problem.kv_heads
     head_parts, row_parts = _parts(problem, programs * blocks(problem.keys, widest))
     parts = head_parts * row_parts
@@ -175,7 +175,7 @@ def _key_gradients(
             **_constants(problem, tiles),
         )
 
-    _start_fitting("keys", problem, start)
+    fitting("keys", inputs.query, block_d, start)
     if parts > 1:
         sums = [t.sum(0).to(inputs.key.dtype) for t in sums]
     if want_bias and inputs.bias is not None:
@@ -231,15 +231,4 @@ def _summed(gradient: Tensor, bias: Tensor) -> Tensor:
 
 def _constants(problem: Problem, tiles: Tiles) -> dict[str, Any]:
     constants = {n: v for n, v in problem.constants.items() if n != "PAGED"}
-    return constants | {
-        "BLOCK_ROWS": tiles.block_rows,
-        "BLOCK_KEYS": tiles.block_keys,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    }
-
-
-def _start_fitting(name: str, problem: Problem, start: Any) -> None:
-    query, block_d = problem.inputs.query, problem.constants["BLOCK_D"]
-    choices = tiles_of(name, block_d * query.itemsize)
-    fitting(choices, (name, query.dtype, query.device, block_d), start)
+    return constants | tiles.constants

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 
@@ -19,6 +21,16 @@ class Tiles(NamedTuple):
     block_keys: int
     warps: int
     stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What kernels that compute scores are given of it."""
+        return {
+            "BLOCK_ROWS": self.block_rows,
+            "BLOCK_KEYS": self.block_keys,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 # By the pass and the largest bytes of a vector of D elements: from the fastest on an H200 (bf16,
@@ -59,8 +71,10 @@ def launch(kernel: Any, programs: int, arguments: dict[str, Any], **constants: A
         kernel[(programs,)](**chosen, **constants)
 
 
-def fitting(choices: tuple[Tiles, ...], key: tuple[object, ...], start: Any) -> None:
-    """Call ``start`` with the first tiles for which the device has the shared memory."""
+def fitting(name: str, query: Tensor, block_d: int, start: Callable[[Tiles], None]) -> None:
+    """Call ``start`` with a pass's first tiles for which the device has the shared memory."""
+    choices = tiles_of(name, block_d * query.itemsize)
+    key = (name, query.dtype, query.device, block_d)
     first = _too_large.get(key, 0)
     for number, tiles in enumerate(choices[first:], first):
         try:
