@@ -12,12 +12,24 @@ __all__ = ["IS_READABLE", "forward_mode_is_compiled", "is_idle", "is_transformed
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
+
+def _legacy_vmap() -> Any:
+    """Return the key that is in force while the older vmap runs, as is_grads_batched does."""
+    try:
+        return torch._C._dispatch_key_parse("VmapMode")
+    except (AttributeError, RuntimeError):
+        return None
+
+
+_LEGACY_VMAP = _legacy_vmap()
+
 # These are not public: without them every call takes the way that is right for all.
 IS_READABLE = (
-    hasattr(torch._C, "_len_torch_dispatch_stack")
+    _LEGACY_VMAP is not None
+    and hasattr(torch._C, "_dispatch_tls_is_dispatch_key_included")
+    and hasattr(torch._C, "_len_torch_dispatch_stack")
     and hasattr(torch._C, "_functorch")
     and hasattr(torch._C._functorch, "peek_interpreter_stack")
-    and hasattr(torch._C._functorch, "is_legacy_batchedtensor")
     and hasattr(torch.autograd.forward_ad, "_current_level")
 )
 
@@ -29,17 +41,18 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
     """
     if torch.compiler.is_compiling() or not IS_READABLE:
         return False
-    if torch._C._len_torch_dispatch_stack() or _transform_is_active():
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or _transform_is_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
+    ):
         return False
     # Meta tensors have no data to compute on; the fake kernels give their results. All tensors of a
     # call are on one device.
     if tensors[0].is_meta:
         return False
-    is_batched = torch._C._functorch.is_legacy_batchedtensor
     for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or is_batched(tensor):
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()):
             return False
     return True
 

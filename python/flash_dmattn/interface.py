@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -105,11 +105,8 @@ def flash_dmattn_func(
     name = backend_name(backend)
     query, key, value, attn_bias = autocast(query, key, value, attn_bias)
     check_dtypes(query, key, value, name)
-    for argument, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{argument} must have shape (B, rows, heads, D), got {tuple(tensor.shape)}"
-            )
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        _refuse_ranks(query=query, key=key, value=value)
     if plan is not None:
         attn_mask = checked_mask(plan, query, key, attn_mask, is_causal, window_size, backend)
         is_causal, name = plan.is_causal, plan.backend
@@ -133,24 +130,25 @@ def flash_dmattn_func(
     mask, start, end = mask_parts(attn_mask)
     mask = without_expansion(mask, 4)
     bias = without_expansion(bias, 4)
+    # By position, which costs half of what names do; the core gets them in this order too.
     inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        mask=mask,
-        start=start,
-        end=end,
-        bias=bias,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        block_table=None,
-        plan=None if plan is None else plan.columns,
-        max_seqlen_q=0,
-        max_seqlen_k=0,
-        scale=number("softmax_scale", softmax_scale, _default_scale(query)),
-        causal=bool(is_causal),
-        softcap=number("softcap", softcap, 0.0),
-        deterministic=resolved_deterministic(deterministic),
+        query,
+        key,
+        value,
+        mask,
+        start,
+        end,
+        bias,
+        None,  # the cu_seqlens
+        None,
+        None,  # block_table
+        None if plan is None else plan.columns,
+        0,  # the longest sequences
+        0,
+        _scale(softmax_scale, query),
+        bool(is_causal),
+        0.0 if softcap is None else number("softcap", softcap),
+        resolved_deterministic(deterministic),
     )
     return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
 
@@ -260,9 +258,9 @@ def flash_dmattn_varlen_func(
         plan=None if plan is None else plan.columns,
         max_seqlen_q=max_q,
         max_seqlen_k=max_k,
-        scale=number("softmax_scale", softmax_scale, _default_scale(query)),
+        scale=_scale(softmax_scale, query),
         causal=bool(is_causal),
-        softcap=number("softcap", softcap, 0.0),
+        softcap=0.0 if softcap is None else number("softcap", softcap),
         deterministic=resolved_deterministic(deterministic),
     )
     return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
@@ -351,9 +349,16 @@ def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tens
     return to_4d(name, tensor, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
 
 
-def _default_scale(query: Tensor) -> float:
+def _scale(softmax_scale: float | None, query: Tensor) -> float:
+    if softmax_scale is not None:
+        return number("softmax_scale", softmax_scale)
     head_dim = query.shape[-1]
     return float(head_dim**-0.5) if head_dim else 1.0
+
+
+def _refuse_ranks(**tensors: Tensor) -> NoReturn:
+    name, shape = next((n, tuple(t.shape)) for n, t in tensors.items() if t.dim() != 4)
+    raise ValueError(f"{name} must have shape (B, rows, heads, D), got {shape}")
 
 
 def _selectable_bias(bias: Tensor | None, batch: int | None = None) -> Tensor:

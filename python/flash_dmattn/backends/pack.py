@@ -93,11 +93,14 @@ class PackBackend(Backend):
     def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """As forward, in one call of the core and with one allocation for all that is not kept."""
         query, plan = inputs.query, inputs.plan
-        problem, device = self._problem(inputs), query.device
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = None
         if need_lse:
-            lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=device)
+            lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=query.device)
+        if _CORE_READS_TENSORS and _core.attend(self.pack, self._threads(), out, lse, *inputs):
+            return out, lse
+        # An older torch; or one whose allocator has refused, which it now tells in its own words.
+        problem, device = self._problem(inputs), query.device
         scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), device)
         problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
         return out, lse
@@ -183,7 +186,7 @@ class PackBackend(Backend):
             causal=inputs.causal,
             softcap=inputs.softcap,
             deterministic=inputs.deterministic,
-            threads=torch.get_num_threads(),
+            threads=self._threads(),
             stream=self._stream(inputs.query),
         )
 
@@ -201,11 +204,14 @@ class PackBackend(Backend):
             keys=inputs.keys,
             window=inputs.window,
             causal=inputs.causal,
-            threads=torch.get_num_threads(),
+            threads=self._threads(),
             stream=self._stream(inputs.bias),
         )
         workspace = _scratch(selection.workspace_bytes, inputs.bias.device)
         return selection, exchanged(workspace)
+
+    def _threads(self) -> int:
+        return torch.get_num_threads() if self.name == "cpu" else 1
 
     def _stream(self, tensor: Tensor) -> int:
         if self.name == "cpu":
