@@ -131,8 +131,27 @@ void bind_selection(nb::module_ &module) {
           "cu_seqlens_k"_a = nb::none(), "batch"_a, "heads"_a, "kv_heads"_a, "queries"_a, "keys"_a, "window"_a,
           "causal"_a, "threads"_a = 1, "stream"_a = 0)
       .def_prop_ro("workspace_bytes", [](const Selection &self) { return self.workspace_bytes(); })
-      .def("intervals", &Selection::intervals, "start"_a, "end"_a, "workspace"_a.none())
-      .def("keep", &Selection::keep, "keep"_a, "workspace"_a.none());
+      .def("intervals", nb::overload_cast<nb::handle, nb::handle, nb::handle>(&Selection::intervals, nb::const_),
+           "start"_a, "end"_a, "workspace"_a.none())
+      .def("keep", nb::overload_cast<nb::handle, nb::handle>(&Selection::keep, nb::const_), "keep"_a,
+           "workspace"_a.none());
+}
+
+// As attend, by position. The results are start and end, or keep and None.
+void bind_select(nb::module_ &module) {
+  module.def(
+      "select",
+      [](const Pack &pack, int32_t threads, nb::handle start_or_keep, nb::handle end, nb::handle bias, nb::handle mask,
+         nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, int64_t batch, int64_t heads, int64_t kv_heads,
+         int64_t queries, int64_t keys, int64_t window, bool causal) {
+        const Selection selection(pack, {bias, mask, cu_seqlens_q, cu_seqlens_k, batch, heads, kv_heads, queries, keys,
+                                         window, causal, threads, 0});
+        const Exchange exchange(bias);
+        return is_absent(end) ? selection.keep(exchange, start_or_keep)
+                              : selection.intervals(exchange, start_or_keep, end);
+      },
+      "pack"_a, "threads"_a, "start_or_keep"_a, "end"_a.none(), "bias"_a, "mask"_a.none(), "cu_seqlens_q"_a.none(),
+      "cu_seqlens_k"_a.none(), "batch"_a, "heads"_a, "kv_heads"_a, "queries"_a, "keys"_a, "window"_a, "causal"_a);
 }
 
 } // namespace
@@ -148,4 +167,5 @@ NB_MODULE(_core, module) {
   bind_problem(module);
   bind_attend(module);
   bind_selection(module);
+  bind_select(module);
 }

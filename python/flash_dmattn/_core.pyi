@@ -222,3 +222,22 @@ class Selection:
         """Writes start and end, int32, of the broadcast shape of bias and mask without queries."""
     def keep(self, keep: TensorLike, workspace: TensorLike | None) -> None:
         """Writes keep, bool, of the broadcast shape of bias and mask."""
+
+def select(
+    pack: Pack,
+    threads: int,
+    start_or_keep: TensorLike,
+    end: TensorLike | None,
+    bias: TensorLike,
+    mask: TensorLike | None,
+    cu_seqlens_q: TensorLike | None,
+    cu_seqlens_k: TensorLike | None,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    window: int,
+    causal: bool,
+) -> bool:
+    """Makes a Selection and writes start and end, or keep where end is None; else as attend."""

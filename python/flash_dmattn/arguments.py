@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -163,15 +163,13 @@ def index(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
-def to_4d(
-    name: str, tensor: Tensor | None, *, batch: int, heads: int, kv_heads: int, keys: int
-) -> Tensor | None:
+def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, keys: int) -> Tensor:
     """View a mask or bias that is the same for every query, (B, K) or (B, h, K), as (B, h, 1, K).
 
     Raises:
         ValueError: such a tensor does not fit; what has four dimensions is checked by the backend.
     """
-    if tensor is None or tensor.dim() == 4:
+    if tensor.dim() == 4:
         return tensor
     if tensor.dim() not in (2, 3):
         raise ValueError(
@@ -210,6 +208,10 @@ def mask_parts(
     return mask, None, None
 
 
+@overload
+def without_expansion(tensor: Tensor, dimensions: int) -> Tensor: ...
+@overload
+def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None: ...
 def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
     """Narrow the first dimensions, where they are expanded (stride 0), to size 1.
 

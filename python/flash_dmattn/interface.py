@@ -29,7 +29,7 @@ from .backends.base import AttentionInputs
 from .masks import IntervalMask
 from .plan import AttentionPlan, Packing, checked_mask
 from .reference import attention_probabilities
-from .selection import dynamic_mask
+from .selection import composable_mask, dynamic_mask, select, selectable_bias
 
 __all__ = [
     "flash_dmattn_func",
@@ -116,15 +116,18 @@ def flash_dmattn_func(
     else:
         attn_mask = _to_4d("attn_mask", attn_mask, query, key)
     if window_size is not None:
-        attn_mask = dynamic_mask(
-            _selectable_bias(bias, query.shape[0]),
-            window_size,
-            bool(is_causal),
-            _composable_mask(attn_mask),
-            query_length=query.shape[1],
-            key_length=key.shape[1],
-            num_heads=query.shape[2],
-            num_kv_heads=key.shape[2],
+        batch, queries, heads, _ = query.shape
+        _, keys, kv_heads, _ = key.shape
+        attn_mask = select(
+            selectable_bias(bias, batch),
+            composable_mask(attn_mask),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            queries=queries,
+            keys=keys,
+            window_size=window_size,
+            causal=bool(is_causal) and not _is_one_row(queries),
             backend=name,
         )
     mask, start, end = mask_parts(attn_mask)
@@ -227,10 +230,10 @@ def flash_dmattn_varlen_func(
         is_causal, name = plan.is_causal, plan.backend
     if window_size is not None:
         attn_mask = dynamic_mask(
-            _selectable_bias(attn_bias),
+            selectable_bias(attn_bias),
             window_size,
             bool(is_causal),
-            _composable_mask(attn_mask),
+            composable_mask(attn_mask),
             num_heads=query.shape[-2],
             num_kv_heads=key.shape[-2],
             cu_seqlens_q=cu_seqlens_q,
@@ -361,28 +364,9 @@ def _refuse_ranks(**tensors: Tensor) -> NoReturn:
     raise ValueError(f"{name} must have shape (B, rows, heads, D), got {shape}")
 
 
-def _selectable_bias(bias: Tensor | None, batch: int | None = None) -> Tensor:
-    if bias is None:
-        raise ValueError(
-            "window_size selects the keys with the largest attn_bias, but attn_bias is None; pass "
-            "a bias, or an IntervalMask.sliding_window as attn_mask to keep the nearest keys"
-        )
-    # Otherwise the selection would have the wrong batch size, and be blamed for it.
-    if batch is not None and bias.shape[0] not in (1, batch):
-        raise ValueError(
-            f"attn_bias must have batch size {batch} or 1, as query, got {tuple(bias.shape)}"
-        )
-    return bias
-
-
-def _composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
-    if isinstance(mask, IntervalMask):
-        raise ValueError(
-            "window_size cannot be combined with an IntervalMask as attn_mask; pass a boolean "
-            "mask, which attn_mask.to_bool(query_length) is for dense problems, or select with "
-            "dynamic_mask and combine the masks with &"
-        )
-    return mask_parts(mask)[0]
+def _is_one_row(queries: int) -> bool:
+    """Say whether there is one query, which sees all keys; not asked of sizes that are compiled."""
+    return not torch.compiler.is_compiling() and queries == 1
 
 
 def _refuse_paged_gradients(*tensors: Tensor | None) -> None:

@@ -148,20 +148,28 @@ class PackBackend(Backend):
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query."""
-        selection, workspace = self._selection(inputs)
-        start, end = (
-            torch.empty(interval_shape(inputs), dtype=torch.int32, device=inputs.bias.device)
-            for _ in range(2)
-        )
-        selection.intervals(exchanged(start), exchanged(end), workspace)
+        shape, device = interval_shape(inputs), inputs.bias.device
+        start = torch.empty(shape, dtype=torch.int32, device=device)
+        end = torch.empty(shape, dtype=torch.int32, device=device)
+        if not self._has_selected(inputs, start, end):
+            selection, workspace = self._selection(inputs)
+            selection.intervals(exchanged(start), exchanged(end), workspace)
         return start, end
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Select for each row of bias."""
-        selection, workspace = self._selection(inputs)
         keep = torch.empty(keep_shape(inputs), dtype=torch.bool, device=inputs.bias.device)
-        selection.keep(exchanged(keep), workspace)
+        if not self._has_selected(inputs, keep, None):
+            selection, workspace = self._selection(inputs)
+            selection.keep(exchanged(keep), workspace)
         return keep
+
+    def _has_selected(
+        self, inputs: SelectionInputs, start_or_keep: Tensor, end: Tensor | None
+    ) -> bool:
+        return _CORE_READS_TENSORS and _core.select(
+            self.pack, self._threads(), start_or_keep, end, *inputs
+        )
 
     def _problem(self, inputs: AttentionInputs) -> _core.Problem:
         tensors: tuple[Any, ...] = inputs[:10]
