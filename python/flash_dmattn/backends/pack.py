@@ -153,7 +153,7 @@ class PackBackend(Backend):
         end = torch.empty(shape, dtype=torch.int32, device=device)
         if not self._has_selected(inputs, start, end):
             selection, workspace = self._selection(inputs)
-            selection.intervals(exchanged(start), exchanged(end), workspace)
+            selection.intervals(exchanged(start), exchanged(end), exchanged(workspace))
         return start, end
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
@@ -161,7 +161,7 @@ class PackBackend(Backend):
         keep = torch.empty(keep_shape(inputs), dtype=torch.bool, device=inputs.bias.device)
         if not self._has_selected(inputs, keep, None):
             selection, workspace = self._selection(inputs)
-            selection.keep(exchanged(keep), workspace)
+            selection.keep(exchanged(keep), exchanged(workspace))
         return keep
 
     def _has_selected(
@@ -198,7 +198,7 @@ class PackBackend(Backend):
             stream=self._stream(inputs.query),
         )
 
-    def _selection(self, inputs: SelectionInputs) -> tuple[_core.Selection, Any]:
+    def _selection(self, inputs: SelectionInputs) -> tuple[_core.Selection, Tensor | None]:
         selection = _core.Selection(
             self.pack,
             exchanged(inputs.bias),
@@ -215,8 +215,8 @@ class PackBackend(Backend):
             threads=self._threads(),
             stream=self._stream(inputs.bias),
         )
-        workspace = _scratch(selection.workspace_bytes, inputs.bias.device)
-        return selection, exchanged(workspace)
+        # The tensor itself: what an older torch's is exchanged for does not keep it alive.
+        return selection, _scratch(selection.workspace_bytes, inputs.bias.device)
 
     def _threads(self) -> int:
         return torch.get_num_threads() if self.name == "cpu" else 1
