@@ -14,6 +14,7 @@ from .masks import IntervalMask
 
 __all__ = [
     "autocast",
+    "autocast_dtype",
     "backend_name",
     "check_tensors",
     "index",
@@ -84,6 +85,16 @@ _AUTOCAST_DEVICES = frozenset(
 _ANY_AUTOCAST_IS_READABLE = hasattr(torch._C, "_is_any_autocast_enabled")
 
 
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return what torch.autocast casts to on a tensor's device, or None where it is off."""
+    if _ANY_AUTOCAST_IS_READABLE and not torch._C._is_any_autocast_enabled():
+        return None
+    device = tensor.device.type
+    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def autocast(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -92,12 +103,9 @@ def autocast(
 
     float64, integers and booleans are left alone, as autocast leaves them everywhere.
     """
-    if _ANY_AUTOCAST_IS_READABLE and not torch._C._is_any_autocast_enabled():
+    dtype = autocast_dtype(query)
+    if dtype is None:
         return query, key, value, bias
-    device = query.device.type
-    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
-        return query, key, value, bias
-    dtype = torch.get_autocast_dtype(device)
     query, key, value = (_cast(t, dtype) for t in (query, key, value))
     if bias is not None and bias.dtype != torch.float32:
         bias = _cast(bias, dtype)
