@@ -227,6 +227,40 @@ def test_window_size_is_dynamic_mask(
     equal(got, flash_dmattn_func(**given, attn_mask=mask))
 
 
+@pytest.fixture
+def _poisoned_memory():
+    """What torch.empty allocates is NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 7, 9), (2, 0, 9), (2, 7, 0), (2, 0, 0)])
+def test_sizes_of_zero(batch: int, queries: int, keys: int, kind: str, target: Target) -> None:
+    """Nothing is left as it was allocated: rows without keys are 0, and their lse is -inf."""
+    given = arguments(target, "none")
+    given["query"] = given["query"][:batch, :queries]
+    given["key"], given["value"] = (given[n][:batch, :keys] for n in ("key", "value"))
+    given["attn_bias"] = given["attn_bias"][:batch, :, :, :keys]
+    if kind in ("keys", "rows"):
+        rows = 1 if kind == "keys" else queries
+        given["attn_mask"] = rand_bool(batch, 2, rows, keys).to(target.device)
+    elif kind == "intervals":
+        given["attn_mask"] = IntervalMask.sliding_window(3, 1, queries, keys, device=target.device)
+    for window in (None, 3) if kind != "intervals" else (None,):
+        for causal in (False, True):
+            given["is_causal"] = causal
+            out, lse = flash_dmattn_func(**given, window_size=window)
+            assert out.shape == given["query"].shape
+            assert lse.shape == (batch, 4, queries)
+            if keys == 0:
+                assert not out.any()
+                assert lse.isneginf().all()
+
+
 def test_the_older_vmap_is_seen(target: Target) -> None:
     states = []
 

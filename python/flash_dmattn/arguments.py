@@ -87,7 +87,11 @@ _ANY_AUTOCAST_IS_READABLE = hasattr(torch._C, "_is_any_autocast_enabled")
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return what torch.autocast casts to on a tensor's device, or None where it is off."""
-    if _ANY_AUTOCAST_IS_READABLE and not torch._C._is_any_autocast_enabled():
+    if (
+        _ANY_AUTOCAST_IS_READABLE
+        and not torch.compiler.is_compiling()  # not every version's compiler knows the function
+        and not torch._C._is_any_autocast_enabled()
+    ):
         return None
     device = tensor.device.type
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
