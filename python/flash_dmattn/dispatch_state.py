@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["IS_READABLE", "forward_mode_is_compiled", "is_idle", "is_transformed"]
 
@@ -30,8 +31,13 @@ IS_READABLE = (
     and hasattr(torch._C, "_len_torch_dispatch_stack")
     and hasattr(torch._C, "_functorch")
     and hasattr(torch._C._functorch, "peek_interpreter_stack")
-    and hasattr(torch.autograd.forward_ad, "_current_level")
+    and hasattr(forward_ad, "_current_level")
 )
+# Each dot costs a small call as much as the question behind it.
+if IS_READABLE:
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _is_in_force = torch._C._dispatch_tls_is_dispatch_key_included
+    _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def is_idle(tensors: tuple[Any, ...]) -> bool:
@@ -41,11 +47,7 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
     """
     if torch.compiler.is_compiling() or not IS_READABLE:
         return False
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or _transform_is_active()
-        or torch._C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
-    ):
+    if _dispatch_modes() or _transform_is_active() or _is_in_force(_LEGACY_VMAP):
         return False
     # Meta tensors have no data to compute on; the fake kernels give their results. All tensors of a
     # call are on one device.
@@ -69,10 +71,7 @@ def is_transformed() -> bool:
 
 
 def _transform_is_active() -> bool:
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return _transform() is not None or forward_ad._current_level >= 0
 
 
 def forward_mode_is_compiled() -> bool:
@@ -80,8 +79,4 @@ def forward_mode_is_compiled() -> bool:
 
     It cannot trace what refuses them elsewhere, and reads only this of the state.
     """
-    return (
-        torch.compiler.is_compiling()
-        and IS_READABLE
-        and torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch.compiler.is_compiling() and IS_READABLE and forward_ad._current_level >= 0

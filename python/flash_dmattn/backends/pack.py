@@ -150,7 +150,7 @@ class PackBackend(Backend):
         """Select for a bias that is the same for every query."""
         shape, device = interval_shape(inputs), inputs.bias.device
         start = torch.empty(shape, dtype=torch.int32, device=device)
-        end = torch.empty(shape, dtype=torch.int32, device=device)
+        end = torch.empty_like(start)  # without the sizes, which take torch longer to read
         if not self._has_selected(inputs, start, end):
             selection, workspace = self._selection(inputs)
             selection.intervals(exchanged(start), exchanged(end), exchanged(workspace))
