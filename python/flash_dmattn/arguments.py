@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -38,24 +38,25 @@ def check_tensors(query: Tensor, **others: Any) -> None:
     for name, argument in others.items():
         if argument is None:
             continue
-        tensor = argument
-        if not isinstance(argument, Tensor):
-            _check_interval_mask(name, argument)
+        if isinstance(argument, Tensor):
+            tensor = argument
+        elif isinstance(argument, IntervalMask) and name == "attn_mask":
             tensor = argument.start
+        else:
+            _refuse_type(name, argument)
         if tensor.device != device:
             raise ValueError(
                 f"{name} must be on query's device {device}, got a tensor on {tensor.device}"
             )
 
 
-def _check_interval_mask(name: str, argument: Any) -> None:
-    if not isinstance(argument, IntervalMask):
-        allowed = "a torch.Tensor"
-        if name == "attn_mask":
-            allowed = "a boolean torch.Tensor, an IntervalMask or None"
-        raise TypeError(f"{name} must be {allowed}, got {type(argument).__name__}: {argument!r}")
-    if name != "attn_mask":
+def _refuse_type(name: str, argument: Any) -> NoReturn:
+    if isinstance(argument, IntervalMask):
         raise TypeError(f"{name} must be a torch.Tensor, got an IntervalMask")
+    allowed = "a torch.Tensor"
+    if name == "attn_mask":
+        allowed = "a boolean torch.Tensor, an IntervalMask or None"
+    raise TypeError(f"{name} must be {allowed}, got {type(argument).__name__}: {argument!r}")
 
 
 def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
