@@ -43,6 +43,16 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
+// A tensor that the one who asked for it owns, until it calls the deleter.
+struct ManagedTensor {
+  uint32_t major;
+  uint32_t minor;
+  void *context;
+  void (*deleter)(ManagedTensor *self); // may be null
+  uint64_t flags;
+  Tensor tensor;
+};
+
 // Only the header keeps its layout across major versions; older tables hang behind it.
 struct ExchangeHeader {
   uint32_t major;
@@ -52,14 +62,17 @@ struct ExchangeHeader {
 
 struct ExchangeTable {
   ExchangeHeader header;
-  void *allocate;
+  // may be null; 0, or -1 after a call of set_error
+  int (*allocate)(Tensor *prototype, ManagedTensor **out, void *error_context,
+                  void (*set_error)(void *error_context, const char *kind, const char *message));
   void *managed_from_object;
   void *managed_to_object;
   int (*view_from_object)(void *object, Tensor *out); // may be null; 0, or -1 with a Python exception set
-  void *current_stream;
+  int (*current_stream)(int32_t device_type, int32_t device_index, void **out); // as view_from_object
 };
 
 static_assert(sizeof(Tensor) == 48 && offsetof(Tensor, shape) == 24, "the layout of DLTensor on 64-bit platforms");
+static_assert(offsetof(ManagedTensor, tensor) == 32, "the layout of DLManagedTensorVersioned on 64-bit platforms");
 static_assert(offsetof(ExchangeTable, view_from_object) == 40, "the layout of DLPackExchangeAPI on 64-bit platforms");
 
 } // namespace fdm::dlpack

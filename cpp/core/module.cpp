@@ -89,7 +89,8 @@ void bind_problem(nb::module_ &module) {
       .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())
       .def("forward", &Problem::forward, "out"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none(), "splits"_a = 0)
       .def("attend_bytes", &Problem::attend_bytes, "has_lse"_a, "has_plan"_a)
-      .def("attend", &Problem::attend, "out"_a, "lse"_a.none(), "plan"_a.none(), "scratch"_a.none())
+      .def("attend", nb::overload_cast<nb::handle, nb::handle, nb::handle, nb::handle>(&Problem::attend, nb::const_),
+           "out"_a, "lse"_a.none(), "plan"_a.none(), "scratch"_a.none())
       .def(
           "backward",
           [](const Problem &self, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse, nb::handle dq,
@@ -97,6 +98,23 @@ void bind_problem(nb::module_ &module) {
              nb::handle workspace) { self.backward({dout, dlse, out, lse, dq, dk, dv, dbias}, plan, workspace); },
           "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "dq"_a.none(), "dk"_a.none(), "dv"_a.none(), "dbias"_a.none(),
           "plan"_a.none(), "workspace"_a.none());
+}
+
+// To be called by position: names cost a small call more than all else that is done with its arguments.
+void bind_attend(nb::module_ &module) {
+  module.def(
+      "attend",
+      [](const Pack &pack, int32_t threads, nb::handle out, nb::handle lse, nb::handle query, nb::handle key,
+         nb::handle value, nb::handle mask, nb::handle start, nb::handle end, nb::handle bias, nb::handle cu_seqlens_q,
+         nb::handle cu_seqlens_k, nb::handle block_table, nb::handle plan, int64_t max_seqlen_q, int64_t max_seqlen_k,
+         double scale, bool causal, double softcap, bool deterministic) {
+        Problem problem(pack, {query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                               max_seqlen_k, block_table, scale, causal, softcap, deterministic, threads, 0});
+        return problem.attend(Exchange(query), out, lse, plan);
+      },
+      "pack"_a, "threads"_a, "out"_a, "lse"_a.none(), "query"_a, "key"_a, "value"_a, "mask"_a.none(), "start"_a.none(),
+      "end"_a.none(), "bias"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "block_table"_a.none(),
+      "plan"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "scale"_a, "causal"_a, "softcap"_a, "deterministic"_a);
 }
 
 void bind_selection(nb::module_ &module) {
@@ -113,8 +131,27 @@ void bind_selection(nb::module_ &module) {
           "cu_seqlens_k"_a = nb::none(), "batch"_a, "heads"_a, "kv_heads"_a, "queries"_a, "keys"_a, "window"_a,
           "causal"_a, "threads"_a = 1, "stream"_a = 0)
       .def_prop_ro("workspace_bytes", [](const Selection &self) { return self.workspace_bytes(); })
-      .def("intervals", &Selection::intervals, "start"_a, "end"_a, "workspace"_a.none())
-      .def("keep", &Selection::keep, "keep"_a, "workspace"_a.none());
+      .def("intervals", nb::overload_cast<nb::handle, nb::handle, nb::handle>(&Selection::intervals, nb::const_),
+           "start"_a, "end"_a, "workspace"_a.none())
+      .def("keep", nb::overload_cast<nb::handle, nb::handle>(&Selection::keep, nb::const_), "keep"_a,
+           "workspace"_a.none());
+}
+
+// As attend, by position. The results are start and end, or keep and None.
+void bind_select(nb::module_ &module) {
+  module.def(
+      "select",
+      [](const Pack &pack, int32_t threads, nb::handle start_or_keep, nb::handle end, nb::handle bias, nb::handle mask,
+         nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, int64_t batch, int64_t heads, int64_t kv_heads,
+         int64_t queries, int64_t keys, int64_t window, bool causal) {
+        const Selection selection(pack, {bias, mask, cu_seqlens_q, cu_seqlens_k, batch, heads, kv_heads, queries, keys,
+                                         window, causal, threads, 0});
+        const Exchange exchange(bias);
+        return is_absent(end) ? selection.keep(exchange, start_or_keep)
+                              : selection.intervals(exchange, start_or_keep, end);
+      },
+      "pack"_a, "threads"_a, "start_or_keep"_a, "end"_a.none(), "bias"_a, "mask"_a.none(), "cu_seqlens_q"_a.none(),
+      "cu_seqlens_k"_a.none(), "batch"_a, "heads"_a, "kv_heads"_a, "queries"_a, "keys"_a, "window"_a, "causal"_a);
 }
 
 } // namespace
@@ -128,5 +165,7 @@ NB_MODULE(_core, module) {
   bind_pack(module);
   module.def("load_pack", [](std::string path) { return new Pack(std::move(path)); }, "path"_a);
   bind_problem(module);
+  bind_attend(module);
   bind_selection(module);
+  bind_select(module);
 }

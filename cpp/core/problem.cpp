@@ -236,16 +236,23 @@ Problem::Scratch Problem::scratch_of(bool has_lse, bool has_plan) const {
   return scratch;
 }
 
-int64_t Problem::attend_bytes(bool has_lse, bool has_plan) const {
-  const Scratch scratch = scratch_of(has_lse, has_plan);
-  return scratch.plan + scratch.lse + scratch.workspace;
+void Problem::attend(nb::handle out, nb::handle lse, nb::handle plan, nb::handle scratch) const {
+  const Scratch sizes = scratch_of(!is_absent(lse), !is_absent(plan));
+  attend_in(read_buffer(scratch, "scratch", sizes.bytes(), device_).data, sizes, out, lse, plan);
 }
 
-void Problem::attend(nb::handle out, nb::handle lse, nb::handle plan, nb::handle scratch) const {
-  const bool has_lse = !is_absent(lse), has_plan = !is_absent(plan);
-  const Scratch sizes = scratch_of(has_lse, has_plan);
-  const fdm_buffer memory = read_buffer(scratch, "scratch", sizes.plan + sizes.lse + sizes.workspace, device_);
-  std::byte *begin = static_cast<std::byte *>(memory.data);
+bool Problem::attend(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan) {
+  if (!exchange.current_stream(device_, problem_.context.stream)) return false;
+  const Scratch sizes = scratch_of(!is_absent(lse), !is_absent(plan));
+  const DeviceBytes memory(exchange, sizes.bytes(), device_);
+  if (memory.data() == nullptr && sizes.bytes() > 0) return false;
+  attend_in(memory.data(), sizes, out, lse, plan);
+  return true;
+}
+
+void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::handle lse, nb::handle plan) const {
+  const bool has_lse = !is_absent(lse);
+  std::byte *const begin = static_cast<std::byte *>(memory);
   fdm_buffer plan_buffer{begin, sizes.plan};
   void *const lse_data = begin + sizes.plan;
   const fdm_buffer workspace{begin + sizes.plan + sizes.lse, sizes.workspace};
@@ -253,7 +260,7 @@ void Problem::attend(nb::handle out, nb::handle lse, nb::handle plan, nb::handle
   const fdm_tensor out_tensor = read_out(out);
   const fdm_tensor lse_tensor = has_lse ? read_lse(lse, "lse") : contiguous_lse(lse_data, extents_);
   if (has_lse) require_distinct_elements(lse_tensor, "lse");
-  if (has_plan)
+  if (!is_absent(plan))
     plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
   else if (sizes.plan > 0)
     run_plan(plan_buffer, workspace);

@@ -39,14 +39,19 @@ public:
 
   // forward, with a plan of its own where none is given, and an lse that nobody reads where that is None. What it needs
   // for these it takes from one scratch tensor, since allocations are a good part of a small call's time.
-  int64_t attend_bytes(bool has_lse, bool has_plan) const;
+  int64_t attend_bytes(bool has_lse, bool has_plan) const { return scratch_of(has_lse, has_plan).bytes(); }
   void attend(nb::handle out, nb::handle lse, nb::handle plan, nb::handle scratch) const;
+  // The same on the current stream of a tensor library, and in memory of its allocator. False, with nothing done, where
+  // it does not offer both.
+  bool attend(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan);
   void backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const;
 
 private:
   // The bytes of each part of attend's scratch memory, where it is needed.
   struct Scratch {
     int64_t plan, lse, workspace;
+
+    int64_t bytes() const { return plan + lse + workspace; }
   };
 
   void read_query(const ProblemArguments &arguments);
@@ -62,6 +67,7 @@ private:
   fdm_tensor read_lse(nb::handle object, const char *name) const;
   fdm_tensor read_out(nb::handle object) const;
   Scratch scratch_of(bool has_lse, bool has_plan) const;
+  void attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::handle lse, nb::handle plan) const;
   void run_plan(fdm_buffer plan, fdm_buffer workspace) const;
   void run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan,
                    fdm_buffer workspace) const;

@@ -90,16 +90,30 @@ void Selection::require_result_shape(const fdm_tensor &result, const char *name)
   require_distinct_elements(result, name);
 }
 
+// A result without elements has no address, by which a pack knows what is wanted.
+bool Selection::has_elements() const { return std::count(result_shape_, result_shape_ + 4, 0) == 0; }
+
 void Selection::select(const fdm_selection &selection, nb::handle workspace) const {
-  // A result without elements has no address, by which a pack knows what is wanted.
-  if (std::count(result_shape_, result_shape_ + 4, 0) != 0) return;
-  const fdm_buffer buffer = read_buffer(workspace, "workspace", workspace_bytes(selection), device_);
+  if (has_elements()) run(selection, read_buffer(workspace, "workspace", workspace_bytes(selection), device_));
+}
+
+bool Selection::select(fdm_selection selection, const Exchange &exchange) const {
+  if (!has_elements()) return true;
+  if (!exchange.current_stream(device_, selection.context.stream)) return false;
+  const int64_t bytes = workspace_bytes(selection);
+  const DeviceBytes memory(exchange, bytes, device_);
+  if (memory.data() == nullptr && bytes > 0) return false;
+  run(selection, {memory.data(), bytes});
+  return true;
+}
+
+void Selection::run(const fdm_selection &selection, fdm_buffer workspace) const {
   call_pack<Gil::release>(pack_, "select", [&](char *message, size_t message_bytes) {
-    return pack_.select(&selection, buffer, message, message_bytes);
+    return pack_.select(&selection, workspace, message, message_bytes);
   });
 }
 
-void Selection::intervals(nb::handle start, nb::handle end, nb::handle workspace) const {
+fdm_selection Selection::with_intervals(nb::handle start, nb::handle end) const {
   if (result_shape_[2] != 1)
     value_error("start and end are wanted, but attn_bias or attn_mask has a row for each of ", result_shape_[2],
                 " queries; only keep can hold that");
@@ -108,14 +122,26 @@ void Selection::intervals(nb::handle start, nb::handle end, nb::handle workspace
   selection.end = map_intervals(read_argument(end, "end", only(FDM_INT32), device_), "end", extents_);
   require_result_shape(selection.start, "start");
   require_result_shape(selection.end, "end");
-  select(selection, workspace);
+  return selection;
 }
 
-void Selection::keep(nb::handle keep, nb::handle workspace) const {
+fdm_selection Selection::with_keep(nb::handle keep) const {
   fdm_selection selection = selection_;
   selection.keep = map_scores(read_argument(keep, "keep", only(FDM_BOOL), device_), "keep", extents_);
   require_result_shape(selection.keep, "keep");
-  select(selection, workspace);
+  return selection;
 }
+
+void Selection::intervals(nb::handle start, nb::handle end, nb::handle workspace) const {
+  select(with_intervals(start, end), workspace);
+}
+
+void Selection::keep(nb::handle keep, nb::handle workspace) const { select(with_keep(keep), workspace); }
+
+bool Selection::intervals(const Exchange &exchange, nb::handle start, nb::handle end) const {
+  return select(with_intervals(start, end), exchange);
+}
+
+bool Selection::keep(const Exchange &exchange, nb::handle keep) const { return select(with_keep(keep), exchange); }
 
 } // namespace fdm

@@ -29,13 +29,23 @@ public:
   void intervals(nb::handle start, nb::handle end, nb::handle workspace) const;
   void keep(nb::handle keep, nb::handle workspace) const;
 
+  // The same on the current stream of a tensor library, and in memory of its allocator. False, with nothing done, where
+  // it does not offer both.
+  bool intervals(const Exchange &exchange, nb::handle start, nb::handle end) const;
+  bool keep(const Exchange &exchange, nb::handle keep) const;
+
 private:
   void read_sizes(const SelectionArguments &arguments);
   void read_sequences(const SelectionArguments &arguments);
   void read_scores(const SelectionArguments &arguments, const TensorView &bias);
   int64_t workspace_bytes(const fdm_selection &selection) const;
   void require_result_shape(const fdm_tensor &result, const char *name) const;
+  fdm_selection with_intervals(nb::handle start, nb::handle end) const;
+  fdm_selection with_keep(nb::handle keep) const;
   void select(const fdm_selection &selection, nb::handle workspace) const;
+  bool select(fdm_selection selection, const Exchange &exchange) const;
+  void run(const fdm_selection &selection, fdm_buffer workspace) const;
+  bool has_elements() const;
 
   const fdm_pack &pack_;
   fdm_selection selection_;

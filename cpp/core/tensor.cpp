@@ -183,6 +183,37 @@ TensorView read_tensor(nb::handle object, const char *name) {
   return view;
 }
 
+Exchange::Exchange(nb::handle tensor) : table_(exchange_cache.find(Py_TYPE(tensor.ptr()))) {}
+
+bool Exchange::current_stream(Device device, void *&stream) const {
+  stream = nullptr;
+  if (device.type == FDM_CPU) return true;
+  if (table_ == nullptr || table_->current_stream == nullptr) return false;
+  if (table_->current_stream(device.type, device.index, &stream) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+DeviceBytes::DeviceBytes(const Exchange &exchange, int64_t bytes, Device device) {
+  if (bytes == 0 || exchange.table_ == nullptr || exchange.table_->allocate == nullptr) return;
+  dlpack::Tensor prototype{};
+  prototype.device = {device.type, device.index};
+  prototype.rank = 1;
+  prototype.dtype = {dlpack::type_uint, 8, 1};
+  prototype.shape = &bytes;
+  // Whoever asks for the memory then says what is missing in his own words.
+  const auto set_no_error = [](void *, const char *, const char *) {};
+  if (exchange.table_->allocate(&prototype, &memory_, nullptr, set_no_error) != 0) memory_ = nullptr;
+}
+
+DeviceBytes::~DeviceBytes() {
+  if (memory_ != nullptr && memory_->deleter != nullptr) memory_->deleter(memory_);
+}
+
+void *DeviceBytes::data() const {
+  return memory_ == nullptr ? nullptr : static_cast<char *>(memory_->tensor.data) + memory_->tensor.byte_offset;
+}
+
 const char *dtype_name(int32_t pack_code) {
   for (const Dtype &dtype : dtypes)
     if (dtype.pack_code == pack_code) return dtype.name;

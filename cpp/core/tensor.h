@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../pack.h"
+#include "dlpack.h"
 #include "text.h"
 
 namespace fdm {
@@ -45,6 +46,35 @@ struct TensorView {
 // Reads an object whose type has DLPack's C exchange API, or the tuple
 // (data_ptr, dtype, shape, strides_in_elements, device_type, device_index). `name` is the argument's name for messages.
 TensorView read_tensor(nb::handle object, const char *name);
+
+// What the library of a tensor's type knows of its device, through the same API.
+class Exchange {
+public:
+  // Of a type without the API everything is refused.
+  explicit Exchange(nb::handle tensor);
+
+  // Where the device has streams, the one that the library puts its work on.
+  bool current_stream(Device device, void *&stream) const;
+
+private:
+  friend class DeviceBytes;
+  const dlpack::ExchangeTable *table_;
+};
+
+// Memory of a device from the library's own allocator, given back at the end of the scope.
+class DeviceBytes {
+public:
+  DeviceBytes(const Exchange &exchange, int64_t bytes, Device device);
+  ~DeviceBytes();
+  DeviceBytes(const DeviceBytes &) = delete;
+  DeviceBytes &operator=(const DeviceBytes &) = delete;
+
+  // Null where none are needed, or where the allocator has none.
+  void *data() const;
+
+private:
+  dlpack::ManagedTensor *memory_ = nullptr;
+};
 
 const char *dtype_name(int32_t pack_code);
 

@@ -161,6 +161,35 @@ class Problem:
     ) -> None:
         """Writes the gradients that are not None, each of its tensor's shape and dtype."""
 
+def attend(
+    pack: Pack,
+    threads: int,
+    out: TensorLike,
+    lse: TensorLike | None,
+    query: TensorLike,
+    key: TensorLike,
+    value: TensorLike,
+    mask: TensorLike | None,
+    start: TensorLike | None,
+    end: TensorLike | None,
+    bias: TensorLike | None,
+    cu_seqlens_q: TensorLike | None,
+    cu_seqlens_k: TensorLike | None,
+    block_table: TensorLike | None,
+    plan: TensorLike | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    deterministic: bool,
+) -> bool:
+    """Makes a Problem and does what its attend does, on the current stream of query's library.
+
+    The scratch memory is from that library's allocator. False, with nothing done, where query's
+    type has no DLPack C exchange API, or the allocator refuses.
+    """
+
 class Selection:
     """A validated selection of the window keys with the largest bias.
 
@@ -193,3 +222,22 @@ class Selection:
         """Writes start and end, int32, of the broadcast shape of bias and mask without queries."""
     def keep(self, keep: TensorLike, workspace: TensorLike | None) -> None:
         """Writes keep, bool, of the broadcast shape of bias and mask."""
+
+def select(
+    pack: Pack,
+    threads: int,
+    start_or_keep: TensorLike,
+    end: TensorLike | None,
+    bias: TensorLike,
+    mask: TensorLike | None,
+    cu_seqlens_q: TensorLike | None,
+    cu_seqlens_k: TensorLike | None,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    window: int,
+    causal: bool,
+) -> bool:
+    """Makes a Selection and writes start and end, or keep where end is None; else as attend."""

@@ -7,19 +7,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["IS_READABLE", "forward_mode_is_compiled", "is_idle", "is_transformed"]
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
+
+def _legacy_vmap() -> Any:
+    """Return the key that is in force while the older vmap runs, as is_grads_batched does."""
+    try:
+        return torch._C._dispatch_key_parse("VmapMode")
+    except (AttributeError, RuntimeError):
+        return None
+
+
+_LEGACY_VMAP = _legacy_vmap()
+
 # These are not public: without them every call takes the way that is right for all.
 IS_READABLE = (
-    hasattr(torch._C, "_len_torch_dispatch_stack")
+    _LEGACY_VMAP is not None
+    and hasattr(torch._C, "_dispatch_tls_is_dispatch_key_included")
+    and hasattr(torch._C, "_len_torch_dispatch_stack")
     and hasattr(torch._C, "_functorch")
     and hasattr(torch._C._functorch, "peek_interpreter_stack")
-    and hasattr(torch._C._functorch, "is_legacy_batchedtensor")
-    and hasattr(torch.autograd.forward_ad, "_current_level")
+    and hasattr(forward_ad, "_current_level")
 )
+# Each dot costs a small call as much as the question behind it.
+if IS_READABLE:
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _is_in_force = torch._C._dispatch_tls_is_dispatch_key_included
+    _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def is_idle(tensors: tuple[Any, ...]) -> bool:
@@ -29,17 +47,14 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
     """
     if torch.compiler.is_compiling() or not IS_READABLE:
         return False
-    if torch._C._len_torch_dispatch_stack() or _transform_is_active():
+    if _dispatch_modes() or _transform_is_active() or _is_in_force(_LEGACY_VMAP):
         return False
     # Meta tensors have no data to compute on; the fake kernels give their results. All tensors of a
     # call are on one device.
     if tensors[0].is_meta:
         return False
-    is_batched = torch._C._functorch.is_legacy_batchedtensor
     for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or is_batched(tensor):
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()):
             return False
     return True
 
@@ -56,10 +71,7 @@ def is_transformed() -> bool:
 
 
 def _transform_is_active() -> bool:
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return _transform() is not None or forward_ad._current_level >= 0
 
 
 def forward_mode_is_compiled() -> bool:
@@ -67,8 +79,4 @@ def forward_mode_is_compiled() -> bool:
 
     It cannot trace what refuses them elsewhere, and reads only this of the state.
     """
-    return (
-        torch.compiler.is_compiling()
-        and IS_READABLE
-        and torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch.compiler.is_compiling() and IS_READABLE and forward_ad._current_level >= 0

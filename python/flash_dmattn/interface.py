@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from .backends.base import AttentionInputs
 from .masks import IntervalMask
 from .plan import AttentionPlan, Packing, checked_mask
 from .reference import attention_probabilities
-from .selection import dynamic_mask
+from .selection import composable_mask, dynamic_mask, select, selectable_bias
 
 __all__ = [
     "flash_dmattn_func",
@@ -105,11 +105,8 @@ def flash_dmattn_func(
     name = backend_name(backend)
     query, key, value, attn_bias = autocast(query, key, value, attn_bias)
     check_dtypes(query, key, value, name)
-    for argument, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{argument} must have shape (B, rows, heads, D), got {tuple(tensor.shape)}"
-            )
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        _refuse_ranks(query=query, key=key, value=value)
     if plan is not None:
         attn_mask = checked_mask(plan, query, key, attn_mask, is_causal, window_size, backend)
         is_causal, name = plan.is_causal, plan.backend
@@ -119,38 +116,42 @@ def flash_dmattn_func(
     else:
         attn_mask = _to_4d("attn_mask", attn_mask, query, key)
     if window_size is not None:
-        attn_mask = dynamic_mask(
-            _selectable_bias(bias, query.shape[0]),
-            window_size,
-            bool(is_causal),
-            _composable_mask(attn_mask),
-            query_length=query.shape[1],
-            key_length=key.shape[1],
-            num_heads=query.shape[2],
-            num_kv_heads=key.shape[2],
+        batch, queries, heads, _ = query.shape
+        _, keys, kv_heads, _ = key.shape
+        attn_mask = select(
+            selectable_bias(bias, batch),
+            composable_mask(attn_mask),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            queries=queries,
+            keys=keys,
+            window_size=window_size,
+            causal=bool(is_causal) and not _is_one_row(queries),
             backend=name,
         )
     mask, start, end = mask_parts(attn_mask)
     mask = without_expansion(mask, 4)
     bias = without_expansion(bias, 4)
+    # By position, which costs half of what names do; the core gets them in this order too.
     inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        mask=mask,
-        start=start,
-        end=end,
-        bias=bias,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        block_table=None,
-        plan=None if plan is None else plan.columns,
-        max_seqlen_q=0,
-        max_seqlen_k=0,
-        scale=number("softmax_scale", softmax_scale, _default_scale(query)),
-        causal=bool(is_causal),
-        softcap=number("softcap", softcap, 0.0),
-        deterministic=resolved_deterministic(deterministic),
+        query,
+        key,
+        value,
+        mask,
+        start,
+        end,
+        bias,
+        None,  # the cu_seqlens
+        None,
+        None,  # block_table
+        None if plan is None else plan.columns,
+        0,  # the longest sequences
+        0,
+        _scale(softmax_scale, query),
+        bool(is_causal),
+        0.0 if softcap is None else number("softcap", softcap),
+        resolved_deterministic(deterministic),
     )
     return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
 
@@ -229,10 +230,10 @@ def flash_dmattn_varlen_func(
         is_causal, name = plan.is_causal, plan.backend
     if window_size is not None:
         attn_mask = dynamic_mask(
-            _selectable_bias(attn_bias),
+            selectable_bias(attn_bias),
             window_size,
             bool(is_causal),
-            _composable_mask(attn_mask),
+            composable_mask(attn_mask),
             num_heads=query.shape[-2],
             num_kv_heads=key.shape[-2],
             cu_seqlens_q=cu_seqlens_q,
@@ -247,23 +248,23 @@ def flash_dmattn_varlen_func(
     mask = without_expansion(mask, 1)
     attn_bias = without_expansion(attn_bias, 1)
     inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        mask=mask,
-        start=start,
-        end=end,
-        bias=attn_bias,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        block_table=block_table,
-        plan=None if plan is None else plan.columns,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        scale=number("softmax_scale", softmax_scale, _default_scale(query)),
-        causal=bool(is_causal),
-        softcap=number("softcap", softcap, 0.0),
-        deterministic=resolved_deterministic(deterministic),
+        query,
+        key,
+        value,
+        mask,
+        start,
+        end,
+        attn_bias,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        block_table,
+        None if plan is None else plan.columns,
+        max_q,
+        max_k,
+        _scale(softmax_scale, query),
+        bool(is_causal),
+        0.0 if softcap is None else number("softcap", softcap),
+        resolved_deterministic(deterministic),
     )
     return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
 
@@ -351,33 +352,21 @@ def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tens
     return to_4d(name, tensor, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
 
 
-def _default_scale(query: Tensor) -> float:
+def _scale(softmax_scale: float | None, query: Tensor) -> float:
+    if softmax_scale is not None:
+        return number("softmax_scale", softmax_scale)
     head_dim = query.shape[-1]
     return float(head_dim**-0.5) if head_dim else 1.0
 
 
-def _selectable_bias(bias: Tensor | None, batch: int | None = None) -> Tensor:
-    if bias is None:
-        raise ValueError(
-            "window_size selects the keys with the largest attn_bias, but attn_bias is None; pass "
-            "a bias, or an IntervalMask.sliding_window as attn_mask to keep the nearest keys"
-        )
-    # Otherwise the selection would have the wrong batch size, and be blamed for it.
-    if batch is not None and bias.shape[0] not in (1, batch):
-        raise ValueError(
-            f"attn_bias must have batch size {batch} or 1, as query, got {tuple(bias.shape)}"
-        )
-    return bias
+def _refuse_ranks(**tensors: Tensor) -> NoReturn:
+    name, shape = next((n, tuple(t.shape)) for n, t in tensors.items() if t.dim() != 4)
+    raise ValueError(f"{name} must have shape (B, rows, heads, D), got {shape}")
 
 
-def _composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
-    if isinstance(mask, IntervalMask):
-        raise ValueError(
-            "window_size cannot be combined with an IntervalMask as attn_mask; pass a boolean "
-            "mask, which attn_mask.to_bool(query_length) is for dense problems, or select with "
-            "dynamic_mask and combine the masks with &"
-        )
-    return mask_parts(mask)[0]
+def _is_one_row(queries: int) -> bool:
+    """Say whether there is one query, which sees all keys; not asked of sizes that are compiled."""
+    return not torch.compiler.is_compiling() and queries == 1
 
 
 def _refuse_paged_gradients(*tensors: Tensor | None) -> None:

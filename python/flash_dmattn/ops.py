@@ -42,6 +42,7 @@ _GRADIENT_NAMES = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias"
 # Where query, key, value and bias stand among the inputs.
 _DIFFERENTIABLE = (0, 1, 2, 6)
 _TENSOR_COUNT = 11
+_SELECTION_TENSOR_COUNT = 4
 
 _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
 
@@ -50,9 +51,8 @@ def attention(
     inputs: AttentionInputs, backend: str, *, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return out and lse, differentiable; lse may be None where it is not needed."""
-    tensors = inputs[:_TENSOR_COUNT]
-    if dispatch_state.is_idle(tensors):
-        if not _is_recorded(tensors):
+    if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
+        if not (torch.is_grad_enabled() and _requires_grad(inputs)):
             chosen = select_backend(inputs.query.device, backend)
             return chosen.attend(inputs, need_lse=need_lse)
         out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
@@ -76,14 +76,27 @@ def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
 
 def select_intervals(inputs: SelectionInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return start and end, int32 ``(b, h, K)``."""
+    if dispatch_state.is_idle(inputs[:_SELECTION_TENSOR_COUNT]):
+        return select_backend(inputs.bias.device, backend).select_intervals(inputs)
     start, end = torch.ops.flash_dmattn.select_intervals.default(*inputs, backend)
     return start, end
 
 
 def select_keep(inputs: SelectionInputs, backend: str) -> Tensor:
     """Return bool of the broadcast shape of bias and mask."""
+    if dispatch_state.is_idle(inputs[:_SELECTION_TENSOR_COUNT]):
+        return select_backend(inputs.bias.device, backend).select_keep(inputs)
     keep: Tensor = torch.ops.flash_dmattn.select_keep.default(*inputs, backend)
     return keep
+
+
+def _requires_grad(inputs: AttentionInputs) -> bool:
+    return (
+        inputs.query.requires_grad
+        or inputs.key.requires_grad
+        or inputs.value.requires_grad
+        or (inputs.bias is not None and inputs.bias.requires_grad)
+    )
 
 
 def _is_recorded(tensors: tuple[Any, ...]) -> bool:

@@ -162,7 +162,7 @@ def make_plan(
     if packing is None:
         if isinstance(mask, IntervalMask):
             mask.check_query_length(query.shape[1], "attn_mask")
-        else:
+        elif mask is not None:
             batch, _, heads, keys, kv_heads = sizes
             mask = to_4d("attn_mask", mask, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
     plain, start, end = mask_parts(mask)

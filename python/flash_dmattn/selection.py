@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .arguments import backend_name, check_tensors, index, to_4d, without_expansion
+from .arguments import (
+    backend_name,
+    check_tensors,
+    index,
+    mask_parts,
+    to_4d,
+    without_expansion,
+)
 from .backends.base import SelectionInputs
 from .masks import IntervalMask
 
-__all__ = ["dynamic_mask"]
+__all__ = ["composable_mask", "dynamic_mask", "select", "selectable_bias"]
 
 
 def dynamic_mask(
@@ -76,45 +83,111 @@ def dynamic_mask(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    window = index("window_size", window_size)
-    if window < 0:
-        raise ValueError(f"window_size must be at least 0, got {window_size}")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise TypeError(
             "attention_mask must have dtype torch.bool (True: can be seen), got "
             f"{attention_mask.dtype}"
         )
-    name = backend_name(backend)
-    if attn_bias.dtype == torch.float64 and name != "reference":
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        inputs = _packed_inputs(
+            attn_bias, attention_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        )
+    else:
+        inputs = _dense_inputs(attn_bias, attention_mask, query_length, key_length)
+    heads = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
+    heads = [count for count in heads if count != 1] or [1]
+    return select(
+        **inputs,
+        heads=max(heads) if num_heads is None else num_heads,
+        kv_heads=min(heads) if num_kv_heads is None else num_kv_heads,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        window_size=window_size,
+        causal=bool(is_causal),
+        backend=backend_name(backend),
+    )
+
+
+def select(
+    bias: Tensor,
+    mask: Tensor | None,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    window_size: int,
+    causal: bool,
+    backend: str,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor | IntervalMask:
+    """Do what `dynamic_mask` does, with its bias and mask in 4 dimensions, or 3 of a packed batch.
+
+    Raises:
+        TypeError, ValueError: as `dynamic_mask`.
+    """
+    window = index("window_size", window_size)
+    if window < 0:
+        raise ValueError(f"window_size must be at least 0, got {window_size}")
+    if bias.dtype == torch.float64 and backend != "reference":
         raise TypeError(
             "attn_bias has dtype torch.float64, which kernels do not select from; convert to "
             "torch.float32, or pass "
             'backend="reference"'
         )
-    bias = attn_bias.detach()
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        inputs = _packed_inputs(
-            bias, attention_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        )
+    bias = bias.detach()
+    if cu_seqlens_q is not None:
+        # Only the head dimension, as in attention.
+        bias, mask = without_expansion(bias, 1), without_expansion(mask, 1)
     else:
-        inputs = _dense_inputs(bias, attention_mask, query_length, key_length)
-    heads = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
-    heads = [count for count in heads if count != 1] or [1]
+        if bias.shape[3] == 1:
+            bias = bias.expand(-1, -1, -1, keys)  # equal biases, of which the first are kept
+        bias, mask = without_expansion(bias, 3), without_expansion(mask, 4)
     selection = SelectionInputs(
-        **inputs,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        heads=max(heads) if num_heads is None else num_heads,
-        kv_heads=min(heads) if num_kv_heads is None else num_kv_heads,
-        window=window,
-        causal=bool(is_causal),
+        bias,
+        mask,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        batch,
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        window,
+        causal,
     )
-    per_key = all(t is None or t.shape[-2] == 1 for t in (selection.bias, selection.mask))
-    if is_causal and per_key:
-        start, end = ops.select_intervals(selection, name)
-        rows = None if selection.cu_seqlens_q is not None else selection.queries
-        return IntervalMask(start, end, query_length=rows)
-    return ops.select_keep(selection, name)
+    if causal and bias.shape[-2] == 1 and (mask is None or mask.shape[-2] == 1):
+        start, end = ops.select_intervals(selection, backend)
+        return IntervalMask(start, end, query_length=queries if cu_seqlens_q is None else None)
+    return ops.select_keep(selection, backend)
+
+
+def selectable_bias(bias: Tensor | None, batch: int | None = None) -> Tensor:
+    """Return the bias that attention selects by; ValueError if it is absent or does not fit."""
+    if bias is None:
+        raise ValueError(
+            "window_size selects the keys with the largest attn_bias, but attn_bias is None; pass "
+            "a bias, or an IntervalMask.sliding_window as attn_mask to keep the nearest keys"
+        )
+    # Otherwise the selection would have the wrong batch size, and be blamed for it.
+    if batch is not None and bias.shape[0] not in (1, batch):
+        raise ValueError(
+            f"attn_bias must have batch size {batch} or 1, as query, got {tuple(bias.shape)}"
+        )
+    return bias
+
+
+def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
+    """Return the mask that attention selects within; ValueError for an `IntervalMask`."""
+    if isinstance(mask, IntervalMask):
+        raise ValueError(
+            "window_size cannot be combined with an IntervalMask as attn_mask; pass a boolean "
+            "mask, which attn_mask.to_bool(query_length) is for dense problems, or select with "
+            "dynamic_mask and combine the masks with &"
+        )
+    return mask_parts(mask)[0]
 
 
 def _dense_inputs(
@@ -123,25 +196,20 @@ def _dense_inputs(
     given = [bias] if mask is None else [bias, mask]
     keys = _key_length(given, key_length)
     batch = next((t.shape[0] for t in given if t.dim() and t.shape[0] != 1), 1)
-    bias_4d, mask_4d = (
-        to_4d(name, tensor, batch=batch, heads=heads, kv_heads=heads, keys=keys)
-        for name, tensor, heads in (
-            # Any number of heads: what they are is seen from all tensors, and checked with them.
-            ("attn_bias", bias, bias.shape[1] if bias.dim() == 3 else 1),
-            ("attention_mask", mask, mask.shape[1] if mask is not None and mask.dim() == 3 else 1),
-        )
-    )
-    assert bias_4d is not None
-    if bias_4d.shape[3] == 1:
-        bias_4d = bias_4d.expand(-1, -1, -1, keys)  # equal biases, of which the first are kept
-    bias_4d, mask_4d = without_expansion(bias_4d, 3), without_expansion(mask_4d, 4)
-    assert bias_4d is not None
-    rows = [t.shape[2] for t in (bias_4d, mask_4d) if t is not None and t.shape[2] != 1]
+
+    def in_4d(name: str, tensor: Tensor) -> Tensor:
+        # Any number of heads: what they are is seen from all tensors, and checked with them.
+        heads = tensor.shape[1] if tensor.dim() == 3 else 1
+        return to_4d(name, tensor, batch=batch, heads=heads, kv_heads=heads, keys=keys)
+
+    bias = in_4d("attn_bias", bias)
+    mask = None if mask is None else in_4d("attention_mask", mask)
     if query_length is None:
+        rows = [t.shape[2] for t in (bias, mask) if t is not None and t.shape[2] != 1]
         query_length = rows[0] if rows else keys
     return {
-        "bias": bias_4d,
-        "mask": mask_4d,
+        "bias": bias,
+        "mask": mask,
         "batch": batch,
         "queries": index("query_length", query_length),
         "keys": keys,
@@ -179,8 +247,8 @@ def _packed_inputs(
                 f"max_seqlen_k) for packed sequences, got {tuple(tensor.shape)}"
             )
     return {
-        "bias": without_expansion(bias, 1),
-        "mask": without_expansion(mask, 1),
+        "bias": bias,
+        "mask": mask,
         "batch": cu_seqlens_q.shape[0] - 1,
         "queries": _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q,
         "keys": _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k,

@@ -58,8 +58,7 @@ class Call:
     def results(self, **options: Any) -> dict[str, Tensor]:
         """Compute out, lse and all gradients, which stay on the device; this waits for nothing."""
         if self.block_table is not None:  # which has no gradients
-            with torch.no_grad():
-                return dict(zip(("out", "lse"), self._attend({}, **options), strict=True))
+            return self.results_alone(**options)
         leaves = {
             name: getattr(self, name).detach().requires_grad_()
             for name in GRADIENT_OF
@@ -69,6 +68,11 @@ class Call:
         gradients = torch.autograd.grad((out, lse), list(leaves.values()), (self.dout, self.dlse))
         named = {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
         return {"out": out.detach(), "lse": lse.detach(), **named}
+
+    def results_alone(self, **options: Any) -> dict[str, Tensor]:
+        """Compute out and lse without gradients, in the fewest steps."""
+        with torch.no_grad():
+            return dict(zip(("out", "lse"), self._attend({}, **options), strict=True))
 
     def _attend(self, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
         query, key, value, bias = (leaves.get(name, getattr(self, name)) for name in GRADIENT_OF)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,16 +28,19 @@ def blank(tensor: Tensor) -> Tensor:
     return same.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def test_work_stays_in_the_order_of_its_stream(kind: str, gpu: str, seed: int) -> None:
+@pytest.mark.parametrize("results_of", [Call.results, Call.results_alone])
+def test_work_stays_in_the_order_of_its_stream(
+    results_of: Callable[..., dict[str, Tensor]], kind: str, gpu: str, seed: int
+) -> None:
     """The inputs are written late, and the results overwritten early, on the same stream."""
     call = KINDS[kind](Draw(seed, HALF_TYPES[seed % 2])).to(gpu)
-    want = call.results(deterministic=True)
+    want = results_of(call, deterministic=True)
     late = call.mapped(blank)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(SHORT)
         late.copy_(call)
-        results = late.results(deterministic=True)
+        results = results_of(late, deterministic=True)
         got = {name: result.clone() for name, result in results.items()}
         for tensor in (*late.tensors(), *results.values()):
             tensor.zero_()

@@ -47,18 +47,17 @@ def select_backend(device: torch.device, name: str) -> Backend:
     preference = None
     if name == "auto" and environment.is_given("FLASH_DMATTN_BACKEND"):
         preference = os.environ["FLASH_DMATTN_BACKEND"]
-    return _resolve(name, device.type, device.index, preference)
+    return _resolve(name, device, preference)
 
 
 # The environment is part of the key: it may change from call to call.
 @functools.cache
-def _resolve(
-    name: str, device_type: str, device_index: int | None, preference: str | None
-) -> Backend:
+def _resolve(name: str, device: torch.device, preference: str | None) -> Backend:
     from flash_dmattn import loader
 
     from .reference import ReferenceBackend
 
+    device_type, device_index = device.type, device.index
     default = "backend=None"
     if preference is not None:
         name = loader.environment.get("FLASH_DMATTN_BACKEND")
@@ -76,8 +75,7 @@ def _resolve(
     except loader.NoPackError as error:
         if loader.environment.get("FLASH_DMATTN_FALLBACK") == "error":
             raise
-        device = device_type if device_index is None else f"{device_type}:{device_index}"
-        loader.errors.warn_of_plain_pytorch(device, error)
+        loader.errors.warn_of_plain_pytorch(str(device), error)
         return ReferenceBackend()
 
 

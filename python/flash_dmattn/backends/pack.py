@@ -93,11 +93,14 @@ class PackBackend(Backend):
     def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """As forward, in one call of the core and with one allocation for all that is not kept."""
         query, plan = inputs.query, inputs.plan
-        problem, device = self._problem(inputs), query.device
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = None
         if need_lse:
-            lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=device)
+            lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=query.device)
+        if _CORE_READS_TENSORS and _core.attend(self.pack, self._threads(), out, lse, *inputs):
+            return out, lse
+        # An older torch; or one whose allocator has refused, which it now tells in its own words.
+        problem, device = self._problem(inputs), query.device
         scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), device)
         problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
         return out, lse
@@ -145,20 +148,28 @@ class PackBackend(Backend):
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query."""
-        selection, workspace = self._selection(inputs)
-        start, end = (
-            torch.empty(interval_shape(inputs), dtype=torch.int32, device=inputs.bias.device)
-            for _ in range(2)
-        )
-        selection.intervals(exchanged(start), exchanged(end), workspace)
+        shape, device = interval_shape(inputs), inputs.bias.device
+        start = torch.empty(shape, dtype=torch.int32, device=device)
+        end = torch.empty_like(start)  # without the sizes, which take torch longer to read
+        if not self._has_selected(inputs, start, end):
+            selection, workspace = self._selection(inputs)
+            selection.intervals(exchanged(start), exchanged(end), exchanged(workspace))
         return start, end
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Select for each row of bias."""
-        selection, workspace = self._selection(inputs)
         keep = torch.empty(keep_shape(inputs), dtype=torch.bool, device=inputs.bias.device)
-        selection.keep(exchanged(keep), workspace)
+        if not self._has_selected(inputs, keep, None):
+            selection, workspace = self._selection(inputs)
+            selection.keep(exchanged(keep), exchanged(workspace))
         return keep
+
+    def _has_selected(
+        self, inputs: SelectionInputs, start_or_keep: Tensor, end: Tensor | None
+    ) -> bool:
+        return _CORE_READS_TENSORS and _core.select(
+            self.pack, self._threads(), start_or_keep, end, *inputs
+        )
 
     def _problem(self, inputs: AttentionInputs) -> _core.Problem:
         tensors: tuple[Any, ...] = inputs[:10]
@@ -183,11 +194,11 @@ class PackBackend(Backend):
             causal=inputs.causal,
             softcap=inputs.softcap,
             deterministic=inputs.deterministic,
-            threads=torch.get_num_threads(),
+            threads=self._threads(),
             stream=self._stream(inputs.query),
         )
 
-    def _selection(self, inputs: SelectionInputs) -> tuple[_core.Selection, Any]:
+    def _selection(self, inputs: SelectionInputs) -> tuple[_core.Selection, Tensor | None]:
         selection = _core.Selection(
             self.pack,
             exchanged(inputs.bias),
@@ -201,11 +212,14 @@ class PackBackend(Backend):
             keys=inputs.keys,
             window=inputs.window,
             causal=inputs.causal,
-            threads=torch.get_num_threads(),
+            threads=self._threads(),
             stream=self._stream(inputs.bias),
         )
-        workspace = _scratch(selection.workspace_bytes, inputs.bias.device)
-        return selection, exchanged(workspace)
+        # The tensor itself: what an older torch's is exchanged for does not keep it alive.
+        return selection, _scratch(selection.workspace_bytes, inputs.bias.device)
+
+    def _threads(self) -> int:
+        return torch.get_num_threads() if self.name == "cpu" else 1
 
     def _stream(self, tensor: Tensor) -> int:
         if self.name == "cpu":

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_dmattn.arguments import autocast_dtype
+
 __all__ = ["fdma_peft_integration_check", "target_dtype_of"]
 
 
@@ -16,16 +18,15 @@ def target_dtype_of(query: Tensor, module: torch.nn.Module) -> torch.dtype | Non
     """
     if query.dtype != torch.float32:
         return None
-    device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(query)) is not None:
+        return dtype
     config = getattr(module, "config", None)
     for holder, attribute in (
         (config, "_pre_quantization_dtype"),  # the weights of quantized models are integers
         (config if getattr(config, "_is_quantized", False) else None, "dtype"),
     ):
-        if isinstance(dtype := getattr(holder, attribute, None), torch.dtype):
-            return dtype
+        if isinstance(given := getattr(holder, attribute, None), torch.dtype):
+            return given
     weights = (m.weight for m in module.modules() if isinstance(m, torch.nn.Linear))
     return next((w.dtype for w in weights if w.is_floating_point()), None)
 

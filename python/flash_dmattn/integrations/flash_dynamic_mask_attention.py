@@ -79,9 +79,11 @@ def flash_dynamic_mask_attention_forward(
         is_causal = getattr(module, "is_causal", True) and not _says_what_is_causal(attention_mask)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     head_dim = value.shape[-1]
-    query, key, value = _of_one_head_dim(query, key, value)
+    padded = key.shape[-1] != head_dim
+    if padded:
+        query, key, value = _of_one_head_dim(query, key, value)
     out = _flash_dynamic_mask_attention_forward(
         query,
         key,
@@ -97,7 +99,7 @@ def flash_dynamic_mask_attention_forward(
         target_dtype=target_dtype_of(query, module),
         **kwargs,
     )
-    return out[..., :head_dim], None
+    return out[..., :head_dim] if padded else out, None
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
@@ -119,10 +121,8 @@ def _says_what_is_causal(mask: Mask) -> bool:
 
 
 def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad with zeros, which change no score, where values are not as long as keys."""
+    """Pad with zeros, which change no score, since values are not as long as keys."""
     head_dim = max(key.shape[-1], value.shape[-1])
-    if key.shape[-1] == value.shape[-1]:
-        return query, key, value
     query, key, value = (
         torch.nn.functional.pad(t, (0, head_dim - t.shape[-1])) for t in (query, key, value)
     )

@@ -162,7 +162,7 @@ def _take_key_bias(
             "a Doge attention module changed by apply_flash_dmattn must be called as a module, "
             "not by its forward method"
         )
-    attention_mask.bias = dt_states[:, :, None]
+    attention_mask.bias = dt_states.unsqueeze(2)
     attention_mask.window_size = keep_window_size
     return dt_states.new_empty(*dt_states.shape[:2], 0, 0)
 

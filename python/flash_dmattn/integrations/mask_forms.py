@@ -44,13 +44,15 @@ def mask_and_bias(
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         # Of a cache that has room for more, the mask tells how far it is written; of one that a
         # sliding window has cut, it tells of more keys than are left.
-        padding = attention_mask[:, max(0, attention_mask.shape[1] - keys) :]
-        bias = _fitted(attention_bias, padding.shape[1], dtype)
-        return MaskAndBias(_as_bool(padding)[:, None, None], bias, padding.shape[1])
+        batch, told = attention_mask.shape
+        padding = attention_mask if told <= keys else attention_mask[:, told - keys :]
+        keys = min(told, keys)
+        bias = _fitted(attention_bias, keys, dtype)
+        return MaskAndBias(_as_bool(padding).view(batch, 1, 1, keys), bias, keys)
     bias = _fitted(attention_bias, keys, dtype)
     if not isinstance(attention_mask, Tensor):
         return MaskAndBias(attention_mask, bias, keys)
-    given = _four_dimensional("attention_mask", attention_mask)[..., :keys]
+    given = _up_to(keys, _four_dimensional("attention_mask", attention_mask))
     if not given.is_floating_point():
         return MaskAndBias(_as_bool(given), bias, keys)
     kept = given > torch.finfo(given.dtype).min / 2
@@ -72,7 +74,7 @@ def _fitted(bias: Tensor | None, keys: int, dtype: torch.dtype) -> Tensor | None
     """Return a bias for these keys, in a dtype that goes with query's."""
     if bias is None:
         return None
-    bias = _four_dimensional("attention_bias", bias)[..., :keys]
+    bias = _up_to(keys, _four_dimensional("attention_bias", bias))
     return bias if bias.dtype in (dtype, torch.float32) else bias.to(torch.float32)
 
 
@@ -84,6 +86,11 @@ def _four_dimensional(name: str, tensor: Tensor) -> Tensor:
             f"{name} must have two, three or four dimensions, got shape {tuple(tensor.shape)}"
         )
     return tensor[:, None, None] if tensor.dim() == 2 else tensor.unsqueeze(2)
+
+
+def _up_to(keys: int, tensor: Tensor) -> Tensor:
+    """Cut off what there is no key for; a slice that cuts nothing takes time for nothing."""
+    return tensor if tensor.shape[-1] <= keys else tensor[..., :keys]
 
 
 def _sum(bias: Tensor, added: Tensor) -> Tensor:
