@@ -85,6 +85,7 @@ FDM_INLINE int64_t batch_index(const fdm_tensor &t, const Sequence &s) { return 
 
 // Does a mask or bias have a row for each query? With a single query it does not matter, so the cheaper form is meant.
 FDM_INLINE bool per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
+FDM_INLINE bool has_rows(const fdm_tensor &t) { return present(t) && per_query(t); }
 
 FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
   if (present(p.start)) return FDM_MASK_INTERVALS;

@@ -184,8 +184,9 @@ def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
     if isinstance(mask, IntervalMask):
         raise ValueError(
             "window_size cannot be combined with an IntervalMask as attn_mask; pass a boolean "
-            "mask, which attn_mask.to_bool(query_length) is for dense problems, or select with "
-            "dynamic_mask and combine the masks with &"
+            "mask, which attn_mask.to_bool(query_length) is for dense problems; or select with "
+            "dynamic_mask and combine the masks with &, which drops what the window kept of other "
+            "keys"
         )
     return mask_parts(mask)[0]
 

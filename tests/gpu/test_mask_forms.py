@@ -85,7 +85,14 @@ def kept_intervals(call: Call, sizes: Sizes, draw: Draw) -> Forms:
 
 def window(call: Call, sizes: Sizes, draw: Draw) -> Forms:
     width = draw.size(1, 100)
-    chosen = dynamic_mask(call.bias, width, True, query_length=sizes.queries, backend="reference")
+    chosen = dynamic_mask(
+        call.bias,
+        width,
+        True,
+        query_length=sizes.queries,
+        key_length=sizes.keys,
+        backend="reference",
+    )
     return {
         "window_size": {"causal": True, "window": width},
         "intervals": {"mask": chosen},

@@ -43,8 +43,10 @@ class PoisonedTorch:
 
     zeros = empty
 
-    def empty_like(self, like: Tensor, *, memory_format: torch.memory_format) -> Tensor:
-        assert memory_format == torch.contiguous_format
+    def empty_like(
+        self, like: Tensor, *, memory_format: torch.memory_format = torch.preserve_format
+    ) -> Tensor:
+        assert memory_format == torch.contiguous_format or like.is_contiguous()
         return self.empty(*like.shape, dtype=like.dtype, device=like.device)
 
     def frombuffer(self, pages: mmap.mmap, *, dtype: torch.dtype) -> Tensor:
@@ -64,9 +66,15 @@ class PoisonedTorch:
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> PoisonedTorch:
-    """The allocator of the buffers of packs, which is in use after `monkeypatch.setattr`."""
+def poisoned() -> PoisonedTorch:
+    """The allocator of the buffers of packs, once `take` has been called with it."""
     return PoisonedTorch()
+
+
+def take(poisoned: PoisonedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "torch", poisoned)
+    # The core would get scratch memory from torch itself.
+    monkeypatch.setattr(pack, "_CORE_READS_TENSORS", False)
 
 
 def test_results_do_not_depend_on_what_buffers_hold(
@@ -74,7 +82,7 @@ def test_results_do_not_depend_on_what_buffers_hold(
 ) -> None:
     call = KINDS[kind](Draw(seed, HALF_TYPES[seed % 2])).to(pack_target.device)
     want = call.results(deterministic=True)
-    monkeypatch.setattr(pack, "torch", poisoned)
+    take(poisoned, monkeypatch)
     got = call.results(deterministic=True)
     # Otherwise the poison has gone elsewhere.
     assert all(poisoned.holds(got[name]) for name in got if name != "dbias")
@@ -99,7 +107,7 @@ def test_selections_do_not_depend_on_what_buffers_hold(
     bias = draw.randn(2, 3, queries if rows else 1, keys).to(pack_target.device)
     arguments = (bias, draw.size(0, 600), causal)
     want = dynamic_mask(*arguments, query_length=queries, key_length=keys)
-    monkeypatch.setattr(pack, "torch", poisoned)
+    take(poisoned, monkeypatch)
     got = dynamic_mask(*arguments, query_length=queries, key_length=keys)
     results = [got] if isinstance(got, Tensor) else [got.start, got.end]
     assert all(poisoned.holds(result) for result in results)

@@ -34,6 +34,23 @@ template <class Config> struct DecodeShared {
   __device__ float *results(int warp) { return reinterpret_cast<float *>(keys[warp]); }
 };
 
+// A bias with a row for each query, for the few rows of a warp straight from global memory. See RowBiasReader.
+template <class Warp> struct LoadedRowBias {
+  const Warp &warp;
+  const int32_t *keys;
+
+  __device__ __forceinline__ int2 shifts(int column) const { return {keys[column], keys[column + 1]}; }
+  __device__ __forceinline__ float2 elements(int m, int half, int, int2 pair) const {
+    const int r = warp.row(m, half);
+    if (!warp.exists(r)) return {0.0f, 0.0f};
+    const fdm_problem &p = warp.params.p;
+    const ScoreView bias =
+        warp.params.heads_per_tile == 1 ? warp.task.bias : score_view(p, p.bias, warp.task.s, warp.head(r));
+    const auto load = [&](int32_t key) { return key < 0 ? 0.0f : bias.load(warp.query(r), key); };
+    return {load(pair.x), load(pair.y)};
+  }
+};
+
 template <class Config>
 struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, true, true> {
   using Rows = ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, true, true>;
@@ -118,7 +135,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     clear(scores);
     multiply_rows<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.q), 0),
                                      Tile::right_rows(stage(step, 0)));
-    this->finish_scores(ring.at(step), first_column(step) + kColumns > task.columns.full);
+    this->finish_scores(ring.at(step), first_column(step) + kColumns > task.columns.full,
+                        LoadedRowBias<DecodeWarp>{*this, ring.at(step).key});
 #pragma unroll
     for (int half = 0; half < 2; ++half) this->rescale(0, half, this->softmax(0, half));
     multiply_columns<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));

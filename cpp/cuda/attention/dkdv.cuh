@@ -5,7 +5,8 @@
 // K and V rows stay in shared memory while the rows of Q and dO that may keep them pass by, tile by tile, for each
 // query head of the group. Products are transposed, with a key to a row of accumulators:
 //   S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q,
-// so P' and dS' are left operands where they are computed, and the bias gradient is the sum of a row of dS'.
+// so P' and dS' are left operands where they are computed, and the bias gradient is the sum of a row of dS'. A bias with a
+// row for each query is copied a step ahead, by each warp for its keys.
 #pragma once
 
 #include "key_gradients.cuh"
@@ -25,6 +26,7 @@ struct DkdvConfig {
   static constexpr int kKeyTiles = kKeys / kWarps / 16;               // of 16 keys, of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kKeyBytes = Tile::bytes(kKeys), kRowBytes = Tile::bytes(kRows);
+  static constexpr int kBiasPitch = kKeys + 4; // two words of a warp's rows, and eight keys, meet all banks
   static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kBucketKeys % kKeys == 0);
   static_assert(kRows <= kThreads);
   using KeysOfBlock = KeyBlock<kKeys, WholeBlock<kThreads>, 2>; // the head of a step and that before
@@ -38,6 +40,7 @@ template <class Config> struct DkdvShared {
   char q[2][Config::kRowBytes], dout[2][Config::kRowBytes];
   RowStage<Config::kKeys, Config::kRows> stages[2];
   typename Config::KeysOfBlock::Shared keys;
+  uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
 };
 
 template <class Config> struct DkdvBlock : Config::Gradients {
@@ -136,7 +139,47 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     __syncthreads();
   }
 
-  __device__ void multiply(int stage, bool careful) {
+  __device__ ScoreTile bias_tile(const KeyStep &step) const {
+    return {params.p.bias, score_view(params.p, params.p.bias, keys.task().s, keys.head(step))};
+  }
+
+  // Copies the bias of a step's rows and the warp's keys, if it has a row for each query.
+  __device__ void load_row_bias(const KeyStep &step) const {
+    if (!has_rows(params.p.bias) || !step.valid) return;
+    constexpr int kWarpKeys = 16 * kKeyTiles;
+    const int first_key = threadIdx.x / 32 * kWarpKeys, first = step.tile * kRows;
+    bias_tile(step).template copy<kRows, kWarpKeys, Config::kBiasPitch>(
+        &shared.bias[0][first_key], &shared.keys.key[first_key], first, min(kRows, int(keys.task().s.q_count) - first));
+  }
+
+  // See KeyGradients::make_tested.
+  struct RowBias {
+    ScoreReader<Element> reader;
+    const DkdvShared<Config> &shared;
+    uint32_t even_shift, odd_shift; // a thread's rows are two neighbours, and others an even number of rows away
+
+    __device__ __forceinline__ RowBias(const ScoreTile &tile, const DkdvShared<Config> &memory, int64_t first)
+        : reader(tile), shared(memory), even_shift(reader.row_shift(first)), odd_shift(reader.row_shift(first + 1)) {}
+
+    __device__ __forceinline__ uint32_t key_shift(int key) const { return reader.key_shift(shared.keys.key[key]); }
+    __device__ __forceinline__ float2 elements(int key, int row, uint32_t key_shift) const {
+      return {reader.element(shared.bias[row][key], key_shift ^ even_shift),
+              reader.element(shared.bias[row + 1][key], key_shift ^ odd_shift)};
+    }
+  };
+
+  template <bool kCap, class Accumulators>
+  __device__ void make(int stage, bool careful, Accumulators &scores, Accumulators &gradients) {
+    const RowStage<kKeys, kRows> &of = shared.stages[stage];
+    if constexpr (Config::kGeneral) {
+      const RowBias row_bias(bias_tile(of.step), shared, int64_t(of.step.tile) * kRows);
+      Base::template make<kCap>(of, careful, scores, gradients, row_bias);
+    } else {
+      Base::template make<kCap>(of, careful, scores, gradients);
+    }
+  }
+
+  __device__ void multiply(int stage, bool careful, const KeyStep &next) {
     const uint32_t q = q_base + stage * Config::kRowBytes, dout = dout_base + stage * Config::kRowBytes;
     float scores[kKeyTiles][kRowTiles][4], gradients[kKeyTiles][kRowTiles][4];
     clear(scores);
@@ -148,9 +191,14 @@ template <class Config> struct DkdvBlock : Config::Gradients {
       clear(gradients);
     }
     if (params.p.softcap > 0)
-      this->template make<true>(shared.stages[stage], careful, scores, gradients);
+      make<true>(stage, careful, scores, gradients);
     else
-      this->template make<false>(shared.stages[stage], careful, scores, gradients);
+      make<false>(stage, careful, scores, gradients);
+    if constexpr (Config::kGeneral) {
+      __syncwarp(); // the bias has been read
+      load_row_bias(next);
+      ptx::commit_copies();
+    }
     if constexpr (kValueGradient)
       if (present(params.a.dv)) multiply_columns<Element, kHeadDim>(dv, scores, dout + column_offset_right);
     if constexpr (kKeyGradient)
@@ -160,7 +208,9 @@ template <class Config> struct DkdvBlock : Config::Gradients {
   __device__ void run() {
     this->start();
     load_keys();
-    bool more = load(keys.first_step(kRows), 0);
+    const KeyStep first = keys.first_step(kRows);
+    if constexpr (Config::kGeneral) load_row_bias(first);
+    bool more = load(first, 0);
     for (int stage = 0; more; stage ^= 1) {
       ptx::wait_copies<0>();
       const bool careful = __syncthreads_or(is_odd(stage)); // this tile is there; nobody reads the last one any more
@@ -169,7 +219,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
       const bool head_ends = !next.valid || next.head != step.head;
       more = load(next, stage ^ 1);
       if (careful) clear_empty_rows(stage);
-      multiply(stage, careful);
+      multiply(stage, careful, next);
       if (params.bias_heads > 1 && head_ends) this->write_bias(step.head);
     }
     ptx::wait_copies<0>();

@@ -3,7 +3,8 @@
 //
 // It walks the tile's columns as the forward pass does, and recomputes the probabilities from lse:
 //   S = Q K', P = exp(S - lse), dP = dO V', dS = P (dP - delta), dQ = scale dS K.
-// K and V of the next block of columns are fetched while this one is multiplied.
+// K and V of the next block of columns are fetched while this one is multiplied; a bias with a row for each query too, by
+// each warp for its rows.
 #pragma once
 
 #include "dq_rows.cuh"
@@ -21,6 +22,7 @@ struct DqConfig {
   static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
+  static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
   static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1);
   // Keys are fetched a block ahead, so what is known of them must come two ahead.
   static_assert(KeyRing<kColumns, kThreads>::kBatch >= 2);
@@ -32,6 +34,7 @@ template <class Config> struct DqShared {
   char k[2][Config::kKeyBytes], v[2][Config::kKeyBytes];
   KeyRing<Config::kColumns, Config::kThreads> ring;
   DqTask task;
+  alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
 };
 
 template <class Config>
@@ -45,13 +48,14 @@ struct DqBlock
   static constexpr int kRowTiles = Config::kRowTiles, kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
   using Rows::dq, Rows::gradients, Rows::params, Rows::scores, Rows::task;
 
+  DqShared<Config> &shared;
   Ring &ring;
   uint32_t q_base, dout_base, k_base, v_base;
   uint32_t q_fragment, dout_fragment;             // of the left operands
   uint32_t row_offset_right, column_offset_right; // of the right operands, from the start of their tile
 
-  __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &shared)
-      : Rows(parameters, shared.task), ring(shared.ring) {
+  __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &memory)
+      : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
     q_base = ptx::shared_address(shared.q), dout_base = ptx::shared_address(shared.dout);
     k_base = ptx::shared_address(shared.k), v_base = ptx::shared_address(shared.v);
     const int first = threadIdx.x / 32 * (16 * kRowTiles);
@@ -94,13 +98,41 @@ struct DqBlock
                            task.kv_head, task.columns, task.bias, column(block), entry);
   }
 
-  __device__ void multiply(int block) {
+  // Copies the bias of the warp's rows and a block, if it has a row for each query.
+  __device__ void load_row_bias(int block) const {
+    if (!task.bias.rows) return;
+    constexpr int kWarpRows = 16 * kRowTiles;
+    const int first = threadIdx.x / 32 * kWarpRows;
+    const int64_t row = task.first_row + first;
+    ScoreTile(params.p.bias, task.bias)
+        .copy<kWarpRows, kColumns, Config::kBiasPitch>(shared.bias[first], ring.at(block).key, row,
+                                                       int(min64(kWarpRows, task.s.q_count - row)));
+  }
+
+  __device__ void make_gradients(int block) {
+    const typename Ring::Slot &slot = ring.at(block);
+    const bool partial = (block + 1) * kColumns > task.columns.full;
+    if constexpr (Config::kGeneral) {
+      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.bias, slot.key,
+                                                                task.first_row, this->row(0, 0));
+      Rows::make_gradients(slot, partial, row_bias);
+    } else {
+      Rows::make_gradients(slot, partial);
+    }
+  }
+
+  __device__ void multiply(int block, int blocks) {
     const uint32_t k = k_base + block % 2 * Config::kKeyBytes, v = v_base + block % 2 * Config::kKeyBytes;
     clear(scores);
     multiply_rows<Element, kHeadDim>(scores, q_fragment, k + row_offset_right);
     clear(gradients);
     multiply_rows<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
-    this->make_gradients(ring.at(block), (block + 1) * kColumns > task.columns.full);
+    make_gradients(block);
+    if constexpr (Config::kGeneral) {
+      __syncwarp(); // the bias has been read
+      if (block + 1 < blocks) load_row_bias(block + 1);
+      ptx::commit_copies();
+    }
     multiply_columns<Element, kHeadDim>(dq, scores, k + column_offset_right);
   }
 
@@ -110,7 +142,10 @@ struct DqBlock
     store(0, fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0))));
     int32_t next_key = fetch_key(task.columns, column(Ring::kBatch));
     load_rows(); // and makes the ring's first blocks visible
-    if (blocks > 0) load_keys(0);
+    if (blocks > 0) {
+      load_keys(0);
+      if constexpr (Config::kGeneral) load_row_bias(0);
+    }
     ptx::commit_copies();
     for (int block = 0; block < blocks; ++block) {
       ptx::wait_copies<0>();
@@ -124,7 +159,7 @@ struct DqBlock
         entry = fetch_column(task.columns, task.bias, column(ahead), next_key);
         next_key = fetch_key(task.columns, column(ahead + Ring::kBatch));
       }
-      multiply(block);
+      multiply(block, blocks);
       if (fetch_ahead) store(ahead, entry);
     }
     ptx::wait_copies<0>();

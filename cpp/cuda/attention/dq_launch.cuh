@@ -28,7 +28,7 @@ template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &param
 
 template <class Element, int kHeadDim, bool kGeneral>
 cudaError_t launch_dq_kernels(const BackwardParams &params, cudaStream_t stream) {
-  constexpr DqTileChoice tile = dq_tile(FDM_TILE_ARCH, kHeadDim);
+  constexpr DqTileChoice tile = kGeneral ? general_dq_tile(FDM_TILE_ARCH, kHeadDim) : dq_tile(FDM_TILE_ARCH, kHeadDim);
   return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kGeneral>>(
       params, stream);
 }

@@ -5,6 +5,7 @@
 
 #include "products.cuh"
 #include "score.cuh"
+#include "score_tile.cuh"
 
 namespace fdm::cuda {
 
@@ -42,17 +43,24 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     return !of.empty() && fabsf(of.lse) > kLargeLse;
   }
 
-  // dS in the place of the scores. The gradients hold dP. kTest: some pairs may not be kept.
-  template <bool kCap, bool kTest, class Slot> __device__ void make_gradients(const Slot &slot, bool partial) {
+  // dS in the place of the scores. The gradients hold dP. kTest: some pairs may not be kept. row_bias: see RowBiasReader.
+  template <bool kCap, bool kTest, class Slot, class RowBias>
+  __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const int column = 8 * n + accumulator_column();
       const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[column]);
+      uint2 shifts{};
+      if constexpr (kGeneral)
+        if (task.bias.rows) shifts = row_bias.shifts(column);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          float2 added{};
+          if constexpr (kGeneral)
+            if (task.bias.rows) added = row_bias.elements(m, half, column, shifts);
           // Rows of the plan's tile: several blocks may share one.
           const int r = int(task.first_row - task.columns.first_row) + row(m, half);
           uint2 word{~0u, ~0u};
@@ -66,10 +74,8 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
             float slope, x = factors.score<kCap>(s, i ? bias.y : bias.x, &slope);
             bool kept = (i ? word.y : word.x) & 1;
             if constexpr (kGeneral) {
-              if (kept && task.bias.rows && slot.key[column + i] >= 0 && exists(row(m, half))) {
-                const float b = to_base_2(task.bias.load(task.first_row + row(m, half), slot.key[column + i]));
-                kept = b != -INFINITY, x += b;
-              }
+              const float b = i ? added.y : added.x;
+              kept = kept && b != -INFINITY, x = with_row_bias(x, b);
             }
             x -= lse[m][half];
             if constexpr (kTest) x = fminf(x, 0.0f);
@@ -81,16 +87,21 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   }
 
   // `partial`: some pairs may not be kept.
-  template <class Slot> __device__ void make_gradients(const Slot &slot, bool partial) {
+  template <class Slot, class RowBias>
+  __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const bool cap = params.p.softcap > 0;
     if (kGeneral || careful || partial) {
-      if (cap) return make_gradients<true, true>(slot, partial);
-      return make_gradients<false, true>(slot, partial);
+      if (cap) return make_gradients<true, true>(slot, partial, row_bias);
+      return make_gradients<false, true>(slot, partial, row_bias);
     }
     if constexpr (!kGeneral) {
-      if (cap) return make_gradients<true, false>(slot, partial);
-      make_gradients<false, false>(slot, partial);
+      if (cap) return make_gradients<true, false>(slot, partial, row_bias);
+      make_gradients<false, false>(slot, partial, row_bias);
     }
+  }
+  template <class Slot> __device__ void make_gradients(const Slot &slot, bool partial) {
+    static_assert(!kGeneral);
+    make_gradients(slot, partial, nullptr);
   }
 
   __device__ void write() const {

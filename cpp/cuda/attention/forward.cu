@@ -35,13 +35,15 @@ struct Division {
   int64_t tiles;      // of the longest sequence
   int64_t blocks;     // without splits
   int64_t most_splits;
+  int wanted_blocks; // of a multiprocessor
 };
 
 Division divide(const fdm_problem &p) {
   const int64_t group = group_size(p), group_rows = p.queries * group;
   const ForwardTileSize tile = forward_tile_size(p.head_dim);
   const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
-  const bool shared_forward = share && tile.rows % group == 0 && group_rows <= tile.rows;
+  // The general kernel takes a bias with a row for each query for rows of one head.
+  const bool shared_forward = share && !has_rows(p.bias) && tile.rows % group == 0 && group_rows <= tile.rows;
   Division division;
   division.decode = shared_decode || (!shared_forward && p.queries <= kDecodeRows);
   division.heads_per_tile = shared_decode || (!division.decode && shared_forward) ? int(group) : 1;
@@ -49,13 +51,16 @@ Division divide(const fdm_problem &p) {
   division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
   division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
   division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
+  // As many as run at a time. Of unequal ones, as a causal mask makes them, twice as many end together; to merge their
+  // results costs little where a block has as much work as with a bias for each query.
+  division.wanted_blocks = !division.decode && has_rows(p.bias) ? 4 : 2;
   return division;
 }
 
 // Few rows (decode) leave most of the chip idle, unless the columns are divided.
 int64_t choose_splits(const Division &division, int multiprocessors) {
   if (division.blocks == 0) return 1;
-  return std::clamp<int64_t>(2 * multiprocessors / division.blocks, 1, division.most_splits);
+  return std::clamp<int64_t>(division.wanted_blocks * multiprocessors / division.blocks, 1, division.most_splits);
 }
 
 // There is room for so many. It must not depend on the current device, so for more than any has.

@@ -4,7 +4,7 @@
 // The block walks the tile's columns, kColumns at a time. K of a block is fetched while the scores of the block before
 // it are turned into probabilities and multiplied with V; V is fetched while the scores are computed. Rows of K and V
 // are gathered one by one, so kept keys cost the same wherever they lie. Full columns come first, so only the last
-// blocks test which rows keep what.
+// blocks test which rows keep what. A bias with a row for each query is copied a block ahead, by each warp for its rows.
 //
 // Where a whole group's queries fit one tile (decode), the rows of the tile are those of all heads of the group, which
 // read the gathered keys once. Then the columns may also be divided over several blocks (splits), merged by combine.cu.
@@ -14,16 +14,18 @@
 
 namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, bool kIsGeneral>
+template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, int kBlockCount,
+          bool kIsGeneral>
 struct ForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
   // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
   static constexpr bool kGeneral = kIsGeneral;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRowTiles = kRows / kWarps / 16; // of 16 rows, of each warp
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of a multiprocessor, at least
+  static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
+  static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
   static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1 && kColumns <= kThreads);
 };
 
@@ -32,6 +34,7 @@ template <class Config> struct ForwardShared {
   char k[Config::kKeyBytes], v[Config::kKeyBytes];
   KeyRing<Config::kColumns, Config::kThreads> ring;
   ForwardTask task;
+  alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
 };
 
 template <class Config>
@@ -45,12 +48,13 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   static constexpr int kRowTiles = Config::kRowTiles, kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
   using Rows::out, Rows::params, Rows::scores, Rows::task;
 
+  ForwardShared<Config> &shared;
   Ring &ring;
   uint32_t q_base, k_base, v_base;
   uint32_t q_fragment, k_fragment, v_fragment;
 
-  __device__ ForwardBlock(const ForwardParams &parameters, ForwardShared<Config> &shared)
-      : Rows(parameters, shared.task), ring(shared.ring) {
+  __device__ ForwardBlock(const ForwardParams &parameters, ForwardShared<Config> &memory)
+      : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
     q_base = ptx::shared_address(shared.q), k_base = ptx::shared_address(shared.k);
     v_base = ptx::shared_address(shared.v);
     q_fragment = Tile::left(q_base, threadIdx.x / 32 * (16 * kRowTiles));
@@ -76,6 +80,29 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
                                                 [&](int c) { return kValues ? slot.v_row[c] : slot.k_row[c]; });
   }
 
+  // Copies the bias of the warp's rows, all of one head, and a block, if it has a row for each query.
+  __device__ void load_row_bias(int block) const {
+    if (!task.bias.rows) return;
+    constexpr int kWarpRows = 16 * kRowTiles;
+    const int first = threadIdx.x / 32 * kWarpRows;
+    const int64_t row = task.first_row + first;
+    ScoreTile(params.p.bias, task.bias)
+        .copy<kWarpRows, kColumns, Config::kBiasPitch>(shared.bias[first], ring.at(block).key, row,
+                                                       int(min64(kWarpRows, task.s.q_count - row)));
+  }
+
+  __device__ void finish_scores(int block) {
+    const typename Ring::Slot &slot = ring.at(block);
+    const bool partial = (block + 1) * kColumns > task.columns.full;
+    if constexpr (Config::kGeneral) {
+      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.bias, slot.key,
+                                                                task.first_row, this->row(0, 0));
+      Rows::finish_scores(slot, partial, row_bias);
+    } else {
+      Rows::finish_scores(slot, partial);
+    }
+  }
+
   // The column that this thread fetches of the batch of blocks that begins with `block`.
   __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
   __device__ void store(int block, const ColumnEntry &entry) {
@@ -92,9 +119,13 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     __syncthreads();
     if (begin < end) load_keys<false>(begin);
     ptx::commit_copies();
+    if constexpr (Config::kGeneral) {
+      if (begin < end) load_row_bias(begin);
+      ptx::commit_copies();
+    }
     for (int block = begin; block < end; ++block) {
-      ptx::wait_copies<0>();
-      __syncthreads(); // K of this block is there; nobody reads V of the last one any more
+      ptx::wait_copies<Config::kGeneral ? 1 : 0>(); // the bias may take longer
+      __syncthreads();                              // K of this block is there; nobody reads V of the last one any more
       load_keys<true>(block);
       ptx::commit_copies();
       const int ahead = block + Ring::kBatch;
@@ -111,7 +142,12 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       __syncthreads(); // V is there; nobody reads K any more
       if (block + 1 < end) load_keys<false>(block + 1);
       ptx::commit_copies();
-      this->finish_scores(ring.at(block), (block + 1) * kColumns > columns.full);
+      finish_scores(block);
+      if constexpr (Config::kGeneral) {
+        __syncwarp(); // the bias has been read
+        if (block + 1 < end) load_row_bias(block + 1);
+        ptx::commit_copies();
+      }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -124,7 +160,8 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads) forward_kernel(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    forward_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<ForwardShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;

@@ -26,9 +26,13 @@ template <class Config> cudaError_t launch_forward_config(const ForwardParams &p
 
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream) {
   constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, kHeadDim);
-  if (!params.aligned || (present(params.p.bias) && per_query(params.p.bias)))
-    return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, true>>(params,
+  if (!params.aligned || has_rows(params.p.bias)) {
+    constexpr ForwardTileChoice general = general_forward_tile(FDM_TILE_ARCH, kHeadDim);
+    static_assert(general.rows == tile.rows, "the host divides rows by it");
+    return launch_forward_config<
+        ForwardConfig<Element, kHeadDim, general.rows, general.columns, general.warps, general.blocks, true>>(params,
                                                                                                               stream);
+  }
 #if FDM_TILE_ARCH == 90
   if (params.heads_per_tile == 1 && params.splits == 1) {
     constexpr sm90::ForwardTileChoice choice = sm90::forward_tile(kHeadDim);
@@ -37,8 +41,8 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     return sm90::launch_staying<sm90::ForwardShared<Config>, sm90::forward_kernel<Config>>(params, tiles, stream);
   }
 #endif
-  return launch_forward_config<ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, false>>(params,
-                                                                                                             stream);
+  return launch_forward_config<
+      ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, false>>(params, stream);
 }
 
 } // namespace fdm::cuda

@@ -9,6 +9,7 @@
 #include "key_ring.cuh"
 #include "products.cuh"
 #include "score.cuh"
+#include "score_tile.cuh"
 
 namespace fdm::cuda {
 
@@ -56,15 +57,21 @@ struct ForwardRows {
     clear(out);
   }
 
-  // Scaled, capped and biased, to base 2; -inf where not kept. `partial`: some pairs may not be kept.
-  template <class Slot> __device__ void finish_scores(const Slot &slot, bool partial) {
+  // Scaled, capped and biased, to base 2; -inf where not kept. `partial`: some pairs may not be kept. row_bias reads a
+  // bias with a row for each query, see RowBiasReader; what it gives for absent rows and keys is ignored.
+  template <class Slot, class RowBias>
+  __device__ void finish_scores(const Slot &slot, bool partial, const RowBias &row_bias) {
     if (params.p.softcap > 0)
       add_column_bias<true>(slot);
     else
       add_column_bias<false>(slot);
     if constexpr (kGeneral)
-      if (task.bias.rows) add_row_bias(slot);
+      if (task.bias.rows) add_row_bias(row_bias);
     if (partial) drop_columns(slot);
+  }
+  template <class Slot> __device__ void finish_scores(const Slot &slot, bool partial) {
+    static_assert(!kGeneral);
+    finish_scores(slot, partial, nullptr);
   }
 
   template <bool kCap, class Slot> __device__ void add_column_bias(const Slot &slot) {
@@ -82,26 +89,21 @@ struct ForwardRows {
     }
   }
 
-  template <class Slot> __device__ void add_row_bias(const Slot &slot) {
+  template <class RowBias> __device__ void add_row_bias(const RowBias &row_bias) {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int column = 8 * n + accumulator_column();
+      const auto shifts = row_bias.shifts(column);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row(m, half);
-        if (!exists(r)) continue;
-        const ScoreView view =
-            params.heads_per_tile == 1 ? task.bias : score_view(params.p, params.p.bias, task.s, head(r));
+      for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int32_t key = slot.key[8 * n + accumulator_column() + i];
-            if (key < 0) continue;
-            const float b = to_base_2(view.load(query(r), key));
-            float &s = scores[m][n][2 * half + i];
-            s = b == -INFINITY ? b : s + b;
-          }
-      }
+        for (int half = 0; half < 2; ++half) {
+          const float2 bias = row_bias.elements(m, half, column, shifts);
+          float &s = scores[m][n][2 * half], &t = scores[m][n][2 * half + 1];
+          s = bias.x == -INFINITY ? bias.x : with_row_bias(s, bias.x);
+          t = bias.y == -INFINITY ? bias.y : with_row_bias(t, bias.y);
+        }
+    }
   }
 
   template <class Slot> __device__ void drop_columns(const Slot &slot) {

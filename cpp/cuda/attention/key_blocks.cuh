@@ -217,7 +217,7 @@ private:
     of.steps = key_steps(params, key_block_rows(params, place));
     of.begin = of.steps.count * item.part / item.parts, of.end = of.steps.count * (item.part + 1) / item.parts;
     of.same_rows = params.keys.listed || !is_interval_plan(kind);
-    of.test_all = kind == FDM_MASK_ROWS || !of.same_rows || (present(p.bias) && per_query(p.bias));
+    of.test_all = kind == FDM_MASK_ROWS || !of.same_rows || has_rows(p.bias);
     of.words = nullptr;
     if (kind == FDM_MASK_ROWS) {
       int64_t bytes;

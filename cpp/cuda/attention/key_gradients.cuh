@@ -6,6 +6,7 @@
 
 #include "key_blocks.cuh"
 #include "products.cuh"
+#include "score_tile.cuh"
 
 namespace fdm::cuda {
 
@@ -56,14 +57,14 @@ struct KeyGradients {
     }
   }
 
-  // P' in the place of the scores, dS' in that of the gradients, which held dP'. kTest: some pairs may not be kept.
-  template <bool kCap, bool kTest>
+  // P' in the place of the scores, dS' in that of the gradients, which held dP'. kTest: some pairs may not be kept. Of a
+  // bias with a row for each query, row_bias.elements(key, row) are those of a key and two rows of the tile.
+  template <bool kCap, bool kTest, class RowBias>
   __device__ void make_tested(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
-                              float (&gradients)[kKeyTiles][kRowTiles][4]) {
+                              float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
     const KeyStep &step = stage.step;
-    ScoreView row_bias;
-    if constexpr (kGeneral) row_bias = score_view(params.p, params.p.bias, keys.task().s, keys.head(step));
+    const bool has_row_bias = kGeneral && has_rows(params.p.bias);
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -72,12 +73,18 @@ struct KeyGradients {
         const float bias = keys.shared.bias[step.buffer][key];
         uint32_t bits[kWordCount];
         if constexpr (kTest) keep_bits(stage, key, bits);
+        uint32_t key_shift = 0;
+        if constexpr (kGeneral)
+          if (has_row_bias) key_shift = row_bias.key_shift(key);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
           const int column = 8 * n + accumulator_column();
           const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[column]);
           float2 delta{};
           if constexpr (kKeyGradient) delta = *reinterpret_cast<const float2 *>(&stage.delta[column]);
+          float2 added{};
+          if constexpr (kGeneral)
+            if (has_row_bias) added = row_bias.elements(key, column, key_shift);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i], &gradient = gradients[m][n][2 * half + i];
@@ -85,10 +92,8 @@ struct KeyGradients {
             bool kept = true;
             if constexpr (kTest) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
             if constexpr (kGeneral) {
-              if (kept && row_bias.rows) {
-                const float b = to_base_2(row_bias.load(step.tile * kRows + column + i, keys.shared.key[key]));
-                kept = b != -INFINITY, x += b;
-              }
+              const float b = i ? added.y : added.x;
+              kept = kept && b != -INFINITY, x = with_row_bias(x, b);
             }
             x -= i ? lse.y : lse.x;
             if constexpr (kTest) x = fminf(x, 0.0f);
@@ -106,12 +111,18 @@ struct KeyGradients {
   }
 
   // `careful`: see kLargeLse.
+  template <bool kCap, class RowBias>
+  __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+                       float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
+    if (kGeneral || careful || !keys.covers(stage.step, kRows))
+      return make_tested<kCap, true>(stage, scores, gradients, row_bias);
+    if constexpr (!kGeneral) make_tested<kCap, false>(stage, scores, gradients, row_bias);
+  }
   template <bool kCap>
   __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4]) {
-    if (kGeneral || careful || !keys.covers(stage.step, kRows))
-      return make_tested<kCap, true>(stage, scores, gradients);
-    if constexpr (!kGeneral) make_tested<kCap, false>(stage, scores, gradients);
+    static_assert(!kGeneral);
+    make<kCap>(stage, careful, scores, gradients, nullptr);
   }
 
   // Writes the sums of the bias gradient over the rows of a head, or of all heads that share the bias.

@@ -11,7 +11,7 @@ namespace fdm::cuda {
 
 template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardParams &params, cudaStream_t stream) {
   constexpr RowBiasTileChoice tile = row_bias_tile(FDM_TILE_ARCH, kHeadDim);
-  using Config = RowBiasConfig<Element, kHeadDim, 16 * tile.warps, tile.columns, tile.warps>;
+  using Config = RowBiasConfig<Element, kHeadDim, tile.columns, tile.warps, tile.query_buffers, tile.key_buffers>;
   constexpr int bytes = int(sizeof(RowBiasShared<Config>));
   static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
   static std::atomic<uint64_t> allowed{0};

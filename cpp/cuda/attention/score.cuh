@@ -38,8 +38,7 @@ constexpr float kLargeLse = 65536.0f;
 
 // Does a problem need the kernels that know the rare cases too?
 inline bool needs_general_kernel(const BackwardParams &params) {
-  const bool row_bias = present(params.p.bias) && per_query(params.p.bias);
-  return row_bias || !params.aligned || !params.dout_aligned;
+  return has_rows(params.p.bias) || !params.aligned || !params.dout_aligned;
 }
 
 // Of a row: lse to base 2, and delta = dO . O - dlse. Rows without a gradient have lse = inf, which makes P = 0, and

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Interval plans: first the kept keys of each list, then the columns of each tile from those.
+// Interval plans: the kept keys of each list, and the columns of each tile.
 //
-// Tiles look at kept keys only: a window of w keys over K keys in random order keeps about w (1 + ln(K / w)) of them, so
-// the work of a tile hardly grows with K.
+// Tiles of long lists look at kept keys only, once these are there: a window of w keys over K keys in random order keeps
+// about w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Of short lists one launch does everything,
+// and tiles look at all keys: that takes less time than to wait for a kernel.
 #include "../block_scan.cuh"
 #include "../ptx/dependent.cuh"
 #include "list_work.cuh"
@@ -11,9 +12,10 @@
 namespace fdm::cuda {
 namespace {
 
-// Of the compaction. A list of one chunk needs no count of what comes before it.
-constexpr int kChunkThreads = 1024, kChunkItems = 8, kChunkKeys = kChunkThreads * kChunkItems;
 constexpr int kTileThreads = 512, kTileItems = 8, kTileStep = kTileThreads * kTileItems;
+constexpr int kShortKeys = 2 * kTileStep;
+// Long ones are compacted chunk by chunk; small chunks keep more multiprocessors at work.
+constexpr int kChunkThreads = 1024, kChunkItems = 2, kChunkKeys = kChunkThreads * kChunkItems;
 
 struct KeyRows {
   int32_t start, end;
@@ -57,10 +59,11 @@ struct KeyRowsReader {
   }
 };
 
-__device__ void read_chunk(const KeyRowsReader &reader, int64_t first, int64_t keys, KeyRows (&rows)[kChunkItems]) {
+template <int kThreads, int kItems>
+__device__ void read_chunk(const KeyRowsReader &reader, int64_t first, int64_t keys, KeyRows (&rows)[kItems]) {
 #pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) {
-    const int64_t j = first + i * kChunkThreads + threadIdx.x;
+  for (int i = 0; i < kItems; ++i) {
+    const int64_t j = first + i * kThreads + threadIdx.x;
     rows[i] = j < keys ? reader(j) : KeyRows{0, 0};
   }
 }
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   const int64_t first = work.part * kChunkKeys;
   if (first >= work.s.k_count) return;
   KeyRows rows[kChunkItems];
-  read_chunk(KeyRowsReader(p, work), first, work.s.k_count, rows);
+  read_chunk<kChunkThreads>(KeyRowsReader(p, work), first, work.s.k_count, rows);
   uint32_t own = 0, total; // full | partial << 16
 #pragma unroll
   for (int i = 0; i < kChunkItems; ++i) {
@@ -114,7 +117,43 @@ __device__ ChunkCounts counts_before(const ChunkCounts *counts, int64_t part) {
   return before;
 }
 
-// `only_tile`: no sequence has more rows than a tile, so that its columns are the kept keys and are written here too.
+// Compacts a chunk of keys from `first` on; `is_last`: of the list. Returns the counts with those before. `only_tile`: no
+// sequence has more rows than a tile, so that its columns are the kept keys and are written here too.
+template <int kThreads, int kItems>
+__device__ ChunkCounts compact_chunk(BlockRanks<kThreads, kItems> &ranks, const fdm_problem &p, const Plan &plan,
+                                     const ListWork &work, const KeyRows (&rows)[kItems], int64_t first,
+                                     const ChunkCounts &before, bool is_last, bool only_tile) {
+  bool full[kItems], partial[kItems];
+  uint32_t rank[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const TileKey key(rows[i], 0, static_cast<int32_t>(work.s.q_count));
+    full[i] = key.full, partial[i] = key.partial;
+  }
+  const uint32_t total = ranks.rank(full, partial, rank);
+  const int64_t base = work.list * plan.list_keys + work.s.k_begin;
+  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
+  int32_t *columns = plan.columns + slot * plan.tile_keys;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (!full[i] && !partial[i]) continue;
+    const auto key = static_cast<int32_t>(first + i * kThreads + threadIdx.x);
+    const int64_t full_rank = before.full + static_cast<int32_t>(ranks.first_of(rank[i]));
+    const int64_t partial_rank = before.partial + static_cast<int32_t>(ranks.second_of(rank[i]));
+    const int64_t at = base + full_rank + partial_rank;
+    plan.kept_index[at] = key, plan.kept_start[at] = rows[i].start, plan.kept_end[at] = rows[i].end;
+    if (only_tile) columns[full[i] ? full_rank : plan.tile_keys - 1 - partial_rank] = key;
+  }
+  const ChunkCounts counts{before.full + static_cast<int32_t>(ranks.first_of(total)),
+                           before.partial + static_cast<int32_t>(ranks.second_of(total))};
+  if (is_last && threadIdx.x == 0) {
+    const int32_t kept = counts.full + counts.partial;
+    plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = kept;
+    if (only_tile) plan.counts[slot] = {kept, counts.full};
+  }
+  return counts;
+}
+
 __global__ void __launch_bounds__(kChunkThreads)
     compact_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, ChunkCounts *counts,
                       int64_t chunks, bool only_tile) {
@@ -124,64 +163,54 @@ __global__ void __launch_bounds__(kChunkThreads)
   const int64_t first = work.part * kChunkKeys, last_part = max64(0, ceil_div(work.s.k_count, kChunkKeys) - 1);
   const bool idle = work.part > last_part;
   KeyRows rows[kChunkItems];
-  if (!idle) read_chunk(KeyRowsReader(p, work), first, work.s.k_count, rows);
+  if (!idle) read_chunk<kChunkThreads>(KeyRowsReader(p, work), first, work.s.k_count, rows);
   ptx::wait_for_kernel_ahead();
   if (idle) return;
   const ChunkCounts before = counts_before(chunk_counts(counts, p, work, chunks), work.part);
-
-  bool full[kChunkItems], partial[kChunkItems];
-  uint32_t rank[kChunkItems];
-#pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) {
-    const TileKey key(rows[i], 0, static_cast<int32_t>(work.s.q_count));
-    full[i] = key.full, partial[i] = key.partial;
-  }
-  const uint32_t total = ranks.rank(full, partial, rank);
-  const int64_t base = work.list * plan.list_keys + work.s.k_begin;
-  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
-  int32_t *columns = plan.columns + slot * plan.tile_keys;
-#pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) {
-    if (!full[i] && !partial[i]) continue;
-    const auto key = static_cast<int32_t>(first + i * kChunkThreads + threadIdx.x);
-    const int64_t full_rank = before.full + static_cast<int32_t>(ranks.first_of(rank[i]));
-    const int64_t partial_rank = before.partial + static_cast<int32_t>(ranks.second_of(rank[i]));
-    const int64_t at = base + full_rank + partial_rank;
-    plan.kept_index[at] = key, plan.kept_start[at] = rows[i].start, plan.kept_end[at] = rows[i].end;
-    if (only_tile) columns[full[i] ? full_rank : plan.tile_keys - 1 - partial_rank] = key;
-  }
-  if (work.part != last_part || threadIdx.x != 0) return;
-  const int32_t full_count = before.full + static_cast<int32_t>(ranks.first_of(total));
-  const int32_t kept = full_count + before.partial + static_cast<int32_t>(ranks.second_of(total));
-  plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = kept;
-  if (only_tile) plan.counts[slot] = {kept, full_count};
+  compact_chunk(ranks, p, plan, work, rows, first, before, work.part == last_part, only_tile);
 }
 
-__global__ void __launch_bounds__(kTileThreads)
-    list_tile_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
-  __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
-  const ListWork work = list_work(p, plan, tiles);
+// The keys that a tile looks at: those that are kept, or all. rows(n) and key(n) are those of number n < count.
+struct KeptKeys {
+  int32_t count;
+  const int32_t *index, *start, *end;
+
+  __device__ KeptKeys(const fdm_problem &p, const Plan &plan, const ListWork &work) {
+    const int64_t list = work.list * plan.list_keys + work.s.k_begin;
+    count = plan.kept_count[work.list * list_sequences(p) + work.sequence_index];
+    index = plan.kept_index + list, start = plan.kept_start + list, end = plan.kept_end + list;
+  }
+  __device__ int32_t key(int32_t n) const { return index[n]; }
+  __device__ KeyRows rows(int32_t n) const { return {start[n], end[n]}; }
+};
+struct AllKeys {
+  int32_t count;
+  KeyRowsReader reader;
+
+  __device__ AllKeys(const fdm_problem &p, const ListWork &work)
+      : count(static_cast<int32_t>(work.s.k_count)), reader(p, work) {}
+  __device__ int32_t key(int32_t n) const { return n; }
+  __device__ KeyRows rows(int32_t n) const { return reader(n); }
+};
+
+template <class Keys>
+__device__ void list_columns(BlockRanks<kTileThreads, kTileItems> &ranks, const fdm_problem &p, const Plan &plan,
+                             const ListWork &work, const Keys &keys) {
   const int64_t first_row = work.part * kTileRows;
-  ptx::start_dependents();
-  ptx::wait_for_kernel_ahead();
-  if (first_row >= work.s.q_count) return;
   const int32_t first = static_cast<int32_t>(first_row);
   const int32_t past = static_cast<int32_t>(min64(work.s.q_count, first_row + kTileRows));
   const int64_t visible = is_causal(p) ? min64(work.s.k_count, past + work.s.causal_off) : work.s.k_count;
-  const int32_t kept = plan.kept_count[work.list * list_sequences(p) + work.sequence_index];
-  const int64_t list = work.list * plan.list_keys + work.s.k_begin;
-  const int32_t *index = plan.kept_index + list, *start = plan.kept_start + list, *end = plan.kept_end + list;
   const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
   int32_t *columns = plan.columns + slot * plan.tile_keys;
 
   int32_t full_count = 0, partial_count = 0;
-  for (int32_t step = 0; step < kept && index[step] < visible; step += kTileStep) {
+  for (int32_t step = 0; step < keys.count && keys.key(step) < visible; step += kTileStep) {
     bool full[kTileItems], partial[kTileItems];
     uint32_t rank[kTileItems];
 #pragma unroll
     for (int i = 0; i < kTileItems; ++i) {
       const int32_t at = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
-      const TileKey key(at < kept ? KeyRows{start[at], end[at]} : KeyRows{0, 0}, first, past);
+      const TileKey key(at < keys.count ? keys.rows(at) : KeyRows{0, 0}, first, past);
       full[i] = key.full, partial[i] = key.partial;
     }
     const uint32_t total = ranks.rank(full, partial, rank);
@@ -190,18 +219,50 @@ __global__ void __launch_bounds__(kTileThreads)
       if (!full[i] && !partial[i]) continue; // most are neither: their keys need not be read
       const int64_t column = full[i] ? full_count + ranks.first_of(rank[i])
                                      : plan.tile_keys - 1 - partial_count - ranks.second_of(rank[i]);
-      columns[column] = index[step + i * kTileThreads + static_cast<int32_t>(threadIdx.x)];
+      columns[column] = keys.key(step + i * kTileThreads + static_cast<int32_t>(threadIdx.x));
     }
     full_count += ranks.first_of(total), partial_count += ranks.second_of(total);
   }
   if (threadIdx.x == 0) plan.counts[slot] = {full_count + partial_count, full_count};
 }
 
+__global__ void __launch_bounds__(kTileThreads)
+    list_tile_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
+  __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
+  const ListWork work = list_work(p, plan, tiles);
+  ptx::start_dependents();
+  ptx::wait_for_kernel_ahead();
+  if (work.part * kTileRows < work.s.q_count) list_columns(ranks, p, plan, work, KeptKeys(p, plan, work));
+}
+
+// The parts of a short list: its tiles, unless there is but one, and the compaction.
+__global__ void __launch_bounds__(kTileThreads, 2)
+    plan_short_lists(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
+  __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
+  ptx::start_dependents();
+  const ListWork work = list_work(p, plan, tiles + 1);
+  if (work.part < tiles) {
+    if (work.part * kTileRows < work.s.q_count) list_columns(ranks, p, plan, work, AllKeys(p, work));
+    return;
+  }
+  const KeyRowsReader reader(p, work);
+  ChunkCounts counts{0, 0};
+  int64_t first = 0;
+  do {
+    KeyRows rows[kTileItems];
+    read_chunk<kTileThreads>(reader, first, work.s.k_count, rows);
+    const int64_t past = first + kTileStep;
+    counts = compact_chunk(ranks, p, plan, work, rows, first, counts, past >= work.s.k_count, tiles == 0);
+    first = past;
+  } while (first < work.s.k_count);
+}
+
 } // namespace
 
 int64_t interval_plan_workspace_bytes(const fdm_problem &p) {
-  const int64_t chunks = ceil_div(p.keys, kChunkKeys), lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
-  return chunks > 1 ? align_256(int64_t(sizeof(ChunkCounts)) * lists * list_sequences(p) * chunks) : 0;
+  if (p.keys <= kShortKeys) return 0;
+  const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
+  return align_256(int64_t(sizeof(ChunkCounts)) * lists * list_sequences(p) * ceil_div(p.keys, kChunkKeys));
 }
 
 cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace, cudaStream_t stream) {
@@ -209,21 +270,20 @@ cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace
   const Plan plan = lay_out_plan(p, base, &bytes);
   const int64_t lists = plan.lists * list_sequences(p);
   if (lists == 0) return cudaSuccess;
-  const int64_t chunks = max64(1, ceil_div(p.keys, kChunkKeys)), tiles = ceil_div(p.queries, kTileRows);
-  if (const cudaError_t error = check_blocks(lists * max64(chunks, tiles))) return error;
-  auto *counts = static_cast<ChunkCounts *>(workspace);
+  const int64_t chunks = ceil_div(p.keys, kChunkKeys), tiles = ceil_div(p.queries, kTileRows);
+  if (const cudaError_t error = check_blocks(lists * max64(chunks, tiles + 1))) return error;
   const auto blocks = [&](int64_t parts) { return static_cast<unsigned>(lists * parts); };
-  const bool only_tile = tiles == 1;
-  if (chunks > 1) {
-    count_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
-    if (const cudaError_t error = launch_dependent(compact_kept_keys, blocks(chunks), kChunkThreads, 0, stream, p, plan,
-                                                   counts, chunks, only_tile))
-      return error;
-  } else {
-    compact_kept_keys<<<blocks(1), kChunkThreads, 0, stream>>>(p, plan, counts, 1, only_tile);
+  const int64_t listed_tiles = tiles > 1 ? tiles : 0; // of one, compaction writes the columns
+  if (p.keys <= kShortKeys) {
+    plan_short_lists<<<blocks(listed_tiles + 1), kTileThreads, 0, stream>>>(p, plan, listed_tiles);
+    return cudaGetLastError();
   }
-  if (tiles > 1) return launch_dependent(list_tile_columns, blocks(tiles), kTileThreads, 0, stream, p, plan, tiles);
-  return cudaGetLastError();
+  auto *counts = static_cast<ChunkCounts *>(workspace);
+  count_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
+  const cudaError_t error = launch_dependent(compact_kept_keys, blocks(chunks), kChunkThreads, 0, stream, p, plan,
+                                             counts, chunks, listed_tiles == 0);
+  if (error || listed_tiles == 0) return error;
+  return launch_dependent(list_tile_columns, blocks(tiles), kTileThreads, 0, stream, p, plan, tiles);
 }
 
 } // namespace fdm::cuda

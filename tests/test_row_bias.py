@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A bias with a row for each query: wherever its elements lie, and whatever shares them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import flash_dmattn_varlen_func
+from support import (
+    Problem,
+    Target,
+    assert_accurate,
+    check,
+    rand_bool,
+    randn,
+    simple_problem,
+)
+
+
+def problem_with(bias: Tensor, dtype: torch.dtype, **settings: object) -> Problem:
+    problem = simple_problem(
+        dtype, batch=2, queries=bias.shape[2], keys=77, kv_heads=2, group=3, **settings
+    )
+    problem.bias = bias
+    return problem
+
+
+@pytest.mark.parametrize("queries", [70, 128, 201])
+@pytest.mark.parametrize(
+    "layout", ["dense", "shifted", "every other", "transposed", "expanded rows", "one column"]
+)
+def test_elements_anywhere(layout: str, queries: int, target: Target) -> None:
+    """Rows and keys at odd and even addresses; what lies between them must not be taken."""
+    for dtype in target.dtypes:
+        for bias_dtype in {dtype, torch.float32}:
+            elements = randn(2, 2, queries, 77, dtype=bias_dtype, seed=queries)
+            if layout == "shifted":
+                bias = torch.full((2, 2, queries + 1, 79), torch.nan, dtype=bias_dtype)
+                bias = bias[:, :, 1:, 1:78]
+            elif layout == "every other":
+                bias = torch.full((2, 2, 2 * queries, 154), torch.nan, dtype=bias_dtype)
+                bias = bias[:, :, ::2, 1::2]
+            elif layout == "transposed":  # of an odd number of elements
+                elements = elements[:1, :1]
+                bias = torch.empty(1, 1, 77, queries | 1, dtype=bias_dtype)
+                bias = bias.transpose(2, 3)[:, :, :queries]
+            elif layout == "expanded rows":
+                # An expanded bias that needs no gradient is taken for one of all queries.
+                elements = elements[:1, :1, :1]
+                bias = torch.empty(1, 1, 1, 77, dtype=bias_dtype)
+            elif layout == "one column":
+                elements = elements[..., :1]
+                bias = torch.empty(2, 2, queries, 1, dtype=bias_dtype)
+            else:
+                bias = torch.empty(2, 2, queries, 77, dtype=bias_dtype)
+            bias.copy_(elements)
+            if layout == "expanded rows":
+                bias = bias.expand(-1, -1, queries, -1)
+            problem = problem_with(bias, dtype, causal=queries == 128)
+            if queries == 201:
+                problem.mask = rand_bool(2, 2, queries, 77, density=0.4)
+            check(problem, target)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 2, 6])
+@pytest.mark.parametrize("mask_kind", ["none", "keys", "rows", "rows of heads", "causal"])
+def test_sums_over_what_shares_it(mask_kind: str, heads: int, batch: int, target: Target) -> None:
+    """The gradient of an element is summed over query heads and batches, up to twelve here."""
+    shapes = {"keys": (2, 2, 1, 77), "rows": (1, 1, 150, 77), "rows of heads": (2, 6, 150, 77)}
+    for dtype in target.dtypes:
+        bias = randn(batch, heads, 150, 77, dtype=dtype, seed=heads)
+        bias[rand_bool(*bias.shape, density=0.1)] = -torch.inf
+        problem = problem_with(bias, dtype, causal=mask_kind == "causal")
+        if mask_kind in shapes:
+            problem.mask = rand_bool(*shapes[mask_kind], density=0.5, seed=batch)
+        check(problem, target)
+
+
+@pytest.mark.parametrize("head_dim", [24, 64, 96, 128, 192, 256])
+def test_every_tile(head_dim: int, target: Target) -> None:
+    """More rows and keys than one tile of any size, more heads than tiles of Q are kept of."""
+    for dtype in target.dtypes:
+        problem = simple_problem(
+            dtype, batch=1, queries=300, keys=333, kv_heads=1, group=3, head_dim=head_dim
+        )
+        problem.bias = randn(1, 1, 300, 333, dtype=dtype)
+        problem.mask = rand_bool(1, 3, 300, 333, density=0.3)
+        problem.softcap = 5.0 if head_dim == 96 else 0.0
+        check(problem, target)
+
+
+def test_dropped_pairs_and_keys_may_hold_anything(target: Target) -> None:
+    for dtype in target.dtypes:
+        problem = problem_with(randn(2, 2, 150, 77, dtype=dtype), dtype)
+        problem.mask = rand_bool(2, 2, 150, 77, density=0.5)
+        problem.mask[..., 40] = False
+        truth_of = problem_with(problem.bias.clone(), dtype)
+        truth_of.mask = problem.mask
+        problem.bias[~problem.mask] = torch.nan
+        problem.key[:, 40], problem.value[:, 40] = torch.nan, torch.inf
+        dout = randn(*problem.query.shape, dtype=dtype, seed=9)
+        got = problem.results(target, dout=dout)
+        want = truth_of.results(target, dout=dout)
+        for name, value in got.items():
+            assert torch.equal(value, want[name]), name
+
+
+@pytest.mark.parametrize("queries", [2, 9, 33])
+def test_few_queries_of_a_group(queries: int, target: Target) -> None:
+    for dtype in target.dtypes:
+        for heads in (1, 6):
+            problem = problem_with(randn(2, heads, queries, 77, dtype=dtype), dtype, causal=True)
+            check(problem, target)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_packed_sequences(heads: int, target: Target) -> None:
+    """Each sequence is as by itself; 1500 keys are divided over several blocks of threads."""
+    lengths = [(130, 1500), (1, 3), (70, 0), (33, 65)]
+    (rows, keys), longest = map(sum, zip(*lengths, strict=True)), max(k for _, k in lengths)
+    offsets = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in zip(*lengths, strict=True)]
+    for dtype in target.dtypes:
+        query, dout = randn(rows, 4, 16, dtype=dtype), randn(rows, 4, 16, dtype=dtype, seed=1)
+        key, value = (randn(keys, 2, 16, dtype=dtype, seed=s) for s in (2, 3))
+        bias = randn(heads, rows, longest, dtype=dtype, seed=4)
+        leaves = [t.to(target.device).requires_grad_() for t in (query, key, value, bias)]
+        out = flash_dmattn_varlen_func(
+            *leaves[:3],
+            *(o.to(target.device) for o in offsets),
+            max(q for q, _ in lengths),
+            longest,
+            is_causal=True,
+            attn_bias=leaves[3],
+            backend=target.backend,
+        )
+        grads = [g.cpu() for g in torch.autograd.grad(out, leaves, dout.to(target.device))]
+        for n, (row_count, key_count) in enumerate(lengths):
+            row, k = (slice(o[n], o[n] + c) for o, c in zip(offsets, lengths[n], strict=True))
+            own = Problem(
+                query[None, row],
+                key[None, k],
+                value[None, k],
+                bias=bias[None, :, row, :key_count],
+                causal=True,
+            )
+            cotangents = {"dout": dout[None, row]}
+            got = {
+                "out": out.detach().cpu()[None, row],
+                "dquery": grads[0][None, row],
+                "dkey": grads[1][None, k],
+                "dvalue": grads[2][None, k],
+                "dbias": grads[3][None, :, row, :key_count],
+            }
+            truth, eager = (of(**cotangents) for of in (own.truth, own.eager))
+            assert_accurate(got, *({name: of[name] for name in got} for of in (truth, eager)))
+            assert not grads[3][:, row, key_count:].any()
+            assert row_count == got["out"].shape[1]
