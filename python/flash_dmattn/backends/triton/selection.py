@@ -93,7 +93,7 @@ def _broadcast(inputs: SelectionInputs, shape: tuple[int, ...]) -> tuple[Tensor,
     def lists(tensor: Tensor) -> Tensor:
         with_batch = tensor if tensor.dim() == 4 else tensor.unsqueeze(0)
         by_head = per_query_head(with_batch, heads, with_batch.shape[1]).squeeze(2)
-        return by_head.expand(shape if len(shape) == 3 else (1, *shape)).reshape(-1, shape[-1])
+        return by_head.expand(shape if len(shape) == 3 else (1, *shape)).flatten(0, 1)
 
     bias = lists(inputs.bias)
     visible = ~torch.isnan(bias) & (bias != -torch.inf)
