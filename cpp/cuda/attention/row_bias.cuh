@@ -100,7 +100,7 @@ template <class Config> struct RowBiasBlock {
   float sums[kColumnTiles][4];
   float of_row[2] = {0.0f, 0.0f}; // all keys share an element
   RowBiasBuffers queries, keys;
-  int bias_block = -1; // whose bias is in shared memory
+  int bias_block = -1, key_block = -1; // whose bias, and the last whose keys, are in shared memory
 
   __device__ RowBiasBlock(const BackwardParams &parameters, RowBiasShared<Config> &memory)
       : params(parameters), shared(memory), sources(memory.task.batches * memory.task.heads),
@@ -197,6 +197,8 @@ template <class Config> struct RowBiasBlock {
           [&](int c) -> const uint16_t * { return c < count ? base + c * t.stride[1] : kZeroRow; });
     };
     copy(params.p.k, key_tile(buffer, 0)), copy(params.p.v, key_tile(buffer, 1));
+    if (key_block == step.block) return;
+    key_block = step.block;
     if (int(threadIdx.x) < kColumns)
       shared.key[step.block % 2][threadIdx.x] = int(threadIdx.x) < count ? int32_t(first) + int32_t(threadIdx.x) : -1;
   }
