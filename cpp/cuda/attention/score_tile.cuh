@@ -86,7 +86,10 @@ private:
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const uintptr_t word = (at[s][0] + r * row_bytes()) & ~uintptr_t(3);
-        ptx::copy_async_4(to + s * kAcross * 4, reinterpret_cast<const void *>(word), word == half_word ? 2 : 4);
+        if (word != half_word)
+          ptx::copy_async_4(to + s * kAcross * 4, reinterpret_cast<const void *>(word));
+        else // an asynchronous copy of two bytes reads four
+          ptx::store_shared(to + s * kAcross * 4, uint32_t(*reinterpret_cast<const uint16_t *>(word)));
       }
   }
 };

@@ -19,9 +19,8 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, boo
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
 }
-// The first `bytes` of four; the others become zeros, and are not read.
-__device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(to), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
