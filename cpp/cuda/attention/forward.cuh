@@ -80,15 +80,8 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
                                                 [&](int c) { return kValues ? slot.v_row[c] : slot.k_row[c]; });
   }
 
-  // Copies the bias of the warp's rows, all of one head, and a block, if it has a row for each query.
   __device__ void load_row_bias(int block) const {
-    if (!task.bias.rows) return;
-    constexpr int kWarpRows = 16 * kRowTiles;
-    const int first = threadIdx.x / 32 * kWarpRows;
-    const int64_t row = task.first_row + first;
-    ScoreTile(params.p.bias, task.bias)
-        .copy<kWarpRows, kColumns, Config::kBiasPitch>(shared.bias[first], ring.at(block).key, row,
-                                                       int(min64(kWarpRows, task.s.q_count - row)));
+    copy_own_rows<16 * kRowTiles>(shared.bias, params.p.bias, task, ring.at(block).key);
   }
 
   __device__ void finish_scores(int block) {

@@ -94,6 +94,17 @@ private:
   }
 };
 
+// A warp copies the bias of its rows of a tile, kWarpRows of the query head of a task, if there is a row for each query.
+template <int kWarpRows, int kColumns, int kPitch, class Task>
+__device__ __forceinline__ void copy_own_rows(uint32_t (*to)[kPitch], const fdm_tensor &bias, const Task &task,
+                                              const int32_t (&keys)[kColumns]) {
+  if (!task.bias.rows) return;
+  const int first = threadIdx.x / 32 * kWarpRows;
+  const int64_t row = task.first_row + first;
+  ScoreTile(bias, task.bias)
+      .copy<kWarpRows, kColumns, kPitch>(to[first], keys, row, int(min64(kWarpRows, task.s.q_count - row)));
+}
+
 // What a thread needs to read elements from their words.
 template <class Element> struct ScoreReader {
   uint32_t first_shift, row_odd, key_mask; // see shifts below
