@@ -196,6 +196,6 @@ def file_json(file: File) -> dict[str, Any]:
     if file.requires_python:
         content["requires-python"] = file.requires_python
     if file.metadata_sha256:
-        # Not under the older name too: pip 23.0 and 23.1 read that, and fail on what it holds (PEP 714).
+        # Not under the older name too: older pip reads that, and fails on what it holds (PEP 714).
         content["core-metadata"] = {"sha256": file.metadata_sha256}
     return content
