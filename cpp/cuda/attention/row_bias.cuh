@@ -124,7 +124,7 @@ template <class Config> struct RowBiasBlock {
     const fdm_problem &p = params.p;
     const RowBiasTask &task = shared.task;
     RowBiasSource &to = shared.source[step.slot()];
-    to.sequence_index = task.first_batch + step.source / task.heads,
+    to.sequence_index = task.first_batch + step.source / task.heads;
     to.head = task.first_head + step.source % task.heads;
     to.s = sequence(p, to.sequence_index), to.kv_head = int(kv_head_of(p, to.head)), to.words = nullptr;
     if (mask_kind(p) != FDM_MASK_ROWS) return;

@@ -3,7 +3,7 @@
 //
 // Tiles of long lists look at kept keys only, once these are there: a window of w keys over K keys in random order keeps
 // about w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Of short lists one launch does everything,
-// and tiles look at all keys: that takes less time than to wait for a kernel.
+// and tiles look at all keys: that takes no longer than to wait for another kernel, and spares the host a launch.
 #include "../block_scan.cuh"
 #include "../ptx/dependent.cuh"
 #include "list_work.cuh"

@@ -19,6 +19,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, boo
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
 }
+// Not asynchronous: for what has fewer than four bytes in global memory.
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(to), "r"(value) : "memory");
 }
