@@ -2,6 +2,7 @@
 // The statistics of each row: lse to base 2 and delta = dO . O - dlse; eight threads for each row of each head.
 #include <cuda_runtime.h>
 
+#include "../launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "products.cuh"
 #include "score.cuh"
@@ -74,12 +75,11 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
 }
 
 template <class Element>
-cudaError_t launch(const BackwardParams &params, bool beside_keys, int64_t blocks, cudaStream_t stream) {
+cudaError_t launch_for(const BackwardParams &params, bool beside_keys, int64_t blocks, cudaStream_t stream) {
   const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, params.p.head_dim);
   const auto kernel = aligned ? row_statistics_kernel<Element, true> : row_statistics_kernel<Element, false>;
-  if (beside_keys) return launch_dependent(kernel, unsigned(blocks), kThreads, 0, stream, params);
-  kernel<<<unsigned(blocks), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  if (beside_keys) return launch<Overlap::kernel_ahead>(kernel, blocks, kThreads, 0, stream, params);
+  return launch(kernel, blocks, kThreads, 0, stream, params);
 }
 
 } // namespace
@@ -87,10 +87,8 @@ cudaError_t launch(const BackwardParams &params, bool beside_keys, int64_t block
 cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys, cudaStream_t stream) {
   const fdm_problem &p = params.p;
   const int64_t blocks = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
-  if (blocks == 0) return cudaSuccess; // packed sequences without any row
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  return p.q.dtype == FDM_FLOAT16 ? launch<__half>(params, beside_keys, blocks, stream)
-                                  : launch<__nv_bfloat16>(params, beside_keys, blocks, stream);
+  return p.q.dtype == FDM_FLOAT16 ? launch_for<__half>(params, beside_keys, blocks, stream)
+                                  : launch_for<__nv_bfloat16>(params, beside_keys, blocks, stream);
 }
 
 } // namespace fdm::cuda

@@ -3,6 +3,7 @@
 // and keys that share an element of the bias.
 #include <cuda_runtime.h>
 
+#include "../launch.cuh"
 #include "products.cuh"
 #include "score.cuh"
 
@@ -64,13 +65,8 @@ __global__ void __launch_bounds__(kThreads) reduce_all_keys(const __grid_constan
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream) {
   const fdm_tensor &t = params.a.dbias;
   const int64_t rows = t.shape[0] * t.shape[1], blocks = ceil_div(rows * t.shape[3], kThreads);
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (rows * t.shape[3] == 0) return cudaSuccess;
-  if (t.shape[3] == 1)
-    reduce_all_keys<<<unsigned(rows), kThreads, 0, stream>>>(params);
-  else
-    reduce_keys<<<unsigned(blocks), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  if (t.shape[3] == 1) return launch(reduce_all_keys, rows, kThreads, 0, stream, params);
+  return launch(reduce_keys, blocks, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

@@ -5,6 +5,7 @@
 
 #include "../../problem.h"
 #include "../block_scan.cuh"
+#include "../launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "key_ring.cuh"
 #include "products.cuh"
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 
 cudaError_t launch_combine(const ForwardParams &params, cudaStream_t stream) {
   const int64_t rows = params.p.batch * params.p.heads * params.p.queries;
-  return launch_dependent(combine_kernel, static_cast<unsigned>(rows), kThreads, 0, stream, params);
+  return launch<Overlap::kernel_ahead>(combine_kernel, rows, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

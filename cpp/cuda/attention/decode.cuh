@@ -43,10 +43,7 @@ template <class Warp> struct LoadedRowBias {
   __device__ __forceinline__ float2 elements(int m, int half, int, int2 pair) const {
     const int r = warp.row(m, half);
     if (!warp.exists(r)) return {0.0f, 0.0f};
-    const fdm_problem &p = warp.params.p;
-    const ScoreView bias =
-        warp.params.heads_per_tile == 1 ? warp.task.bias : score_view(p, p.bias, warp.task.s, warp.head(r));
-    const auto load = [&](int32_t key) { return key < 0 ? 0.0f : bias.load(warp.query(r), key); };
+    const auto load = [&](int32_t key) { return key < 0 ? 0.0f : warp.task.bias.load(warp.query(r), key); };
     return {load(pair.x), load(pair.y)};
   }
 };
@@ -131,12 +128,29 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     }
   }
 
+  // Of columns that no row keeps, which only a bias with a row for each query can make, V becomes zeros: 0 * NaN is NaN.
+  __device__ void clear_dead_values(int step) {
+    uint32_t live = 0; // bits of this thread's columns, then of all
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (scores[0][n][i] != -INFINITY) live |= 1u << (8 * n + accumulator_column() + i % 2);
+    live = __reduce_or_sync(0xffffffffu, live);
+    for (int i = lane; i < kColumns * Tile::kChunks; i += 32) {
+      const int r = i / Tile::kChunks;
+      if (!(live >> r & 1)) store_chunk(Tile::chunk_address(stage(step, 1), r, i % Tile::kChunks), uint4{});
+    }
+    __syncwarp();
+  }
+
   __device__ void attend(int step) {
     clear(scores);
     multiply_rows<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.q), 0),
                                      Tile::right_rows(stage(step, 0)));
     this->finish_scores(ring.at(step), first_column(step) + kColumns > task.columns.full,
                         LoadedRowBias<DecodeWarp>{*this, ring.at(step).key});
+    if (task.bias.rows) clear_dead_values(step);
 #pragma unroll
     for (int half = 0; half < 2; ++half) this->rescale(0, half, this->softmax(0, half));
     multiply_columns<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));

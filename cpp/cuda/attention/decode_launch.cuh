@@ -2,9 +2,8 @@
 // The launch of a decode instantiation. Generated files hold nothing but an include of this and a line for each.
 #pragma once
 
+#include "../launch.cuh"
 #include "decode.cuh"
-#include "device.h"
-#include "tiles.cuh"
 
 namespace fdm::cuda {
 
@@ -14,13 +13,9 @@ constexpr int decode_warps(int arch, int head_dim) { return head_dim > 128 && sh
 
 template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream) {
   using Config = DecodeConfig<Element, kHeadDim, decode_warps(FDM_TILE_ARCH, kHeadDim)>;
-  constexpr int bytes = int(sizeof(DecodeShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
-  static std::atomic<uint64_t> allowed{0};
-  if (cudaError_t error = allow_shared(decode_kernel<Config>, bytes, allowed)) return error;
   const int64_t groups = params.p.batch * (params.p.heads / params.heads_per_tile);
-  decode_kernel<Config><<<dim3(unsigned(groups), unsigned(params.splits)), Config::kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_with_shared<DecodeShared<Config>, decode_kernel<Config>>(params, {groups, params.splits},
+                                                                         Config::kThreads, stream);
 }
 
 } // namespace fdm::cuda

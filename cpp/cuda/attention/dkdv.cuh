@@ -131,10 +131,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
       const int r = i / Tile::kChunks;
       if (shared.stages[stage].lse[r] != INFINITY) continue;
       for (const uint32_t base : {q_base, dout_base})
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};\n" ::"r"(
-                         Tile::chunk_address(base + stage * Config::kRowBytes, r, i % Tile::kChunks)),
-                     "r"(0)
-                     : "memory");
+        store_chunk(Tile::chunk_address(base + stage * Config::kRowBytes, r, i % Tile::kChunks), uint4{});
     }
     __syncthreads();
   }
@@ -230,7 +227,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dkdv_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ char dynamic_shared[];
+  extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DkdvShared<Config> *>(dynamic_shared);
   if (int(blockIdx.x) >= *params.keys.item_count) return;
   DkdvBlock<Config> block(params, shared);

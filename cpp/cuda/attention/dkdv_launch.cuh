@@ -5,9 +5,8 @@
 
 #include <type_traits>
 
-#include "device.h"
+#include "../launch.cuh"
 #include "dkdv.cuh"
-#include "tiles.cuh"
 
 #if FDM_TILE_ARCH == 90
 #include "../sm90/dkdv.cuh"
@@ -18,12 +17,8 @@
 namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &params, cudaStream_t stream) {
-  constexpr int bytes = int(sizeof(DkdvShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
-  static std::atomic<uint64_t> allowed{0};
-  if (cudaError_t error = allow_shared(dkdv_kernel<Config>, bytes, allowed)) return error;
-  dkdv_kernel<Config><<<unsigned(params.keys.max_items), Config::kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_with_shared<DkdvShared<Config>, dkdv_kernel<Config>>(params, params.keys.max_items, Config::kThreads,
+                                                                     stream);
 }
 
 // Calls launch(of keys, of values), each std::true_type or std::false_type, once or more, for the wanted gradients.

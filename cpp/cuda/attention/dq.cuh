@@ -7,6 +7,7 @@
 // each warp for its rows.
 #pragma once
 
+#include "dead_columns.cuh"
 #include "dq_rows.cuh"
 
 namespace fdm::cuda {
@@ -35,6 +36,7 @@ template <class Config> struct DqShared {
   KeyRing<Config::kColumns, Config::kThreads> ring;
   DqTask task;
   alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+  uint8_t live[Config::kGeneral ? Config::kColumns : 1]; // see dead_columns.cuh
 };
 
 template <class Config>
@@ -114,7 +116,7 @@ struct DqBlock
     }
   }
 
-  __device__ void multiply(int block, int blocks) {
+  __device__ void multiply(int block, int blocks, bool clears) {
     const uint32_t k = k_base + block % 2 * Config::kKeyBytes, v = v_base + block % 2 * Config::kKeyBytes;
     clear(scores);
     multiply_rows<Element, kHeadDim>(scores, q_fragment, k + row_offset_right);
@@ -122,6 +124,7 @@ struct DqBlock
     multiply_rows<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
     make_gradients(block);
     if constexpr (Config::kGeneral) {
+      if (clears) clear_dead_columns<Tile, Config::kThreads>(shared.live, k, scores, 0.0f);
       __syncwarp(); // the bias has been read
       if (block + 1 < blocks) load_row_bias(block + 1);
       ptx::commit_copies();
@@ -129,7 +132,8 @@ struct DqBlock
     multiply_columns<Element, kHeadDim>(dq, scores, k + column_offset_right);
   }
 
-  __device__ void run() {
+  // clears: dead columns.
+  __device__ void run(bool clears) {
     const int blocks = (task.columns.count + kColumns - 1) / kColumns;
     clear(dq);
     store(0, fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0))));
@@ -152,7 +156,7 @@ struct DqBlock
         entry = fetch_column(task.columns, task.bias, column(ahead), next_key);
         next_key = fetch_key(task.columns, column(ahead + Ring::kBatch));
       }
-      multiply(block, blocks);
+      multiply(block, blocks, clears);
       if (fetch_ahead) store(ahead, entry);
     }
     ptx::wait_copies<0>();
@@ -162,7 +166,7 @@ struct DqBlock
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dq_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ char dynamic_shared[];
+  extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;
   // As in the forward pass: heads fastest, the longest tiles of a causal mask first.
@@ -181,7 +185,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    score_view(p, p.bias, s, head)};
   __syncthreads();
   DqBlock<Config> block(params, shared);
-  block.run();
+#pragma unroll 1
+  for (bool clears = false;; clears = true) {
+    block.run(clears);
+    if (!Config::kGeneral || clears || !shared.task.bias.rows || !__syncthreads_or(has_nan(block.dq))) break;
+  }
   block.write();
 }
 

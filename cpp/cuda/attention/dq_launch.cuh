@@ -3,9 +3,8 @@
 // each.
 #pragma once
 
-#include "device.h"
+#include "../launch.cuh"
 #include "dq.cuh"
-#include "tiles.cuh"
 
 #if FDM_TILE_ARCH == 90
 #include "../sm90/dq.cuh"
@@ -16,14 +15,8 @@
 namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &params, cudaStream_t stream) {
-  constexpr int bytes = int(sizeof(DqShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
-  static std::atomic<uint64_t> allowed{0};
-  if (cudaError_t error = allow_shared(dq_kernel<Config>, bytes, allowed)) return error;
   const int64_t blocks = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  dq_kernel<Config><<<unsigned(blocks), Config::kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_with_shared<DqShared<Config>, dq_kernel<Config>>(params, blocks, Config::kThreads, stream);
 }
 
 template <class Element, int kHeadDim, bool kGeneral>

@@ -2,6 +2,7 @@
 // Zeros in a tensor of any strides: gradients of keys that nobody keeps, and of rows that belong to no sequence.
 #include <cuda_runtime.h>
 
+#include "../launch.cuh"
 #include "backward.h"
 #include "shared_tile.cuh"
 
@@ -25,21 +26,17 @@ __global__ void __launch_bounds__(kThreads) fill_zero(const __grid_constant__ fd
     *to = Element{};
 }
 
-template <class Element, int kWidth> cudaError_t launch(const fdm_tensor &t, cudaStream_t stream) {
+template <class Element, int kWidth> cudaError_t fill(const fdm_tensor &t, cudaStream_t stream) {
   const int64_t count = t.shape[0] * t.shape[1] * t.shape[2] * (t.shape[3] / kWidth);
-  const int64_t blocks = ceil_div(count, kThreads);
-  if (count == 0) return cudaSuccess;
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  fill_zero<Element, kWidth><<<unsigned(blocks), kThreads, 0, stream>>>(t, count);
-  return cudaGetLastError();
+  return launch(fill_zero<Element, kWidth>, ceil_div(count, kThreads), kThreads, 0, stream, t, count);
 }
 
 } // namespace
 
 cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream) {
   if (!present(t)) return cudaSuccess;
-  if (t.dtype == FDM_FLOAT32) return launch<uint32_t, 1>(t, stream);
-  return rows_are_aligned(t, t.shape[3]) ? launch<uint16_t, 8>(t, stream) : launch<uint16_t, 1>(t, stream);
+  if (t.dtype == FDM_FLOAT32) return fill<uint32_t, 1>(t, stream);
+  return rows_are_aligned(t, t.shape[3]) ? fill<uint16_t, 8>(t, stream) : fill<uint16_t, 1>(t, stream);
 }
 
 } // namespace fdm::cuda

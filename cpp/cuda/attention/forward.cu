@@ -20,12 +20,12 @@ constexpr int64_t kBlocksOfSplit = 4;
 constexpr int64_t kMaxSplits = 32; // combine.cu has a lane for each
 constexpr int kMostMultiprocessors = 256;
 
-// Do the heads of a group have their columns and a per-key bias in common?
+// Do the heads of a group have their columns and bias in common? What one head drops must not reach it through a tile that
+// it shares with a head that keeps it.
 bool heads_share_columns(const fdm_problem &p) {
   const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
   if (group_size(p) == 1) return false;
-  if (own_heads(p.mask) || own_heads(p.start)) return false;
-  return !own_heads(p.bias) || per_query(p.bias);
+  return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
 }
 
 // Which kernel runs, and how rows and columns are divided over its blocks.

@@ -10,6 +10,7 @@
 // read the gathered keys once. Then the columns may also be divided over several blocks (splits), merged by combine.cu.
 #pragma once
 
+#include "dead_columns.cuh"
 #include "forward_rows.cuh"
 
 namespace fdm::cuda {
@@ -35,6 +36,7 @@ template <class Config> struct ForwardShared {
   KeyRing<Config::kColumns, Config::kThreads> ring;
   ForwardTask task;
   alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+  uint8_t live[Config::kGeneral ? Config::kColumns : 1]; // see dead_columns.cuh
 };
 
 template <class Config>
@@ -103,7 +105,8 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
                            task.kv_head, task.columns, task.bias, column(block), entry);
   }
 
-  __device__ void run(int begin, int end) {
+  // clears: dead columns.
+  __device__ void run(int begin, int end, bool clears) {
     this->start();
     load_queries();
     const TileColumns &columns = task.columns;
@@ -137,6 +140,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       ptx::commit_copies();
       finish_scores(block);
       if constexpr (Config::kGeneral) {
+        if (clears) clear_dead_columns<Tile, Config::kThreads>(shared.live, v_base, scores, -INFINITY);
         __syncwarp(); // the bias has been read
         if (block + 1 < end) load_row_bias(block + 1);
         ptx::commit_copies();
@@ -182,7 +186,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
   ForwardBlock<Config> block(params, shared);
   const int blocks = (shared.task.columns.count + Config::kColumns - 1) / Config::kColumns;
-  block.run(int(int64_t(blocks) * split / params.splits), int(int64_t(blocks) * (split + 1) / params.splits));
+  const int begin = int(int64_t(blocks) * split / params.splits);
+  const int end = int(int64_t(blocks) * (split + 1) / params.splits);
+#pragma unroll 1
+  for (bool clears = false;; clears = true) {
+    block.run(begin, end, clears);
+    if (!Config::kGeneral || clears || !shared.task.bias.rows || !__syncthreads_or(has_nan(block.out))) break;
+  }
   if (params.splits > 1)
     block.write_partial();
   else

@@ -2,9 +2,8 @@
 // The launch of a forward instantiation. Generated files hold nothing but an include of this and a line for each.
 #pragma once
 
-#include "device.h"
+#include "../launch.cuh"
 #include "forward.cuh"
-#include "tiles.cuh"
 
 #if FDM_TILE_ARCH == 90
 #include "../sm90/forward.cuh"
@@ -15,13 +14,8 @@
 namespace fdm::cuda {
 
 template <class Config> cudaError_t launch_forward_config(const ForwardParams &params, cudaStream_t stream) {
-  constexpr int bytes = int(sizeof(ForwardShared<Config>));
-  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
-  static std::atomic<uint64_t> allowed{0};
-  if (cudaError_t error = allow_shared(forward_kernel<Config>, bytes, allowed)) return error;
   const int64_t blocks = params.p.batch * params.tiles * params.splits * (params.p.heads / params.heads_per_tile);
-  forward_kernel<Config><<<unsigned(blocks), Config::kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_with_shared<ForwardShared<Config>, forward_kernel<Config>>(params, blocks, Config::kThreads, stream);
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream) {

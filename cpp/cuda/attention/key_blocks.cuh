@@ -99,6 +99,7 @@ template <int kKeys, int kBufferCount> struct KeyBlockShared {
   RowRange rows[kBuffers][kKeys];     // of the head of a step
   float bias[kBuffers][kKeys];        // to base 2; -inf: not kept
   uint32_t active[kMappedTiles / 32]; // row plans: tiles of kTileRows rows that keep any key
+  int32_t dropping_head[kBuffers];    // of the group: it drops a key by a bias of -inf that another head keeps
   int32_t max_first, min_past;
   RowRange of_group[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group
 };
@@ -156,10 +157,11 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
     Team::sync();
   }
 
-  // Does the tile of a step have no pair that is not kept, apart from keys with a bias of -inf?
+  // Does the tile of a step have no pair that is not kept, apart from keys that are zeros here?
   __device__ bool covers(const KeyStep &step, int tile_rows) const {
     const int first = step.tile * tile_rows;
-    return !shared.task.test_all && first >= shared.max_first && first + tile_rows <= shared.min_past;
+    if (shared.task.test_all || shared.dropping_head[step.buffer] == step.head) return false;
+    return first >= shared.max_first && first + tile_rows <= shared.min_past;
   }
 
   // May a row of the tile of a step keep any of 64 keys of the block?
@@ -225,6 +227,7 @@ private:
     }
     of.slot = item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
     shared.max_first = 0, shared.min_past = INT32_MAX;
+    for (int32_t &head : shared.dropping_head) head = -1;
     for (RowRange &group : shared.of_group) group = {INT32_MAX, 0};
   }
 
@@ -254,6 +257,7 @@ private:
     if (key >= 0 && bias_is_of_keys())
       bias = to_base_2(score_view(params.p, params.p.bias, shared.task.s, head).load(0, key));
     shared.bias[buffer][r] = bias;
+    if (bias == -INFINITY && shared.readable[r]) shared.dropping_head[buffer] = head_of_group;
     if (key >= 0 && !shared.task.same_rows) shared.rows[buffer][r] = rows_of_key(params.p, shared.task.s, head, key);
   }
 

@@ -45,10 +45,12 @@ struct KeyGradients {
     return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
   }
 
-  // Which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n.
+  // Which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key that this
+  // head drops by a bias of -inf may be there for another head of the group.
   __device__ void keep_bits(const RowStage<kKeys, kRows> &stage, int key, uint32_t (&bits)[kWordCount]) const {
     const int first = stage.step.tile * kRows;
-    const RowRange range = keys.shared.rows[stage.step.buffer][key];
+    RowRange range = keys.shared.rows[stage.step.buffer][key];
+    if (keys.shared.bias[stage.step.buffer][key] == -INFINITY) range.past = range.first;
 #pragma unroll
     for (int w = 0; w < kWordCount; ++w) {
       uint32_t word = row_bits(range.first - first - 32 * w, range.past - first - 32 * w);
@@ -100,10 +102,11 @@ struct KeyGradients {
             score = ptx::exp2_approximate(x);
             if constexpr (kTest) score = kept ? score : 0.0f;
             if constexpr (kKeyGradient) {
-              float ds = score * (gradient - (i ? delta.y : delta.x));
-              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds; // V of a key that is not kept may be anything
+              float ds = score * (gradient - (i ? delta.y : delta.x)), capped = ds * slope;
+              // K and V of a key that is not kept may be anything, and so may dP and the slope of the softcap.
+              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds, capped = score == 0.0f ? 0.0f : capped;
               dbias[m][half] += ds;
-              gradient = ds * slope;
+              gradient = capped;
             }
           }
         }

@@ -7,6 +7,7 @@
 // the pairs of 64 keys and the rows that keep any of them are kept (simulated for random biases, N 8192 to 32768).
 #include <cuda_runtime.h>
 
+#include "../launch.cuh"
 #include "../plan/list_work.cuh"
 #include "../ptx/dependent.cuh"
 #include "key_blocks.cuh"
@@ -74,9 +75,7 @@ __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ B
 cudaError_t launch_key_order(const BackwardParams &params, cudaStream_t stream) {
   const fdm_tensor &mask = list_tensor(params.p);
   const int64_t blocks = mask.shape[0] * mask.shape[1] * list_sequences(params.p) * params.keys.buckets;
-  if (const cudaError_t error = check_blocks(blocks)) return error;
-  order_keys<<<unsigned(blocks), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch(order_keys, blocks, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

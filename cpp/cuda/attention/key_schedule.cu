@@ -7,6 +7,7 @@
 // order of parts of about the same length, and the slot of a block's partial sums, may differ, and change no result.
 #include <cuda_runtime.h>
 
+#include "../launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "key_blocks.cuh"
 
@@ -95,9 +96,9 @@ __global__ void __launch_bounds__(kThreads) schedule_keys(const __grid_constant_
 } // namespace
 
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream) {
-  if (params.keys.listed) return launch_dependent(schedule_keys, 1, kThreads, 0, stream, params); // after the order
-  schedule_keys<<<1, kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  // After the order, if there is one.
+  if (params.keys.listed) return launch<Overlap::kernel_ahead>(schedule_keys, 1, kThreads, 0, stream, params);
+  return launch(schedule_keys, 1, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

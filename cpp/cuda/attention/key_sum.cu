@@ -3,6 +3,7 @@
 // the bias gradient.
 #include <cuda_runtime.h>
 
+#include "../launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "key_blocks.cuh"
 #include "products.cuh"
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ Ba
 } // namespace
 
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream) {
-  return launch_dependent(sum_parts, dim3(unsigned(params.keys.max_items), kDivisions), kThreads, 0, stream, params);
+  return launch<Overlap::kernel_ahead>(sum_parts, {params.keys.max_items, kDivisions}, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

@@ -48,6 +48,12 @@ template <int kHeadDim> struct SharedTile {
 // What absent rows are copied from, so that copies need no test for them.
 static __device__ __align__(16) const uint16_t kZeroRow[256] = {};
 
+__device__ __forceinline__ void store_chunk(uint32_t to, uint4 chunk) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
+               "r"(chunk.w)
+               : "memory");
+}
+
 // Copies 8 elements of a row of global memory to a chunk, one by one: for rows that do not start at multiples of 16 bytes,
 // have a stride between elements, or a head dimension that is no multiple of 8. Not inlined, to keep it out of the way of
 // the aligned copies, which are asynchronous.
@@ -59,9 +65,7 @@ static __device__ __noinline__ void copy_chunk_by_elements(uint32_t to, const ui
     const int d = first + i;
     if (d < head_dim) packed[i / 2] |= uint32_t(row[d * stride]) << (i % 2 * 16);
   }
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]),
-               "r"(packed[3])
-               : "memory");
+  store_chunk(to, {packed[0], packed[1], packed[2], packed[3]});
 }
 
 // Copies rows of global memory to a tile: row r from the address that source(r) gives, which is kZeroRow for absent

@@ -5,6 +5,7 @@
 // about w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Of short lists one launch does everything,
 // and tiles look at all keys: that takes no longer than to wait for another kernel, and spares the host a launch.
 #include "../block_scan.cuh"
+#include "../launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "list_work.cuh"
 #include "make_plan.h"
@@ -269,21 +270,17 @@ cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace
   int64_t bytes;
   const Plan plan = lay_out_plan(p, base, &bytes);
   const int64_t lists = plan.lists * list_sequences(p);
-  if (lists == 0) return cudaSuccess;
   const int64_t chunks = ceil_div(p.keys, kChunkKeys), tiles = ceil_div(p.queries, kTileRows);
-  if (const cudaError_t error = check_blocks(lists * max64(chunks, tiles + 1))) return error;
-  const auto blocks = [&](int64_t parts) { return static_cast<unsigned>(lists * parts); };
   const int64_t listed_tiles = tiles > 1 ? tiles : 0; // of one, compaction writes the columns
-  if (p.keys <= kShortKeys) {
-    plan_short_lists<<<blocks(listed_tiles + 1), kTileThreads, 0, stream>>>(p, plan, listed_tiles);
-    return cudaGetLastError();
-  }
+  if (p.keys <= kShortKeys)
+    return launch(plan_short_lists, lists * (listed_tiles + 1), kTileThreads, 0, stream, p, plan, listed_tiles);
   auto *counts = static_cast<ChunkCounts *>(workspace);
-  count_kept_keys<<<blocks(chunks), kChunkThreads, 0, stream>>>(p, plan, counts, chunks);
-  const cudaError_t error = launch_dependent(compact_kept_keys, blocks(chunks), kChunkThreads, 0, stream, p, plan,
-                                             counts, chunks, listed_tiles == 0);
+  cudaError_t error = launch(count_kept_keys, lists * chunks, kChunkThreads, 0, stream, p, plan, counts, chunks);
+  if (!error)
+    error = launch<Overlap::kernel_ahead>(compact_kept_keys, lists * chunks, kChunkThreads, 0, stream, p, plan, counts,
+                                          chunks, listed_tiles == 0);
   if (error || listed_tiles == 0) return error;
-  return launch_dependent(list_tile_columns, blocks(tiles), kTileThreads, 0, stream, p, plan, tiles);
+  return launch<Overlap::kernel_ahead>(list_tile_columns, lists * tiles, kTileThreads, 0, stream, p, plan, tiles);
 }
 
 } // namespace fdm::cuda

@@ -2,8 +2,6 @@
 // How the making of a plan is spread over blocks of threads: a number of parts for each list and sequence.
 #pragma once
 
-#include <climits>
-
 #include "plan.cuh"
 
 namespace fdm::cuda {
@@ -27,10 +25,6 @@ __device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &
   work.list_batch = list / heads, work.list_head = list % heads;
   work.s = sequence(p, work.sequence_index);
   return work;
-}
-
-inline cudaError_t check_blocks(int64_t blocks) {
-  return blocks <= INT_MAX ? cudaSuccess : cudaErrorInvalidConfiguration;
 }
 
 } // namespace fdm::cuda

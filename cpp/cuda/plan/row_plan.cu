@@ -6,6 +6,7 @@
 // rows become the bits of one register by shifts (for four keys at once), and a transposition of four such registers
 // gives a word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
 #include "../block_scan.cuh"
+#include "../launch.cuh"
 #include "list_work.cuh"
 #include "make_plan.h"
 
@@ -16,13 +17,19 @@ constexpr int kRowThreads = 512, kStepKeys = kRowThreads;
 constexpr int kParts = kTileRows / 32, kKeysPerThread = 4, kKeysPerWarp = 32 * kKeysPerThread;
 static_assert(kRowThreads / 32 / kParts * kKeysPerWarp == kStepKeys, "the warps' parts must cover a step");
 
-// Four booleans of a row as bytes; those beyond `keys` are 0.
+// 1 for each of four bytes that is not 0: booleans that are views of other integers have any bits set.
+__device__ __forceinline__ uint32_t as_booleans(uint32_t bytes) {
+  constexpr uint32_t kLow = 0x7f7f7f7fu;
+  return (((bytes & kLow) + kLow) | bytes) >> 7 & 0x01010101u;
+}
+
+// Four booleans of a row as bytes of 0 or 1; those beyond `keys` are 0.
 template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_t *at, int64_t col, int keys) {
-  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(at));
+  if constexpr (kWide) return as_booleans(__ldcs(reinterpret_cast<const uint32_t *>(at)));
   uint32_t bytes = 0;
 #pragma unroll
   for (int k = 0; k < kKeysPerThread; ++k)
-    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(at + k * col)) << (8 * k);
+    if (k < keys) bytes |= uint32_t(__ldg(at + k * col) != 0) << (8 * k);
   return bytes;
 }
 
@@ -129,12 +136,9 @@ bool rows_are_aligned(const fdm_tensor &mask) {
 cudaError_t make_row_plan(const fdm_problem &p, void *base, cudaStream_t stream) {
   int64_t bytes;
   const Plan plan = lay_out_plan(p, base, &bytes);
-  const int64_t tiles = ceil_div(p.queries, kTileRows), blocks = plan.lists * list_sequences(p) * tiles;
-  if (blocks == 0) return cudaSuccess;
-  if (const cudaError_t error = check_blocks(blocks)) return error;
+  const int64_t tiles = ceil_div(p.queries, kTileRows);
   const auto kernel = rows_are_aligned(p.mask) ? list_row_columns<true> : list_row_columns<false>;
-  kernel<<<static_cast<unsigned>(blocks), kRowThreads, 0, stream>>>(p, plan, tiles);
-  return cudaGetLastError();
+  return launch(kernel, plan.lists * list_sequences(p) * tiles, kRowThreads, 0, stream, p, plan, tiles);
 }
 
 } // namespace fdm::cuda

@@ -104,7 +104,7 @@ __device__ __forceinline__ Window open_window(int32_t size) { return {0, -1, siz
 __device__ __forceinline__ Window closed_window() { return {~0u, -1, 0}; }
 
 // Calls function with the dtype of a bias as a compile-time constant.
-template <class Function> void with_bias_dtype(int32_t dtype, const Function &function) {
+template <class Function> auto with_bias_dtype(int32_t dtype, const Function &function) {
   switch (dtype) {
   case FDM_FLOAT16:
     return function(std::integral_constant<int, FDM_FLOAT16>{});

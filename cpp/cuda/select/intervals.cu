@@ -11,6 +11,7 @@
 //     before has below x: few keys, so all pairs of them are compared.
 // Each key's interval is written by exactly one block: that of its own chunk if it never enters, leaves within the
 // chunk or stays to the end, else that of the chunk in which it leaves.
+#include "../launch.cuh"
 #include "radix_select.cuh"
 #include "select.h"
 
@@ -208,21 +209,19 @@ int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
 cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream_t stream) {
   const Chunks chunks = chunks_of(s);
   const int64_t lists = s.start.shape[1] * selection_sequences(s, s.start), blocks = lists * chunks.count;
-  if (blocks == 0 || s.keys == 0) return cudaSuccess;
-  const int64_t writers = lists * ceil_div(s.keys, kMaxChunkKeys);
-  if (max64(blocks, writers) > INT32_MAX) return cudaErrorInvalidConfiguration;
+  if (s.keys == 0) return cudaSuccess;
   auto *windows = static_cast<Window *>(workspace);
-  const auto grid = static_cast<unsigned>(blocks);
-  with_bias_dtype(s.bias.dtype, [&](auto dtype) {
+  return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
     constexpr int kDtype = decltype(dtype)::value;
-    find_windows<kDtype><<<grid, kThreads, 0, stream>>>(s, chunks.keys, chunks.count, windows);
-    if (s.flags & FDM_CAUSAL) {
-      write_intervals<kDtype><<<grid, kThreads, 0, stream>>>(s, chunks.keys, chunks.count, windows);
-    } else {
-      write_window<kDtype><<<static_cast<unsigned>(writers), kThreads, 0, stream>>>(s, kMaxChunkKeys, windows);
-    }
+    const cudaError_t error =
+        launch(find_windows<kDtype>, blocks, kThreads, 0, stream, s, chunks.keys, chunks.count, windows);
+    if (error) return error;
+    if (s.flags & FDM_CAUSAL)
+      return launch(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks.keys, chunks.count, windows);
+    const int64_t writers = lists * ceil_div(s.keys, kMaxChunkKeys);
+    return launch(write_window<kDtype>, writers, kThreads, 0, stream, s, int64_t{kMaxChunkKeys},
+                  static_cast<const Window *>(windows));
   });
-  return cudaGetLastError();
 }
 
 } // namespace fdm::cuda

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Selection row by row into booleans: one block of threads for each row of the result.
+#include "../launch.cuh"
 #include "radix_select.cuh"
 #include "select.h"
 
@@ -38,13 +39,10 @@ cudaError_t select_keep(const fdm_selection &s, cudaStream_t stream) {
   const bool varlen = present(s.cu_seqlens_q);
   const int64_t rows = varlen && s.keep.shape[2] > 1 ? s.queries : s.keep.shape[2];
   const int64_t blocks = selection_sequences(s, s.keep) * s.keep.shape[1] * rows;
-  if (blocks == 0 || s.keep.shape[3] == 0) return cudaSuccess;
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  with_bias_dtype(s.bias.dtype, [&](auto dtype) {
-    select_keep_rows<decltype(dtype)::value>
-        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(s, static_cast<uint32_t>(rows));
+  if (s.keep.shape[3] == 0) return cudaSuccess;
+  return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
+    return launch(select_keep_rows<decltype(dtype)::value>, blocks, kThreads, 0, stream, s, uint32_t(rows));
   });
-  return cudaGetLastError();
 }
 
 } // namespace fdm::cuda
