@@ -9,40 +9,56 @@
 
 namespace fdm::cuda {
 
-template <int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ bool has_nan(const float (&sums)[kRowTiles][kColumnTiles][4]) {
-  bool found = false;
+// Not inlined, so that it takes no registers where it is not called.
+template <class Tile, int kColumns, int kThreads>
+__device__ __noinline__ void clear_unmarked_rows(const uint8_t *live, uint32_t tile) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kColumns * Tile::kChunks; i += kThreads)
+    if (!live[i / Tile::kChunks]) store_chunk(Tile::chunk_address(tile, i / Tile::kChunks, i % Tile::kChunks), uint4{});
+}
+
+// Lies in shared memory. kPossible: the kernel takes such a bias.
+template <int kColumns, bool kPossible> struct DeadColumns {
+  bool clears; // this is the second time; false at first
+  uint8_t live[kPossible ? kColumns : 1];
+
+  // Does some sum of any thread have a NaN, so that the tile must be computed again? All threads of the block call it.
+  template <int kRowTiles, int kColumnTiles>
+  __device__ __forceinline__ bool may_have_spoilt(const float (&sums)[kRowTiles][kColumnTiles][4]) {
+    if (clears) return false;
+    bool found = false;
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) found |= isnan(sums[m][n][i]);
+    if (!__syncthreads_or(found)) return false;
+    clears = true;
+    __syncthreads();
+    return true;
+  }
+
+  // Makes zeros of the rows of a tile in shared memory whose column has `dead_value` in all accumulators of all threads.
+  template <class Tile, int kThreads, int kRowTiles, int kColumnTiles>
+  __device__ __forceinline__ void clear(uint32_t tile, const float (&values)[kRowTiles][kColumnTiles][4],
+                                        float dead_value) {
+    static_assert(kPossible && 8 * kColumnTiles == kColumns);
+    for (int c = threadIdx.x; c < kColumns; c += kThreads) live[c] = 0;
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) found |= isnan(sums[m][n][i]);
-  return found;
-}
-
-// Makes zeros of the rows of a tile in shared memory whose column has `dead_value` in all rows of the accumulators of all
-// threads of the block. `live` is shared memory.
-template <class Tile, int kThreads, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void clear_dead_columns(uint8_t (&live)[8 * kColumnTiles], uint32_t tile,
-                                                   const float (&values)[kRowTiles][kColumnTiles][4],
-                                                   float dead_value) {
-  constexpr int kColumns = 8 * kColumnTiles;
-  for (int c = threadIdx.x; c < kColumns; c += kThreads) live[c] = 0;
-  __syncthreads();
+      for (int i = 0; i < 2; ++i) {
+        bool any = false;
 #pragma unroll
-  for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      bool any = false;
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) any |= values[m][n][i] != dead_value || values[m][n][2 + i] != dead_value;
-      if (any) live[8 * n + accumulator_column() + i] = 1;
-    }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kColumns * Tile::kChunks; i += kThreads)
-    if (!live[i / Tile::kChunks]) store_chunk(Tile::chunk_address(tile, i / Tile::kChunks, i % Tile::kChunks), uint4{});
-  __syncthreads();
-}
+        for (int m = 0; m < kRowTiles; ++m) any |= values[m][n][i] != dead_value || values[m][n][2 + i] != dead_value;
+        if (any) live[8 * n + accumulator_column() + i] = 1;
+      }
+    __syncthreads();
+    clear_unmarked_rows<Tile, kColumns, kThreads>(live, tile);
+    __syncthreads();
+  }
+};
 
 } // namespace fdm::cuda

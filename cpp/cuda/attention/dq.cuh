@@ -36,7 +36,7 @@ template <class Config> struct DqShared {
   KeyRing<Config::kColumns, Config::kThreads> ring;
   DqTask task;
   alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
-  uint8_t live[Config::kGeneral ? Config::kColumns : 1]; // see dead_columns.cuh
+  DeadColumns<Config::kColumns, Config::kGeneral> dead;
 };
 
 template <class Config>
@@ -116,7 +116,7 @@ struct DqBlock
     }
   }
 
-  __device__ void multiply(int block, int blocks, bool clears) {
+  __device__ void multiply(int block, int blocks) {
     const uint32_t k = k_base + block % 2 * Config::kKeyBytes, v = v_base + block % 2 * Config::kKeyBytes;
     clear(scores);
     multiply_rows<Element, kHeadDim>(scores, q_fragment, k + row_offset_right);
@@ -124,7 +124,7 @@ struct DqBlock
     multiply_rows<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
     make_gradients(block);
     if constexpr (Config::kGeneral) {
-      if (clears) clear_dead_columns<Tile, Config::kThreads>(shared.live, k, scores, 0.0f);
+      if (shared.dead.clears) shared.dead.template clear<Tile, Config::kThreads>(k, scores, 0.0f);
       __syncwarp(); // the bias has been read
       if (block + 1 < blocks) load_row_bias(block + 1);
       ptx::commit_copies();
@@ -132,8 +132,7 @@ struct DqBlock
     multiply_columns<Element, kHeadDim>(dq, scores, k + column_offset_right);
   }
 
-  // clears: dead columns.
-  __device__ void run(bool clears) {
+  __device__ void run() {
     const int blocks = (task.columns.count + kColumns - 1) / kColumns;
     clear(dq);
     store(0, fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0))));
@@ -156,7 +155,7 @@ struct DqBlock
         entry = fetch_column(task.columns, task.bias, column(ahead), next_key);
         next_key = fetch_key(task.columns, column(ahead + Ring::kBatch));
       }
-      multiply(block, blocks, clears);
+      multiply(block, blocks);
       if (fetch_ahead) store(ahead, entry);
     }
     ptx::wait_copies<0>();
@@ -175,7 +174,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const int64_t first_row = (tiles - 1 - number % tiles) * Config::kRows, sequence_index = number / tiles;
   const Sequence s = sequence(p, sequence_index);
   if (first_row >= s.q_count) return;
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    shared.dead.clears = false;
     shared.task = {s,
                    sequence_index,
                    head,
@@ -183,13 +183,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    first_row,
                    tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
                    score_view(p, p.bias, s, head)};
+  }
   __syncthreads();
   DqBlock<Config> block(params, shared);
-#pragma unroll 1
-  for (bool clears = false;; clears = true) {
-    block.run(clears);
-    if (!Config::kGeneral || clears || !shared.task.bias.rows || !__syncthreads_or(has_nan(block.dq))) break;
-  }
+  do block.run();
+  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.dq));
   block.write();
 }
 

@@ -36,7 +36,7 @@ template <class Config> struct ForwardShared {
   KeyRing<Config::kColumns, Config::kThreads> ring;
   ForwardTask task;
   alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
-  uint8_t live[Config::kGeneral ? Config::kColumns : 1]; // see dead_columns.cuh
+  DeadColumns<Config::kColumns, Config::kGeneral> dead;
 };
 
 template <class Config>
@@ -105,8 +105,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
                            task.kv_head, task.columns, task.bias, column(block), entry);
   }
 
-  // clears: dead columns.
-  __device__ void run(int begin, int end, bool clears) {
+  __device__ void run(int begin, int end) {
     this->start();
     load_queries();
     const TileColumns &columns = task.columns;
@@ -140,7 +139,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       ptx::commit_copies();
       finish_scores(block);
       if constexpr (Config::kGeneral) {
-        if (clears) clear_dead_columns<Tile, Config::kThreads>(shared.live, v_base, scores, -INFINITY);
+        if (shared.dead.clears) shared.dead.template clear<Tile, Config::kThreads>(v_base, scores, -INFINITY);
         __syncwarp(); // the bias has been read
         if (block + 1 < end) load_row_bias(block + 1);
         ptx::commit_copies();
@@ -173,7 +172,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const int64_t first_row = tile * (Config::kRows / params.heads_per_tile);
   const Sequence s = sequence(p, sequence_index);
   if (first_row >= s.q_count) return;
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    shared.dead.clears = false;
     shared.task = {s,
                    sequence_index,
                    head,
@@ -182,17 +182,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    split,
                    tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
                    score_view(p, p.bias, s, head)};
+  }
   __syncthreads();
 
   ForwardBlock<Config> block(params, shared);
   const int blocks = (shared.task.columns.count + Config::kColumns - 1) / Config::kColumns;
   const int begin = int(int64_t(blocks) * split / params.splits);
   const int end = int(int64_t(blocks) * (split + 1) / params.splits);
-#pragma unroll 1
-  for (bool clears = false;; clears = true) {
-    block.run(begin, end, clears);
-    if (!Config::kGeneral || clears || !shared.task.bias.rows || !__syncthreads_or(has_nan(block.out))) break;
-  }
+  do block.run(begin, end);
+  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.out));
   if (params.splits > 1)
     block.write_partial();
   else

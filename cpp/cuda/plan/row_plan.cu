@@ -17,19 +17,19 @@ constexpr int kRowThreads = 512, kStepKeys = kRowThreads;
 constexpr int kParts = kTileRows / 32, kKeysPerThread = 4, kKeysPerWarp = 32 * kKeysPerThread;
 static_assert(kRowThreads / 32 / kParts * kKeysPerWarp == kStepKeys, "the warps' parts must cover a step");
 
-// 1 for each of four bytes that is not 0: booleans that are views of other integers have any bits set.
-__device__ __forceinline__ uint32_t as_booleans(uint32_t bytes) {
-  constexpr uint32_t kLow = 0x7f7f7f7fu;
-  return (((bytes & kLow) + kLow) | bytes) >> 7 & 0x01010101u;
+// The upper bit of each of four bytes that is not 0: booleans that are views of other integers may have any bits set.
+__device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {
+  constexpr uint32_t kLower = 0x7f7f7f7fu;
+  return (((bytes & kLower) + kLower) | bytes) & ~kLower;
 }
 
-// Four booleans of a row as bytes of 0 or 1; those beyond `keys` are 0.
+// Four booleans of a row as bytes; those beyond `keys` are 0.
 template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_t *at, int64_t col, int keys) {
-  if constexpr (kWide) return as_booleans(__ldcs(reinterpret_cast<const uint32_t *>(at)));
+  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(at));
   uint32_t bytes = 0;
 #pragma unroll
   for (int k = 0; k < kKeysPerThread; ++k)
-    if (k < keys) bytes |= uint32_t(__ldg(at + k * col) != 0) << (8 * k);
+    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(at + k * col)) << (8 * k);
   return bytes;
 }
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_rows(const uint8_t *at, int64_t row, int64_
     for (int r = 0; r < 8; ++r) loaded[r] = 8 * b + r < rows ? load_keys<kWide>(at + (8 * b + r) * row, col, keys) : 0;
     bits[b] = 0;
 #pragma unroll
-    for (int r = 7; r >= 0; --r) bits[b] = 2 * bits[b] + loaded[r];
+    for (int r = 0; r < 8; ++r) bits[b] = bits[b] >> 1 | upper_bits(loaded[r]); // bit 0 of a byte is set by the last
   }
 }
 
