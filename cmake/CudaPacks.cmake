@@ -104,7 +104,8 @@ function(fdm_add_kernel_pack)
   target_compile_definitions(${target} PRIVATE
     FDM_ARCH=${number}
     FDM_TILE_ARCH=${tile_number}
-    FDM_PACK_NAME="${name}")
+    FDM_PACK_NAME="${name}"
+    $<$<BOOL:${FLASH_DMATTN_DELAYS}>:FDM_DELAYS>)
   target_include_directories(${target} PRIVATE "${KERNEL_INCLUDE}")
   if(major GREATER_EQUAL 13)
     set(compression --compress-mode=size)

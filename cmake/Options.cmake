@@ -15,6 +15,8 @@ include_guard(GLOBAL)
 #                        served by the next larger one. All unless given; one or two make a fast loop.
 #   FLASH_DMATTN_TILES   for tests: the one arch whose tiles and choice of kernels all CUDA packs use in place of their
 #                        own, such as 86: with FLASH_DMATTN_ARCHS=90 the suite tests on an sm_90 GPU what sm_86 runs.
+#   FLASH_DMATTN_DELAYS  for tests: kernels that may overlap the one ahead of them sleep at odd times. Equal inputs must give
+#                        the bits that they give without; "scripts/test_delays" compares.
 #   FLASH_DMATTN_CUDART  static: nothing of CUDA has to be installed at run time; shared: for distributions that
 #                        ship libcudart as a package of its own.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
@@ -28,6 +30,7 @@ macro(fdm_declare_options)
   set(FLASH_DMATTN_ARCHS "" CACHE STRING "GPU archs to build, such as 80;90")
   set(FLASH_DMATTN_HEAD_DIMS "" CACHE STRING "Head dimensions of the CUDA kernels, such as 64;128; all if empty")
   set(FLASH_DMATTN_TILES "" CACHE STRING "For tests: the arch whose tiles the CUDA packs use; their own if empty")
+  option(FLASH_DMATTN_DELAYS "For tests: kernels of a chain sleep at odd times" OFF)
   set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
   option(FLASH_DMATTN_CORE "Build the Python module" ON)
   option(FLASH_DMATTN_CPU "Build the cpu pack" ON)

@@ -6,12 +6,25 @@
 // been there when the last kernel ahead of it that was launched the ordinary way started.
 #pragma once
 
+#include <cstdint>
+
 namespace fdm::ptx {
+
+// In a build for tests (FLASH_DMATTN_DELAYS): up to 64 microseconds, other ones for each block and point, so that kernels of
+// a chain overlap in ways in which they seldom do. Whoever reads what the kernel ahead has not written yet is found by it.
+__device__ __forceinline__ void delay([[maybe_unused]] uint32_t point) {
+#ifdef FDM_DELAYS
+  uint32_t number = (blockIdx.x + 0x9e37u * blockIdx.y + 0x85ebu * gridDim.x + point) * 0x9e3779b1u;
+  number ^= number >> 15;
+  for (uint32_t n = 0; n < number % 64; ++n) __nanosleep(1000);
+#endif
+}
 
 // From here on the next kernel of the stream may start, if it was launched with Overlap::kernel_ahead.
 __device__ __forceinline__ void start_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+  delay(1);
 #endif
 }
 
@@ -19,7 +32,9 @@ __device__ __forceinline__ void start_dependents() {
 // Overlap::kernel_ahead at least one thread must call this, so that the end of a kernel is also that of all ahead of it.
 __device__ __forceinline__ void wait_for_kernel_ahead() {
 #if __CUDA_ARCH__ >= 900
+  delay(2);
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
+  delay(3);
 #endif
 }
 
