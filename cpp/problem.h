@@ -47,20 +47,56 @@ FDM_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 FDM_INLINE int64_t clamp64(int64_t x, int64_t least, int64_t most) { return max64(least, min64(x, most)); }
 
+// Does a mask or bias have a row for each query? With a single query it does not matter, so the cheaper form is meant.
+FDM_INLINE bool per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
+FDM_INLINE bool has_rows(const fdm_tensor &t) { return present(t) && per_query(t); }
+
+// How many rows and keys the tensors of a packed batch have room for: in all, and in the longest sequence.
+struct PackedRoom {
+  int64_t rows, keys, longest_rows, longest_keys;
+};
+
+FDM_INLINE void limit_room(PackedRoom *room, const fdm_tensor &scores) {
+  if (!present(scores)) return;
+  if (per_query(scores))
+    room->rows = min64(room->rows, scores.shape[2]);
+  else
+    room->keys = min64(room->keys, scores.shape[3]);
+}
+
+FDM_INLINE int64_t cu_bound(const fdm_tensor &cu_seqlens, int64_t i) {
+  return static_cast<const int32_t *>(cu_seqlens.data)[i * cu_seqlens.stride[0]];
+}
+
 // The bounds in cu_seqlens are kept inside of the tensors and of the lengths that the caller gave: on a GPU nobody can
 // have checked them.
+FDM_INLINE Sequence packed_sequence(const fdm_tensor &cu_seqlens_q, const fdm_tensor &cu_seqlens_k, int64_t b,
+                                    const PackedRoom &room) {
+  const int64_t q0 = clamp64(cu_bound(cu_seqlens_q, b), 0, room.rows);
+  const int64_t k0 = clamp64(cu_bound(cu_seqlens_k, b), 0, room.keys);
+  const int64_t q1 = clamp64(cu_bound(cu_seqlens_q, b + 1), q0, room.rows);
+  const int64_t k1 = clamp64(cu_bound(cu_seqlens_k, b + 1), k0, room.keys);
+  const int64_t q_count = min64(q1 - q0, room.longest_rows), k_count = min64(k1 - k0, room.longest_keys);
+  return {0, q0, q_count, k0, k_count, k_count - q_count};
+}
+
 FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
   if (!is_varlen(p)) return {b, 0, p.queries, 0, p.keys, p.keys - p.queries};
-  const auto *q = static_cast<const int32_t *>(p.cu_seqlens_q.data);
-  const auto *k = static_cast<const int32_t *>(p.cu_seqlens_k.data);
-  const int64_t qs = p.cu_seqlens_q.stride[0], ks = p.cu_seqlens_k.stride[0];
-  const int64_t page_size = p.k.shape[1]; // only if paged
-  const int64_t most_keys = present(p.block_table) ? min64(p.keys, p.block_table.shape[1] * page_size) : p.keys;
-  const int64_t total_k = present(p.block_table) ? INT32_MAX : p.k.shape[1];
-  const int64_t q0 = clamp64(q[b * qs], 0, p.q.shape[1]), q1 = clamp64(q[(b + 1) * qs], q0, p.q.shape[1]);
-  const int64_t k0 = clamp64(k[b * ks], 0, total_k), k1 = clamp64(k[(b + 1) * ks], k0, total_k);
-  const int64_t q_count = min64(q1 - q0, p.queries), k_count = min64(k1 - k0, most_keys);
-  return {0, q0, q_count, k0, k_count, k_count - q_count};
+  PackedRoom room{p.q.shape[1], p.k.shape[1], p.queries, p.keys};
+  if (present(p.block_table)) {
+    // The shapes of pages do not tell how many keys there are in all; those of masks and biases of keys do.
+    room.keys = INT32_MAX, room.longest_keys = min64(p.keys, p.block_table.shape[1] * p.k.shape[1]);
+    limit_room(&room, p.mask), limit_room(&room, p.start), limit_room(&room, p.bias);
+  }
+  return packed_sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, room);
+}
+
+// Of a selection. Without cu_seqlens, b is an index into the batch of the result.
+FDM_INLINE Sequence sequence(const fdm_selection &s, int64_t b) {
+  if (!present(s.cu_seqlens_q)) return {b, 0, s.queries, 0, s.keys, s.keys - s.queries};
+  PackedRoom room{INT32_MAX, INT32_MAX, s.queries, s.keys};
+  limit_room(&room, s.bias), limit_room(&room, s.mask), limit_room(&room, s.start), limit_room(&room, s.keep);
+  return packed_sequence(s.cu_seqlens_q, s.cu_seqlens_k, b, room);
 }
 
 // Sequences that each list of a plan runs over. Without cu_seqlens a list belongs to one element of the batch, or to all
@@ -82,10 +118,6 @@ FDM_INLINE int64_t head_index(const fdm_problem &p, const fdm_tensor &t, int64_t
   return t.shape[1] == p.heads ? h : kv_head_of(p, h);
 }
 FDM_INLINE int64_t batch_index(const fdm_tensor &t, const Sequence &s) { return t.shape[0] == 1 ? 0 : s.batch; }
-
-// Does a mask or bias have a row for each query? With a single query it does not matter, so the cheaper form is meant.
-FDM_INLINE bool per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
-FDM_INLINE bool has_rows(const fdm_tensor &t) { return present(t) && per_query(t); }
 
 FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
   if (present(p.start)) return FDM_MASK_INTERVALS;

@@ -22,20 +22,10 @@ bool selected_before(const Candidate &a, const Candidate &b) {
   return a.bias > b.bias || (a.bias == b.bias && a.key < b.key);
 }
 
-// One row of the result: the bias and the mask that it reads, and what it sees.
-struct Row {
-  int64_t batch, head; // of the attention problem
-  int64_t q_begin, q_count, k_begin, k_count, causal_off;
+// A sequence and a head of the attention problem: what the rows of a result read and see.
+struct Row : Sequence {
+  int64_t head;
 };
-
-Row row_range(const fdm_selection &s, int64_t b, int64_t head) {
-  if (!present(s.cu_seqlens_q)) return {b, head, 0, s.queries, 0, s.keys, s.keys - s.queries};
-  const auto *q = static_cast<const int32_t *>(s.cu_seqlens_q.data);
-  const auto *k = static_cast<const int32_t *>(s.cu_seqlens_k.data);
-  const int64_t qs = s.cu_seqlens_q.stride[0], ks = s.cu_seqlens_k.stride[0];
-  const int64_t q0 = q[b * qs], q1 = q[(b + 1) * qs], k0 = k[b * ks], k1 = k[(b + 1) * ks];
-  return {0, head, q0, q1 - q0, k0, k1 - k0, (k1 - k0) - (q1 - q0)};
-}
 
 // Element (i, j) of a bias or mask, rows and keys counted from the sequence's first.
 int64_t element(const fdm_selection &s, const fdm_tensor &t, const Row &r, int64_t i, int64_t j) {
@@ -118,7 +108,7 @@ void select_keys(const fdm_selection &s, void *workspace) {
   const int64_t query_heads_each = s.heads / max64(1, heads);
   parallel_for(s.context.threads, batches * heads * rows, [&](int64_t task, int worker) {
     const int64_t i = task % rows, head = task / rows % heads, b = task / rows / heads;
-    const Row r = row_range(s, b, head * query_heads_each);
+    const Row r{sequence(s, b), head * query_heads_each};
     const bool per_row = keep && out.shape[2] > 1;
     if (per_row && i >= r.q_count) return;
     auto *candidates = reinterpret_cast<Candidate *>(static_cast<char *>(workspace) + worker * candidate_bytes(s));

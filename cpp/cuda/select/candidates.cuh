@@ -9,10 +9,9 @@
 
 namespace fdm::cuda {
 
-// One row of the result: what it reads and sees.
-struct SelectionRow {
-  int64_t batch, head; // of the attention problem
-  int64_t q_begin, q_count, k_begin, k_count, causal_off;
+// A sequence and a head of the attention problem: what the rows of a result read and see.
+struct SelectionRow : Sequence {
+  int64_t head;
 };
 
 FDM_INLINE int64_t selection_sequences(const fdm_selection &s, const fdm_tensor &result) {
@@ -22,12 +21,7 @@ FDM_INLINE int64_t selection_sequences(const fdm_selection &s, const fdm_tensor 
 // Row range of a sequence (without cu_seqlens: an index into the result's batch) and a head of the result.
 __device__ __forceinline__ SelectionRow selection_row(const fdm_selection &s, const fdm_tensor &result, int64_t b,
                                                       int64_t result_head) {
-  const int64_t head = result_head * (s.heads / result.shape[1]);
-  if (!present(s.cu_seqlens_q)) return {b, head, 0, s.queries, 0, s.keys, s.keys - s.queries};
-  const auto *q = static_cast<const int32_t *>(s.cu_seqlens_q.data);
-  const auto *k = static_cast<const int32_t *>(s.cu_seqlens_k.data);
-  const int64_t q0 = q[b], q1 = q[b + 1], k0 = k[b], k1 = k[b + 1];
-  return {0, head, q0, q1 - q0, k0, k1 - k0, (k1 - k0) - (q1 - q0)};
+  return {sequence(s, b), result_head * (s.heads / result.shape[1])};
 }
 
 // Row i of a bias or mask from its key 0 on, keys counted from the sequence's first.
