@@ -11,7 +11,7 @@ from flash_dmattn import IntervalMask
 from .sizes import Sizes
 from .source import Source, bytes_of, strided
 
-DENSITIES = (0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 1.0)
+DENSITIES = {0.0: 0.2, 0.02: 0.7, 0.1: 1, 0.3: 1, 0.5: 1.5, 0.7: 1, 0.9: 1.5, 0.98: 1, 1.0: 1}
 
 
 def draw_shape(source: Source, sizes: Sizes, longest: int) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ def draw_shape(source: Source, sizes: Sizes, longest: int) -> tuple[int, ...]:
 
 
 def draw_mask(source: Source, sizes: Sizes, longest: int) -> Tensor | IntervalMask | None:
-    kind = source.weighted({"none": 2, "bool": 5, "intervals": 3})
+    kind = source.weighted({"none": 3, "bool": 5, "intervals": 3})
     if kind == "none":
         return None
     if kind == "intervals":
@@ -42,7 +42,7 @@ def draw_mask(source: Source, sizes: Sizes, longest: int) -> Tensor | IntervalMa
 
 
 def draw_bool(source: Source, shape: tuple[int, ...]) -> Tensor:
-    kept = source.kept(shape, source.choice(DENSITIES))
+    kept = source.kept(shape, source.weighted(DENSITIES))
     rows = torch.arange(shape[-2] if len(shape) > 2 else 1).unsqueeze(-1)
     keys = torch.arange(shape[-1])
     pattern = source.weighted({"random": 6, "blocks": 1, "band": 1, "padding": 2})
@@ -103,7 +103,7 @@ def draw_intervals(source: Source, sizes: Sizes) -> IntervalMask:
         start, end = torch.zeros_like(start), end.gt(queries // 3).int() * max(queries, 1)
     elif kind == "long":
         end = start + source.integer(1, max(2, queries // 2))
-    ordered = source.kept(shape, source.choice([0.0, 0.9, 1.0]))
+    ordered = source.kept(shape, source.weighted({0.0: 0.5, 0.9: 1, 1.0: 1}))
     low, high = torch.minimum(start, end), torch.maximum(start, end)
     start, end = torch.where(ordered, low, start), torch.where(ordered, high, end)
     if source.chance(0.2):  # as far out as integers go

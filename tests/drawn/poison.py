@@ -36,7 +36,7 @@ def poison(source: Source, call: Call) -> tuple[dict[str, int], list[str]]:
     alike = {name: dimension - 1 for name, dimension in alike.items()}
     share = source.weighted({0.0: 3, 0.3: 2, 1.0: 3})
     kinds = source.some(["key", "value", "query", "bias", "gradients"]) if share else []
-    of_heads = source.chance(0.12)
+    of_heads = source.chance(0.25)
     for part in sequences(
         call.query,
         call.key,
@@ -56,7 +56,7 @@ def poison(source: Source, call: Call) -> tuple[dict[str, int], list[str]]:
         for name in ("key", "value"):
             flags = by_all & source.kept(by_all.shape, share if name in kinds else 0.0)
             if of_heads:
-                flags |= by_some & ~by_all & source.kept(by_all.shape, 0.02)
+                flags |= by_some & ~by_all & source.kept(by_all.shape, source.choice([0.01, 0.1]))
             _spoil(source, getattr(part, name), flags, alike.get(name), shift)
         if "query" in kinds:
             rows = empty.transpose(1, 2)

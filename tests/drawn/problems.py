@@ -85,7 +85,7 @@ def draw(
     call = _tensors(source, sizes, dtype)
     call.causal = source.chance(0.5)
     call.softcap = source.weighted({0.0: 6, 0.5: 0.5, 5.0: 2, 20.0: 1, 100.0: 0.5})
-    call.scale = source.weighted({None: 7, 0.3: 1, 1e-3: 0.5, 0.0: 0.3, -0.2: 0.7})
+    call.scale = source.weighted({None: 7, 0.3: 1, 1e-3: 0.5, 0.0: 0.3, -0.2: 0.7, 2.0: 0.3})
     if sizes.packed:
         call.cu_seqlens_q, call.cu_seqlens_k = bounds(sizes.q_lengths), bounds(sizes.k_lengths)
         call.longest = longest
@@ -96,7 +96,9 @@ def draw(
         call.bias = draw_bias(source, draw_shape(source, sizes, longest[1]), dtype, selects=selects)
     if selects:
         most = max(sizes.k_lengths)
-        call.window = source.choice([0, 1, source.integer(1, 40), source.integer(0, most + 5)])
+        call.window = source.weighted(
+            {0: 0.2, 1: 0.5, source.integer(2, 40): 2, source.integer(41, most + 50): 2}
+        )
     elif call.mask is None and source.chance(0.1):
         call.mask = draw_bool(source, draw_shape(source, sizes, longest[1]))
     call.wanted = GRADIENT_OF

@@ -33,7 +33,7 @@ EDGES = (
     257,
 )
 # Products of a forward pass; a float64 backward pass has five times as many.
-BUDGETS = {2e6: 3.0, 8e6: 3.0, 2e7: 1.0}
+BUDGETS = {2e6: 3.0, 8e6: 3.0, 2e7: 1.0, 1.5e8: 0.07}
 SMALL_BUDGETS = {5e5: 1.0, 2e6: 1.0}
 
 
@@ -103,7 +103,9 @@ def _lengths(source: Source) -> tuple[int, int]:
         length = _length(source)
         return length, length
     if kind == "decode":
-        return source.weighted({1: 4, 2: 1, 3: 1, 5: 1}), source.integer(1, 2500)
+        return source.weighted({1: 4, 2: 1, 3: 1, 5: 1}), source.integer(
+            1, source.weighted({300: 2, 2500: 3, 20000: 0.5})
+        )
     if kind == "many keys":
         return _length(source), source.integer(300, 1200)
     if kind == "many rows":
@@ -112,11 +114,13 @@ def _lengths(source: Source) -> tuple[int, int]:
 
 
 def _length(source: Source) -> int:
-    kind = source.weighted({"few": 3, "edge": 5, "any": 3, "long": 1, "none": 0.15})
+    kind = source.weighted({"few": 3, "edge": 5, "any": 3, "long": 1, "longer": 0.2, "none": 0.15})
     if kind == "few":
         return source.integer(1, 40)
     if kind == "edge":
         return source.choice(EDGES)
     if kind == "any":
         return source.integer(1, 300)
-    return source.integer(300, 640) if kind == "long" else 0
+    if kind == "none":
+        return 0
+    return source.integer(300, 640) if kind == "long" else source.integer(640, 1500)
