@@ -13,10 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from drawn.calls import Call
 from flash_dmattn import IntervalMask
 from support import cotangent
-
-from .calls import Call
 
 HEAD_DIMS = (16, 40, 64, 72, 128)
 

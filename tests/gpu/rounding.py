@@ -15,10 +15,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from drawn.calls import Call
 from flash_dmattn import IntervalMask, dynamic_mask
 from flash_dmattn.reference import Sequence, attend, computing_inputs, sequences
-
-from .calls import Call
 
 ALLOWED = 2.0
 # Of scores up to about 10, which are float32 sums over the head dimension.

@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
+from drawn.calls import assert_same_bits
 from flash_dmattn import IntervalMask, dynamic_mask
 from support import HALF_TYPES
 
-from .calls import assert_same_bits
 from .kinds import KINDS, Draw
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawn.calls import Call, assert_same_bits
 from flash_dmattn import IntervalMask, dynamic_mask
 from support import HALF_TYPES
 
-from .calls import Call, assert_same_bits
 from .rounding import expected
 
 LIMIT = 1 << 31

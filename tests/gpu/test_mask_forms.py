@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawn.calls import Call, assert_same_bits
 from flash_dmattn import IntervalMask, dynamic_mask
 from support import HALF_TYPES, Target
 
-from .calls import Call, assert_same_bits
 from .kinds import Draw, Sizes, dense, random_intervals, with_dropped_keys
 from .rounding import expected
 

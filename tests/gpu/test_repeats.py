@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drawn.calls import Call, assert_same_bits, same_bits
 from support import HALF_TYPES, Target
 
-from .calls import Call, assert_same_bits, same_bits
 from .kinds import KINDS, Draw, dense, random_intervals, with_dropped_keys
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawn.calls import Call, assert_same_bits
 from support import HALF_TYPES
 
-from .calls import Call, assert_same_bits
 from .kinds import KINDS, Draw
 
 # Of a kernel that only waits: some 10 ms, and about a second, on GPUs of 1 to 2 GHz.

@@ -32,6 +32,10 @@ class Call:
     causal: bool = False
     softcap: float = 0.0
     window: int | None = None
+    scale: float | None = None
+    # Of which inputs gradients are wanted, and of which results they are given.
+    wanted: tuple[str, ...] = GRADIENT_OF
+    of: tuple[str, ...] = ("out", "lse")
     # Of packed sequences.
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -57,28 +61,35 @@ class Call:
 
     def results(self, **options: Any) -> dict[str, Tensor]:
         """Compute out, lse and all gradients, which stay on the device; this waits for nothing."""
-        if self.block_table is not None:  # which has no gradients
-            return self.results_alone(**options)
         leaves = {
             name: getattr(self, name).detach().requires_grad_()
-            for name in GRADIENT_OF
+            for name in self.wanted
             if getattr(self, name) is not None
         }
-        out, lse = self._attend(leaves, **options)
-        gradients = torch.autograd.grad((out, lse), list(leaves.values()), (self.dout, self.dlse))
-        named = {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-        return {"out": out.detach(), "lse": lse.detach(), **named}
+        if self.block_table is not None or not leaves:  # paged keys have no gradients
+            return self.results_alone(**options)
+        found = dict(zip(("out", "lse"), self.attend(leaves, **options), strict=True))
+        gradients = torch.autograd.grad(
+            [found[name] for name in self.of],
+            list(leaves.values()),
+            [getattr(self, f"d{name}") for name in self.of],
+            allow_unused=True,
+        )
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            found[f"d{name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+        return {name: value.detach() for name, value in found.items()}
 
     def results_alone(self, **options: Any) -> dict[str, Tensor]:
         """Compute out and lse without gradients, in the fewest steps."""
         with torch.no_grad():
-            return dict(zip(("out", "lse"), self._attend({}, **options), strict=True))
+            return dict(zip(("out", "lse"), self.attend({}, **options), strict=True))
 
-    def _attend(self, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    def attend(self, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
         query, key, value, bias = (leaves.get(name, getattr(self, name)) for name in GRADIENT_OF)
         options = {
             "attn_mask": self.mask,
             "attn_bias": bias,
+            "softmax_scale": self.scale,
             "is_causal": self.causal,
             "softcap": self.softcap,
             "window_size": self.window,

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Make a drawn call as it asks to be made, and judge its results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import IntervalMask
+from flash_dmattn.plan import AttentionPlan
+from support import Target
+
+from .buffers import poisoned_buffers
+from .calls import Call, assert_same_bits
+from .exact import EPS32, smallest
+from .judge import Expected, expected
+from .problems import Drawn
+
+
+def check(drawn: Drawn, target: Target) -> None:
+    """Raise AssertionError if a result is wrong; whatever the call itself raises goes through."""
+    call = drawn.call.to(target.device)
+    want = expected(call)
+    options: dict[str, Any] = {"backend": target.backend}
+    if drawn.deterministic:
+        options["deterministic"] = True
+    with threads(drawn.threads):
+        if drawn.planned:
+            options |= {"plan": plan_of(call, target), "attn_mask": None, "is_causal": None}
+        if drawn.selected:
+            options |= {"window_size": None, "attn_mask": selected(call, target)}
+        if drawn.poisoned_buffers and target.is_pack:
+            with poisoned_buffers() as buffers:
+                got = call.results(**options)
+            assert buffers.guards_are_whole(), "bytes beside a buffer have been written"
+        else:
+            got = call.results(**options)
+        want.check(got)
+        if drawn.deterministic:
+            assert_same_bits(call.results(**options), got)
+        if drawn.probabilities:
+            check_probabilities(call, want, options)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def plan_of(call: Call, target: Target) -> AttentionPlan:
+    """Return a plan of the call's mask."""
+    return flash_dmattn.make_plan(
+        call.query,
+        call.key,
+        call.mask,
+        call.causal,
+        **_packing(call),
+        block_table=call.block_table,
+        backend=target.backend,
+    )
+
+
+def selected(call: Call, target: Target) -> Tensor | IntervalMask:
+    """Return the mask that a call's window selects."""
+    assert call.bias is not None
+    assert call.window is not None
+    sizes = _packing(call) or {
+        "query_length": call.query.shape[1],
+        "key_length": call.key.shape[1],
+    }
+    return flash_dmattn.dynamic_mask(
+        call.bias,
+        call.window,
+        call.causal,
+        call.mask,
+        num_heads=call.query.shape[-2],
+        num_kv_heads=call.key.shape[-2],
+        backend=target.backend,
+        **sizes,
+    )
+
+
+def _packing(call: Call) -> dict[str, Any]:
+    if call.cu_seqlens_q is None:
+        return {}
+    return {
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "max_seqlen_q": call.longest[0],
+        "max_seqlen_k": call.longest[1],
+    }
+
+
+def check_probabilities(call: Call, want: Expected, options: dict[str, Any]) -> None:
+    """Check what return_attn_probs adds, which is plain PyTorch in float32."""
+    with torch.no_grad():
+        got = call.attend({}, **options, return_attn_probs=True)[2]
+    dtype = call.query.dtype
+    for number, (part, exact) in enumerate(want.probabilities):
+        place = got if call.cu_seqlens_q is None else got[number : number + 1]
+        queries, keys = exact.shape[2:]
+        error = (place[:, :, :queries, :keys].double() - exact).abs()
+        bound = torch.finfo(dtype).eps * exact + 1000 * EPS32 * exact + smallest(dtype)
+        wrong = ~(error <= bound) & ~part.spoiled[..., None, None]
+        assert not wrong.any(), f"probabilities: error {error[wrong].max().item():.3g}"
+        rest = place.clone()
+        rest[:, :, :queries, :keys] = 0
+        assert not rest.any(), "probabilities outside of a sequence are not 0"

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a call should give, in float64, and how far each element may be from it.
+
+A kernel rounds the probabilities P and the gradients of scores dS to the dtype before it multiplies
+them by V, dO, K and Q, reads an out that is rounded, and rounds its results; everything else is
+float32. So an error is at most about the dtype's eps times the sum of the absolute values of the
+terms, however much of them cancels; twice that is allowed. To it comes what float32 does to scores,
+which matters where they are large. The log-sum-exp has only that: a single key too many or too few
+among hundreds is far more than its error.
+
+The formula is written out, gradients too, and shares with flash_dmattn.reference only how a call is
+cut into dense problems: so it judges the reference as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.reference import Sequence, per_query_head, sequences
+
+from .calls import Call
+from .source import truth_of
+
+ALLOWED = 2.0
+EPS32 = torch.finfo(torch.float32).eps
+# Of sums in float32 over a head dimension, and over keys, of which the order is free.
+FLOAT32_SUM = 8 * EPS32
+LSE_TOLERANCE = 64 * EPS32
+# The tanh of kernels, absolutely.
+TANH_ERROR = 4e-7
+# From there on lse has no digits for a sum of exponentials: such rows may have no gradient.
+LARGEST_LSE = 1e30
+
+
+class Part(NamedTuple):
+    """A dense problem of a call in float64, poison replaced by zeros; dimensions (B, H, ...)."""
+
+    sequence: Sequence
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    kept: Tensor
+    spoiled: Tensor  # (B, H): heads that keep a key or a query which is not finite
+    dout: Tensor
+    dlse: Tensor
+    scale: float
+
+
+class Terms(NamedTuple):
+    """Something for each element of the results of a part, with the heads of query."""
+
+    out: Tensor
+    lse: Tensor
+    dquery: Tensor
+    dkey: Tensor
+    dvalue: Tensor
+    dbias: Tensor
+
+
+def parts(call: Call) -> Iterator[Part]:
+    """Cut a call into dense problems."""
+    mask = truth_of(call.mask)
+    for part in sequences(
+        call.query,
+        call.key,
+        call.value,
+        mask,
+        call.bias,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        call.block_table,
+    ):
+        heads = part.query.shape[2]
+        group = heads // part.key.shape[2]
+        query, key, value = (t.double().transpose(1, 2) for t in (part.query, part.key, part.value))
+        key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+        kept = kept_pairs(call, part)
+        empty, dropped = ~kept.any(3).unsqueeze(-1), ~kept.any(2).unsqueeze(-1)
+        query = query.masked_fill(empty, 0)
+        key, value = key.masked_fill(dropped, 0), value.masked_fill(dropped, 0)
+        spoiled = torch.zeros(kept.shape[:2], dtype=torch.bool, device=kept.device)
+        for tensor in (query, key, value):
+            spoiled |= ~tensor.isfinite().all(3).all(2)
+        query, key, value = (t.nan_to_num(0, 0, 0) for t in (query, key, value))
+        bias = None
+        if part.bias is not None:
+            bias = per_query_head(part.bias.detach(), heads, part.key.shape[2]).double()
+            bias = torch.where(kept, bias, 0.0)
+        if call.cu_seqlens_q is None:
+            dout, dlse = call.dout.transpose(1, 2), call.dlse
+        else:
+            dout = call.dout[part.rows].transpose(0, 1)[None]
+            dlse = call.dlse[None, :, part.rows]
+        dout = dout.double() if "out" in call.of else torch.zeros_like(query)
+        dlse = dlse.double() if "lse" in call.of else torch.zeros_like(query[..., 0])
+        dout, dlse = dout.masked_fill(empty, 0), dlse.masked_fill(empty.squeeze(-1), 0)
+        scale = part.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        yield Part(part, query, key, value, bias, kept, spoiled, dout, dlse, scale)
+
+
+def visible_pairs(call: Call, part: Sequence) -> Tensor:
+    """Return bool (B, H, Q, K): what mask and causality leave."""
+    (batch, queries, heads, _), (_, keys, kv_heads, _) = part.query.shape, part.key.shape
+    shape = (batch, heads, queries, keys)
+    kept = torch.ones(shape, dtype=torch.bool, device=part.query.device)
+    if call.causal:
+        kept = kept.tril(keys - queries)
+    if part.mask is not None:
+        kept = kept & per_query_head(part.mask, heads, kv_heads)
+    return kept
+
+
+def kept_pairs(call: Call, part: Sequence) -> Tensor:
+    """Return bool (B, H, Q, K): what is visible, has a bias above -inf, and is selected."""
+    kept = visible_pairs(call, part)
+    if part.bias is None:
+        return kept
+    bias = per_query_head(part.bias.detach(), part.query.shape[2], part.key.shape[2])
+    bias = bias.float().expand(kept.shape)
+    kept = kept & (bias != -torch.inf)
+    if call.window is None or kept.numel() == 0:
+        return kept
+    kept = kept & ~bias.isnan()
+    # Stable, so that ties go to the lower index.
+    order = bias.masked_fill(~kept, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    candidates = kept.gather(-1, order)
+    first = candidates & (candidates.cumsum(-1) <= call.window)
+    return torch.zeros_like(kept).scatter_(-1, order, first)
+
+
+def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms, Tensor]:
+    """Return the results of a part, the errors that they may have, and the probabilities."""
+    query, key, value, kept, dout = part.query, part.key, part.value, part.kept, part.dout
+    empty = ~kept.any(-1)
+    scores = part.scale * (query @ key.transpose(-1, -2))
+    error = FLOAT32_SUM * abs(part.scale) * (query.abs() @ key.abs().transpose(-1, -2))
+    slope, slope_error = torch.ones((), device=scores.device), 0.0
+    if softcap > 0:
+        capped = torch.tanh(scores / softcap)
+        slope = 1 - capped.square()
+        slope_error = TANH_ERROR + 2 * slope * error / softcap
+        scores, error = softcap * capped, error * slope + softcap * TANH_ERROR
+    if part.bias is not None:
+        scores = scores + part.bias
+        error = error + 2 * EPS32 * part.bias.abs()
+    error = (error + 2 * EPS32 * scores.abs()).masked_fill(~kept, 0)
+    scores = scores.masked_fill(~kept, -torch.inf).masked_fill(empty.unsqueeze(-1), 0)
+    p = torch.softmax(scores, -1).masked_fill(~kept, 0)
+    lse = torch.logsumexp(scores, -1).masked_fill(empty, -torch.inf)
+    finite = lse.masked_fill(empty, 0).abs()
+    lse_error = (p * error).sum(-1) + 4 * EPS32 * (1 + finite)
+    relative = error + lse_error.unsqueeze(-1)
+    eps, tiny = unit(dtype), smallest(dtype)
+
+    out = p @ value
+    dp = dout @ value.transpose(-1, -2)
+    ds = p * (dp - ((dout * out).sum(-1) - part.dlse).unsqueeze(-1))
+    capped_ds = ds * slope
+    exact = Terms(
+        out,
+        lse,
+        part.scale * (capped_ds @ key),
+        part.scale * (capped_ds.transpose(-1, -2) @ query),
+        p.transpose(-1, -2) @ dout,
+        ds,
+    )
+
+    least = kept * tiny
+    p_error = p * (ALLOWED * eps + relative) + least
+    # The error of an out that cancels is that of the sum of its terms, rounded independently.
+    rounded = eps * (out.abs() + (p.square() @ value.square()).sqrt())
+    rounded = rounded + (p * relative) @ value.abs()
+    delta_error = (dout.abs() * rounded).sum(-1) + eps * part.dlse.abs()
+    dp_abs = dout.abs() @ value.abs().transpose(-1, -2)
+    ds_error = (
+        ALLOWED * (eps * ds.abs() + p * delta_error.unsqueeze(-1))
+        + ALLOWED * eps * p * dp.abs()
+        + p * FLOAT32_SUM * dp_abs
+        + ds.abs() * relative
+        + least
+    )
+    capped_error = ds_error * slope + ds.abs() * slope_error + least
+    scaled = abs(part.scale) * capped_error
+    bounds = Terms(
+        p_error @ value.abs(),
+        torch.maximum(LSE_TOLERANCE * finite.clamp(min=1), 2 * lse_error) * ~empty,
+        scaled @ key.abs(),
+        scaled.transpose(-1, -2) @ query.abs(),
+        p_error.transpose(-1, -2) @ dout.abs(),
+        ds_error,
+    )
+    return exact, bounds, p
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Return by what P and dS are rounded; of float32 what a sum of many terms loses."""
+    return 16 * EPS32 if dtype == torch.float32 else torch.finfo(dtype).eps
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Return half the spacing of subnormal float16 numbers, which small P and dS are rounded to."""
+    limits = torch.finfo(dtype)
+    return limits.smallest_normal * limits.eps
+
+
+def ignored(part: Part, lse: Tensor) -> Terms:
+    """Return 1 for what may be anything: of heads that keep NaN, or whose lse has no digits."""
+    spoiled = part.spoiled.double()
+    vague = (lse.abs() > LARGEST_LSE) & (lse != -torch.inf)
+    no_gradient = (part.spoiled | vague.any(-1)).double()
+    queries, keys = part.kept.shape[2:]
+
+    def spread(flags: Tensor, *sizes: int) -> Tensor:
+        return flags[(...,) + (None,) * len(sizes)].expand(*flags.shape, *sizes)
+
+    return Terms(
+        spread(spoiled, queries, part.query.shape[3]),
+        spread(spoiled, queries),
+        spread(no_gradient, queries, part.query.shape[3]),
+        spread(no_gradient, keys, part.query.shape[3]),
+        spread(no_gradient, keys, part.query.shape[3]),
+        spread(no_gradient, queries, keys),
+    )
+
+
+class Totals:
+    """Sums of the terms of the parts of a call, in the shapes of its results."""
+
+    def __init__(self, call: Call) -> None:
+        self.packed = call.cu_seqlens_q is not None
+        device, rows = call.query.device, call.query.shape[:-1]
+        lse_shape = (rows[1], rows[0]) if self.packed else (rows[0], rows[2], rows[1])
+        shapes = {"out": call.query.shape, "lse": lse_shape}
+        if call.block_table is None:
+            for name in call.wanted:
+                tensor = getattr(call, name)
+                if tensor is not None:
+                    shapes[f"d{name}"] = tensor.shape
+        self.sums = {
+            name: torch.zeros(shape, dtype=torch.float64, device=device)
+            for name, shape in shapes.items()
+        }
+
+    def add(self, part: Part, some: Terms) -> None:
+        sequence = part.sequence
+        kv_heads = sequence.key.shape[2]
+        lse = self.sums["lse"][:, sequence.rows] if self.packed else self.sums["lse"]
+        lse += some.lse[0] if self.packed else some.lse
+        for name, tensor, where in (
+            ("out", some.out, sequence.rows),
+            ("dquery", some.dquery, sequence.rows),
+            ("dkey", some.dkey, sequence.keys),
+            ("dvalue", some.dvalue, sequence.keys),
+        ):
+            if name not in self.sums:
+                continue
+            if name in ("dkey", "dvalue"):
+                tensor = summed(tensor, (-1, kv_heads, -1, -1))
+            tensor = tensor.transpose(1, 2)
+            if self.packed:
+                self.sums[name][where] += tensor[0]
+            else:
+                self.sums[name] += tensor
+        if "dbias" in self.sums and sequence.bias is not None:
+            place, bias = self.sums["dbias"], sequence.bias
+            if not self.packed:
+                place += summed(some.dbias, tuple(bias.shape)).view(place.shape)
+                return
+            per_key = place.shape[1] == 1
+            keys = sequence.keys
+            place = (
+                place[:, :, keys] if per_key else place[:, sequence.rows, : keys.stop - keys.start]
+            )
+            place += summed(some.dbias, (1, place.shape[0], 1 if per_key else -1, -1))[0]
+
+
+def summed(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Sum (B, H, ., .) to sizes of 1, and over the heads of each group; -1 keeps a dimension."""
+    heads = sizes[1]
+    if 1 < heads < tensor.shape[1]:
+        tensor = tensor.unflatten(1, (heads, -1)).sum(2)
+    for dimension, size in enumerate(sizes):
+        if size == 1:
+            tensor = tensor.sum(dimension, keepdim=True)
+    return tensor

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether results are right: by the bound of each element, and by what plain PyTorch achieves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from .calls import Call
+from .exact import EPS32, Part, Terms, Totals, ignored, parts, smallest, terms
+
+
+@dataclasses.dataclass
+class Expected:
+    """What a call should give, by how much each element may differ, and which may be anything."""
+
+    call: Call
+    results: dict[str, Tensor]
+    bounds: dict[str, Tensor]
+    ignored: dict[str, Tensor]
+    probabilities: list[tuple[Part, Tensor]]
+
+    def check(self, got: dict[str, Tensor]) -> None:
+        """Raise AssertionError, which names the worst element, unless all are near enough."""
+        assert got.keys() == self.results.keys(), f"{list(got)} instead of {list(self.results)}"
+        far = []
+        for name, value in got.items():
+            want, bound = self.results[name], self.bounds[name]
+            assert value.shape == want.shape, f"{name} has shape {tuple(value.shape)}"
+            counts = ~self.ignored[name]
+            infinite = want.isinf()
+            value = value.to(want.device).double()
+            wrong = infinite & (value != want)
+            error = (value - want).masked_fill(infinite, 0).abs().masked_fill(~counts, 0)
+            # Not ">": that of a NaN is false.
+            wrong = counts & (wrong | ~(error <= bound))
+            if wrong.any():
+                raise AssertionError(_describe(name, value, want, bound, error, wrong))
+            if error.numel() and error.max() > self.floor(name):
+                far.append((name, error.max().item()))
+        if far:
+            self._compare_with_eager(far)
+
+    def floor(self, name: str) -> float:
+        """Return the error that small problems may have, in which the formula rounds luckily.
+
+        It is 4 units in the last place of the dtype (for gradients that of out, which the backward
+        pass reads), and 64 of float32, relative to the largest value or to 1.
+        """
+        want = self.results[name].masked_fill(self.ignored[name], 0)
+        want = want.masked_fill(want.isinf(), 0)
+        eps = EPS32 if name == "lse" else torch.finfo(self.call.query.dtype).eps
+        return (4 * eps + 64 * EPS32) * max(1.0, want.abs().max().item())
+
+    def _compare_with_eager(self, far: list[tuple[str, float]]) -> None:
+        plain = eager(self.call)
+        for name, error in far:
+            want = self.results[name]
+            difference = (plain[name].double() - want).abs()
+            difference = difference.masked_fill(self.ignored[name] | want.isinf(), 0)
+            allowed = difference.nan_to_num(torch.inf).max().item()
+            assert error <= 2 * allowed + self.floor(name), (
+                f"{name}: error {error:.3g} above twice the eager {allowed:.3g} plus "
+                f"{self.floor(name):.3g}"
+            )
+
+
+def _describe(
+    name: str, value: Tensor, want: Tensor, bound: Tensor, error: Tensor, wrong: Tensor
+) -> str:
+    first = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {first}: "
+        f"{value[first].item():.6g} instead of {want[first].item():.6g}, allowed "
+        f"{bound[first].item():.3g}; largest error {error.max().item():.3g}"
+    )
+
+
+def expected(call: Call) -> Expected:
+    """Compute a call in float64 on its own device, and the bounds for its dtype."""
+    results, bounds, skipped = Totals(call), Totals(call), Totals(call)
+    dtype = call.query.dtype
+    probabilities = []
+    for part in parts(call):
+        exact, errors, p = terms(part, call.softcap, dtype)
+        results.add(part, exact)
+        bounds.add(part, errors)
+        skipped.add(part, ignored(part, exact.lse))
+        probabilities.append((part, p))
+    least = smallest(dtype)
+    # Of what nothing is summed for, such as the gradient of a key that is dropped, 0 is exact.
+    allowed = {name: bound + least * (bound > 0) for name, bound in bounds.sums.items()}
+    return Expected(
+        call,
+        results.sums,
+        allowed,
+        {name: count > 0 for name, count in skipped.sums.items()},
+        probabilities,
+    )
+
+
+def eager(call: Call) -> dict[str, Tensor]:
+    """Return the results of the same formula by PyTorch operations, each at the inputs' dtype."""
+    dtype = call.query.dtype
+    totals = Totals(call)
+    for part in parts(call):
+        leaves = [t.to(dtype).requires_grad_() for t in (part.query, part.key, part.value)]
+        query, key, value = leaves
+        kept = part.kept
+        bias = torch.zeros_like(kept, dtype=torch.float64) if part.bias is None else part.bias
+        bias_dtype = dtype if call.bias is None else call.bias.dtype
+        leaves.append(bias.to(bias_dtype).requires_grad_())
+        scores = (query @ key.transpose(-1, -2)) * part.scale
+        if call.softcap > 0:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        scores = (scores + leaves[3]).to(dtype)
+        empty = ~kept.any(-1, keepdim=True)
+        scores = scores.masked_fill(~kept, -torch.inf).masked_fill(empty, 0)
+        p = torch.softmax(scores, -1).masked_fill(~kept, 0)
+        lse = torch.logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -torch.inf)
+        out = p @ value
+        gradients = torch.autograd.grad(
+            (out, lse), leaves, (part.dout.to(dtype), part.dlse.to(dtype))
+        )
+        found = (t.detach().double() for t in (out, lse, *gradients))
+        totals.add(part, Terms(*found))
+    return {
+        name: total if name == "lse" else total.to(dtype) for name, total in totals.sums.items()
+    }

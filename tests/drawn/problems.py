@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Problems that draw all options together, each from one integer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import IntervalMask
+from support import HALF_TYPES, cotangent
+
+from .calls import GRADIENT_OF, Call
+from .masks import draw_bias, draw_bool, draw_mask, draw_shape, with_bytes
+from .poison import poison
+from .sizes import Sizes, draw_sizes
+from .source import Source, strided
+
+PAGE_SIZES = (1, 8, 16, 48, 64)
+
+
+@dataclasses.dataclass
+class Drawn:
+    """A call, and by which way and under which conditions it is made."""
+
+    seed: int
+    call: Call
+    poisoned: list[str]  # what of it may hold NaN where nothing may see it
+    planned: bool  # by a plan made before
+    selected: bool  # by dynamic_mask, and attention over what it returns
+    deterministic: bool  # asked for, and the call repeated
+    probabilities: bool  # asked for
+    poisoned_buffers: bool  # what the package allocates holds NaN
+    threads: int  # of a CPU
+
+    def describe(self) -> str:
+        """Return one line about what was drawn."""
+        call = self.call
+        words = [str(call.query.dtype).removeprefix("torch.")]
+        for name in ("query", "key", "mask", "bias"):
+            words.append(f"{name} {_described(getattr(call, name))}")
+        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+            sides = (call.cu_seqlens_q, call.cu_seqlens_k)
+            words += [f"lengths {side.diff().tolist()}" for side in sides]
+        words += [f"{name}={getattr(call, name)}" for name in ("scale", "softcap", "window")]
+        words += ["causal"] if call.causal else []
+        words += [name for name, value in vars(self).items() if value is True]
+        words += [f"NaN in {'+'.join(self.poisoned) or 'nothing'}"]
+        words += [f"threads={self.threads}", f"of {'+'.join(call.of)}"]
+        return ", ".join([*words, f"wanted {'+'.join(call.wanted) or 'nothing'}"])
+
+
+def _described(tensor: Tensor | IntervalMask | None) -> str:
+    if tensor is None:
+        return "none"
+    if isinstance(tensor, IntervalMask):
+        return f"intervals {list(tensor.start.shape)}"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    strides = "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
+    return f"{kind} {list(tensor.shape)}{strides}"
+
+
+def draw(
+    seed: int,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF_TYPES),
+    *,
+    small: bool = False,
+) -> Drawn:
+    """Draw a problem on the CPU: of equal arguments it is equal, wherever that is.
+
+    Args:
+        seed: any integer from 0.
+        dtypes: of query, key and value, one of which is drawn.
+        small: draw sizes for tools under which a call takes a hundred times as long.
+    """
+    source = Source(seed)
+    sizes = draw_sizes(source, small=small)
+    dtype = source.choice(dtypes)
+    paged = sizes.packed and source.chance(0.2)
+    longest = (
+        max(sizes.q_lengths) + source.choice([0, 0, 0, 1, 70]),
+        max(sizes.k_lengths) + source.choice([0, 0, 0, 1, 70]),
+    )
+    call = _tensors(source, sizes, dtype)
+    call.causal = source.chance(0.5)
+    call.softcap = source.weighted({0.0: 6, 0.5: 0.5, 5.0: 2, 20.0: 1, 100.0: 0.5})
+    call.scale = source.weighted({None: 7, 0.3: 1, 1e-3: 0.5, 0.0: 0.3, -0.2: 0.7, 2.0: 0.3})
+    if sizes.packed:
+        call.cu_seqlens_q, call.cu_seqlens_k = bounds(sizes.q_lengths), bounds(sizes.k_lengths)
+        call.longest = longest
+    selects = False
+    call.mask = draw_mask(source, sizes, longest[1])
+    if source.chance(0.7):
+        selects = not isinstance(call.mask, IntervalMask) and source.chance(0.4)
+        call.bias = draw_bias(source, draw_shape(source, sizes, longest[1]), dtype, selects=selects)
+    if selects:
+        most = max(sizes.k_lengths)
+        call.window = source.weighted(
+            {0: 0.2, 1: 0.5, source.integer(2, 40): 2, source.integer(41, most + 50): 2}
+        )
+    elif call.mask is None and source.chance(0.1):
+        call.mask = draw_bool(source, draw_shape(source, sizes, longest[1]))
+    call.wanted = GRADIENT_OF
+    if source.chance(0.25) or paged:
+        call.wanted = () if paged else tuple(source.some(GRADIENT_OF))
+    call.of = source.weighted({("out", "lse"): 4, ("out",): 2, ("lse",): 1})
+    expanded, poisoned = poison(source, call)
+    _lay_out(source, call, sizes, expanded)
+    if paged:
+        _page(source, call, sizes)
+    return Drawn(
+        seed,
+        call,
+        poisoned,
+        planned=call.window is None and source.chance(0.2),
+        selected=call.window is not None and source.chance(0.3),
+        deterministic=source.chance(0.15),
+        probabilities=source.chance(0.05),
+        poisoned_buffers=source.chance(0.15),
+        threads=source.weighted({1: 5, 2: 1, 3: 1, 7: 0.5}),
+    )
+
+
+def _tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:
+    batch = () if sizes.packed else (sizes.batch,)
+    rows = (*batch, sizes.queries, sizes.heads, sizes.head_dim)
+    columns = (*batch, sizes.keys, sizes.kv_heads, sizes.head_dim)
+    large = source.weighted({1.0: 8, 4.0: 1, 0.05: 1})
+    query, key, value, dout = (source.randn(*shape) for shape in (rows, columns, columns, rows))
+    dlse = source.randn(*batch, sizes.heads, sizes.queries)
+    return Call(
+        (query * large).to(dtype), key.to(dtype), value.to(dtype), cotangent(dout).to(dtype), dlse
+    )
+
+
+def _lay_out(source: Source, call: Call, sizes: Sizes, expanded: dict[str, int]) -> None:
+    """Give every tensor strides of its own, some of them 0."""
+    for name in ("query", "key", "value", "dout", "dlse", "mask", "bias"):
+        tensor = getattr(call, name)
+        if not isinstance(tensor, Tensor):
+            continue
+        if name in expanded:
+            dimension = expanded[name]
+            alike = strided(source, tensor.narrow(dimension, 0, 1).clone())
+            setattr(call, name, alike.expand(tensor.shape))
+            continue
+        tensor = strided(source, tensor)
+        if name == "mask":
+            tensor = with_bytes(source, tensor)
+        if name in ("mask", "bias"):
+            tensor = _expanded(source, tensor, sizes)
+        setattr(call, name, tensor)
+
+
+def _expanded(source: Source, tensor: Tensor, sizes: Sizes) -> Tensor:
+    """Expand some dimensions of 1: the same meaning with a stride of 0."""
+    if tensor.dim() == 4:
+        full = [sizes.batch, sizes.heads, sizes.queries, sizes.keys]
+    elif sizes.packed:
+        full = [sizes.heads, *tensor.shape[1:]]
+    else:
+        return tensor
+    return tensor.expand(
+        [
+            large if size == 1 and source.chance(0.3) else size
+            for size, large in zip(tensor.shape, full, strict=True)
+        ]
+    )
+
+
+def _page(source: Source, call: Call, sizes: Sizes) -> None:
+    """Cut keys and values into pages in random order, with NaN where no key lies."""
+    page = source.choice(PAGE_SIZES)
+    needed = [-(-length // page) for length in sizes.k_lengths]
+    numbers = source.permutation(sum(needed) + 3)
+    # What a row of the table holds past its sequence is not looked at.
+    table = torch.zeros(len(needed), max(1, *needed) + source.choice([0, 1]), dtype=torch.int32)
+    pages = [
+        torch.full((len(numbers), page, *t.shape[1:]), torch.nan, dtype=t.dtype)
+        for t in (call.key, call.value)
+    ]
+    begin = 0
+    for sequence, length in enumerate(sizes.k_lengths):
+        for first in range(0, length, page):
+            number = numbers.pop()
+            table[sequence, first // page] = number
+            keys = slice(begin + first, begin + min(first + page, length))
+            for side, tensor in zip(pages, (call.key, call.value), strict=True):
+                side[number, : keys.stop - keys.start] = tensor[keys]
+        begin += length
+    call.key, call.value = (strided(source, side) for side in pages)
+    call.block_table = table
+
+
+def bounds(lengths: list[int]) -> Tensor:
+    """Return where sequences of these lengths begin and end."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

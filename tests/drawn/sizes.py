@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The sizes of drawn problems: around the tiles of kernels, and small enough to draw thousands."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .source import Source
+
+COMMON_HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+ODD_HEAD_DIMS = (1, 2, 3, 7, 8, 15, 17, 24, 31, 33, 40, 48, 63, 65, 72, 80, 100, 127, 129, 160, 255)
+EDGES = (
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    79,
+    80,
+    81,
+    127,
+    128,
+    129,
+    191,
+    192,
+    193,
+    255,
+    256,
+    257,
+)
+# Products of a forward pass; a float64 backward pass has five times as many.
+BUDGETS = {2e6: 3.0, 8e6: 3.0, 2e7: 1.0, 1.5e8: 0.07}
+SMALL_BUDGETS = {5e5: 1.0, 2e6: 1.0}
+
+
+@dataclasses.dataclass
+class Sizes:
+    """Of a dense problem, or of packed sequences, whose lengths lie side by side in lists."""
+
+    q_lengths: list[int]
+    k_lengths: list[int]
+    kv_heads: int
+    group: int
+    head_dim: int
+    packed: bool
+    batch: int  # of a dense problem, which has one length of queries and one of keys
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def queries(self) -> int:
+        return sum(self.q_lengths)
+
+    @property
+    def keys(self) -> int:
+        return sum(self.k_lengths)
+
+    def work(self) -> float:
+        pairs = sum(q * k for q, k in zip(self.q_lengths, self.k_lengths, strict=True))
+        # Some passes over the pairs cost as much as a product over this head dimension.
+        rows = self.queries + self.keys
+        return self.batch * self.heads * (pairs * (self.head_dim + 64.0) + rows * self.head_dim)
+
+
+def draw_sizes(source: Source, *, small: bool) -> Sizes:
+    """Draw sizes within a budget, which is drawn too: few large problems, many small ones."""
+    budget = source.weighted(SMALL_BUDGETS if small else BUDGETS)
+    while True:
+        sizes = _any_sizes(source)
+        if sizes.work() <= budget:
+            return sizes
+
+
+def _any_sizes(source: Source) -> Sizes:
+    head_dim = source.choice(
+        source.weighted({COMMON_HEAD_DIMS: 6.0, ODD_HEAD_DIMS: 2.0, tuple(range(1, 257)): 1.0})
+    )
+    kv_heads = source.weighted({1: 4, 2: 4, 3: 1, 4: 1})
+    group = source.weighted({1: 4, 2: 4, 3: 1, 4: 2, 5: 0.5, 8: 1, 16: 0.3})
+    packed = source.chance(0.3)
+    if packed:
+        lengths = [_lengths(source) for _ in range(source.weighted({1: 1, 2: 2, 3: 3, 5: 2, 8: 1}))]
+        # A sequence may lack its queries, its keys, or both.
+        lengths = [
+            (source.weighted({q: 8, 0: 1}), source.weighted({k: 8, 0: 1})) for q, k in lengths
+        ]
+        q_lengths, k_lengths = (list(side) for side in zip(*lengths, strict=True))
+        return Sizes(q_lengths, k_lengths, kv_heads, group, head_dim, True, 1)
+    queries, keys = _lengths(source)
+    batch = source.weighted({1: 4, 2: 4, 3: 1, 4: 1})
+    return Sizes([queries], [keys], kv_heads, group, head_dim, False, batch)
+
+
+def _lengths(source: Source) -> tuple[int, int]:
+    kind = source.weighted({"any": 5, "square": 3, "decode": 2, "many keys": 1, "many rows": 0.5})
+    if kind == "square":
+        length = _length(source)
+        return length, length
+    if kind == "decode":
+        return source.weighted({1: 4, 2: 1, 3: 1, 5: 1}), source.integer(
+            1, source.weighted({300: 2, 2500: 3, 20000: 0.5})
+        )
+    if kind == "many keys":
+        return _length(source), source.integer(300, 1200)
+    if kind == "many rows":
+        return source.integer(300, 1200), _length(source)
+    return _length(source), _length(source)
+
+
+def _length(source: Source) -> int:
+    kind = source.weighted({"few": 3, "edge": 5, "any": 3, "long": 1, "longer": 0.2, "none": 0.15})
+    if kind == "few":
+        return source.integer(1, 40)
+    if kind == "edge":
+        return source.choice(EDGES)
+    if kind == "any":
+        return source.integer(1, 300)
+    if kind == "none":
+        return 0
+    return source.integer(300, 640) if kind == "long" else source.integer(640, 1500)
