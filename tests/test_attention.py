@@ -5,20 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import flash_dmattn
-from strategies import HEAD_DIMS, problems
 from support import Problem, Target, check, rand_bool, randn, simple_problem
 
 
-@given(data=st.data())
-def test_any_problem_matches_float64(data: st.DataObject, target: Target) -> None:
-    check(data.draw(problems(target.dtypes)), target)
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [1, 3, 16, 40, 64, 100, 128, 256])
 def test_head_dims(head_dim: int, target: Target) -> None:
     for dtype in target.dtypes:
         problem = simple_problem(dtype, queries=70, keys=75, head_dim=head_dim, causal=True)

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
+from drawn.problems import draw
+from drawn.source import truth_of
 from flash_dmattn import IntervalMask, backends, flash_dmattn_func
 from flash_dmattn.backends import portable
 from flash_dmattn.backends.base import AttentionInputs
-from strategies import problems
-from support import Problem, Target, check, rand_bool, randn, simple_problem
+from support import (
+    Problem,
+    Target,
+    check,
+    four_dimensional,
+    rand_bool,
+    randn,
+    simple_problem,
+)
 
 unavailable = portable.why_unavailable("flex", "cpu")
 pytestmark = pytest.mark.skipif(unavailable is not None, reason=str(unavailable))
@@ -104,18 +109,17 @@ def check_blocks(inputs: AttentionInputs) -> None:
         assert torch.equal(covered(count, numbers).transpose(-1, -2), by_row)
 
 
-@settings(max_examples=40)
-@given(data=st.data())
-def test_blocks_cover_what_is_kept(data: st.DataObject) -> None:
-    problem = data.draw(problems((torch.float32,)))
-    if problem.query.numel() == 0 or problem.key.numel() == 0:
-        return
-    four = {
-        name: t[:, None, None] if t.dim() == 2 else t.unsqueeze(2) if t.dim() == 3 else t
-        for name, t in (("mask", problem.mask), ("bias", problem.bias))
-        if isinstance(t, Tensor)
-    }
-    check_blocks(inputs_of(dataclasses.replace(problem, **four)))
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_blocks_cover_what_is_kept(first: int) -> None:
+    for seed in range(first, first + 50):
+        call = draw(seed, (torch.float32,), small=True).call
+        if call.cu_seqlens_q is not None or call.query.numel() == 0 or call.key.numel() == 0:
+            continue
+        mask, bias = (
+            four_dimensional(tensor) if isinstance(tensor, Tensor) else tensor
+            for tensor in (truth_of(call.mask), call.bias)
+        )
+        check_blocks(inputs_of(Problem(call.query, call.key, call.value, mask, bias, call.causal)))
 
 
 def test_blocks_of_packed_sequences() -> None:

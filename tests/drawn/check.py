@@ -22,10 +22,13 @@ from .judge import Expected, expected
 from .problems import Drawn
 
 
-def check(drawn: Drawn, target: Target) -> None:
-    """Raise AssertionError if a result is wrong; whatever the call itself raises goes through."""
+def check(drawn: Drawn, target: Target, *, judged_on: str | None = None) -> None:
+    """Raise AssertionError if a result is wrong; whatever the call itself raises goes through.
+
+    What it should be is computed on the device `judged_on`, by default that of the call.
+    """
     call = drawn.call.to(target.device)
-    want = expected(call)
+    want = expected(call if judged_on in (None, target.device) else drawn.call)
     options: dict[str, Any] = {"backend": target.backend}
     if drawn.deterministic:
         options["deterministic"] = True
@@ -109,7 +112,7 @@ def check_probabilities(call: Call, want: Expected, options: dict[str, Any]) -> 
     for number, (part, exact) in enumerate(want.probabilities):
         place = got if call.cu_seqlens_q is None else got[number : number + 1]
         queries, keys = exact.shape[2:]
-        error = (place[:, :, :queries, :keys].double() - exact).abs()
+        error = (place[:, :, :queries, :keys].to(exact.device).double() - exact).abs()
         bound = torch.finfo(dtype).eps * exact + 1000 * EPS32 * exact + smallest(dtype)
         wrong = ~(error <= bound) & ~part.spoiled[..., None, None]
         assert not wrong.any(), f"probabilities: error {error[wrong].max().item():.3g}"

@@ -203,9 +203,12 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Return half the spacing of subnormal float16 numbers, which small P and dS are rounded to."""
+    """Return the error of small P and dS: of subnormal float16 numbers; elsewhere they are 0.
+
+    P is relative to a maximum that may be 2^8 too large, and its exponential may be flushed to 0.
+    """
     limits = torch.finfo(dtype)
-    return limits.smallest_normal * limits.eps
+    return limits.smallest_normal * (limits.eps if dtype == torch.float16 else 512)
 
 
 def ignored(part: Part, lse: Tensor) -> Terms:

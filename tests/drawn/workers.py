@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import multiprocessing
 import multiprocessing.connection
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,14 @@ class Worker:
 
 
 def outcome_of(seed: int, target: Target, *, small: bool, strict: bool = False) -> Outcome:
-    """Check one seed in this process; what is no wrong result goes through if strict."""
+    """Check one seed in this process.
+
+    Args:
+        seed: of `draw`.
+        target: on which device, by which backend.
+        small: draw a small problem, and judge it on the CPU.
+        strict: raise what is neither right nor a wrong result.
+    """
     from .check import check
     from .problems import draw
 
@@ -50,7 +58,7 @@ def outcome_of(seed: int, target: Target, *, small: bool, strict: bool = False) 
     try:
         drawn = draw(seed, target.dtypes, small=small)
         problem = drawn.describe()
-        check(drawn, target)
+        check(drawn, target, judged_on="cpu" if small else target.device)
     except AssertionError as error:
         return Outcome(seed, "wrong", _line(error), problem)
     except NotImplementedError as error:
@@ -67,16 +75,22 @@ def _line(error: Exception) -> str:
 
 
 def run(
-    seeds: Iterator[int], target: Target, *, small: bool, workers: int, limit: float, until: float
+    seeds: Iterator[int],
+    job: Callable[[int], Outcome],
+    *,
+    workers: int,
+    limit: float,
+    start_limit: float = 120,
+    until: float = math.inf,
 ) -> Iterator[Outcome]:
     """Yield what becomes of each seed, in any order; after the time `until` start no more.
 
     Args:
         seeds: what to check.
-        target: on which device, by which backend.
-        small: as of `draw`.
-        workers: processes.
+        job: what to do with a seed; it is sent to the processes.
+        workers: how many processes.
         limit: seconds that a seed may take.
+        start_limit: seconds more for a process to start, which imports PyTorch.
         until: of time.monotonic.
     """
     busy: list[Worker] = []
@@ -93,7 +107,7 @@ def run(
 
     try:
         while len(busy) < workers and (block := next_block()):
-            busy.append(_start(target, small, block))
+            busy.append(_start(job, block, start_limit))
         while busy:
             ready = multiprocessing.connection.wait([w.connection for w in busy], timeout=1)
             for worker in list(busy):
@@ -128,7 +142,7 @@ def run(
                         worker.connection.send(None)
                         worker.process.join()
                 if gone is not None and (block := next_block()):
-                    busy.append(_start(target, small, block))
+                    busy.append(_start(job, block, start_limit))
     finally:
         for worker in busy:
             _stop(worker)
@@ -138,16 +152,15 @@ def _ending(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-def _start(target: Target, small: bool, block: list[int]) -> Worker:
+def _start(job: Callable[[int], Outcome], block: list[int], start_limit: float) -> Worker:
     # Spawned: CUDA cannot be used in a process that was forked.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, target, small), daemon=True)
+    process = context.Process(target=_work, args=(theirs, job), daemon=True)
     process.start()
     theirs.close()
     ours.send(block)
-    # Importing PyTorch on a busy machine takes a while.
-    return Worker(process, ours, list(block), time.monotonic() + 120)
+    return Worker(process, ours, list(block), time.monotonic() + start_limit)
 
 
 def _stop(worker: Worker) -> None:
@@ -156,20 +169,22 @@ def _stop(worker: Worker) -> None:
     worker.connection.close()
 
 
-def _work(connection: Any, target: Target, small: bool) -> None:
+def _work(connection: Any, job: Callable[[int], Outcome]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while (block := connection.recv()) is not None:
         for seed in block:
-            outcome = outcome_of(seed, target, small=small)
+            outcome = job(seed)
             connection.send(outcome)
-            if outcome.kind != "right" and target.device == "cuda" and not _is_sound():
+            if outcome.kind != "right" and not _is_sound():
                 connection.send(None)
                 return
 
 
 def _is_sound() -> bool:
     """Say whether this process can still use its GPU, which after some errors it cannot."""
+    if not torch.cuda.is_initialized():
+        return True
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every kind of call in 16 bit against the cpu pack in float32, element by element.
+"""Every kind of call in 16 bit against float64, element by element.
 
 scripts/sanitize runs this module, so it should stay small and reach every kernel.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drawn.judge import expected
 from flash_dmattn import loader
 from support import HALF_TYPES, Target
 
 from .kinds import KINDS, Draw
-from .rounding import expected
 
 # Each that kernels are made for, and sizes between.
 HEAD_DIMS = (1, 32, 64, 96, 100, 128, 192, 200, 256)
@@ -21,8 +21,8 @@ HEAD_DIMS = (1, 32, 64, 96, 100, 128, 192, 200, 256)
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_every_kind(kind: str, dtype: torch.dtype, pack_target: Target, seed: int) -> None:
-    call = KINDS[kind](Draw(seed, dtype))
-    expected(call).check(call.to(pack_target.device).results())
+    call = KINDS[kind](Draw(seed, dtype)).to(pack_target.device)
+    expected(call).check(call.results())
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -32,4 +32,5 @@ def test_every_head_dim(form: str, head_dim: int, pack_target: Target, seed: int
     if head_dim > most:
         pytest.skip(f"the pack was built for head dimensions up to {most}")
     call = KINDS[form](Draw(seed, HALF_TYPES[head_dim % 3 == 1], head_dim))
-    expected(call).check(call.to(pack_target.device).results())
+    call = call.to(pack_target.device)
+    expected(call).check(call.results())

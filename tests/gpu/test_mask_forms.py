@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from drawn.calls import Call, assert_same_bits
+from drawn.judge import expected
 from flash_dmattn import IntervalMask, dynamic_mask
 from support import HALF_TYPES, Target
 
 from .kinds import Draw, Sizes, dense, random_intervals, with_dropped_keys
-from .rounding import expected
 
 Forms = dict[str, dict[str, Any]]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawn.judge import expected
 from flash_dmattn import IntervalMask, dynamic_mask
 from support import HALF_TYPES
 
 from .kinds import KINDS, Draw
-from .rounding import expected
 
 
 def device_of_the_driver() -> int:
