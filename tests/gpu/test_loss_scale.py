@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drawn.calls import Call
 from support import Target
 
-from .calls import Call
 from .kinds import Draw
 
 LARGEST = torch.finfo(torch.float16).max

@@ -39,10 +39,11 @@ template <int kColumns, bool kPossible> struct DeadColumns {
     return true;
   }
 
-  // Makes zeros of the rows of a tile in shared memory whose column has `dead_value` in all accumulators of all threads.
-  template <class Tile, int kThreads, int kRowTiles, int kColumnTiles>
+  // Makes zeros of the rows of a tile in shared memory whose column has `dead_value` in all accumulators of all threads,
+  // apart from rows that do not exist: exists(row tile, half).
+  template <class Tile, int kThreads, int kRowTiles, int kColumnTiles, class Exists>
   __device__ __forceinline__ void clear(uint32_t tile, const float (&values)[kRowTiles][kColumnTiles][4],
-                                        float dead_value) {
+                                        float dead_value, const Exists &exists) {
     static_assert(kPossible && 8 * kColumnTiles == kColumns);
     for (int c = threadIdx.x; c < kColumns; c += kThreads) live[c] = 0;
     __syncthreads();
@@ -52,7 +53,9 @@ template <int kColumns, bool kPossible> struct DeadColumns {
       for (int i = 0; i < 2; ++i) {
         bool any = false;
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) any |= values[m][n][i] != dead_value || values[m][n][2 + i] != dead_value;
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) any |= exists(m, half) && values[m][n][2 * half + i] != dead_value;
         if (any) live[8 * n + accumulator_column() + i] = 1;
       }
     __syncthreads();

@@ -135,7 +135,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (scores[0][n][i] != -INFINITY) live |= 1u << (8 * n + accumulator_column() + i % 2);
+        if (this->exists(this->row(0, i / 2)) && scores[0][n][i] != -INFINITY)
+          live |= 1u << (8 * n + accumulator_column() + i % 2);
     live = __reduce_or_sync(0xffffffffu, live);
     for (int i = lane; i < kColumns * Tile::kChunks; i += 32) {
       const int r = i / Tile::kChunks;

@@ -124,7 +124,9 @@ struct DqBlock
     multiply_rows<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
     make_gradients(block);
     if constexpr (Config::kGeneral) {
-      if (shared.dead.clears) shared.dead.template clear<Tile, Config::kThreads>(k, scores, 0.0f);
+      if (shared.dead.clears)
+        shared.dead.template clear<Tile, Config::kThreads>(
+            k, scores, 0.0f, [&](int m, int half) { return this->exists(this->row(m, half)); });
       __syncwarp(); // the bias has been read
       if (block + 1 < blocks) load_row_bias(block + 1);
       ptx::commit_copies();

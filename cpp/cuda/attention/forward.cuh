@@ -139,7 +139,9 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       ptx::commit_copies();
       finish_scores(block);
       if constexpr (Config::kGeneral) {
-        if (shared.dead.clears) shared.dead.template clear<Tile, Config::kThreads>(v_base, scores, -INFINITY);
+        if (shared.dead.clears)
+          shared.dead.template clear<Tile, Config::kThreads>(
+              v_base, scores, -INFINITY, [&](int m, int half) { return this->exists(this->row(m, half)); });
         __syncwarp(); // the bias has been read
         if (block + 1 < end) load_row_bias(block + 1);
         ptx::commit_copies();

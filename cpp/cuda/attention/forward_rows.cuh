@@ -159,7 +159,35 @@ struct ForwardRows {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half] = ptx::row_sum(sum[m][half]);
+      for (int half = 0; half < 2; ++half) {
+        sum[m][half] = ptx::row_sum(sum[m][half]);
+        // NaN in the query of a row that keeps nothing, whose keys are zeros here or masked by adding -inf.
+        if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);
+      }
+  }
+
+  __device__ void clear_row(int m, int half) {
+    maximum[m][half] = -INFINITY, sum[m][half] = 0.0f;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] = out[m][d][2 * half + 1] = 0.0f;
+  }
+
+  // Does row r keep a key? Where it does, the first column mostly tells.
+  __device__ bool keeps_any(int r) const {
+    const TileColumns &columns = task.columns;
+    const int row_of_tile = int(query(r) - columns.first_row), part = row_of_tile / 32;
+#pragma unroll 1
+    for (int32_t c = 0; exists(r) && c < columns.count; ++c) {
+      const int32_t key = column_key(columns, c);
+      if (task.bias.data && task.bias.load(query(r), key) == -INFINITY) continue;
+      const ColumnEntry entry = fetch_column(columns, task.bias, c, key);
+      const RowWord word = column_word(columns, c, key, entry.start, entry.end, entry.word);
+      uint32_t bits = 0;
+#pragma unroll
+      for (int p = 0; p < kTileRows / 32; ++p) bits = p == part ? word.part[p] : bits;
+      if (bits >> (row_of_tile % 32) & 1) return true;
+    }
+    return false;
   }
 
   __device__ void write() const {
