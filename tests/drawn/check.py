@@ -114,7 +114,9 @@ def check_probabilities(call: Call, want: Expected, options: dict[str, Any]) -> 
         queries, keys = exact.shape[2:]
         error = (place[:, :, :queries, :keys].to(exact.device).double() - exact).abs()
         # Float32 has few digits left for the difference of scores beside a large bias.
-        largest = 0.0 if part.bias is None else part.bias.abs().amax(-1, keepdim=True)
+        largest = 0.0
+        if part.bias is not None and part.bias.numel():
+            largest = part.bias.abs().amax(-1, keepdim=True)
         relative = torch.finfo(dtype).eps + (1000 + 4 * largest) * EPS32
         bound = relative * exact + smallest(dtype)
         wrong = ~(error <= bound) & ~part.spoiled[..., None, None]

@@ -102,11 +102,11 @@ struct KeyGradients {
             score = ptx::exp2_approximate(x);
             if constexpr (kTest) score = kept ? score : 0.0f;
             if constexpr (kKeyGradient) {
-              float ds = score * (gradient - (i ? delta.y : delta.x)), capped = ds * slope;
+              float ds = score * (gradient - (i ? delta.y : delta.x));
               // K and V of a key that is not kept may be anything, and so may dP and the slope of the softcap.
-              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds, capped = score == 0.0f ? 0.0f : capped;
+              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds;
               dbias[m][half] += ds;
-              gradient = capped;
+              gradient = kTest && kCap && ds == 0.0f ? 0.0f : ds * slope;
             }
           }
         }
