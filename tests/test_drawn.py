@@ -28,17 +28,22 @@ from support import HALF_TYPES, Target, randn
 BLOCK = 50
 
 
-@pytest.mark.parametrize("first", range(0, 400, BLOCK))
-def test_drawn_calls_are_right(first: int, target: Target) -> None:
-    if first and not target.is_pack:
-        pytest.skip("the kernel packs are what the others are for")
+def check_seeds(first: int, target: Target) -> None:
     for seed in range(first, first + BLOCK):
         drawn = draw(seed, target.dtypes)
         try:
             check(drawn, target)
         except Exception as error:
-            error.add_note(f"seed {seed}: {drawn.describe()}")
-            raise
+            raise AssertionError(f"seed {seed}: {error}\n{drawn.describe()}") from error
+
+
+@pytest.mark.parametrize("first", range(0, 400, BLOCK))
+def test_drawn_calls_are_right(first: int, pack_target: Target) -> None:
+    check_seeds(first, pack_target)
+
+
+def test_drawn_calls_are_right_by_any_backend(target: Target) -> None:
+    check_seeds(1000, target)
 
 
 def test_equal_seeds_draw_equal_calls() -> None:
