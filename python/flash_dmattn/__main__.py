@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None, loader: Loader[Any] = default_l
     parser = _Parser(
         prog="python -m flash_dmattn",
         description="Show which kernel pack serves each device, and why.",
-        epilog="Exit codes: 0 calls compute on every device; 1 not so, or a variable has a value that "
-        "is not allowed; 2 the self-test failed; 3 a file is not as recorded.",
+        epilog="Exit codes: 0 calls compute; 1 on a device they do not, or the environment is not "
+        "valid; 2 the self-test failed; 3 a file is not as recorded.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
