@@ -3,6 +3,7 @@
 says the same.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -143,6 +144,7 @@ def test_the_selftest_is_of_the_backend_that_is_named(backend):
     assert report["exit_code"] == 0
 
 
+@functools.cache
 def levels():
     """Return the levels that this CPU has, as the pack itself chooses among them."""
     found = []
