@@ -7,6 +7,7 @@ say. With NumPy alone the cpu pack is called through the core.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -151,18 +152,34 @@ def _compare_with_torch(device: str) -> Iterator[Comparison]:
                 ),
             )
             query, key, value, leaf_bias = *exact[:3], _last(exact, bias)
-            wanted_out, wanted_lse = attention_reference(
-                query, key, value, mask, leaf_bias, causal=causal
-            )
             dout = _random(tuple(out.shape), 9).to(device, out.dtype)
             # Of a scalar: given the gradients of a tensor, torch imports sympy to compare shapes.
             found = torch.autograd.grad((out * dout).sum(), leaves)
-            wanted = torch.autograd.grad((wanted_out * dout.double()).sum(), exact)
+            with _one_thread():
+                wanted_out, wanted_lse = attention_reference(
+                    query, key, value, mask, leaf_bias, causal=causal
+                )
+                wanted = torch.autograd.grad((wanted_out * dout.double()).sum(), exact)
             pairs = [("out", out, wanted_out), ("lse", lse, wanted_lse)]
             pairs += zip(("dq", "dk", "dv", "dbias"), found, wanted, strict=False)
             for name, result, expected in pairs:
                 error = _relative_error(result.detach(), expected.detach())
                 yield Comparison(device, case, dtype, name, error, TOLERANCES[dtype])
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: in small steps, threads mostly wait for each other, and on a busy
+    machine for a turn.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _cases(device: str) -> Iterator[tuple[str, Any, torch.Tensor | None, bool]]:
