@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ class FakeFacts:
     def __init__(self, *devices):
         self.devices = devices
 
-    def package_version(self):
+    def package_version(self, distribution="flash-dmattn"):
         return "2.0.0a1"
 
     def host(self):
@@ -32,8 +33,11 @@ class FakeFacts:
     def driver(self):
         return Driver("580.65.06", "13.0") if self.devices else None
 
-    def cuda_devices(self):
+    def gpus(self):
         return self.devices
+
+    def after_fork(self):
+        pass
 
     def current_cuda_device(self):
         return 0
@@ -158,6 +162,7 @@ def test_json_schema(loader_with, capsys):
         "cuda",
         "environment",
         "problems",
+        "warnings",
         "packs",
         "devices",
         "usable",
@@ -168,7 +173,13 @@ def test_json_schema(loader_with, capsys):
     assert report["schema"] == 1
     assert set(report["versions"]) == {"flash_dmattn", "python", "torch", "numpy"}
     assert set(report["host"]) == {"system", "machine", "libc"}
-    assert report["cuda"] == {"torch": "13.0", "driver": "580.65.06", "driver_runs": "13.0"}
+    assert report["cuda"] == {
+        "torch": "13.0",
+        "torch_rocm": None,
+        "torch_xpu": None,
+        "driver": "580.65.06",
+        "driver_runs": "13.0",
+    }
     cpu, gpu = report["devices"]
     assert set(cpu) == set(gpu)
     assert set(gpu) == {
@@ -178,6 +189,8 @@ def test_json_schema(loader_with, capsys):
         "capability",
         "text",
         "pack",
+        "computes",
+        "calls",
         "candidates",
         "trace",
         "problem",
@@ -218,6 +231,41 @@ def test_text_names_every_candidate_the_reason_and_the_fix(loader_with, capsys, 
         "cpu from flash_dmattn: accepted",
     ):
         assert part in printed
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices", "code"),
+    [
+        ("cpu", [TURING], 0),
+        ("cuda", [HOPPER], 0),
+        ("cuda", [TURING], 1),
+        ("cuda", [HOPPER, TURING], 1),
+        ("cuda", [], 1),
+        ("reference", [TURING], 0),
+    ],
+)
+def test_what_the_variable_names_is_what_counts(
+    loader_with, capsys, monkeypatch, backend, devices, code
+):
+    monkeypatch.setenv("FLASH_DMATTN_BACKEND", backend)
+    devices = [replace(device, index=index) for index, device in enumerate(devices)]
+    assert command.main([], loader_with(["cpu", "sm90"], *devices)) == code
+    printed = capsys.readouterr().out
+    if backend == "reference":
+        assert printed.count("calls     are computed by FLASH_DMATTN_BACKEND=reference") == 2
+        assert "fix:" not in printed
+    if backend == "cuda" and not devices:
+        assert "names what computes on no device above" in printed
+
+
+def test_what_a_selftest_raises_is_why_it_did_not_test(monkeypatch):
+    def broken(device):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(selftest, "_compare_with_torch", broken)
+    outcome = selftest.run([("cpu", 0)], None)
+    assert outcome.untested == ("cpu: RuntimeError: no memory",)
+    assert not outcome.passed
 
 
 def test_nan_is_wrong():

@@ -1,17 +1,30 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <algorithm>
 #include <cstdlib>
-#include <cstring>
+#include <string_view>
 
 #include "kernels.h"
 
 namespace fdm::cpu {
 namespace {
 
+#if defined(__x86_64__)
+// Without the spaces around it, as the loader reads it. What it may hold, and whether this processor has it, is judged
+// by the loader, which compares it with the name of what was chosen.
+std::string_view wanted_level() {
+  const char *value = std::getenv("FLASH_DMATTN_CPU_SIMD");
+  std::string_view text = value ? value : "";
+  constexpr std::string_view spaces = " \t\n\v\f\r";
+  text.remove_prefix(std::min(text.find_first_not_of(spaces), text.size()));
+  return text.substr(0, text.find_last_not_of(spaces) + 1);
+}
+#endif
+
 const Kernels &choose() {
 #if defined(__x86_64__)
-  const char *limit = std::getenv("FLASH_DMATTN_CPU_SIMD");
-  const bool only_baseline = limit && std::strcmp(limit, "baseline") == 0;
-  const bool up_to_avx2 = limit && std::strcmp(limit, "avx2") == 0;
+  const std::string_view wanted = wanted_level();
+  const bool only_baseline = wanted == "baseline";
+  const bool up_to_avx2 = wanted == "avx2";
   const bool has_avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

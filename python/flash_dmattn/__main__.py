@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     """What the command returns; docs/loader.md explains each."""
 
     USABLE = 0
-    NO_PACK = 1
+    NOT_USABLE = 1
     SELFTEST_FAILED = 2
     VERIFICATION_FAILED = 3
     USAGE = 64  # EX_USAGE of sysexits.h, since argparse's own 2 is taken
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None, loader: Loader[Any] = default_l
     parser = _Parser(
         prog="python -m flash_dmattn",
         description="Show which kernel pack serves each device, and why.",
-        epilog="Exit codes: 0 every device has a pack; 1 one has none; 2 the self-test failed; 3 a "
-        "file is not as recorded.",
+        epilog="Exit codes: 0 calls compute; 1 on a device they do not, or the environment is not "
+        "valid; 2 the self-test failed; 3 a file is not as recorded.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None, loader: Loader[Any] = default_l
     options = parser.parse_args(arguments)
 
     report = make_report(loader)
-    code = ExitCode.USABLE if report["usable"] else ExitCode.NO_PACK
+    code = ExitCode.USABLE if report["usable"] else ExitCode.NOT_USABLE
     outcome = None
     if options.selftest:
-        served = [(d["kind"], d["index"]) for d in report["devices"] if d["pack"] is not None]
+        served = [(d["kind"], d["index"]) for d in report["devices"] if d["computes"]]
         outcome = selftest.run(served, loader.pack_for)
         if not outcome.passed:
             code = ExitCode.SELFTEST_FAILED

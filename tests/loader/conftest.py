@@ -29,7 +29,7 @@ class FakeFacts:
     host_: Host = field(default_factory=lambda: Host("x86_64", "glibc 2.35"))
     current: int = 0
 
-    def package_version(self):
+    def package_version(self, distribution="flash-dmattn"):
         return self.version
 
     def host(self):
@@ -41,8 +41,11 @@ class FakeFacts:
     def driver(self):
         return self.driver_
 
-    def cuda_devices(self):
+    def gpus(self):
         return self.devices
+
+    def after_fork(self):
+        pass
 
     def current_cuda_device(self):
         return self.current

@@ -5,7 +5,7 @@ import pytest
 from scenarios import Scenarios, error_of, real_loader
 
 from flash_dmattn.loader import environment
-from flash_dmattn.loader.facts import Host
+from flash_dmattn.loader.facts import Host, Torch
 from pack_files import compile_library
 
 SCENARIOS = Scenarios()
@@ -78,6 +78,27 @@ def hidden_gpu(installation):
     installation.write("cpu", "cu13-sm90")
     installation.gpus("9.0")
     return error_of(installation.loader(), "cuda", 1)
+
+
+@SCENARIOS.add
+def torch_for_rocm(installation):
+    installation.write("cpu", "cu12-sm90", "cu13-sm90")
+    installation.facts.torch_ = Torch("2.11.0", None, rocm="6.4.43484")
+    return error_of(installation.loader(), "cuda", 0)
+
+
+@SCENARIOS.add
+def torch_for_rocm_and_no_gpu_pack(installation):
+    installation.write("cpu")
+    installation.facts.torch_ = Torch("2.11.0", None, rocm="6.4.43484")
+    return error_of(installation.loader(), "cuda", 0)
+
+
+@SCENARIOS.add
+def torch_for_xpu(installation):
+    installation.write("cpu", "cu13-sm90")
+    installation.facts.torch_ = Torch("2.11.0", None, xpu="20250101")
+    return error_of(installation.loader(), "xpu", 0)
 
 
 @SCENARIOS.add
@@ -181,6 +202,13 @@ def value_that_is_not_allowed(installation):
     installation.environ["FLASH_DMATTN_BACKEND"] = "refrence"
     with pytest.raises(environment.InvalidVariableError) as caught:
         environment.get("FLASH_DMATTN_BACKEND", installation.environ)
+    return str(caught.value)
+
+
+@SCENARIOS.add
+def level_that_the_cpu_lacks(installation):
+    with pytest.raises(environment.InvalidVariableError) as caught:
+        environment.check_cpu_simd("avx2", {"FLASH_DMATTN_CPU_SIMD": "avx512"})
     return str(caught.value)
 
 

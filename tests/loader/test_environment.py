@@ -95,12 +95,38 @@ def test_known_names_do_not_warn():
         environment.check_unknown(dict.fromkeys(environment.ENVIRONMENT, "anything"))
 
 
-def test_problems_lists_names_and_values():
+def test_bad_values_and_unknown_names_are_listed():
     environ = {"FLASH_DMATTN_CUDA": "11", "FLASH_DMATTN_LGO": "off", "FLASH_DMATTN_ARCH": "80"}
-    assert environment.problems(environ) == [
-        "FLASH_DMATTN_CUDA must be one of 12, 13, got '11'.",
-        "unknown environment variable FLASH_DMATTN_LGO. Did you mean 'FLASH_DMATTN_LOG'?",
+    assert environment.invalid(environ) == ["FLASH_DMATTN_CUDA must be one of 12, 13, got '11'."]
+    assert environment.unknown(environ) == [
+        "unknown environment variable FLASH_DMATTN_LGO. Did you mean 'FLASH_DMATTN_LOG'?"
     ]
+
+
+@pytest.mark.parametrize("name", [v.name for v in environment.ENVIRONMENT.values() if v.values])
+def test_a_bad_value_of_any_variable_is_found(name):
+    environment.check_values({name: ""})
+    with pytest.raises(environment.InvalidVariableError, match=f"^{name} must be one of "):
+        environment.check_values({name: "cup"})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "level", "allowed"),
+    [
+        ("avx512", "avx2", "auto, baseline, avx2"),
+        ("avx2", "baseline", "auto, baseline"),
+        ("avx2", "neon", "auto"),
+    ],
+)
+def test_a_level_that_the_cpu_lacks(wanted, level, allowed):
+    with pytest.raises(environment.InvalidVariableError) as caught:
+        environment.check_cpu_simd(level, {"FLASH_DMATTN_CPU_SIMD": wanted})
+    assert str(caught.value) == (
+        f"FLASH_DMATTN_CPU_SIMD must be one of {allowed}, which this CPU has, got {wanted!r}."
+    )
+    for fine in ("", "auto", level):
+        if fine != "neon":
+            environment.check_cpu_simd(level, {"FLASH_DMATTN_CPU_SIMD": fine})
 
 
 def test_archs_and_majors_are_those_of_the_target_table():

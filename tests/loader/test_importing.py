@@ -71,6 +71,91 @@ def test_beyond_torch_only_this_package_and_the_standard_library_are_imported():
     assert len(new) < 60
 
 
+def imported_by(code: str, *, beside: str = "", **variables: str) -> set[str]:
+    """Return the modules that code imports, beyond those that other code does."""
+    template = (
+        "import json, sys\n{code}\nprint('\\n' + json.dumps(sorted(set(sys.modules))), flush=True)"
+    )
+    names = [
+        set(json.loads(in_a_new_process(template.format(code=c), **variables).splitlines()[-1]))
+        for c in (code, beside)
+    ]
+    return names[0] - names[1]
+
+
+def roots(modules: set[str]) -> set[str]:
+    """Return the foreign packages of modules, and what is slow of torch under its own name."""
+    slow = {name for name in modules if name.startswith(("torch._dynamo", "torch._inductor"))}
+    return {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names) | slow
+
+
+DOCTOR = "from flash_dmattn.__main__ import main\nmain({arguments!r})"
+OWN = {"flash_dmattn", "nanobind_backend"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"FLASH_DMATTN_BACKEND": "cup"},
+        {"FLASH_DMATTN_BACKEND": "reference"},
+        {"FLASH_DMATTN_CPU_SIMD": "baseline"},
+    ],
+)
+def test_the_doctor_imports_no_torch_and_no_numpy(variables):
+    """Torch alone takes ten times as long as all of the report."""
+    assert roots(imported_by(DOCTOR.format(arguments=["--json"]), **variables)) <= OWN
+
+
+def test_beyond_torch_the_selftest_imports_only_this_package():
+    """No sympy, for one, which takes half a second, nor the compiler."""
+    code = DOCTOR.format(arguments=["--selftest", "--json"])
+    new = imported_by(code, beside="import numpy, torch")
+    assert roots(new) <= {*OWN, "torch"}
+    slow = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor")
+    assert not [name for name in new if name.startswith(slow)]
+
+
+ERRORS = """
+import numpy, torch, flash_dmattn
+from flash_dmattn import loader
+x = torch.randn(1, 8, 2, 16)
+for name in flash_dmattn.__all__:
+    if not name.startswith(("triton_", "flex_")) and not name.isupper(): getattr(flash_dmattn, name)
+func, varlen = flash_dmattn.flash_dmattn_func, flash_dmattn.flash_dmattn_varlen_func
+"""
+WRONG = """
+before = set(sys.modules)
+import os
+os.environ["FLASH_DMATTN_FALLBACK"] = "error"
+for wrong in (
+    lambda: func(x, x[:, :, :1], x),
+    lambda: func(x, x, x, torch.ones(3, 3)),
+    lambda: func(numpy.zeros(3), x, x),
+    lambda: func(x, x, x, backend="cup"),
+    lambda: func(x, x, x, backend="cuda"),
+    lambda: varlen(x, x, x, None, None, 1, 1),
+    lambda: flash_dmattn.dynamic_mask(x, -1),
+    lambda: flash_dmattn.flash_dmattn_func_auto("cup"),
+    lambda: flash_dmattn.no_such_name,
+    lambda: loader.pack_for("mps"),
+    lambda: loader.environment.get("FLASH_DMATTN_LOG", {"FLASH_DMATTN_LOG": "loud"}),
+    lambda: loader.environment.check_cpu_simd("none", {"FLASH_DMATTN_CPU_SIMD": "avx2"}),
+):
+    try:
+        wrong()
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        str(error)
+    else:
+        raise AssertionError("nothing is wrong")
+"""
+
+
+def test_errors_import_nothing_that_is_slow():
+    """Whoever catches them, in a loop for one, waits for no compiler."""
+    assert roots(imported_by(ERRORS + WRONG, beside=ERRORS)) <= OWN
+
+
 def test_the_cpu_is_served_without_torch_and_without_the_driver():
     printed = in_a_new_process(
         "import json, sys, flash_dmattn.loader as loader\n"

@@ -55,7 +55,7 @@ def test_driver_and_devices(libraries):
     libraries()
     machine = Machine()
     assert machine.driver() == Driver("550.54.14", "12.4")
-    assert machine.cuda_devices() == (
+    assert machine.gpus() == (
         Device("cuda", 0, "GPU 10", "8.6"),
         Device("cuda", 1, "GPU 11", "9.6"),
     )
@@ -80,4 +80,4 @@ def test_without_a_driver(monkeypatch):
     monkeypatch.setattr(nvidia, "_CUDA_LIBRARY", "libabsent.so.1")
     machine = Machine()
     assert machine.driver() is None
-    assert machine.cuda_devices() == ()
+    assert machine.gpus() == ()

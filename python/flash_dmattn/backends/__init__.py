@@ -57,6 +57,8 @@ def _resolve(name: str, device: torch.device, preference: str | None) -> Backend
 
     from .reference import ReferenceBackend
 
+    # Also where no pack is asked for, whose loader would do it.
+    environment.check_values()
     device_type, device_index = device.type, device.index
     default = "backend=None"
     if preference is not None:
@@ -77,6 +79,11 @@ def _resolve(name: str, device: torch.device, preference: str | None) -> Backend
             raise
         loader.errors.warn_of_plain_pytorch(str(device), error)
         return ReferenceBackend()
+
+
+if hasattr(os, "register_at_fork"):
+    # The child of a fork may have no GPUs where its parent had some.
+    os.register_at_fork(after_in_child=_resolve.cache_clear)
 
 
 def _pack_backend(device_type: str, device_index: int | None) -> Backend:

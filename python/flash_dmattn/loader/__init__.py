@@ -6,6 +6,7 @@ Importing this imports no torch and initializes no CUDA.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -72,6 +73,8 @@ def _entry_points() -> Iterable[metadata.EntryPoint]:
 default_loader: Loader[Pack] = Loader(
     _machine, open_pack, _abi_version, _directories, _entry_points
 )
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=default_loader.after_fork)
 
 
 def pack_for(device_type: str, device_index: int | None = None) -> Pack:

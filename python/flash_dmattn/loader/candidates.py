@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from . import messages
+from .facts import OWN_DISTRIBUTION
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -34,7 +35,6 @@ ENTRY_POINT_GROUP = "flash_dmattn.packs"
 MANIFEST = "manifest.json"
 SCHEMA = 1
 OWN_SOURCE = "flash_dmattn"
-OWN_DISTRIBUTION = "flash-dmattn"
 _DEVICE_NAMES = {1: "cpu", 2: "cuda"}  # DLPack's device types
 
 

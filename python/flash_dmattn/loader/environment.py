@@ -18,11 +18,15 @@ __all__ = [
     "InvalidVariableError",
     "UnknownVariableWarning",
     "Variable",
+    "check_cpu_simd",
     "check_unknown",
+    "check_values",
     "get",
+    "invalid",
     "is_given",
     "markdown_table",
     "nearest",
+    "unknown",
     "variables_set",
 ]
 
@@ -91,7 +95,7 @@ _VARIABLES = (
         "FLASH_DMATTN_CPU_SIMD",
         ("auto", "baseline", "avx2", "avx512"),
         "auto",
-        "The widest instructions that the cpu pack may use.",
+        "The widest instructions that the cpu pack uses; those that the CPU lacks are an error.",
     ),
     Variable(
         "FLASH_DMATTN_DETERMINISTIC",
@@ -156,13 +160,10 @@ def variables_set(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: source[name] for name in sorted(source) if name.startswith(PREFIX)}
 
 
-def problems(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return a message for each variable that is unknown or has a value that is not allowed."""
+def invalid(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return a message for each variable of the table whose value is not allowed."""
     found = []
-    for name in variables_set(environ):
-        if name not in ENVIRONMENT:
-            found.append(_unknown(name))
-            continue
+    for name in ENVIRONMENT:
         try:
             get(name, environ)
         except InvalidVariableError as error:
@@ -170,17 +171,46 @@ def problems(environ: Mapping[str, str] | None = None) -> list[str]:
     return found
 
 
-def check_unknown(environ: Mapping[str, str] | None = None) -> None:
-    """Warn about each variable that has the prefix of flash_dmattn but no meaning, with the nearest
-    that has one.
+def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return a message for each variable that has the prefix of flash_dmattn but no meaning, with
+    the nearest that has one.
     """
-    for name in variables_set(environ):
-        if name not in ENVIRONMENT:
-            warnings.warn(_unknown(name), UnknownVariableWarning, stacklevel=2)
+    return [
+        messages.UNKNOWN_VARIABLE.format(name=name) + did_you_mean(name, ENVIRONMENT)
+        for name in variables_set(environ)
+        if name not in ENVIRONMENT
+    ]
 
 
-def _unknown(name: str) -> str:
-    return messages.UNKNOWN_VARIABLE.format(name=name) + did_you_mean(name, ENVIRONMENT)
+def check_values(environ: Mapping[str, str] | None = None) -> None:
+    """Raise InvalidVariableError for the first variable whose value is not allowed, also for one
+    that would not matter: a value that does nothing is one that its user is wrong about.
+    """
+    for name in ENVIRONMENT:
+        get(name, environ)
+
+
+def check_unknown(environ: Mapping[str, str] | None = None) -> None:
+    """Warn about each variable that has the prefix of flash_dmattn but no meaning."""
+    for text in unknown(environ):
+        warnings.warn(text, UnknownVariableWarning, stacklevel=2)
+
+
+def check_cpu_simd(level: str, environ: Mapping[str, str] | None = None) -> None:
+    """Compare FLASH_DMATTN_CPU_SIMD with the level at which the cpu pack runs.
+
+    Raises:
+        InvalidVariableError: it asks for another level; the pack takes the widest that the CPU has
+            in place of one that it lacks.
+    """
+    name = "FLASH_DMATTN_CPU_SIMD"
+    wanted, values = get(name, environ), ENVIRONMENT[name].values
+    if wanted in ("auto", level):
+        return
+    allowed = values[: values.index(level) + 1] if level in values else values[:1]
+    raise InvalidVariableError(
+        messages.NO_SIMD.format(name=name, allowed=", ".join(allowed), value=repr(wanted))
+    )
 
 
 def markdown_table() -> str:

@@ -6,16 +6,21 @@ needed.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import platform
+import runpy
 import sys
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from . import nvidia
 
 __all__ = ["Device", "Driver", "Facts", "Host", "Machine", "Situation", "Torch", "package_version"]
 
+OWN_DISTRIBUTION = "flash-dmattn"
 # The names that manifests use, for those that some systems give instead.
 _MACHINE_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -30,10 +35,24 @@ class Host:
 
 @dataclass(frozen=True)
 class Torch:
-    """The version of torch, and of the CUDA that it was built with; None if without CUDA."""
+    """The version of torch, and of what its GPU code was built with: NVIDIA's CUDA, AMD's ROCm,
+    whose devices torch calls cuda too, or Intel's XPU; None for what it was built without.
+    """
 
     version: str
     cuda: str | None
+    rocm: str | None = None
+    xpu: str | None = None
+
+    @property
+    def platform(self) -> str:
+        """What its GPU code was built with, as ``CUDA 13.0``."""
+        built = (("CUDA", self.cuda), ("ROCm", self.rocm), ("XPU", self.xpu))
+        return ", ".join(f"{name} {version}" for name, version in built if version)
+
+    def __str__(self) -> str:
+        """Show both, as ``2.11.0, CUDA 13.0``."""
+        return f"{self.version}, {self.platform or 'without CUDA'}"
 
 
 @dataclass(frozen=True)
@@ -89,20 +108,21 @@ class Situation:
 class Facts(Protocol):
     """Where the facts come from: `Machine`, or what a test wants to be true."""
 
-    def package_version(self) -> str | None: ...
+    def package_version(self, distribution: str = ...) -> str | None: ...
     def host(self) -> Host: ...
     def torch(self) -> Torch | None: ...
     def driver(self) -> Driver | None: ...
-    def cuda_devices(self) -> tuple[Device, ...]: ...
+    def gpus(self) -> tuple[Device, ...]: ...
     def current_cuda_device(self) -> int: ...
+    def after_fork(self) -> None: ...
 
 
 class Machine:
     """The facts of this machine and this process."""
 
-    def package_version(self) -> str | None:
-        """Return the version of the installed distribution."""
-        return package_version()
+    def package_version(self, distribution: str = OWN_DISTRIBUTION) -> str | None:
+        """Return the version of an installed distribution."""
+        return package_version(distribution)
 
     @functools.cache  # noqa: B019 - one machine lives as long as the process
     def host(self) -> Host:
@@ -112,14 +132,20 @@ class Machine:
         return Host(_MACHINE_NAMES.get(machine.lower(), machine), libc or "unknown libc")
 
     def torch(self) -> Torch | None:
-        """Return the torch of this process.
+        """Return the torch of this process, or the one that it would import.
 
-        It is never imported here: without torch its CUDA does not matter.
+        It is not imported, which takes seconds.
         """
         torch = sys.modules.get("torch")
-        if torch is None:
+        version = _installed_torch() if torch is None else vars(torch.version)
+        if "__version__" not in version:
             return None
-        return Torch(str(torch.__version__), getattr(torch.version, "cuda", None))
+        return Torch(
+            str(version["__version__"]),
+            version.get("cuda"),
+            version.get("hip"),
+            version.get("xpu"),
+        )
 
     @functools.cache  # noqa: B019
     def driver(self) -> Driver | None:
@@ -128,11 +154,16 @@ class Machine:
         return None if found is None else Driver(*found)
 
     @functools.cache  # noqa: B019
-    def cuda_devices(self) -> tuple[Device, ...]:
-        """Return the GPUs that this process sees, in CUDA's order.
+    def gpus(self) -> tuple[Device, ...]:
+        """Return the GPUs that this process sees, in the order of CUDA, or of a torch that was
+        built for others than NVIDIA's.
 
         This initializes the driver, but no device.
         """
+        torch = self.torch()
+        if torch is not None and (torch.rocm or torch.xpu):
+            kind = "cuda" if torch.rocm else "xpu"
+            return tuple(Device(kind, index) for index in range(_device_count(kind)))
         return tuple(
             Device("cuda", index, name, f"{major}.{minor}")
             for index, (name, (major, minor)) in enumerate(nvidia.visible_devices())
@@ -147,12 +178,35 @@ class Machine:
             return 0
         return int(torch.cuda.current_device())
 
+    def after_fork(self) -> None:
+        """Forget what is not true of a child: where its parent used CUDA, it has no GPUs."""
+        Machine.gpus.cache_clear()
 
-def package_version() -> str | None:
-    """Return the version of the installed distribution, or None if flash_dmattn is used without
-    being installed.
+
+def package_version(distribution: str = OWN_DISTRIBUTION) -> str | None:
+    """Return the version of an installed distribution, or None if it is not installed, as where
+    flash_dmattn is used from its sources.
     """
     try:
-        return metadata.version("flash-dmattn")
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def _installed_torch() -> dict[str, Any]:
+    """Return what ``torch/version.py`` defines; nothing without a torch that has it."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        folders = None if spec is None else spec.submodule_search_locations
+        return runpy.run_path(str(Path(folders[0], "version.py"))) if folders else {}
+    except Exception:  # a broken installation; importing it will say how
+        return {}
+
+
+def _device_count(kind: str) -> int:
+    """Ask torch, since no library of NVIDIA's knows these devices."""
+    try:
+        return int(getattr(importlib.import_module("torch"), kind).device_count())
+    except Exception:  # a broken installation, or driver; calls will say how
+        return 0

@@ -26,6 +26,7 @@ PASSED_OVER = (
 
 DEVICE_KIND = "it is for {device} devices"
 NO_DRIVER = "there is no NVIDIA driver"
+NOT_NVIDIA = "it is for NVIDIA GPUs, torch is built for {platform}"
 NO_DEVICE = "the NVIDIA driver shows no device {device}"
 NO_ARCH = "no pack supports compute capability {capability}; supported are {supported}"
 WRONG_ARCH = "{arch} code does not run on compute capability {capability}"
@@ -66,8 +67,16 @@ TABLE_FIELDS = "targets.json cannot be understood: {error}"
 # --- environment variables
 
 BAD_VALUE = "{name} must be one of {allowed}, got {value}."
+NO_SIMD = "{name} must be one of {allowed}, which this CPU has, got {value}."
 UNKNOWN_VARIABLE = "unknown environment variable {name}."
 DID_YOU_MEAN = " Did you mean {near}?"
+
+# --- what FLASH_DMATTN_BACKEND makes of a device, in python -m flash_dmattn
+
+COMPUTED_BY = "are computed by FLASH_DMATTN_BACKEND={backend}"
+LEFT_ASIDE = "raise an error: FLASH_DMATTN_BACKEND={backend} is for {backend} tensors"
+CALLS_RAISE = "raise an error: FLASH_DMATTN_BACKEND={backend}: {reason}"
+NO_PYTORCH = "PyTorch cannot be imported: {error}"
 
 # --- what is worth knowing of a pack that can serve
 

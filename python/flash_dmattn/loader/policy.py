@@ -29,7 +29,7 @@ call, while packs of either major work under torch of either major.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from . import messages, remedies
@@ -62,8 +62,8 @@ def decide(
     """
     # A forced file for another kind of device leaves this device alone.
     forced = any(c.forced and c.device in (situation.device.kind, None) for c in candidates)
-    gpu_packs = any(c.device == "cuda" for c in candidates)
-    judge = _Judge(situation, wishes, targets, forced, gpu_packs)
+    majors = {c.cuda_major for c in candidates if c.device == "cuda" and c.cuda_major}
+    judge = _Judge(situation, wishes, targets, forced, majors)
     accepted: list[tuple[Rank, Entry]] = []
     refused = []
     for place, candidate in enumerate(candidates):
@@ -101,12 +101,12 @@ class _Judge:
         wishes: Wishes,
         targets: Targets | None,
         forced: bool,
-        gpu_packs: bool,
+        majors: Set[str],
     ) -> None:
         self.situation = situation
         self.wishes = wishes
         self.forced = forced
-        self.gpu_packs = gpu_packs
+        self.majors = majors
         capability = situation.device.capability
         preference = targets.preference if targets is not None else {}
         self.archs = preference.get(capability, ()) if capability is not None else ()
@@ -143,11 +143,13 @@ class _Judge:
         kind, version = self.situation.device.kind, self.situation.package_version
         if kind == "cpu":
             return remedies.reinstall(version)
+        if self._rocm():
+            return remedies.portable()
         if kind == "cuda" and self.situation.driver is None:
             return remedies.update_driver(self._oldest_driver())
         if not self.archs:
             return remedies.plain_pytorch()
-        if not self.gpu_packs:
+        if not self.majors:
             return remedies.install_wheel(version)
         return remedies.build(self.archs[0], version)
 
@@ -166,7 +168,9 @@ class _Judge:
         capability = self.situation.device.capability
         if candidate.arch is None or candidate.arch in self.archs:
             return None
-        if self.situation.driver is None:
+        if self._rocm():
+            reason = messages.NOT_NVIDIA.format(platform=self._rocm())
+        elif self.situation.driver is None:
             reason = messages.NO_DRIVER
         elif capability is None:
             reason = messages.NO_DEVICE.format(device=self.situation.device)
@@ -256,8 +260,16 @@ class _Judge:
         torch = self.situation.torch
         return None if torch is None or torch.cuda is None else torch.cuda.partition(".")[0]
 
+    def _rocm(self) -> str:
+        """Return the platform of a torch whose cuda devices are not NVIDIA's; "" for others."""
+        torch, kind = self.situation.torch, self.situation.device.kind
+        return torch.platform if torch is not None and torch.rocm and kind == "cuda" else ""
+
     def _oldest_driver(self) -> str:
-        return min(self.min_driver.values(), key=_numbers, default="525.60.13")
+        """Return the oldest driver that runs a pack which is here, or any where none is."""
+        known = self.min_driver
+        here = [floor for major, floor in known.items() if major in self.majors]
+        return min(here or known.values(), key=_numbers, default="525.60.13")
 
 
 def _runs(driver: Driver, major: str, floor: str) -> bool:

@@ -11,6 +11,7 @@ __all__ = [
     "install_backend",
     "install_wheel",
     "plain_pytorch",
+    "portable",
     "reinstall",
     "show_gpus",
     "unset",
@@ -86,6 +87,13 @@ def show_gpus() -> str:
 def plain_pytorch() -> str:
     """Return the command that makes plain PyTorch compute."""
     return "export FLASH_DMATTN_BACKEND=reference"
+
+
+def portable() -> str:
+    """Return the command that makes a backend compute which needs no pack: on GPUs that are not
+    NVIDIA's.
+    """
+    return "export FLASH_DMATTN_BACKEND=triton  # or flex, or reference"
 
 
 def _requirement(version: str | None, distribution: str) -> str:

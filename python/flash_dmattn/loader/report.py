@@ -9,10 +9,10 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from . import environment
+from . import environment, messages
 from .candidates import Candidate, OpenedPack
 from .errors import passed_over_text
-from .facts import Device
+from .facts import Device, Torch
 from .resolver import Loader
 from .trace import Refused, Trace
 
@@ -22,23 +22,27 @@ SCHEMA = 1
 
 
 def make_report(loader: Loader[Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the report as what JSON can hold. It imports torch and NumPy where they are, and opens
-    packs.
+    """Return the report as what JSON can hold. It opens packs, and imports torch only where a
+    backend or GPUs can be asked in no other way.
 
-    ``usable`` is true if a pack serves every visible device; without a GPU the CPU alone counts.
+    ``usable`` is true if every value of a variable is allowed, and calls compute: on every visible
+    device by its pack, or on one at least by what FLASH_DMATTN_BACKEND names.
     """
     environ = os.environ if environ is None else environ
-    torch_version, numpy_version = _version_of("torch"), _version_of("numpy")
     facts = loader.facts
     driver, torch = facts.driver(), facts.torch()
-    devices = [_describe(loader, d) for d in (Device("cpu", 0), *facts.cuda_devices())]
+    problems = environment.invalid(environ)
+    backend = "auto" if problems else environment.get("FLASH_DMATTN_BACKEND", environ)
+    devices = [_describe(loader, d, backend) for d in (Device("cpu", 0), *facts.gpus())]
+    problems += [device["problem"] for device in devices if device["problem"] is not None]
+    by_pack = [device for device in devices if backend in ("auto", device["kind"])]
     return {
         "schema": SCHEMA,
         "versions": {
             "flash_dmattn": facts.package_version(),
             "python": platform.python_version(),
-            "torch": torch_version,
-            "numpy": numpy_version,
+            "torch": torch.version if torch else None,
+            "numpy": facts.package_version("numpy"),
         },
         "host": {
             "system": platform.platform(),
@@ -47,14 +51,19 @@ def make_report(loader: Loader[Any], environ: Mapping[str, str] | None = None) -
         },
         "cuda": {
             "torch": torch.cuda if torch else None,
+            "torch_rocm": torch.rocm if torch else None,
+            "torch_xpu": torch.xpu if torch else None,
             "driver": driver.version if driver else None,
             "driver_runs": driver.cuda if driver else None,
         },
         "environment": environment.variables_set(environ),
-        "problems": environment.problems(environ),
+        "problems": list(dict.fromkeys(problems)),
+        "warnings": environment.unknown(environ),
         "packs": [_describe_candidate(candidate) for candidate in loader.candidates()],
         "devices": devices,
-        "usable": all(device["pack"] is not None for device in devices),
+        "usable": not problems
+        and any(device["computes"] for device in devices)
+        and all(device["computes"] for device in by_pack),
     }
 
 
@@ -64,15 +73,14 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [
         f"flash_dmattn  {versions['flash_dmattn'] or 'not installed as a distribution'}",
         f"python        {versions['python']}",
-        f"torch         {versions['torch'] or 'not installed'}"
-        + (f", CUDA {cuda['torch']}" if cuda["torch"] else ", without CUDA")
-        * bool(versions["torch"]),
+        f"torch         {_torch_text(versions['torch'], cuda)}",
         f"numpy         {versions['numpy'] or 'not installed'}",
         f"host          {host['system']}, {host['machine']}, {host['libc']}",
         f"driver        {_driver_text(cuda)}",
     ]
     lines += [f"set           {name}={value}" for name, value in report["environment"].items()]
-    lines += [f"warning       {problem}" for problem in report["problems"]]
+    lines += [f"problem       {problem}" for problem in report["problems"]]
+    lines += [f"warning       {warning}" for warning in report["warnings"]]
     lines += [f"pack          {pack['name']} from {pack['source']}" for pack in report["packs"]]
     for device in report["devices"]:
         pack = device["pack"]
@@ -83,19 +91,33 @@ def render(report: Mapping[str, Any]) -> str:
                 f"  built by  {pack['compiler']}"
                 + f", uses {pack['features']}" * bool(pack["features"]),
             ]
+        if device["calls"] is not None:
+            lines.append(f"  calls     {device['calls']}")
         lines += [f"  {line}" for line in device["trace"]]
         if device["warning"] is not None:
             lines += [f"  {line}" for line in f"warning: {device['warning']}".splitlines()]
         if device["remedy"] is not None:
             lines.append(f"  fix: {device['remedy']}")
-    verdict = "usable" if report["usable"] else "not usable: a device above has no pack"
-    return "\n".join([*lines, "", f"flash_dmattn is {verdict}"])
+    return "\n".join([*lines, "", f"flash_dmattn is {_verdict(report)}"])
 
 
-def _describe(loader: Loader[Any], device: Device) -> dict[str, Any]:
+def _verdict(report: Mapping[str, Any]) -> str:
+    if report["usable"]:
+        return "usable"
+    if report["problems"]:
+        return f"not usable: {report['problems'][0]}"
+    if any(device["calls"] is not None for device in report["devices"]):
+        return "not usable: FLASH_DMATTN_BACKEND names what computes on no device above"
+    return "not usable: a device above has no pack"
+
+
+def _describe(loader: Loader[Any], device: Device, backend: str) -> dict[str, Any]:
     trace = loader.trace_for(device.kind, device.index)
     chosen = trace.chosen
     pack = loader.opened_for(device.kind, device.index)
+    computes, calls = pack is not None, None
+    if backend not in ("auto", device.kind):
+        computes, calls = _asked(backend, device)
     return {
         "kind": device.kind,
         "index": device.index,
@@ -103,12 +125,33 @@ def _describe(loader: Loader[Any], device: Device) -> dict[str, Any]:
         "capability": device.capability,
         "text": str(device),
         "pack": None if chosen is None or pack is None else _describe_pack(pack, chosen.path),
+        "computes": computes,
+        "calls": calls,
         "candidates": _describe_candidates(trace),
         "trace": trace.lines(),
         "problem": trace.problem.reason if trace.problem else None,
         "warning": passed_over_text(trace) or None,
-        "remedy": trace.remedy if chosen is None else None,
+        "remedy": trace.remedy if chosen is None and calls is None else None,
     }
+
+
+def _asked(backend: str, device: Device) -> tuple[bool, str]:
+    """Say whether a backend that FLASH_DMATTN_BACKEND names computes on a device, and what comes of
+    calls.
+    """
+    if backend == "reference":
+        return True, messages.COMPUTED_BY.format(backend=backend)
+    if backend in ("cpu", "cuda"):
+        return False, messages.LEFT_ASIDE.format(backend=backend)
+    try:
+        portable = importlib.import_module("flash_dmattn.backends.portable")
+    except Exception as error:  # a broken installation is what a report is for
+        reason = messages.NO_PYTORCH.format(error=error)
+    else:
+        reason = portable.why_unavailable(backend, device.kind)
+    if reason is None:
+        return True, messages.COMPUTED_BY.format(backend=backend)
+    return False, messages.CALLS_RAISE.format(backend=backend, reason=reason)
 
 
 def _describe_candidate(candidate: Candidate) -> dict[str, Any]:
@@ -157,11 +200,7 @@ def _driver_text(cuda: Mapping[str, Any]) -> str:
     return f"NVIDIA {version}, runs CUDA {runs}"
 
 
-def _version_of(module: str) -> str | None:
-    """Import a module and return its version; None if it is absent, the reason if it is broken."""
-    try:
-        return str(importlib.import_module(module).__version__)
-    except ModuleNotFoundError:
-        return None
-    except Exception as error:  # a broken installation is what a report is for
-        return f"broken: {type(error).__name__}: {error}"
+def _torch_text(version: str | None, cuda: Mapping[str, Any]) -> str:
+    if version is None:
+        return "not installed"
+    return str(Torch(version, cuda["torch"], cuda["torch_rocm"], cuda["torch_xpu"]))

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From a device to an opened pack, decided once per device."""
+"""From a device to an opened pack, decided once per device.
+
+What other distributions bring is foreign code: it may ask the loader while it is loaded, and it may
+wait for a thread that does. So it runs before the lock is taken. What it asks is answered from
+flash_dmattn's own packs and the one that a variable names, and is not remembered.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +77,22 @@ class Loader(Generic[PackT]):
         self._directories = directories
         self._entry_points = entry_points
         self._environ = environ
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._entry_points_run_in: set[int] = set()  # threads
         self._resolutions: dict[tuple[str, int], _Resolution[PackT]] = {}
         self._opened: dict[str, PackT] = {}
         self._candidates: list[Candidate] | None = None
-        self._warned: set[int] = set()
+        self._warned: set[Device] = set()
+
+    def after_fork(self) -> None:
+        """Forget, in the child of a fork, what was true of its parent alone: the thread that may
+        have held the lock, and the GPUs.
+        """
+        self._lock = threading.RLock()
+        self._entry_points_run_in &= {threading.get_ident()}
+        self.facts.after_fork()
+        kept = {key: found for key, found in self._resolutions.items() if key[0] == "cpu"}
+        self._resolutions = kept
 
     def pack_for(self, device_type: str, device_index: int | None = None) -> PackT:
         """Return the pack that serves a device, with one warning if a better one is damaged.
@@ -89,9 +105,10 @@ class Loader(Generic[PackT]):
         resolution = self._resolve(device_type, device_index)
         if resolution.pack is None:
             raise NoPackError(resolution.trace)
-        if resolution.trace.passed_over and id(resolution) not in self._warned:
+        device = resolution.trace.situation.device
+        if resolution.trace.passed_over and device not in self._warned:
             warn_of_passed_over(resolution.trace)
-            self._warned.add(id(resolution))
+            self._warned.add(device)
         return resolution.pack
 
     def trace_for(self, device_type: str, device_index: int | None = None) -> Trace:
@@ -113,8 +130,7 @@ class Loader(Generic[PackT]):
 
     def candidates(self) -> list[Candidate]:
         """Return every pack that was found, for any device."""
-        with self._lock:
-            return list(self._found())
+        return list(self._found())
 
     def _resolve(self, device_type: str, device_index: int | None) -> _Resolution[PackT]:
         if device_index is None:
@@ -123,37 +139,45 @@ class Loader(Generic[PackT]):
         found = self._resolutions.get(key)
         if found is not None:
             return found
+        begin = time.perf_counter()
+        _configure_logging(environment.get("FLASH_DMATTN_LOG", self._environ))
+        environment.check_values(self._environ)
+        environment.check_unknown(self._environ)
+        device, candidates = self._device(*key), self._found()
         with self._lock:
-            if key not in self._resolutions:
-                self._resolutions[key] = self._decide(self._device(*key))
-            return self._resolutions[key]
+            found = self._resolutions.get(key)
+            if found is not None:
+                return found
+            resolution = self._decide(device, candidates)
+            if threading.get_ident() not in self._entry_points_run_in:
+                self._resolutions[key] = resolution
+        took = 1e3 * (time.perf_counter() - begin)
+        logger.debug("decided in %.1f ms from facts: %s", took, resolution.trace.situation)
+        logger.info("%s", resolution.trace)
+        return resolution
 
     def _device(self, device_type: str, device_index: int | None) -> Device:
         index = device_index or 0
-        if device_type == "cuda":
-            for device in self.facts.cuda_devices():
-                if device.index == index:
-                    return device
+        for device in self.facts.gpus() if device_type == "cuda" else ():
+            if (device.kind, device.index) == (device_type, index):
+                return device
         return Device(device_type, index)
 
-    def _decide(self, device: Device) -> _Resolution[PackT]:
-        _configure_logging(environment.get("FLASH_DMATTN_LOG", self._environ))
-        environment.check_unknown(self._environ)
-        wishes = self._wishes()
+    def _decide(self, device: Device, candidates: list[Candidate]) -> _Resolution[PackT]:
         try:
             targets = find_targets(self._directories()) if device.kind == "cuda" else None
             situation = self._situation(device, self._abi_version())
-            trace = decide(situation, self._found(), wishes, targets)
+            trace = decide(situation, candidates, self._wishes(), targets)
         except InstallationError as error:
             fix = remedies.reinstall(self.facts.package_version())
-            return self._logged(_Resolution(self._failed(device, str(error), fix), None))
+            return _Resolution(self._failed(device, str(error), fix), None)
         except ImportError as error:
             fix = remedies.install_backend()
             if "nanobind" not in str(error):
                 fix = remedies.reinstall(self.facts.package_version())
             reason = messages.NO_CORE.format(error=error)
-            return self._logged(_Resolution(self._failed(device, reason, fix), None))
-        return self._logged(self._open_first(trace))
+            return _Resolution(self._failed(device, reason, fix), None)
+        return self._open_first(trace)
 
     def _open_first(self, trace: Trace) -> _Resolution[PackT]:
         """Open the best candidate; one that fails is refused, and the next is tried.
@@ -175,6 +199,8 @@ class Loader(Generic[PackT]):
                 reason = messages.CANNOT_OPEN.format(error=error)
             else:
                 if not reason:
+                    if trace.situation.device.kind == "cpu":
+                        environment.check_cpu_simd(pack.features, self._environ)
                     return _Resolution(trace, pack)
             version, distribution = trace.situation.package_version, entry.candidate.distribution
             fix = remedies.after_opening(reason, version, distribution)
@@ -182,22 +208,32 @@ class Loader(Generic[PackT]):
         return _Resolution(trace, None)
 
     def _open(self, path: str) -> PackT:
-        if path not in self._opened:
-            begin = time.perf_counter()
-            self._opened[path] = self._open_pack(path)
-            logger.debug("opened %s in %.1f ms", path, 1e3 * (time.perf_counter() - begin))
-        return self._opened[path]
+        with self._lock:
+            if path not in self._opened:
+                self._opened[path] = self._open_pack(path)
+            return self._opened[path]
 
     def _found(self) -> list[Candidate]:
-        if self._candidates is None:
-            found = own_candidates(self._directories())
+        """Return every pack that is here; the first thread to know them tells all others."""
+        if self._candidates is not None:
+            return self._candidates
+        found = own_candidates(self._directories())
+        path = environment.get("FLASH_DMATTN_LIBRARY_PATH", self._environ)
+        if path:
+            # First, so that of a file that was found twice the forced one stays.
+            found.insert(0, forced_candidate(path, "FLASH_DMATTN_LIBRARY_PATH", self._open))
+        thread = threading.get_ident()
+        if thread in self._entry_points_run_in:
+            return without_repetitions(found)
+        self._entry_points_run_in.add(thread)
+        try:
             found += entry_point_candidates(self._entry_points())
-            path = environment.get("FLASH_DMATTN_LIBRARY_PATH", self._environ)
-            if path:
-                # First, so that of a file that was found twice the forced one stays.
-                found.insert(0, forced_candidate(path, "FLASH_DMATTN_LIBRARY_PATH", self._open))
-            self._candidates = without_repetitions(found)
-        return self._candidates
+        finally:
+            self._entry_points_run_in.discard(thread)
+        with self._lock:
+            if self._candidates is None:
+                self._candidates = without_repetitions(found)
+            return self._candidates
 
     def _wishes(self) -> Wishes:
         return Wishes(
@@ -219,11 +255,6 @@ class Loader(Generic[PackT]):
 
     def _failed(self, device: Device, reason: str, remedy: str) -> Trace:
         return Trace(self._situation(device, None), (), remedy, Problem(reason, remedy))
-
-    def _logged(self, resolution: _Resolution[PackT]) -> _Resolution[PackT]:
-        logger.debug("facts: %s", resolution.trace.situation)
-        logger.info("%s", resolution.trace)
-        return resolution
 
 
 def _difference(candidate: Candidate, pack: OpenedPack) -> str:

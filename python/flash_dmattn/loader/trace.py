@@ -151,9 +151,8 @@ class Trace:
             looked.append(f"pack ABI {known.abi_version}")
         if known.device.kind == "cuda":
             looked.append(f"NVIDIA driver {known.driver}" if known.driver else "no NVIDIA driver")
-            looked.append(f"torch {known.torch.version}" if known.torch else "torch not imported")
-            if known.torch is not None:
-                looked.append(f"CUDA {known.torch.cuda}" if known.torch.cuda else "without CUDA")
+        if known.device.kind != "cpu":
+            looked.append(f"torch {known.torch}" if known.torch else "no torch")
         result = [f"looked for: {', '.join(looked)}"]
         if self.problem is not None:
             return [*result, f"problem: {self.problem.reason}"]

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from . import messages
-from .candidates import OWN_DISTRIBUTION, Candidate
+from .candidates import Candidate
+from .facts import OWN_DISTRIBUTION
 
 __all__ = ["Checked", "Recorded", "as_json", "passed", "records_of", "render", "verify"]
 
