@@ -75,6 +75,12 @@ ALLOWANCES = (
         "query better than fewer with more",
     ),
     Allowance(
+        "dq_kernel<DqConfig<*, 64, 128, 32, 8, 2, true>>",
+        "*",
+        16,
+        "two blocks of eight warps have 128 registers",
+    ),
+    Allowance(
         "dkdv_kernel<DkdvConfig<*, 128, 64, 8, 1, *>>",
         "sm_90a",
         960,

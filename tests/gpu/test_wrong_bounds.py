@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Wrong cu_seqlens on a GPU, where nobody can check them: nothing outside of the results is written."""
+"""Wrong cu_seqlens on a GPU, where nobody can check them: only the results are written."""
 
 from __future__ import annotations
 
