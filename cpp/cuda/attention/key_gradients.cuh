@@ -90,23 +90,22 @@ struct KeyGradients {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i], &gradient = gradients[m][n][2 * half + i];
-            float slope, x = factors.score<kCap>(score, bias, &slope);
             bool kept = true;
             if constexpr (kTest) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
-            if constexpr (kGeneral) {
-              const float b = i ? added.y : added.x;
-              kept = kept && b != -INFINITY, x = with_row_bias(x, b);
-            }
+            const float row_bias_element = i ? added.y : added.x;
+            if constexpr (kGeneral) kept = kept && row_bias_element != -INFINITY;
+            if constexpr (kTest && kCap) score = kept ? score : 0.0f; // or the slope of the softcap could be NaN
+            float slope, x = factors.score<kCap>(score, bias, &slope);
+            if constexpr (kGeneral) x = with_row_bias(x, row_bias_element);
             x -= i ? lse.y : lse.x;
             if constexpr (kTest) x = fminf(x, 0.0f);
             score = ptx::exp2_approximate(x);
             if constexpr (kTest) score = kept ? score : 0.0f;
             if constexpr (kKeyGradient) {
               float ds = score * (gradient - (i ? delta.y : delta.x));
-              // K and V of a key that is not kept may be anything, and so may dP and the slope of the softcap.
-              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds;
+              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds; // V of a key that is not kept may be anything
               dbias[m][half] += ds;
-              gradient = kTest && kCap && ds == 0.0f ? 0.0f : ds * slope;
+              gradient = ds * slope;
             }
           }
         }
