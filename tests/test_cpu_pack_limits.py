@@ -8,6 +8,7 @@ import torch
 
 from flash_dmattn import _core, flash_dmattn_func
 from flash_dmattn.loader import pack_for
+from support import Target, check, rand_bool, randn, simple_problem
 
 
 @pytest.mark.parametrize("keys", [0, 1, 20000])
@@ -39,6 +40,18 @@ def test_gradients_under_a_bias_of_large_magnitude(value: float, rows: bool) -> 
         results.append([out.detach(), *(tensor.grad for tensor in (*tensors, bias))])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("value", [0.0, 1e4])
+def test_more_scores_than_the_backward_pass_saves(softcap: float, value: float) -> None:
+    """Of 64 heads 256 columns of a tile are saved; those beyond are computed again."""
+    problem = simple_problem(
+        batch=1, queries=70, keys=700, kv_heads=1, group=64, softcap=softcap, causal=True
+    )
+    dropped = rand_bool(1, 64, 1, 700, density=0.2)
+    problem.bias = (randn(1, 64, 1, 700) + value).masked_fill(dropped, -torch.inf)
+    check(problem, Target("cpu", "cpu"))
 
 
 def test_plan_that_was_not_filled() -> None:

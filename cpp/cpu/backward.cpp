@@ -2,7 +2,7 @@
 // The backward pass.
 //
 // A unit is one key/value head of one sequence, or, where those are too few to occupy the threads, an interleaved part
-// of its query tiles. A unit adds the gradients of its keys into float32 rows of its own; then the parts of a head are
+// of its query tiles. A unit adds the gradients of its keys into rows of its own; then the parts of a head are
 // summed in order and written once. Nothing is added by two threads, so equal inputs and thread counts give equal bits.
 #include <cstring>
 
@@ -19,9 +19,9 @@ bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !per_query
 
 struct BackwardLayout {
   int64_t heads, parts, units; // sequences x key/value heads; parts of each; their product
-  int64_t slots, slot_floats;  // accumulators: one for each unit, or for each thread where a unit is a whole head
+  int64_t slots, slot_bytes;   // accumulators: one for each unit, or for each thread where a unit is a whole head
   int64_t bias_heads;          // rows of per-key bias that a key/value head has
-  int64_t bias_floats;         // float32 sums of the bias gradient, before those over the batch and over heads
+  int64_t bias_sums;           // float64 sums of the bias gradient, before those over the batch and over heads
   int64_t scratch;             // bytes of each thread
 
   explicit BackwardLayout(const fdm_problem &p) {
@@ -31,15 +31,15 @@ struct BackwardLayout {
     units = heads * parts;
     slots = parts == 1 ? threads : units;
     bias_heads = cpu::bias_heads(p, group_size(p));
-    const int64_t key_bias_floats = wants_key_bias(p) ? bias_heads * p.keys : 0;
-    slot_floats = round_up(2 * p.keys * padded_head_dim(p) + key_bias_floats, 16);
-    bias_floats = wants_key_bias(p) ? (is_varlen(p) ? 1 : p.batch) * p.kv_heads * bias_heads * total_keys(p) : 0;
+    const int64_t key_floats = 2 * p.keys * padded_head_dim(p), key_sums = wants_key_bias(p) ? bias_heads * p.keys : 0;
+    slot_bytes = round_up(key_floats * int64_t(sizeof(float)) + key_sums * int64_t(sizeof(double)), 64);
+    bias_sums = wants_key_bias(p) ? (is_varlen(p) ? 1 : p.batch) * p.kv_heads * bias_heads * total_keys(p) : 0;
     scratch = tile_scratch_bytes(p, true);
     if (present(p.bias) && per_query(p.bias)) scratch += kMaxTileRows * p.keys * int64_t(sizeof(float));
     scratch = round_up(scratch, 64);
   }
   int64_t bytes(const fdm_problem &p) const {
-    return p.context.threads * scratch + (slots * slot_floats + bias_floats) * int64_t(sizeof(float));
+    return p.context.threads * scratch + slots * slot_bytes + bias_sums * int64_t(sizeof(double));
   }
 };
 
@@ -49,8 +49,8 @@ public:
       : p_(p), args_(args), plan_(plan), layout_(p), kernels_(best_kernels()), dim_(padded_head_dim(p)),
         rows_(tile_rows(p, plan)) {
     scratch_ = static_cast<char *>(workspace);
-    slots_ = reinterpret_cast<float *>(scratch_ + p.context.threads * layout_.scratch);
-    bias_sums_ = slots_ + layout_.slots * layout_.slot_floats;
+    slots_ = scratch_ + p.context.threads * layout_.scratch;
+    bias_sums_ = reinterpret_cast<double *>(slots_ + layout_.slots * layout_.slot_bytes);
     needs_key_bias_ = present(args.dbias) && wants_key_bias(p);
   }
 
@@ -74,16 +74,16 @@ private:
   void *scratch(int worker) const { return scratch_ + worker * layout_.scratch; }
 
   KeyGradients slot(int64_t number) const {
-    float *base = slots_ + number * layout_.slot_floats;
+    auto *base = reinterpret_cast<float *>(slots_ + number * layout_.slot_bytes);
     const int64_t size = p_.keys * dim_;
     return {present(args_.dk) ? base : nullptr, present(args_.dv) ? base + size : nullptr,
-            needs_key_bias_ ? base + 2 * size : nullptr};
+            needs_key_bias_ ? reinterpret_cast<double *>(base + 2 * size) : nullptr};
   }
 
   void clear(const KeyGradients &g, int64_t keys) const {
     if (g.dk) std::memset(g.dk, 0, size_t(keys * dim_) * sizeof(float));
     if (g.dv) std::memset(g.dv, 0, size_t(keys * dim_) * sizeof(float));
-    if (g.dbias) std::memset(g.dbias, 0, size_t(layout_.bias_heads * p_.keys) * sizeof(float));
+    if (g.dbias) std::memset(g.dbias, 0, size_t(layout_.bias_heads * p_.keys) * sizeof(double));
   }
 
   void run_unit(int64_t unit, int worker) {
@@ -131,28 +131,29 @@ private:
         layout_.heads * ranges);
   }
 
-  static void add(float *to, const float *from, int64_t begin, int64_t end) {
+  template <class Number> static void add(Number *to, const Number *from, int64_t begin, int64_t end) {
     if (to)
       for (int64_t i = begin; i < end; ++i) to[i] += from[i];
   }
 
   // The sums of keys [begin, end) of a head to dk, dv and the bias sums.
   void write_keys(const Sequence &s, int64_t head, const KeyGradients &sums, int64_t begin, int64_t end) {
-    write_key_rows(args_.dk, s, head % p_.kv_heads, sums.dk, begin, end);
-    write_key_rows(args_.dv, s, head % p_.kv_heads, sums.dv, begin, end);
+    write_key_rows(args_.dk, s, head % p_.kv_heads, sums.dk, begin, end, p_.scale);
+    write_key_rows(args_.dv, s, head % p_.kv_heads, sums.dv, begin, end, 1.0f);
     if (!sums.dbias) return;
     for (int64_t g = 0; g < layout_.bias_heads; ++g) {
-      float *to = bias_sums_ + ((is_varlen(p_) ? head % p_.kv_heads : head) * layout_.bias_heads + g) * total_keys(p_);
-      std::memcpy(to + s.k_begin + begin, sums.dbias + g * p_.keys + begin, size_t(end - begin) * sizeof(float));
+      double *to = bias_sums_ + ((is_varlen(p_) ? head % p_.kv_heads : head) * layout_.bias_heads + g) * total_keys(p_);
+      std::memcpy(to + s.k_begin + begin, sums.dbias + g * p_.keys + begin, size_t(end - begin) * sizeof(double));
     }
   }
 
   void write_key_rows(const fdm_tensor &t, const Sequence &s, int64_t kv_head, const float *rows, int64_t begin,
-                      int64_t end) const {
+                      int64_t end, float factor) const {
     if (!present(t)) return;
     for (int64_t j = begin; j < end; ++j) {
       const int64_t at = s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + kv_head * t.stride[2];
-      for (int64_t d = 0; d < p_.head_dim; ++d) store_scalar(t.data, t.dtype, at + d * t.stride[3], rows[j * dim_ + d]);
+      for (int64_t d = 0; d < p_.head_dim; ++d)
+        store_scalar(t.data, t.dtype, at + d * t.stride[3], rows[j * dim_ + d] * factor);
     }
   }
 
@@ -165,18 +166,18 @@ private:
     const int64_t first_batch = t.shape[0] == 1 ? 0 : batch, past_batch = t.shape[0] == 1 ? batches : batch + 1;
     const int64_t first = t.shape[1] == 1 ? 0 : head, past = t.shape[1] == 1 ? sources : head + 1;
     const auto sum_of_key = [&](int64_t j) {
-      float sum = 0.0f;
+      double sum = 0.0;
       for (int64_t b = first_batch; b < past_batch; ++b)
         for (int64_t h = first; h < past; ++h) sum += bias_sums_[(b * sources + h) * keys + j];
       return sum;
     };
     const int64_t at = batch * t.stride[0] + head * t.stride[1];
     if (t.shape[3] == 1) {
-      float sum = 0.0f;
+      double sum = 0.0;
       for (int64_t j = 0; j < keys; ++j) sum += sum_of_key(j);
-      store_scalar(t.data, t.dtype, at, sum);
+      store_scalar(t.data, t.dtype, at, float(sum));
     } else {
-      for (int64_t j = 0; j < keys; ++j) store_scalar(t.data, t.dtype, at + j * t.stride[3], sum_of_key(j));
+      for (int64_t j = 0; j < keys; ++j) store_scalar(t.data, t.dtype, at + j * t.stride[3], float(sum_of_key(j)));
     }
   }
 
@@ -215,9 +216,9 @@ private:
       const int64_t at = (is_varlen(p_) ? 0 : b) * t.stride[0] + bias_head * t.stride[1] +
                          (s.q_begin + task.first_row + i) * t.stride[2];
       if (t.shape[3] == 1) {
-        float sum = 0.0f;
+        double sum = 0.0;
         for (int64_t j = 0; j < s.k_count; ++j) sum += row[j];
-        store_scalar(t.data, t.dtype, at, sum);
+        store_scalar(t.data, t.dtype, at, float(sum));
       } else {
         for (int64_t j = 0; j < t.shape[3]; ++j) store_scalar(t.data, t.dtype, at + j * t.stride[3], row[j]);
       }
@@ -230,8 +231,8 @@ private:
   const BackwardLayout layout_;
   const Kernels &kernels_;
   const int64_t dim_, rows_;
-  char *scratch_;
-  float *slots_, *bias_sums_;
+  char *scratch_, *slots_;
+  double *bias_sums_;
   bool needs_key_bias_;
 };
 

@@ -12,10 +12,10 @@ namespace fdm::cpu {
 constexpr int64_t kBlockKeys = 128;
 // Rows (of all heads of a group together) whose scores are held at a time: 64 x 128 floats are 32 KB.
 constexpr int64_t kBlockRows = 64;
-// Head dimensions are padded with zeros to a multiple of the widest vector, 16 floats.
-constexpr int64_t kHeadDimPad = 16;
+// Floats of the widest vector. Head dimensions are padded with zeros to a multiple of it.
+constexpr int64_t kMaxLanes = 16;
 
-static inline int64_t padded_head_dim(const fdm_problem &p) { return round_up(p.head_dim, kHeadDimPad); }
+static inline int64_t padded_head_dim(const fdm_problem &p) { return round_up(p.head_dim, kMaxLanes); }
 
 // One tile of query rows for query heads [head, head + heads), which share a key/value head and a list of columns.
 struct TileTask {
@@ -25,10 +25,11 @@ struct TileTask {
   int64_t first_row, rows;
 };
 
-// Where a backward task adds its gradients of keys, values and per-key bias: float32, all keys of one sequence.
+// Where a backward task adds its gradients of keys, values and per-key bias, of all keys of one sequence. What is summed
+// over all rows for a bias mostly cancels, so it is summed in float64.
 struct KeyGradients {
-  float *dk, *dv; // K rows of padded_head_dim floats; null if not wanted
-  float *dbias;   // for each head of the task's bias rows: K floats; null if not wanted
+  float *dk, *dv; // K rows of padded_head_dim floats, dk without the scale; null if not wanted
+  double *dbias;  // for each head of the task's bias rows: K sums; null if not wanted
 };
 
 struct Kernels {

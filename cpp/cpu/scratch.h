@@ -17,6 +17,9 @@ static inline int64_t bias_rows(const fdm_problem &p, int64_t rows) {
 }
 static inline int64_t heads_per_task(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
 
+// Floats of each matrix that the backward pass saves of its first look at a tile.
+constexpr int64_t kSavedFloats = int64_t(1) << 20;
+
 struct TileBuffers {
   void *columns;
   float *q, *out;                       // heads x rows of D; out also serves as dq
@@ -24,8 +27,16 @@ struct TileBuffers {
   float *row_max, *row_sum, *row_delta; // heads x rows; see Tile
   float *keys, *keys_t, *values, *values_t;
   float *dk, *dv;
-  float *bias, *dbias;
+  float *bias;
+  double *dbias;
   float *scores, *dscores, *tanh;
+  // Of each block of columns that is saved, and of the current one of the others; see Block.
+  int32_t *index;
+  uint8_t *dropped, *mixed;
+  // Backward: the vectors of partial sums of each row, and heads x rows of each block that is saved.
+  float *row_sums, *row_moments;
+  int64_t saved_blocks;
+  float *saved_p, *saved_dp, *saved_tanh;
 };
 
 static inline TileBuffers carve_tile_buffers(const fdm_problem &p, bool backward, void *base, int64_t *bytes) {
@@ -45,11 +56,20 @@ static inline TileBuffers carve_tile_buffers(const fdm_problem &p, bool backward
   b.keys = floats(block), b.keys_t = floats(block), b.values = floats(block);
   b.bias = floats(bias_heads(p, heads) * bias_rows(p, kMaxTileRows) * kBlockKeys);
   b.scores = floats(scores);
+  if (backward) b.saved_blocks = clamp64(kSavedFloats / (rows * kBlockKeys), 1, ceil_div(p.keys, kBlockKeys));
+  const int64_t slots = b.saved_blocks + 1;
+  b.index = static_cast<int32_t *>(take(slots * kBlockKeys * int64_t(sizeof(int32_t))));
+  b.dropped = static_cast<uint8_t *>(take(slots * bias_heads(p, heads) * kBlockKeys));
+  b.mixed = static_cast<uint8_t *>(take(slots));
   if (backward) {
     b.dout = floats(rows * dim), b.row_delta = floats(rows);
     b.values_t = floats(block), b.dk = floats(block), b.dv = floats(block);
-    b.dbias = floats(bias_heads(p, heads) * kBlockKeys);
+    b.dbias = static_cast<double *>(take(bias_heads(p, heads) * kBlockKeys * int64_t(sizeof(double))));
     b.dscores = floats(scores), b.tanh = floats(scores);
+    b.row_sums = floats(rows * kMaxLanes), b.row_moments = floats(rows * kMaxLanes);
+    const int64_t saved = b.saved_blocks * rows * kBlockKeys;
+    b.saved_p = floats(saved), b.saved_dp = floats(saved);
+    if (p.softcap > 0) b.saved_tanh = floats(saved);
   }
   *bytes = used;
   return b;

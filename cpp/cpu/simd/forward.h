@@ -41,8 +41,11 @@ void add_values(const Tile &tile, int64_t head, int64_t heads) {
     if (factor != 1.0f)
       for (int64_t d = 0; d < tile.dim; d += kLanes) store(out + d, load(out + d) * factor);
   }
-  product(rows, tile.dim, tile.block.count, {b.scores, kBlockKeys, 1}, b.values, tile.dim, b.out + first * tile.dim,
-          tile.dim, true);
+  tile.with_kept_rows(head, heads, b.values, b.keys, [&](int64_t part, int64_t parts, const float *values) {
+    const int64_t past = part * tile.task.rows;
+    product(parts * tile.task.rows, tile.dim, tile.block.count, {b.scores + (past - first) * kBlockKeys, kBlockKeys, 1},
+            values, tile.dim, b.out + past * tile.dim, tile.dim, true);
+  });
 }
 
 void write_rows(const Tile &tile, const fdm_forward_args &args) {
@@ -68,8 +71,8 @@ void forward_tile(const fdm_problem &p, const fdm_forward_args &args, const void
   tile.load_rows(p.q, b.q);
   zero(b.out, tile.row_count() * tile.dim);
   start_rows(tile);
-  for (int64_t first = 0; first < tile.columns.count; first += kBlockKeys) {
-    tile.load_block(first);
+  for (int64_t number = 0; number < tile.block_count(); ++number) {
+    tile.load_block(number);
     gather_keys(p, p.v, task, tile.block.index, tile.block.count, tile.block.padded, b.values);
     for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
       const int64_t heads = min64(tile.heads_at_once(), task.heads - head);

@@ -13,11 +13,13 @@ constexpr float kInfinity = __builtin_inff();
 
 // At most kBlockKeys columns of a tile, brought together.
 struct Block {
-  int64_t count, padded;     // padded to whole vectors
-  bool masked;               // does any row drop any of the columns?
-  int32_t index[kBlockKeys]; // key, or -1 where the bias is -inf for all rows: such keys are not read
-  int32_t low[kBlockKeys];   // bit r: row r keeps the column, for rows 0 ... 31
-  int32_t high[kBlockKeys];  // for rows 32 ... 63
+  int64_t count, padded;    // padded to whole vectors
+  bool masked;              // does any row drop any of the columns?
+  int32_t low[kBlockKeys];  // bit r: row r keeps the column, for rows 0 ... 31
+  int32_t high[kBlockKeys]; // for rows 32 ... 63
+  int32_t *index;           // key, or -1 where the bias drops it from all rows of all heads: such keys are not read
+  uint8_t *dropped;         // for each head of the bias: does it drop the column from all rows?
+  uint8_t *mixed;           // does a head drop a column that another one keeps?
 };
 
 struct Tile {
@@ -52,10 +54,22 @@ struct Tile {
     return buffers.bias + ((heads > 1 ? g : 0) * rows + (rows > 1 ? i : 0)) * kBlockKeys;
   }
 
-  // Fetches bias, masks and K of the columns from `first` on. V is left to the passes, which need it in other orders.
-  void load_block(int64_t first) {
-    block.count = min64(kBlockKeys, columns.count - first);
+  int64_t block_count() const { return ceil_div(columns.count, kBlockKeys); }
+
+  // Makes a block the current one. What its columns are lasts until another block of the same slot is loaded.
+  void open_block(int64_t number) {
+    const int64_t slot = min64(number, buffers.saved_blocks), heads = bias_heads(p, task.heads);
+    block.count = min64(kBlockKeys, columns.count - number * kBlockKeys);
     block.padded = round_up(block.count, kLanes);
+    block.index = buffers.index + slot * kBlockKeys;
+    block.dropped = buffers.dropped + slot * heads * kBlockKeys;
+    block.mixed = buffers.mixed + slot;
+  }
+
+  // Fetches bias, masks and K of a block. V is left to the passes, which need it in other orders.
+  void load_block(int64_t number) {
+    open_block(number);
+    const int64_t first = number * kBlockKeys;
     block.masked = first + block.count > columns.full;
     for (int64_t c = 0; c < block.count; ++c) block.index[c] = columns.index[first + c];
     if (block.masked)
@@ -64,8 +78,29 @@ struct Tile {
         block.low[c] = int32_t(uint32_t(word)), block.high[c] = int32_t(uint32_t(word >> 32));
       }
     load_bias();
-    gather_keys(p, p.k, task, block.index, block.count, block.padded, buffers.keys);
+    find_dropped();
+    load_keys();
     transpose(buffers.keys, block.padded, dim, buffers.keys_t, kBlockKeys);
+  }
+
+  void load_keys() { gather_keys(p, p.k, task, block.index, block.count, block.padded, buffers.keys); }
+
+  // Calls body(head, heads, rows) for `heads` heads from `head` on, of which each reads the block's rows of K or V as if
+  // those that it drops were zeros. Another head keeps them, so they are there, and 0 times what they hold, NaN for one,
+  // need not be 0. `spare` has room for such a copy.
+  template <class Body>
+  void with_kept_rows(int64_t head, int64_t heads, const float *rows, float *spare, const Body &body) const {
+    if (!*block.mixed) return body(head, heads, rows);
+    for (int64_t h = head; h < head + heads; ++h) {
+      for (int64_t c = 0; c < block.count; ++c) {
+        float *to = spare + c * dim;
+        if (block.dropped[h * kBlockKeys + c])
+          zero(to, dim);
+        else
+          for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(rows + c * dim + d));
+      }
+      body(h, 1, spare);
+    }
   }
 
   // Scores of `heads` heads from `head` on: scaled, capped, biased, -inf where not kept. Where tanh is not null it gets
@@ -92,21 +127,43 @@ private:
       for (int64_t c = block.count; c < block.padded; ++c) buffers.bias[c] = -kInfinity;
       return;
     }
-    bool used[kBlockKeys] = {};
     for (int64_t g = 0; g < heads; ++g) {
       const Matrix m = score_matrix(p, p.bias, task.sequence, task.head + g, dtype_size(p.bias.dtype));
       for (int64_t i = 0; i < rows; ++i) {
         float *out = buffers.bias + (g * rows + i) * kBlockKeys;
         const int64_t row = (task.first_row + i) * m.row;
-        for (int64_t c = 0; c < block.count; ++c) {
+        for (int64_t c = 0; c < block.count; ++c)
           out[c] = load_scalar(m.base, p.bias.dtype, row + block.index[c] * m.col);
-          used[c] |= out[c] != -kInfinity;
-        }
         for (int64_t c = block.count; c < block.padded; ++c) out[c] = -kInfinity;
       }
     }
-    for (int64_t c = 0; c < block.count; ++c)
-      if (!used[c]) block.index[c] = -1;
+  }
+
+  // Columns that the bias leaves to no row that the mask leaves them to, head by head.
+  void find_dropped() {
+    *block.mixed = 0;
+    if (!present(p.bias)) return;
+    const int64_t heads = bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    const bool by_row = block.masked && rows > 1;
+    for (int64_t g = 0; g < heads; ++g) {
+      uint8_t *dropped = block.dropped + g * kBlockKeys;
+      for (int64_t c = 0; c < block.padded; ++c) dropped[c] = 1;
+      for (int64_t i = 0; i < rows; ++i) {
+        const float *bias = buffers.bias + (g * rows + i) * kBlockKeys;
+        const int32_t *words = i < 32 ? block.low : block.high;
+        const int32_t bit = int32_t(uint32_t(1) << (i % 32));
+        for (int64_t c = 0; c < block.count; ++c)
+          dropped[c] &= uint8_t((bias[c] == -kInfinity) | (by_row && !(words[c] & bit)));
+      }
+    }
+    for (int64_t c = 0; c < block.count; ++c) {
+      int64_t droppers = 0;
+      for (int64_t g = 0; g < heads; ++g) droppers += block.dropped[g * kBlockKeys + c];
+      if (droppers == heads)
+        block.index[c] = -1;
+      else if (droppers > 0)
+        *block.mixed = 1;
+    }
   }
 
   template <bool Capped> void finish_row(int64_t row, const float *bias, float *scores, float *tanh) const {

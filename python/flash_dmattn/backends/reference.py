@@ -163,10 +163,10 @@ def _dense_gradients(
     probabilities = attended.probabilities
     dout = dout.transpose(1, 2).masked_fill(~kept.any(3).unsqueeze(-1), 0)
     dvalue = probabilities.transpose(-1, -2) @ dout
-    delta = (dout * attended.out).sum(-1) - dlse
-    dscores = (probabilities * (dout @ value.transpose(-1, -2) - delta.unsqueeze(-1))).masked_fill(
-        ~kept, 0
-    )
+    dprobabilities = (dout @ value.transpose(-1, -2)).masked_fill(~kept, 0)
+    # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
+    delta = (probabilities * dprobabilities).sum(-1) - dlse
+    dscores = (probabilities * (dprobabilities - delta.unsqueeze(-1))).masked_fill(~kept, 0)
     dbias = None
     if bias is not None and part.bias is not None:
         by_kv_head = part.bias.shape[1] == part.key.shape[2]
@@ -174,7 +174,7 @@ def _dense_gradients(
         dbias = dbias.sum_to_size(part.bias.shape)
     if inputs.softcap > 0:
         tanh = torch.tanh(inputs.scale * (query @ key.transpose(-1, -2)) / inputs.softcap)
-        dscores = dscores * (1 - tanh * tanh)
+        dscores = (dscores * (1 - tanh * tanh)).masked_fill(~kept, 0)
     dquery = inputs.scale * (dscores @ key)
     dkey = inputs.scale * (dscores.transpose(-1, -2) @ query)
     dkey, dvalue = _group_sum(dkey, part), _group_sum(dvalue, part)

@@ -93,7 +93,7 @@ class FlexBackend(Backend):
             )
         if dlse is None:
             dlse = torch.zeros_like(lse)
-        return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
+        return passes.backward(_detached(inputs), dout, dlse, lse, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select as the device's pack does."""

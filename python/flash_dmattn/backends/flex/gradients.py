@@ -23,7 +23,6 @@ def gradients(
     softcap: float,
     dout: Tensor,
     dlse: Tensor,
-    out: Tensor,
     wanted: tuple[bool, bool, bool, bool],
 ) -> Gradients:
     """Return the wanted gradients in the computing dtype, in the shapes of the problem's tensors.
@@ -31,7 +30,7 @@ def gradients(
     Args:
         problem: with keys that nobody keeps, and rows that keep nothing, free of NaN and Inf.
         scale, softcap: as in the call.
-        dout, out: ``(B, H, Q, D)``; dout is 0 in rows that keep nothing.
+        dout: ``(B, H, Q, D)``, 0 in rows that keep nothing.
         dlse: ``(B, H, Q)``.
         wanted: of query, key, value and bias.
     """
@@ -46,7 +45,6 @@ def gradients(
     def grouped(tensor: Tensor) -> Tensor:
         return torch.unflatten(tensor.to(dtype), 1, (kv_heads, heads // kv_heads))
 
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1) - dlse
     for rows, keys in problem.parts():
         if keys.start == keys.stop:
             continue
@@ -71,13 +69,16 @@ def gradients(
         if not (wanted[0] or wanted[1] or wanted[3]):
             continue
         dprobabilities = (part_dout @ value.transpose(-1, -2)).flatten(1, 2)
-        dscores = probabilities * (dprobabilities - delta[:, :, rows, None])
+        dprobabilities = dprobabilities.masked_fill(dropped, 0)
+        # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
+        delta = (probabilities * dprobabilities).sum(-1) - dlse[:, :, rows]
+        dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
         dscores = dscores.masked_fill(dropped, 0)
         if wanted[3]:
             place = problem.columns(dbias, rows, keys)
             place += _summed(dscores, place, heads, kv_heads)
         if tanh is not None:
-            dscores = dscores * (1 - tanh * tanh)
+            dscores = (dscores * (1 - tanh * tanh)).masked_fill(dropped, 0)
         by_group = scale * grouped(dscores)
         if wanted[0]:
             dquery[:, :, rows] += (by_group @ key).flatten(1, 2)

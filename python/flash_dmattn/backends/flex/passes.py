@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.backends.base import AttentionInputs, Gradients
-from flash_dmattn.reference import without_autocast
+from flash_dmattn.reference import per_query_head, without_autocast
 
 from . import gradients, kernel
 from .blocks import Blocks, make_blocks, padded
@@ -29,12 +29,11 @@ def backward(
     inputs: AttentionInputs,
     dout: Tensor,
     dlse: Tensor,
-    out: Tensor,
     lse: Tensor,
     wanted: tuple[bool, bool, bool, bool],
 ) -> Gradients:
     """Return the wanted gradients in the form of the call."""
-    return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, out, lse, wanted))
+    return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, lse, wanted))
 
 
 def _computed(device: torch.device, function: Callable[[], Result]) -> Result:
@@ -60,14 +59,13 @@ def _backward(
     inputs: AttentionInputs,
     dout: Tensor,
     dlse: Tensor,
-    out: Tensor,
     lse: Tensor,
     wanted: tuple[bool, bool, bool, bool],
 ) -> Gradients:
     problem, blocks = _problem(inputs)
     packed = inputs.cu_seqlens_q is not None
     if packed:
-        dout, dlse, out, lse = (t.unsqueeze(0) for t in (dout, dlse, out, lse))
+        dout, dlse, lse = (t.unsqueeze(0) for t in (dout, dlse, lse))
     empty = lse == -torch.inf
     # Such rows may hold anything, and their gradients have no meaning.
     dlse = dlse.masked_fill(empty, 0)
@@ -83,7 +81,6 @@ def _backward(
             inputs.softcap,
             dout,
             dlse,
-            out.transpose(1, 2),
             by_formula,  # type: ignore[arg-type]
         )
         results = [*found]
@@ -94,7 +91,7 @@ def _backward(
         *(
             _as_given(result, like, is_bias=index == 3, packed=packed)
             if want and like is not None
-            else out.new_empty(0)
+            else dout.new_empty(0)
             for index, (result, like, want) in enumerate(
                 zip(results, shaped_like, wanted, strict=True)
             )
@@ -105,16 +102,38 @@ def _backward(
 def _problem(inputs: AttentionInputs) -> tuple[Problem, Blocks]:
     """Return a problem, in which keys that no row keeps are 0, and its blocks.
 
-    The kernels multiply what keys hold with probabilities of 0, which would be NaN.
+    The kernels multiply what keys hold with probabilities of 0, which would be NaN. Where the heads
+    of a group may keep different keys, each gets keys and values of its own.
     """
     problem = make_problem(inputs)
     blocks = make_blocks(problem)
     heads, kv_heads = problem.heads
     kept = blocks.keys
     if kept.shape[1] == heads != kv_heads:
-        kept = torch.unflatten(kept, 1, (kv_heads, heads // kv_heads)).any(2)
+        if _has_lists_of_query_heads(inputs, heads):
+            problem = _ungrouped(problem)
+        else:
+            kept = kept[:, :: heads // kv_heads]
     key, value = (t.masked_fill(~kept.unsqueeze(-1), 0) for t in (problem.key, problem.value))
     return problem._replace(key=key, value=value), blocks
+
+
+def _has_lists_of_query_heads(inputs: AttentionInputs, heads: int) -> bool:
+    per_row = (t.shape[-3] for t in (inputs.mask, inputs.bias) if t is not None)
+    per_key = (t.shape[-2] for t in (inputs.start,) if t is not None)
+    return heads in (*per_row, *per_key)
+
+
+def _ungrouped(problem: Problem) -> Problem:
+    """Repeat keys, values, and what has one entry for each of them for the query heads."""
+    heads, kv_heads = problem.heads
+    bias = None if problem.bias is None else per_query_head(problem.bias, heads, kv_heads)
+    return problem._replace(
+        key=problem.key.repeat_interleave(heads // kv_heads, 1),
+        value=problem.value.repeat_interleave(heads // kv_heads, 1),
+        rows=tuple(per_query_head(t, heads, kv_heads) for t in problem.rows),
+        bias=bias,
+    )
 
 
 def _by_kernel(
@@ -137,6 +156,9 @@ def _by_kernel(
 
 
 def _as_given(gradient: Tensor, like: Tensor, *, is_bias: bool, packed: bool) -> Tensor:
+    heads = like.shape[-3] if is_bias else like.shape[-2]
+    if gradient.shape[1] != heads:  # of a problem without groups
+        gradient = torch.unflatten(gradient, 1, (heads, -1)).sum(2)
     if not is_bias:
         gradient = gradient.transpose(1, 2)
     if packed:

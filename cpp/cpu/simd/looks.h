@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The two looks of the backward pass at the P and dP of a tile.
+//
+// A row of dS sums to dlse_i. Where one key has nearly all of the row's weight its dS is what is left of a difference of
+// nearly equal numbers, and where dS is summed over keys, as for a parameter that shifts all biases, so is the sum. So
+// the tile is looked at twice: first for the sums of P and of P dP over the row, then with a delta that is of the very
+// same P and dP, whose rounding then cancels as it does for the formula. The P of lse and the delta of O, which other
+// kernels take, have rounding of their own. P and dP are saved in between, as far as there is room.
+#pragma once
+
+#include "forward.h"
+
+namespace fdm::cpu::FDM_SIMD_NAMESPACE {
+namespace {
+
+// The first look takes exponentials relative to lse, whose rounding drops out, unless it is so large that they might
+// overflow: biases that stand for "masked" bring whole rows to -1e9 and beyond. There it takes the maximum.
+constexpr float kCoarseLse = 256.0f;
+
+// row_max such that P = exp(score - row_max) / sum; +inf for empty rows, whose P is exp(-inf) = 0.
+void load_shifts(Tile &tile, const fdm_backward_args &args) {
+  const TileTask &task = tile.task;
+  const TileBuffers &b = tile.buffers;
+  bool recompute = false;
+  for (int64_t g = 0; g < task.heads; ++g)
+    for (int64_t i = 0; i < task.rows; ++i) {
+      const int64_t at = lse_offset(args.lse, task.sequence, task.first_row + i, task.head + g);
+      const float lse = static_cast<const float *>(args.lse.data)[at];
+      b.row_max[g * task.rows + i] = lse == -kInfinity ? kInfinity : lse;
+      recompute |= __builtin_fabsf(lse) >= kCoarseLse && lse != -kInfinity;
+    }
+  if (!recompute) return;
+  start_rows(tile);
+  for (int64_t number = 0; number < tile.block_count(); ++number) {
+    tile.load_block(number);
+    for (int64_t head = 0; head < task.heads; ++head) {
+      tile.make_scores(head, 1, b.scores, nullptr);
+      for (int64_t i = 0; i < task.rows; ++i)
+        softmax_row(b.scores + i * kBlockKeys, tile.block.padded, b.row_max[head * task.rows + i],
+                    b.row_sum[head * task.rows + i]);
+    }
+  }
+  for (int64_t r = 0; r < tile.row_count(); ++r)
+    if (b.row_sum[r] == 0.0f) b.row_max[r] = kInfinity;
+}
+
+// Q and dO, and in row_delta about what the first look will find: dO . O. `out` serves as the buffer of O; it becomes dq
+// later. Empty rows have no gradient, whatever they hold and whatever comes in.
+void prepare(Tile &tile, const fdm_backward_args &args) {
+  const TileBuffers &b = tile.buffers;
+  tile.load_rows(tile.p.q, b.q);
+  load_shifts(tile, args);
+  tile.load_rows(args.dout, b.dout);
+  tile.load_rows(args.out, b.out);
+  for (int64_t r = 0; r < tile.row_count(); ++r) {
+    float *dout = b.dout + r * tile.dim;
+    vfloat sum{};
+    if (b.row_max[r] == kInfinity) {
+      zero(dout, tile.dim);
+      zero(b.q + r * tile.dim, tile.dim);
+    } else {
+      for (int64_t d = 0; d < tile.dim; d += kLanes) sum += load(dout + d) * load(b.out + r * tile.dim + d);
+    }
+    b.row_delta[r] = horizontal_sum(sum);
+    zero(b.row_sums + r * kLanes, kLanes);
+    zero(b.row_moments + r * kLanes, kLanes);
+  }
+}
+
+void load_value_block(const Tile &tile) {
+  const TileBuffers &b = tile.buffers;
+  gather_keys(tile.p, tile.p.v, tile.task, tile.block.index, tile.block.count, tile.block.padded, b.values);
+  transpose(b.values, tile.block.padded, tile.dim, b.values_t, kBlockKeys);
+}
+
+// Matrices of one block for the rows of some heads.
+struct ScoreBlock {
+  float *p, *dp, *tanh;
+};
+
+// Where the first look leaves a block: saved, or in the buffers that the next one overwrites.
+ScoreBlock score_block(const Tile &tile, int64_t number, int64_t head) {
+  const TileBuffers &b = tile.buffers;
+  if (number >= b.saved_blocks) return {b.scores, b.dscores, b.tanh};
+  const int64_t at = (number * tile.row_count() + head * tile.task.rows) * kBlockKeys;
+  return {b.saved_p + at, b.saved_dp + at, tile.p.softcap > 0 ? b.saved_tanh + at : nullptr};
+}
+
+// P (dP - delta), but 0 where P is: what the key holds there, NaN for one, is not this row's.
+inline vfloat score_gradient(vfloat p, vfloat dp, float delta) { return p == 0.0f ? p : p * (dp - delta); }
+
+// exp(score - row_max), and dP if it is needed. Adds them to the sums of their rows, of P and of P (dP - row_delta):
+// vectors of partial sums.
+void look_at_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlock &to, bool need_dp) {
+  const TileBuffers &b = tile.buffers;
+  const int64_t first = head * tile.task.rows, rows = heads * tile.task.rows;
+  tile.make_scores(head, heads, to.p, to.tanh);
+  if (need_dp)
+    product(rows, tile.block.padded, tile.dim, {b.dout + first * tile.dim, tile.dim, 1}, b.values_t, kBlockKeys, to.dp,
+            kBlockKeys, false);
+  for (int64_t r = 0; r < rows; ++r) {
+    const float shift = b.row_max[first + r], delta = b.row_delta[first + r];
+    float *p = to.p + r * kBlockKeys, *dp = to.dp + r * kBlockKeys;
+    float *sums = b.row_sums + (first + r) * kLanes, *moments = b.row_moments + (first + r) * kLanes;
+    vfloat sum{}, moment{};
+    for (int64_t c = 0; c < tile.block.padded; c += kLanes) {
+      const vfloat weight = exponential(load(p + c) - shift);
+      store(p + c, weight);
+      sum += weight;
+      if (need_dp) moment += score_gradient(weight, load(dp + c), delta);
+    }
+    store(sums, load(sums) + sum);
+    store(moments, load(moments) + moment);
+  }
+}
+
+double exact_sum(const float *lanes) {
+  double sum = 0.0;
+  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+  return sum;
+}
+
+// Looks at all blocks of a tile, then puts the sums of P in row_sum and delta in row_delta.
+void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp) {
+  const TileTask &task = tile.task;
+  const TileBuffers &b = tile.buffers;
+  prepare(tile, args);
+  for (int64_t number = 0; number < tile.block_count(); ++number) {
+    tile.load_block(number);
+    if (need_dp) load_value_block(tile);
+    for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
+      const int64_t heads = min64(tile.heads_at_once(), task.heads - head);
+      look_at_block(tile, head, heads, score_block(tile, number, head), need_dp);
+    }
+  }
+  for (int64_t g = 0; g < task.heads; ++g)
+    for (int64_t i = 0; i < task.rows; ++i) {
+      const int64_t r = g * task.rows + i;
+      const double sum = exact_sum(b.row_sums + r * kLanes), moment = exact_sum(b.row_moments + r * kLanes);
+      const bool empty = b.row_max[r] == kInfinity || sum == 0.0;
+      double delta = empty ? 0.0 : b.row_delta[r] + moment / sum;
+      if (present(args.dlse) && !empty) {
+        const int64_t at = lse_offset(args.dlse, task.sequence, task.first_row + i, task.head + g);
+        delta -= static_cast<const float *>(args.dlse.data)[at];
+      }
+      b.row_sum[r] = empty ? 1.0f : float(sum);
+      b.row_delta[r] = float(delta);
+    }
+}
+
+// For the second look: K of a block, and V if what the first one found is not saved.
+void load_again(Tile &tile, int64_t number, bool need_dp) {
+  if (tile.block_count() == 1) return; // nothing was loaded since
+  if (number < tile.buffers.saved_blocks) {
+    tile.open_block(number);
+    tile.load_keys();
+    return;
+  }
+  tile.load_block(number);
+  if (need_dp) load_value_block(tile);
+}
+
+// P in scores, dS in dscores; returns the tanh that belong to them.
+const float *look_again(const Tile &tile, int64_t number, int64_t head, int64_t heads, bool need_dp) {
+  const TileBuffers &b = tile.buffers;
+  const int64_t first = head * tile.task.rows;
+  const ScoreBlock from = score_block(tile, number, head);
+  if (number >= b.saved_blocks) look_at_block(tile, head, heads, from, need_dp);
+  for (int64_t r = 0; r < heads * tile.task.rows; ++r) {
+    const float inverse = 1.0f / b.row_sum[first + r], delta = b.row_delta[first + r];
+    const int64_t row = r * kBlockKeys;
+    for (int64_t c = row; c < row + tile.block.padded; c += kLanes) {
+      const vfloat p = load(from.p + c) * inverse;
+      store(b.scores + c, p);
+      if (need_dp) store(b.dscores + c, score_gradient(p, load(from.dp + c), delta));
+    }
+  }
+  return from.tanh;
+}
+
+} // namespace
+} // namespace fdm::cpu::FDM_SIMD_NAMESPACE
