@@ -18,6 +18,7 @@ from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
+    make_plan,
 )
 from support import Target, rand_bool, randn, simple_problem
 
@@ -296,3 +297,20 @@ def test_import_is_light() -> None:
     script = "import sys, flash_dmattn; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "attn_bias"])
+@pytest.mark.parametrize("shape", [(2, 1), (1, 40), (1, 1), (2, 2, 1), (1, 2, 40), (2, 1, 1)])
+def test_only_four_dimensions_are_broadcast(name: str, shape: tuple[int, ...]) -> None:
+    query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 40, 2, 8)
+    given = torch.ones(shape)
+    if name == "attn_mask":
+        given = given > 0
+    text = rf"{name} with {len(shape)} dimensions must have shape .*; only with four dimensions"
+    with pytest.raises(ValueError, match=text):
+        flash_dmattn_func(query, key, key, **{name: given})
+    if name == "attn_mask":
+        with pytest.raises(ValueError, match=text):
+            make_plan(query, key, given)
+    whole = given.view(len(given), -1, 1, given.shape[-1])
+    flash_dmattn_func(query, key, key, **{name: whole})

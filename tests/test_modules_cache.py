@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import AttentionCache, DynamicMaskAttention
+from flash_dmattn import AttentionCache, DynamicMaskAttention, IntervalMask
 from plain_module import make_input, make_module
 from support import Target
 
@@ -115,6 +116,56 @@ def test_inference_mode_may_be_left(make: type[AttentionCache], target: Target) 
     with torch.inference_mode():
         outs.append(module(x[:, 15:], cache=cache))
         assert_same(torch.cat(outs, 1), module(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_compiled_decoding(make: type[AttentionCache], mode: Any, target: Target) -> None:
+    """The prompt, single tokens until the growing cache has grown, and padding."""
+    module = make_module(target)
+    x = make_input(module, 2, 16)
+    padding = torch.arange(16, device=x.device) >= torch.tensor([[0], [3]], device=x.device)
+    for mask in (None, padding):
+        torch._dynamo.reset()
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        with mode():
+            got = decode(compiled, x, make(), [6, *[1] * 10], mask)
+            assert_same(got, module(x, mask))
+
+
+def test_a_prompt_in_inference_mode_and_compiled_steps_outside(target: Target) -> None:
+    module = make_module(target)
+    x = make_input(module, 2, 12)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for make in MAKES.values():
+        cache = make()
+        with torch.inference_mode():
+            outs = [module(x[:, :9], cache=cache)]
+            cache.reorder(torch.arange(2))
+        outs += [compiled(x[:, i : i + 1], cache=cache) for i in range(9, 12)]
+        assert_same(torch.cat(outs, 1), module(x))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_interval"),
+    [
+        *(((*sizes,), False) for sizes in ((2, 1), (1, 1), (2, 1, 1), (2, 1, 1, 1), (2, 8))),
+        ((1, 1, 1), True),
+    ],
+)
+def test_masks_have_the_keys_of_the_cache(shape: tuple[int, ...], is_interval: bool) -> None:
+    """One for the new token alone would be broadcast over all; nothing is appended."""
+    module = make_module(Target("cpu", "cpu"))
+    x = make_input(module, 2, 9)
+    cache = AttentionCache()
+    module(x[:, :8], cache=cache)
+    mask = torch.ones(shape, dtype=torch.bool)
+    given = IntervalMask(*[mask.to(torch.int32)] * 2) if is_interval else mask
+    text = "attn_mask must have all 9 keys .* those of 1 tokens after the 8 that cache holds, got"
+    with pytest.raises(ValueError, match=text):
+        module(x[:, 8:], given, cache=cache)
+    assert cache.length == 8
 
 
 def tokens(count: int, *, batch: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:

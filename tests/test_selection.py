@@ -131,7 +131,7 @@ def test_shapes_of_a_bias_per_key(shape: tuple[int, ...], target: Target) -> Non
     assert selected.start.dtype == torch.int32
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 4, 17, 1), (2, 2, 1), (2, 1)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 4, 17, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_bias_for_all_keys_is_that_many_equal_ones(
     shape: tuple[int, ...], causal: bool, target: Target
@@ -167,6 +167,15 @@ def test_one_bias_for_all_keys_with_a_mask(target: Target) -> None:
     rows = torch.tensor([True, False], device=target.device)[None, None, :, None]
     keep = dynamic_mask(bias, 2, attention_mask=rows, key_length=3, backend=target.backend)
     assert keep[0, 0].tolist() == [[True, True, False], [False, False, False]]
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2, 1)])
+@pytest.mark.parametrize("name", ["attn_bias", "attention_mask"])
+def test_only_four_dimensions_broadcast_keys(name: str, shape: tuple[int, ...]) -> None:
+    given = {"attn_bias": torch.zeros(2, 2, 1, 23), "attention_mask": torch.ones(2, 23) > 0}
+    given[name] = torch.ones(shape, dtype=given[name].dtype)
+    with pytest.raises(ValueError, match=rf"{name} with . dimensions .* only with four dimensions"):
+        dynamic_mask(**given, window_size=3, key_length=23)
 
 
 @pytest.mark.parametrize("mask_shape", [None, (2, 1), (2, 1, 1, 1)])

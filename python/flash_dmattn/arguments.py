@@ -33,7 +33,7 @@ def check_tensors(query: Tensor, **others: Any) -> None:
         ValueError: an argument is on another device.
     """
     if not isinstance(query, Tensor):
-        raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}: {query!r}")
+        _refuse_type("query", query)
     device = query.device
     for name, argument in others.items():
         if argument is None:
@@ -53,6 +53,12 @@ def check_tensors(query: Tensor, **others: Any) -> None:
 def _refuse_type(name: str, argument: Any) -> NoReturn:
     if isinstance(argument, IntervalMask):
         raise TypeError(f"{name} must be a torch.Tensor, got an IntervalMask")
+    if isinstance(argument, torch.fx.Proxy):
+        raise TypeError(
+            f"{name} must be a torch.Tensor, got a torch.fx.Proxy: symbolic tracing cannot look "
+            "into flash_dmattn; make the function that you call a leaf with torch.fx.wrap, or use "
+            "torch.export.export"
+        )
     allowed = "a torch.Tensor"
     if name == "attn_mask":
         allowed = "a boolean torch.Tensor, an IntervalMask or None"
@@ -179,6 +185,9 @@ def index(name: str, value: Any) -> int:
 def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, keys: int) -> Tensor:
     """View a mask or bias that is the same for every query, (B, K) or (B, h, K), as (B, h, 1, K).
 
+    Only the heads are broadcast: a mask of one key, or of one sequence, among several is more often
+    a mistake, such as that of the new token alone in decoding. Four dimensions say what is meant.
+
     Raises:
         ValueError: such a tensor does not fit; what has four dimensions is checked by the backend.
     """
@@ -191,9 +200,9 @@ def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, k
         )
     rank, sizes = tensor.dim(), tensor.shape
     if (
-        sizes[0] not in (1, batch)
+        sizes[0] != batch
         or (rank == 3 and sizes[1] not in (1, kv_heads, heads))
-        or sizes[-1] not in (1, keys)
+        or sizes[-1] != keys
     ):
         head_choice = "|".join(map(str, dict.fromkeys((heads, kv_heads, 1))))
         wanted = (
@@ -202,7 +211,8 @@ def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, k
             else f"(B, {{H|Hk|1}}, K) = ({batch}, {{{head_choice}}}, {keys})"
         )
         raise ValueError(
-            f"{name} with {rank} dimensions must have shape {wanted}, got {tuple(sizes)}"
+            f"{name} with {rank} dimensions must have shape {wanted}, got {tuple(sizes)}; only "
+            "with four dimensions are sizes of 1 broadcast"
         )
     # Of two dimensions by view, in half the time of an index with two Nones.
     return tensor.unsqueeze(2) if rank == 3 else tensor.view(sizes[0], 1, 1, sizes[1])

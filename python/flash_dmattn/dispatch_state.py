@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch's dispatcher is in the middle of: tracing, modes, functorch transforms."""
+"""What torch's dispatcher is in the middle of: tracing, modes, profilers, functorch transforms."""
 
 from __future__ import annotations
 
@@ -8,55 +8,124 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
-__all__ = ["IS_READABLE", "forward_mode_is_compiled", "is_idle", "is_transformed"]
+__all__ = [
+    "IS_READABLE",
+    "forward_mode_is_compiled",
+    "is_below_autograd",
+    "is_idle",
+    "is_transformed",
+    "watch_kernels",
+]
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_NAMESPACES = ("flash_dmattn/", "_/")  # of our operators, and of fallbacks for all operators
 
 
-def _legacy_vmap() -> Any:
-    """Return the key that is in force while the older vmap runs, as is_grads_batched does."""
-    try:
-        return torch._C._dispatch_key_parse("VmapMode")
-    except (AttributeError, RuntimeError):
-        return None
+def _is_readable() -> bool:
+    """Say whether torch has all that is asked here, none of which is public.
+
+    Without it every call takes the way that is right for all.
+    """
+    core = torch._C
+    wanted = (
+        (core, "DispatchKeySet"),
+        (core, "_dispatch_tls_local_include_set"),
+        (core, "_dispatch_tls_is_dispatch_key_excluded"),
+        (core, "_len_torch_function_stack"),
+        (core, "_get_function_stack_at"),
+        (core, "_autograd"),
+        (getattr(core, "_autograd", None), "_profiler_enabled"),
+        (core, "_functorch"),
+        (getattr(core, "_functorch", None), "peek_interpreter_stack"),
+        (forward_ad, "_current_level"),
+        (torch.library, "_impls"),
+    )
+    return all(hasattr(place, name) for place, name in wanted)
 
 
-_LEGACY_VMAP = _legacy_vmap()
-
-# These are not public: without them every call takes the way that is right for all.
-IS_READABLE = (
-    _LEGACY_VMAP is not None
-    and hasattr(torch._C, "_dispatch_tls_is_dispatch_key_included")
-    and hasattr(torch._C, "_len_torch_dispatch_stack")
-    and hasattr(torch._C, "_functorch")
-    and hasattr(torch._C._functorch, "peek_interpreter_stack")
-    and hasattr(forward_ad, "_current_level")
-)
+IS_READABLE = _is_readable()
 # Each dot costs a small call as much as the question behind it.
 if IS_READABLE:
-    _dispatch_modes = torch._C._len_torch_dispatch_stack
-    _is_in_force = torch._C._dispatch_tls_is_dispatch_key_included
+    _KEY = torch._C.DispatchKey
+    _included_keys = torch._C._dispatch_tls_local_include_set
+    # What a thread includes that does nothing special, and one in inference mode. All else there is
+    # shows here: dispatch modes, also those before dispatch, functorch, both kinds of vmap,
+    # torch.jit.trace, functionalization, the Python dispatcher, keys that a guard includes.
+    _INFERENCE_KEYS = torch._C.DispatchKeySet(_KEY.BackendSelect)
+    _IDLE_KEYS = (_INFERENCE_KEYS.add(_KEY.ADInplaceOrView), _INFERENCE_KEYS)
+    _function_modes = torch._C._len_torch_function_stack
+    _is_profiled = torch._C._autograd._profiler_enabled
     _transform = torch._C._functorch.peek_interpreter_stack
+    _kernels: set[str] = torch.library._impls
+
+
+class _Kernels:
+    """What is known of the kernels that torch.library was given."""
+
+    own: frozenset[str] = frozenset()
+    are_own = False
+    counted = -1  # how many there were, of all operators, when that was found out
+
+
+def watch_kernels(library: torch.library.Library) -> None:
+    """Take the kernels of a library for our own, and any other of our operators for foreign."""
+    _Kernels.own = frozenset(getattr(library, "_op_impls", ()))
+
+
+def _kernels_are_own() -> bool:
+    """Say whether calls that leave the dispatcher out compute what it would call.
+
+    It would not where torch.library was given kernels of someone else for our operators. Those that
+    C++ registers for CPUs or CUDA devices are not seen.
+    """
+    count = len(_kernels)
+    if count != _Kernels.counted:
+        relevant = [name for name in tuple(_kernels) if name.startswith(_NAMESPACES)]
+        _Kernels.are_own = _Kernels.own.issuperset(relevant)
+        _Kernels.counted = count
+    return _Kernels.are_own
 
 
 def is_idle(tensors: tuple[Any, ...]) -> bool:
     """Say whether the dispatcher, most of the cost of a small call, would have nothing to do.
 
-    That is: plain tensors, and no tracing, dispatch mode or functorch transform.
+    That is: plain tensors of a CPU or a CUDA device, our own kernels, and no tracing, mode,
+    profiler or functorch transform. Of what records calls one thing cannot be seen: a
+    torch.profiler.ExecutionTraceObserver that is started without a profiler.
     """
     if torch.compiler.is_compiling() or not IS_READABLE:
         return False
-    if _dispatch_modes() or _transform_is_active() or _is_in_force(_LEGACY_VMAP):
+    if _included_keys() not in _IDLE_KEYS or _is_profiled() or forward_ad._current_level >= 0:
         return False
-    # Meta tensors have no data to compute on; the fake kernels give their results. All tensors of a
-    # call are on one device.
-    if tensors[0].is_meta:
+    if (_function_modes() and _has_function_mode()) or not _kernels_are_own():
+        return False
+    # All tensors of a call are on one device. Others may have kernels of their own; and meta
+    # tensors have no data to compute on, the fake kernels give their results.
+    if not (tensors[0].is_cpu or tensors[0].is_cuda):
         return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()):
             return False
     return True
+
+
+def _has_function_mode() -> bool:
+    """Say whether a mode is on that may look at calls.
+
+    That of torch.set_default_device, on for a whole program, only adds to what makes tensors.
+    """
+    modes = (torch._C._get_function_stack_at(level) for level in range(_function_modes()))
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
+def is_below_autograd() -> bool:
+    """Say whether a kernel or a dispatch mode is calling, for which nothing is to be recorded.
+
+    The question of is_idle must have been answered with yes.
+    """
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY.AutogradFunctionality)
 
 
 def is_transformed() -> bool:
@@ -67,11 +136,7 @@ def is_transformed() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return not IS_READABLE or _transform_is_active()
-
-
-def _transform_is_active() -> bool:
-    return _transform() is not None or forward_ad._current_level >= 0
+    return not IS_READABLE or _transform() is not None or forward_ad._current_level >= 0
 
 
 def forward_mode_is_compiled() -> bool:

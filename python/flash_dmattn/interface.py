@@ -29,7 +29,15 @@ from .backends.base import AttentionInputs
 from .masks import IntervalMask
 from .plan import AttentionPlan, Packing, checked_mask
 from .reference import attention_probabilities
-from .selection import composable_mask, dynamic_mask, select, selectable_bias
+from .selection import (
+    composable_mask,
+    dynamic_mask,
+    keeps_all,
+    select,
+    selectable_bias,
+    window_length,
+    without_nan,
+)
 
 __all__ = [
     "flash_dmattn_func",
@@ -81,7 +89,8 @@ def flash_dmattn_func(
             or torch.use_deterministic_algorithms asks for it.
         return_attn_probs: also return the probabilities, by plain PyTorch: O(Q x K) memory.
         window_size: keep the ``window_size`` keys with the largest bias (`dynamic_mask`) of those
-            that ``attn_mask``, a boolean one or None, keeps.
+            that ``attn_mask``, a boolean one or None, keeps. However many keys there are, those
+            whose bias is NaN are never kept; without a window NaN propagates.
         plan: of `make_plan`, for a mask that serves several calls. Then ``attn_mask`` and
             ``is_causal`` are the plan's.
         return_lse: also return the log-sum-exp of each row's scores.
@@ -118,18 +127,22 @@ def flash_dmattn_func(
     if window_size is not None:
         batch, queries, heads, _ = query.shape
         _, keys, kv_heads, _ = key.shape
-        attn_mask = select(
-            selectable_bias(bias, batch),
-            composable_mask(attn_mask),
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            queries=queries,
-            keys=keys,
-            window_size=window_size,
-            causal=bool(is_causal) and not _is_one_row(queries),
-            backend=name,
-        )
+        bias, attn_mask = selectable_bias(bias, batch), composable_mask(attn_mask)
+        if keeps_all(window_length(window_size), keys):
+            bias = without_nan(bias)
+        else:
+            attn_mask = select(
+                bias,
+                attn_mask,
+                batch=batch,
+                heads=heads,
+                kv_heads=kv_heads,
+                queries=queries,
+                keys=keys,
+                window_size=window_size,
+                causal=bool(is_causal) and not _is_one_row(queries),
+                backend=name,
+            )
     mask, start, end = mask_parts(attn_mask)
     mask = without_expansion(mask, 4)
     bias = without_expansion(bias, 4)
@@ -229,19 +242,23 @@ def flash_dmattn_varlen_func(
         attn_mask = checked_mask(plan, query, key, *given, packing)
         is_causal, name = plan.is_causal, plan.backend
     if window_size is not None:
-        attn_mask = dynamic_mask(
-            selectable_bias(attn_bias),
-            window_size,
-            bool(is_causal),
-            composable_mask(attn_mask),
-            num_heads=query.shape[-2],
-            num_kv_heads=key.shape[-2],
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
-            backend=name,
-        )
+        attn_bias, attn_mask = selectable_bias(attn_bias), composable_mask(attn_mask)
+        if keeps_all(window_length(window_size), max_k):
+            attn_bias = without_nan(attn_bias)
+        else:
+            attn_mask = dynamic_mask(
+                attn_bias,
+                window_size,
+                bool(is_causal),
+                attn_mask,
+                num_heads=query.shape[-2],
+                num_kv_heads=key.shape[-2],
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                max_seqlen_q=max_q,
+                max_seqlen_k=max_k,
+                backend=name,
+            )
     mask, start, end = mask_parts(attn_mask)
     # Only the head dimension: the size of the next one tells whether a mask is per key or per
     # query.
@@ -365,8 +382,10 @@ def _refuse_ranks(**tensors: Tensor) -> NoReturn:
 
 
 def _is_one_row(queries: int) -> bool:
-    """Say whether there is one query, which sees all keys; not asked of sizes that are compiled."""
-    return not torch.compiler.is_compiling() and queries == 1
+    """Say whether there is one query, which sees all keys; not asked of sizes that are compiled or
+    traced.
+    """
+    return not torch.compiler.is_compiling() and type(queries) is int and queries == 1
 
 
 def _refuse_paged_gradients(*tensors: Tensor | None) -> None:

@@ -52,7 +52,10 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return out and lse, differentiable; lse may be None where it is not needed."""
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
-        if not (torch.is_grad_enabled() and _requires_grad(inputs)):
+        if (
+            not (torch.is_grad_enabled() and _requires_grad(inputs))
+            or dispatch_state.is_below_autograd()
+        ):
             chosen = select_backend(inputs.query.device, backend)
             return chosen.attend(inputs, need_lse=need_lse)
         out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
@@ -351,3 +354,4 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "flash_dmattn::attention_backward", _refuse_double_backward, lib=_library
 )
+dispatch_state.watch_kernels(_library)

@@ -20,7 +20,18 @@ from .arguments import (
 from .backends.base import SelectionInputs
 from .masks import IntervalMask
 
-__all__ = ["composable_mask", "dynamic_mask", "select", "selectable_bias"]
+__all__ = [
+    "composable_mask",
+    "dynamic_mask",
+    "keeps_all",
+    "select",
+    "selectable_bias",
+    "window_length",
+    "without_nan",
+]
+
+# Without the question, as in torch < 2.7, what is compiled may be exported.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def dynamic_mask(
@@ -128,9 +139,7 @@ def select(
     Raises:
         TypeError, ValueError: as `dynamic_mask`.
     """
-    window = index("window_size", window_size)
-    if window < 0:
-        raise ValueError(f"window_size must be at least 0, got {window_size}")
+    window = window_length(window_size)
     if bias.dtype == torch.float64 and backend != "reference":
         raise TypeError(
             "attn_bias has dtype torch.float64, which kernels do not select from; convert to "
@@ -162,6 +171,34 @@ def select(
         start, end = ops.select_intervals(selection, backend)
         return IntervalMask(start, end, query_length=queries if cu_seqlens_q is None else None)
     return ops.select_keep(selection, backend)
+
+
+def window_length(window_size: int) -> int:
+    """Return a window_size; TypeError or ValueError if it is none."""
+    window = index("window_size", window_size)
+    if window < 0:
+        raise ValueError(f"window_size must be at least 0, got {window_size}")
+    return window
+
+
+def keeps_all(window: int, keys: int) -> bool:
+    """Say whether a window is known to drop no keys but those whose bias is NaN or -inf.
+
+    Sizes that a program is exported or traced with do not tell of those that it will get; then the
+    answer is no, and selection runs, which is right for all.
+    """
+    if torch.compiler.is_compiling():
+        return not _is_exporting() and window >= keys
+    return type(keys) is int and window >= keys
+
+
+def without_nan(bias: Tensor) -> Tensor:
+    """Return a bias for attention without selection which drops what a selection never keeps.
+
+    -inf is "not kept" to attention too; NaN becomes so.
+    """
+    bias = without_expansion(bias, 4 if bias.dim() == 4 else 1)
+    return bias.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def selectable_bias(bias: Tensor | None, batch: int | None = None) -> Tensor:
@@ -201,7 +238,9 @@ def _dense_inputs(
     def in_4d(name: str, tensor: Tensor) -> Tensor:
         # Any number of heads: what they are is seen from all tensors, and checked with them.
         heads = tensor.shape[1] if tensor.dim() == 3 else 1
-        return to_4d(name, tensor, batch=batch, heads=heads, kv_heads=heads, keys=keys)
+        # Bias and mask broadcast against each other.
+        own_batch = 1 if tensor.dim() and tensor.shape[0] == 1 else batch
+        return to_4d(name, tensor, batch=own_batch, heads=heads, kv_heads=heads, keys=keys)
 
     bias = in_4d("attn_bias", bias)
     mask = None if mask is None else in_4d("attention_mask", mask)

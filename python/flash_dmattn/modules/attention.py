@@ -13,6 +13,7 @@ from torch.nn.functional import softplus
 from ..arguments import index
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
+from ..selection import keeps_all, without_nan
 from .cache import AttentionCache
 from .rotary import packed_positions, rotary_factors, rotate
 
@@ -277,11 +278,16 @@ class DynamicMaskAttention(nn.Module):
             keys = key.shape[1]
         else:
             keys = _longest(cu_seqlens) if max_seqlen is None else max_seqlen
-        if self.window_size is not None and self.window_size < keys:
-            settings["window_size"] = self.window_size
-            if isinstance(attn_mask, IntervalMask) and cu_seqlens is None:
-                # So that what is kept does not depend on the form of the mask.
-                settings["attn_mask"] = attn_mask.to_bool(query.shape[1])
+        if self.window_size is not None:
+            if not isinstance(attn_mask, IntervalMask):
+                settings["window_size"] = self.window_size
+            elif keeps_all(self.window_size, keys):
+                settings["attn_bias"] = without_nan(bias)
+            else:
+                settings["window_size"] = self.window_size
+                if cu_seqlens is None:
+                    # So that what is kept does not depend on the form of the mask.
+                    settings["attn_mask"] = attn_mask.to_bool(query.shape[1])
         if cu_seqlens is None:
             out = flash_dmattn_func(query, key, value, **settings)
         else:
@@ -317,6 +323,8 @@ class DynamicMaskAttention(nn.Module):
                 raise ValueError("cache cannot be combined with cu_seqlens; pad the sequences")
             if not self.is_causal:
                 raise ValueError("cache needs is_causal=True: earlier tokens see no later ones")
+        if attn_mask is not None and cu_seqlens is None:
+            _check_keys(attn_mask, shape[1], 0 if cache is None else cache.length)
         if position_ids is not None:
             _check_positions(position_ids, shape[:-1])
 
@@ -325,6 +333,18 @@ def _check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if index(name, size) < 1:
             raise ValueError(f"{name} must be at least 1, got {operator.index(size)}")
+
+
+def _check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> None:
+    """Raise ValueError unless a mask has every key, of which attention would broadcast one."""
+    given = attn_mask.start if isinstance(attn_mask, IntervalMask) else attn_mask
+    if given.dim() and given.shape[-1] == cached + tokens:
+        return
+    held = f" after the {cached} that cache holds" if cached else ""
+    raise ValueError(
+        f"attn_mask must have all {cached + tokens} keys in its last dimension, here those of "
+        f"{tokens} tokens{held}, got shape {tuple(given.shape)}"
+    )
 
 
 def _check_positions(position_ids: Tensor, rows: tuple[int, ...]) -> None:

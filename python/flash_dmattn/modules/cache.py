@@ -87,9 +87,6 @@ class AttentionCache:
             )
         if not self._buffers or length > self.capacity:
             self._grow(tokens, length)
-        elif self._buffers["key"].is_inference() and not torch.is_inference_mode_enabled():
-            # Tensors made in inference mode cannot be written to outside of it; copies can.
-            self._buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
         for name, added in tokens.items():
             self._part(name, self.length, length).copy_(added)
         self.length = length
@@ -107,10 +104,11 @@ class AttentionCache:
         """
         if indices.dim() != 1:
             raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
-        self._buffers = {
-            name: buffer.index_select(0, indices.to(buffer.device))
-            for name, buffer in self._buffers.items()
-        }
+        with torch.inference_mode(False):
+            self._buffers = {
+                name: buffer.index_select(0, indices.to(buffer.device))
+                for name, buffer in self._buffers.items()
+            }
 
     def truncate(self, length: int) -> None:
         """Forget all but the first ``length`` tokens; 0 empties the cache, its memory stays.
@@ -145,7 +143,9 @@ class AttentionCache:
         for name, added in tokens.items():
             shape = list(added.shape)
             shape[_LENGTH_DIMENSION[name]] = capacity
-            grown[name] = added.new_empty(shape)
+            # Tensors made in inference mode cannot be written to outside of it, others anywhere.
+            with torch.inference_mode(False):
+                grown[name] = added.new_empty(shape)
             if self._buffers:
                 held = self._part(name, 0, self.length)
                 grown[name].narrow(_LENGTH_DIMENSION[name], 0, self.length).copy_(held)
