@@ -17,6 +17,7 @@ from .arguments import (
     backend_name,
     check_dtypes,
     check_tensors,
+    flag,
     index,
     mask_parts,
     number,
@@ -26,6 +27,7 @@ from .arguments import (
 )
 from .backends import available_backends, check_backend_name, require_available
 from .backends.base import AttentionInputs
+from .checks import MOST_ROWS
 from .masks import IntervalMask
 from .plan import AttentionPlan, Packing, checked_mask
 from .reference import attention_probabilities
@@ -127,7 +129,7 @@ def flash_dmattn_func(
             queries=queries,
             keys=keys,
             window_size=window_size,
-            causal=bool(is_causal) and not _is_one_row(queries),
+            causal=flag("is_causal", is_causal) and not _is_one_row(queries),
             backend=name,
         )
     mask, start, end = mask_parts(attn_mask)
@@ -149,11 +151,11 @@ def flash_dmattn_func(
         0,  # the longest sequences
         0,
         _scale(softmax_scale, query),
-        bool(is_causal),
+        flag("is_causal", is_causal),
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
     )
-    return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
+    return _run(inputs, name, return_lse, return_attn_probs)
 
 
 def flash_dmattn_varlen_func(
@@ -220,7 +222,8 @@ def flash_dmattn_varlen_func(
     check_dtypes(query, key, value, name)
     if query.dim() != 3:
         raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
-    max_q, max_k = index("max_seqlen_q", max_seqlen_q), index("max_seqlen_k", max_seqlen_k)
+    max_q = index("max_seqlen_q", max_seqlen_q, 0, MOST_ROWS)
+    max_k = index("max_seqlen_k", max_seqlen_k, 0, MOST_ROWS)
     if block_table is not None:
         _refuse_paged_gradients(query, key, value, attn_bias)
     if plan is not None:
@@ -232,7 +235,7 @@ def flash_dmattn_varlen_func(
         attn_mask = dynamic_mask(
             selectable_bias(attn_bias),
             window_size,
-            bool(is_causal),
+            flag("is_causal", is_causal),
             composable_mask(attn_mask),
             num_heads=query.shape[-2],
             num_kv_heads=key.shape[-2],
@@ -262,11 +265,11 @@ def flash_dmattn_varlen_func(
         max_q,
         max_k,
         _scale(softmax_scale, query),
-        bool(is_causal),
+        flag("is_causal", is_causal),
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
     )
-    return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
+    return _run(inputs, name, return_lse, return_attn_probs)
 
 
 def get_available_backends() -> list[str]:
@@ -316,9 +319,10 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
 
 
 def _run(
-    inputs: AttentionInputs, backend: str, *, return_lse: bool, return_probabilities: bool
+    inputs: AttentionInputs, backend: str, return_lse: bool, return_attn_probs: bool | None
 ) -> Output:
-    need_lse = return_lse or return_probabilities
+    return_probabilities = flag("return_attn_probs", return_attn_probs)
+    need_lse = flag("return_lse", return_lse) or return_probabilities
     out, lse = ops.attention(inputs, backend, need_lse=need_lse)
     if lse is None or not need_lse:
         return out

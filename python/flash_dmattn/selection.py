@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import checks, ops
 from .arguments import (
     backend_name,
-    check_tensors,
+    check_together,
+    flag,
     index,
     mask_parts,
     to_4d,
     without_expansion,
 )
 from .backends.base import SelectionInputs
+from .checks import MOST_ROWS
 from .masks import IntervalMask
 
 __all__ = ["composable_mask", "dynamic_mask", "select", "selectable_bias"]
@@ -73,16 +75,12 @@ def dynamic_mask(
         TypeError: a tensor has the wrong type or dtype.
         ValueError: a shape does not fit, window_size is negative, or K is not known.
     """
-    if not isinstance(attn_bias, Tensor):
-        raise TypeError(
-            f"attn_bias must be a torch.Tensor, got {type(attn_bias).__name__}: {attn_bias!r}"
-        )
-    check_tensors(
-        attn_bias,
-        attention_mask=attention_mask,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-    )
+    others = {
+        "attention_mask": attention_mask,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }
+    check_together("attn_bias", checks.tensor("attn_bias", attn_bias), others)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise TypeError(
             "attention_mask must have dtype torch.bool (True: can be seen), got "
@@ -96,14 +94,24 @@ def dynamic_mask(
         inputs = _dense_inputs(attn_bias, attention_mask, query_length, key_length)
     heads = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
     heads = [count for count in heads if count != 1] or [1]
+    query_heads = max(heads) if num_heads is None else index("num_heads", num_heads, 1)
+    kv_heads = min(heads) if num_kv_heads is None else index("num_kv_heads", num_kv_heads, 1)
+    if query_heads % max(kv_heads, 1):
+        given = "num_heads" if num_kv_heads is None else "num_kv_heads"
+        raise ValueError(
+            f"{given}: the number of query heads must be a multiple of the number of key heads, "
+            f"got {query_heads} and {kv_heads}"
+        )
+    if attention_mask is not None:
+        _check_mask(inputs, query_heads, kv_heads)
     return select(
         **inputs,
-        heads=max(heads) if num_heads is None else num_heads,
-        kv_heads=min(heads) if num_kv_heads is None else num_kv_heads,
+        heads=query_heads,
+        kv_heads=kv_heads,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         window_size=window_size,
-        causal=bool(is_causal),
+        causal=flag("is_causal", is_causal),
         backend=backend_name(backend),
     )
 
@@ -128,9 +136,7 @@ def select(
     Raises:
         TypeError, ValueError: as `dynamic_mask`.
     """
-    window = index("window_size", window_size)
-    if window < 0:
-        raise ValueError(f"window_size must be at least 0, got {window_size}")
+    window = index("window_size", window_size, 0)
     if bias.dtype == torch.float64 and backend != "reference":
         raise TypeError(
             "attn_bias has dtype torch.float64, which kernels do not select from; convert to "
@@ -195,6 +201,12 @@ def _dense_inputs(
     bias: Tensor, mask: Tensor | None, query_length: int | None, key_length: int | None
 ) -> dict[str, Any]:
     given = [bias] if mask is None else [bias, mask]
+    for name, tensor in (("attn_bias", bias), ("attention_mask", mask)):
+        if tensor is not None and tensor.dim() not in (2, 3, 4):
+            raise ValueError(
+                f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, {{Q|1}}, {{K|1}}), "
+                f"(B, {{H|Hk|1}}, K) or (B, K), got {tuple(tensor.shape)}"
+            )
     keys = _key_length(given, key_length)
     batch = next((t.shape[0] for t in given if t.dim() and t.shape[0] != 1), 1)
 
@@ -212,7 +224,7 @@ def _dense_inputs(
         "bias": bias,
         "mask": mask,
         "batch": batch,
-        "queries": index("query_length", query_length),
+        "queries": index("query_length", query_length, 0, MOST_ROWS),
         "keys": keys,
     }
 
@@ -220,7 +232,7 @@ def _dense_inputs(
 def _key_length(given: list[Tensor], key_length: int | None) -> int:
     """Return K, by the argument or by the first tensor that has a size for each key."""
     if key_length is not None:
-        return index("key_length", key_length)
+        return index("key_length", key_length, 0, MOST_ROWS)
     for tensor in given:
         if tensor.dim() and tensor.shape[-1] != 1:
             return tensor.shape[-1]
@@ -241,6 +253,8 @@ def _packed_inputs(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{missing} must be given too: packed sequences need both")
+    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.bounds(name, bounds)
     for name, tensor in (("attn_bias", bias), ("attention_mask", mask)):
         if tensor is not None and tensor.dim() != 3:
             raise ValueError(
@@ -251,12 +265,37 @@ def _packed_inputs(
         "bias": bias,
         "mask": mask,
         "batch": cu_seqlens_q.shape[0] - 1,
-        "queries": _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q,
-        "keys": _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k,
+        "queries": _longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        "keys": _longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
     }
 
 
-def _longest(cu_seqlens: Tensor) -> int:
+def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
+    """Return the length of the longest sequence; by default it is read from the device."""
+    if length is not None:
+        return index(name, length, 0, MOST_ROWS)
+    if cu_seqlens.is_meta:
+        raise ValueError(f"{name} must be given with meta tensors, whose values cannot be read")
     if cu_seqlens.numel() < 2:
         return 0
-    return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return max(0, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()))
+
+
+def _check_mask(inputs: dict[str, Any], heads: int, kv_heads: int) -> None:
+    """Raise ValueError, by the name of this function's argument, for a mask that does not fit."""
+    mask, bias = inputs["mask"], inputs["bias"]
+    head_sizes = {1, heads, kv_heads}
+    if mask.dim() == 4:
+        sizes = ({1, inputs["batch"]}, head_sizes, {1, inputs["queries"]}, {1, inputs["keys"]})
+        fits = all(size in allowed for size, allowed in zip(mask.shape, sizes, strict=True))
+        form = "({B|1}, {H|Hk|1}, {Q|1}, {K|1})"
+    else:
+        # As far as the shapes tell; what else must fit is in the values of the cu_seqlens.
+        same_rows = mask.shape[1] == bias.shape[1]
+        fits = mask.shape[0] in head_sizes and (not same_rows or mask.shape[2] == bias.shape[2])
+        form = "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)"
+    if not fits:
+        raise ValueError(
+            f"attention_mask must have shape {form}, to go with attn_bias of {tuple(bias.shape)}, "
+            f"got {tuple(mask.shape)}"
+        )
