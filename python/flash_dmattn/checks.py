@@ -122,11 +122,12 @@ def index(name: str, value: Any, least: int = -_MOST - 1, most: int = _MOST) -> 
         return value  # type: ignore[return-value]
     if not isinstance(value, int):
         try:
-            value = operator.index(value)
+            value = int(operator.index(value))
         except (TypeError, RuntimeError):
             raise TypeError(f"{name} must be an integer, got {described(value)}") from None
     if torch.compiler.is_compiling() or least <= value <= most:
-        return value
+        length: int = value
+        return length
     wanted = f"at least {least}" if value < least else f"at most {most}"
     raise ValueError(f"{name} must be {wanted}, got {described(value)}")
 

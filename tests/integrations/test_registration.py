@@ -29,9 +29,12 @@ def test_importing_flash_dmattn_does_not_import_transformers() -> None:
 
 
 def test_registering_twice_is_harmless() -> None:
-    wrapped = transformers.modeling_utils.lazy_import_flash_attention
+    manager = transformers.ContinuousBatchingManager
+    check = transformers.PreTrainedModel._check_and_adjust_attn_implementation
+    switch = manager.switch_to_cb_friendly_attn
     register()
-    assert transformers.modeling_utils.lazy_import_flash_attention is wrapped
+    assert transformers.PreTrainedModel._check_and_adjust_attn_implementation is check
+    assert manager.switch_to_cb_friendly_attn is switch
     assert ATTENTION_NAME in transformers.AttentionInterface().valid_keys()
     assert is_flash_dmattn_available()
 
