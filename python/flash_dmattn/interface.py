@@ -31,7 +31,7 @@ from .checks import MOST_ROWS
 from .masks import IntervalMask
 from .plan import AttentionPlan, Packing, checked_mask
 from .reference import attention_probabilities
-from .selection import composable_mask, dynamic_mask, select, selectable_bias
+from .selection import composable_mask, select, select_packed, selectable_bias
 
 __all__ = [
     "flash_dmattn_func",
@@ -222,6 +222,11 @@ def flash_dmattn_varlen_func(
     check_dtypes(query, key, value, name)
     if query.dim() != 3:
         raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
+    if key.dim() != (3 if block_table is None else 4):
+        form = (
+            "(total_k, Hk, D)" if block_table is None else "(pages, page, Hk, D) with block_table"
+        )
+        raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
     max_q = index("max_seqlen_q", max_seqlen_q, 0, MOST_ROWS)
     max_k = index("max_seqlen_k", max_seqlen_k, 0, MOST_ROWS)
     if block_table is not None:
@@ -232,17 +237,15 @@ def flash_dmattn_varlen_func(
         attn_mask = checked_mask(plan, query, key, *given, packing)
         is_causal, name = plan.is_causal, plan.backend
     if window_size is not None:
-        attn_mask = dynamic_mask(
+        attn_mask = select_packed(
             selectable_bias(attn_bias),
-            window_size,
-            flag("is_causal", is_causal),
             composable_mask(attn_mask),
+            "attn_mask",
+            (cu_seqlens_q, cu_seqlens_k, max_q, max_k),
             num_heads=query.shape[-2],
             num_kv_heads=key.shape[-2],
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
+            window_size=window_size,
+            causal=flag("is_causal", is_causal),
             backend=name,
         )
     mask, start, end = mask_parts(attn_mask)
@@ -289,7 +292,8 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
         RuntimeError: the backend cannot run here.
         TypeError: an argument that `flash_dmattn_func` does not have, or that has no default.
     """
-    if backend is not None and backend != "auto":
+    if backend_name(backend) != "auto":
+        assert backend is not None
         check_backend_name(backend)
         require_available(backend)
     parameters = inspect.signature(flash_dmattn_func).parameters

@@ -226,7 +226,8 @@ class IntervalMask:
         if document_ids is not None:
             if length is not None:
                 raise ValueError(
-                    f"length must be None with document_ids, which tell it, got {length!r:.60}"
+                    f"length must be None with document_ids, which tell it, got "
+                    f"{checks.described(length)}"
                 )
             _check_integers("document_ids", document_ids, 2, "(B, N)")
             return cls._of_runs(document_ids)

@@ -304,6 +304,9 @@ def _sizes(query: Tensor, key: Tensor, packing: Packing | None) -> tuple[int, ..
         raise ValueError(
             f"query and key must have shape {form}, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
+    if packing is not None and key.dim() != (3 if packing.block_table is None else 4):
+        form = "(total_k, Hk, D), or (pages, page, Hk, D) with block_table"
+        raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
     queries, keys = query.shape, key.shape
     if packing is None:
         return (queries[0], queries[1], queries[2], keys[1], keys[2])

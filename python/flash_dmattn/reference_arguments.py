@@ -14,6 +14,7 @@ from .masks import IntervalMask
 
 __all__ = ["check_reference"]
 
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NAMES = {"attn_mask": "mask", "attn_bias": "bias", "softmax_scale": "scale"}
 
 
@@ -93,7 +94,7 @@ def _inputs(
             mask = to_4d("attn_mask", mask, **sizes)
         if bias is not None:
             bias = to_4d("attn_bias", bias, **sizes)
-    if bias is not None and bias.is_floating_point() and query.is_floating_point():
+    if bias is not None and bias.dtype in _FLOATS and query.dtype in _FLOATS:
         bias = bias.to(query.dtype)  # the formula computes with any
     plain, start, end = mask_parts(mask)
     return AttentionInputs(

@@ -22,7 +22,7 @@ from .backends.base import SelectionInputs
 from .checks import MOST_ROWS
 from .masks import IntervalMask
 
-__all__ = ["composable_mask", "dynamic_mask", "select", "selectable_bias"]
+__all__ = ["composable_mask", "dynamic_mask", "select", "select_packed", "selectable_bias"]
 
 
 def dynamic_mask(
@@ -86,33 +86,68 @@ def dynamic_mask(
             "attention_mask must have dtype torch.bool (True: can be seen), got "
             f"{attention_mask.dtype}"
         )
+    options: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "window_size": window_size,
+        "causal": flag("is_causal", is_causal),
+        "backend": backend_name(backend),
+    }
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        inputs = _packed_inputs(
-            attn_bias, attention_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        )
-    else:
-        inputs = _dense_inputs(attn_bias, attention_mask, query_length, key_length)
-    heads = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
-    heads = [count for count in heads if count != 1] or [1]
-    query_heads = max(heads) if num_heads is None else index("num_heads", num_heads, 1)
-    kv_heads = min(heads) if num_kv_heads is None else index("num_kv_heads", num_kv_heads, 1)
-    if query_heads % max(kv_heads, 1):
+        packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return select_packed(attn_bias, attention_mask, "attention_mask", packing, **options)
+    inputs = _dense_inputs(attn_bias, attention_mask, query_length, key_length)
+    return _select_with_heads(inputs, "attention_mask", **options)
+
+
+def select_packed(
+    bias: Tensor,
+    mask: Tensor | None,
+    mask_name: str,
+    packing: tuple[Tensor | None, Tensor | None, int | None, int | None],
+    **options: Any,
+) -> Tensor | IntervalMask:
+    """Do what `dynamic_mask` does for packed sequences; the mask is called as the caller does.
+
+    Args:
+        bias, mask: of three dimensions.
+        mask_name: for messages.
+        packing: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
+        **options: num_heads, num_kv_heads, window_size, causal and backend.
+    """
+    inputs = _packed_inputs(bias, mask, mask_name, *packing)
+    return _select_with_heads(inputs, mask_name, *packing[:2], **options)
+
+
+def _select_with_heads(
+    inputs: dict[str, Any],
+    mask_name: str,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    **options: Any,
+) -> Tensor | IntervalMask:
+    counts = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
+    counts = [count for count in counts if count != 1] or [1]
+    heads = max(counts) if num_heads is None else index("num_heads", num_heads, 1)
+    kv_heads = min(counts) if num_kv_heads is None else index("num_kv_heads", num_kv_heads, 1)
+    if kv_heads and heads % kv_heads:
         given = "num_heads" if num_kv_heads is None else "num_kv_heads"
         raise ValueError(
             f"{given}: the number of query heads must be a multiple of the number of key heads, "
-            f"got {query_heads} and {kv_heads}"
+            f"got {heads} and {kv_heads}"
         )
-    if attention_mask is not None:
-        _check_mask(inputs, query_heads, kv_heads)
+    if inputs["mask"] is not None:
+        _check_mask(mask_name, inputs, heads, kv_heads)
     return select(
         **inputs,
-        heads=query_heads,
+        heads=heads,
         kv_heads=kv_heads,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        window_size=window_size,
-        causal=flag("is_causal", is_causal),
-        backend=backend_name(backend),
+        **options,
     )
 
 
@@ -245,6 +280,7 @@ def _key_length(given: list[Tensor], key_length: int | None) -> int:
 def _packed_inputs(
     bias: Tensor,
     mask: Tensor | None,
+    mask_name: str,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
@@ -255,7 +291,7 @@ def _packed_inputs(
         raise ValueError(f"{missing} must be given too: packed sequences need both")
     for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.bounds(name, bounds)
-    for name, tensor in (("attn_bias", bias), ("attention_mask", mask)):
+    for name, tensor in (("attn_bias", bias), (mask_name, mask)):
         if tensor is not None and tensor.dim() != 3:
             raise ValueError(
                 f"{name} must have shape ({{H|Hk|1}}, 1, total_k) or ({{H|Hk|1}}, total_q, "
@@ -281,7 +317,7 @@ def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
     return max(0, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()))
 
 
-def _check_mask(inputs: dict[str, Any], heads: int, kv_heads: int) -> None:
+def _check_mask(name: str, inputs: dict[str, Any], heads: int, kv_heads: int) -> None:
     """Raise ValueError, by the name of this function's argument, for a mask that does not fit."""
     mask, bias = inputs["mask"], inputs["bias"]
     head_sizes = {1, heads, kv_heads}
@@ -296,6 +332,6 @@ def _check_mask(inputs: dict[str, Any], heads: int, kv_heads: int) -> None:
         form = "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)"
     if not fits:
         raise ValueError(
-            f"attention_mask must have shape {form}, to go with attn_bias of {tuple(bias.shape)}, "
+            f"{name} must have shape {form}, to go with attn_bias of {tuple(bias.shape)}, "
             f"got {tuple(mask.shape)}"
         )

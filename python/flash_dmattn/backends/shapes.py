@@ -30,7 +30,7 @@ def check_attention(inputs: AttentionInputs, *, read_lengths: bool = True) -> No
     paged = inputs.block_table is not None
     if varlen:
         _check_rank("query", query, 3, "(total_q, H, D)")
-        layout = (4, "(pages, page, Hk, D)") if paged else (3, "(total_k, Hk, D)")
+        layout = (4, "(pages, page, Hk, D) with block_table") if paged else (3, "(total_k, Hk, D)")
     else:
         _check_rank("query", query, 4, "(B, Q, H, D)")
         layout = (4, "(B, K, Hk, D)")

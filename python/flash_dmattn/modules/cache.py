@@ -12,6 +12,7 @@ from ..arguments import index
 __all__ = ["AttentionCache"]
 
 _NAMES = ("key", "value", "bias")
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _LENGTH_DIMENSION = {"key": 1, "value": 1, "bias": 3}
 
 
@@ -74,7 +75,7 @@ class AttentionCache:
             `append` leaves them as they are; `truncate` and `append` after it may overwrite them.
 
         Raises:
-            TypeError: an argument is not a tensor.
+            TypeError: an argument is not a tensor of floating-point numbers.
             ValueError: a tensor requires a gradient, does not fit the others, differs in shape,
                 dtype or device from what the cache holds, or max_length is exceeded.
         """
@@ -165,8 +166,8 @@ class AttentionCache:
                 raise ValueError(f"cache holds {name} of shape {wanted} but for N, got {got}")
             if (added.dtype, added.device) != (held.dtype, held.device):
                 raise ValueError(
-                    f"cache holds {name} in {held.dtype} on {held.device}, got {added.dtype} on "
-                    f"{added.device}"
+                    f"{name} must be {held.dtype} on {held.device}, as the cache holds it, got "
+                    f"{added.dtype} on {added.device}"
                 )
 
     def _grow(self, tokens: dict[str, Tensor], length: int) -> None:
@@ -186,12 +187,15 @@ class AttentionCache:
 
 
 def _check_shapes(tokens: dict[str, Tensor]) -> None:
-    key = checks.tensor("key", tokens["key"])
+    for name, tensor in tokens.items():
+        if checks.tensor(name, tensor).dtype not in _DTYPES:
+            raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
+    key = tokens["key"]
     if key.dim() != 4:
         raise ValueError(f"key must have shape (B, N, Hk, D), got {tuple(key.shape)}")
     batch, added, heads, _ = key.shape
     for name in ("value", "bias"):
-        tensor = checks.tensor(name, tokens[name])
+        tensor = tokens[name]
         wanted, got = tuple(key.shape), tuple(tensor.shape)
         if name == "bias":
             # A layer's own key_bias may have another number of heads.

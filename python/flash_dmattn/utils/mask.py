@@ -14,6 +14,9 @@ from .. import checks
 
 __all__ = ["create_mask", "dynamic_mask"]
 
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_MASK_DTYPES = frozenset({torch.bool, *checks.INTEGERS, *_DTYPES})
+
 
 def dynamic_mask(
     attention_bias: Tensor,
@@ -43,10 +46,10 @@ def dynamic_mask(
             possible.
     """
     scores = checks.tensor("attention_bias", attention_bias).detach()
-    if not scores.is_floating_point() or scores.dim() == 0:
+    if scores.dtype not in _DTYPES or scores.dim() == 0:
         raise TypeError(
-            "attention_bias must have a floating-point dtype and shape (B, h, rows, K), got "
-            f"{checks.described(attention_bias)}"
+            "attention_bias must have at least 16 floating-point bits and shape (B, h, rows, K), "
+            f"got {checks.described(attention_bias)}"
         )
     window_size = checks.index("window_size", window_size, 0)
     min_dtype = _checked_minimum(min_dtype, scores.dtype)
@@ -89,6 +92,11 @@ def create_mask(
     batch_size, query_len, key_len = (checks.index(name, size, 0) for name, size in sizes.items())
     if attention_mask is not None:
         checks.tensor("attention_mask", attention_mask, "a torch.Tensor or None")
+        if attention_mask.dtype not in _MASK_DTYPES:
+            raise TypeError(
+                "attention_mask must hold booleans, or of 2 dimensions plain numbers, got "
+                f"{attention_mask.dtype}"
+            )
     if attention_mask is not None and attention_mask.dim() == 2:
         padding = attention_mask.to(torch.bool)
         if padding.shape == (batch_size, query_len) and query_len < key_len:
