@@ -16,12 +16,12 @@ from .key_bias import biased
 from .mask_forms import Mask
 from .modeling_flash_dynamic_mask_attention_utils import _flash_dynamic_mask_attention_forward
 
-__all__ = ["flash_dynamic_mask_attention_forward"]
+__all__ = ["REFUSED", "flash_dynamic_mask_attention_forward"]
 
 # What models may ask for that is not computed here, and what to do about it. To go on without it
 # would give other results than the model was made for.
 _USE_EAGER = "call model.set_attn_implementation('eager')"
-_REFUSED = {
+REFUSED = {
     "output_attentions": f"probabilities are never made; to look at them, {_USE_EAGER}",
     "head_mask": f"heads cannot be masked; {_USE_EAGER}",
     "layer_head_mask": f"heads cannot be masked; {_USE_EAGER}",
@@ -115,7 +115,7 @@ def flash_dynamic_mask_attention_forward(
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
-    for name, remedy in _REFUSED.items():
+    for name, remedy in REFUSED.items():
         asked = kwargs.pop(name, None)
         if asked is None or asked is False or (name == "dropout" and _is_zero(asked)):
             continue
