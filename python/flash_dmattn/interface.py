@@ -101,7 +101,7 @@ def flash_dmattn_func(
             is allowed.
         NotImplementedError: the kernel pack was not built for this valid problem.
         RuntimeError: the backend cannot run here; on double backward, forward-mode
-            differentiation and torch.vmap.
+            differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
     check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
     name = backend_name(backend)
