@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -197,6 +198,38 @@ DENSE_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"window_size": 3, "attn_bias": randn(2, 2, 1, 7), "attn_mask": intervals(1, 1, 7)},
         ValueError,
         r"window_size cannot be combined with an IntervalMask",
+    ),
+    "window of more bits than an integer has": (
+        {"window_size": 2**63, "attn_bias": randn(2, 2, 1, 7)},
+        ValueError,
+        r"window_size must be at most 9223372036854775807, got 9223372036854775808",
+    ),
+    "window is a flag": (
+        {"window_size": True, "attn_bias": randn(2, 2, 1, 7)},
+        TypeError,
+        r"window_size must be an integer, got True",
+    ),
+    "flag is text": (
+        {"is_causal": "no"},
+        TypeError,
+        r"is_causal must be True, False or None, got 'no'",
+    ),
+    "query of NumPy": (
+        {"query": np.full((2, 5, 4, 8), 123.0, np.float32)},
+        TypeError,
+        r"^query must be a torch.Tensor, got ndarray of shape \(2, 5, 4, 8\) and dtype float32; "
+        r"torch.from_numpy\(query\) makes a tensor of it$",
+    ),
+    "nested key": (
+        {"key": torch.nested.nested_tensor([torch.ones(7, 2, 8)], layout=torch.jagged)},
+        TypeError,
+        r"key must be a dense torch.Tensor, got a nested one; flash_dmattn_varlen_func takes",
+    ),
+    "sparse mask": (
+        {"attn_mask": torch.ones(2, 7, dtype=torch.bool).to_sparse()},
+        TypeError,
+        r"attn_mask must be a torch.Tensor of layout torch.strided, got torch.sparse_coo; "
+        r"attn_mask.to_dense\(\) is one",
     ),
     "negative window": (
         {"window_size": -3, "attn_bias": randn(2, 2, 1, 7)},

@@ -249,7 +249,7 @@ INT32 = torch.zeros(1, 1, 3, dtype=torch.int32)
         (
             lambda: IntervalMask.from_key_padding([True], 3),
             TypeError,
-            r"mask must .*torch.bool, got list",
+            r"mask must be a boolean torch.Tensor, got list",
         ),
         (
             lambda: IntervalMask.from_key_padding(torch.ones(3, dtype=torch.bool), 3),

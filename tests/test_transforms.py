@@ -11,11 +11,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flash_dmattn import IntervalMask, attention_reference, flash_dmattn_func
+from flash_dmattn import (
+    IntervalMask,
+    attention_reference,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+)
 from support import Target, randn
 
-FORWARD_MODE = "does not support forward-mode differentiation.*attention_reference"
-VMAP = "does not support torch.vmap.*batch dimension"
+FORWARD_MODE = "does not support forward-mode differentiation.*pass backend='reference'"
+VMAP = "does not support torch.vmap.*batch dimension, or pass backend='reference'"
+TWICE = "double backward is not supported.*pass backend='reference'"
 
 
 def tensors(target: Target) -> tuple[Tensor, ...]:
@@ -51,12 +57,12 @@ def test_func_grad_equals_autograd(target: Target) -> None:
     assert torch.equal(torch.func.grad(loss, 3)(*inputs), want[3])
 
 
-def test_func_grad_and_autograd_together(target: Target) -> None:
+def test_func_grad_and_autograd_together(kernel_target: Target) -> None:
     """Each differentiates by its own tensors."""
-    query, key, value, bias = tensors(target)
-    loss = loss_on(target)
+    query, key, value, bias = tensors(kernel_target)
+    loss = loss_on(kernel_target)
     leaf = value.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
+    with pytest.raises(RuntimeError, match=TWICE):
         torch.func.grad(loss)(query, key, leaf, bias).sum().backward()
     loss(query, key, leaf, bias).backward()
     (want,) = torch.func.grad(loss, (2,))(query, key, value, bias)
@@ -76,9 +82,9 @@ def test_func_grad_and_autograd_together(target: Target) -> None:
     ids=["jvp", "jacfwd", "hessian", "linearize", "jvp of grad", "compiled jvp"],
 )
 @pytest.mark.parametrize("argument", [0, 3])
-def test_forward_mode_is_refused(transform: object, argument: int, target: Target) -> None:
+def test_forward_mode_is_refused(transform: object, argument: int, kernel_target: Target) -> None:
     torch._dynamo.reset()
-    inputs, loss = list(tensors(target)), loss_on(target)
+    inputs, loss = list(tensors(kernel_target)), loss_on(kernel_target)
 
     def of_one(x: Tensor) -> Tensor:
         return loss(*inputs[:argument], x, *inputs[argument + 1 :])
@@ -88,14 +94,14 @@ def test_forward_mode_is_refused(transform: object, argument: int, target: Targe
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_dual_tensors_are_refused(requires_grad: bool, target: Target) -> None:
-    query, *rest = tensors(target)
+def test_dual_tensors_are_refused(requires_grad: bool, kernel_target: Target) -> None:
+    query, *rest = tensors(kernel_target)
     query.requires_grad_(requires_grad)
     with forward_ad.dual_level():
-        loss_on(target)(query, *rest)  # no tangent: none is lost
+        loss_on(kernel_target)(query, *rest)  # no tangent: none is lost
         dual = forward_ad.make_dual(query, torch.ones_like(query))
         with pytest.raises(RuntimeError, match=FORWARD_MODE):
-            loss_on(target)(dual, *rest)
+            loss_on(kernel_target)(dual, *rest)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +113,9 @@ def test_dual_tensors_are_refused(requires_grad: bool, target: Target) -> None:
     ],
     ids=["vmap", "gradients for each sample", "jacrev"],
 )
-def test_vmap_is_refused(transform: object, target: Target) -> None:
-    query, *rest = tensors(target)
-    loss = loss_on(target)
+def test_vmap_is_refused(transform: object, kernel_target: Target) -> None:
+    query, *rest = tensors(kernel_target)
+    loss = loss_on(kernel_target)
     with pytest.raises(RuntimeError, match=VMAP):
         transform(lambda x: loss(x, *rest), query)  # type: ignore[operator]
 
@@ -120,11 +126,11 @@ def test_vmap_over_something_else(target: Target) -> None:
     torch.testing.assert_close(got, loss(*inputs).expand(2))
 
 
-def test_double_backward_is_refused(target: Target) -> None:
-    query, *rest = tensors(target)
-    loss = loss_on(target)
+def test_double_backward_is_refused(kernel_target: Target) -> None:
+    query, *rest = tensors(kernel_target)
+    loss = loss_on(kernel_target)
     first = torch.func.grad(loss)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
+    with pytest.raises(RuntimeError, match=TWICE):
         torch.func.grad(lambda x: first(x, *rest).sum())(query)
 
 
@@ -140,3 +146,68 @@ def test_vectorized_jacobian(target: Target) -> None:
         lambda x: attention_reference(x, key, value)[0], query
     )
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+
+
+ADVICE: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "linearize": lambda f, x: torch.func.linearize(f, x)[1](torch.ones_like(x)),
+    "vmap": lambda f, x: torch.vmap(f)(torch.stack([x, 2 * x])),
+    "gradients for each sample": lambda f, x: torch.vmap(torch.func.grad(f))(
+        torch.stack([x, 2 * x])
+    ),
+    "jacrev": lambda f, x: torch.func.jacrev(lambda y: f(y) * torch.ones(2))(x),
+    "double backward": lambda f, x: torch.autograd.functional.hvp(f, x, torch.ones_like(x))[1],
+    "vectorized hessian": lambda f, x: torch.autograd.functional.hessian(f, x, vectorize=True),
+    "compiled jvp": lambda f, x: torch.compile(
+        lambda: torch.func.jvp(f, (x,), (torch.ones_like(x),)), backend="eager"
+    )()[1],
+}
+
+
+@pytest.mark.parametrize("argument", [0, 3], ids=["query", "bias"])
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_the_errors_advise_works(name: str, argument: int) -> None:
+    """backend="reference" gives what the formula gives when it is written out."""
+    torch._dynamo.reset()
+    inputs = [t.double() for t in tensors(Target("cpu", "reference"))]
+    place = torch.arange(7)[:, None] + 2 - torch.arange(9)
+    mask = (place >= 0) & (place <= 4)
+
+    def formula(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        key, value, bias = (t.repeat_interleave(2, 1) for t in (key, value, bias))
+        scores = query @ key.transpose(-1, -2) * 8**-0.5 + bias
+        scores = scores.masked_fill(~mask, -torch.inf)
+        out = scores.softmax(-1) @ value
+        return (out**2).sum() + scores.logsumexp(-1).sum()
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        mask = IntervalMask.sliding_window(4, 0, 7, 9)
+        out, lse = flash_dmattn_func(
+            query, key, value, mask, bias, is_causal=True, return_lse=True, backend="reference"
+        )
+        return (out**2).sum() + lse.sum()
+
+    def result(loss: Callable[..., Tensor]) -> object:
+        def of_one(x: Tensor) -> Tensor:
+            return loss(*inputs[:argument], x, *inputs[argument + 1 :])
+
+        return ADVICE[name](of_one, inputs[argument])
+
+    torch.testing.assert_close(result(attention), result(formula))
+
+
+def test_double_backward_of_one_tensor_in_all_places() -> None:
+    x = randn(1, 5, 2, 4).double().requires_grad_()
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert torch.autograd.gradgradcheck(
+        lambda x: flash_dmattn_func(x, x, x, softcap=2.0, return_lse=True, backend="reference"), x
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda x: flash_dmattn_varlen_func(
+            x[0], x[0], x[0], bounds, bounds, 3, 3, is_causal=True, backend="reference"
+        ),
+        x,
+    )

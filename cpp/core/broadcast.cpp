@@ -81,7 +81,8 @@ fdm_tensor map_varlen_scores(const TensorView &view, const char *name, const Ext
   }
   value_error(name, " has shape ", shape_of(view), ", but must have shape (heads, 1, total_k) = (", HeadChoice{e},
               ", 1, ", Size{e.total_keys}, ") or (heads, total_q, max_seqlen_k) = (", HeadChoice{e}, ", ",
-              Size{e.total_queries}, ", ", e.keys, ")");
+              Size{e.total_queries}, ", ", e.keys,
+              "), where cu_seqlens_k ends with total_k and cu_seqlens_q with total_q");
 }
 
 } // namespace

@@ -23,8 +23,9 @@ Selection::Selection(const Pack &pack, const SelectionArguments &arguments)
 
 void Selection::read_sizes(const SelectionArguments &arguments) {
   require_at_least(arguments.batch, "batch", 0);
-  require_at_least(arguments.queries, "queries", 0);
-  require_at_least(arguments.keys, "keys", 0);
+  const bool varlen = !is_absent(arguments.cu_seqlens_q);
+  require_at_least(arguments.queries, varlen ? "max_seqlen_q" : "query_length", 0);
+  require_at_least(arguments.keys, varlen ? "max_seqlen_k" : "key_length", 0);
   require_at_least(arguments.window, "window_size", 0);
   require_at_least(arguments.threads, "threads", 1);
   require_heads(arguments.heads, arguments.kv_heads);
@@ -46,8 +47,8 @@ void Selection::read_sequences(const SelectionArguments &arguments) {
   if (queries.batch != arguments.batch)
     value_error("cu_seqlens_q has shape (", queries.batch + 1, ",), but must have shape (", arguments.batch + 1,
                 ",) for a batch of ", arguments.batch);
-  require_longest(queries, "cu_seqlens_q", arguments.queries, "queries");
-  require_longest(keys, "cu_seqlens_k", arguments.keys, "keys");
+  require_longest(queries, "cu_seqlens_q", arguments.queries, "max_seqlen_q");
+  require_longest(keys, "cu_seqlens_k", arguments.keys, "max_seqlen_k");
   extents_.total_queries = queries.total;
   extents_.total_keys = keys.total;
   selection_.cu_seqlens_q = queries.tensor;

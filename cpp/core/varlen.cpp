@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "varlen.h"
 
+#include <algorithm>
+
 #include "broadcast.h"
 #include "error.h"
 
@@ -54,10 +56,10 @@ void require_longest(const SequenceLengths &lengths, const char *name, int64_t l
   require_at_least(longest, longest_name, 0);
   if (lengths.total == Extents::unknown) return;
   const int32_t *values = values_of(lengths.tensor);
-  for (int64_t i = 0; i < lengths.batch; ++i)
-    if (values[i + 1] - values[i] > longest)
-      value_error(longest_name, " is ", longest, ", but must be at least ", values[i + 1] - values[i],
-                  ", the longest sequence of ", name);
+  int64_t found = 0;
+  for (int64_t i = 0; i < lengths.batch; ++i) found = std::max<int64_t>(found, values[i + 1] - values[i]);
+  if (found > longest)
+    value_error(longest_name, " is ", longest, ", but must be at least ", found, ", the longest sequence of ", name);
 }
 
 fdm_tensor read_block_table(nb::handle object, const SequenceLengths &keys, int64_t pages, int64_t page_size,

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from . import checks
+from .checks import flag, index, number
 from .loader import environment
 from .masks import IntervalMask
 
@@ -17,52 +18,50 @@ __all__ = [
     "autocast_dtype",
     "backend_name",
     "check_tensors",
+    "check_together",
+    "flag",
     "index",
     "mask_parts",
+    "number",
     "resolved_deterministic",
     "to_4d",
     "without_expansion",
 ]
 
 
+_NEEDED = frozenset({"key", "value"})
+_ALLOWED = {"attn_mask": "a boolean torch.Tensor, an IntervalMask or None"}
+
+
 def check_tensors(query: Tensor, **others: Any) -> None:
     """Raise unless all arguments are tensors (or None, or masks) on query's device.
 
     Raises:
-        TypeError: an argument is something else.
+        TypeError: an argument is something else, or a tensor that is not strided.
         ValueError: an argument is on another device.
     """
-    if not isinstance(query, Tensor):
-        _refuse_type("query", query)
-    device = query.device
+    checks.tensor("query", query)
+    check_together("query", query, others)
+
+
+def check_together(first: str, tensor: Tensor, others: dict[str, Any]) -> None:
+    """Do what `check_tensors` does where the first tensor has another name."""
+    device = tensor.device
     for name, argument in others.items():
         if argument is None:
+            if name in _NEEDED:
+                raise TypeError(f"{name} must be a torch.Tensor, got None")
             continue
-        if isinstance(argument, Tensor):
-            tensor = argument
-        elif isinstance(argument, IntervalMask) and name == "attn_mask":
-            tensor = argument.start
+        if isinstance(argument, IntervalMask):
+            if name != "attn_mask":
+                raise TypeError(f"{name} must be a torch.Tensor, got an IntervalMask")
+            other = argument.start
         else:
-            _refuse_type(name, argument)
-        if tensor.device != device:
+            other = checks.tensor(name, argument, _ALLOWED.get(name, "a torch.Tensor"))
+        if other.device != device:
             raise ValueError(
-                f"{name} must be on query's device {device}, got a tensor on {tensor.device}"
+                f"{name} must be on {first}'s device {device}, got a tensor on {other.device}"
             )
-
-
-def _refuse_type(name: str, argument: Any) -> NoReturn:
-    if isinstance(argument, IntervalMask):
-        raise TypeError(f"{name} must be a torch.Tensor, got an IntervalMask")
-    if isinstance(argument, torch.fx.Proxy):
-        raise TypeError(
-            f"{name} must be a torch.Tensor, got a torch.fx.Proxy: symbolic tracing cannot look "
-            "into flash_dmattn; make the function that you call a leaf with torch.fx.wrap, or use "
-            "torch.export.export"
-        )
-    allowed = "a torch.Tensor"
-    if name == "attn_mask":
-        allowed = "a boolean torch.Tensor, an IntervalMask or None"
-    raise TypeError(f"{name} must be {allowed}, got {type(argument).__name__}: {argument!r}")
 
 
 def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
@@ -134,7 +133,7 @@ def backend_name(backend: str | None) -> str:
     if backend is None:
         return "auto"
     if not isinstance(backend, str):
-        raise TypeError(f"backend must be a string or None, got {backend!r}")
+        raise TypeError(f"backend must be a string or None, got {checks.described(backend)}")
     return backend
 
 
@@ -153,33 +152,8 @@ def resolved_deterministic(deterministic: bool | None) -> bool:
     torch.use_deterministic_algorithms asks for it.
     """
     if deterministic is not None:
-        return bool(deterministic)
+        return flag("deterministic", deterministic)
     return torch.are_deterministic_algorithms_enabled() or _default_deterministic()
-
-
-def number(name: str, value: Any) -> float:
-    """Return a float argument; TypeError for what is no number."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        raise TypeError(
-            f"{name} must be a number, got a tensor that requires a gradient, which it would not "
-            "get; to learn a scale, multiply query by it"
-        )
-    try:
-        if not isinstance(value, str):
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(f"{name} must be a number or None, got {value!r}")
-
-
-def index(name: str, value: Any) -> int:
-    """Return a length, kept symbolic under torch.compile; TypeError for what is no integer."""
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        return value  # type: ignore[return-value]
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
 def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, keys: int) -> Tensor:

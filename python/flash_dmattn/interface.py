@@ -17,6 +17,7 @@ from .arguments import (
     backend_name,
     check_dtypes,
     check_tensors,
+    flag,
     index,
     mask_parts,
     number,
@@ -26,16 +27,17 @@ from .arguments import (
 )
 from .backends import available_backends, check_backend_name, require_available
 from .backends.base import AttentionInputs
+from .checks import MOST_ROWS
 from .masks import IntervalMask
 from .plan import AttentionPlan, Packing, checked_mask
 from .reference import attention_probabilities
 from .selection import (
     composable_mask,
-    dynamic_mask,
+    is_one_row,
     keeps_all,
     select,
+    select_packed,
     selectable_bias,
-    window_length,
     without_nan,
 )
 
@@ -108,7 +110,7 @@ def flash_dmattn_func(
             is allowed.
         NotImplementedError: the kernel pack was not built for this valid problem.
         RuntimeError: the backend cannot run here; on double backward, forward-mode
-            differentiation and torch.vmap.
+            differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
     check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
     name = backend_name(backend)
@@ -128,7 +130,7 @@ def flash_dmattn_func(
         batch, queries, heads, _ = query.shape
         _, keys, kv_heads, _ = key.shape
         bias, attn_mask = selectable_bias(bias, batch), composable_mask(attn_mask)
-        if keeps_all(window_length(window_size), keys):
+        if keeps_all(window_size, keys):
             bias = without_nan(bias)
         else:
             attn_mask = select(
@@ -140,7 +142,7 @@ def flash_dmattn_func(
                 queries=queries,
                 keys=keys,
                 window_size=window_size,
-                causal=bool(is_causal) and not _is_one_row(queries),
+                causal=flag("is_causal", is_causal) and not is_one_row(queries),
                 backend=name,
             )
     mask, start, end = mask_parts(attn_mask)
@@ -162,11 +164,11 @@ def flash_dmattn_func(
         0,  # the longest sequences
         0,
         _scale(softmax_scale, query),
-        bool(is_causal),
+        flag("is_causal", is_causal),
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
     )
-    return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
+    return _run(inputs, name, return_lse, return_attn_probs)
 
 
 def flash_dmattn_varlen_func(
@@ -233,7 +235,13 @@ def flash_dmattn_varlen_func(
     check_dtypes(query, key, value, name)
     if query.dim() != 3:
         raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
-    max_q, max_k = index("max_seqlen_q", max_seqlen_q), index("max_seqlen_k", max_seqlen_k)
+    if key.dim() != (3 if block_table is None else 4):
+        form = (
+            "(total_k, Hk, D)" if block_table is None else "(pages, page, Hk, D) with block_table"
+        )
+        raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
+    max_q = index("max_seqlen_q", max_seqlen_q, 0, MOST_ROWS)
+    max_k = index("max_seqlen_k", max_seqlen_k, 0, MOST_ROWS)
     if block_table is not None:
         _refuse_paged_gradients(query, key, value, attn_bias)
     if plan is not None:
@@ -243,20 +251,18 @@ def flash_dmattn_varlen_func(
         is_causal, name = plan.is_causal, plan.backend
     if window_size is not None:
         attn_bias, attn_mask = selectable_bias(attn_bias), composable_mask(attn_mask)
-        if keeps_all(window_length(window_size), max_k):
+        if keeps_all(window_size, max_k):
             attn_bias = without_nan(attn_bias)
         else:
-            attn_mask = dynamic_mask(
+            attn_mask = select_packed(
                 attn_bias,
-                window_size,
-                bool(is_causal),
                 attn_mask,
+                "attn_mask",
+                (cu_seqlens_q, cu_seqlens_k, max_q, max_k),
                 num_heads=query.shape[-2],
                 num_kv_heads=key.shape[-2],
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                max_seqlen_q=max_q,
-                max_seqlen_k=max_k,
+                window_size=window_size,
+                causal=flag("is_causal", is_causal),
                 backend=name,
             )
     mask, start, end = mask_parts(attn_mask)
@@ -279,11 +285,11 @@ def flash_dmattn_varlen_func(
         max_q,
         max_k,
         _scale(softmax_scale, query),
-        bool(is_causal),
+        flag("is_causal", is_causal),
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
     )
-    return _run(inputs, name, return_lse=return_lse, return_probabilities=bool(return_attn_probs))
+    return _run(inputs, name, return_lse, return_attn_probs)
 
 
 def get_available_backends() -> list[str]:
@@ -303,7 +309,8 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
         RuntimeError: the backend cannot run here.
         TypeError: an argument that `flash_dmattn_func` does not have, or that has no default.
     """
-    if backend is not None and backend != "auto":
+    if backend_name(backend) != "auto":
+        assert backend is not None
         check_backend_name(backend)
         require_available(backend)
     parameters = inspect.signature(flash_dmattn_func).parameters
@@ -333,9 +340,10 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
 
 
 def _run(
-    inputs: AttentionInputs, backend: str, *, return_lse: bool, return_probabilities: bool
+    inputs: AttentionInputs, backend: str, return_lse: bool, return_attn_probs: bool | None
 ) -> Output:
-    need_lse = return_lse or return_probabilities
+    return_probabilities = flag("return_attn_probs", return_attn_probs)
+    need_lse = flag("return_lse", return_lse) or return_probabilities
     out, lse = ops.attention(inputs, backend, need_lse=need_lse)
     if lse is None or not need_lse:
         return out
@@ -379,13 +387,6 @@ def _scale(softmax_scale: float | None, query: Tensor) -> float:
 def _refuse_ranks(**tensors: Tensor) -> NoReturn:
     name, shape = next((n, tuple(t.shape)) for n, t in tensors.items() if t.dim() != 4)
     raise ValueError(f"{name} must have shape (B, rows, heads, D), got {shape}")
-
-
-def _is_one_row(queries: int) -> bool:
-    """Say whether there is one query, which sees all keys; not asked of sizes that are compiled or
-    traced.
-    """
-    return not torch.compiler.is_compiling() and type(queries) is int and queries == 1
 
 
 def _refuse_paged_gradients(*tensors: Tensor | None) -> None:

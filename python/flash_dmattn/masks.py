@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from . import checks
+from .checks import MOST_ROWS
 
 __all__ = ["IntervalMask", "intervals_to_bool"]
 
@@ -41,14 +44,12 @@ class IntervalMask:
         """Make a mask of two int32 tensors.
 
         Raises:
-            TypeError: start or end is not a tensor, or not int32.
-            ValueError: the number of dimensions is not 2 or 3, or shapes or devices differ.
+            TypeError: start or end is not a tensor, or not int32; query_length is no integer.
+            ValueError: the number of dimensions is not 2 or 3, shapes or devices differ, or
+                query_length is negative.
         """
         for name, tensor in (("start", start), ("end", end)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"{name} must be a torch.Tensor, got {type(tensor).__name__}: {tensor!r}"
-                )
+            checks.tensor(name, tensor)
             if tensor.dtype != torch.int32:
                 raise TypeError(f"{name} must have dtype torch.int32, got {tensor.dtype}")
             if tensor.dim() not in (2, 3):
@@ -67,7 +68,7 @@ class IntervalMask:
             )
         self.start = start
         self.end = end
-        self.query_length = query_length
+        self.query_length = None if query_length is None else _length("query_length", query_length)
 
     def __repr__(self) -> str:
         """Show the shape and the device; the values would need a transfer from the device."""
@@ -80,10 +81,11 @@ class IntervalMask:
         """Return the mask that keeps what both keep; batch and head dimensions of 1 broadcast.
 
         Raises:
+            TypeError: the other is not an IntervalMask.
             ValueError: the shapes do not fit, or the devices or the query lengths differ.
         """
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            _refuse_to_combine(other)
         _check_combinable(self, other)
         return IntervalMask(
             torch.maximum(self.start, other.start),
@@ -91,13 +93,30 @@ class IntervalMask:
             query_length=other.query_length if self.query_length is None else self.query_length,
         )
 
+    def __rand__(self, other: object) -> NoReturn:
+        """Refuse what is not an IntervalMask.
+
+        Raises:
+            TypeError: always.
+        """
+        _refuse_to_combine(other)
+
     @property
     def device(self) -> torch.device:
         """The device of both tensors."""
         return self.start.device
 
     def to(self, device: torch.device | str) -> IntervalMask:
-        """Return this mask on a device."""
+        """Return this mask on a device.
+
+        Raises:
+            TypeError: device is neither a torch.device nor a name.
+            ValueError: no device has this name.
+            RuntimeError: torch cannot use such a device here.
+        """
+        if device is None:
+            checks.refuse_type("device", "a torch.device or its name", device)
+        checks.device("device", device)
         return IntervalMask(
             self.start.to(device), self.end.to(device), query_length=self.query_length
         )
@@ -109,6 +128,7 @@ class IntervalMask:
             ValueError: the mask is a varlen one, whose boolean form depends on the cu_seqlens; or
                 query_length is not the one that the mask was made for.
         """
+        query_length = _length("query_length", query_length)
         if self.start.dim() == 2:
             raise ValueError(
                 f"to_bool cannot convert a varlen IntervalMask of shape {tuple(self.start.shape)}, "
@@ -135,12 +155,11 @@ class IntervalMask:
             TypeError: mask is not a bool tensor.
             ValueError: mask is not 2-D, or query_length is negative.
         """
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise TypeError(f"mask must be a tensor of dtype torch.bool, got {got}")
+        if checks.tensor("mask", mask, "a boolean torch.Tensor").dtype != torch.bool:
+            raise TypeError(f"mask must be a tensor of dtype torch.bool, got {mask.dtype}")
         if mask.dim() != 2:
             raise ValueError(f"mask must have shape (B, K), got {tuple(mask.shape)}")
-        _check_length("query_length", query_length)
+        query_length = _length("query_length", query_length)
         end = (mask * query_length).to(torch.int32).unsqueeze(1)
         return cls(torch.zeros_like(end), end, query_length=query_length)
 
@@ -160,13 +179,14 @@ class IntervalMask:
         is no limit on that side. Positions are aligned to the bottom right, as causal attention is.
 
         Raises:
-            ValueError: a length or a side is negative.
+            TypeError: a length or a side is no integer.
+            ValueError: a length or a side is negative, or too large for int32; or no device has
+                this name.
         """
-        for name, side in (("left", left), ("right", right)):
-            if side is not None and side < 0:
-                raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
-        _check_length("query_length", query_length)
-        _check_length("key_length", key_length)
+        left, right = _side("left", left), _side("right", right)
+        query_length = _length("query_length", query_length)
+        key_length = _length("key_length", key_length)
+        device = checks.device("device", device)
         # The row that stands at the position of key j.
         row = torch.arange(key_length, device=device) - (key_length - query_length)
         start = torch.zeros_like(row) if right is None else row - right
@@ -197,18 +217,23 @@ class IntervalMask:
                 device.
 
         Raises:
-            TypeError: an argument is not an integer tensor.
-            ValueError: not exactly one of both is given, or its number of dimensions is wrong.
+            TypeError: an argument is not an integer tensor, or length is no integer.
+            ValueError: not exactly one of both is given, its number of dimensions is wrong, or
+                there is no last value to read.
         """
         if (document_ids is None) == (cu_seqlens is None):
             raise ValueError("give exactly one of document_ids and cu_seqlens")
         if document_ids is not None:
+            if length is not None:
+                raise ValueError(
+                    f"length must be None with document_ids, which tell it, got "
+                    f"{checks.described(length)}"
+                )
             _check_integers("document_ids", document_ids, 2, "(B, N)")
             return cls._of_runs(document_ids)
         assert cu_seqlens is not None
         _check_integers("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
-        length = int(cu_seqlens[-1]) if length is None else length
-        _check_length("length", length)
+        length = _last(cu_seqlens) if length is None else _length("length", length)
         bounds = cu_seqlens.to(torch.int64)
         following = torch.searchsorted(
             bounds, torch.arange(length, device=bounds.device), right=True
@@ -251,8 +276,8 @@ class IntervalMask:
             ValueError: prefix_lengths is not 1-D, or a length is negative.
         """
         _check_integers("prefix_lengths", prefix_lengths, 1, "(B,)")
-        _check_length("query_length", query_length)
-        _check_length("key_length", key_length)
+        query_length = _length("query_length", query_length)
+        key_length = _length("key_length", key_length)
         key = torch.arange(key_length, device=prefix_lengths.device)
         row = _clamped(key - (key_length - query_length), query_length)
         start = torch.where(key < prefix_lengths.unsqueeze(1), 0, row).to(torch.int32).unsqueeze(1)
@@ -285,15 +310,42 @@ def _check_combinable(one: IntervalMask, other: IntervalMask) -> None:
         )
 
 
-def _check_length(name: str, length: int) -> None:
-    if length < 0:
-        raise ValueError(f"{name} must be at least 0, got {length}")
+def _refuse_to_combine(other: object) -> NoReturn:
+    hint = ""
+    if isinstance(other, Tensor):
+        hint = "; to_bool(query_length) makes a boolean tensor, which goes with it"
+    raise TypeError(
+        f"& of an IntervalMask needs another IntervalMask, got {checks.described(other)}{hint}"
+    )
+
+
+def _length(name: str, length: int) -> int:
+    return checks.index(name, length, 0, MOST_ROWS)
+
+
+def _side(name: str, side: int | None) -> int | None:
+    if side is None:
+        return None
+    side = checks.index(name, side)
+    if side < 0:
+        raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
+    # Of any length it is no limit; and what it is added to must not overflow.
+    return side if torch.compiler.is_compiling() else min(side, MOST_ROWS)
+
+
+def _last(cu_seqlens: Tensor) -> int:
+    """Return the last value, which is the length."""
+    if cu_seqlens.shape[0] == 0 or cu_seqlens.is_meta:
+        what = "a meta tensor" if cu_seqlens.is_meta else f"shape {tuple(cu_seqlens.shape)}"
+        raise ValueError(
+            f"cu_seqlens must have a last value that can be read unless length is given, got {what}"
+        )
+    return checks.index("the last value of cu_seqlens", int(cu_seqlens[-1]), 0, MOST_ROWS)
 
 
 def _check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of integers, got {type(tensor).__name__}")
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+    checks.tensor(name, tensor, "a torch.Tensor of integers")
+    if tensor.dtype not in checks.INTEGERS:
         raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
     if tensor.dim() != dimensions:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

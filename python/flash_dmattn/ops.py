@@ -24,6 +24,7 @@ from .backends.base import (
     lse_dtype,
     lse_shape,
 )
+from .backends.reference import ReferenceBackend
 
 __all__ = ["attention", "make_plan", "select_intervals", "select_keep"]
 
@@ -44,6 +45,12 @@ _DIFFERENTIABLE = (0, 1, 2, 6)
 _TENSOR_COUNT = 11
 _SELECTION_TENSOR_COUNT = 4
 
+_USE_REFERENCE = (
+    "pass backend='reference', the formula in plain PyTorch operations and O(Q x K) memory, which "
+    "does"
+)
+_REFERENCE = ReferenceBackend()
+
 _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -60,6 +67,11 @@ def attention(
             return chosen.attend(inputs, need_lse=need_lse)
         out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
         return out, lse
+    if backend == "reference" and (
+        dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled()
+    ):
+        # Plain operations, which torch transforms as it transforms all of its own.
+        return _REFERENCE.forward(inputs)[:2]
     if dispatch_state.is_transformed():
         out, lse, _ = _TransformedAttention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
         return out, lse
@@ -203,7 +215,11 @@ def _differentiate(
         dout = out.new_zeros(()).expand(out.shape)
     arguments = (dout, dlse, out, lse, plan, *tensors, *ctx.settings, *wanted)
     given = arguments[: 5 + _TENSOR_COUNT]
-    if dispatch_state.is_idle(given) and not _is_recorded(given):
+    if ctx.settings[-1] == "reference" and _is_recorded(given):
+        computed = _REFERENCE.recorded_backward(
+            AttentionInputs(*tensors, *ctx.settings[:-1]), dout, dlse, wanted
+        )
+    elif dispatch_state.is_idle(given) and not _is_recorded(given):
         computed = _backward(*arguments)
     elif dispatch_state.is_transformed():
         computed = _TransformedGradients.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -233,24 +249,22 @@ class _Attention(torch.autograd.Function):
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
     raise RuntimeError(
-        "flash_dmattn: double backward is not supported, the gradients of attention are not "
-        "differentiable; flash_dmattn.attention_reference is differentiable any number of times"
+        "flash_dmattn: double backward is not supported, kernels have no second derivative; "
+        f"{_USE_REFERENCE}"
     )
 
 
 def _refuse_forward_mode(ctx: Any = None, *_: Any) -> NoReturn:
     raise RuntimeError(
         "flash_dmattn does not support forward-mode differentiation (torch.func.jvp, jacfwd, "
-        "hessian and linearize, torch.autograd.forward_ad); use "
-        "flash_dmattn.attention_reference, which does"
+        f"hessian and linearize, torch.autograd.forward_ad); {_USE_REFERENCE}"
     )
 
 
 def _refuse_vmap(*_: Any) -> NoReturn:
     raise RuntimeError(
         "flash_dmattn does not support torch.vmap, which torch.func.jacrev and gradients for each "
-        "sample use; give the mapped dimension as a batch dimension, or use "
-        "flash_dmattn.attention_reference, which does"
+        f"sample use; give the mapped dimension as a batch dimension, or {_USE_REFERENCE}"
     )
 
 

@@ -13,12 +13,14 @@ from .arguments import (
     autocast,
     backend_name,
     check_tensors,
+    flag,
     index,
     mask_parts,
     to_4d,
     without_expansion,
 )
 from .backends.base import AttentionInputs
+from .checks import MOST_ROWS, described
 from .masks import IntervalMask
 
 __all__ = ["AttentionPlan", "Packing", "checked_mask", "make_plan"]
@@ -154,7 +156,7 @@ def make_plan(
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
     )
-    name, causal = backend_name(backend), bool(is_causal)
+    name, causal = backend_name(backend), flag("is_causal", is_causal)
     query, key, _, _ = autocast(query.detach(), key.detach(), key.detach(), None)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     sizes = _sizes(query, key, packing)
@@ -206,7 +208,9 @@ def checked_mask(
             it must be.
     """
     if not isinstance(plan, AttentionPlan):
-        raise TypeError(f"plan must be an AttentionPlan of make_plan or None, got {plan!r}")
+        raise TypeError(
+            f"plan must be an AttentionPlan of make_plan or None, got {described(plan)}"
+        )
     if (packing is None) != (plan._packing is None):
         made, func = ("dense", "") if plan._packing is None else ("packed", "varlen_")
         raise ValueError(f"plan was made for {made} tensors; pass it to flash_dmattn_{func}func")
@@ -222,13 +226,13 @@ def checked_mask(
         )
     if window_size is not None:
         raise ValueError(
-            f"window_size must be None with a plan, got {window_size}; the plan has the mask: "
-            "select one with dynamic_mask and make another with make_plan"
+            f"window_size must be None with a plan, got {described(window_size)}; the plan has the "
+            "mask: select one with dynamic_mask and make another with make_plan"
         )
-    if is_causal is not None and bool(is_causal) != plan.is_causal:
+    if is_causal is not None and flag("is_causal", is_causal) != plan.is_causal:
         raise ValueError(f"is_causal is {is_causal}, but plan was made for {plan.is_causal}")
     if backend is not None and backend != plan.backend:
-        raise ValueError(f"backend is {backend!r}, but plan was made for {plan.backend!r}")
+        raise ValueError(f"backend is {described(backend)}, but plan was made for {plan.backend!r}")
     sizes = _sizes(query, key, packing)
     if sizes != plan._sizes:
         names = _DENSE_SIZES if packing is None else _PACKED_SIZES
@@ -287,7 +291,9 @@ def _packing(
         raise ValueError(
             f"{missing[0]} must be given too: packed sequences need {', '.join(given)}"
         )
-    longest_q, longest_k = (index(n, given[n]) for n in ("max_seqlen_q", "max_seqlen_k"))
+    longest_q, longest_k = (
+        index(n, given[n], 0, MOST_ROWS) for n in ("max_seqlen_q", "max_seqlen_k")
+    )
     return Packing(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, block_table)
 
 
@@ -298,6 +304,9 @@ def _sizes(query: Tensor, key: Tensor, packing: Packing | None) -> tuple[int, ..
         raise ValueError(
             f"query and key must have shape {form}, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
+    if packing is not None and key.dim() != (3 if packing.block_table is None else 4):
+        form = "(total_k, Hk, D), or (pages, page, Hk, D) with block_table"
+        raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
     queries, keys = query.shape, key.shape
     if packing is None:
         return (queries[0], queries[1], queries[2], keys[1], keys[2])

@@ -7,7 +7,7 @@ computed in float32, float64 inputs in float64; every result is differentiable b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -74,8 +74,32 @@ def attention_reference(
     Returns:
         ``out`` of query's shape and dtype, and ``lse`` ``(B, H, Q)`` (varlen ``(H, total_q)``),
         float32 or float64, natural logarithm. A row that keeps nothing has output 0 and lse -inf.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, a device or a number does not fit.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    from .reference_arguments import check_reference  # which imports this for its backend
+
+    tensors = (query, key, value, mask, bias, cu_seqlens_q, cu_seqlens_k, block_table)
+    checked = check_reference(*tensors, scale, causal, softcap)
+    return formula(*tensors, *checked)
+
+
+def formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | IntervalMask | None,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Do what `attention_reference` does, with arguments that have been checked."""
     parts = [
         (part, attend(part, scale, causal, softcap))
         for part in sequences(
@@ -130,6 +154,35 @@ def attention_probabilities(
     ]
     nothing = query.new_empty((0, query.shape[1], max_seqlen_q, max_seqlen_k))
     return torch.cat([nothing, *padded])
+
+
+def recorded_gradients(
+    tensors: tuple[Tensor | None, ...],
+    compute: Callable[..., tuple[Tensor, Tensor]],
+    gradients: tuple[Tensor | None, Tensor | None],
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a call, which autograd can differentiate any number of times.
+
+    Args:
+        tensors: query, key, value and bias.
+        compute: returns out and lse of them.
+        gradients: of out and lse.
+        wanted: which gradients to return; the others are tensors without elements.
+    """
+    with torch.enable_grad():
+        # Views, for one tensor may stand in several places, each of which has a gradient.
+        own = [t if t is None else t.view_as(t) for t in tensors]
+        pairs = [p for p in zip(compute(*own), gradients, strict=True) if p[1] is not None]
+        places = [t for t, want in zip(own, wanted, strict=True) if t is not None and want]
+        outputs, grads = zip(*pairs, strict=True)
+        found = iter(
+            torch.autograd.grad(
+                outputs, places, grads, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+        )
+        nothing = gradients[0] if gradients[0] is not None else outputs[0]
+        return tuple(next(found) if want else nothing.new_empty(0) for want in wanted)
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:

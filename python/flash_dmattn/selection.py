@@ -8,25 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import checks, ops
 from .arguments import (
     backend_name,
-    check_tensors,
+    check_together,
+    flag,
     index,
     mask_parts,
     to_4d,
     without_expansion,
 )
 from .backends.base import SelectionInputs
+from .checks import MOST_ROWS
 from .masks import IntervalMask
 
 __all__ = [
     "composable_mask",
     "dynamic_mask",
+    "is_one_row",
     "keeps_all",
     "select",
+    "select_packed",
     "selectable_bias",
-    "window_length",
     "without_nan",
 ]
 
@@ -84,38 +87,79 @@ def dynamic_mask(
         TypeError: a tensor has the wrong type or dtype.
         ValueError: a shape does not fit, window_size is negative, or K is not known.
     """
-    if not isinstance(attn_bias, Tensor):
-        raise TypeError(
-            f"attn_bias must be a torch.Tensor, got {type(attn_bias).__name__}: {attn_bias!r}"
-        )
-    check_tensors(
-        attn_bias,
-        attention_mask=attention_mask,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-    )
+    others = {
+        "attention_mask": attention_mask,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }
+    check_together("attn_bias", checks.tensor("attn_bias", attn_bias), others)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise TypeError(
             "attention_mask must have dtype torch.bool (True: can be seen), got "
             f"{attention_mask.dtype}"
         )
+    options: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "window_size": window_size,
+        "causal": flag("is_causal", is_causal),
+        "backend": backend_name(backend),
+    }
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        inputs = _packed_inputs(
-            attn_bias, attention_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return select_packed(attn_bias, attention_mask, "attention_mask", packing, **options)
+    inputs = _dense_inputs(attn_bias, attention_mask, query_length, key_length)
+    return _select_with_heads(inputs, "attention_mask", **options)
+
+
+def select_packed(
+    bias: Tensor,
+    mask: Tensor | None,
+    mask_name: str,
+    packing: tuple[Tensor | None, Tensor | None, int | None, int | None],
+    **options: Any,
+) -> Tensor | IntervalMask:
+    """Do what `dynamic_mask` does for packed sequences; the mask is called as the caller does.
+
+    Args:
+        bias, mask: of three dimensions.
+        mask_name: for messages.
+        packing: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
+        **options: num_heads, num_kv_heads, window_size, causal and backend.
+    """
+    inputs = _packed_inputs(bias, mask, mask_name, *packing)
+    return _select_with_heads(inputs, mask_name, *packing[:2], **options)
+
+
+def _select_with_heads(
+    inputs: dict[str, Any],
+    mask_name: str,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    **options: Any,
+) -> Tensor | IntervalMask:
+    counts = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
+    counts = [count for count in counts if count != 1] or [1]
+    heads = max(counts) if num_heads is None else index("num_heads", num_heads, 1)
+    kv_heads = min(counts) if num_kv_heads is None else index("num_kv_heads", num_kv_heads, 1)
+    if kv_heads and heads % kv_heads:
+        given = "num_heads" if num_kv_heads is None else "num_kv_heads"
+        raise ValueError(
+            f"{given}: the number of query heads must be a multiple of the number of key heads, "
+            f"got {heads} and {kv_heads}"
         )
-    else:
-        inputs = _dense_inputs(attn_bias, attention_mask, query_length, key_length)
-    heads = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
-    heads = [count for count in heads if count != 1] or [1]
+    if inputs["mask"] is not None:
+        _check_mask(mask_name, inputs, heads, kv_heads)
     return select(
         **inputs,
-        heads=max(heads) if num_heads is None else num_heads,
-        kv_heads=min(heads) if num_kv_heads is None else num_kv_heads,
+        heads=heads,
+        kv_heads=kv_heads,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        window_size=window_size,
-        causal=bool(is_causal),
-        backend=backend_name(backend),
+        **options,
     )
 
 
@@ -139,7 +183,7 @@ def select(
     Raises:
         TypeError, ValueError: as `dynamic_mask`.
     """
-    window = window_length(window_size)
+    window = index("window_size", window_size, 0)
     if bias.dtype == torch.float64 and backend != "reference":
         raise TypeError(
             "attn_bias has dtype torch.float64, which kernels do not select from; convert to "
@@ -173,20 +217,20 @@ def select(
     return ops.select_keep(selection, backend)
 
 
-def window_length(window_size: int) -> int:
-    """Return a window_size; TypeError or ValueError if it is none."""
-    window = index("window_size", window_size)
-    if window < 0:
-        raise ValueError(f"window_size must be at least 0, got {window_size}")
-    return window
+def is_one_row(queries: int) -> bool:
+    """Say whether there is one query, which sees all keys; not asked of sizes that are compiled or
+    traced.
+    """
+    return not torch.compiler.is_compiling() and type(queries) is int and queries == 1
 
 
-def keeps_all(window: int, keys: int) -> bool:
+def keeps_all(window_size: int, keys: int) -> bool:
     """Say whether a window is known to drop no keys but those whose bias is NaN or -inf.
 
     Sizes that a program is exported or traced with do not tell of those that it will get; then the
     answer is no, and selection runs, which is right for all.
     """
+    window = index("window_size", window_size, 0)
     if torch.compiler.is_compiling():
         return not _is_exporting() and window >= keys
     return type(keys) is int and window >= keys
@@ -232,6 +276,12 @@ def _dense_inputs(
     bias: Tensor, mask: Tensor | None, query_length: int | None, key_length: int | None
 ) -> dict[str, Any]:
     given = [bias] if mask is None else [bias, mask]
+    for name, tensor in (("attn_bias", bias), ("attention_mask", mask)):
+        if tensor is not None and tensor.dim() not in (2, 3, 4):
+            raise ValueError(
+                f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, {{Q|1}}, {{K|1}}), "
+                f"(B, {{H|Hk|1}}, K) or (B, K), got {tuple(tensor.shape)}"
+            )
     keys = _key_length(given, key_length)
     batch = next((t.shape[0] for t in given if t.dim() and t.shape[0] != 1), 1)
 
@@ -251,7 +301,7 @@ def _dense_inputs(
         "bias": bias,
         "mask": mask,
         "batch": batch,
-        "queries": index("query_length", query_length),
+        "queries": index("query_length", query_length, 0, MOST_ROWS),
         "keys": keys,
     }
 
@@ -259,7 +309,7 @@ def _dense_inputs(
 def _key_length(given: list[Tensor], key_length: int | None) -> int:
     """Return K, by the argument or by the first tensor that has a size for each key."""
     if key_length is not None:
-        return index("key_length", key_length)
+        return index("key_length", key_length, 0, MOST_ROWS)
     for tensor in given:
         if tensor.dim() and tensor.shape[-1] != 1:
             return tensor.shape[-1]
@@ -272,6 +322,7 @@ def _key_length(given: list[Tensor], key_length: int | None) -> int:
 def _packed_inputs(
     bias: Tensor,
     mask: Tensor | None,
+    mask_name: str,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
@@ -280,7 +331,9 @@ def _packed_inputs(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{missing} must be given too: packed sequences need both")
-    for name, tensor in (("attn_bias", bias), ("attention_mask", mask)):
+    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.bounds(name, bounds)
+    for name, tensor in (("attn_bias", bias), (mask_name, mask)):
         if tensor is not None and tensor.dim() != 3:
             raise ValueError(
                 f"{name} must have shape ({{H|Hk|1}}, 1, total_k) or ({{H|Hk|1}}, total_q, "
@@ -290,12 +343,37 @@ def _packed_inputs(
         "bias": bias,
         "mask": mask,
         "batch": cu_seqlens_q.shape[0] - 1,
-        "queries": _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q,
-        "keys": _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k,
+        "queries": _longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        "keys": _longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
     }
 
 
-def _longest(cu_seqlens: Tensor) -> int:
+def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
+    """Return the length of the longest sequence; by default it is read from the device."""
+    if length is not None:
+        return index(name, length, 0, MOST_ROWS)
+    if cu_seqlens.is_meta:
+        raise ValueError(f"{name} must be given with meta tensors, whose values cannot be read")
     if cu_seqlens.numel() < 2:
         return 0
-    return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return max(0, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()))
+
+
+def _check_mask(name: str, inputs: dict[str, Any], heads: int, kv_heads: int) -> None:
+    """Raise ValueError, by the name of this function's argument, for a mask that does not fit."""
+    mask, bias = inputs["mask"], inputs["bias"]
+    head_sizes = {1, heads, kv_heads}
+    if mask.dim() == 4:
+        sizes = ({1, inputs["batch"]}, head_sizes, {1, inputs["queries"]}, {1, inputs["keys"]})
+        fits = all(size in allowed for size, allowed in zip(mask.shape, sizes, strict=True))
+        form = "({B|1}, {H|Hk|1}, {Q|1}, {K|1})"
+    else:
+        # As far as the shapes tell; what else must fit is in the values of the cu_seqlens.
+        same_rows = mask.shape[1] == bias.shape[1]
+        fits = mask.shape[0] in head_sizes and (not same_rows or mask.shape[2] == bias.shape[2])
+        form = "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)"
+    if not fits:
+        raise ValueError(
+            f"{name} must have shape {form}, to go with attn_bias of {tuple(bias.shape)}, "
+            f"got {tuple(mask.shape)}"
+        )

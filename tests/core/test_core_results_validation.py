@@ -108,13 +108,13 @@ SELECTIONS = [
     ({"mask": zeros(B, 4, dtype="bool")}, ValueError, "attn_mask has shape (2, 4)", "{7|1}"),
     ({"window": -1}, ValueError, "window_size is -1", "at least 0"),
     ({"batch": -2}, ValueError, "batch is -2"),
-    ({"queries": -2}, ValueError, "queries is -2"),
-    ({"keys": -2}, ValueError, "keys is -2"),
+    ({"queries": -2}, ValueError, "query_length is -2"),
+    ({"keys": -2}, ValueError, "key_length is -2"),
     ({"heads": 3}, ValueError, "query has 3 heads and key has 2"),
     ({"threads": 0}, ValueError, "threads is 0"),
     ({"cu_seqlens_q": int32(0, 5)}, ValueError, "cu_seqlens_k is None"),
     ({**VARLEN, "batch": 3}, ValueError, "cu_seqlens_q has shape (3,)", "(4,)"),
-    ({**VARLEN, "queries": 3}, ValueError, "queries is 3", "at least 4"),
+    ({**VARLEN, "queries": 3}, ValueError, "max_seqlen_q is 3", "at least 4"),
     ({**VARLEN}, ValueError, "attn_bias has shape (2, 2, 1, 7)", "({4|2|1}, 1, 9)"),
 ]
 

@@ -265,13 +265,17 @@ def test_other_names_of_arguments() -> None:
         {"layer_head_mask": torch.ones(H)},
         {"dropout": 0.1},
         {"s_aux": torch.zeros(H)},
+        {"sinks": torch.zeros(H)},
+        {"indices": torch.zeros(2, Q, 3, dtype=torch.long)},
+        {"block_indices": torch.zeros(2, H, Q, 3, dtype=torch.long)},
         {"cache": object()},
+        {"block_table": torch.zeros(2, 2, dtype=torch.int32)},
     ],
     ids=lambda given: next(iter(given)),
 )
 def test_refusals_name_the_argument(given: dict[str, Any]) -> None:
     (name,) = given
-    with pytest.raises(ValueError, match=f"^{name} must be None, False or 0"):
+    with pytest.raises(NotImplementedError, match=f"^{name} must be None, False or 0"):
         flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), None, **given)
 
 

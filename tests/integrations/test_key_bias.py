@@ -124,3 +124,19 @@ def test_wrong_arguments() -> None:
         apply_flash_dmattn(tiny_model("llama"), attention=torch.nn.Linear)
     with pytest.raises(ValueError, match="no module of attention="):
         apply_flash_dmattn(tiny_model("llama"), Decay(), attention=torch.nn.Conv1d)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"model": "doge"}, r"model must be a loaded model .* got 'doge'; AutoModelForCausalLM"),
+        ({"model": None}, r"model must be a loaded model .* got None"),
+        ({"model": torch.nn.Linear(2, 2)}, r"model must be a loaded model .* got Linear object"),
+        ({"key_bias": 3, "attention": torch.nn.Linear}, r"key_bias must be a function .* got 3"),
+        ({"key_bias": abs, "attention": "all"}, r"attention must be a class .* got 'all'"),
+        ({"window_size": True}, r"window_size must be an integer, got True"),
+    ],
+)
+def test_wrong_types(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        apply_flash_dmattn(**{"model": tiny_model("doge"), **arguments})

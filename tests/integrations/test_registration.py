@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flash_dmattn.integrations import ATTENTION_NAME, register
+from flash_dmattn.integrations.flash_dynamic_mask_attention import REFUSED
 from flash_dmattn.integrations.import_utils import is_flash_dmattn_available
 from flash_dmattn.integrations.model_masks import model_mask
 from flash_dmattn.integrations.packed import Documents
 from flash_dmattn.masks import IntervalMask
 
-from .tiny_models import transformers
+from .tiny_models import tiny_model, transformers
 
 
 def test_importing_flash_dmattn_does_not_import_transformers() -> None:
@@ -29,9 +32,12 @@ def test_importing_flash_dmattn_does_not_import_transformers() -> None:
 
 
 def test_registering_twice_is_harmless() -> None:
-    wrapped = transformers.modeling_utils.lazy_import_flash_attention
+    manager = transformers.ContinuousBatchingManager
+    check = transformers.PreTrainedModel._check_and_adjust_attn_implementation
+    switch = manager.switch_to_cb_friendly_attn
     register()
-    assert transformers.modeling_utils.lazy_import_flash_attention is wrapped
+    assert transformers.PreTrainedModel._check_and_adjust_attn_implementation is check
+    assert manager.switch_to_cb_friendly_attn is switch
     assert ATTENTION_NAME in transformers.AttentionInterface().valid_keys()
     assert is_flash_dmattn_available()
 
@@ -93,3 +99,75 @@ def test_blocks_of_rows_are_put_together(monkeypatch: pytest.MonkeyPatch) -> Non
     in_blocks = model_mask(**settings(function))
     assert torch.equal(in_blocks.start, whole.start)
     assert torch.equal(in_blocks.end, whole.end)
+
+
+_TINY = {"vocab_size": 160, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_sinks_are_refused_by_name() -> None:
+    """transformers would put a kernel of flash attention in place of a name with "flash" in it."""
+    if not hasattr(transformers, "GptOssConfig"):
+        pytest.skip("this transformers has no gpt-oss")
+    config = transformers.GptOssConfig(
+        **_TINY, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM._from_config(
+        config, attn_implementation=ATTENTION_NAME
+    ).eval()
+    assert model.config._attn_implementation == ATTENTION_NAME
+    with pytest.raises(
+        NotImplementedError,
+        match=r"^s_aux .* sinks, as of gpt-oss, .* call model\.set_attn_implementation\('eager'\)",
+    ):
+        model(torch.arange(3, 9)[None])
+    model.set_attn_implementation("eager")  # what the text says works
+    model(torch.arange(3, 9)[None])
+
+
+def test_continuous_batching_is_refused_before_it_begins() -> None:
+    if not hasattr(transformers, "ContinuousBatchingManager"):
+        pytest.skip("this transformers has no continuous batching")
+    model = tiny_model("llama", "named").eval()
+    settings = transformers.GenerationConfig(
+        max_new_tokens=2, do_sample=False, eos_token_id=2, pad_token_id=0
+    )
+    with pytest.raises(NotImplementedError, match=r"continuous batching .* generate\(\)"):
+        model.generate_batch(inputs=[[3, 4, 5], [6, 7]], generation_config=settings)
+
+
+@pytest.mark.parametrize("name", ["GPTJ", "XLNet"])
+def test_models_that_compute_attention_themselves_are_refused(name: str) -> None:
+    """One called what is not imported, the other its own attention without a word."""
+    if name == "GPTJ":
+        model_class = transformers.GPTJForCausalLM
+        config = transformers.GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, **_TINY)
+    else:
+        model_class = transformers.XLNetLMHeadModel
+        config = transformers.XLNetConfig(d_model=32, n_layer=1, n_head=4, d_inner=32, **_TINY)
+    if not hasattr(transformers.PreTrainedModel, "_can_set_attn_implementation"):
+        pytest.skip("this transformers does not tell which models call attention functions")
+    with pytest.raises(NotImplementedError, match=f"{model_class.__name__} computes attention in"):
+        model_class._from_config(config, attn_implementation=ATTENTION_NAME)
+
+
+# What models hand to attention functions by name, beside what is refused.
+_COMPUTED_WITH = {
+    "module", "query", "key", "value", "attention_mask", "scaling", "is_causal", "sliding_window",
+    "softcap", "position_bias", "position_ids", "deterministic", "cu_seq_lens_q", "cu_seq_lens_k",
+    "max_length_q", "max_length_k",
+}  # fmt: skip
+
+
+def test_every_argument_that_models_hand_on_is_computed_with_or_refused() -> None:
+    """A new one of transformers would otherwise be ignored, and change what a model computes."""
+    found: dict[str, str] = {}
+    models = Path(transformers.__file__).parent / "models"
+    for source in models.glob("*/modeling_*.py"):
+        text = source.read_text()
+        for call in re.finditer(r"= attention_interface\(\n(.*?)\n\s+\)\n", text, re.DOTALL):
+            for name in re.findall(r"^\s+(\w+)=", call[1], re.MULTILINE):
+                found.setdefault(name, source.name)
+    assert {"scaling", "dropout", "s_aux"} <= found.keys()
+    unknown = {n: f for n, f in found.items() if n not in _COMPUTED_WITH and n not in REFUSED}
+    assert not unknown

@@ -11,6 +11,7 @@ import os
 
 import torch
 
+from flash_dmattn.checks import described
 from flash_dmattn.loader import environment
 
 from . import portable
@@ -96,13 +97,13 @@ def _pack_backend(device_type: str, device_index: int | None) -> Backend:
 
 def check_backend_name(name: str) -> None:
     """Raise ValueError, with the nearest name, if no backend has this name."""
-    if name in _KNOWN_BACKENDS:
+    if isinstance(name, str) and name in _KNOWN_BACKENDS:
         return
-    near = difflib.get_close_matches(str(name), _KNOWN_BACKENDS, n=1)
+    near = difflib.get_close_matches(described(name), _KNOWN_BACKENDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(
         f"backend must be None, 'auto' or one of {', '.join(map(repr, _KNOWN_BACKENDS))}, got "
-        f"{name!r}.{hint}"
+        f"{described(name)}.{hint}"
     )
 
 

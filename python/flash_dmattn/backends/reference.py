@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,12 @@ from flash_dmattn.masks import IntervalMask
 from flash_dmattn.reference import (
     Sequence,
     attend,
-    attention_reference,
     computing_dtype,
     computing_inputs,
+    formula,
     packed_part,
     per_query_head,
+    recorded_gradients,
     sequences,
     without_autocast,
 )
@@ -52,20 +55,39 @@ class ReferenceBackend(Backend):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, None]:
         """Compute by the formula."""
         check_attention(inputs)
-        out, lse = attention_reference(
+        out, lse = formula(
             inputs.query,
             inputs.key,
             inputs.value,
             _mask(inputs),
             inputs.bias,
-            scale=inputs.scale,
-            causal=inputs.causal,
-            softcap=inputs.softcap,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            cu_seqlens_k=inputs.cu_seqlens_k,
-            block_table=inputs.block_table,
+            inputs.cu_seqlens_q,
+            inputs.cu_seqlens_k,
+            inputs.block_table,
+            inputs.scale,
+            inputs.causal,
+            inputs.softcap,
         )
         return out, lse, None
+
+    def recorded_backward(
+        self,
+        inputs: AttentionInputs,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: tuple[bool, ...],
+    ) -> tuple[Tensor, ...]:
+        """Compute gradients that are differentiable themselves, which those of `backward` are not.
+
+        They are recorded by autograd, with all intermediate results of the formula.
+        """
+
+        def compute(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Any:
+            own = inputs._replace(query=query, key=key, value=value, bias=bias)
+            return self.forward(own)[:2]
+
+        tensors = (inputs.query, inputs.key, inputs.value, inputs.bias)
+        return recorded_gradients(tensors, compute, (dout, dlse), wanted)
 
     def backward(
         self,

@@ -30,7 +30,7 @@ def check_attention(inputs: AttentionInputs, *, read_lengths: bool = True) -> No
     paged = inputs.block_table is not None
     if varlen:
         _check_rank("query", query, 3, "(total_q, H, D)")
-        layout = (4, "(pages, page, Hk, D)") if paged else (3, "(total_k, Hk, D)")
+        layout = (4, "(pages, page, Hk, D) with block_table") if paged else (3, "(total_k, Hk, D)")
     else:
         _check_rank("query", query, 4, "(B, Q, H, D)")
         layout = (4, "(B, K, Hk, D)")
@@ -199,13 +199,19 @@ def _check_packed(
 ) -> None:
     """Check a packed mask or bias; totals of None are not known, and are believed to fit."""
     _check_rank(name, tensor, 3, "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)")
-    if tensor.shape[1] == 1:
-        _check_shape(
-            name, tensor, (heads, (1,), (tensor.shape[2] if total_k is None else total_k,))
-        )
-    else:
-        _check_shape(
-            name, tensor, (heads, (tensor.shape[1] if total_q is None else total_q,), (longest_k,))
+    per_key = tensor.shape[1] == 1
+    wanted = (1, total_k) if per_key else (total_q, longest_k)
+    if tensor.shape[0] not in heads or any(
+        known is not None and size != known
+        for size, known in zip(tensor.shape[1:], wanted, strict=True)
+    ):
+        choice = "|".join(map(str, heads))
+        q, k = ("any" if total is None else total for total in (total_q, total_k))
+        raise ValueError(
+            f"{name} must have shape ({{H|Hk|1}}, 1, total_k) = ({choice}, 1, {k}) or "
+            f"({{H|Hk|1}}, total_q, max_seqlen_k) = ({choice}, {q}, {longest_k}), where "
+            "cu_seqlens_k ends with total_k and cu_seqlens_q with total_q, got "
+            f"{tuple(tensor.shape)}"
         )
 
 

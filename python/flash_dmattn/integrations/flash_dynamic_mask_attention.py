@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_dmattn import checks
 from flash_dmattn.masks import IntervalMask
 
 from .dtypes import target_dtype_of
@@ -15,18 +16,22 @@ from .key_bias import biased
 from .mask_forms import Mask
 from .modeling_flash_dynamic_mask_attention_utils import _flash_dynamic_mask_attention_forward
 
-__all__ = ["flash_dynamic_mask_attention_forward"]
+__all__ = ["REFUSED", "flash_dynamic_mask_attention_forward"]
 
 # What models may ask for that is not computed here, and what to do about it. To go on without it
 # would give other results than the model was made for.
-_REFUSED = {
-    "output_attentions": "probabilities are never made; load the model with "
-    "attn_implementation='eager' to look at them",
-    "head_mask": "heads cannot be masked; load the model with attn_implementation='eager'",
-    "layer_head_mask": "heads cannot be masked; load the model with attn_implementation='eager'",
+_USE_EAGER = "call model.set_attn_implementation('eager')"
+REFUSED = {
+    "output_attentions": f"probabilities are never made; to look at them, {_USE_EAGER}",
+    "head_mask": f"heads cannot be masked; {_USE_EAGER}",
+    "layer_head_mask": f"heads cannot be masked; {_USE_EAGER}",
     "dropout": "attention has no dropout; set the dropout of attention in the model's config to 0",
-    "s_aux": "attention sinks are not computed; load the model with attn_implementation='eager'",
-    "cache": "paged caches of continuous batching are not read; generate without it",
+    "s_aux": f"attention sinks, as of gpt-oss, are not computed; {_USE_EAGER}",
+    "sinks": f"attention sinks are not computed; {_USE_EAGER}",
+    "indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
+    "block_indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
+    "cache": "paged caches of continuous batching are not read; call generate()",
+    "block_table": "paged caches of continuous batching are not read; call generate()",
 }
 
 
@@ -63,22 +68,29 @@ def flash_dynamic_mask_attention_forward(
         ``(B, Q, H, D)``, and None in place of the probabilities.
 
     Raises:
-        ValueError: something is asked for that is not computed here, such as output_attentions,
-            head_mask or dropout; or as `flash_dmattn_func`.
-        TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+        NotImplementedError: something is asked for that is not computed here, such as
+            output_attentions, head_mask, dropout or attention sinks; or as `flash_dmattn_func`.
+        TypeError, ValueError, RuntimeError: as `flash_dmattn_func`.
     """
+    if not isinstance(module, torch.nn.Module):
+        checks.refuse_type("module", "a torch.nn.Module", module)
+    for name, states in (("query", query), ("key", key), ("value", value)):
+        if checks.tensor(name, states).dim() != 4:
+            raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(states.shape)}")
     _refuse(kwargs)
     attention_mask, attention_bias, window_size = biased(
         module, value, attention_mask, attention_bias, window_size, kwargs
     )
     position_bias = kwargs.pop("position_bias", None)
     if position_bias is not None:
+        checks.tensor("position_bias", position_bias)
         attention_bias = position_bias if attention_bias is None else attention_bias + position_bias
     is_causal = kwargs.pop("is_causal", None)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) and not _says_what_is_causal(attention_mask)
     if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+        scaling = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+    scaling = checks.number("scaling", scaling)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     head_dim = value.shape[-1]
     padded = key.shape[-1] != head_dim
@@ -92,7 +104,7 @@ def flash_dynamic_mask_attention_forward(
         attention_bias,
         query_length=query.shape[1],
         key_length=key.shape[1],
-        is_causal=bool(is_causal),
+        is_causal=checks.flag("is_causal", is_causal),
         softmax_scale=scaling,
         window_size=window_size,
         softcap=softcap,
@@ -103,15 +115,18 @@ def flash_dynamic_mask_attention_forward(
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
-    for name, remedy in _REFUSED.items():
+    for name, remedy in REFUSED.items():
         asked = kwargs.pop(name, None)
-        if asked is None or asked is False or (name == "dropout" and asked == 0):
+        if asked is None or asked is False or (name == "dropout" and _is_zero(asked)):
             continue
-        shown = f"a {type(asked).__name__}" if isinstance(asked, Tensor) else repr(asked)
-        raise ValueError(
+        raise NotImplementedError(
             f"{name} must be None, False or 0 with attn_implementation='flash_dmattn', got "
-            f"{shown}: {remedy}"
+            f"{checks.described(asked)}: {remedy}"
         )
+
+
+def _is_zero(dropout: Any) -> bool:
+    return isinstance(dropout, (int, float)) and dropout == 0
 
 
 def _says_what_is_causal(mask: Mask) -> bool:

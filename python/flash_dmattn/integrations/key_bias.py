@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from flash_dmattn import checks
+
 from .import_utils import require_transformers
 from .mask_forms import Mask
 from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME, register
@@ -71,12 +73,16 @@ def apply_flash_dmattn(
 
     Raises:
         ImportError: transformers is absent or too old.
+        TypeError: an argument has the wrong type.
         ValueError: the model has no module to change, or only one of ``key_bias`` and
             ``attention`` is given.
         RuntimeError: transformers does not let the model have another attention.
     """
     require_transformers()
     register()
+    _check_types(model, key_bias, attention)
+    if window_size is not None:
+        window_size = checks.index("window_size", window_size, 0)
     if (key_bias is None) != (attention is None):
         missing = "attention" if attention is None else "key_bias"
         raise ValueError(f"{missing} must be given too: key_bias and attention belong together")
@@ -115,10 +121,25 @@ def biased(
     given: KeyBias | None = getattr(module, _ATTRIBUTE, None)
     if given is None:
         return mask, bias, window_size
-    own = given.function(module, value)
+    own = checks.tensor("the result of key_bias", given.function(module, value))
     own = own if own.dim() == 4 else own.unsqueeze(-2)
     window = given.window_size if window_size is None else window_size
     return mask, own if bias is None else own + bias, window
+
+
+def _check_types(model: Any, key_bias: Any, attention: Any) -> None:
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "set_attn_implementation")):
+        hint = ""
+        if isinstance(model, str):
+            hint = "; AutoModelForCausalLM.from_pretrained(...) of transformers loads one"
+        raise TypeError(
+            f"model must be a loaded model of transformers, got {checks.described(model)}{hint}"
+        )
+    if key_bias is not None and not callable(key_bias):
+        checks.refuse_type("key_bias", "a function or None", key_bias)
+    classes = attention if isinstance(attention, tuple) else (attention,)
+    if attention is not None and not (classes and all(isinstance(c, type) for c in classes)):
+        checks.refuse_type("attention", "a class of modules, a tuple of them, or None", attention)
 
 
 def _is_doge_attention(module: torch.nn.Module) -> bool:

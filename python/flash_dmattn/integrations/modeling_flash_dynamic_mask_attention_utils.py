@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from flash_dmattn import checks
 from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
 from flash_dmattn.masks import IntervalMask
 from flash_dmattn.selection import keeps_all, without_nan
@@ -85,15 +86,17 @@ def _flash_dynamic_mask_attention_forward(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    if implementation is not None and "dmattn" not in implementation:
+    if implementation is not None and "dmattn" not in str(implementation):
         raise ValueError(
-            f"implementation must be None or 'flash_dmattn', got {implementation!r}, which is "
-            "another kind of attention"
+            "implementation must be None or 'flash_dmattn', got "
+            f"{checks.described(implementation)}, which is another kind of attention"
         )
     query, key, value, attention_bias = fdma_peft_integration_check(
         query_states, key_states, value_states, attention_bias, target_dtype
     )
     window = _window(window_size, keep_window_size)
+    if sliding_window is not None:
+        sliding_window = checks.index("sliding_window", sliding_window, 1)
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
     mask, bias, keys = mask_and_bias(attention_mask, attention_bias, key.shape[1], query.dtype)
     if keys != key.shape[1]:
@@ -131,6 +134,9 @@ class Packing(NamedTuple):
 
 
 def _window(window_size: int | None, keep_window_size: int | None) -> int | None:
+    for name, size in (("window_size", window_size), ("keep_window_size", keep_window_size)):
+        if size is not None:
+            checks.index(name, size, 0)
     if window_size is None or keep_window_size is None:
         return keep_window_size if window_size is None else window_size
     if window_size != keep_window_size:

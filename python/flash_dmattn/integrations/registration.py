@@ -13,6 +13,7 @@ __all__ = ["ATTENTION_NAME", "KEY_BIAS_ATTENTION_NAME", "register"]
 ATTENTION_NAME = "flash_dmattn"
 # For models whose attention reads the mask only to hand it on: `apply_flash_dmattn` sets it.
 KEY_BIAS_ATTENTION_NAME = "flash_dmattn_key_bias"
+_NAMES = (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME)
 
 
 def register() -> None:
@@ -30,26 +31,72 @@ def register() -> None:
     for name, mask in ((ATTENTION_NAME, model_mask), (KEY_BIAS_ATTENTION_NAME, compact_model_mask)):
         AttentionInterface.register(name, flash_dynamic_mask_attention_forward)
         AttentionMaskInterface.register(name, mask)
-    _spare_preloading()
+    _take_names_as_they_are()
+    _refuse_continuous_batching()
 
 
-def _spare_preloading() -> None:
-    """Keep transformers from looking for the kernels of our names.
+def _take_names_as_they_are() -> None:
+    """Keep transformers from what it does with every name that has "flash" in it.
 
-    From version 5 it takes each name with "flash" in it, registered or not, for a kernel of flash
-    attention that it has to load before the model can be made.
+    From version 5 it takes each such name, registered or not, for a kernel of flash attention: it
+    loads that before the model can be made, and for some models puts another name in its place.
     """
-    from transformers import modeling_utils
+    from transformers import PreTrainedModel
 
-    load = getattr(modeling_utils, "lazy_import_flash_attention", None)
-    if load is None or hasattr(load, "spares_flash_dmattn"):
+    check = getattr(PreTrainedModel, "_check_and_adjust_attn_implementation", None)
+    if check is None or hasattr(check, "knows_flash_dmattn"):
         return
 
-    @functools.wraps(load)
-    def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation in (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME):
-            return None
-        return load(implementation, *args, **kwargs)
+    @functools.wraps(check)
+    def check_others(self: Any, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation not in _NAMES:
+            return check(self, implementation, *args, **kwargs)
+        _refuse_own_attention(type(self))
+        return implementation
 
-    load_others.spares_flash_dmattn = True  # type: ignore[attr-defined]
-    modeling_utils.lazy_import_flash_attention = load_others
+    check_others.knows_flash_dmattn = True  # type: ignore[attr-defined]
+    PreTrainedModel._check_and_adjust_attn_implementation = check_others
+
+
+def _refuse_own_attention(model_class: Any) -> None:
+    """Raise NotImplementedError for a model of transformers that would never call our function."""
+    calls_functions = getattr(model_class, "_can_set_attn_implementation", None)
+    # Of models that users write, where the source may not be at hand, it does not know.
+    if not model_class.__module__.startswith("transformers.") or calls_functions is None:
+        return
+    if not calls_functions():
+        raise NotImplementedError(
+            f"attn_implementation={ATTENTION_NAME!r}: {model_class.__name__} computes attention in "
+            "its own code and calls no registered function; load it with "
+            "attn_implementation='eager', or, where it is a part of a model, give the parts their "
+            "own by a dict"
+        )
+
+
+def _refuse_continuous_batching() -> None:
+    """Say before it begins that the paged cache of continuous batching is not read.
+
+    What fails later, in a thread of its own, is logged, and the answers are empty.
+    """
+    try:
+        from transformers.generation.continuous_batching import continuous_api
+    except ImportError:
+        return
+    manager = getattr(continuous_api, "ContinuousBatchingManager", None)
+    switch = getattr(manager, "switch_to_cb_friendly_attn", None)
+    if manager is None or switch is None or hasattr(switch, "knows_flash_dmattn"):
+        return
+
+    @functools.wraps(switch)
+    def switch_others(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        implementation = model.config._attn_implementation
+        if implementation in _NAMES:
+            raise NotImplementedError(
+                f"attn_implementation={implementation!r}: the paged caches of continuous batching "
+                "are not read by flash_dmattn; call generate() in place of generate_batch(), or "
+                "model.set_attn_implementation('sdpa') before it"
+            )
+        return switch(self, model, *args, **kwargs)
+
+    switch_others.knows_flash_dmattn = True  # type: ignore[attr-defined]
+    manager.switch_to_cb_friendly_attn = switch_others

@@ -3,23 +3,33 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ..arguments import index
+from .. import checks
+from ..arguments import flag, index
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..selection import keeps_all, without_nan
+from .arguments import (
+    check_backend,
+    check_bias_form,
+    check_cu_seqlens,
+    check_fits_projection,
+    check_keys,
+    check_parameter_dtype,
+    check_positions,
+    check_positive,
+    checked_base,
+    finite,
+)
 from .cache import AttentionCache
 from .rotary import packed_positions, rotary_factors, rotate
 
 __all__ = ["DynamicMaskAttention"]
-
-BIAS_FORMS = ("softplus", "exp")
 
 
 class DynamicMaskAttention(nn.Module):
@@ -100,7 +110,7 @@ class DynamicMaskAttention(nn.Module):
         """
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_positive(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=kv_heads)
+        check_positive(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=kv_heads)
         if num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}"
@@ -112,20 +122,22 @@ class DynamicMaskAttention(nn.Module):
                     f"{embed_dim} and {num_heads}"
                 )
             head_dim = embed_dim // num_heads
-        _check_positive(head_dim=head_dim)
+        check_positive(head_dim=head_dim)
         if head_dim > 256:
-            raise ValueError(f"head_dim must be at most 256, got {head_dim}")
+            raise ValueError(f"head_dim must be at most 256, got {checks.described(head_dim)}")
         if window_size is not None:
-            _check_positive(window_size=window_size)
-        if bias_form not in BIAS_FORMS:
-            raise ValueError(f"bias_form must be one of {', '.join(BIAS_FORMS)}, got {bias_form!r}")
-        if rotary_base is not None and (head_dim % 2 or not rotary_base > 0):
-            raise ValueError(
-                "rotary_base must be positive and head_dim even, or rotary_base None, got "
-                f"rotary_base={rotary_base} and head_dim={head_dim}"
-            )
-        if not softcap >= 0:
-            raise ValueError(f"softcap must be at least 0, which is none, got {softcap}")
+            check_positive(window_size=window_size)
+        check_bias_form(bias_form)
+        rotary_base = None if rotary_base is None else checked_base(rotary_base, head_dim)
+        softcap = finite("softcap", softcap, least=0)
+        softmax_scale = None if softmax_scale is None else finite("softmax_scale", softmax_scale)
+        norm_eps = finite("norm_eps", norm_eps, least=0)
+        init_std = finite("init_std", init_std, least=0)
+        is_causal, qk_norm = flag("is_causal", is_causal), flag("qk_norm", qk_norm)
+        projection_bias = flag("projection_bias", projection_bias)
+        check_backend(backend)
+        check_parameter_dtype(dtype)
+        device = checks.device("device", device)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = kv_heads
@@ -277,7 +289,7 @@ class DynamicMaskAttention(nn.Module):
         if cu_seqlens is None:
             keys = key.shape[1]
         else:
-            keys = _longest(cu_seqlens) if max_seqlen is None else max_seqlen
+            keys = _longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
         if self.window_size is not None:
             if not isinstance(attn_mask, IntervalMask):
                 settings["window_size"] = self.window_size
@@ -304,55 +316,31 @@ class DynamicMaskAttention(nn.Module):
         position_ids: Tensor | None,
         cache: AttentionCache | None,
     ) -> None:
-        if not isinstance(hidden_states, Tensor):
-            raise TypeError(f"hidden_states must be a torch.Tensor, got {hidden_states!r}")
+        checks.tensor("hidden_states", hidden_states)
         form = "(B, N, embed_dim)" if cu_seqlens is None else "(total, embed_dim) with cu_seqlens"
         shape = tuple(hidden_states.shape)
         if len(shape) != (3 if cu_seqlens is None else 2) or shape[-1] != self.embed_dim:
             raise ValueError(
                 f"hidden_states must have shape {form}, embed_dim={self.embed_dim}, got {shape}"
             )
+        check_fits_projection(hidden_states, self.q_proj)
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, hidden_states)
         if isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
             raise TypeError(
                 f"attn_mask must have dtype torch.bool (True can be seen), got {attn_mask.dtype}"
             )
         if cache is not None:
             if not isinstance(cache, AttentionCache):
-                raise TypeError(f"cache must be an AttentionCache or None, got {cache!r}")
+                checks.refuse_type("cache", "an AttentionCache or None", cache)
             if cu_seqlens is not None:
                 raise ValueError("cache cannot be combined with cu_seqlens; pad the sequences")
             if not self.is_causal:
                 raise ValueError("cache needs is_causal=True: earlier tokens see no later ones")
         if attn_mask is not None and cu_seqlens is None:
-            _check_keys(attn_mask, shape[1], 0 if cache is None else cache.length)
+            check_keys(attn_mask, shape[1], 0 if cache is None else cache.length)
         if position_ids is not None:
-            _check_positions(position_ids, shape[:-1])
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if index(name, size) < 1:
-            raise ValueError(f"{name} must be at least 1, got {operator.index(size)}")
-
-
-def _check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> None:
-    """Raise ValueError unless a mask has every key, of which attention would broadcast one."""
-    given = attn_mask.start if isinstance(attn_mask, IntervalMask) else attn_mask
-    if given.dim() and given.shape[-1] == cached + tokens:
-        return
-    held = f" after the {cached} that cache holds" if cached else ""
-    raise ValueError(
-        f"attn_mask must have all {cached + tokens} keys in its last dimension, here those of "
-        f"{tokens} tokens{held}, got shape {tuple(given.shape)}"
-    )
-
-
-def _check_positions(position_ids: Tensor, rows: tuple[int, ...]) -> None:
-    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
-        raise TypeError(f"position_ids must hold integers, got {position_ids.dtype}")
-    if tuple(position_ids.shape) not in (rows, rows[-1:]):
-        allowed = " or ".join(str(shape) for shape in dict.fromkeys((rows[-1:], rows)))
-        raise ValueError(f"position_ids must have shape {allowed}, got {tuple(position_ids.shape)}")
+            check_positions(position_ids, hidden_states)
 
 
 def _longest(cu_seqlens: Tensor) -> int:

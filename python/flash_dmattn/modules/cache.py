@@ -6,11 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..arguments import index
 
 __all__ = ["AttentionCache"]
 
 _NAMES = ("key", "value", "bias")
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _LENGTH_DIMENSION = {"key": 1, "value": 1, "bias": 3}
 
 
@@ -39,8 +41,12 @@ class AttentionCache:
             TypeError: max_length is not an integer.
             ValueError: max_length is less than 1.
         """
-        if max_length is not None and index("max_length", max_length) < 1:
-            raise ValueError(f"max_length must be at least 1, or None to grow, got {max_length}")
+        if max_length is not None:
+            max_length = index("max_length", max_length, most=checks.MOST_ROWS)
+            if max_length < 1:
+                raise ValueError(
+                    f"max_length must be at least 1, or None to grow, got {max_length}"
+                )
         self.length = 0
         self.max_length = max_length
         self._buffers: dict[str, Tensor] = {}
@@ -69,10 +75,12 @@ class AttentionCache:
             `append` leaves them as they are; `truncate` and `append` after it may overwrite them.
 
         Raises:
-            ValueError: a tensor requires a gradient, differs in shape, dtype or device from what
-                the cache holds, or max_length is exceeded.
+            TypeError: an argument is not a tensor of floating-point numbers.
+            ValueError: a tensor requires a gradient, does not fit the others, differs in shape,
+                dtype or device from what the cache holds, or max_length is exceeded.
         """
         tokens = dict(zip(_NAMES, (key, value, bias), strict=True))
+        _check_shapes(tokens)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tokens.values()):
             raise ValueError(
                 "cache: cached keys and values are for inference, and have no gradient; call under "
@@ -100,10 +108,20 @@ class AttentionCache:
             indices: int64 or int32 ``(new B,)``.
 
         Raises:
-            ValueError: the number of dimensions is wrong.
+            TypeError: indices is not a tensor of integers.
+            ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
+                is none of a sequence.
         """
+        checks.tensor("indices", indices, "a torch.Tensor of integers")
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}"
+            )
         if indices.dim() != 1:
             raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
+        if indices.is_meta:
+            raise ValueError("indices must have values, got a meta tensor")
+        self._check_indices(indices)
         with torch.inference_mode(False):
             self._buffers = {
                 name: buffer.index_select(0, indices.to(buffer.device))
@@ -116,9 +134,22 @@ class AttentionCache:
         Raises:
             ValueError: length is negative, or more than the cache holds.
         """
-        if not 0 <= index("length", length) <= self.length:
+        length = index("length", length)
+        if not 0 <= length <= self.length:
             raise ValueError(f"length must be from 0 to {self.length}, got {length}")
         self.length = length
+
+    def _check_indices(self, indices: Tensor) -> None:
+        # Of a GPU they would have to be waited for; there index_select checks them itself.
+        if not self._buffers or indices.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        batch = self._buffers["key"].shape[0]
+        outside = indices[(indices < 0) | (indices >= batch)]
+        if outside.numel():
+            raise ValueError(
+                f"indices must be from 0 to {batch - 1}, as the cache holds {batch} sequences, "
+                f"got {int(outside[0])}"
+            )
 
     def _check(self, tokens: dict[str, Tensor]) -> None:
         for name, added in tokens.items():
@@ -133,8 +164,8 @@ class AttentionCache:
                 raise ValueError(f"cache holds {name} of shape {wanted} but for N, got {got}")
             if (added.dtype, added.device) != (held.dtype, held.device):
                 raise ValueError(
-                    f"cache holds {name} in {held.dtype} on {held.device}, got {added.dtype} on "
-                    f"{added.device}"
+                    f"{name} must be {held.dtype} on {held.device}, as the cache holds it, got "
+                    f"{added.dtype} on {added.device}"
                 )
 
     def _grow(self, tokens: dict[str, Tensor], length: int) -> None:
@@ -153,3 +184,25 @@ class AttentionCache:
 
     def _part(self, name: str, start: int, end: int) -> Tensor:
         return self._buffers[name].narrow(_LENGTH_DIMENSION[name], start, end - start)
+
+
+def _check_shapes(tokens: dict[str, Tensor]) -> None:
+    for name, tensor in tokens.items():
+        if checks.tensor(name, tensor).dtype not in _DTYPES:
+            raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
+    key = tokens["key"]
+    if key.dim() != 4:
+        raise ValueError(f"key must have shape (B, N, Hk, D), got {tuple(key.shape)}")
+    batch, added, heads, _ = key.shape
+    for name in ("value", "bias"):
+        tensor = tokens[name]
+        wanted, got = tuple(key.shape), tuple(tensor.shape)
+        if name == "bias":
+            # A layer's own key_bias may have another number of heads.
+            wanted = (batch, got[1] if len(got) == 4 else heads, 1, added)
+        if got != wanted:
+            raise ValueError(f"{name} must have shape {wanted} to go with key, got {got}")
+        if tensor.device != key.device:
+            raise ValueError(
+                f"{name} must be on key's device {key.device}, got a tensor on {tensor.device}"
+            )

@@ -10,7 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import checks
+
 __all__ = ["create_mask", "dynamic_mask"]
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_MASK_DTYPES = frozenset({torch.bool, *checks.INTEGERS, *_DTYPES})
 
 
 def dynamic_mask(
@@ -34,9 +39,23 @@ def dynamic_mask(
 
     Returns:
         bool of the shape of ``attention_bias``.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: attention_mask does not broadcast to attention_bias, or a number is not
+            possible.
     """
-    scores = attention_bias.detach()
+    scores = checks.tensor("attention_bias", attention_bias).detach()
+    if scores.dtype not in _DTYPES or scores.dim() == 0:
+        raise TypeError(
+            "attention_bias must have at least 16 floating-point bits and shape (B, h, rows, K), "
+            f"got {checks.described(attention_bias)}"
+        )
+    window_size = checks.index("window_size", window_size, 0)
+    min_dtype = _checked_minimum(min_dtype, scores.dtype)
+    block_size = None if block_size is None else checks.index("block_size", block_size)
     if attention_mask is not None:
+        _check_mask(attention_mask, scores)
         scores = scores.masked_fill(~attention_mask, min_dtype)
     top = torch.topk(scores, min(window_size, scores.shape[-1]), dim=-1, sorted=False)
     keep = torch.zeros_like(scores, dtype=torch.bool)
@@ -67,8 +86,17 @@ def create_mask(
         bool of the shape of ``attention_bias``.
 
     Raises:
-        ValueError: a 2-D attention_mask has another shape.
+        TypeError, ValueError: as `dynamic_mask`; or a 2-D attention_mask has another shape.
     """
+    sizes = {"batch_size": batch_size, "query_len": query_len, "key_len": key_len}
+    batch_size, query_len, key_len = (checks.index(name, size, 0) for name, size in sizes.items())
+    if attention_mask is not None:
+        checks.tensor("attention_mask", attention_mask, "a torch.Tensor or None")
+        if attention_mask.dtype not in _MASK_DTYPES:
+            raise TypeError(
+                "attention_mask must hold booleans, or of 2 dimensions plain numbers, got "
+                f"{attention_mask.dtype}"
+            )
     if attention_mask is not None and attention_mask.dim() == 2:
         padding = attention_mask.to(torch.bool)
         if padding.shape == (batch_size, query_len) and query_len < key_len:
@@ -80,6 +108,30 @@ def create_mask(
             )
         attention_mask = padding[:, None, None, :]
     return dynamic_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
+
+
+def _checked_minimum(min_dtype: float, dtype: torch.dtype) -> float:
+    lowest = checks.number("min_dtype", min_dtype, "")
+    if not (lowest == -torch.inf or abs(lowest) <= torch.finfo(dtype).max):
+        raise ValueError(f"min_dtype must be a number that {dtype} can hold, got {lowest}")
+    return lowest
+
+
+def _check_mask(mask: Tensor, scores: Tensor) -> None:
+    checks.tensor("attention_mask", mask, "a torch.Tensor or None")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attention_mask must have dtype torch.bool, got {mask.dtype}")
+    if mask.device != scores.device:
+        raise ValueError(
+            f"attention_mask must be on attention_bias' device {scores.device}, got a tensor on "
+            f"{mask.device}"
+        )
+    sizes = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
+    if mask.dim() > scores.dim() or any(size not in (1, full) for size, full in sizes):
+        raise ValueError(
+            f"attention_mask must broadcast to attention_bias' shape {tuple(scores.shape)}, got "
+            f"{tuple(mask.shape)}"
+        )
 
 
 def _by_majority(keep: Tensor, block_size: int) -> Tensor:

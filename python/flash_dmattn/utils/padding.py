@@ -9,11 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import checks
+
 __all__ = ["get_unpad_data", "index_first_axis", "pad_input", "unpad_input", "upad_input"]
 
 
 def index_first_axis(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return rows of ``tensor`` ``(B, S, ...)`` by their numbers over batch and sequence."""
+    """Return rows of ``tensor`` ``(B, S, ...)`` by their numbers over batch and sequence.
+
+    Raises:
+        TypeError: an argument is no tensor, or indices holds no integers.
+        ValueError: tensor has fewer than two dimensions, or an index is outside of it.
+    """
+    checks.tensor("tensor", tensor)
+    if tensor.dim() < 2:
+        raise ValueError(f"tensor must have shape (B, S, ...), got {tuple(tensor.shape)}")
+    _check_indices(indices, tensor, tensor.shape[0] * tensor.shape[1])
     return tensor.flatten(0, 1)[indices]
 
 
@@ -23,7 +34,14 @@ def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
     Returns:
         The int64 numbers of the tokens, cu_seqlens int32 ``(B + 1,)``, and the longest sequence's
         length.
+
+    Raises:
+        TypeError: attention_mask is no tensor of booleans or integers.
+        ValueError: it does not have two dimensions.
     """
+    _check_padding("attention_mask", attention_mask)
+    if attention_mask.is_meta:
+        raise ValueError("attention_mask must have values, got a meta tensor")
     lengths = attention_mask.sum(-1, dtype=torch.int32)
     indices = attention_mask.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -44,7 +62,15 @@ def unpad_input(
     Returns:
         The packed ``(total, ...)``, the numbers of the tokens, cu_seqlens int32 ``(B + 1,)``, the
         longest sequence's length, and the used tokens of each sequence, int32 ``(B,)``.
+
+    Raises:
+        TypeError: an argument is no tensor, or a mask holds neither booleans nor integers.
+        ValueError: a shape does not fit.
     """
+    _check_rows("hidden_states", hidden_states, attention_mask)
+    if unused_mask is not None:
+        _check_rows("unused_mask", unused_mask, attention_mask)
+        _check_padding("unused_mask", unused_mask)
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices, cu_seqlens, longest = get_unpad_data(packed)
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -52,7 +78,22 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Put packed tokens ``(total, ...)`` back into ``(batch, seqlen, ...)``, zeros elsewhere."""
+    """Put packed tokens ``(total, ...)`` back into ``(batch, seqlen, ...)``, zeros elsewhere.
+
+    Raises:
+        TypeError: an argument is no tensor or no integer, or indices holds no integers.
+        ValueError: a size is negative, the number of indices is not that of tokens, or an index is
+            outside of the batch.
+    """
+    checks.tensor("hidden_states", hidden_states)
+    batch = checks.index("batch", batch, 0, checks.MOST_ROWS)
+    seqlen = checks.index("seqlen", seqlen, 0, checks.MOST_ROWS)
+    _check_indices(indices, hidden_states, batch * seqlen)
+    if hidden_states.dim() < 1 or indices.shape[0] != hidden_states.shape[0]:
+        raise ValueError(
+            "hidden_states must have a row for each of indices, got shapes "
+            f"{tuple(hidden_states.shape)} and {tuple(indices.shape)}"
+        )
     padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
     padded = padded.index_copy(0, indices, hidden_states)
     return padded.reshape(batch, seqlen, *hidden_states.shape[1:])
@@ -78,9 +119,17 @@ def upad_input(
     Returns:
         query, key, value ``(total, heads, D)``, the numbers of the query's tokens, (cu_seqlens_q,
         cu_seqlens_k) and (max_seqlen_q, max_seqlen_k).
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape does not fit.
     """
+    _check_padding("attention_mask", attention_mask)
+    length, query_length = attention_mask.shape[1], checks.index("query_length", query_length, 0)
+    _check_layers(query_layer, key_layer, value_layer, attention_mask, query_length)
+    if not callable(unpad_input_func):
+        checks.refuse_type("unpad_input_func", "a function", unpad_input_func)
     indices_k, cu_seqlens_k, longest_k = get_unpad_data(attention_mask)
-    length = attention_mask.shape[-1]
     key, value = (
         index_first_axis(layer[:, :length], indices_k) for layer in (key_layer, value_layer)
     )
@@ -96,3 +145,72 @@ def upad_input(
             query_layer, attention_mask[:, -query_length:]
         )
     return query, key, value, indices_q, (cu_seqlens_q, cu_seqlens_k), (longest_q, longest_k)
+
+
+def _check_padding(name: str, mask: Tensor) -> None:
+    checks.tensor(name, mask)
+    if mask.dtype != torch.bool and mask.dtype not in checks.INTEGERS:
+        raise TypeError(f"{name} must hold booleans or integers, got {mask.dtype}")
+    if mask.dim() != 2:
+        raise ValueError(f"{name} must have shape (B, S), got {tuple(mask.shape)}")
+
+
+def _check_rows(name: str, tensor: Tensor, attention_mask: Tensor) -> None:
+    """Raise unless a tensor begins with the dimensions of the mask."""
+    _check_padding("attention_mask", attention_mask)
+    rows = tuple(attention_mask.shape)
+    if tuple(checks.tensor(name, tensor).shape[:2]) != rows:
+        raise ValueError(
+            f"{name} must begin with attention_mask's shape {rows}, got {tuple(tensor.shape)}"
+        )
+    if tensor.device != attention_mask.device:
+        raise ValueError(
+            f"{name} must be on attention_mask's device {attention_mask.device}, got a tensor on "
+            f"{tensor.device}"
+        )
+
+
+def _check_indices(indices: Tensor, tensor: Tensor, rows: int) -> None:
+    checks.tensor("indices", indices, "a torch.Tensor of integers")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}")
+    if indices.dim() != 1:
+        raise ValueError(f"indices must have shape (total,), got {tuple(indices.shape)}")
+    if indices.device != tensor.device:
+        raise ValueError(
+            f"indices must be on the device of what they index, {tensor.device}, got a tensor on "
+            f"{indices.device}"
+        )
+    # Of a GPU they would have to be waited for.
+    if indices.device.type != "cpu" or torch.compiler.is_compiling() or indices.numel() == 0:
+        return
+    lowest, highest = int(indices.min()), int(indices.max())
+    if lowest < 0 or highest >= rows:
+        raise ValueError(
+            f"indices must be at least 0 and below {rows}, the number of rows, got {lowest} to "
+            f"{highest}"
+        )
+
+
+def _check_layers(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, query_length: int
+) -> None:
+    (batch, length), device = attention_mask.shape, attention_mask.device
+    least = {"query_layer": query_length, "key_layer": length, "value_layer": length}
+    for (name, rows), layer in zip(least.items(), (query, key, value), strict=True):
+        shape = tuple(checks.tensor(name, layer).shape)
+        fits = len(shape) == 4 and shape[0] == batch and shape[1] >= rows
+        if not fits or (name == "query_layer" and shape[1] != rows):
+            raise ValueError(
+                f"{name} must have shape ({batch}, {rows}, heads, D) to go with attention_mask "
+                f"{tuple(attention_mask.shape)} and query_length {query_length}, got {shape}"
+            )
+        if layer.device != device:
+            raise ValueError(
+                f"{name} must be on attention_mask's device {device}, got a tensor on "
+                f"{layer.device}"
+            )
+    if query_length > length:
+        raise ValueError(
+            f"query_length must be at most attention_mask's {length}, got {query_length}"
+        )

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of single arguments. Each refusal names the argument, what it is and what is allowed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "INTEGERS",
+    "MOST_ROWS",
+    "bounds",
+    "described",
+    "device",
+    "flag",
+    "index",
+    "number",
+    "refuse_layout",
+    "refuse_type",
+    "tensor",
+]
+
+# Rows and keys are counted in int32 wherever they are stored: IntervalMask, cu_seqlens.
+MOST_ROWS = 2**31 - 1
+_MOST = 2**63 - 1
+_LONGEST_TEXT = 60
+_SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_STRIDED = torch.strided
+INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
+
+
+def described(value: object) -> str:
+    """Say in a few words what an argument is; of tensors, arrays and collections no values."""
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            return f"a nested {value.dtype} tensor"
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    kind = type(value).__name__
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, _SCALARS):
+        return _shortened(value)
+    if _is_array(value):
+        return f"{kind} of shape {value.shape} and dtype {value.dtype}"  # type: ignore[attr-defined]
+    if isinstance(value, (list, tuple, dict, set)):
+        return f"{kind} of length {len(value)}"
+    return f"{kind} object"
+
+
+def _shortened(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 8 * _LONGEST_TEXT // 4:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print the largest
+    text = repr(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def _is_array(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "shape")
+
+
+def refuse_type(name: str, allowed: str, value: object) -> NoReturn:
+    """Raise the TypeError of an argument of a type that is not allowed."""
+    if isinstance(value, torch.fx.Proxy):
+        raise TypeError(
+            f"{name} must be {allowed}, got a torch.fx.Proxy: symbolic tracing cannot look into "
+            "flash_dmattn; make the function that you call a leaf with torch.fx.wrap, or use "
+            "torch.export.export"
+        )
+    hint = ""
+    if _is_array(value) and "Tensor" in allowed:
+        hint = f"; torch.from_numpy({name}) makes a tensor of it"
+    got = described(value)
+    kind = type(value).__name__
+    # The type is what is wrong: of 3 one would have to guess it.
+    if "Tensor" in allowed and isinstance(value, _SCALARS):
+        got = f"{kind}: {got}"
+    raise TypeError(f"{name} must be {allowed}, got {got}{hint}")
+
+
+def tensor(name: str, value: Any, allowed: str = "a torch.Tensor") -> Tensor:
+    """Return a tensor argument; TypeError for what is none, or none of plain strides."""
+    if not isinstance(value, Tensor):
+        refuse_type(name, allowed, value)
+    if value.layout is not _STRIDED or value.is_nested:
+        refuse_layout(name, value)
+    return value
+
+
+def refuse_layout(name: str, value: Tensor) -> NoReturn:
+    """Raise the TypeError of a tensor that is sparse, nested, or of another layout."""
+    if value.is_nested:
+        raise TypeError(
+            f"{name} must be a dense torch.Tensor, got a nested one; flash_dmattn_varlen_func "
+            "takes sequences of different lengths: values(), and int32 offsets() as cu_seqlens"
+        )
+    raise TypeError(
+        f"{name} must be a torch.Tensor of layout torch.strided, got {value.layout}; "
+        f"{name}.to_dense() is one"
+    )
+
+
+def bounds(name: str, value: Any) -> Tensor:
+    """Return a cu_seqlens argument, whose values are checked where they are read."""
+    cu_seqlens = tensor(name, value)
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"{name} must have dtype torch.int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name} must have shape (B + 1,), got {tuple(cu_seqlens.shape)}")
+    return cu_seqlens
+
+
+def index(name: str, value: Any, least: int = -_MOST - 1, most: int = _MOST) -> int:
+    """Return an integer argument, kept symbolic under torch.compile.
+
+    Raises:
+        TypeError: it is no integer; a bool is none either.
+        ValueError: it is below ``least`` or above ``most``, which are not asked of sizes that are
+            compiled.
+    """
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        raise TypeError(f"{name} must be an integer, got {described(value)}")
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if not isinstance(value, int):
+        try:
+            value = int(operator.index(value))
+        except (TypeError, RuntimeError):
+            raise TypeError(f"{name} must be an integer, got {described(value)}") from None
+    if torch.compiler.is_compiling() or least <= value <= most:
+        length: int = value
+        return length
+    wanted = f"at least {least}" if value < least else f"at most {most}"
+    raise ValueError(f"{name} must be {wanted}, got {described(value)}")
+
+
+def number(name: str, value: Any, alternative: str = " or None") -> float:
+    """Return a float argument.
+
+    Raises:
+        TypeError: it is no number, or a tensor that requires a gradient.
+        ValueError: no float is as large.
+    """
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise TypeError(
+            f"{name} must be a number, got a tensor that requires a gradient, which it would not "
+            "get; to learn a scale, multiply query by it"
+        )
+    try:
+        if not isinstance(value, (str, bytes, bytearray, bool)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got {described(value)}") from None
+    raise TypeError(f"{name} must be a number{alternative}, got {described(value)}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a boolean argument, None being False; TypeError for what is neither."""
+    if value is None or value is False:
+        return False
+    if value is True:
+        return True
+    if isinstance(value, (int, torch.SymBool)) and value in (0, 1):
+        return bool(value)
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise TypeError(f"{name} must be True, False or None, got {described(value)}")
+
+
+def device(name: str, value: Any) -> torch.device | None:
+    """Return a device argument, None staying None.
+
+    Raises:
+        TypeError: it is neither a name nor a number nor a torch.device.
+        ValueError: no device has this name.
+        RuntimeError: torch cannot use such a device here.
+    """
+    if value is None or torch.compiler.is_compiling():
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
+        refuse_type(name, "a torch.device, its name, or None", value)
+    try:
+        found = torch.device(value)
+    except (RuntimeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must name a device of torch, got {described(value)}") from None
+    is_available = getattr(getattr(torch, found.type, None), "is_available", None)
+    if is_available is not None and not is_available():
+        raise RuntimeError(
+            f"{name} is {str(found)!r}, which torch {torch.__version__} cannot use here"
+        )
+    return found

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of what the layer is made with and called with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..arguments import autocast_dtype, backend_name
+from ..backends import check_backend_name
+from ..masks import IntervalMask
+
+__all__ = [
+    "check_backend",
+    "check_bias_form",
+    "check_cu_seqlens",
+    "check_fits_projection",
+    "check_keys",
+    "check_parameter_dtype",
+    "check_positions",
+    "check_positive",
+    "checked_base",
+    "finite",
+]
+
+_BIAS_FORMS = ("softplus", "exp")
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise unless the sizes are integers above 0."""
+    for name, size in sizes.items():
+        checks.index(name, size, 1, checks.MOST_ROWS)
+
+
+def finite(name: str, value: float, least: float = -math.inf) -> float:
+    """Return a number that is neither infinite nor NaN."""
+    given = checks.number(name, value, "")
+    if not (math.isfinite(given) and given >= least):
+        wanted = "" if least == -math.inf else f" and at least {least}"
+        raise ValueError(f"{name} must be finite{wanted}, got {given}")
+    return given
+
+
+def checked_base(rotary_base: float, head_dim: int) -> float:
+    """Return the base of the rotary embedding, which turns pairs of elements."""
+    base = finite("rotary_base", rotary_base)
+    if head_dim % 2 or base <= 0:
+        raise ValueError(
+            "rotary_base must be positive and head_dim even, or rotary_base None, got "
+            f"rotary_base={rotary_base} and head_dim={head_dim}"
+        )
+    return base
+
+
+def check_bias_form(bias_form: str) -> None:
+    """Raise ValueError unless there is such a form."""
+    if not isinstance(bias_form, str) or bias_form not in _BIAS_FORMS:
+        raise ValueError(
+            f"bias_form must be one of {', '.join(_BIAS_FORMS)}, got {checks.described(bias_form)}"
+        )
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise unless it is the name of a backend; whether that can run is seen in a call."""
+    name = backend_name(backend)
+    if name != "auto":
+        check_backend_name(name)
+
+
+def check_parameter_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError unless parameters of this dtype can learn."""
+    if dtype is None:
+        return
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise TypeError(
+            "dtype must be a floating-point torch.dtype of at least 16 bits, or None, got "
+            f"{checks.described(dtype)}"
+        )
+
+
+def check_fits_projection(hidden_states: Tensor, projection: nn.Module) -> None:
+    """Raise unless the parameters can multiply the input."""
+    if type(projection) is not nn.Linear:
+        return  # what has replaced it, for quantization for example, has rules of its own
+    weight = projection.weight
+    if hidden_states.device != weight.device:
+        raise ValueError(
+            f"hidden_states must be on {weight.device}, as the layer's parameters, got a tensor on "
+            f"{hidden_states.device}"
+        )
+    if hidden_states.dtype != weight.dtype and (
+        autocast_dtype(hidden_states) is None or not hidden_states.is_floating_point()
+    ):
+        raise TypeError(
+            f"hidden_states must have dtype {weight.dtype}, as the layer's parameters, got "
+            f"{hidden_states.dtype}; convert one of them, or call under torch.autocast"
+        )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> None:
+    """Raise unless these may be bounds of packed sequences; their values are checked later."""
+    checks.bounds("cu_seqlens", cu_seqlens)
+    if cu_seqlens.device != hidden_states.device:
+        raise ValueError(
+            f"cu_seqlens must be on hidden_states' device {hidden_states.device}, got a tensor on "
+            f"{cu_seqlens.device}"
+        )
+
+
+def check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> None:
+    """Raise ValueError unless a mask has every key, of which attention would broadcast one."""
+    given = attn_mask.start if isinstance(attn_mask, IntervalMask) else attn_mask
+    if given.dim() and given.shape[-1] == cached + tokens:
+        return
+    held = f" after the {cached} that cache holds" if cached else ""
+    raise ValueError(
+        f"attn_mask must have all {cached + tokens} keys in its last dimension, here those of "
+        f"{tokens} tokens{held}, got shape {tuple(given.shape)}"
+    )
+
+
+def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:
+    """Raise unless there is an integer for each token."""
+    rows = tuple(hidden_states.shape[:-1])
+    checks.tensor("position_ids", position_ids, "a torch.Tensor of integers or None")
+    if position_ids.dtype not in checks.INTEGERS:
+        raise TypeError(f"position_ids must hold integers, got {position_ids.dtype}")
+    if tuple(position_ids.shape) not in (rows, rows[-1:]):
+        allowed = " or ".join(str(shape) for shape in dict.fromkeys((rows[-1:], rows)))
+        raise ValueError(f"position_ids must have shape {allowed}, got {tuple(position_ids.shape)}")
+    if position_ids.device != hidden_states.device:
+        raise ValueError(
+            f"position_ids must be on hidden_states' device {hidden_states.device}, got a tensor "
+            f"on {position_ids.device}"
+        )

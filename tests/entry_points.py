@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every public function and method, with good arguments and the kind of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import flash_dmattn
+from flash_dmattn import (
+    AttentionCache,
+    DynamicMaskAttention,
+    IntervalMask,
+    attention_reference,
+    dynamic_mask,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    make_plan,
+)
+from flash_dmattn.utils import mask as utils_mask
+from flash_dmattn.utils import padding
+from good_arguments import BOUNDS
+from support import randn
+
+
+class Entry(NamedTuple):
+    """How to call something, and what its arguments are."""
+
+    call: Callable[..., Any]
+    good: dict[str, Any]
+    kinds: dict[str, str]  # of good, and of optional arguments that good leaves out
+    # Of an argument that has another name where it is checked.
+    also_named: dict[str, str] = {}  # noqa: RUF012, never changed
+    # What is right here, though elsewhere it is not: (argument, kind of value).
+    right: frozenset[tuple[str, str]] = frozenset()
+
+
+def _of(kind: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_SETTINGS = {
+    **_of("number", "softmax_scale softcap"),
+    **_of("flag", "is_causal deterministic return_attn_probs return_lse"),
+    "backend": "name",
+    "plan": "object",
+}
+_DENSE = {"query": randn(2, 5, 4, 8), "key": randn(2, 7, 2, 8), "value": randn(2, 7, 2, 8)}
+_PACKED = {"query": randn(10, 4, 8), "key": randn(10, 2, 8), "value": randn(10, 2, 8)}
+_BOUNDS = {
+    "cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS, "max_seqlen_q": 6, "max_seqlen_k": 6,
+}  # fmt: skip
+_BOUND_KINDS = {
+    **_of("tensor", "cu_seqlens_q cu_seqlens_k"), **_of("integer", "max_seqlen_q max_seqlen_k"),
+}  # fmt: skip
+_TENSORS = _of("tensor", "query key value attn_mask attn_bias")
+_BIAS = {"attn_bias": randn(2, 2, 1, 7), "attn_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)}
+_PACKED_BIAS = {"attn_bias": randn(2, 1, 10), "attn_mask": torch.ones(1, 1, 10, dtype=torch.bool)}
+_LAYER = DynamicMaskAttention(16, 4, 2, window_size=3)
+_KEEP = torch.ones(2, 6, dtype=torch.bool)
+_SHORT = {"query_length": "integer", "key_length": "integer"}
+
+
+def _mask() -> IntervalMask:
+    return IntervalMask.sliding_window(2, 0, 5, 7)
+
+
+def _filled() -> AttentionCache:
+    cache = AttentionCache()
+    cache.append(torch.zeros(2, 3, 2, 4), torch.zeros(2, 3, 2, 4), torch.zeros(2, 2, 1, 3))
+    return cache
+
+
+def _auto(**arguments: Any) -> Any:
+    return flash_dmattn.flash_dmattn_func_auto(**arguments)(**_DENSE)
+
+
+def _layer(**arguments: Any) -> Any:
+    with torch.no_grad():
+        return _LAYER(**arguments)
+
+
+ENTRIES: dict[str, Entry] = {
+    "flash_dmattn_func": Entry(
+        flash_dmattn_func,
+        {**_DENSE, **_BIAS, "window_size": 3},
+        {**_TENSORS, **_SETTINGS, "window_size": "integer"},
+    ),
+    "flash_dmattn_func of the reference": Entry(
+        lambda **arguments: flash_dmattn_func(**{"backend": "reference", **arguments}),
+        {**_DENSE, **_BIAS},
+        {**_TENSORS, **_SETTINGS, "window_size": "integer"},
+    ),
+    "flash_dmattn_func with gradients": Entry(
+        lambda **arguments: flash_dmattn_func(**arguments),
+        {**_DENSE, "query": randn(2, 5, 4, 8).requires_grad_(), **_BIAS},
+        {**_TENSORS, **_SETTINGS},
+    ),
+    "flash_dmattn_func_auto": Entry(
+        _auto, {}, {**_SETTINGS, **_of("tensor", "attn_mask attn_bias")}
+    ),
+    "flash_dmattn_varlen_func": Entry(
+        flash_dmattn_varlen_func,
+        {**_PACKED, **_BOUNDS, **_PACKED_BIAS, "window_size": 3},
+        {**_TENSORS, **_BOUND_KINDS, **_SETTINGS, "block_table": "tensor",
+         "window_size": "integer"},
+    ),
+    "flash_dmattn_varlen_func of the reference": Entry(
+        lambda **arguments: flash_dmattn_varlen_func(**{"backend": "reference", **arguments}),
+        {**_PACKED, **_BOUNDS, **_PACKED_BIAS},
+        {**_TENSORS, **_BOUND_KINDS, **_SETTINGS},
+    ),
+    "pages": Entry(
+        flash_dmattn_varlen_func,
+        {**_BOUNDS, "query": randn(10, 4, 8), "key": randn(4, 4, 2, 8),
+         "value": randn(4, 4, 2, 8), "block_table": torch.zeros(2, 2, dtype=torch.int32)},
+        {**_of("tensor", "query key value block_table"), **_BOUND_KINDS},
+    ),
+    "dynamic_mask": Entry(
+        dynamic_mask,
+        {"attn_bias": _BIAS["attn_bias"], "window_size": 3, "attention_mask": _BIAS["attn_mask"]},
+        {**_of("tensor", "attn_bias attention_mask"), "window_size": "integer",
+         "is_causal": "flag", **_of("integer", "num_heads num_kv_heads"), **_SHORT,
+         "backend": "name"},
+    ),
+    "dynamic_mask of packed sequences": Entry(
+        dynamic_mask,
+        {**_BOUNDS, "attn_bias": _PACKED_BIAS["attn_bias"], "window_size": 3, "is_causal": True,
+         "attention_mask": _PACKED_BIAS["attn_mask"]},
+        {**_of("tensor", "attn_bias attention_mask"), "window_size": "integer",
+         "is_causal": "flag", **_BOUND_KINDS, "backend": "name"},
+        {"attention_mask": "attn_mask"},
+    ),
+    "make_plan": Entry(
+        make_plan,
+        {"query": _DENSE["query"], "key": _DENSE["key"], "attn_mask": _BIAS["attn_mask"]},
+        {**_of("tensor", "query key attn_mask"), "is_causal": "flag", "backend": "name"},
+    ),
+    "make_plan of packed sequences": Entry(
+        make_plan,
+        {"query": _PACKED["query"], "key": _PACKED["key"], **_BOUNDS},
+        {**_of("tensor", "query key attn_mask"), **_BOUND_KINDS, "is_causal": "flag"},
+    ),
+    "attention_reference": Entry(
+        attention_reference,
+        {**_DENSE, "mask": _BIAS["attn_mask"], "bias": _BIAS["attn_bias"]},
+        {**_of("tensor", "query key value mask bias"), **_of("number", "scale softcap"),
+         "causal": "flag"},
+    ),
+    "attention_reference of packed sequences": Entry(
+        attention_reference,
+        {**_PACKED, "cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS},
+        {**_of("tensor", "query key value mask bias cu_seqlens_q cu_seqlens_k block_table")},
+    ),
+    "IntervalMask": Entry(
+        IntervalMask,
+        {"start": torch.zeros(1, 2, 7, dtype=torch.int32),
+         "end": torch.zeros(1, 2, 7, dtype=torch.int32)},
+        {**_of("tensor", "start end"), "query_length": "integer"},
+    ),
+    "IntervalMask.from_key_padding": Entry(
+        IntervalMask.from_key_padding,
+        {"mask": _KEEP, "query_length": 5},
+        {"mask": "tensor", "query_length": "integer"},
+        right=frozenset({("mask", "meta"), ("mask", "of other sizes")}),
+    ),
+    "IntervalMask.sliding_window": Entry(
+        IntervalMask.sliding_window,
+        {"left": 2, "right": 1, "query_length": 5, "key_length": 7},
+        {**_of("integer", "left right"), **_SHORT, "device": "name"},
+    ),
+    "IntervalMask.documents": Entry(
+        IntervalMask.documents,
+        {"document_ids": torch.zeros(2, 7, dtype=torch.int32)},
+        {"document_ids": "tensor", "length": "integer"},
+        right=frozenset({("document_ids", "of other sizes"), ("document_ids", "meta")}),
+    ),
+    "IntervalMask.documents by bounds": Entry(
+        IntervalMask.documents,
+        {"cu_seqlens": BOUNDS},
+        {"cu_seqlens": "tensor", "length": "integer"},
+        right=frozenset({("cu_seqlens", "of other sizes")}),
+    ),
+    "IntervalMask.prefix_lm": Entry(
+        IntervalMask.prefix_lm,
+        {"prefix_lengths": torch.tensor([2, 3]), "query_length": 5, "key_length": 7},
+        {"prefix_lengths": "tensor", **_SHORT},
+        right=frozenset({("prefix_lengths", "of other sizes"), ("prefix_lengths", "meta")}),
+    ),
+    "IntervalMask.to": Entry(
+        lambda **arguments: _mask().to(**arguments), {"device": "cpu"}, {"device": "name"}
+    ),
+    "IntervalMask.to_bool": Entry(
+        lambda **arguments: _mask().to_bool(**arguments),
+        {"query_length": 5},
+        {"query_length": "integer"},
+    ),
+    "& of IntervalMasks": Entry(
+        lambda other: _mask() & other, {"other": _mask()}, {"other": "object"}, {"other": "&"}
+    ),
+    "DynamicMaskAttention": Entry(
+        DynamicMaskAttention,
+        {"embed_dim": 16, "num_heads": 4},
+        {**_of("integer", "embed_dim num_heads num_kv_heads head_dim window_size"),
+         **_of("flag", "is_causal qk_norm projection_bias"),
+         **_of("number", "rotary_base softcap softmax_scale norm_eps init_std"),
+         **_of("name", "bias_form backend device dtype")},
+    ),
+    "DynamicMaskAttention.forward": Entry(
+        _layer,
+        {"hidden_states": randn(2, 7, 16)},
+        {**_of("tensor", "hidden_states attn_mask position_ids"), "cache": "object"},
+    ),
+    "DynamicMaskAttention.forward of packed sequences": Entry(
+        _layer,
+        {"hidden_states": randn(10, 16), "cu_seqlens": BOUNDS, "max_seqlen": 6},
+        {**_of("tensor", "hidden_states attn_mask cu_seqlens position_ids"),
+         "max_seqlen": "integer"},
+    ),
+    "AttentionCache": Entry(AttentionCache, {}, {"max_length": "integer"}),
+    "AttentionCache.append": Entry(
+        lambda **arguments: _filled().append(**arguments),
+        {"key": torch.zeros(2, 1, 2, 4), "value": torch.zeros(2, 1, 2, 4),
+         "bias": torch.zeros(2, 2, 1, 1)},
+        _of("tensor", "key value bias"),
+    ),
+    "AttentionCache.append to an empty one": Entry(
+        lambda **arguments: AttentionCache().append(**arguments),
+        {"key": torch.zeros(2, 1, 2, 4), "value": torch.zeros(2, 1, 2, 4),
+         "bias": torch.zeros(2, 2, 1, 1)},
+        _of("tensor", "value bias"),
+    ),
+    "AttentionCache.reorder": Entry(
+        lambda **arguments: _filled().reorder(**arguments),
+        {"indices": torch.tensor([1, 0])},
+        {"indices": "tensor"},
+        right=frozenset({("indices", "of other sizes")}),
+    ),
+    "AttentionCache.truncate": Entry(
+        lambda **arguments: _filled().truncate(**arguments), {"length": 2}, {"length": "integer"}
+    ),
+    "utils.mask.dynamic_mask": Entry(
+        utils_mask.dynamic_mask,
+        {"attention_bias": randn(2, 2, 5, 7), "attention_mask": torch.ones(2, 1, 5, 7).bool(),
+         "window_size": 3, "min_dtype": -1e30, "block_size": 2},
+        {**_of("tensor", "attention_bias attention_mask"), "window_size": "integer",
+         "min_dtype": "number"},
+        right=frozenset({("attention_bias", "one more dimension"),
+                         ("attention_mask", "of no dimensions")}),
+    ),
+    "utils.mask.create_mask": Entry(
+        utils_mask.create_mask,
+        {"attention_bias": randn(2, 2, 6, 6), "attention_mask": _KEEP, "batch_size": 2,
+         "query_len": 6, "key_len": 6, "window_size": 3, "min_dtype": -1e30},
+        {**_of("tensor", "attention_bias attention_mask"),
+         **_of("integer", "batch_size query_len key_len window_size"), "min_dtype": "number"},
+        right=frozenset({("attention_bias", "one more dimension"),
+                         ("attention_mask", "of no dimensions")}),
+    ),
+    "index_first_axis": Entry(
+        padding.index_first_axis,
+        {"tensor": randn(2, 6, 3), "indices": torch.tensor([1, 11])},
+        {"indices": "tensor"},
+        right=frozenset({("indices", "of other sizes")}),
+    ),
+    "get_unpad_data": Entry(
+        padding.get_unpad_data, {"attention_mask": _KEEP}, {"attention_mask": "tensor"},
+        right=frozenset({("attention_mask", "of other sizes")}),
+    ),
+    "unpad_input": Entry(
+        padding.unpad_input,
+        {"hidden_states": randn(2, 6, 3), "attention_mask": _KEEP, "unused_mask": _KEEP.int()},
+        {**_of("tensor", "attention_mask unused_mask")},
+    ),
+    "pad_input": Entry(
+        padding.pad_input,
+        {"hidden_states": randn(2, 3), "indices": torch.tensor([1, 11]), "batch": 2, "seqlen": 6},
+        {"indices": "tensor", **_of("integer", "batch seqlen")},
+    ),
+    "upad_input": Entry(
+        padding.upad_input,
+        {"query_layer": randn(2, 6, 4, 8), "key_layer": randn(2, 6, 2, 8),
+         "value_layer": randn(2, 6, 2, 8), "attention_mask": _KEEP, "query_length": 6},
+        {"attention_mask": "tensor", "query_length": "integer"},
+    ),
+}  # fmt: skip
