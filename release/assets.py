@@ -21,8 +21,6 @@ from release.records import GpuRecord, archs_not_run, check_records, read_record
 from release.sbom import bill_of_materials
 from release.tag import changes
 
-__all__ = ["add_arguments", "release_notes", "run"]
-
 SUMS = "SHA256SUMS"
 MIB = 1 << 20
 

@@ -17,8 +17,6 @@ from elftools.elf.sections import SymbolTableSection
 
 from release.targets import version_numbers
 
-__all__ = ["Library", "read_library"]
-
 _MACHINES = {"x64": "x86_64", "AArch64": "aarch64"}
 _FATBIN_MAGIC = 0xBA55ED50
 _FATBIN_KINDS = {1: "compute", 2: "sm"}  # PTX, machine code

@@ -25,8 +25,6 @@ from rattler_build import (
 from release import targets
 from release.project import PROJECT, ROOT, ReleaseError, pyproject_value
 
-__all__ = ["add_arguments", "problems", "render", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode = parser.add_mutually_exclusive_group(required=True)

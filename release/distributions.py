@@ -18,19 +18,6 @@ from typing import Any
 
 from release.project import ReleaseError
 
-__all__ = [
-    "PACKAGE",
-    "Metadata",
-    "Wheel",
-    "core_metadata",
-    "gpu_archs",
-    "is_distribution",
-    "normalized",
-    "parse_metadata",
-    "project_and_version",
-    "sha256",
-]
-
 PACKAGE = "flash_dmattn"
 
 

@@ -10,10 +10,8 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from release.programs import run as run_program
+from release.programs import call
 from release.project import PROJECT, ReleaseError
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +30,9 @@ def run(options: argparse.Namespace) -> None:
             raise ReleaseError(
                 f"{options.tag} is published; a release is never replaced, make a new version"
             )
-        run_program(["gh", "release", "delete", options.tag, "--yes"])
+        call(["gh", "release", "delete", options.tag, "--yes"])
     title = f"{PROJECT} {options.tag.removeprefix('v')}"
-    run_program(
+    call(
         [
             *("gh", "release", "create", options.tag, "--draft", "--verify-tag", "--title", title),
             *("--notes-file", options.notes, f"--prerelease={options.pre_release}"),

@@ -29,8 +29,6 @@ from release.distributions import (
 )
 from release.project import PROJECT, ReleaseError
 
-__all__ = ["METADATA_SUFFIX", "add_arguments", "files_of", "run", "write_index"]
-
 API_VERSION = "1.1"
 METADATA_SUFFIX = ".metadata"
 

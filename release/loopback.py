@@ -14,8 +14,6 @@ from typing import Any
 
 from release.distributions import sha256
 
-__all__ = ["JSON_TYPE", "Server", "local_release", "serving"]
-
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
 
 

@@ -19,8 +19,6 @@ from release import targets
 from release.project import ROOT, ReleaseError, commit_time
 from release.targets import Platform, Table
 
-__all__ = ["Jobs", "add_arguments", "jobs", "pinned", "run"]
-
 Jobs: TypeAlias = dict[str, list[dict[str, str]]]
 SMALL_ARCH = "sm90"
 SMALL_HEAD_DIMS = (64, 128)

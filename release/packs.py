@@ -11,15 +11,11 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from release import targets
-from release.programs import cuda_version, find_nvcc
-from release.programs import run as run_program
+from release.programs import call, cuda_version, find_nvcc
 from release.project import ROOT, ReleaseError, commit
-
-__all__ = ["add_arguments", "build_packs", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,47 +42,27 @@ def run(options: argparse.Namespace) -> None:
     if targets.version_numbers(version) < targets.version_numbers(oldest):
         raise ReleaseError(f"{nvcc} is of CUDA {version}; {oldest} is the oldest that is supported")
     definitions = {
+        "FLASH_DMATTN_CORE": "OFF",
+        "FLASH_DMATTN_CPU": "OFF",
+        "FLASH_DMATTN_CUDA": "ON",
         "FLASH_DMATTN_ARCHS": ";".join(options.archs.replace(",", " ").split()),
         "FLASH_DMATTN_HEAD_DIMS": ";".join(options.head_dims.replace(",", " ").split()),
         "FLASH_DMATTN_CUDART": options.cudart,
+        "FLASH_DMATTN_COMMIT": commit(),
+        "FLASH_DMATTN_PREBUILT_PACKS": "",
+        "CMAKE_CUDA_COMPILER": str(nvcc),
     }
-    print(build_packs(nvcc, options.output, options.build_dir, definitions, options.jobs))
-
-
-def build_packs(
-    nvcc: Path,
-    output: Path,
-    build_dir: Path | None,
-    definitions: Mapping[str, str],
-    jobs: int | None,
-) -> Path:
-    """Build CUDA packs and put them and their manifest into a folder, alone.
-
-    Args:
-        nvcc: the compiler.
-        output: the folder; emptied first, since its manifest must describe all that is in it.
-        build_dir: where CMake works, kept; a temporary folder if None.
-        definitions: more CMake options.
-        jobs: the most compilers at once; None leaves it to memory and Ninja.
-    """
+    flags = [f"-D{name}={value}" for name, value in definitions.items()]
+    jobs = {} if options.jobs is None else {"MAX_JOBS": str(options.jobs)}
     with tempfile.TemporaryDirectory() as scratch:
-        build = build_dir or Path(scratch) / "build"
+        build = options.build_dir or Path(scratch) / "build"
         stage = Path(scratch) / "stage"
-        everything = {
-            "FLASH_DMATTN_CORE": "OFF",
-            "FLASH_DMATTN_CPU": "OFF",
-            "FLASH_DMATTN_CUDA": "ON",
-            "FLASH_DMATTN_COMMIT": commit(),
-            "FLASH_DMATTN_PREBUILT_PACKS": "",
-            "CMAKE_CUDA_COMPILER": str(nvcc),
-            **definitions,
-        }
-        flags = [f"-D{name}={value}" for name, value in everything.items()]
-        run_program(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *flags], jobs)
-        run_program(["cmake", "--build", build], jobs)
-        run_program(["cmake", "--install", build, "--strip", "--prefix", stage])
-        if output.exists():
-            shutil.rmtree(output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(stage / "flash_dmattn" / "packs", output)
-    return output
+        call(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *flags], variables=jobs)
+        call(["cmake", "--build", build], variables=jobs)
+        call(["cmake", "--install", build, "--strip", "--prefix", stage])
+        # Emptied first, since its manifest must describe all that is in it.
+        if options.output.exists():
+            shutil.rmtree(options.output)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(stage / "flash_dmattn" / "packs", options.output)
+    print(options.output)

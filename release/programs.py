@@ -8,28 +8,28 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from release.project import ReleaseError
 
-__all__ = ["cuda_version", "find_cuobjdump", "find_nvcc", "listed_code", "run"]
 
-
-def run(command: Sequence[str | Path], jobs: int | None = None) -> None:
-    """Run a command, shown and with its output passed on; ``jobs`` becomes MAX_JOBS.
+def call(
+    command: Sequence[str | Path],
+    cwd: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run a command, shown and with its output passed on, with more environment variables.
 
     Programs of this Python's environment come first, also where it is not activated.
     """
-    environment = dict(os.environ)
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    if jobs is not None:
-        environment["MAX_JOBS"] = str(jobs)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, **(variables or {})}
     words = [str(word) for word in command]
     print("+", *words, file=sys.stderr, flush=True)
     try:
         # stdout is for the command's own result
-        subprocess.run(words, check=True, env=environment, stdout=sys.stderr)
+        subprocess.run(words, check=True, cwd=cwd, env=environment, stdout=sys.stderr)
     except FileNotFoundError as error:
         raise ReleaseError(f"there is no program {words[0]}") from error
     except subprocess.CalledProcessError as error:

@@ -7,18 +7,6 @@ import re
 import subprocess
 from pathlib import Path
 
-__all__ = [
-    "MANIFEST_SCHEMA",
-    "PROJECT",
-    "ROOT",
-    "ReleaseError",
-    "abi_version",
-    "commit",
-    "commit_time",
-    "pack_symbol",
-    "pyproject_value",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "flash-dmattn"
 MANIFEST_SCHEMA = 1

@@ -17,17 +17,6 @@ from typing import Any
 from release.distributions import Wheel, gpu_archs, sha256
 from release.project import PROJECT, ReleaseError
 
-__all__ = [
-    "GpuRecord",
-    "add_arguments",
-    "archs_not_run",
-    "check_installed",
-    "check_records",
-    "read_records",
-    "record_of",
-    "run",
-]
-
 
 @dataclass(frozen=True)
 class GpuRecord:

@@ -6,15 +6,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import platform
-import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,9 @@ from release import targets
 from release.distributions import Wheel, sha256
 from release.loopback import Server, local_release, serving
 from release.matrix import jobs
-from release.programs import cuda_version, find_nvcc
+from release.programs import call, cuda_version, find_nvcc
 from release.project import PROJECT, ROOT, ReleaseError, pyproject_value
 from release.tag import check_tag
-
-__all__ = ["Rehearsal", "add_arguments", "check_taken", "chosen_cuda", "run"]
 
 
 @dataclass
@@ -71,8 +66,6 @@ def run(options: argparse.Namespace) -> None:
         rehearsal = Rehearsal(Path(folder), cuda, options.archs, options.head_dims)
         try:
             rehearse(rehearsal)
-        except subprocess.CalledProcessError as error:
-            raise ReleaseError(str(error)) from error
         finally:
             if options.output:
                 keep(rehearsal, options.output)
@@ -125,7 +118,7 @@ def rehearse(rehearsal: Rehearsal) -> None:
             make_index(rehearsal, server, tag)
         environment = rehearsal.work / "venv"
         with rehearsal.step("environment with torch"):
-            call(["scripts/setup_venv"], env={**os.environ, "FDM_VENV": str(environment)})
+            call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})
         with rehearsal.step("install from the index"):
             install(rehearsal, server, environment, wheel)
     with rehearsal.step("self-test"):
@@ -170,13 +163,11 @@ def check_taken(report: Mapping[str, Any], url: str, digest: str) -> None:
 
 def self_test(environment: Path, wheel: Path, folder: Path) -> None:
     """Run the self-test outside of the source tree; every pack of the wheel must be there."""
-    interpreter = environment / "bin" / "python"
-    call((interpreter, "-m", "flash_dmattn", "--selftest"), cwd=folder)
-    place = "import flash_dmattn; print(flash_dmattn.__path__[0])"
-    package = call((interpreter, "-c", place), cwd=folder, stdout=subprocess.PIPE).stdout.strip()
-    installed = json.loads((Path(package) / "packs" / "manifest.json").read_text())["packs"]
+    call([environment / "bin" / "python", "-m", "flash_dmattn", "--selftest"], cwd=folder)
+    (manifest,) = environment.glob("lib/python*/site-packages/flash_dmattn/packs/manifest.json")
+    installed = json.loads(manifest.read_text())["packs"]
     if installed != Wheel.read(wheel).packs:
-        raise ReleaseError(f"{package} does not hold the packs of {wheel.name}")
+        raise ReleaseError(f"{manifest} does not list the packs of {wheel.name}")
     print(f"   installed packs: {', '.join(pack['name'] for pack in installed)}")
 
 
@@ -185,15 +176,7 @@ def release(verb: str, *arguments: str | Path) -> None:
 
 
 def python(*arguments: str | Path) -> None:
-    call([sys.executable, *arguments])
-
-
-def call(
-    command: Sequence[str | Path], cwd: Path = ROOT, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    words = [str(word) for word in command]
-    print(f"   $ {shlex.join(words)}", flush=True)
-    return subprocess.run(words, cwd=cwd, check=True, text=True, **options)
+    call([sys.executable, *arguments], cwd=ROOT)
 
 
 def keep(rehearsal: Rehearsal, output: Path) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 from release.distributions import Wheel, core_metadata, parse_metadata, sha256
 
-__all__ = ["bill_of_materials"]
-
 SPEC_VERSION = "1.6"
 LICENSE = [{"license": {"id": "BSD-3-Clause"}}]
 

@@ -18,8 +18,6 @@ from release import targets
 from release.project import ROOT, ReleaseError, pyproject_value
 from release.targets import Table, version_numbers
 
-__all__ = ["BLOCKS", "add_arguments", "derived_files", "disagreements", "fill_blocks", "run"]
-
 _BEGIN = re.compile(r"^<!-- ([a-z-]+) -->$", re.MULTILINE)
 _NAME = re.compile(r"\b(?:FLASH_DMATTN|CMAKE)_[A-Z_]+\b|\bCUDAARCHS\b")
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from release.project import ROOT, ReleaseError, pyproject_value
 
-__all__ = ["add_arguments", "changes", "check_tag", "is_pre_release", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", help="such as v2.0.0")

@@ -10,18 +10,6 @@ from typing import Any
 
 from release.project import ROOT
 
-__all__ = [
-    "TABLE",
-    "Arch",
-    "Cuda",
-    "Limits",
-    "Platform",
-    "Table",
-    "load",
-    "parse",
-    "version_numbers",
-]
-
 TABLE = ROOT / "cmake" / "targets.json"
 
 

@@ -12,14 +12,11 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from release import targets
-from release.programs import run as run_program
+from release.programs import call
 from release.project import ROOT, ReleaseError, commit
-
-__all__ = ["add_arguments", "assemble", "repair", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,45 +29,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Build, and print the wheel's path last."""
-    policy = targets.load().wheel.policy if options.profile == "manylinux" else None
-    tag = f"{policy}_{platform.machine()}" if policy else None
-    print(assemble(options.packs, options.output, tag, isolate=not options.no_isolation))
-
-
-def assemble(packs: Sequence[Path], output: Path, tag: str | None, *, isolate: bool) -> Path:
-    """Build the core and the cpu pack, add packs that were built before, and return the wheel.
-
-    Args:
-        packs: folders that ``build_packs`` made.
-        output: where the wheel goes.
-        tag: the platform to retag the wheel for; None leaves that of the machine.
-        isolate: let pip fetch the build requirements, instead of taking those that are installed.
-    """
-    folders = [folder.resolve() for folder in packs]
+    """Build the core and the cpu pack, add the packs, and print the wheel's path last."""
+    folders = [folder.resolve() for folder in options.packs]
     for folder in folders:
         if not (folder / "manifest.json").is_file():
-            raise ReleaseError(f"{folder} has no manifest.json; release packs makes both")
+            raise ReleaseError(f"{folder} has no manifest.json; `release packs` makes both")
     definitions = {
         "FLASH_DMATTN_CUDA": "OFF",
         "FLASH_DMATTN_COMMIT": commit(),
         "FLASH_DMATTN_PREBUILT_PACKS": ";".join(map(str, folders)),
     }
     settings = [f"--config-settings=cmake.define.{k}={v}" for k, v in definitions.items()]
-    output.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         # A build folder of its own: one that is left from another build has that build's options.
         settings.append(f"--config-settings=build-dir={scratch}/build")
         wheels = Path(scratch) / "wheels"
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
-        command += [] if isolate else ["--no-build-isolation"]
-        run_program([*command, "--wheel-dir", wheels, *settings, ROOT])
+        command += ["--no-build-isolation"] if options.no_isolation else []
+        call([*command, "--wheel-dir", wheels, *settings, ROOT])
         (wheel,) = wheels.glob("*.whl")
-        if tag is not None:
+        if options.profile == "manylinux":
+            tag = f"{targets.load().wheel.policy}_{platform.machine()}"
             wheel = repair(wheel, Path(scratch) / "repaired", tag)
-        target = output / wheel.name
+        target = options.output / wheel.name
         target.unlink(missing_ok=True)
-        return Path(shutil.move(wheel, target))
+        print(shutil.move(wheel, target))
 
 
 def repair(wheel: Path, folder: Path, platform_tag: str) -> Path:
@@ -81,6 +65,6 @@ def repair(wheel: Path, folder: Path, platform_tag: str) -> Path:
     """
     excludes = ["--exclude=libcuda.so*", "--exclude=libcudart.so*"]
     command = [sys.executable, "-m", "auditwheel", "repair", "--plat", platform_tag, "--only-plat"]
-    run_program([*command, *excludes, "--wheel-dir", folder, wheel])
+    call([*command, *excludes, "--wheel-dir", folder, wheel])
     (repaired,) = folder.glob("*.whl")
     return repaired

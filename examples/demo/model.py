@@ -29,18 +29,6 @@ class ModelConfig:
         return self.width // self.heads
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a learned scale."""
-
-    def __init__(self, width: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-
-
 def make_attention(
     config: ModelConfig, attention: type[DynamicMaskAttention]
 ) -> DynamicMaskAttention:
@@ -67,9 +55,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: type[DynamicMaskAttention]) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width)
+        self.attention_norm = nn.RMSNorm(config.width, eps=1e-6)
         self.attention = make_attention(config, attention)
-        self.feed_forward_norm = RMSNorm(config.width)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=1e-6)
         self.feed_forward = SwiGLU(config.width, config.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +73,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
-        self.norm = RMSNorm(config.width)
+        self.norm = nn.RMSNorm(config.width, eps=1e-6)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=config.width**-0.5)

@@ -16,10 +16,8 @@ from pathlib import Path
 from release import targets
 from release.distributions import Wheel
 from release.gates import layout, libraries, packs, tools
-from release.gates.verdict import Gate, Result, Skipped, Task, judge
+from release.gates.verdict import Gate, Result, Task, judge
 from release.project import ReleaseError
-
-__all__ = ["GATES", "Gate", "Result", "Skipped", "Task", "add_arguments", "judge", "run"]
 
 GATES: Mapping[str, Gate] = {
     "needed": libraries.needed,

@@ -10,8 +10,6 @@ from release.distributions import PACKAGE
 from release.gates.verdict import Task
 from release.project import ROOT
 
-__all__ = ["abi3_only", "content", "licences", "sizes", "tag"]
-
 _MEGABYTE = 10**6
 _REQUIRED = (
     "__init__.py",

@@ -11,8 +11,6 @@ from release.gates.verdict import Task
 from release.project import pack_symbol
 from release.targets import version_numbers
 
-__all__ = ["exports", "hardening", "machine", "needed", "run_path", "symbol_versions"]
-
 # The parts of glibc, which is on every machine that a wheel's tag admits.
 _GLIBC = re.compile(r"(libc|libm|libdl|libpthread|librt|ld-linux-[a-z0-9-]+)\.so(\.\d+)+")
 # The core shares objects of libstdc++ with nanobind's backend. Packs have a C interface: they

@@ -17,8 +17,6 @@ from release.programs import cuda_version, find_cuobjdump, listed_code
 from release.project import MANIFEST_SCHEMA, ReleaseError, abi_version
 from release.targets import TABLE, version_numbers
 
-__all__ = ["complete", "device_code", "manifest", "same_kernels"]
-
 _BUILT_FOR = ("name", "file", "device", "machine", "cuda", "arch", "code", "min_driver")
 FIELDS = frozenset((*_BUILT_FOR, "head_dims", "kernels", "commit", "sha256", "size"))
 

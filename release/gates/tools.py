@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from release.gates.verdict import Skipped, Task
 from release.targets import version_numbers
 
-__all__ = ["abi3audit", "auditwheel", "check_wheel_contents", "twine"]
-
 
 def _run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module of this Python's environment."""

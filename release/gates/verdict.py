@@ -16,8 +16,6 @@ from release.distributions import Wheel
 from release.project import ReleaseError
 from release.targets import Table
 
-__all__ = ["Gate", "Result", "Skipped", "Task", "judge"]
-
 
 class Skipped(Exception):  # noqa: N818 (it is no error)
     """The gate cannot run here; the text says why."""
