@@ -175,11 +175,9 @@ def conda_variants(table: Table) -> str:
 
 
 def derived_files(table: Table, root: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """Yield every file that is derived, and what it has to contain."""
+    """Yield every file that may be derived, in part or whole, and what it has to contain."""
     for page in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")]):
-        text = page.read_text(encoding="utf-8")
-        if any(name in BLOCKS for name in _BEGIN.findall(text)):
-            yield page, fill_blocks(text, table)
+        yield page, fill_blocks(page.read_text(encoding="utf-8"), table)
     yield root / "conda" / "variants.yaml", conda_variants(table)
 
 

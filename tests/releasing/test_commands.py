@@ -96,6 +96,12 @@ def test_a_verb_tells_what_it_takes(verb: str, capsys: pytest.CaptureFixture[str
     assert (import_module(f"release.{verb}").__doc__ or "-").strip() in told
 
 
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - {"conda", "gates"}))
+def test_other_verbs_need_the_standard_library_only(verb: str, programs: Path) -> None:
+    done = call(programs, sys.executable, "-S", *RELEASE[1:], verb, "--help")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("words", [[], ["absent"], ["--cuda", "13"]])
 def test_what_is_no_verb_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
