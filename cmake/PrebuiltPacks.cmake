@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Packs that were built before, by scripts/build_packs.py or by another build of this project: a folder holds the
+# Packs that were built before, by `python -m release packs` or by another build of this project: a folder holds the
 # libraries and the manifest.json that describes them.
 include_guard(GLOBAL)
 include(Manifest)

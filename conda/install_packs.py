@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("packs", type=Path, help="what scripts/build_packs.py made")
+    parser.add_argument("packs", type=Path, help="what `python -m release packs` made")
     parser.add_argument("site_packages", type=Path)
     options = parser.parse_args(arguments)
     print(install(options.packs, options.site_packages))

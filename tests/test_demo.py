@@ -15,23 +15,24 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_demo.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = ["--context", "96", "--window", "16", "--width", "32", "--layers", "1", "--batch", "2"]
 TINY += ["--lengths", "32", "64"]
 
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import train_demo
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from demo import __main__
 
-    return train_demo
+    return __main__
 
 
 def test_demo_trains_writes_its_files_and_succeeds(tmp_path: Path) -> None:
     plot = tmp_path / "results" / "demo.png"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *TINY, "--steps", "6", "--output", str(plot)],
+        [sys.executable, "-m", "demo", *TINY, "--steps", "6", "--output", str(plot)],
+        cwd=EXAMPLES,
         capture_output=True,
         text=True,
         timeout=120,

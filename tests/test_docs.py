@@ -19,10 +19,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Of the examples of a page; as other tests of transformers, they are left out where it is absent.
 NEEDED = {"integrations.md": "transformers"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# A path from the root of the repository, not a part of an address or of a longer path.
-MENTION = re.compile(
-    r"(?<![\w./-])((?:\.ci|cmake|cpp|docs|examples|python|scripts|tests)/[\w./-]*)"
-)
 
 
 class Block(NamedTuple):
@@ -70,12 +66,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link)
     assert broken == []
-
-
-@pages
-def test_mentioned_files_are_there(page: Path) -> None:
-    mentioned = {path.rstrip(".") for path in MENTION.findall(page.read_text())}
-    assert sorted(path for path in mentioned if not (ROOT / path).exists()) == []
 
 
 def test_blocks_are_found_with_their_lines() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "scripts" / "generate_kernels.py"
+SCRIPT = ROOT / "cmake" / "generate_kernels.py"
 TARGETS: dict[str, Any] = json.loads((ROOT / "cmake" / "targets.json").read_text())
 INSTANTIATION = re.compile(r"^template cudaError_t fdm::cuda::launch_(\w+)<(\w+), (\d+)>", re.M)
 

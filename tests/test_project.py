@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import flash_dmattn
+from release.project import pyproject_value
 
 ROOT = Path(__file__).resolve().parent.parent
-PYPROJECT = (ROOT / "pyproject.toml").read_text()
 TARGETS: dict[str, Any] = json.loads((ROOT / "cmake" / "targets.json").read_text())
 SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".h", ".c", ".cu", ".cuh", ".cmake", ".toml"}
 SKIPPED_FOLDERS = {"build", "dist", "__pycache__"}
@@ -30,12 +30,6 @@ def source_files() -> list[Path]:
         return any(part in SKIPPED_FOLDERS or part.startswith(".") for part in parts)
 
     return [path for path in ROOT.rglob("*") if path.suffix in SOURCE_SUFFIXES and not hidden(path)]
-
-
-def pyproject_value(key: str) -> str:
-    found = re.findall(rf'^{key} = "(.+)"$', PYPROJECT, re.MULTILINE)
-    assert len(found) == 1, f"{key} must stand once in pyproject.toml"
-    return str(found[0])
 
 
 # --- one place for each fact
@@ -137,7 +131,7 @@ def size_limit(path: Path) -> int:
     return 400
 
 
-@pytest.mark.parametrize("folder", ["cpp", "cmake", "python", "scripts"])
+@pytest.mark.parametrize("folder", ["cpp", "cmake", "examples", "python", "release", "scripts"])
 def test_files_are_small(folder: str) -> None:
     oversized = {
         str(path.relative_to(ROOT)): lines

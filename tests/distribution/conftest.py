@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("elftools", reason="pyelftools is not installed (the extra [gates] has it)")
 
-from wheels import targets
-from wheels.gates import GATES, Result, Task, judge
-from wheels.targets import Table
-from wheels.wheel_file import Wheel
+from release import targets
+from release.distributions import Wheel
+from release.gates import GATES, Result, Task, judge
+from release.targets import Table
 
 from .small_wheel import SmallWheel, compiler, good_wheel
 
@@ -41,12 +41,11 @@ def wheel(compiled: SmallWheel, tmp_path: Path) -> SmallWheel:
 
 
 @pytest.fixture
-def run_gate(tmp_path: Path) -> Judge:
+def run_gate() -> Judge:
     """Return a function that runs one gate on a saved wheel."""
 
     def run(gate: str, path: Path, *, complete: bool = False, table: Table | None = None) -> Result:
-        folder = tmp_path / f"content-{gate}"
-        content = Wheel.unpack(path, folder)
+        content = Wheel.read(path)
         task = Task(content, table or targets.load(), content.manylinux, complete)
         return judge(gate, GATES[gate], task)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wheels.project import ROOT, abi_version, pyproject_value
+from release.project import ROOT, abi_version, pyproject_value
 
 MACHINE = platform.machine()
 VERSION = pyproject_value("version")

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from wheels.builds import BuildError, find_nvcc
-from wheels.project import ROOT, commit
+from release.__main__ import main
+from release.programs import find_nvcc
+from release.project import ROOT, ReleaseError, commit
 
 from .small_wheel import VERSION, SmallWheel, describe
 
@@ -57,7 +58,7 @@ def install(build: Path, prefix: Path) -> dict[str, Any]:
 
 
 def pack_folder(folder: Path, *names: str, **changes: Any) -> Path:
-    """Write a folder as scripts/build_packs.py does, with packs that hold their own names."""
+    """Write a folder as `python -m release packs` does, with packs that hold their own names."""
     folder.mkdir()
     rows = []
     for name in names:
@@ -204,7 +205,7 @@ def two_trees(folder: Path) -> list[Path]:
     """Copy what a build reads to two folders of different length."""
     trees = [folder / "a", folder / "another" / "place"]
     for tree in trees:
-        for name in ("cmake", "cpp", "scripts"):
+        for name in ("cmake", "cpp"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("CMakeLists.txt", "pyproject.toml"):
             shutil.copy(ROOT / name, tree / name)
@@ -226,7 +227,7 @@ def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
 def test_cuda_objects_do_not_depend_on_the_folder(tmp_path: Path) -> None:
     try:
         nvcc = find_nvcc(None)
-    except BuildError as error:
+    except ReleaseError as error:
         pytest.skip(str(error))
     contents = []
     for tree in two_trees(tmp_path):
@@ -255,11 +256,6 @@ def test_cuda_objects_do_not_depend_on_the_folder(tmp_path: Path) -> None:
 # --- the commands
 
 
-def run_script(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts" / name, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def fake_nvcc(folder: Path, version: str) -> Path:
     path = folder / "nvcc"
     path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.0'\n")
@@ -274,17 +270,18 @@ def fake_nvcc(folder: Path, version: str) -> Path:
         ("12.1", "is of CUDA 12.1; 12.4 is the oldest that is supported"),
     ],
 )
-def test_packs_need_the_right_nvcc(version: str, message: str, tmp_path: Path) -> None:
+def test_packs_need_the_right_nvcc(
+    version: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     nvcc = fake_nvcc(tmp_path, version)
-    done = run_script("build_packs.py", "--cuda", "12", "--output", tmp_path / "o", "--nvcc", nvcc)
-    assert done.returncode == 1
-    assert message in done.stderr
+    options = ["--cuda", "12", "--output", str(tmp_path / "o"), "--nvcc", str(nvcc)]
+    assert main(["packs", *options]) == 1
+    assert message in capsys.readouterr().err
 
 
-def test_assembling_needs_a_manifest(tmp_path: Path) -> None:
-    done = run_script("assemble_wheel.py", "--packs", tmp_path, "--output", tmp_path / "dist")
-    assert done.returncode == 1
-    assert f"{tmp_path} has no manifest.json" in done.stderr
+def test_assembling_needs_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["wheel", "--packs", str(tmp_path), "--output", str(tmp_path / "dist")]) == 1
+    assert f"{tmp_path} has no manifest.json" in capsys.readouterr().err
 
 
 def test_commit_tells_of_changes(tmp_path: Path) -> None:

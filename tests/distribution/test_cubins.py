@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from wheels.builds import BuildError, find_nvcc, nvcc_version
-from wheels.cubins import cuobjdump_version, fatbin_code, find_cuobjdump, listed_code
-from wheels.targets import version_numbers
+from release.binaries import read_library
+from release.programs import cuda_version, find_cuobjdump, find_nvcc, listed_code
+from release.project import ReleaseError
+from release.targets import version_numbers
 
 from .small_wheel import PACK, compile_library, compiler, fat_binary
 
@@ -33,7 +34,7 @@ def test_entries_of_a_fat_binary(
 ) -> None:
     library = tmp_path / "library.so"
     compile_library(fat_binary(*entries) + PACK, library)
-    assert fatbin_code(library) == expected
+    assert read_library(library.read_bytes()).device_code == expected
 
 
 @needs_compiler
@@ -42,14 +43,14 @@ def test_several_fat_binaries_with_gaps(tmp_path: Path) -> None:
     second = fat_binary((1, 89)).replace("fat_binary", "second")
     gap = 'static const long gap[3] __attribute__((used, section(".nv_fatbin"))) = {0};\n'
     compile_library(fat_binary((2, 80)) + gap + second + PACK, library)
-    assert fatbin_code(library) == {"sm_80", "compute_89"}
+    assert read_library(library.read_bytes()).device_code == {"sm_80", "compute_89"}
 
 
 @needs_compiler
 def test_library_without_device_code(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     compile_library(PACK, library)
-    assert fatbin_code(library) == set()
+    assert read_library(library.read_bytes()).device_code == set()
     cuobjdump = find_cuobjdump()
     if cuobjdump is not None:
         assert listed_code(cuobjdump, library) == set()
@@ -62,14 +63,14 @@ def test_cuobjdump_agrees(ptx: bool, tmp_path: Path) -> None:
         pytest.skip("no cuobjdump")
     try:
         nvcc = find_nvcc(None)
-    except BuildError as error:
+    except ReleaseError as error:
         pytest.skip(str(error))
-    if version_numbers(cuobjdump_version(cuobjdump)) < version_numbers(nvcc_version(nvcc)):
-        pytest.skip(f"{cuobjdump} is older than nvcc {nvcc_version(nvcc)}")
+    if version_numbers(cuda_version(cuobjdump)) < version_numbers(cuda_version(nvcc)):
+        pytest.skip(f"{cuobjdump} is older than nvcc {cuda_version(nvcc)}")
     source = tmp_path / "kernel.cu"
     source.write_text("__global__ void kernel(float *x) { *x += 1.0f; }\n")
     library = tmp_path / "kernel.o"  # linking with nvcc would add a fat binary of its own
-    cuda_12 = nvcc_version(nvcc).startswith("12.")
+    cuda_12 = cuda_version(nvcc).startswith("12.")
     flags = ["-Xfatbin=-compress-all" if cuda_12 else "--compress-mode=size", "-Xcompiler=-fPIC"]
     flags += [f"--generate-code=arch=compute_{arch},code=sm_{arch}" for arch in ("80", "90a")]
     flags += ["--generate-code=arch=compute_86,code=compute_86"] if ptx else []
@@ -78,4 +79,4 @@ def test_cuobjdump_agrees(ptx: bool, tmp_path: Path) -> None:
     expected = {"sm_80", "sm_90a"} | ({"compute_86"} if ptx else set())
     found = listed_code(cuobjdump, library)
     assert found == expected
-    assert fatbin_code(library) == {code.rstrip("a") for code in expected}
+    assert read_library(library.read_bytes()).device_code == {code.rstrip("a") for code in expected}

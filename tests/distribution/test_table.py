@@ -4,23 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from wheels import derived, matrix, targets
-from wheels.project import ROOT
+from release import matrix, tables, targets
+from release.__main__ import main
+from release.project import ROOT, ReleaseError
 
 TABLE = targets.load()
-
-
-def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts" / name, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 # --- the table itself
@@ -48,8 +42,7 @@ def test_archs_of_a_toolkit() -> None:
 
 
 def test_nothing_derived_has_drifted() -> None:
-    done = run_script("derived_tables.py")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["tables"]) == 0
 
 
 def test_cmake_reads_the_same_archs() -> None:
@@ -89,11 +82,11 @@ def changed(**changes: object) -> targets.Table:
     ],
 )
 def test_disagreement_is_found(table: targets.Table, message: str) -> None:
-    assert any(message in problem for problem in derived.disagreements(table))
+    assert any(message in problem for problem in tables.disagreements(table))
 
 
 def test_present_table_agrees_with_the_rest() -> None:
-    assert list(derived.disagreements(TABLE)) == []
+    assert list(tables.disagreements(TABLE)) == []
 
 
 # --- blocks of pages
@@ -101,34 +94,34 @@ def test_present_table_agrees_with_the_rest() -> None:
 
 def test_block_is_renewed_and_the_rest_kept() -> None:
     page = "# Title\n\n<!-- support-table -->\nstale text\n<!-- end support-table -->\n\nText.\n"
-    filled = derived.fill_blocks(page, TABLE)
+    filled = tables.fill_blocks(page, TABLE)
     assert filled.startswith("# Title\n\n<!-- support-table -->\n| compute capability |")
     assert filled.endswith("|\n<!-- end support-table -->\n\nText.\n")
     assert "stale" not in filled
-    assert derived.fill_blocks(filled, TABLE) == filled
+    assert tables.fill_blocks(filled, TABLE) == filled
 
 
 def test_other_blocks_are_left_alone() -> None:
     page = "<!-- variables -->\nold\n<!-- end variables -->\n"
-    assert derived.fill_blocks(page, TABLE) == page
+    assert tables.fill_blocks(page, TABLE) == page
 
 
 def test_block_without_end_is_an_error() -> None:
-    with pytest.raises(derived.MarkerError, match="no <!-- end platform-table -->"):
-        derived.fill_blocks("<!-- platform-table -->\n", TABLE)
+    with pytest.raises(ReleaseError, match="no <!-- end platform-table -->"):
+        tables.fill_blocks("<!-- platform-table -->\n", TABLE)
 
 
 def test_drifted_page_is_found(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "install.md"
     page.parent.mkdir()
     page.write_text("<!-- support-table -->\n<!-- end support-table -->\n")
-    files = dict(derived.derived_files(TABLE, tmp_path))
+    files = dict(tables.derived_files(TABLE, tmp_path))
     assert files[page] != page.read_text()
     assert set(files) == {page, tmp_path / "conda" / "variants.yaml"}
 
 
 def test_support_table_has_every_capability() -> None:
-    rows = derived.support_table(TABLE).splitlines()[2:]
+    rows = tables.support_table(TABLE).splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == [f"| {cc}" for cc in TABLE.preference]
     (row,) = [row for row in rows if row.startswith("| 8.9")]
     assert "sm89, sm86, sm80" in row
@@ -137,7 +130,7 @@ def test_support_table_has_every_capability() -> None:
 
 
 def test_every_option_is_told() -> None:
-    told = derived.build_options(TABLE)
+    told = tables.build_options(TABLE)
     declared = re.findall(
         r"(?:set|option)\((FLASH_DMATTN_\w+)", (ROOT / "cmake" / "Options.cmake").read_text()
     )
@@ -151,7 +144,7 @@ def test_every_option_is_told() -> None:
 
 
 def test_matrix_covers_the_table() -> None:
-    jobs = matrix.plan(TABLE)
+    jobs = matrix.jobs(TABLE)
     pairs = {(job["cuda"], job["machine"]) for job in jobs["packs"]}
     assert pairs == {(c.major, p.machine) for c in TABLE.cuda for p in TABLE.platforms}
     for job in jobs["packs"]:
@@ -166,7 +159,7 @@ def test_matrix_covers_the_table() -> None:
 
 
 def test_small_matrix_is_a_part_of_the_table() -> None:
-    jobs = matrix.plan(TABLE, small=True)
+    jobs = matrix.jobs(TABLE, small=True)
     (packs,) = jobs["packs"]
     assert packs["cuda"] == TABLE.cuda[-1].major
     assert packs["archs"] in {arch.name for arch in TABLE.archs}
@@ -174,12 +167,6 @@ def test_small_matrix_is_a_part_of_the_table() -> None:
     assert [job["python"] for job in jobs["tests"]] == [TABLE.pythons[0], TABLE.pythons[-1]]
 
 
-def test_matrix_command_prints_one_line() -> None:
-    done = run_script("plan_matrix.py", "--small", "--machine", "aarch64")
-    assert done.stdout.count("\n") == 1
-    assert json.loads(done.stdout) == matrix.plan(TABLE, ["aarch64"], small=True)
-
-
 def test_unknown_machine_is_refused() -> None:
-    with pytest.raises(ValueError, match="no machine riscv64"):
-        matrix.plan(TABLE, ["riscv64"])
+    with pytest.raises(ReleaseError, match="no machine riscv64"):
+        matrix.jobs(TABLE, ["riscv64"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small wheels and sdists for the tests of the release scripts."""
+"""Small wheels and sdists for the tests of releases."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "conda"))
 import install_packs  # noqa: E402
 
 from flash_dmattn.loader.candidates import ENTRY_POINT_GROUP, entry_point_candidates  # noqa: E402
+from release.__main__ import main  # noqa: E402
 
 RECIPE = (ROOT / "conda" / "recipe.yaml").read_text()
 TARGETS = json.loads((ROOT / "cmake" / "targets.json").read_text())
@@ -109,21 +110,19 @@ def test_listed_files_of_the_python_package_are_those_that_are_installed() -> No
     assert [file for file in listed if file not in installed] == []
 
 
-def test_recipe_renders() -> None:
+def test_recipe_renders(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rattler_build")
-    script = ROOT / "scripts" / "check_recipe.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "linux-64: flash-dmattn, flash-dmattn-cu12" in done.stdout
+    assert main(["conda", "--check"]) == 0
+    assert "linux-64: flash-dmattn, flash-dmattn-cu12" in capsys.readouterr().out
 
 
 def test_a_recipe_that_needs_torch_is_refused() -> None:
     pytest.importorskip("rattler_build")
-    import check_recipe
+    from release import conda
 
-    rendered = check_recipe.render(ROOT / "conda", "linux-64")
+    rendered = [variant.recipe.to_dict() for variant in conda.render("linux-64")]
     rendered[0]["requirements"]["run"].append("pytorch >=2.4")
     del rendered[1]["build"]["python"]
-    failures = list(check_recipe.problems(rendered))
+    failures = list(conda.problems(rendered))
     assert "flash-dmattn depends on pytorch, rather than constraining it" in failures
     assert "flash-dmattn-cu12 is not one build for every Python" in failures

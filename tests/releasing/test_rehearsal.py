@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from release import rehearsal
-from release.changelog import NotReleasableError
-from release.rehearsal import Rehearsal, RehearsalError, check_taken, chosen_cuda
-from wheels.builds import BuildError
+from release import rehearse
+from release.__main__ import main
+from release.project import ReleaseError
+from release.rehearse import Rehearsal, check_taken, chosen_cuda
 
 URL = "http://127.0.0.1:1/files/flash_dmattn.whl"
 
 
 def test_cuda_is_that_of_the_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "find_nvcc", lambda named: Path("/cuda/bin/nvcc"))
-    monkeypatch.setattr(rehearsal, "nvcc_version", lambda nvcc: "13.1")
+    monkeypatch.setattr(rehearse, "find_nvcc", lambda named: Path("/cuda/bin/nvcc"))
+    monkeypatch.setattr(rehearse, "cuda_version", lambda nvcc: "13.1")
     assert chosen_cuda("auto") == "13"
     assert chosen_cuda("12") == "12"
     assert chosen_cuda("none") is None
@@ -28,9 +28,9 @@ def test_without_an_nvcc_only_the_cpu_pack_is_built(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def find_nvcc(named: str | None) -> Path:
-        raise BuildError("no nvcc was found")
+        raise ReleaseError("no nvcc was found")
 
-    monkeypatch.setattr(rehearsal, "find_nvcc", find_nvcc)
+    monkeypatch.setattr(rehearse, "find_nvcc", find_nvcc)
     assert chosen_cuda("auto") is None
     assert "the cpu pack only: no nvcc was found" in capsys.readouterr().out
 
@@ -61,19 +61,19 @@ def test_the_wheel_of_the_index_is_taken() -> None:
     ],
 )
 def test_anything_else_is_refused(taken: dict[str, Any], message: str) -> None:
-    with pytest.raises(RehearsalError, match=message):
+    with pytest.raises(ReleaseError, match=message):
         check_taken(taken, URL, "a")
 
 
 def test_what_was_made_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
     work = Rehearsal(tmp_path / "work", "13", "90", "64")
     work.work.mkdir()
-    rehearsal.keep(work, tmp_path / "first")
+    rehearse.keep(work, tmp_path / "first")
     assert [path.name for path in (tmp_path / "first").iterdir()] == ["rehearsal.json"]
     work.dist.mkdir(parents=True)
     (work.dist / "a.whl").touch()
     (work.work / "gates.json").touch()
-    rehearsal.keep(work, tmp_path / "second")
+    rehearse.keep(work, tmp_path / "second")
     kept = {str(p.relative_to(tmp_path / "second")) for p in (tmp_path / "second").rglob("*.*")}
     assert kept == {"files/a.whl", "gates.json", "rehearsal.json"}
 
@@ -81,11 +81,11 @@ def test_what_was_made_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
 def test_a_failed_step_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rehearsal, "check_tag", fail)
-    assert rehearsal.main(["--cuda", "none", "--output", str(tmp_path / "kept")]) == 1
-    assert "rehearse_release: no section" in capsys.readouterr().err
+    monkeypatch.setattr(rehearse, "check_tag", fail)
+    assert main(["rehearse", "--cuda", "none", "--output", str(tmp_path / "kept")]) == 1
+    assert "release rehearse: no section" in capsys.readouterr().err
     assert (tmp_path / "kept" / "rehearsal.json").is_file()
 
 
 def fail(tag: str, *, dated: bool) -> str:
-    raise NotReleasableError("no section")
+    raise ReleaseError("no section")

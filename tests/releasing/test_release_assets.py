@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 from release_files import CPU, CU12, CU13, make_sdist, make_wheel
 
-import check_tag
-import release_assets
-from record_gpu_test import check_installed
-from release.changelog import NotReleasableError, declared_version, is_pre_release, section
+from release import tag
+from release.__main__ import main
+from release.assets import release_notes
 from release.distributions import core_metadata, sha256
-from release.gpu_record import GpuRecord, UntestedReleaseError, record_of
-from release.notes import release_notes
+from release.project import ReleaseError, pyproject_value
+from release.records import GpuRecord, check_installed, record_of
 from release.sbom import bill_of_materials
+from release.tag import changes, check_tag, is_pre_release
 
+VERSION = pyproject_value("version")
 RECORD = {"device": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "driver": "580.95"}
 
 
@@ -31,8 +32,8 @@ def record(wheel: Path, pack: str = "cu13-sm90", **changes: Any) -> GpuRecord:
 
 @pytest.fixture
 def dist(tmp_path: Path) -> Path:
-    make_sdist(tmp_path / "dist", declared_version())
-    make_wheel(tmp_path / "dist", declared_version(), packs=(CPU, CU12, CU13))
+    make_sdist(tmp_path / "dist", VERSION)
+    make_wheel(tmp_path / "dist", VERSION, packs=(CPU, CU12, CU13))
     return tmp_path / "dist"
 
 
@@ -46,15 +47,14 @@ def wheel_in(folder: Path) -> Path:
 
 def test_assets_are_complete_and_summed(dist: Path, tmp_path: Path) -> None:
     arguments = [str(dist), "--notes", str(tmp_path / "notes.md"), "--commit", "f" * 40]
-    assert release_assets.main([*arguments, "--repository", "a/b"]) == 0
+    assert main(["assets", *arguments, "--repository", "a/b"]) == 0
     assert "gh attestation verify FILE --repo a/b" in (tmp_path / "notes.md").read_text()
     wheel = wheel_in(dist)
-    version = declared_version()
     assert {path.name for path in dist.iterdir()} == {
         wheel.name,
         f"{wheel.name}.metadata",
-        f"flash_dmattn-{version}.tar.gz",
-        f"flash-dmattn-{version}.cdx.json",
+        f"flash_dmattn-{VERSION}.tar.gz",
+        f"flash-dmattn-{VERSION}.cdx.json",
         "SHA256SUMS",
     }
     assert (dist / f"{wheel.name}.metadata").read_bytes() == core_metadata(wheel)
@@ -99,7 +99,7 @@ def test_what_a_release_folder_may_not_be(
     dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
 ) -> None:
     change(dist)
-    assert release_assets.main([str(dist), "--notes", str(tmp_path / "notes.md")]) == 1
+    assert main(["assets", str(dist), "--notes", str(tmp_path / "notes.md")]) == 1
     assert message in capsys.readouterr().err
     assert not (dist / "SHA256SUMS").exists()
 
@@ -113,7 +113,7 @@ def test_gpu_tests_of_other_wheels_do_not_count(
     (tmp_path / "records").mkdir()
     record(wheel_in(dist), sha256="0" * 64).write(tmp_path / "records/h200.json")
     options = ["--notes", str(tmp_path / "notes.md"), "--gpu-records", str(tmp_path / "records")]
-    assert release_assets.main([str(dist), *options]) == 1
+    assert main(["assets", str(dist), *options]) == 1
     assert "which is not in this release" in capsys.readouterr().err
 
 
@@ -121,7 +121,7 @@ def test_a_release_needs_a_gpu_test(
     dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--notes", str(tmp_path / "notes.md"), "--gpu-records", str(tmp_path / "absent")]
-    assert release_assets.main([str(dist), *options, "--require-gpu"]) == 1
+    assert main(["assets", str(dist), *options, "--require-gpu"]) == 1
     assert "no GPU test ran these wheels" in capsys.readouterr().err
 
 
@@ -158,9 +158,9 @@ def test_record_of_a_report(dist: Path) -> None:
 
 
 def test_no_record_without_a_gpu_or_a_pack(dist: Path) -> None:
-    with pytest.raises(UntestedReleaseError, match="no GPU is visible"):
+    with pytest.raises(ReleaseError, match="no GPU is visible"):
         record_of(report(kind="cpu"), wheel_in(dist))
-    with pytest.raises(UntestedReleaseError, match="no pack serves cuda:0: too old"):
+    with pytest.raises(ReleaseError, match="no pack serves cuda:0: too old"):
         record_of(report(pack=None, problem="too old"), wheel_in(dist))
 
 
@@ -171,10 +171,10 @@ def test_what_is_installed_must_be_the_wheel(tmp_path: Path) -> None:
     (distribution,) = metadata.distributions(path=[str(tmp_path / "site")])
     check_installed(wheel, distribution)
     (tmp_path / "site/flash_dmattn/__init__.py").write_text('version = "2.0.1"\n')
-    with pytest.raises(UntestedReleaseError, match=r"flash_dmattn/__init__\.py differs"):
+    with pytest.raises(ReleaseError, match=r"flash_dmattn/__init__\.py differs"):
         check_installed(wheel, distribution)
     (tmp_path / "site/flash_dmattn/packs/manifest.json").unlink()
-    with pytest.raises(UntestedReleaseError, match="is not what is installed"):
+    with pytest.raises(ReleaseError, match="is not what is installed"):
         check_installed(wheel, distribution)
 
 
@@ -192,12 +192,12 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_tag_of_the_declared_version(tree: Path) -> None:
-    assert check_tag.check_tag("v2.0.0", tree) == "2.0.0"
-    assert section("2.0.0", tree) == ("## 2.0.0 (2030-01-31)", "### Added\n- All.")
+    assert check_tag("v2.0.0", tree) == "2.0.0"
+    assert changes("2.0.0", tree) == ("## 2.0.0 (2030-01-31)", "### Added\n- All.")
 
 
 @pytest.mark.parametrize(
-    ("tag", "old", "new", "message"),
+    ("name", "old", "new", "message"),
     [
         ("v2.0.1", "", "", r"the tag is 'v2.0.1', but pyproject.toml declares \"2.0.0\""),
         ("2.0.0", "", "", r"the tag of that version is v2.0.0"),
@@ -206,16 +206,15 @@ def test_tag_of_the_declared_version(tree: Path) -> None:
         ("v2.0.0", "### Added\n- All.\n", "", 'has no "## 2.0.0" with text below it'),
     ],
 )
-def test_tags_that_are_refused(tree: Path, tag: str, old: str, new: str, message: str) -> None:
+def test_tags_that_are_refused(tree: Path, name: str, old: str, new: str, message: str) -> None:
     changelog = tree / "CHANGELOG.md"
     changelog.write_text(changelog.read_text().replace(old, new) if old else changelog.read_text())
-    with pytest.raises(NotReleasableError, match=message):
-        check_tag.check_tag(tag, tree)
+    with pytest.raises(ReleaseError, match=message):
+        check_tag(name, tree)
 
 
 def test_this_tree_could_be_released_but_for_the_date() -> None:
-    version = declared_version()
-    assert check_tag.check_tag(f"v{version}", dated=False) == version
+    assert check_tag(f"v{VERSION}", dated=False) == VERSION
 
 
 @pytest.mark.parametrize(
@@ -229,9 +228,9 @@ def test_pre_releases(version: str, expected: bool) -> None:
 def test_outputs_of_the_tag_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_tag, "check_tag", lambda tag: tag.removeprefix("v"))
-    assert check_tag.main(["v2.0.0rc1"]) == 0
+    monkeypatch.setattr(tag, "check_tag", lambda name: name.removeprefix("v"))
+    assert main(["tag", "v2.0.0rc1"]) == 0
     assert capsys.readouterr().out == "version=2.0.0rc1\npre_release=true\n"
     monkeypatch.undo()
-    assert check_tag.main(["v0"]) == 1
-    assert "check_tag: the tag is 'v0'" in capsys.readouterr().err
+    assert main(["tag", "v0"]) == 1
+    assert "release tag: the tag is 'v0'" in capsys.readouterr().err

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from release_files import make_sdist, make_wheel
 
-import make_index
+from release.__main__ import main
 from release.distributions import core_metadata, project_and_version, sha256
-from release.local_release import local_release
-from release.loopback import JSON_TYPE, serving
-from release.simple_index import InvalidReleaseError, files_of, write_index
+from release.index import download, files_of, flattened, write_index
+from release.loopback import JSON_TYPE, local_release, serving
+from release.project import ReleaseError
 
 PROJECT = "flash-dmattn"
 
@@ -124,14 +124,14 @@ def test_yanked_versions_say_why(tmp_path: Path) -> None:
 def test_an_index_is_never_added_to(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "old.html").touch()
-    with pytest.raises(InvalidReleaseError, match="is not empty; an index is made anew"):
+    with pytest.raises(ReleaseError, match="is not empty; an index is made anew"):
         write_index([], tmp_path / "site")
 
 
 def test_a_file_in_two_releases_is_refused(tmp_path: Path) -> None:
     make_wheel(tmp_path / "v2")
     releases = [release_of(tmp_path / "v2"), release_of(tmp_path / "v2", "v2.0.0-again")]
-    with pytest.raises(InvalidReleaseError, match=r"whl is in two releases; a file must never be"):
+    with pytest.raises(ReleaseError, match=r"whl is in two releases; a file must never be"):
         files_of(releases, PROJECT, no_fetch)
 
 
@@ -140,7 +140,7 @@ def test_a_file_without_a_hash_is_refused(tmp_path: Path, digest: str | None) ->
     make_wheel(tmp_path / "v2")
     release = release_of(tmp_path / "v2")
     release["assets"][0]["digest"] = digest
-    with pytest.raises(InvalidReleaseError, match="says no sha256 of flash_dmattn-2"):
+    with pytest.raises(ReleaseError, match="says no sha256 of flash_dmattn-2"):
         files_of([release], PROJECT, no_fetch)
 
 
@@ -148,50 +148,50 @@ def test_altered_metadata_is_refused(tmp_path: Path) -> None:
     metadata = add_metadata(make_wheel(tmp_path / "v2"))
     release = release_of(tmp_path / "v2")
     metadata.write_bytes(metadata.read_bytes() + b"Requires-Dist: something-else\n")
-    with pytest.raises(InvalidReleaseError, match="its release says otherwise"):
+    with pytest.raises(ReleaseError, match="its release says otherwise"):
         files_of([release], PROJECT, read_files)
 
 
 def test_metadata_of_another_version_is_refused(tmp_path: Path) -> None:
     add_metadata(make_wheel(tmp_path / "v2", metadata_version="2.0.1"))
-    with pytest.raises(InvalidReleaseError, match=r"the metadata of .* is of .*2\.0\.1"):
+    with pytest.raises(ReleaseError, match=r"the metadata of .* is of .*2\.0\.1"):
         files_of([release_of(tmp_path / "v2")], PROJECT, read_files)
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
     make_wheel(tmp_path / "v2", stem="torch")
-    with pytest.raises(InvalidReleaseError, match="is not a distribution of flash-dmattn"):
+    with pytest.raises(ReleaseError, match="is not a distribution of flash-dmattn"):
         files_of([release_of(tmp_path / "v2")], PROJECT, no_fetch)
 
 
 def test_a_yank_of_nothing_is_refused(tmp_path: Path) -> None:
     make_wheel(tmp_path / "v2")
-    with pytest.raises(InvalidReleaseError, match=r"to yank are in no release: 3\.0\.0"):
+    with pytest.raises(ReleaseError, match=r"to yank are in no release: 3\.0\.0"):
         files_of([release_of(tmp_path / "v2")], PROJECT, no_fetch, {"3.0.0": "why"})
 
 
 @pytest.mark.parametrize("name", ["flash_dmattn.whl", "flash_dmattn-2.0.0.zip", "2.0.0.tar.gz"])
 def test_names_that_are_none(name: str) -> None:
-    with pytest.raises(ValueError, match="is not named as a wheel or an sdist is"):
+    with pytest.raises(ReleaseError, match="is not named as a wheel or an sdist is"):
         project_and_version(name)
 
 
 def test_pages_of_github_are_joined() -> None:
-    assert make_index.flattened([[{"a": 1}], [{"b": 2}]]) == [{"a": 1}, {"b": 2}]
-    assert make_index.flattened([{"a": 1}]) == [{"a": 1}]
+    assert flattened([[{"a": 1}], [{"b": 2}]]) == [{"a": 1}, {"b": 2}]
+    assert flattened([{"a": 1}]) == [{"a": 1}]
 
 
 def test_only_safe_addresses_are_fetched() -> None:
-    with pytest.raises(InvalidReleaseError, match="neither https nor this machine"):
-        make_index.download("http://example.com/x.metadata")
+    with pytest.raises(ReleaseError, match="neither https nor this machine"):
+        download("http://example.com/x.metadata")
 
 
 def test_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_wheel(tmp_path / "v2", stem="torch")
     (tmp_path / "releases.json").write_text(json.dumps([release_of(tmp_path / "v2")]))
     arguments = ["--releases", str(tmp_path / "releases.json"), "--output", str(tmp_path / "site")]
-    assert make_index.main(arguments) == 1
-    assert "make_index: torch-2.0.0" in capsys.readouterr().err
+    assert main(["index", *arguments]) == 1
+    assert "release index: torch-2.0.0" in capsys.readouterr().err
 
 
 def pip_environment() -> dict[str, str]:
@@ -207,7 +207,7 @@ def test_pip_installs_from_it(tmp_path: Path) -> None:
         release = local_release(tmp_path / "served/files", "v2.0.0", f"{server.url}/files")
         (tmp_path / "releases.json").write_text(json.dumps([release]))
         index = ["--releases", str(tmp_path / "releases.json"), "--output"]
-        assert make_index.main([*index, str(tmp_path / "served/index")]) == 0
+        assert main(["index", *index, str(tmp_path / "served/index")]) == 0
         pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target"]
         subprocess.run(
             [*pip, str(tmp_path / "t"), f"--index-url={server.url}/index/simple/", PROJECT],

@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: BSD-3-Clause
+"""Writes the sources that instantiate the CUDA kernels, one small file each, into the build tree.
+
+The table is the product of the kernel families below, the head dimensions and the dtypes of
+cmake/targets.json. CMake runs this while it configures; only the standard library is needed. Output
+is deterministic, and a file whose content is right already is left alone, so that nothing is
+compiled anew. The paths of the sources to compile are printed, separated by semicolons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not edit.\n"
+ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A launch function template of <Element, kHeadDim>, and the header that defines it."""
+
+    name: str
+    header: str
+    params: str
+
+    def source(self, dtype: str, head_dim: int) -> str:
+        """Return the file that instantiates one kernel."""
+        return (
+            f'{HEADER}#include "cuda/attention/{self.header}"\n\n'
+            f"template cudaError_t fdm::cuda::launch_{self.name}<{ELEMENTS[dtype]}, {head_dim}>("
+            f"const fdm::cuda::{self.params} &, cudaStream_t);\n"
+        )
+
+
+FAMILIES = (
+    Family("decode", "decode_launch.cuh", "ForwardParams"),
+    Family("forward", "forward_launch.cuh", "ForwardParams"),
+    Family("dq", "dq_launch.cuh", "BackwardParams"),
+    Family("dkdv", "dkdv_launch.cuh", "BackwardParams"),
+    Family("row_bias", "row_bias_launch.cuh", "BackwardParams"),
+)
+
+
+def head_dims_source(head_dims: list[int]) -> str:
+    """Return the header that lists the instantiated head dimensions for the dispatch."""
+    listed = ", ".join(map(str, head_dims))
+    return (
+        f"{HEADER}#pragma once\n\nnamespace fdm::cuda {{\n"
+        "template <int... kDims> struct HeadDims {};\n"
+        f"using InstantiatedHeadDims = HeadDims<{listed}>;\n"
+        f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
+        "} // namespace fdm::cuda\n"
+    )
+
+
+def choose_head_dims(known: list[int], asked: str) -> list[int]:
+    """Return the asked head dimensions in ascending order; all where none are asked for."""
+    chosen = sorted({int(dim) for dim in asked.replace(",", " ").replace(";", " ").split()})
+    unknown = [dim for dim in chosen if dim not in known]
+    if unknown:
+        raise SystemExit(
+            f"FLASH_DMATTN_HEAD_DIMS has {', '.join(map(str, unknown))}; allowed: "
+            f"{', '.join(map(str, known))}"
+        )
+    return chosen or sorted(known)
+
+
+def write(path: Path, content: str) -> None:
+    """Write a file unless it has this content already."""
+    if not path.exists() or path.read_text() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def main() -> None:
+    """Parse the command line and write the files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument(
+        "--head-dims", default="", help="head dimensions to instantiate; all by default"
+    )
+    options = parser.parse_args()
+    table = json.loads((ROOT / "cmake" / "targets.json").read_text())
+    head_dims = choose_head_dims(table["head_dims"], options.head_dims)
+    write(options.output / "head_dims.h", head_dims_source(head_dims))
+    sources = []
+    for family in FAMILIES:
+        for dtype in table["dtypes"]:
+            for head_dim in head_dims:
+                path = options.output / f"{family.name}_{dtype}_{head_dim}.cu"
+                write(path, family.source(dtype, head_dim))
+                sources.append(path.as_posix())
+    print(";".join(sources))
+
+
+if __name__ == "__main__":
+    main()

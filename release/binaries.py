@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a shared library needs, offers and holds for GPUs, read with pyelftools."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from elftools.elf.constants import P_FLAGS
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+from elftools.elf.sections import SymbolTableSection
+
+from release.targets import version_numbers
+
+_MACHINES = {"x64": "x86_64", "AArch64": "aarch64"}
+_FATBIN_MAGIC = 0xBA55ED50
+_FATBIN_KINDS = {1: "compute", 2: "sm"}  # PTX, machine code
+
+
+@dataclass(frozen=True)
+class Library:
+    """The facts of a library that gates judge.
+
+    Attributes:
+        machine: such as ``x86_64``.
+        needed: the libraries that must be there to load it.
+        run_paths: entries of RPATH and RUNPATH.
+        exports: names of the defined dynamic symbols.
+        versions: for each prefix, such as ``GLIBC``, the highest version that a symbol asks for.
+        text_relocations: code has to be rewritten when it is loaded.
+        executable_stack: it asks for one, or does not say that it needs none.
+        lazy_binding: its table of functions stays writable.
+        debug: it has debug information.
+        device_code: machine code for GPUs, such as ``sm_90``, and PTX, such as ``compute_90``.
+    """
+
+    machine: str
+    needed: tuple[str, ...]
+    run_paths: tuple[str, ...]
+    exports: tuple[str, ...]
+    versions: dict[str, str]
+    text_relocations: bool
+    executable_stack: bool
+    lazy_binding: bool
+    debug: bool
+    device_code: frozenset[str]
+
+
+def read_library(content: bytes) -> Library:
+    """Read a shared library."""
+    elf = ELFFile(io.BytesIO(content))
+    # Any: what a tag has besides its entry follows from its kind, which its type does not tell.
+    dynamic: list[Any] = [tag for s in elf.iter_sections() if isinstance(s, DynamicSection)
+                          for tag in s.iter_tags()]  # fmt: skip
+    flags = {tag.entry.d_tag: int(tag.entry.d_val) for tag in dynamic}
+    paths = [tag.rpath for tag in dynamic if tag.entry.d_tag == "DT_RPATH"]
+    paths += [tag.runpath for tag in dynamic if tag.entry.d_tag == "DT_RUNPATH"]
+    stacks = [s for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"]
+    fatbin = elf.get_section_by_name(".nv_fatbin")
+    return Library(
+        machine=_MACHINES.get(elf.get_machine_arch(), elf.get_machine_arch()),
+        needed=tuple(tag.needed for tag in dynamic if tag.entry.d_tag == "DT_NEEDED"),
+        run_paths=tuple(entry for path in paths for entry in path.split(":") if entry),
+        exports=_exports(elf),
+        versions=_versions(elf),
+        text_relocations="DT_TEXTREL" in flags or bool(flags.get("DT_FLAGS", 0) & 4),
+        executable_stack=not stacks or bool(stacks[0]["p_flags"] & P_FLAGS.PF_X),
+        lazy_binding=not (flags.get("DT_FLAGS", 0) & 8 or flags.get("DT_FLAGS_1", 0) & 1),
+        debug=elf.get_section_by_name(".debug_info") is not None,
+        device_code=frozenset() if fatbin is None else _device_code(fatbin.data()),
+    )
+
+
+def _exports(elf: ELFFile) -> tuple[str, ...]:
+    table = elf.get_section_by_name(".dynsym")
+    if not isinstance(table, SymbolTableSection):
+        return ()
+    return tuple(
+        sorted(
+            symbol.name
+            for symbol in table.iter_symbols()
+            if symbol["st_shndx"] not in ("SHN_UNDEF", "SHN_ABS")
+            and symbol["st_info"]["bind"] != "STB_LOCAL"
+        )
+    )
+
+
+def _versions(elf: ELFFile) -> dict[str, str]:
+    """Return the highest version of each family of symbol versions that the library asks for."""
+    highest: dict[str, str] = {}
+    for section in elf.iter_sections():
+        if not isinstance(section, GNUVerNeedSection):
+            continue
+        for _, auxiliaries in section.iter_versions():
+            for auxiliary in auxiliaries:
+                found = re.fullmatch(r"([A-Z]+)_(\d+(?:\.\d+)*)", auxiliary.name)
+                if found and version_numbers(found[2]) > version_numbers(
+                    highest.get(found[1], "0")
+                ):
+                    highest[found[1]] = found[2]
+    return highest
+
+
+def _device_code(data: bytes) -> frozenset[str]:
+    """Return what the fat binaries of a section .nv_fatbin hold.
+
+    For machines without CUDA. NVIDIA documents no format: the magic number, the sizes and the
+    fields of an entry are those that CUDA 12.4 to 13.0 write, which a test compares with cuobjdump.
+    The letter of ``sm_90a`` stands in the code itself, which is compressed, and so is left out.
+    """
+    found = set()
+    offset = 0
+    while offset + 16 <= len(data):
+        magic, _, header_size, size = struct.unpack_from("<IHHQ", data, offset)
+        if magic != _FATBIN_MAGIC:
+            offset += 8  # alignment between two fat binaries
+            continue
+        entry, end = offset + header_size, offset + header_size + size
+        while entry + 32 <= end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", data, entry)
+            (arch,) = struct.unpack_from("<I", data, entry + 28)
+            found.add(f"{_FATBIN_KINDS.get(kind, f'kind{kind}')}_{arch}")
+            entry += entry_header + entry_size
+        offset = end
+    return frozenset(found)

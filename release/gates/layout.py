@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gates on what a wheel holds and how it names itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from release.distributions import PACKAGE
+from release.gates.verdict import Task
+from release.project import ROOT
+
+_MEGABYTE = 10**6
+_REQUIRED = (
+    "__init__.py",
+    "_core.abi3.so",
+    "packs/libflash_dmattn_cpu.so",
+    "packs/manifest.json",
+    "py.typed",
+    "targets.json",
+)
+
+
+def tag(task: Task) -> Iterator[str]:
+    """The name and the metadata agree: one cp310-abi3 tag, of a machine that is supported."""
+    wheel = task.wheel
+    inside = wheel.metadata("WHEEL", "Tag")
+    if inside != [wheel.tag]:
+        yield f"the WHEEL file says {', '.join(inside)}, the file's name {wheel.tag}"
+    floor = "cp" + task.table.pythons[0].replace(".", "")
+    policy = re.escape(task.table.wheel.policy) if task.manylinux else "linux"
+    machines = "|".join(row.machine for row in task.table.platforms)
+    if not re.fullmatch(rf"{floor}-abi3-{policy}_({machines})", wheel.tag):
+        yield f"the tag is {wheel.tag}, not {floor}-abi3-{policy}_<{machines}>"
+    version = wheel.metadata("METADATA", "Version")
+    if wheel.path.name.split("-")[1:2] != version:
+        yield f"the metadata has version {version}, the name is {wheel.path.name}"
+
+
+def abi3_only(task: Task) -> Iterator[str]:
+    """No module is made for one version of Python: abi3audit does not look at names."""
+    for name in task.wheel.contents:
+        if re.search(r"\.cpython-\d+[^/]*\.so$|\.cp\d+[^/]*\.(so|pyd)$", name):
+            yield f"{name} is made for one version of Python"
+
+
+def content(task: Task) -> Iterator[str]:
+    """The wheel holds the package alone, without what builds and tools leave behind."""
+    wheel = task.wheel
+    strangers = {name.partition("/")[0] for name in wheel.contents} - {PACKAGE, wheel.dist_info}
+    for name in sorted(strangers):
+        yield f"the top level holds {name}"
+    for name in _REQUIRED:
+        if f"{PACKAGE}/{name}" not in wheel.contents:
+            yield f"{PACKAGE}/{name} is absent"
+    for name in wheel.contents:
+        if re.search(r"__pycache__|\.py[co]$|\.(c|cc|cpp|cu|cuh|h|o|a|cmake)$|/\.", name):
+            yield f"{name} does not belong into a wheel"
+
+
+def licences(task: Task) -> Iterator[str]:
+    """Every licence file of the project is in the metadata folder, unchanged, and declared."""
+    wheel = task.wheel
+    names = [path.name for path in ROOT.glob("LICENSE*")]
+    if not wheel.metadata("METADATA", "License-Expression"):
+        yield "the metadata has no License-Expression"
+    for name in names:
+        file = f"{wheel.dist_info}/licenses/{name}"
+        if file not in wheel.contents:
+            yield f"{file} is absent"
+        elif wheel.contents[file] != (ROOT / name).read_bytes():
+            yield f"{file} differs from {name} of the project"
+        if name not in wheel.metadata("METADATA", "License-File"):
+            yield f"the metadata has no License-File {name}"
+
+
+def sizes(task: Task) -> Iterator[str]:
+    """The wheel and each pack stay below the table's limits, in millions of bytes."""
+    limits = task.table.wheel
+    size = task.wheel.path.stat().st_size
+    if size > limits.max_wheel_mb * _MEGABYTE:
+        yield f"the wheel has {size / _MEGABYTE:.1f} MB; at most {limits.max_wheel_mb} are allowed"
+    for name in filter(task.wheel.is_pack, task.wheel.contents):
+        size = len(task.wheel.contents[name])
+        if size > limits.max_pack_mb * _MEGABYTE:
+            yield f"{name} has {size / _MEGABYTE:.1f} MB; at most {limits.max_pack_mb} are allowed"

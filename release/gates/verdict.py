@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What gates are given, and how their answers are collected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from elftools.common.exceptions import ELFError
+
+from release.binaries import Library, read_library
+from release.distributions import Wheel
+from release.project import ReleaseError
+from release.targets import Table
+
+
+class Skipped(Exception):  # noqa: N818 (it is no error)
+    """The gate cannot run here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A wheel and what is asked of it.
+
+    Attributes:
+        wheel: to be judged.
+        table: what releases hold.
+        manylinux: it has to run on every Linux of some age, not only on one like this.
+        complete: it has to hold every pack of a release.
+    """
+
+    wheel: Wheel
+    table: Table
+    manylinux: bool
+    complete: bool
+
+    @cached_property
+    def libraries(self) -> dict[str, Library]:
+        """The shared libraries by their path in the wheel."""
+        contents = self.wheel.contents
+        names = [name for name in contents if re.search(r"\.so(\.\d+)*$", name)]
+        try:
+            return {name: read_library(contents[name]) for name in names}
+        except ELFError as error:
+            raise ReleaseError(
+                f"one of {', '.join(names)} cannot be read as ELF: {error}"
+            ) from error
+
+
+Gate: TypeAlias = Callable[[Task], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one gate found.
+
+    Attributes:
+        gate: its name.
+        failures: one line each.
+        skipped: why it could not run; "" if it ran.
+    """
+
+    gate: str
+    failures: tuple[str, ...]
+    skipped: str = ""
+
+    @property
+    def status(self) -> str:
+        """``failed``, ``skipped`` or ``passed``."""
+        return "failed" if self.failures else "skipped" if self.skipped else "passed"
+
+
+def judge(name: str, gate: Gate, task: Task) -> Result:
+    """Run one gate; a wheel that it cannot make sense of fails."""
+    try:
+        return Result(name, tuple(gate(task)))
+    except Skipped as reason:
+        return Result(name, (), str(reason))
+    except ReleaseError as error:
+        return Result(name, (str(error),))

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What CI builds and tests, from cmake/targets.json, and the digests of the images it does so in.
+
+The jobs are printed as a workflow's outputs, one line for each kind: ``packs=[...]``. An image has
+its digest from .github/images.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+from release import targets
+from release.project import ROOT, ReleaseError, commit_time
+from release.targets import Platform, Table
+
+Jobs: TypeAlias = dict[str, list[dict[str, str]]]
+SMALL_ARCH = "sm90"
+SMALL_HEAD_DIMS = (64, 128)
+LOCK = ROOT / ".github" / "images.json"
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    machines = [row.machine for row in targets.load().platforms]
+    parser.add_argument("--small", action="store_true", help="the subset that a change is tried on")
+    parser.add_argument("--machine", action="append", default=[], choices=machines)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--require-digests", action="store_true", help="fail if an image has none")
+    mode.add_argument(
+        "--update-digests", action="store_true", help="write those that the registry has now"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the jobs, or renew the digests of their images."""
+    found = jobs(targets.load(), options.machine, options.small)
+    if options.update_digests:
+        digests = {image: present_digest(image) for image in images_of(found)}
+        LOCK.write_text(json.dumps(digests, indent=2, sort_keys=True) + "\n")
+        return
+    digests = json.loads(LOCK.read_text())
+    for kind, rows in pinned(found, digests, require=options.require_digests).items():
+        print(f"{kind}={json.dumps(rows, separators=(',', ':'))}")
+    # The time that is written into what is built: that of the sources, so that equal sources give
+    # equal files.
+    if seconds := commit_time():
+        print(f"epoch={seconds}")
+
+
+def jobs(table: Table, machines: Iterable[str] = (), small: bool = False) -> Jobs:
+    """Return the jobs: packs, wheels made of them, and tests of the wheels.
+
+    Args:
+        table: the declared one.
+        machines: only these; all of the table if none is given.
+        small: one platform, the newest CUDA, one arch, two head dimensions: what a change is
+            tried with.
+    """
+    chosen = list(machines) or [row.machine for row in table.platforms][: 1 if small else None]
+    unknown = sorted(set(chosen) - {row.machine for row in table.platforms})
+    if unknown:
+        raise ReleaseError(f"the table has no machine {', '.join(unknown)}")
+    platforms = [row for row in table.platforms if row.machine in chosen]
+    pythons = [table.pythons[0], table.pythons[-1]] if small else list(table.pythons)
+    return {
+        "packs": [job for row in platforms for job in _packs(table, row, small)],
+        "wheels": [
+            {
+                "machine": row.machine,
+                "runner": row.runner,
+                "image": table.wheel.image.format(policy=table.wheel.policy, machine=row.machine),
+                "tag": f"{_abi_tag(table)}-{table.wheel.policy}_{row.machine}",
+                "artifact": f"wheel-{row.machine}",
+            }
+            for row in platforms
+        ],
+        "tests": [
+            {
+                "machine": row.machine,
+                "runner": row.runner,
+                "python": python,
+                "artifact": f"wheel-{row.machine}",
+            }
+            for row in platforms
+            for python in pythons
+        ],
+    }
+
+
+def _packs(table: Table, platform: Platform, small: bool) -> list[dict[str, str]]:
+    """Return the jobs that build the packs of one platform, one for each CUDA major."""
+    return [
+        {
+            "cuda": cuda.major,
+            "machine": platform.machine,
+            "runner": platform.runner,
+            "image": cuda.image.format(policy=table.wheel.policy, machine=platform.machine),
+            "archs": SMALL_ARCH
+            if small
+            else " ".join(arch.name for arch in table.archs_of(cuda.toolkit)),
+            "head_dims": " ".join(map(str, SMALL_HEAD_DIMS)) if small else "",
+            "artifact": f"packs-cu{cuda.major}-{platform.machine}",
+        }
+        for cuda in (table.cuda[-1:] if small else table.cuda)
+    ]
+
+
+def _abi_tag(table: Table) -> str:
+    return f"cp{table.pythons[0].replace('.', '')}-abi3"
+
+
+def images_of(found: Jobs) -> list[str]:
+    return sorted({row["image"] for rows in found.values() for row in rows if "image" in row})
+
+
+def pinned(found: Jobs, digests: Mapping[str, str], *, require: bool) -> Jobs:
+    """Return the jobs with ``name@digest`` for each image; one without a digest keeps its name."""
+    missing = [image for image in images_of(found) if image not in digests]
+    if missing:
+        text = f"no digest in .github/images.json for {', '.join(missing)}"
+        if require:
+            raise ReleaseError(f"{text}; see docs/release.md for how to pin them")
+        print(f"release matrix: {text}; whatever they are today is taken", file=sys.stderr)
+    for image, digest in digests.items():
+        if not DIGEST.fullmatch(digest):
+            raise ReleaseError(f"{digest!r} is not a digest of {image}")
+    return {
+        kind: [
+            {**row, "image": f"{row['image']}@{digests[row['image']]}"}
+            if row.get("image") in digests
+            else row
+            for row in rows
+        ]
+        for kind, rows in found.items()
+    }
+
+
+def present_digest(image: str) -> str:
+    """Return the digest that the registry has for an image now."""
+    command = ["docker", "buildx", "imagetools", "inspect", "--format", "{{.Manifest.Digest}}"]
+    done = subprocess.run([*command, image], capture_output=True, text=True, check=False)
+    digest = done.stdout.strip()
+    if done.returncode != 0 or not DIGEST.fullmatch(digest):
+        raise ReleaseError(f"{' '.join(command)} {image}: {done.stderr.strip() or digest!r}")
+    return digest

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Other programs: how they are run, and where those of CUDA are."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from release.project import ReleaseError
+
+
+def call(
+    command: Sequence[str | Path],
+    cwd: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run a command, shown and with its output passed on, with more environment variables.
+
+    Programs of this Python's environment come first, also where it is not activated.
+    """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, **(variables or {})}
+    words = [str(word) for word in command]
+    print("+", *words, file=sys.stderr, flush=True)
+    try:
+        # stdout is for the command's own result
+        subprocess.run(words, check=True, cwd=cwd, env=environment, stdout=sys.stderr)
+    except FileNotFoundError as error:
+        raise ReleaseError(f"there is no program {words[0]}") from error
+    except subprocess.CalledProcessError as error:
+        raise ReleaseError(f"{words[0]} failed with status {error.returncode}") from error
+
+
+def _places(program: str) -> list[str | None]:
+    """Return where a program of CUDA may be: on the PATH, or in a toolkit."""
+    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return [program, *(f"{folder}/bin/{program}" for folder in toolkits if folder)]
+
+
+def _first(places: Iterable[str | None]) -> Path | None:
+    found = (shutil.which(place) for place in places if place)
+    return next((Path(path) for path in found if path), None)
+
+
+def find_nvcc(named: str | None) -> Path:
+    """Return the nvcc that was named, or the one that CMake would find."""
+    found = _first([named] if named else [os.environ.get("CUDACXX"), *_places("nvcc")])
+    if found is None:
+        looked = "CUDACXX, PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda"
+        raise ReleaseError(
+            f"there is no nvcc {named}" if named else f"no nvcc was found (looked at {looked})"
+        )
+    return found
+
+
+def find_cuobjdump() -> Path | None:
+    """Return CUDA's program, from PATH or the folder of a toolkit."""
+    return _first(_places("cuobjdump"))
+
+
+def cuda_version(program: Path) -> str:
+    """Return the CUDA version of an nvcc or a cuobjdump, such as ``13.0``."""
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release (\d+\.\d+)", done.stdout)
+    if found is None:
+        raise ReleaseError(f"{program} --version names no release")
+    return found[1]
+
+
+def listed_code(cuobjdump: Path, library: Path) -> set[str]:
+    """Return what cuobjdump finds, such as ``sm_90a``; PTX as ``compute_90a``."""
+    found = set()
+    for option, prefix in (("--list-elf", "sm"), ("--list-ptx", "compute")):
+        done = subprocess.run(
+            [cuobjdump, option, library], capture_output=True, text=True, check=False
+        )
+        # Without any, it complains and fails.
+        names = re.findall(r"\.sm_(\d+[af]?)\.", done.stdout)
+        found |= {f"{prefix}_{number}" for number in names}
+    return found

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Facts of the project, read from the one place that declares each."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = "flash-dmattn"
+MANIFEST_SCHEMA = 1
+
+
+class ReleaseError(Exception):
+    """What was asked cannot be done, or is not as a release needs it; the text says why."""
+
+
+def pyproject_value(key: str, root: Path = ROOT) -> str:
+    """Return the string that pyproject.toml gives to a key which stands there once.
+
+    With a pattern, since Python 3.10 has no tomllib.
+    """
+    text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.findall(rf'^{re.escape(key)} = "(.+)"$', text, re.MULTILINE)
+    if len(found) != 1:
+        raise ReleaseError(f"pyproject.toml has {len(found)} lines with the key {key}, not one")
+    return str(found[0])
+
+
+def _pack_header(pattern: str) -> str:
+    header = (ROOT / "cpp" / "pack.h").read_text(encoding="utf-8")
+    found = re.search(pattern, header, re.MULTILINE)
+    if found is None:
+        raise ReleaseError(f"cpp/pack.h has no line {pattern}")
+    return found[1]
+
+
+def abi_version() -> int:
+    """Return the version of the pack interface."""
+    return int(_pack_header(r"^#define FDM_PACK_ABI_VERSION (\d+)$"))
+
+
+def pack_symbol() -> str:
+    """Return the one function that a pack exports."""
+    return _pack_header(r'^#define FDM_PACK_SYMBOL "(\w+)"$')
+
+
+def commit(root: Path = ROOT) -> str:
+    """Return the commit of the sources, with ``-dirty`` if they differ from it; "" without git."""
+    head = _git(root, "rev-parse", "HEAD")
+    if head is None:
+        return ""
+    return f"{head}-dirty" if _git(root, "status", "--porcelain", "-uno") else head
+
+
+def commit_time() -> str | None:
+    """Return when the commit of the sources was made, in seconds of Unix; None without git."""
+    return _git(ROOT, "log", "-1", "--format=%ct")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Return what git prints; None if there is no git, or the folder is not a repository's own."""
+    if not (root / ".git").exists():  # else git would answer for a repository around it
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

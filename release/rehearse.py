@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A rehearsal of a release on this machine; scripts/rehearse_release starts it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from release import targets
+from release.distributions import Wheel, sha256
+from release.loopback import Server, local_release, serving
+from release.matrix import jobs
+from release.programs import call, cuda_version, find_nvcc
+from release.project import PROJECT, ROOT, ReleaseError, pyproject_value
+from release.tag import check_tag
+
+
+@dataclass
+class Rehearsal:
+    """Where it works, what it shall build, and how long each step took."""
+
+    work: Path
+    cuda: str | None
+    archs: str
+    head_dims: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def dist(self) -> Path:
+        return self.work / "served" / "files"
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        print(f"== {name}", flush=True)
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - start, 1)
+        print(f"   {self.seconds[name]} s", flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cuda",
+        default="auto",
+        help="CUDA major of the packs; auto: nvcc's, if any; none: cpu only",
+    )
+    parser.add_argument("--archs", default="90", help="of the packs; empty: all of the table")
+    parser.add_argument("--head-dims", default="64", help="of the packs; empty: all")
+    parser.add_argument("--output", type=Path, help="keep the assets, the index and rehearsal.json")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Rehearse, and keep what was made as far as it came."""
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        cuda = chosen_cuda(options.cuda)
+        rehearsal = Rehearsal(Path(folder), cuda, options.archs, options.head_dims)
+        try:
+            rehearse(rehearsal)
+        finally:
+            if options.output:
+                keep(rehearsal, options.output)
+    print(f"== rehearsed in {sum(rehearsal.seconds.values()):.0f} s: {rehearsal.seconds}")
+
+
+def chosen_cuda(wanted: str) -> str | None:
+    """Return the CUDA major to build for; None builds the cpu pack only."""
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        return wanted
+    try:
+        return cuda_version(find_nvcc(None)).partition(".")[0]
+    except ReleaseError as error:
+        print(f"== the cpu pack only: {error}")
+        return None
+
+
+def rehearse(rehearsal: Rehearsal) -> None:
+    """Run every step; the first that fails ends it."""
+    tag = f"v{pyproject_value('version')}"
+    with rehearsal.step("tag"):
+        check_tag(tag, dated=False)
+    with rehearsal.step("matrix"):
+        matrix = jobs(targets.load(), [platform.machine()])
+        rows = [row for row in matrix["packs"] if row["cuda"] == rehearsal.cuda]
+        print(
+            f"   {len(matrix['packs'])} pack jobs, {len(matrix['wheels'])} wheels; "
+            f"here {rows or 'cpu'}"
+        )
+    with rehearsal.step("sdist"):
+        python("-m", "build", "--sdist", "--no-isolation", "--outdir", rehearsal.dist, ROOT)
+    folders: list[Path] = []
+    for row in rows:
+        with rehearsal.step(f"packs of CUDA {row['cuda']}"):
+            folders.append(rehearsal.work / row["artifact"])
+            archs, head_dims = rehearsal.archs or row["archs"], rehearsal.head_dims
+            what = ["--cuda", row["cuda"], "--archs", archs, "--head-dims", head_dims]
+            release("packs", *what, "--output", folders[-1])
+    with rehearsal.step("wheel"):
+        release("wheel", "--no-isolation", "--output", rehearsal.dist, "--packs", *folders)
+        (wheel,) = rehearsal.dist.glob("*.whl")
+    with rehearsal.step("gates"):
+        release("gates", wheel, "--report", rehearsal.work / "gates.json")
+    with rehearsal.step("assets"):
+        release("assets", rehearsal.dist, "--notes", rehearsal.work / "notes.md")
+    with serving(rehearsal.work / "served") as server:
+        with rehearsal.step("index"):
+            make_index(rehearsal, server, tag)
+        environment = rehearsal.work / "venv"
+        with rehearsal.step("environment with torch"):
+            call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})
+        with rehearsal.step("install from the index"):
+            install(rehearsal, server, environment, wheel)
+    with rehearsal.step("self-test"):
+        self_test(environment, wheel, rehearsal.work)
+
+
+def make_index(rehearsal: Rehearsal, server: Server, tag: str) -> None:
+    releases = rehearsal.work / "releases.json"
+    releases.write_text(json.dumps([local_release(rehearsal.dist, tag, f"{server.url}/files")]))
+    site = rehearsal.work / "served" / "index"
+    release("index", "--releases", releases, "--output", site)
+
+
+def install(rehearsal: Rehearsal, server: Server, environment: Path, wheel: Path) -> None:
+    """Install from the index, with what the project needs from where pip is told to look.
+
+    pip's report tells where it took the project from, and which hash the file had.
+    """
+    report = rehearsal.work / "install.json"
+    index = f"{server.url}/index/simple/"
+    call(
+        [
+            *(environment / "bin" / "python", "-m", "pip", "install", "--no-cache-dir"),
+            *("--only-binary=:all:", "--extra-index-url", index, "--report", report),
+            f"{PROJECT}=={pyproject_value('version')}",
+        ]
+    )
+    check_taken(json.loads(report.read_text()), f"{server.url}/files/{wheel.name}", sha256(wheel))
+    if f"/files/{wheel.name}.metadata" not in server.requests:
+        raise ReleaseError("pip did not find the metadata file beside the wheel")
+
+
+def check_taken(report: Mapping[str, Any], url: str, digest: str) -> None:
+    """Check by pip's report that it took the project from an address, and left torch alone."""
+    taken = {item["metadata"]["name"]: item["download_info"] for item in report["install"]}
+    if "torch" in taken:
+        raise ReleaseError(f"pip replaced torch by {taken['torch']['url']}")
+    found = (taken[PROJECT]["url"], taken[PROJECT]["archive_info"]["hashes"]["sha256"])
+    if found != (url, digest):
+        raise ReleaseError(f"pip installed {found}, not {(url, digest)}")
+
+
+def self_test(environment: Path, wheel: Path, folder: Path) -> None:
+    """Run the self-test outside of the source tree; every pack of the wheel must be there."""
+    call([environment / "bin" / "python", "-m", "flash_dmattn", "--selftest"], cwd=folder)
+    (manifest,) = environment.glob("lib/python*/site-packages/flash_dmattn/packs/manifest.json")
+    installed = json.loads(manifest.read_text())["packs"]
+    if installed != Wheel.read(wheel).packs:
+        raise ReleaseError(f"{manifest} does not list the packs of {wheel.name}")
+    print(f"   installed packs: {', '.join(pack['name'] for pack in installed)}")
+
+
+def release(verb: str, *arguments: str | Path) -> None:
+    python("-m", "release", verb, *arguments)
+
+
+def python(*arguments: str | Path) -> None:
+    call([sys.executable, *arguments], cwd=ROOT)
+
+
+def keep(rehearsal: Rehearsal, output: Path) -> None:
+    """Copy what was made, as far as it came."""
+    if rehearsal.dist.exists():
+        shutil.copytree(rehearsal.work / "served", output, dirs_exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    for path in rehearsal.work.glob("*.*"):
+        if path.is_file():
+            shutil.copy(path, output)
+    record = {"cuda": rehearsal.cuda, "archs": rehearsal.archs, "seconds": rehearsal.seconds}
+    (output / "rehearsal.json").write_text(json.dumps(record, indent=1) + "\n")

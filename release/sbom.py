@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The bill of materials of a release, in CycloneDX: its files, and what is linked into them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from release.distributions import Wheel, core_metadata, parse_metadata, sha256
+
+SPEC_VERSION = "1.6"
+LICENSE = [{"license": {"id": "BSD-3-Clause"}}]
+
+
+def bill_of_materials(
+    distributions: Sequence[Path], commit: str | None, timestamp: str
+) -> dict[str, Any]:
+    """Return the bill of the given wheels and sdists, all of one version.
+
+    The same files give the same bill: its serial number is made from their hashes.
+    """
+    metadata = parse_metadata(core_metadata(distributions[0]))
+    project = f"pkg:pypi/{metadata.name}@{metadata.version}"
+    components = [file_component(path) for path in sorted(distributions)]
+    contents = " ".join(component["hashes"][0]["content"] for component in components)
+    serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{project} {contents}")
+    root: dict[str, Any] = {
+        "type": "library",
+        "bom-ref": project,
+        "name": metadata.name,
+        "version": metadata.version,
+        "purl": project,
+        "licenses": LICENSE,
+    }
+    if commit:
+        root["properties"] = [{"name": "commit", "value": commit}]
+    return {
+        "$schema": f"http://cyclonedx.org/schema/bom-{SPEC_VERSION}.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": SPEC_VERSION,
+        "serialNumber": serial.urn,
+        "version": 1,
+        "metadata": {"timestamp": timestamp, "component": root},
+        "components": components,
+    }
+
+
+def file_component(path: Path) -> dict[str, Any]:
+    component: dict[str, Any] = {
+        "type": "file",
+        "bom-ref": path.name,
+        "name": path.name,
+        "hashes": [{"alg": "SHA-256", "content": sha256(path)}],
+        "licenses": LICENSE,
+    }
+    if path.suffix == ".whl":
+        component["components"] = [
+            pack_component(path.name, pack)
+            for pack in sorted(Wheel.read(path).packs, key=lambda pack: str(pack["name"]))
+        ]
+    return component
+
+
+def pack_component(wheel: str, pack: dict[str, Any]) -> dict[str, Any]:
+    """Return a pack and the runtimes that are linked into it: they update with it alone."""
+    reference = f"{wheel}#{pack['file']}"
+    linked = [runtime(reference, "libstdc++", None, "GPL-3.0-only WITH GCC-exception-3.1")]
+    if pack["cuda"]:
+        linked.append(runtime(reference, "CUDA runtime (cudart_static)", pack["cuda"], None))
+    component: dict[str, Any] = {
+        "type": "library",
+        "bom-ref": reference,
+        "name": pack["file"],
+        "licenses": LICENSE,
+        "components": linked,
+    }
+    if pack.get("sha256"):
+        component["hashes"] = [{"alg": "SHA-256", "content": pack["sha256"]}]
+    return component
+
+
+def runtime(
+    reference: str, name: str, version: str | None, expression: str | None
+) -> dict[str, Any]:
+    component: dict[str, Any] = {
+        "type": "library",
+        "bom-ref": f"{reference}#{name}",
+        "name": name,
+        "licenses": (
+            [{"expression": expression}]
+            if expression
+            else [{"license": {"name": "NVIDIA CUDA EULA"}}]
+        ),
+    }
+    if version:
+        component["version"] = version
+    return component

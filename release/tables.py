@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is written out from the table, and from the build's options, for people and other tools.
+
+That is: blocks of pages between <!-- NAME --> and <!-- end NAME -->, conda/variants.yaml, and what
+pyproject.toml has to repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from release import targets
+from release.project import ROOT, ReleaseError, pyproject_value
+from release.targets import Table, version_numbers
+
+_BEGIN = re.compile(r"^<!-- ([a-z-]+) -->$", re.MULTILINE)
+_NAME = re.compile(r"\b(?:FLASH_DMATTN|CMAKE)_[A-Z_]+\b|\bCUDAARCHS\b")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--write", action="store_true", help="renew the files that differ")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check that everything derived agrees, or renew it."""
+    table = targets.load()
+    problems = list(disagreements(table))
+    for problem in problems:
+        print(f"release tables: {problem}", file=sys.stderr)
+    drifted = bool(problems)
+    for path, expected in derived_files(table):
+        present = path.read_text(encoding="utf-8") if path.exists() else ""
+        if present == expected:
+            continue
+        name = path.relative_to(ROOT)
+        if options.write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(expected, encoding="utf-8")
+            print(f"release tables: wrote {name}")
+            continue
+        drifted = True
+        sys.stdout.writelines(
+            difflib.unified_diff(
+                present.splitlines(keepends=True),
+                expected.splitlines(keepends=True),
+                str(name),
+                "what the table gives",
+            )
+        )
+    if drifted:
+        raise ReleaseError("run python -m release tables --write")
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    columns = list(head)
+    lines = [f"| {' | '.join(cells)} |" for cells in [columns, *rows]]
+    lines.insert(1, "|---" * len(columns) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def support_table(table: Table) -> str:
+    """Return which packs serve a compute capability, under which CUDA, from which driver on."""
+    rows = []
+    for capability, archs in table.preference.items():
+        served = [
+            cuda for cuda in table.cuda if table.arch(archs[0]) in table.archs_of(cuda.toolkit)
+        ]
+        rows.append(
+            [
+                capability,
+                ", ".join(archs),
+                ", ".join(f"CUDA {cuda.major} (driver {cuda.min_driver})" for cuda in served),
+            ]
+        )
+    return markdown(["compute capability", "packs, best first", "built with (oldest driver)"], rows)
+
+
+def platform_table(table: Table) -> str:
+    """Return what each platform's wheel runs on."""
+    limits = table.wheel
+    return markdown(
+        ["machine", "wheel", "glibc", "Python", "PyTorch", "CUDA toolkits of the packs"],
+        [
+            [
+                row.machine,
+                f"`cp{table.pythons[0].replace('.', '')}-abi3-{limits.policy}_{row.machine}`",
+                f"{limits.glibc} or newer",
+                f"{table.pythons[0]} or newer, tested to {table.pythons[-1]}",
+                f"{table.min_torch} or newer",
+                ", ".join(cuda.toolkit for cuda in table.cuda),
+            ]
+            for row in table.platforms
+        ],
+    )
+
+
+def build_options(_: Table) -> str:
+    """Return the options that cmake/Options.cmake declares, in its own words.
+
+    Raises:
+        ReleaseError: an option is declared, but the comment does not tell what it means.
+    """
+    text = (ROOT / "cmake" / "Options.cmake").read_text(encoding="utf-8")
+    meanings: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        if found := re.fullmatch(r"#   ([A-Z_]{4,})  +(.+)", line):
+            name = found[1]
+            meanings[name] = found[2]
+        elif name and (found := re.fullmatch(r"# {10,}(.+)", line)):
+            meanings[name] += f" {found[1]}"
+        else:
+            name = ""
+    declared = re.findall(
+        r'^ +(?:set|option)\((FLASH_DMATTN_\w+) "([^"]*)" ?(.*)\)$', text, re.MULTILINE
+    )
+    rows = []
+    for option, first, rest in declared:
+        if option not in meanings:
+            raise ReleaseError(
+                f"cmake/Options.cmake declares {option}, but does not tell its meaning"
+            )
+        default = first if rest.startswith("CACHE") else rest
+        meaning = _NAME.sub(lambda found: f"`{found[0]}`", meanings[option]).replace("|", "\\|")
+        rows.append([f"`{option}`", f"`{default}`" if default else "empty", meaning])
+    return markdown(["option", "default", "meaning"], rows)
+
+
+BLOCKS: Mapping[str, Callable[[Table], str]] = {
+    "support-table": support_table,
+    "platform-table": platform_table,
+    "build-options": build_options,
+}
+
+
+def fill_blocks(text: str, table: Table) -> str:
+    """Return a page with its blocks renewed; blocks of other names are left alone.
+
+    Raises:
+        ReleaseError: a block does not end.
+    """
+    for name in _BEGIN.findall(text):
+        if name not in BLOCKS:
+            continue
+        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+        head, _, rest = text.partition(begin)
+        _, found, tail = rest.partition(end)
+        if not found:
+            raise ReleaseError(f"<!-- {name} --> has no <!-- end {name} -->")
+        text = f"{head}{begin}{BLOCKS[name](table)}{end}{tail}"
+    return text
+
+
+def conda_variants(table: Table) -> str:
+    """Return conda's build variants: the lists that the recipe is built once for each entry of."""
+    glibc = table.wheel.glibc
+    lines = [
+        "# Made by `python -m release tables` from cmake/targets.json; do not edit.",
+        "cuda_compiler_version:",
+        *(f'  - "{cuda.toolkit}"' for cuda in table.cuda),
+        "c_stdlib:",
+        "  - sysroot",
+        "c_stdlib_version:",
+        f'  - "{glibc}"',
+        "python_min:",
+        f'  - "{table.pythons[0]}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def derived_files(table: Table, root: Path = ROOT) -> Iterator[tuple[Path, str]]:
+    """Yield every file that may be derived, in part or whole, and what it has to contain."""
+    for page in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")]):
+        yield page, fill_blocks(page.read_text(encoding="utf-8"), table)
+    yield root / "conda" / "variants.yaml", conda_variants(table)
+
+
+def disagreements(table: Table) -> Iterator[str]:
+    """Yield where a fact that has to stand elsewhere, too, differs from the table."""
+    floor = pyproject_value("requires-python").removeprefix(">=")
+    if floor != table.pythons[0]:
+        yield f"pyproject.toml asks for Python {floor}, the table begins at {table.pythons[0]}"
+    torch = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    if f'"torch>={table.min_torch}"' not in torch:
+        yield f"pyproject.toml does not ask for torch>={table.min_torch}, as the table does"
+    for cuda in table.cuda:
+        if version_numbers(cuda.min_toolkit) > version_numbers(cuda.toolkit):
+            yield f"CUDA {cuda.major}: min_toolkit is newer than toolkit"
+        if cuda.toolkit.replace(".", "_") not in cuda.image:
+            yield f"CUDA {cuda.major}: the image is not of toolkit {cuda.toolkit}"

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether a tag can become a release: the version of the tree, and what CHANGELOG.md says of it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from release.project import ROOT, ReleaseError, pyproject_value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tag", help="such as v2.0.0")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print `version=...` and `pre_release=true|false`, the form of a workflow's outputs."""
+    version = check_tag(options.tag)
+    print(f"version={version}\npre_release={str(is_pre_release(version)).lower()}")
+
+
+def is_pre_release(version: str) -> bool:
+    return re.search(r"(a|b|rc|\.dev)\d+$", version) is not None
+
+
+def check_tag(tag: str, root: Path = ROOT, *, dated: bool = True) -> str:
+    """Return the version that a tag releases.
+
+    Args:
+        tag: such as v2.0.0.
+        root: of the source tree.
+        dated: the changelog must give the version a date; a rehearsal comes before that.
+
+    Raises:
+        ReleaseError: the tag is not the declared version, or the changelog lacks it.
+    """
+    version = pyproject_value("version", root)
+    if tag != f"v{version}":
+        raise ReleaseError(
+            f'the tag is {tag!r}, but pyproject.toml declares "{version}"; '
+            f"the tag of that version is v{version}"
+        )
+    heading, _ = changes(version, root)
+    if dated and not re.search(r"\(\d{4}-\d\d-\d\d\)$", heading):
+        raise ReleaseError(
+            f'CHANGELOG.md says "{heading}"; a release has its date there: '
+            f'"## {version} (2030-01-31)"'
+        )
+    return version
+
+
+def changes(version: str, root: Path = ROOT) -> tuple[str, str]:
+    """Return the heading of a version in CHANGELOG.md, and the text below it."""
+    text = (root / "CHANGELOG.md").read_text()
+    heading = rf"^(## {re.escape(version)}(?: [^\n]*)?)$"
+    match = re.search(rf"{heading}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if match is None or not match[2].strip():
+        raise ReleaseError(f'CHANGELOG.md has no "## {version}" with text below it')
+    return match[1], match[2].strip()

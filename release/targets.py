@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""cmake/targets.json: the declared table of archs, CUDA majors, platforms and Pythons."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from release.project import ROOT
+
+TABLE = ROOT / "cmake" / "targets.json"
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A GPU architecture that packs are built for.
+
+    Attributes:
+        name: such as ``sm90``.
+        code: the machine code in its packs, as nvcc names it, such as ``sm_90a``.
+        capabilities: the compute capabilities that run it.
+        min_cuda: the oldest CUDA that compiles it.
+        required: every release has it, for every CUDA major.
+    """
+
+    name: str
+    code: str
+    capabilities: tuple[str, ...]
+    min_cuda: str
+    required: bool
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """A CUDA major that packs are built with.
+
+    Attributes:
+        major: such as ``13``.
+        toolkit: the version that releases are built with: the image's.
+        min_toolkit: the oldest version that builds.
+        min_driver: the oldest driver that runs the packs.
+        image: the container image of release builds, with ``{policy}`` and ``{machine}``.
+    """
+
+    major: str
+    toolkit: str
+    min_toolkit: str
+    min_driver: str
+    image: str
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A kind of machine that wheels are built for, its CI runner and conda's name for it."""
+
+    machine: str
+    runner: str
+    conda: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a release wheel may need and how large it may be."""
+
+    policy: str
+    image: str
+    glibc: str
+    glibcxx: str
+    cxxabi: str
+    max_wheel_mb: int
+    max_pack_mb: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """The whole table; archs and CUDA majors in ascending order."""
+
+    archs: tuple[Arch, ...]
+    preference: dict[str, tuple[str, ...]]
+    cuda: tuple[Cuda, ...]
+    platforms: tuple[Platform, ...]
+    wheel: Limits
+    pythons: tuple[str, ...]
+    min_torch: str
+    head_dims: tuple[int, ...]
+
+    def archs_of(self, toolkit: str) -> tuple[Arch, ...]:
+        """Return the archs that a toolkit of this version compiles."""
+        able = version_numbers(toolkit)
+        return tuple(arch for arch in self.archs if version_numbers(arch.min_cuda) <= able)
+
+    def arch(self, name: str) -> Arch:
+        """Return the arch of this name."""
+        return next(arch for arch in self.archs if arch.name == name)
+
+    def cuda_of(self, major: str) -> Cuda:
+        """Return the CUDA major."""
+        return next(cuda for cuda in self.cuda if cuda.major == major)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version such as ``12.4``, for comparison."""
+    return tuple(int(part) for part in version.split("."))
+
+
+def parse(data: dict[str, Any]) -> Table:
+    """Make the table from the content of the file."""
+    archs = [
+        Arch(
+            name, f"sm_{row['code']}", tuple(row["capabilities"]), row["min_cuda"], row["required"]
+        )
+        for name, row in data["archs"].items()
+    ]
+    keys = ("toolkit", "min_toolkit", "min_driver", "image")
+    cuda = [Cuda(major, *(row[key] for key in keys)) for major, row in data["cuda"].items()]
+    return Table(
+        archs=tuple(sorted(archs, key=lambda arch: int(arch.name.removeprefix("sm")))),
+        preference={cc: tuple(names) for cc, names in data["preference"].items()},
+        cuda=tuple(sorted(cuda, key=lambda row: int(row.major))),
+        platforms=tuple(Platform(machine, **row) for machine, row in data["platforms"].items()),
+        wheel=Limits(**data["wheel"]),
+        pythons=tuple(data["pythons"]),
+        min_torch=data["torch"]["min"],
+        head_dims=tuple(data["head_dims"]),
+    )
+
+
+def load(path: Path = TABLE) -> Table:
+    """Read the table of this source tree."""
+    return parse(json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Assembling a wheel: the core and the cpu pack are built here, CUDA packs are taken as they are.
+
+With ``--profile manylinux`` the wheel is retagged by auditwheel, which refuses unless it was built
+in an image of that policy; needs auditwheel (the extra [gates]).
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from release import targets
+from release.programs import call
+from release.project import ROOT, ReleaseError, commit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--packs", nargs="*", type=Path, default=[], help="folders of packs")
+    parser.add_argument("--output", required=True, type=Path, help="folder for the wheel")
+    parser.add_argument("--profile", default="linux", choices=["linux", "manylinux"])
+    parser.add_argument(
+        "--no-isolation", action="store_true", help="use the installed build requirements"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Build the core and the cpu pack, add the packs, and print the wheel's path last."""
+    folders = [folder.resolve() for folder in options.packs]
+    for folder in folders:
+        if not (folder / "manifest.json").is_file():
+            raise ReleaseError(f"{folder} has no manifest.json; `release packs` makes both")
+    definitions = {
+        "FLASH_DMATTN_CUDA": "OFF",
+        "FLASH_DMATTN_COMMIT": commit(),
+        "FLASH_DMATTN_PREBUILT_PACKS": ";".join(map(str, folders)),
+    }
+    settings = [f"--config-settings=cmake.define.{k}={v}" for k, v in definitions.items()]
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        # A build folder of its own: one that is left from another build has that build's options.
+        settings.append(f"--config-settings=build-dir={scratch}/build")
+        wheels = Path(scratch) / "wheels"
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
+        command += ["--no-build-isolation"] if options.no_isolation else []
+        call([*command, "--wheel-dir", wheels, *settings, ROOT])
+        (wheel,) = wheels.glob("*.whl")
+        if options.profile == "manylinux":
+            tag = f"{targets.load().wheel.policy}_{platform.machine()}"
+            wheel = repair(wheel, Path(scratch) / "repaired", tag)
+        target = options.output / wheel.name
+        target.unlink(missing_ok=True)
+        print(shutil.move(wheel, target))
+
+
+def repair(wheel: Path, folder: Path, platform_tag: str) -> Path:
+    """Return the wheel under a manylinux tag, if auditwheel finds that it deserves it.
+
+    CUDA's libraries are excluded so that one which is needed by mistake is seen by the gates,
+    rather than copied into the wheel.
+    """
+    excludes = ["--exclude=libcuda.so*", "--exclude=libcudart.so*"]
+    command = [sys.executable, "-m", "auditwheel", "repair", "--plat", platform_tag, "--only-plat"]
+    call([*command, *excludes, "--wheel-dir", folder, wheel])
+    (repaired,) = folder.glob("*.whl")
+    return repaired
