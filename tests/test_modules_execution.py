@@ -207,7 +207,7 @@ def test_made_on_a_device_and_in_a_dtype(target: Target) -> None:
         ({"bias_form": "linear"}, ValueError, "one of softplus, exp, got 'linear'"),
         ({"head_dim": 5}, ValueError, "head_dim even, .*rotary_base=10000.0 and head_dim=5"),
         ({"rotary_base": -1.0}, ValueError, "rotary_base must be positive"),
-        ({"softcap": -2.0}, ValueError, "softcap must be at least 0, which is none, got -2.0"),
+        ({"softcap": -2.0}, ValueError, "softcap must be finite and at least 0, got -2.0"),
     ],
 )
 def test_wrong_settings_are_explained(
@@ -228,7 +228,7 @@ X = torch.zeros(1, 5, EMBED)
         (X[0], {}, ValueError, r"shape \(B, N, embed_dim\), embed_dim=24, got \(5, 24\)"),
         (X[..., :8], {}, ValueError, r"embed_dim=24, got \(1, 5, 8\)"),
         (X, PACKED, ValueError, r"\(total, embed_dim\) with cu_seqlens.* got \(1, 5, 24\)"),
-        (X, {"cache": {}}, TypeError, "cache must be an AttentionCache or None, got {}"),
+        (X, {"cache": {}}, TypeError, "cache must be an AttentionCache or None, got dict of length 0"),
         (X[0], {**PACKED, "cache": AttentionCache()}, ValueError, "with cu_seqlens; pad"),
         (X, {"position_ids": torch.zeros(5)}, TypeError, "hold integers, got torch.float32"),
         (

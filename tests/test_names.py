@@ -25,8 +25,8 @@ FILLED_IN = re.compile(r"\{\w*\}|(?<![A-Z])(?:NAME|VERSION)(?![A-Z])")
 FILE = re.compile(r"(?<![\w.*/{}<>$-])[\w-]+\.(?:cmake|cpp|cu|cuh|md|py|yml)\b")
 MODULE = re.compile(r"-m ((?:flash_dmattn|benchmarks|demo|release)\b[\w.]*)(?: (\w+))?")
 
-# What a user's command writes, what nvcc is told, what Python's own library has.
-OTHER_FILES = {"notes.md", "module.cu", *(f"{name}.py" for name in sys.stdlib_module_names)}
+# What a user's command writes, what nvcc is told, what torch has, what Python's own library has.
+OTHER_FILES = {"notes.md", "module.cu", "version.py", *(f"{name}.py" for name in sys.stdlib_module_names)}
 # Members of wheels that tests make.
 OTHER_PATHS = {"tests/test_x.py", "tests/__init__.py"}
 

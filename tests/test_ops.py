@@ -242,8 +242,8 @@ def test_activation_checkpointing(use_reentrant: bool, target: Target) -> None:
         torch.testing.assert_close(tensor.grad, gradient)
 
 
-def test_double_backward_is_refused(target: Target) -> None:
-    inputs = tensors(target)
+def test_double_backward_is_refused(kernel_target: Target) -> None:
+    target, inputs = kernel_target, tensors(kernel_target)
     out, _ = attention(*inputs, "none", target.backend)
     (first,) = torch.autograd.grad((out.float() ** 2).sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):

@@ -54,7 +54,11 @@ def test_func_grad_equals_autograd(target: Target) -> None:
     ):
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
-    assert torch.equal(torch.func.grad(loss, 3)(*inputs), want[3])
+    alone = torch.func.grad(loss, 3)(*inputs)
+    if target.backend == "reference":  # whose formula torch.func differentiates itself
+        torch.testing.assert_close(alone, want[3])
+    else:
+        assert torch.equal(alone, want[3])
 
 
 def test_func_grad_and_autograd_together(kernel_target: Target) -> None:

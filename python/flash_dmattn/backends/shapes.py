@@ -139,7 +139,7 @@ def _check_varlen(
             f"{inputs.cu_seqlens_k.shape[0]}"
         )
     if inputs.block_table is not None:
-        _check_block_table(inputs.block_table, batch, inputs)
+        _check_block_table(inputs, inputs.block_table, batch, read_lengths=read_lengths)
     sizes = _head_sizes(heads, kv_heads)
     for name, tensor in (("attn_mask", inputs.mask), ("attn_bias", inputs.bias)):
         if tensor is not None:
@@ -178,10 +178,15 @@ def _check_lengths(name: str, tensor: Tensor, total: int | None, longest: int) -
     return int(bounds[-1])
 
 
-def _check_block_table(table: Tensor, batch: int, inputs: AttentionInputs) -> None:
+def _check_block_table(
+    inputs: AttentionInputs, table: Tensor, batch: int, *, read_lengths: bool
+) -> None:
     if table.dtype != torch.int32:
         raise TypeError(f"block_table must have dtype torch.int32, got {table.dtype}")
-    pages = -(-inputs.max_seqlen_k // max(inputs.key.shape[1], 1))
+    pages = 0
+    if read_lengths and inputs.cu_seqlens_k is not None and batch > 0:
+        # max_seqlen_k may be more than the longest sequence has.
+        pages = -(-int(inputs.cu_seqlens_k.diff().max()) // max(inputs.key.shape[1], 1))
     if table.dim() != 2 or table.shape[0] != batch or table.shape[1] < pages:
         raise ValueError(
             f"block_table must have shape (B, pages of the longest sequence) = ({batch}, at least "

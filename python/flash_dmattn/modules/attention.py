@@ -337,7 +337,7 @@ class DynamicMaskAttention(nn.Module):
                 raise ValueError("cache cannot be combined with cu_seqlens; pad the sequences")
             if not self.is_causal:
                 raise ValueError("cache needs is_causal=True: earlier tokens see no later ones")
-        if attn_mask is not None and cu_seqlens is None:
+        if isinstance(attn_mask, (Tensor, IntervalMask)) and cu_seqlens is None:
             check_keys(attn_mask, shape[1], 0 if cache is None else cache.length)
         if position_ids is not None:
             check_positions(position_ids, hidden_states)
