@@ -11,6 +11,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # docs_tools is at the top
 
 from wheels import targets
 from wheels.derived import derived_files, disagreements

@@ -21,7 +21,7 @@ NEEDED = {"integrations.md": "transformers"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A path from the root of the repository, not a part of an address or of a longer path.
 MENTION = re.compile(
-    r"(?<![\w./-])((?:\.ci|cmake|cpp|docs|examples|python|scripts|tests)/[\w./-]*)"
+    r"(?<![\w./-])((?:\.ci|benchmarks|cmake|cpp|docs|docs_tools|examples|python|scripts|tests)/[\w./-]*)"
 )
 
 

@@ -7,24 +7,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from docs_tools.blocks import blocks, filled
 from wheels.project import ROOT, pyproject_value
 from wheels.targets import Table, version_numbers
 
 __all__ = [
     "BLOCKS",
-    "MarkerError",
     "conda_variants",
     "derived_files",
     "disagreements",
     "fill_blocks",
 ]
 
-_BEGIN = re.compile(r"^<!-- ([a-z-]+) -->$", re.MULTILINE)
 _NAME = re.compile(r"\b(?:FLASH_DMATTN|CMAKE)_[A-Z_]+\b|\bCUDAARCHS\b")
-
-
-class MarkerError(ValueError):
-    """A page has the begin of a block without its end."""
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -116,16 +111,7 @@ def fill_blocks(text: str, table: Table) -> str:
     Raises:
         MarkerError: a block does not end.
     """
-    for name in _BEGIN.findall(text):
-        if name not in BLOCKS:
-            continue
-        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
-        head, _, rest = text.partition(begin)
-        _, found, tail = rest.partition(end)
-        if not found:
-            raise MarkerError(f"<!-- {name} --> has no <!-- end {name} -->")
-        text = f"{head}{begin}{BLOCKS[name](table)}{end}{tail}"
-    return text
+    return filled(text, {name: make(table) for name, make in BLOCKS.items()})
 
 
 def conda_variants(table: Table) -> str:
@@ -149,7 +135,7 @@ def derived_files(table: Table, root: Path = ROOT) -> Iterator[tuple[Path, str]]
     """Yield every file that is derived, and what it has to contain."""
     for page in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")]):
         text = page.read_text(encoding="utf-8")
-        if any(name in BLOCKS for name in _BEGIN.findall(text)):
+        if BLOCKS.keys() & blocks(text):
             yield page, fill_blocks(text, table)
     yield root / "conda" / "variants.yaml", conda_variants(table)
 

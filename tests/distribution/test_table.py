@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from docs_tools.blocks import MarkerError
 from wheels import derived, matrix, targets
 from wheels.project import ROOT
 
@@ -114,7 +115,7 @@ def test_other_blocks_are_left_alone() -> None:
 
 
 def test_block_without_end_is_an_error() -> None:
-    with pytest.raises(derived.MarkerError, match="no <!-- end platform-table -->"):
+    with pytest.raises(MarkerError, match="no <!-- end platform-table -->"):
         derived.fill_blocks("<!-- platform-table -->\n", TABLE)
 
 
