@@ -289,7 +289,7 @@ def _equivalence(options: argparse.Namespace) -> int:
     if not cases:
         raise ValueError(f"--longest is {longest}; the shortest sequence is 128")
     results = Results(
-        describe_environment(device, "float64", options.commit, options.note),
+        describe_environment(device, "largest error against float64", options.commit, options.note),
         equivalence.QUANTITIES,
         {case.name: asdict(case) for case in cases},
     )

@@ -21,24 +21,44 @@ Key = tuple[str, str, str]  # case, contestant, quantity
 class Bar:
     """A bound on ``measured / (reference * scale)``; without a reference on ``measured / scale``.
 
-    Of several references the least counts. ``speed`` turns the ratio over: the reference by ours,
-    bounded from below.
+    ``measured`` is a case, a contestant and a quantity. References are the same of other
+    contestants, of which the least counts, or of another case. ``speed`` turns the ratio over: the
+    reference by ours, bounded from below. ``scale`` is the unit of the quantity unless given.
     """
 
-    about: str
-    measured: Key
+    measured: str
     limit: float
-    references: tuple[Key, ...] = ()
-    scale: float = 1.0
-    unit: str = "x"
+    about: str = ""
+    others: str = ""
+    first: str = ""
+    scale: float | None = None
     speed: bool = False
+
+    @property
+    def key(self) -> Key:
+        """Whose number is bounded."""
+        case, who, quantity = self.measured.split()
+        return case, who, quantity
+
+    @property
+    def references(self) -> list[Key]:
+        """By which it is divided."""
+        case, who, quantity = self.key
+        others = [(case, other, quantity) for other in self.others.split()]
+        return others + ([(self.first, who, quantity)] if self.first else [])
+
+    @property
+    def unit(self) -> str:
+        """Of what is bounded."""
+        plain = self.scale is None and not self.references
+        return COLUMNS[self.key[2]].unit if plain else "x"
 
     @property
     def work(self) -> str:
         """What the bound is of, in words."""
-        case, who, quantity = self.measured
-        about = f", {self.about}" if self.about else ""
-        return f"{case}: {who}, {quantity.replace('_', ' ')}{about}"
+        case, who, quantity = self.key
+        words = [f"{case}: {who}", quantity.replace("_", " "), self.about]
+        return ", ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -57,115 +77,75 @@ class Verdict:
         return self.seen >= self.bar.limit if self.bar.speed else self.seen <= self.bar.limit
 
 
-def _beside(
-    case: str,
-    who: str,
-    others: Sequence[str],
-    limits: dict[str, float],
-    about: str,
-    speed: bool = False,
-) -> list[Bar]:
-    """A bar for each quantity, by the same quantity of others in the same case."""
-    return [
-        Bar(about, (case, who, q), limit, tuple((case, o, q) for o in others), speed=speed)
-        for q, limit in limits.items()
-    ]
+_FA2 = ("of FA2 on w compacted keys", "compact_flash")
+_INTERVALS = ("of the intervals' time", "intervals")
+_DENSE = ("speed of dense FA2", "dense_flash")
+_SDPA = ("best form of SDPA by ours", "sdpa_expanded sdpa_gqa sdpa")
+_GROWTH = ("of linear growth from growth-8k", "", "growth-8k", 8.0)
 
 
-def _at_most(case: str, who: str, quantity: str, limit: float) -> Bar:
-    unit = COLUMNS[quantity].unit
-    return Bar("", (case, who, quantity), limit, scale=COLUMNS[quantity].scale, unit=unit)
+def _query_bytes(case: str) -> float:
+    return float(GPU.workloads[case].shape.query_bytes)
 
 
-def _memory(case: str) -> Bar:
-    query_bytes = GPU.workloads[case].shape.query_bytes
-    key = (case, "intervals", "memory_forward_backward")
-    return Bar("of the bytes of q", key, 8.0, scale=query_bytes)
-
-
-def _growth(quantity: str) -> Bar:
-    """From 8k to 64k tokens."""
-    measured, first = ((f"growth-{n}k", "intervals", quantity) for n in (64, 8))
-    return Bar("of linear growth from growth-8k", measured, 1.15, (first,), scale=8)
-
-
-_COMPACT = {
-    "heads32-8k": {"forward": 1.1, "backward": 1.1},
-    "heads16-16k": {"forward": 1.05, "backward": 1.1},
-    "heads2-32k": {"forward": 1.3, "backward": 0.25},
-}
-_KEYS = {"forward": 0.7, "backward": 0.7}
-
-BARS: tuple[Bar, ...] = (
+BARS = (
+    Bar("heads32-8k intervals forward", 1.1, *_FA2),
+    Bar("heads32-8k intervals backward", 1.1, *_FA2),
+    Bar("heads16-16k intervals forward", 1.05, *_FA2),
+    Bar("heads16-16k intervals backward", 1.1, *_FA2),
+    Bar("heads2-32k intervals forward", 1.3, *_FA2),
+    Bar("heads2-32k intervals backward", 0.25, *_FA2),
     *(
-        bar
-        for case, limits in _COMPACT.items()
-        for bar in _beside(
-            case, "intervals", ["compact_flash"], limits, "of FA2 on w compacted keys"
-        )
+        Bar(f"{case} key_mask {quantity}", 0.7, *_INTERVALS)
+        for case in ("heads32-8k", "heads16-16k", "heads2-32k")
+        for quantity in ("forward", "backward")
     ),
+    Bar("heads32-8k boolean forward", 0.75),
+    Bar("heads32-8k intervals selection", 0.08),
+    Bar("selection-32k intervals selection", 0.4),
+    Bar("dense-8k no_mask forward", 0.9, *_DENSE, speed=True),
+    Bar("dense-8k no_mask backward", 0.85, *_DENSE, speed=True),
+    Bar("decode-64k key_mask forward_planned", 0.03),
+    Bar("decode-64k key_mask forward", 0.06),
     *(
-        bar
-        for case in _COMPACT
-        for bar in _beside(case, "key_mask", ["intervals"], _KEYS, "of the intervals' time")
+        Bar(f"{c} intervals memory_forward_backward", 8, "of q's bytes", scale=_query_bytes(c))
+        for c in ("heads2-32k", "growth-32k")
     ),
-    _at_most("heads32-8k", "boolean", "forward", 0.75),
-    _at_most("heads32-8k", "intervals", "selection", 0.08),
-    _at_most("selection-32k", "intervals", "selection", 0.4),
-    *_beside(
-        "dense-8k",
-        "no_mask",
-        ["dense_flash"],
-        {"forward": 0.9, "backward": 0.85},
-        "speed of dense FA2",
-        speed=True,
+    Bar("growth-64k intervals forward", 1.15, *_GROWTH),
+    Bar("growth-64k intervals backward", 1.15, *_GROWTH),
+    Bar("heads32-8k intervals host", 25),
+)
+CPU_BARS = (
+    Bar("masked-4k intervals forward", 8, *_SDPA, speed=True),
+    Bar("masked-4k intervals forward_backward", 6, *_SDPA, speed=True),
+    Bar("masked-4k intervals memory_with_mask", 10, *_SDPA, speed=True),
+    *(
+        Bar(f"{case} no_mask {quantity}", 1 / 2.5, *_SDPA, speed=True)
+        for case in ("dense-4k-float32", "dense-4k-float32-full")
+        for quantity in ("forward", "forward_backward")
     ),
-    _at_most("decode-64k", "key_mask", "forward_planned", 0.03),
-    _at_most("decode-64k", "key_mask", "forward", 0.06),
-    _memory("heads2-32k"),
-    _memory("growth-32k"),
-    _growth("forward"),
-    _growth("backward"),
-    _at_most("heads32-8k", "intervals", "host", 25.0),
 )
-
-_SDPA = ["sdpa_expanded", "sdpa_gqa", "sdpa"]
-_MASKED = {"forward": 8.0, "forward_backward": 6.0, "memory_with_mask": 10.0}
-_DENSE = dict.fromkeys(("forward", "forward_backward"), 1 / 2.5)
-
-CPU_BARS: tuple[Bar, ...] = tuple(
-    bar
-    for case, who, limits in (
-        ("masked-4k", "intervals", _MASKED),
-        ("dense-4k-float32", "no_mask", _DENSE),
-        ("dense-4k-float32-full", "no_mask", _DENSE),
-    )
-    for bar in _beside(case, who, _SDPA, limits, "best form of SDPA by ours", speed=True)
-)
-
-GENERATE_BARS: tuple[Bar, ...] = tuple(
-    _beside("generate-16k", "flash_dmattn", ["eager"], {"attention": 0.25}, "of eager attention's")
-)
+GENERATE_BARS = (Bar("generate-16k flash_dmattn attention", 0.25, "of eager attention's", "eager"),)
 
 
 def verdicts(results: Results) -> list[Verdict]:
     """How each bar that is meant for a run stands, by its numbers."""
-    bars = BARS if results.environment["gpu"] else CPU_BARS
+    bars: Sequence[Bar] = BARS if results.environment["gpu"] else CPU_BARS
     if any(name.startswith("generate") for name in results.cases):
         bars = GENERATE_BARS
     return [_verdict(bar, results.values) for bar in bars]
 
 
 def _verdict(bar: Bar, known: dict[Key, float]) -> Verdict:
-    measured = known.get(bar.measured)
+    measured, quantity = known.get(bar.key), COLUMNS[bar.key[2]]
     found = [known[key] for key in bar.references if key in known]
     if measured is None or (bar.references and not found):
         return Verdict(bar, None)
-    reference = min(found, default=1.0)
-    ratio = max(measured, 1e-12) / (reference * bar.scale)
-    quantity = COLUMNS[bar.measured[2]]
-    detail = ", ".join(f"{v / quantity.scale:.3f} {quantity.unit}" for v in (measured, reference))
-    return Verdict(bar, 1 / ratio if bar.speed else ratio, detail if bar.references else "")
+    scale = bar.scale or (1.0 if bar.references else quantity.scale)
+    ratio = max(measured, 1e-12) / (min(found, default=1.0) * scale)
+    both = [measured, *sorted(found)[:1]]
+    detail = ", ".join(f"{value / quantity.scale:.3f} {quantity.unit}" for value in both)
+    return Verdict(bar, 1 / ratio if bar.speed else ratio, detail if found else "")
 
 
 def bars_table(found: Sequence[Verdict]) -> Table:

@@ -22,6 +22,7 @@ _SWEPT = {
     "window": ("window", "keys that each query keeps"),
     "decode": ("length", "cached keys of one query"),
 }
+_ATTENTION = ("prefill_attention", "decode_attention", "attention")
 _TIMES = ("forward", "backward", "forward_with_mask", "end_to_end")
 # Beside ours, one line or point for each of these is enough in a picture.
 _LEFT_OUT = ("sdpa_expanded", "sdpa_gqa", "sdpa_augmented")
@@ -79,10 +80,10 @@ def _drawings(results: Results) -> Iterator[tuple[str, str, Callable[[Any], Any]
         yield "errors", title, lambda pyplot: _draw_errors(pyplot, results)
         return
     records = [r for r in results.records if r.value and r.contestant not in _LEFT_OUT]
-    if any(record.quantity == "attention" for record in records):
+    attention = [r for r in records if r.quantity in _ATTENTION]
+    if attention:
         title = "time in attention of a whole generation"
-        yield "attention", title, lambda pyplot: _draw_stack(pyplot, records)
-        return
+        yield "attention", title, _drawn(_draw_points, attention, records, "quantity")
     swept = {name for names in results.sweeps.values() for name in names}
     single = [r for r in records if r.case not in swept and results.cases[r.case]["window"]]
     for quantity in ("forward", "backward", "memory_with_mask"):
@@ -133,17 +134,21 @@ def _by_contestant(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _draw_points(
-    pyplot: Any, records: Sequence[Record], styles: dict[str, tuple[str, str, str]]
+    pyplot: Any,
+    records: Sequence[Record],
+    styles: dict[str, tuple[str, str, str]],
+    row: str = "case",
 ) -> Any:
-    """A row for each case, a point for each contestant on a logarithmic axis."""
-    names = list(dict.fromkeys(record.case for record in records))
+    """A row for each case or quantity, a point for each contestant on a logarithmic axis."""
+    names = list(dict.fromkeys(getattr(record, row) for record in records))
     quantity = COLUMNS[records[0].quantity]
     figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.55 * len(names)), layout="constrained")
     for contestant, shown in _by_contestant(records).items():
         values = [(r.value or 0.0) / quantity.scale for r in shown]
         color, mark, _ = styles[contestant]
         look = {"color": color, "marker": mark, "s": 90, "alpha": 0.75, "zorder": 3}
-        axis.scatter(values, [names.index(r.case) for r in shown], label=contestant, **look)
+        places = [names.index(getattr(r, row)) for r in shown]
+        axis.scatter(values, places, label=contestant, **look)
     axis.set(xscale="log", xlabel=quantity.unit, ylim=(len(names) - 0.5, -0.5))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yticks(range(len(names)), names)
@@ -172,26 +177,6 @@ def _draw_lines(
     axis.yaxis.set_major_formatter("{x:g}")
     axis.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
-    return figure
-
-
-def _draw_stack(pyplot: Any, records: Sequence[Record]) -> Any:
-    """A bar for each contestant: the prompt, then the tokens."""
-    found = {(r.contestant, r.quantity): 1e3 * (r.value or 0) for r in records}
-    names = list(_by_contestant(records))
-    figure, axis = pyplot.subplots(figsize=(8, 1.4 + 0.5 * len(names)), layout="constrained")
-    prefill, decode, both = (
-        [found[name, quantity] for name in names]
-        for quantity in ("prefill_attention", "decode_attention", "attention")
-    )
-    axis.barh(names, prefill, color="tab:blue", label="prompt")
-    bars = axis.barh(names, decode, left=prefill, color="tab:orange", label="generated tokens")
-    # The median of sums, as tables show it, is not the sum of the medians that the bar is made of.
-    axis.bar_label(bars, labels=[f" {total:.4g} ms" for total in both], fontsize=9)
-    axis.set_xlabel("milliseconds in attention")
-    axis.margins(x=0.15)
-    axis.invert_yaxis()
-    axis.legend(frameon=False)
     return figure
 
 

@@ -55,6 +55,7 @@ def clock_for(device: str, *, cpu_time: bool = False) -> Clock:
 
         def sampler(bench: Callable[..., list[float]]) -> Sampler:
             def sample(call: Call, seconds: float) -> list[float]:
+                _finish()  # graphs are captured on another stream, which does not wait for this one
                 return [ms / 1e3 for ms in bench(call, rep=1e3 * seconds, return_mode="all")]
 
             return sample
@@ -102,10 +103,15 @@ def host_samples(call: Call) -> list[float]:
     timer = _timer(call, time.perf_counter)
     samples = []
     for _ in range(_HOST_ROUNDS):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _finish()
         samples += timer.timeit(_HOST_CALLS).times
     return samples
+
+
+def _finish() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def summary(samples: Sequence[float], calls: int = 1) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_absolute_bars() -> None:
     host = record("heads32-8k", "intervals", "host", 26e-6)
     assert verdict(work, host).seen == pytest.approx(26)
     assert verdict(work, host).met is False
-    work = "heads2-32k: intervals, memory forward backward, of the bytes of q"
+    work = "heads2-32k: intervals, memory forward backward, of q's bytes"
     query_bytes = 32768 * 2 * 128 * 2
     used = record("heads2-32k", "intervals", "memory_forward_backward", 8.0 * query_bytes)
     assert verdict(work, used).seen == 8
@@ -140,7 +140,7 @@ def test_bars_are_of_what_a_default_run_measures(
     known: tuple[bars.Bar, ...], cases: workloads.WorkloadSet
 ) -> None:
     for bar in known:
-        for case, contestant, quantity in (bar.measured, *bar.references):
+        for case, contestant, quantity in (bar.key, *bar.references):
             assert contestant in cases.workloads[case].contestants
             assert quantity in cases.workloads[case].quantities
 
