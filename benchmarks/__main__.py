@@ -21,7 +21,6 @@ from tqdm import tqdm
 from . import engine, equivalence, generate
 from .bars import bars_table, verdicts
 from .cases import shape_text
-from .density import is_map
 from .entrants import ENTRANTS
 from .environment import describe_environment, gpu_state
 from .pages import RESULTS, ROOT, rendered, tables_of, write_figures
@@ -333,8 +332,7 @@ def _present(all_results: Sequence[Results], options: argparse.Namespace) -> int
     """Print tables and write plots; returns 2 for a missed bar that is to be checked."""
     missed = False
     for results in all_results:
-        tables = tables_of(results)
-        found = [] if is_map(results) or equivalence.is_equivalence(results) else verdicts(results)
+        tables, found = tables_of(results), verdicts(results)
         missed |= any(verdict.met is False for verdict in found)
         if options.bars:
             tables.append(bars_table(found))

@@ -68,16 +68,31 @@ class AttentionClock:
         self._layers = len(attentions)
         # The functions that the model calls are names in the module that defines it.
         modeling: Any = importlib.import_module(type(model).__module__)
-        interface = self._timed_interface(modeling.ALL_ATTENTION_FUNCTIONS, attentions)
-        make_mask = self._timed_mask(modeling.create_causal_mask, model.config)
+        registered, make_mask = modeling.ALL_ATTENTION_FUNCTIONS, modeling.create_causal_mask
+
+        def get_interface(*names: Any) -> Function:
+            """What looks attention functions up, and lets those that it finds end a span."""
+            function = registered.get_interface(*names)
+            return self._timed(function, ends="layer", of=lambda m, *_, **__: m in attentions)
+
+        interface = SimpleNamespace(get_interface=get_interface)
+        is_ours: Function = lambda *_, config=None, **__: config is model.config  # noqa: E731
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(modeling, "ALL_ATTENTION_FUNCTIONS", interface))
-            stack.enter_context(mock.patch.object(modeling, "create_causal_mask", make_mask))
+
+            def replace(owner: Any, name: str, function: Any) -> None:
+                stack.enter_context(mock.patch.object(owner, name, function))
+
+            replace(modeling, "ALL_ATTENTION_FUNCTIONS", interface)
+            replace(
+                modeling,
+                "create_causal_mask",
+                self._timed(make_mask, begins=True, ends="mask", of=is_ours),
+            )
             for module in attentions:
-                prepare = self._begun_by(module.prepare_dynamic_mask)
-                stack.enter_context(mock.patch.object(module, "prepare_dynamic_mask", prepare))
+                prepare = self._timed(module.prepare_dynamic_mask, begins=True)
+                replace(module, "prepare_dynamic_mask", prepare)
             stack.callback(model.register_forward_pre_hook(self._begin_call).remove)
-            stack.callback(model.register_forward_hook(self._end_call).remove)
+            stack.callback(model.register_forward_hook(lambda *_: self._end("model")).remove)
             yield
 
     def restart(self) -> None:
@@ -107,56 +122,35 @@ class AttentionClock:
         found["generate"] = found["prefill"] + found["decode"]
         return found
 
-    def _begin(self) -> None:
+    def _begin_call(self, *_: Any) -> None:
+        self.calls += 1
         self._open.append(self.now())
 
     def _end(self, kind: str) -> None:
         phase = PHASES[self.calls > 1]
         self.spans.append(Span(phase, kind, self._open.pop(), self.now()))
 
-    def _begin_call(self, *_: Any) -> None:
-        self.calls += 1
-        self._begin()
+    def _timed(
+        self,
+        function: Function,
+        *,
+        begins: bool = False,
+        ends: str = "",
+        of: Function = lambda *_, **__: True,
+    ) -> Function:
+        """A function that begins or ends a span, where ``of`` says so of its arguments."""
 
-    def _end_call(self, *_: Any) -> None:
-        self._end("model")
-
-    def _begun_by(self, function: Function) -> Function:
         @wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            return function(*args, **kwargs)
+            watched = of(*args, **kwargs)
+            if watched and begins:
+                self._open.append(self.now())
+            result = function(*args, **kwargs)
+            if watched and ends:
+                self._end(ends)
+            return result
 
         return timed
-
-    def _timed_mask(self, function: Function, config: Any) -> Function:
-        @wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("config") is not config:
-                return function(*args, **kwargs)
-            self._begin()
-            mask = function(*args, **kwargs)
-            self._end("mask")
-            return mask
-
-        return timed
-
-    def _timed_interface(self, interface: Any, modules: list[Any]) -> SimpleNamespace:
-        """What looks attention functions up, and lets those that it finds end a span."""
-
-        def get_interface(*names: Any) -> Function:
-            function: Function = interface.get_interface(*names)
-
-            @wraps(function)
-            def timed(module: Any, *args: Any, **kwargs: Any) -> Any:
-                result = function(module, *args, **kwargs)
-                if any(module is watched for watched in modules):
-                    self._end("layer")
-                return result
-
-            return timed
-
-        return SimpleNamespace(get_interface=get_interface)
 
 
 def _time(span: Span) -> float:

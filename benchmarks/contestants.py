@@ -164,44 +164,6 @@ class FlashDmattn(Contestant):
         return plan if quantity == "plan" else partial(plain.attend, plan=plan())
 
 
-class HeadsFirst(Contestant):
-    """(B,heads,N,D) views of (B,N,heads,D) tensors, which PyTorch's fused kernels take as is."""
-
-    def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone().transpose(1, 2)
-
-    def restore(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.transpose(1, 2)
-
-
-class Dense(HeadsFirst):
-    """A reference line: one backend of SDPA over all keys that there are, without bias or mask."""
-
-    def __init__(self, case: Case, inputs: Inputs, backend: str) -> None:
-        super().__init__(case, replace(inputs, bias=None))
-        self.backend = backend
-
-    def attend(self) -> torch.Tensor:
-        with _only(self.backend):
-            return scaled_dot_product_attention(
-                self.query, self.key, self.value, is_causal=self.case.causal, enable_gqa=True
-            )
-
-
-def compact(case: Case, inputs: Inputs, backend: str) -> Contestant:
-    """Dense attention of all queries over only ``window`` keys: a reference cost, no mask at all.
-
-    The keys are those with the largest bias of each head, laid out densely before the call; where
-    the bias is another for each query, those of the first.
-    """
-    assert inputs.bias is not None
-    assert case.window is not None
-    kept = inputs.bias.detach()[:, :, 0].topk(min(case.window, case.length)).indices
-    rows = kept.sort().values.transpose(1, 2)[..., None].expand(-1, -1, -1, case.head_dim)
-    key, value = (tensor.gather(1, rows) for tensor in (inputs.key, inputs.value))
-    return Dense(replace(case, causal=False), replace(inputs, key=key, value=value), backend)
-
-
 def _only(backend: str | None) -> AbstractContextManager[object]:
     """SDPA fails rather than take another backend; by name, since an older torch lacks some."""
     if backend is None:
@@ -213,14 +175,16 @@ def _only(backend: str | None) -> AbstractContextManager[object]:
 
 
 class Sdpa(Contestant):
-    """SDPA on contiguous (B,H,N,D) tensors, the mask a materialised Q x K tensor.
+    """SDPA on (B,H,N,D) tensors, the mask a materialised Q x K tensor; none where there is no bias.
 
     The selection and causality are one additive mask of 0 and -inf. A forward without gradients
     also has the bias in it already, so that PyTorch's fused kernel can take it; in training the
     bias is added inside the call, through which its gradient flows.
 
     ``layout`` is "grouped", (B*Hk, group, N, D), where a group of heads shares one mask;
-    "expanded", keys and values repeated for every query head; or "gqa", left to SDPA.
+    "expanded", keys and values repeated for every query head; "gqa", left to SDPA; or "views", also
+    left to SDPA, of (B,N,H,D) tensors, which fused kernels take as they are. The others are
+    contiguous.
     """
 
     def __init__(
@@ -231,6 +195,8 @@ class Sdpa(Contestant):
         self.additive: torch.Tensor | None = None
 
     def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.layout == "views":
+            return tensor.clone().transpose(1, 2)
         tensor = tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         if self.layout != "grouped":
             return tensor
@@ -264,7 +230,7 @@ class Sdpa(Contestant):
                 self.for_queries(self.value),
                 attn_mask=mask,
                 is_causal=self.case.causal and mask is None,
-                **({"enable_gqa": True} if self.layout == "gqa" else {}),
+                **({"enable_gqa": True} if self.layout in ("gqa", "views") else {}),
             )
 
     def _for_heads(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -278,6 +244,25 @@ class Sdpa(Contestant):
         if self.layout == "grouped":
             return tensor.expand(-1, self.case.group, -1, -1)
         return tensor.repeat_interleave(self.case.group, 1) if self.layout == "expanded" else tensor
+
+
+def dense(case: Case, inputs: Inputs, backend: str) -> Contestant:
+    """A reference line: one backend of SDPA over all keys that there are, without bias or mask."""
+    return Sdpa(case, replace(inputs, bias=None), "views", backend)
+
+
+def compact(case: Case, inputs: Inputs, backend: str) -> Contestant:
+    """Dense attention of all queries over only ``window`` keys: a reference cost, no mask at all.
+
+    The keys are those with the largest bias of each head, laid out densely before the call; where
+    the bias is another for each query, those of the first.
+    """
+    assert inputs.bias is not None
+    assert case.window is not None
+    kept = inputs.bias.detach()[:, :, 0].topk(min(case.window, case.length)).indices
+    rows = kept.sort().values.transpose(1, 2)[..., None].expand(-1, -1, -1, case.head_dim)
+    key, value = (tensor.gather(1, rows) for tensor in (inputs.key, inputs.value))
+    return dense(replace(case, causal=False), replace(inputs, key=key, value=value), backend)
 
 
 class SdpaAugmented(Sdpa):
@@ -307,11 +292,11 @@ class SdpaAugmented(Sdpa):
         return out[..., :dim]
 
 
-class Flex(HeadsFirst):
+class Flex(Sdpa):
     """Compiled FlexAttention: a block mask from the selection; the bias is added to the scores."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
-        super().__init__(case, inputs)
+        super().__init__(case, inputs, "views")
         assert self.bias is not None
         bias, group, per_query = self.bias, case.group, case.per_query
         shape = (case.batch, case.kv_heads, case.length)

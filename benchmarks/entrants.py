@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from .cases import Case, Inputs
-from .contestants import Contestant, Dense, FlashDmattn, Flex, Sdpa, SdpaAugmented, compact
+from .contestants import Contestant, FlashDmattn, Flex, Sdpa, SdpaAugmented, compact, dense
 
 Make = Callable[[Case, Inputs], Contestant]
 
@@ -45,7 +45,7 @@ def _ours(form: str, about: str, mask: str = TOP_KEYS_OF_EACH_QUERY, **fields: b
 
 
 def _dense(backend: str, about: str) -> Entrant:
-    return Entrant(partial(Dense, backend=backend), about, ALL_KEYS, dense=True, decode=True)
+    return Entrant(partial(dense, backend=backend), about, ALL_KEYS, dense=True, decode=True)
 
 
 def _compact(backend: str, about: str) -> Entrant:

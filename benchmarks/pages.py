@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from docs_tools.blocks import filled
 
-from .bars import Verdict, bars_table, verdicts
+from .bars import bars_table, verdicts
 from .density import draw_maps, is_map, map_table
 from .entrants import ALL_KEYS
 from .equivalence import LIMIT, TENSORS, equivalence_tables, is_equivalence, ratios
@@ -29,64 +28,62 @@ _FIGURE = re.compile(r"\]\(figures/([\w-]+)\.png\)")
 _ABSENT = "*Not measured yet.*\n"
 
 
-@dataclass(frozen=True)
-class Line:
-    """A number of ours that is worth a line; without a label, its machine and case name it."""
-
-    file: str
-    case: str
-    ours: str
-    quantity: str
-    label: str = ""
-
-
-def _lines(file: str, case: str, ours: str, *quantities: str) -> tuple[Line, ...]:
-    return tuple(Line(file, case, ours, quantity) for quantity in quantities)
-
-
-# Tables of a few numbers of ours, beside the fastest with the same mask and the fastest dense one.
-HEADLINES: dict[str, tuple[Line, ...]] = {
-    "summary": (
-        *_lines("h200", "heads32-8k", "intervals", "forward", "backward"),
-        *_lines("h200", "growth-64k", "intervals", "forward", "backward"),
-        *_lines("h200", "decode-64k", "key_mask", "forward"),
-        *_lines("h200-generate", "generate-16k", "flash_dmattn", "attention"),
-        *_lines("cpu", "masked-4k", "intervals", "forward", "forward_backward"),
-        *_lines("cpu-decode", "decode-64k", "key_mask", "forward"),
-        *_lines("cpu-generate", "generate-2k", "flash_dmattn", "attention"),
+# Tables of a few numbers of ours, beside the fastest with the same mask and the fastest dense one:
+# file, case, contestant and quantity, with a label where these do not tell enough, or too much.
+HEADLINES: dict[str, dict[str, str]] = {
+    "summary": dict.fromkeys(
+        [
+            "h200 heads32-8k intervals forward",
+            "h200 heads32-8k intervals backward",
+            "h200 growth-64k intervals forward",
+            "h200 growth-64k intervals backward",
+            "h200 decode-64k key_mask forward",
+            "h200-generate generate-16k flash_dmattn attention",
+            "cpu masked-4k intervals forward",
+            "cpu masked-4k intervals forward_backward",
+            "cpu-decode decode-64k key_mask forward",
+            "cpu-generate generate-2k flash_dmattn attention",
+        ],
+        "",
     ),
-    "slower": (
-        *_lines("h200-legacy-forward", "length-4096", "boolean", "forward", "forward_with_mask"),
-        *_lines("h200-legacy-forward", "length-32768", "boolean", "forward", "forward_with_mask"),
-        *_lines("h200-legacy-backward", "length-4096", "boolean", "backward", "end_to_end"),
-        *_lines("h200-legacy-backward", "length-16384", "boolean", "backward", "end_to_end"),
-        *_lines("cpu-legacy-forward", "length-4096", "boolean", "forward"),
-        *_lines("cpu-legacy-backward", "length-2048", "boolean", "backward"),
-        *_lines("h200", "dense-8k", "no_mask", "forward", "backward"),
+    "slower": dict.fromkeys(
+        [
+            "h200-legacy-forward length-4096 boolean forward",
+            "h200-legacy-forward length-4096 boolean forward_with_mask",
+            "h200-legacy-forward length-32768 boolean forward",
+            "h200-legacy-forward length-32768 boolean forward_with_mask",
+            "h200-legacy-backward length-4096 boolean backward",
+            "h200-legacy-backward length-4096 boolean end_to_end",
+            "h200-legacy-backward length-16384 boolean backward",
+            "h200-legacy-backward length-16384 boolean end_to_end",
+            "cpu-legacy-forward length-4096 boolean forward",
+            "cpu-legacy-backward length-2048 boolean backward",
+            "h200 dense-8k no_mask forward",
+            "h200 dense-8k no_mask backward",
+        ],
+        "",
     ),
-    "portable": (
-        *_lines("h200-triton", "heads32-8k", "triton", "forward", "backward"),
-        *_lines("h200-flex", "heads32-8k", "intervals", "forward", "backward"),
+    "portable": dict.fromkeys(
+        [
+            "h200-triton heads32-8k triton forward",
+            "h200-triton heads32-8k triton backward",
+            "h200-flex heads32-8k intervals forward",
+            "h200-flex heads32-8k intervals backward",
+        ],
+        "",
     ),
-    "readme-cpu": (
-        Line("cpu", "masked-4k", "intervals", "forward", "forward"),
-        Line("cpu", "masked-4k", "intervals", "forward_backward", "forward + backward"),
-        Line(
-            *("cpu", "masked-4k", "intervals", "memory_with_mask"),
-            "extra memory, forward + backward, mask included",
-        ),
-        Line("cpu", "dense-4k-float32", "no_mask", "forward", "without a mask, forward"),
-    ),
-    "readme-h200": (
-        *(
-            Line("h200", "heads32-8k", "intervals", quantity, quantity.replace("_", " + "))
-            for quantity in ("forward", "backward", "forward_backward")
-        ),
-        Line(
-            *("h200", "decode-64k", "key_mask", "forward"),
-            "one token decoded, 1024 of 65,536 cached keys",
-        ),
-    ),
+    "readme-cpu": {
+        "cpu masked-4k intervals forward": "forward",
+        "cpu masked-4k intervals forward_backward": "forward + backward",
+        "cpu masked-4k intervals memory_with_mask": "extra memory of both, mask included",
+        "cpu dense-4k-float32 no_mask forward": "without a mask, forward",
+    },
+    "readme-h200": {
+        "h200 heads32-8k intervals forward": "forward",
+        "h200 heads32-8k intervals backward": "backward",
+        "h200 heads32-8k intervals forward_backward": "forward + backward",
+        "h200 decode-64k key_mask forward": "one token decoded, 1024 of 65,536 cached keys",
+    },
 }
 _TITLES = {
     "summary": "At a glance",
@@ -105,22 +102,19 @@ def tables_of(results: Results) -> list[Table]:
 def headlines(name: str, found: Mapping[str, Results]) -> Table:
     """Ours beside the fastest with the same mask and the fastest dense attention, line by line."""
     rows, machines = [], []
-    for line in HEADLINES[name]:
-        results = found.get(line.file)
-        records = [
-            record
-            for record in (results.records if results else ())
-            if (record.case, record.quantity) == (line.case, line.quantity) and record.value
-        ]
-        mine = next((r for r in records if r.contestant == line.ours), None)
+    for line, label in HEADLINES[name].items():
+        file, case, who, quantity = line.split()
+        results = found.get(file)
+        records = [r for r in results.records if r.case == case and r.value] if results else []
+        records = [record for record in records if record.quantity == quantity]
+        mine = next((record for record in records if record.contestant == who), None)
         if results is None or mine is None:
             continue
         machines.append(results.machine)
-        label = f"{results.machine}: {line.case}, {line.ours}, {_words(line.quantity)}"
         masked = [r for r in records if r.role != "ours" and r.mask == mine.mask != ALL_KEYS]
         dense = [r for r in records if r.role == "baseline" and r.mask == ALL_KEYS]
         cells = (_shown(mine), _beside(masked, mine), _beside(dense, mine))
-        rows.append((line.label or label, *cells))
+        rows.append((label or f"{results.machine}: {case}, {who}, {_words(quantity)}", *cells))
     heads = ("", "flash_dmattn", "best with the same mask", "best dense, no mask")
     title = _TITLES.get(name, ", ".join(dict.fromkeys(machines)))
     return Table(title, heads, tuple(rows))
@@ -152,7 +146,7 @@ def _bars(found: Mapping[str, Results]) -> Table:
     """How many bars of each run are met, and which are not."""
     rows = []
     for name, results in found.items():
-        judged = [verdict for verdict in _verdicts(results) if verdict.met is not None]
+        judged = [verdict for verdict in verdicts(results) if verdict.met is not None]
         if judged:
             missed = ", ".join(verdict.bar.work for verdict in judged if not verdict.met)
             count = f"{sum(verdict.met is True for verdict in judged)} of {len(judged)}"
@@ -172,10 +166,6 @@ def _errors(found: Mapping[str, Results]) -> Table:
     return Table(title, ("", "configurations", *TENSORS), tuple(rows))
 
 
-def _verdicts(results: Results) -> list[Verdict]:
-    return [] if is_map(results) or is_equivalence(results) else verdicts(results)
-
-
 def block_bodies(found: Mapping[str, Results]) -> dict[str, str]:
     """What each block of a page holds."""
     tables = {name: [headlines(name, found)] for name in HEADLINES}
@@ -190,14 +180,12 @@ def block_bodies(found: Mapping[str, Results]) -> dict[str, str]:
 
 def results_page(name: str, results: Results) -> str:
     """All numbers of a file of results, as a page that lies beside it."""
-    tables = tables_of(results)
-    judged = _verdicts(results)
+    tables, judged = tables_of(results), verdicts(results)
     if any(verdict.met is not None for verdict in judged):
         tables.append(bars_table(judged))
-    text = "\n\n".join(table.markdown() for table in tables)
     heading = results.heading.replace("\n", "  \n")
     about = f"Made from [{name}.json]({name}.json) by `python -m benchmarks render`."
-    return f"# {name}\n\n{heading}\n\n{about}\n\n{text}\n"
+    return "\n\n".join([f"# {name}", heading, about, *(t.markdown() for t in tables)]) + "\n"
 
 
 def rendered(root: Path, results: Path) -> dict[Path, str]:
