@@ -75,8 +75,10 @@ class AttentionClock:
             function = registered.get_interface(*names)
             return self._timed(function, ends="layer", of=lambda m, *_, **__: m in attentions)
 
+        def is_of_model(*_: Any, config: Any = None, **__: Any) -> bool:
+            return config is model.config
+
         interface = SimpleNamespace(get_interface=get_interface)
-        is_ours: Function = lambda *_, config=None, **__: config is model.config  # noqa: E731
         with ExitStack() as stack:
 
             def replace(owner: Any, name: str, function: Any) -> None:
@@ -86,7 +88,7 @@ class AttentionClock:
             replace(
                 modeling,
                 "create_causal_mask",
-                self._timed(make_mask, begins=True, ends="mask", of=is_ours),
+                self._timed(make_mask, begins=True, ends="mask", of=is_of_model),
             )
             for module in attentions:
                 prepare = self._timed(module.prepare_dynamic_mask, begins=True)

@@ -33,7 +33,7 @@ class Cell:
 
 def is_map(results: Results) -> bool:
     """Whether a run is of the set "map"."""
-    return all(name.startswith("map-") for name in results.cases)
+    return bool(results.cases) and all(name.startswith("map-") for name in results.cases)
 
 
 def cells(results: Results) -> list[Cell]:

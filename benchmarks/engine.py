@@ -109,7 +109,8 @@ class _Group:
             make = ENTRANTS[name].make
             step = partial(_made, make, shape, self.of.inputs)
             made = self._attempt(name, wanted[0], step)
-            self.entered |= {name: made} if made else {}
+            if made:
+                self.entered[name] = made
         for which in PASSES:
             taken = [q for q in wanted if QUANTITIES[q].which == which]
             # A mask is made in the same way for both passes.
@@ -119,7 +120,10 @@ class _Group:
                 if self._attempt(name, which if checked else taken[0], ready) is None:
                     del self.entered[name]
             for quantity in taken:
-                self._memory(quantity) if "memory" in quantity else self._time(quantity)
+                if quantity.startswith("memory"):
+                    self._memory(quantity)
+                else:
+                    self._time(quantity)
         return self.records
 
     def _ready(self, name: str, which: Pass, check: bool) -> bool:
@@ -158,7 +162,8 @@ class _Group:
         calls: dict[str, Call] = {}
         for name, copies in self.entered.items():
             call = self._attempt(name, quantity, partial(_one_call, copies, quantity))
-            calls |= {name: call} if call else {}
+            if call:
+                calls[name] = call
         if quantity == "host":
             for name, call in calls.items():
                 samples = self._attempt(name, quantity, partial(host_samples, call))

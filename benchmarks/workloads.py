@@ -86,7 +86,8 @@ def chosen_workloads(cases: WorkloadSet, choice: Choice, device: str) -> list[Wo
             continue
         for compiled, workloads in ((False, first), (True, last)):
             group = tuple(name for name in entered if ENTRANTS[name].compiled is compiled)
-            workloads += [Workload(shape, group, wanted)] if group else []
+            if group:
+                workloads.append(Workload(shape, group, wanted))
     if not first and not last:
         what = ", ".join([*(choice.contestants or ()), *(choice.quantities or ())])
         raise ValueError(f"none of {', '.join(names)} measures {what}")
