@@ -260,23 +260,15 @@ def _measure_view(options: argparse.Namespace) -> int:
 def _lists(chosen: str, device: str) -> list[Table]:
     sets = {name: workload_set(name, device) for name in SET_NAMES}
     shapes = plain_cases([*sets[chosen].workloads.values()])
+    cases = [(name, shape_text(c), " ".join(c["contestants"])) for name, c in shapes.items()]
+    entrants = [(name, entrant.about, entrant.mask) for name, entrant in ENTRANTS.items()]
+    taken = [(name, quantity.about) for name, quantity in QUANTITIES.items()]
+    heads, what = ("", "shape", "contestants"), ("", "what it is", "attends to")
     return [
         Table("Sets (--set)", ("", "cases"), tuple((n, s.about) for n, s in sets.items())),
-        Table(
-            f"Cases of {chosen} (--cases)",
-            ("", "shape", "contestants"),
-            tuple((n, shape_text(c), " ".join(c["contestants"])) for n, c in shapes.items()),
-        ),
-        Table(
-            "Contestants (--contestants, --without)",
-            ("", "what it is", "attends to"),
-            tuple((name, e.about, e.mask) for name, e in ENTRANTS.items()),
-        ),
-        Table(
-            "Quantities (--quantities)",
-            ("", "what it is"),
-            tuple((name, quantity.about) for name, quantity in QUANTITIES.items()),
-        ),
+        Table(f"Cases of {chosen} (--cases)", heads, tuple(cases)),
+        Table("Contestants (--contestants, --without)", what, tuple(entrants)),
+        Table("Quantities (--quantities)", what[:2], tuple(taken)),
     ]
 
 

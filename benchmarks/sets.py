@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from .cases import Case
@@ -19,23 +20,16 @@ _CPU_SDPA = ("sdpa_expanded", "sdpa_gqa", "sdpa")
 _CPU_REFERENCES = ("dense_flash", "compact_flash")
 
 
-def _by_name(workloads: Sequence[Workload]) -> dict[str, Workload]:
-    return {workload.name: workload for workload in workloads}
+def _set(about: str, workloads: Iterable[Workload], quick: Sequence[str] = ()) -> WorkloadSet:
+    return WorkloadSet(about, {workload.name: workload for workload in workloads}, tuple(quick))
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:
     return tuple(first << step for step in range((last // first).bit_length()))
 
 
-_GPU_CASE = Case(
-    "", "bfloat16", heads=32, kv_heads=8, head_dim=128, length=8192, window=1024, device="cuda"
-)
-_CPU_CASE = Case("masked-4k", window=256)
-
-
-def _gpu(name: str, length: int, contestants: Sequence[str], *taken: str, **shape: Any) -> Workload:
-    case = replace(_GPU_CASE, name=name, length=length, **shape)
-    return Workload(case, tuple(contestants), *([taken] if taken else []))
+def _standard(case: Case, name: str, *contestants: str, **changes: Any) -> Workload:
+    return Workload(replace(case, name=name, **changes), contestants)
 
 
 def _decode(case: Case, *contestants: str) -> Workload:
@@ -44,66 +38,55 @@ def _decode(case: Case, *contestants: str) -> Workload:
     return Workload(case, contestants, DECODE_QUANTITIES)
 
 
-GPU = WorkloadSet(
+_GPU_CASE = Case(
+    "", "bfloat16", heads=32, kv_heads=8, head_dim=128, length=8192, window=1024, device="cuda"
+)
+_ONE_GROUP = {"heads": 2, "kv_heads": 1}
+_gpu = partial(_standard, _GPU_CASE)
+GPU = _set(
     "every kind of mask at the shapes of today's models; the bars are of these",
-    _by_name(
-        [
-            # FlexAttention compiles for up to a minute a shape: on one shape, unless asked for.
-            _gpu("heads32-8k", 8192, (*_MASKED, "flex")),
-            _gpu("heads16-16k", 16384, _MASKED, heads=16, kv_heads=2, window=2048),
-            _gpu("heads2-32k", 32768, _MASKED, heads=2, kv_heads=1),
-            _gpu("heads2-16k-d64", 16384, _MASKED, heads=2, kv_heads=1, head_dim=64),
-            Workload(replace(_GPU_CASE, name="dense-8k", window=None), ("no_mask", *_DENSE)),
-            *(
-                _gpu(f"growth-{n}k", n << 10, ("intervals", *_REFERENCES), heads=8, kv_heads=2)
-                for n in (8, 16, 32, 64)
-            ),
-            _gpu("selection-32k", 32768, ("intervals",), "selection"),
-            _decode(_GPU_CASE, "key_mask", *_REFERENCES, "sdpa"),
-        ]
-    ),
+    [
+        # FlexAttention compiles for up to a minute a shape: on one shape, unless asked for.
+        _gpu("heads32-8k", *_MASKED, "flex"),
+        _gpu("heads16-16k", *_MASKED, heads=16, kv_heads=2, length=16384, window=2048),
+        _gpu("heads2-32k", *_MASKED, **_ONE_GROUP, length=32768),
+        _gpu("heads2-16k-d64", *_MASKED, **_ONE_GROUP, head_dim=64, length=16384),
+        _gpu("dense-8k", "no_mask", *_DENSE, window=None),
+        *(
+            _gpu(f"growth-{n}k", "intervals", *_REFERENCES, heads=8, kv_heads=2, length=n << 10)
+            for n in (8, 16, 32, 64)
+        ),
+        replace(_gpu("selection-32k", "intervals", length=32768), quantities=("selection",)),
+        _decode(_GPU_CASE, "key_mask", *_REFERENCES, "sdpa"),
+    ],
     quick=("heads32-8k", "dense-8k", "decode-64k"),
 )
 
-CPU = WorkloadSet(
+_CPU_CASE = Case("", window=256)
+_cpu = partial(_standard, _CPU_CASE)
+_CPU_MASKED = ("intervals", "key_mask", "boolean", *_CPU_REFERENCES, *_CPU_SDPA, "sdpa_augmented")
+_cpu_dense = partial(_cpu, window=None)
+CPU = _set(
     "masked and dense attention at 4096 tokens, growth and decoding; the bars are of these",
-    _by_name(
-        [
-            Workload(
-                _CPU_CASE,
-                (
-                    "intervals",
-                    "key_mask",
-                    "boolean",
-                    *_CPU_REFERENCES,
-                    *_CPU_SDPA,
-                    "sdpa_augmented",
-                ),
-            ),
-            *(
-                Workload(
-                    replace(
-                        _CPU_CASE,
-                        name=f"dense-4k-{dtype}" + ("" if causal else "-full"),
-                        dtype=dtype,
-                        window=None,
-                        causal=causal,
-                    ),
-                    ("no_mask", *_CPU_SDPA),
-                )
-                for dtype in ("float32", "float16", "bfloat16")
-                for causal in (True, False)
-            ),
-            *(
-                Workload(
-                    replace(_CPU_CASE, name=f"growth-{n}k", length=n << 10),
-                    ("intervals", *_CPU_REFERENCES, *(("sdpa",) if n <= 4 else ())),
-                )
-                for n in (1, 2, 4, 8)
-            ),
-            _decode(_CPU_CASE, "key_mask", *_CPU_REFERENCES, "sdpa"),
-        ]
-    ),
+    [
+        _cpu("masked-4k", *_CPU_MASKED),
+        *(
+            _cpu_dense(f"dense-4k-{dtype}{end}", "no_mask", *_CPU_SDPA, dtype=dtype, causal=not end)
+            for dtype in ("float32", "float16", "bfloat16")
+            for end in ("", "-full")
+        ),
+        *(
+            _cpu(
+                f"growth-{n}k",
+                "intervals",
+                *_CPU_REFERENCES,
+                *(["sdpa"] if n <= 4 else []),
+                length=n << 10,
+            )
+            for n in (1, 2, 4, 8)
+        ),
+        _decode(_CPU_CASE, "key_mask", *_CPU_REFERENCES, "sdpa"),
+    ],
     quick=("masked-4k", "dense-4k-float32", "decode-64k"),
 )
 
@@ -167,8 +150,8 @@ def _legacy(script: str, sizes: Sizes, quantities: tuple[str, ...]) -> WorkloadS
             contestants = (*contestants, *sizes.compiled)
         workloads.append(Workload(case, contestants, DECODE_QUANTITIES if decode else quantities))
     about = f"the sweeps of 1.2.2's {script}_performance script, a bias for each query and key"
-    quick = tuple(w.name for w in workloads if w.name.startswith(("length-", "window-")))
-    return WorkloadSet(about, _by_name(workloads), quick)
+    quick = [w.name for w in workloads if w.name.startswith(("length-", "window-"))]
+    return _set(about, workloads, quick)
 
 
 def density_map(
@@ -189,7 +172,7 @@ def density_map(
             kept = replace(dense, name=f"map-{length}-{share}", window=max(1, length // share))
             workloads.append(Workload(kept, ("intervals",), ("forward_with_mask", "end_to_end")))
     about = "where the whole call is faster than dense attention, by length and kept share"
-    return WorkloadSet(about, _by_name(workloads))
+    return _set(about, workloads)
 
 
 _SETS: dict[str, Callable[[bool], WorkloadSet]] = {
