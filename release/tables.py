@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from docs_tools.blocks import blocks, filled
 from release import targets
 from release.project import ROOT, ReleaseError, pyproject_value
 from release.targets import Table, version_numbers
 
-_BEGIN = re.compile(r"^<!-- ([a-z-]+) -->$", re.MULTILINE)
 _NAME = re.compile(r"\b(?:FLASH_DMATTN|CMAKE)_[A-Z_]+\b|\bCUDAARCHS\b")
 
 
@@ -145,16 +145,7 @@ def fill_blocks(text: str, table: Table) -> str:
     Raises:
         ReleaseError: a block does not end.
     """
-    for name in _BEGIN.findall(text):
-        if name not in BLOCKS:
-            continue
-        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
-        head, _, rest = text.partition(begin)
-        _, found, tail = rest.partition(end)
-        if not found:
-            raise ReleaseError(f"<!-- {name} --> has no <!-- end {name} -->")
-        text = f"{head}{begin}{BLOCKS[name](table)}{end}{tail}"
-    return text
+    return filled(text, {name: make(table) for name, make in BLOCKS.items()})
 
 
 def conda_variants(table: Table) -> str:
@@ -177,7 +168,9 @@ def conda_variants(table: Table) -> str:
 def derived_files(table: Table, root: Path = ROOT) -> Iterator[tuple[Path, str]]:
     """Yield every file that may be derived, in part or whole, and what it has to contain."""
     for page in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")]):
-        yield page, fill_blocks(page.read_text(encoding="utf-8"), table)
+        text = page.read_text(encoding="utf-8")
+        if BLOCKS.keys() & blocks(text):
+            yield page, fill_blocks(text, table)
     yield root / "conda" / "variants.yaml", conda_variants(table)
 
 

@@ -13,8 +13,8 @@ import pytest
 from release.__main__ import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = [".ci", ".github", "benchmarks", "cmake", "conda", "cpp", "docs", "examples", "python"]
-FOLDERS += ["release", "scripts", "tests"]
+FOLDERS = [".ci", ".github", "benchmarks", "cmake", "conda", "cpp", "docs", "docs_tools"]
+FOLDERS += ["examples", "python", "release", "scripts", "tests"]
 SUFFIXES = {"", ".c", ".cmake", ".cpp", ".cu", ".cuh", ".h", ".in", ".md", ".py", ".pyi", ".sh"}
 SUFFIXES |= {".toml", ".yaml", ".yml"}
 # A path from the root, not a part of an address or of a longer path. What is filled in, and what is
@@ -26,7 +26,8 @@ FILE = re.compile(r"(?<![\w.*/{}<>$-])[\w-]+\.(?:cmake|cpp|cu|cuh|md|py|yml)\b")
 MODULE = re.compile(r"-m ((?:flash_dmattn|benchmarks|demo|release)\b[\w.]*)(?: (\w+))?")
 
 # What a user's command writes, what nvcc is told, what torch has, what Python's own library has.
-OTHER_FILES = {"notes.md", "module.cu", "version.py", *(f"{name}.py" for name in sys.stdlib_module_names)}
+OTHER_FILES = {"notes.md", "module.cu", "version.py"}
+OTHER_FILES |= {f"{name}.py" for name in sys.stdlib_module_names}
 # Members of wheels that tests make.
 OTHER_PATHS = {"tests/test_x.py", "tests/__init__.py"}
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.environment import cpu_model, describe_pack
+from benchmarks.memory import PEAK_METHOD
 from demo.attention import ATTENTIONS
 from demo.model import LanguageModel, ModelConfig
 from demo.plot import write_plot
 from demo.sweep import time_layers
 from demo.text import VOCABULARY, load_corpus
 from demo.training import Run, make_run, train
-from flash_dmattn.bench.environment import cpu_model, describe_pack
 from flash_dmattn.loader import trace_for
 
 OURS, THEIRS = ATTENTIONS
@@ -159,7 +160,7 @@ def print_results(
     losses("held-out loss, before", ours.held_out[0], theirs.held_out[0])
     losses("held-out loss, after", ours.held_out[-1], theirs.held_out[-1])
     times("time of a training step", ours.step_seconds, theirs.step_seconds)
-    used = [run.peak_memory.extra_bytes for run in (ours, theirs)]
+    used = [run.peak_memory for run in (ours, theirs)]
     note = compare(used[0], used[1], "less", "more")
     mebibytes = [f"{size / MIB:.1f} MiB" for size in used]
     row("peak extra memory of a step", mebibytes[0], mebibytes[1], note)
@@ -173,7 +174,7 @@ def print_results(
         f"\nLosses are in nats per byte; the two trainings differ by {difference:.1e} at most "
         f"(allowed: {LOSS_TOLERANCE}).\n"
         "Times are medians, and those of the layer include backward.\n"
-        f"Memory: {ours.peak_memory.method}; weights and optimizer state are not in it."
+        f"Memory: {PEAK_METHOD}; weights and optimizer state are not in it."
     )
 
 
@@ -199,8 +200,8 @@ def to_json(
                 "held_out_before": run.held_out[0],
                 "held_out_after": run.held_out[-1],
                 "step_seconds": run.step_seconds,
-                "peak_extra_bytes": run.peak_memory.extra_bytes,
-                "memory_method": run.peak_memory.method,
+                "peak_extra_bytes": run.peak_memory,
+                "memory_method": PEAK_METHOD,
                 "layer_seconds": seconds[name],
             }
             for name, run in runs.items()

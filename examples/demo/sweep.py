@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
+from benchmarks.timing import clock_for, in_turns
 from flash_dmattn import DynamicMaskAttention
-from flash_dmattn.bench.timing import CpuClock, time_interleaved
 
 from .model import ModelConfig, make_attention
 from .progress import Progress
@@ -19,20 +19,21 @@ def time_layers(
     config: ModelConfig,
     attentions: dict[str, type[DynamicMaskAttention]],
     lengths: dict[str, Sequence[int]],
-    repeats: int = 5,
+    each: float = 0.5,
 ) -> dict[str, dict[int, float]]:
     """Median seconds of forward and backward of the layer, by attention and sequence length.
 
-    ``lengths`` says for each attention which lengths it is timed at.
+    ``lengths`` says for each attention which lengths it is timed at; ``each`` timing takes so many
+    seconds.
     """
     layers = {name: make_attention(config, kind) for name, kind in attentions.items()}
     first = next(iter(layers.values()))
     for layer in layers.values():
         layer.load_state_dict(first.state_dict())
     seconds: dict[str, dict[int, float]] = {name: {} for name in layers}
-    calls_in_all = (repeats + 1) * sum(len(at) for at in lengths.values())
-    with Progress("timing", calls_in_all) as progress:
-        for length in sorted({n for at in lengths.values() for n in at}):
+    every = sorted({n for at in lengths.values() for n in at})
+    with Progress("timing", len(every)) as progress:
+        for length in every:
             x = torch.randn(
                 1, length, config.width, generator=torch.Generator().manual_seed(length)
             )
@@ -41,10 +42,11 @@ def time_layers(
                 for name, layer in layers.items()
                 if length in lengths[name]
             }
-            done = partial(progress.advance, f"length {length}")
-            timings = time_interleaved(calls, CpuClock(), repeats, done)
-            for name, timing in timings.items():
-                seconds[name][length] = timing.median
+            for name, samples in in_turns(calls, clock_for("cpu").sample, each).items():
+                if isinstance(samples, Exception):
+                    raise samples
+                seconds[name][length] = statistics.median(samples)
+            progress.advance(f"length {length}")
     return seconds
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flash_dmattn.bench.memory import PeakMemory, peak_extra_memory
+from benchmarks.memory import peak_extra_memory
 
 from .model import LanguageModel
 from .progress import Progress
@@ -29,7 +29,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    memory: list[PeakMemory] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
 
     @property
@@ -38,8 +38,8 @@ class Run:
         return sorted(self.seconds[1:] or self.seconds)[len(self.seconds[1:]) // 2]
 
     @property
-    def peak_memory(self) -> PeakMemory:
-        return max(self.memory, key=lambda reading: reading.extra_bytes)
+    def peak_memory(self) -> int:
+        return max(self.memory)
 
     def step(self, text: torch.Tensor) -> None:
         start = time.perf_counter()

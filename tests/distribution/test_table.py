@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from docs_tools.blocks import MarkerError
 from release import matrix, tables, targets
 from release.__main__ import main
 from release.project import ROOT, ReleaseError
@@ -107,7 +108,7 @@ def test_other_blocks_are_left_alone() -> None:
 
 
 def test_block_without_end_is_an_error() -> None:
-    with pytest.raises(ReleaseError, match="no <!-- end platform-table -->"):
+    with pytest.raises(MarkerError, match="no <!-- end platform-table -->"):
         tables.fill_blocks("<!-- platform-table -->\n", TABLE)
 
 

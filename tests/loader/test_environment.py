@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 import json
-import re
 import warnings
 from pathlib import Path
 
 import pytest
 
+from docs_tools.blocks import blocks
 from flash_dmattn.loader import environment
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +138,4 @@ def test_archs_and_majors_are_those_of_the_target_table():
 
 def test_documentation_has_the_table():
     page = (ROOT / "docs" / "loader.md").read_text()
-    block = re.search(r"<!-- variables -->\n(.*)<!-- end variables -->", page, re.DOTALL)
-    assert block is not None
-    assert block.group(1) == environment.markdown_table()
+    assert blocks(page)["variables"] == environment.markdown_table()

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The bars that the kernels are held to on one H200 and on CPUs, and how a run stands against them.
+
+A tool for maintainers: no test asks how fast a machine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .quantities import COLUMNS
+from .results import Results
+from .sets import GPU
+from .table import Table
+
+Key = tuple[str, str, str]  # case, contestant, quantity
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bound on ``measured / (reference * scale)``; without a reference on ``measured / scale``.
+
+    ``measured`` is a case, a contestant and a quantity. References are the same of other
+    contestants, of which the least counts, or of another case. ``speed`` turns the ratio over: the
+    reference by ours, bounded from below. ``scale`` is the unit of the quantity unless given.
+    """
+
+    measured: str
+    limit: float
+    about: str = ""
+    others: str = ""
+    first: str = ""
+    scale: float | None = None
+    speed: bool = False
+
+    @property
+    def key(self) -> Key:
+        """Whose number is bounded."""
+        case, who, quantity = self.measured.split()
+        return case, who, quantity
+
+    @property
+    def references(self) -> list[Key]:
+        """By which it is divided."""
+        case, who, quantity = self.key
+        others = [(case, other, quantity) for other in self.others.split()]
+        return others + ([(self.first, who, quantity)] if self.first else [])
+
+    @property
+    def unit(self) -> str:
+        """Of what is bounded."""
+        plain = self.scale is None and not self.references
+        return COLUMNS[self.key[2]].unit if plain else "x"
+
+    @property
+    def work(self) -> str:
+        """What the bound is of, in words."""
+        case, who, quantity = self.key
+        words = [f"{case}: {who}", quantity.replace("_", " "), self.about]
+        return ", ".join(filter(None, words))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was seen for a bar; None where the run has no numbers for it."""
+
+    bar: Bar
+    seen: float | None
+    detail: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the bar is met."""
+        if self.seen is None:
+            return None
+        return self.seen >= self.bar.limit if self.bar.speed else self.seen <= self.bar.limit
+
+
+_FA2 = ("of FA2 on w compacted keys", "compact_flash")
+_INTERVALS = ("of the intervals' time", "intervals")
+_DENSE = ("speed of dense FA2", "dense_flash")
+_SDPA = ("best form of SDPA by ours", "sdpa_expanded sdpa_gqa sdpa")
+_GROWTH = ("of linear growth from growth-8k", "", "growth-8k", 8.0)
+
+
+def _query_bytes(case: str) -> float:
+    return float(GPU.workloads[case].shape.query_bytes)
+
+
+BARS = (
+    Bar("heads32-8k intervals forward", 1.1, *_FA2),
+    Bar("heads32-8k intervals backward", 1.1, *_FA2),
+    Bar("heads16-16k intervals forward", 1.05, *_FA2),
+    Bar("heads16-16k intervals backward", 1.1, *_FA2),
+    Bar("heads2-32k intervals forward", 1.3, *_FA2),
+    Bar("heads2-32k intervals backward", 0.25, *_FA2),
+    *(
+        Bar(f"{case} key_mask {quantity}", 0.7, *_INTERVALS)
+        for case in ("heads32-8k", "heads16-16k", "heads2-32k")
+        for quantity in ("forward", "backward")
+    ),
+    Bar("heads32-8k boolean forward", 0.75),
+    Bar("heads32-8k intervals selection", 0.08),
+    Bar("selection-32k intervals selection", 0.4),
+    Bar("dense-8k no_mask forward", 0.9, *_DENSE, speed=True),
+    Bar("dense-8k no_mask backward", 0.85, *_DENSE, speed=True),
+    Bar("decode-64k key_mask forward_planned", 0.03),
+    Bar("decode-64k key_mask forward", 0.06),
+    *(
+        Bar(f"{c} intervals memory_forward_backward", 8, "of q's bytes", scale=_query_bytes(c))
+        for c in ("heads2-32k", "growth-32k")
+    ),
+    Bar("growth-64k intervals forward", 1.15, *_GROWTH),
+    Bar("growth-64k intervals backward", 1.15, *_GROWTH),
+    Bar("heads32-8k intervals host", 25),
+)
+CPU_BARS = (
+    Bar("masked-4k intervals forward", 8, *_SDPA, speed=True),
+    Bar("masked-4k intervals forward_backward", 6, *_SDPA, speed=True),
+    Bar("masked-4k intervals memory_with_mask", 10, *_SDPA, speed=True),
+    *(
+        Bar(f"{case} no_mask {quantity}", 1 / 2.5, *_SDPA, speed=True)
+        for case in ("dense-4k-float32", "dense-4k-float32-full")
+        for quantity in ("forward", "forward_backward")
+    ),
+)
+GENERATE_BARS = (Bar("generate-16k flash_dmattn attention", 0.25, "of eager attention's", "eager"),)
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """How each bar that is meant for a run stands, by its numbers."""
+    bars: Sequence[Bar] = BARS if results.environment["gpu"] else CPU_BARS
+    if any(name.startswith("generate") for name in results.cases):
+        bars = GENERATE_BARS
+    return [_verdict(bar, results.values) for bar in bars]
+
+
+def _verdict(bar: Bar, known: dict[Key, float]) -> Verdict:
+    measured, quantity = known.get(bar.key), COLUMNS[bar.key[2]]
+    found = [known[key] for key in bar.references if key in known]
+    if measured is None or (bar.references and not found):
+        return Verdict(bar, None)
+    scale = bar.scale or (1.0 if bar.references else quantity.scale)
+    ratio = max(measured, 1e-12) / (min(found, default=1.0) * scale)
+    both = [measured, *sorted(found)[:1]]
+    detail = ", ".join(f"{value / quantity.scale:.3f} {quantity.unit}" for value in both)
+    return Verdict(bar, 1 / ratio if bar.speed else ratio, detail if found else "")
+
+
+def bars_table(found: Sequence[Verdict]) -> Table:
+    """The bars with what was seen, for people."""
+    rows = []
+    for verdict in found:
+        bar = verdict.bar
+        bound = f"{'>=' if bar.speed else '<='} {bar.limit:g} {bar.unit}"
+        seen = "-" if verdict.seen is None else f"{verdict.seen:.3f} {bar.unit}"
+        outcome = {True: "pass", False: "MISS", None: "not measured"}[verdict.met]
+        rows.append((bar.work, bound, seen, verdict.detail, outcome))
+    heads = ("work", "bar", "seen", "ours, reference", "")
+    return Table("What the kernels are held to", heads, tuple(rows))

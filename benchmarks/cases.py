@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The problems that are measured, and their inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Pass = Literal["forward", "forward_backward"]
+PASSES: tuple[Pass, ...] = ("forward", "forward_backward")
+
+# Largest allowed |ours - theirs| / max |theirs|; both round each result to the dtype at least once.
+AGREEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem. ``window`` is None for dense attention, which has no bias either.
+
+    The bias is the same for every query, as models learn it, or with ``per_query`` another number
+    for each query and key. ``queries`` is 1 for decoding, None where there are as many as keys.
+    """
+
+    name: str
+    dtype: str = "float32"
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    length: int = 4096
+    window: int | None = None
+    causal: bool = True
+    device: str = "cpu"
+    seed: int = 0
+    queries: int | None = None
+    per_query: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads != 0:
+            raise ValueError(
+                f"heads is {self.heads}; it must be a multiple of kv_heads, {self.kv_heads}"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Queries."""
+        return self.length if self.queries is None else self.queries
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of query, key, value and bias."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the query tensor."""
+        return self.batch * self.rows * self.heads * self.head_dim * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """query, grad_out (B,Q,H,D); key, value (B,K,Hk,D); bias (B,Hk,{1|Q},K), None if dense."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None
+    grad_out: torch.Tensor
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Normal random tensors, the same for every contestant and in every process.
+
+    Keys and biases have no structure, so that no tile of the mask is empty by chance.
+    """
+    generator = torch.Generator(device=case.device).manual_seed(case.seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=generator, device=case.device)
+        return values.to(case.torch_dtype)
+
+    queries = (case.batch, case.rows, case.heads, case.head_dim)
+    keys = (case.batch, case.length, case.kv_heads, case.head_dim)
+    bias = (case.batch, case.kv_heads, case.rows if case.per_query else 1, case.length)
+    return Inputs(
+        query=normal(*queries),
+        key=normal(*keys),
+        value=normal(*keys),
+        bias=None if case.window is None else normal(*bias),
+        grad_out=normal(*queries),
+    )
+
+
+def shape_text(case: dict[str, Any]) -> str:
+    """A case, as files of results hold it, in the letters of the field."""
+    queries = "" if case["queries"] is None else f" Q{case['queries']}"
+    window = "" if case["window"] is None else f" w{case['window']}"
+    bias = ", bias per query and key" if case.get("per_query") and case["queries"] is None else ""
+    return (
+        f"B{case['batch']} H{case['heads']} Hk{case['kv_heads']} D{case['head_dim']}{queries} "
+        f"N{case['length']}{window}, {case['dtype']}{', causal' if case['causal'] else ''}{bias}"
+    )

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The implementations that compete: this package with each kind of mask, and what PyTorch has."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, make_plan
+
+from .cases import Case, Inputs, Pass
+from .quantities import QUANTITIES
+from .timing import Call
+
+
+class Contestant:
+    """One implementation on one case.
+
+    The constructor puts the inputs into the layout the implementation likes best; ``prepare`` makes
+    its mask. Neither is part of a timed call. ``leaves`` are the tensors differentiated by.
+    """
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        self.case = case
+        self.leaves = [self.arrange(t) for t in (inputs.query, inputs.key, inputs.value)]
+        if inputs.bias is not None:
+            self.leaves.append(self.arrange_bias(inputs.bias))
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+        self.query, self.key, self.value = self.leaves[:3]
+        self.bias = self.leaves[3] if inputs.bias is not None else None
+        self.grad_out = self.arrange(inputs.grad_out)
+
+    def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A private copy of a (B,rows,heads,D) tensor in the contestant's layout."""
+        return tensor.clone()
+
+    def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """A private copy of the (B,Hk,{1|Q},K) bias in the contestant's layout."""
+        return bias.clone()
+
+    def restore(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``arrange``."""
+        return tensor
+
+    def prepare(self, which: Pass) -> None:
+        """Make what the pass needs and a model would make once per call: selection and mask."""
+
+    def attend(self) -> torch.Tensor:
+        """The attention's output in the contestant's layout."""
+        raise NotImplementedError
+
+    def run(self, which: Pass) -> list[torch.Tensor]:
+        """The timed call: the output, followed in a training pass by the leaves' gradients."""
+        if which == "forward":
+            with torch.no_grad():
+                return [self.attend()]
+        out = self.attend()
+        return [out.detach(), *torch.autograd.grad(out, self.leaves, self.grad_out)]
+
+    def prepare_and_run(self, which: Pass) -> list[torch.Tensor]:
+        """What a layer does: the selection and mask, then the call."""
+        self.prepare(which)
+        return self.run(which)
+
+    def call(self, quantity: str) -> Call | None:
+        """The call whose time the quantity is; None where there is no such thing."""
+        which = QUANTITIES[quantity].which
+        if quantity in ("forward", "forward_backward"):
+            return partial(self.run, which)
+        if quantity == "backward":
+            out = self.attend()
+            gradients: Any = torch.autograd.grad
+            return partial(gradients, out, self.leaves, self.grad_out, retain_graph=True)
+        if self.bias is not None and quantity == "selection":
+            return partial(self.prepare, which)
+        if self.bias is not None and quantity in ("forward_with_mask", "end_to_end"):
+            return partial(self.prepare_and_run, which)
+        return None
+
+    def results(self, which: Pass) -> list[torch.Tensor]:
+        """``run``'s tensors in the public layout, to compare contestants with one another."""
+        tensors = self.run(which)
+        plain = [self.restore(t) for t in tensors[:4]]
+        if self.bias is not None and which == "forward_backward":
+            rows = self.bias.shape[-2]
+            plain.append(tensors[4].reshape(self.case.batch, self.case.kv_heads, rows, -1))
+        return plain
+
+
+def select(case: Case, bias: torch.Tensor) -> IntervalMask | torch.Tensor:
+    """The keys that the case's window keeps."""
+    assert case.window is not None
+    bias = bias.detach().reshape(case.batch, case.kv_heads, -1, case.length)
+    return dynamic_mask(bias, case.window, case.causal)
+
+
+def keep_matrix(case: Case, bias: torch.Tensor) -> torch.Tensor:
+    """The same selection, with causality, as a boolean (B,Hk,Q,K) tensor."""
+    mask = select(case, bias)
+    if isinstance(mask, IntervalMask):
+        return mask.to_bool(case.rows)
+    return mask.expand(-1, -1, case.rows, -1)
+
+
+class FlashDmattn(Contestant):
+    """This package, on what ``dynamic_mask`` selects from the bias in the form in which it comes.
+
+    ``form`` may be "boolean", a mask with an element for each query and key; "keys", one selection
+    for all queries; or "none", neither mask nor bias.
+    """
+
+    def __init__(
+        self, case: Case, inputs: Inputs, form: str = "selected", backend: str | None = None
+    ) -> None:
+        super().__init__(case, replace(inputs, bias=None) if form == "none" else inputs)
+        self.form, self.backend = form, backend
+        self.mask: IntervalMask | torch.Tensor | None = None
+
+    def prepare(self, which: Pass) -> None:
+        if self.bias is None:
+            return
+        if self.form == "keys":
+            assert self.case.window is not None
+            self.mask = dynamic_mask(self.bias, self.case.window, is_causal=False)
+            return
+        self.mask = select(self.case, self.bias)
+        if self.form == "boolean" and isinstance(self.mask, IntervalMask):
+            self.mask = self.mask.to_bool(self.case.rows)
+
+    def attend(self, **mask: Any) -> torch.Tensor:
+        """The output; ``mask`` may be a plan in place of the mask."""
+        out = flash_dmattn_func(
+            self.query,
+            self.key,
+            self.value,
+            attn_bias=self.bias,
+            is_causal=self.case.causal,
+            backend=self.backend,
+            **(mask or {"attn_mask": self.mask}),
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def call(self, quantity: str) -> Call | None:
+        if quantity not in ("host", "plan", "forward_planned"):
+            return super().call(quantity)
+        plain = copy.copy(self)  # as tensors are where no gradient is wanted
+        plain.query, plain.key, plain.value = (leaf.detach() for leaf in self.leaves[:3])
+        plain.bias = None if self.bias is None else self.bias.detach()
+        if quantity == "host":
+            return plain.attend
+        if self.backend is not None or self.mask is None:
+            return None
+        plan = partial(make_plan, plain.query, plain.key, self.mask, self.case.causal)
+        return plan if quantity == "plan" else partial(plain.attend, plan=plan())
+
+
+def _only(backend: str | None) -> AbstractContextManager[object]:
+    """SDPA fails rather than take another backend; by name, since an older torch lacks some."""
+    if backend is None:
+        return nullcontext()
+    if not hasattr(SDPBackend, backend):
+        raise RuntimeError(f"this torch has no SDPA backend {backend}")
+    chosen: AbstractContextManager[object] = sdpa_kernel(getattr(SDPBackend, backend))
+    return chosen
+
+
+class Sdpa(Contestant):
+    """SDPA on (B,H,N,D) tensors, the mask a materialised Q x K tensor; none where there is no bias.
+
+    The selection and causality are one additive mask of 0 and -inf. A forward without gradients
+    also has the bias in it already, so that PyTorch's fused kernel can take it; in training the
+    bias is added inside the call, through which its gradient flows.
+
+    ``layout`` is "grouped", (B*Hk, group, N, D), where a group of heads shares one mask;
+    "expanded", keys and values repeated for every query head; "gqa", left to SDPA; or "views", also
+    left to SDPA, of (B,N,H,D) tensors, which fused kernels take as they are. The others are
+    contiguous.
+    """
+
+    def __init__(
+        self, case: Case, inputs: Inputs, layout: str = "grouped", backend: str | None = None
+    ) -> None:
+        self.layout, self.backend = layout, backend
+        super().__init__(case, inputs)
+        self.additive: torch.Tensor | None = None
+
+    def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.layout == "views":
+            return tensor.clone().transpose(1, 2)
+        tensor = tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        if self.layout != "grouped":
+            return tensor
+        return tensor.view(self.case.batch * self.case.kv_heads, -1, *tensor.shape[-2:])
+
+    def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        return (
+            bias.clone().view(-1, 1, *bias.shape[-2:]) if self.layout == "grouped" else bias.clone()
+        )
+
+    def restore(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(self.case.batch, -1, *tensor.shape[-2:]).transpose(1, 2)
+
+    def prepare(self, which: Pass) -> None:
+        if self.bias is None:
+            return
+        with torch.no_grad():
+            keep = keep_matrix(self.case, self.bias)
+            bias = self.bias.view(self.case.batch, self.case.kv_heads, -1, self.case.length)
+            shift = bias if which == "forward" else torch.zeros_like(bias[..., :1, :])
+            self.additive = self._for_heads(torch.where(keep, shift, -torch.inf))
+
+    def attend(self) -> torch.Tensor:
+        mask = self.additive
+        if mask is not None and self.bias is not None and torch.is_grad_enabled():
+            mask = mask + self._for_heads(self.bias)
+        with _only(self.backend):
+            return scaled_dot_product_attention(
+                self.query,
+                self.for_queries(self.key),
+                self.for_queries(self.value),
+                attn_mask=mask,
+                is_causal=self.case.causal and mask is None,
+                **({"enable_gqa": True} if self.layout in ("gqa", "views") else {}),
+            )
+
+    def _for_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A (B,Hk,.,N) tensor for every query head, as the scores' layout wants it."""
+        if self.layout == "grouped":
+            return tensor.reshape(-1, 1, *tensor.shape[-2:])
+        return tensor.repeat_interleave(self.case.group, dim=1)
+
+    def for_queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Keys or values as many as there are query heads, unless SDPA groups them itself."""
+        if self.layout == "grouped":
+            return tensor.expand(-1, self.case.group, -1, -1)
+        return tensor.repeat_interleave(self.case.group, 1) if self.layout == "expanded" else tensor
+
+
+def dense(case: Case, inputs: Inputs, backend: str) -> Contestant:
+    """A reference line: one backend of SDPA over all keys that there are, without bias or mask."""
+    return Sdpa(case, replace(inputs, bias=None), "views", backend)
+
+
+def compact(case: Case, inputs: Inputs, backend: str) -> Contestant:
+    """Dense attention of all queries over only ``window`` keys: a reference cost, no mask at all.
+
+    The keys are those with the largest bias of each head, laid out densely before the call; where
+    the bias is another for each query, those of the first.
+    """
+    assert inputs.bias is not None
+    assert case.window is not None
+    kept = inputs.bias.detach()[:, :, 0].topk(min(case.window, case.length)).indices
+    rows = kept.sort().values.transpose(1, 2)[..., None].expand(-1, -1, -1, case.head_dim)
+    key, value = (tensor.gather(1, rows) for tensor in (inputs.key, inputs.value))
+    return dense(replace(case, causal=False), replace(inputs, key=key, value=value), backend)
+
+
+class SdpaAugmented(Sdpa):
+    """The bias as one more column of the keys, met by a column of ones in the queries.
+
+    Then the Q x K mask needs no gradient and PyTorch's fused kernels serve training too. It is
+    shown for information: it is not attention with a materialised bias, and few would write it.
+    """
+
+    def prepare(self, which: Pass) -> None:
+        super().prepare("forward_backward")
+
+    def attend(self) -> torch.Tensor:
+        assert self.bias is not None
+        dim = self.case.head_dim
+        scale = dim**-0.5
+        # Eight more columns, of which seven are zeros, keep rows aligned for vector loads.
+        query = torch.cat([self.query, torch.ones_like(self.query[..., :1])], dim=-1)
+        key = torch.cat([self.key, self.bias.transpose(-2, -1) / scale], dim=-1)
+        out = scaled_dot_product_attention(
+            pad(query, (0, 7)),
+            self.for_queries(pad(key, (0, 7))),
+            self.for_queries(pad(self.value, (0, 8))),
+            attn_mask=self.additive,
+            scale=scale,
+        )
+        return out[..., :dim]
+
+
+class Flex(Sdpa):
+    """Compiled FlexAttention: a block mask from the selection; the bias is added to the scores."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        super().__init__(case, inputs, "views")
+        assert self.bias is not None
+        bias, group, per_query = self.bias, case.group, case.per_query
+        shape = (case.batch, case.kv_heads, case.length)
+        # Made once and written anew for each mask: other functions would be compiled again.
+        keep = torch.zeros(bias.shape if per_query else 0, dtype=torch.bool, device=bias.device)
+        start = torch.zeros(0 if per_query else shape, dtype=torch.int32, device=bias.device)
+        end = torch.zeros_like(start)
+        self.buffers = [keep] if per_query else [start, end]
+
+        def kept(b: Any, h: Any, row: Any, key: Any) -> Any:
+            if per_query:
+                return keep[b, h // group, row, key]
+            head = h // group
+            seen = (start[b, head, key] <= row) & (row < end[b, head, key])
+            return seen & (key <= row)
+
+        def with_bias(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+            return score + bias[b, h // group, row if per_query else 0, key]
+
+        self.kept, self.with_bias = kept, with_bias
+        self.block_mask: Any = None
+
+    def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """In float32, since its gradient is summed in its own dtype."""
+        return bias.to(torch.float32, copy=True)
+
+    def prepare(self, which: Pass) -> None:
+        """Select, and find the blocks that hold a kept key."""
+        assert self.bias is not None
+        mask = select(self.case, self.bias)
+        parts = [mask.start, mask.end] if isinstance(mask, IntervalMask) else [mask]
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            assert part is not None
+            buffer.copy_(part)
+        sizes = (self.case.batch, self.case.heads, self.case.length, self.case.length)
+        make_block_mask = _compiled_flex()[1]
+        self.block_mask = make_block_mask(self.kept, *sizes, device=self.query.device)
+
+    def attend(self) -> torch.Tensor:
+        out: torch.Tensor = _compiled_flex()[0](
+            self.query,
+            self.key,
+            self.value,
+            score_mod=self.with_bias,
+            block_mask=self.block_mask,
+            enable_gqa=True,
+        )
+        return out
+
+
+@functools.cache
+def _compiled_flex() -> tuple[Any, Any]:
+    """Compile once in a process; what is compiled for a shape serves all calls of that shape."""
+    import torch._functorch.config as functorch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Otherwise a compiled backward frees what running it again, to time it alone, needs.
+    functorch.donated_buffer = False
+    return torch.compile(flex_attention), torch.compile(create_block_mask)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What was measured, on what and when: what is needed to repeat a run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flash_dmattn import __version__
+from flash_dmattn.backends import select_backend
+from flash_dmattn.loader import pack_for
+
+_SMI_FIELDS = {
+    "driver_version": "driver",
+    "clocks.sm": "sm_mhz",
+    "clocks.mem": "memory_mhz",
+    "clocks.max.sm": "max_sm_mhz",
+    "power.limit": "power_limit_w",
+    "temperature.gpu": "temperature_c",
+}
+
+
+def describe_environment(
+    device: str, measurement: str, commit: str | None = None, note: str | None = None
+) -> dict[str, Any]:
+    """What was measured, on what, and when.
+
+    ``commit`` is needed outside a git checkout; ``note`` is what else a reader should know, such as
+    who else used the machine.
+    """
+    on_gpu = device.startswith("cuda")
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or _commit(),
+        "flash_dmattn": __version__,
+        "pack": describe_pack(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "cudnn": cudnn.version() if on_gpu else None,
+        "note": note,
+        "measurement": measurement,
+        "state_before": gpu_state(device),
+    }
+
+
+def describe_pack(device: str) -> dict[str, str] | None:
+    """The kernel pack that serves a device; None where the plain PyTorch reference does."""
+    where = torch.device(device)
+    if select_backend(where, "auto").name == "reference":
+        return None
+    pack = pack_for(where.type, where.index)
+    return {name: getattr(pack, name) for name in ("name", "version", "compiler", "features")}
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    names = Path("/proc/cpuinfo")
+    lines = names.read_text().splitlines() if names.exists() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor() or platform.machine()
+
+
+def gpu_state(device: str) -> dict[str, str] | None:
+    """Driver, clocks and temperature as ``nvidia-smi`` tells them; None where it does not."""
+    if torch.device(device).type != "cuda":
+        return None
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(_SMI_FIELDS)}",
+        "--format=csv,noheader,nounits",
+    ]
+    if torch.cuda.device_count() > 1:  # torch and nvidia-smi may count them differently
+        properties: Any = torch.cuda.get_device_properties(device)
+        command.append(f"--id=GPU-{properties.uuid}")
+    cells = (_output(command) or "").split(", ")
+    return dict(zip(_SMI_FIELDS.values(), cells, strict=True)) if len(cells) > 1 else None
+
+
+def _commit() -> str | None:
+    """The source tree's commit, with ``-dirty`` if it has changes; None outside a git checkout."""
+    here = str(Path(__file__).resolve().parent)
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return _output(["git", "-C", here, *describe])
+
+
+def _output(command: Sequence[str]) -> str | None:
+    """What a program prints; None where it is absent or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The two equivalence protocols of flash-dmattn 1.2.2, with tolerances that mean something.
+
+The shapes are its 72: one sequence, two heads on one key/value head, 128 to 4096 tokens, six head
+dimensions, causal or not, a 16-bit bias for each query and key, the top 1024 keys of each query.
+Its scripts compared with a reference in 16 bit and passed where 95 % of the elements were near.
+Here every element counts: the largest error against float64 may be at most twice that of the same
+formula in PyTorch in the same 16 bit, for the output and for every gradient of its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from flash_dmattn import flash_dmattn_func
+
+from .cases import Case, Inputs, make_inputs
+from .contestants import keep_matrix, select
+from .entrants import TOP_KEYS_OF_EACH_QUERY
+from .results import Record, Results, Step, short_reason
+from .table import Table
+
+LIMIT = 2.0
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+TENSORS = ("out", "dquery", "dkey", "dvalue", "dbias")
+QUANTITIES = {name: f"largest error of {name}, of the largest value in float64" for name in TENSORS}
+PYTORCH = "pytorch"
+# Errors below this, of the largest value, are zero in 16 bit: nothing may be divided by them.
+_NOTHING = 1e-7
+
+
+def configurations(device: str, dtype: str, longest: int) -> list[Case]:
+    """1.2.2's, as far as they are not longer than wanted."""
+    return [
+        Case(
+            name=f"d{head_dim}-n{length}-{'causal' if causal else 'full'}",
+            dtype=dtype,
+            heads=2,
+            kv_heads=1,
+            head_dim=head_dim,
+            length=length,
+            window=1024,
+            causal=causal,
+            device=device,
+            per_query=True,
+        )
+        for length, head_dim, causal in product(LENGTHS, HEAD_DIMS, (True, False))
+        if length <= longest
+    ]
+
+
+def step(case: Case, backends: Sequence[str]) -> Step:
+    """The measuring of one configuration."""
+    missing = partial(_missing, case, "flash_dmattn")
+    return Step(case.name, partial(measure, case, backends), lambda reason: [missing(reason)])
+
+
+def measure(case: Case, backends: Sequence[str]) -> Iterator[Record]:
+    """Errors of PyTorch's formula and of ours on each backend."""
+    inputs = make_inputs(case)
+    assert inputs.bias is not None
+    keep = keep_matrix(case, inputs.bias).repeat_interleave(case.group, dim=1)
+    formula = partial(_formula, keep=keep)
+    expected = _results(inputs, formula, torch.float64)
+    mask = select(case, inputs.bias)
+    attends: dict[str, Callable[..., torch.Tensor]] = {PYTORCH: formula}
+    for backend in backends:
+        name = "flash_dmattn" if backend == "auto" else backend
+        attends[name] = partial(_ours, mask=mask, causal=case.causal, backend=backend)
+    for name, attend in attends.items():
+        try:
+            found = _results(inputs, attend, case.torch_dtype)
+        except Exception as error:  # the others go on, and this one has failed
+            yield _missing(case, name, short_reason(error))
+            continue
+        role = "baseline" if name == PYTORCH else "ours"
+        for tensor, value in found.items():
+            error_of = _error(value, expected[tensor])
+            yield Record(case.name, name, role, TOP_KEYS_OF_EACH_QUERY, tensor, error_of)
+
+
+def _missing(case: Case, name: str, reason: str) -> Record:
+    return Record(case.name, name, "ours", TOP_KEYS_OF_EACH_QUERY, "all", reason=reason)
+
+
+def _formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    keep: torch.Tensor,
+) -> torch.Tensor:
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    group = query.shape[1] // key.shape[1]
+    key, value, bias = (t.repeat_interleave(group, dim=1) for t in (key, value, bias))
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias
+    out: torch.Tensor = scores.masked_fill(~keep, -torch.inf).softmax(-1) @ value
+    return out.transpose(1, 2)
+
+
+def _ours(*tensors: torch.Tensor, mask: Any, causal: bool, backend: str) -> torch.Tensor:
+    query, key, value, bias = tensors
+    out = flash_dmattn_func(
+        query, key, value, mask, bias, is_causal=causal, deterministic=True, backend=backend
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _results(
+    inputs: Inputs, attend: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of its sum."""
+    assert inputs.bias is not None
+    given = (inputs.query, inputs.key, inputs.value, inputs.bias)
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in given]
+    out = attend(*leaves)
+    return dict(zip(TENSORS, [out.detach(), *torch.autograd.grad(out.sum(), leaves)], strict=True))
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found.double() - expected).abs().max() / expected.abs().max()).item())
+
+
+def ratios(results: Results) -> dict[tuple[str, str, str], float]:
+    """Our error by PyTorch's, for each case, contestant and tensor; NaN counts as infinite."""
+    known, found = results.values, {}
+    for (case, contestant, tensor), error in known.items():
+        if contestant != PYTORCH:
+            ratio = error / max(known[case, PYTORCH, tensor], _NOTHING)
+            found[case, contestant, tensor] = ratio if ratio == ratio else float("inf")
+    return found
+
+
+def failures(results: Results) -> list[str]:
+    """What is wrong, for people: errors that are too large, and calls that failed."""
+    large = [
+        f"{case}, {contestant}: the error of {tensor} is {ratio:.2f} times PyTorch's"
+        for (case, contestant, tensor), ratio in ratios(results).items()
+        if ratio > LIMIT
+    ]
+    return large + [
+        f"{record.case}, {record.contestant}: {record.reason}"
+        for record in results.records
+        if record.reason and not record.reason.startswith("not measured")
+    ]
+
+
+def is_equivalence(results: Results) -> bool:
+    """Whether a run is one of this protocol."""
+    return results.quantities == QUANTITIES
+
+
+def equivalence_tables(results: Results) -> list[Table]:
+    """The worst ratio of each tensor by head dimension, and what failed."""
+    found = ratios(results)
+    measured = len({case for case, *_ in found})
+    dims = {name: case["head_dim"] for name, case in results.cases.items()}
+    worst: dict[str, dict[int, dict[str, float]]] = {}
+    for (case, contestant, tensor), ratio in found.items():
+        row = worst.setdefault(contestant, {}).setdefault(dims[case], {})
+        row[tensor] = max(ratio, row.get(tensor, 0.0))
+    title = (
+        "largest error by that of PyTorch in the same 16 bit, both against float64, worst of "
+        f"{measured} of {len(dims)} configurations; at most {LIMIT:g}"
+    )
+    tables = [
+        Table(
+            f"{contestant}: {title}",
+            ("", *TENSORS),
+            tuple((f"D{dim}", *(f"{row[t]:.2f}" for t in TENSORS)) for dim, row in rows.items()),
+        )
+        for contestant, rows in worst.items()
+    ]
+    wrong = tuple(failures(results))
+    return [*tables, *([Table("Failures", notes=wrong)] if wrong else [])]

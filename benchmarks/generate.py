@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Time in attention of a language model that generates, ours beside eager attention and SDPA.
+
+The model is transformers' Doge, whose attention is dynamic mask attention, with random weights:
+the same for all. Prefill is the first call of the model, with the whole prompt; decoding are the
+others. `.attention_clock` tells what of them is time in attention.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .attention_clock import AttentionClock, event_now
+from .cases import Case
+from .entrants import TOP_KEYS_OF_EACH_QUERY
+from .memory import peak_extra_memory
+from .quantities import GENERATE_QUANTITIES
+from .results import Record, Step
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, its prompt, and how many tokens are generated."""
+
+    shape: Case
+    new_tokens: int
+    layers: int
+    repeats: int = 3
+    cpu_time: bool = False
+
+
+GPU = Setting(
+    Case("", "bfloat16", heads=8, kv_heads=4, head_dim=128, length=16384, window=1024),
+    new_tokens=32,
+    layers=4,
+)
+CPU = Setting(Case("", heads=4, length=2048, window=256), new_tokens=16, layers=2)
+# Of a model that is small enough to compute with whenever something is measured.
+_SMALL = Setting(Case("", heads=2, kv_heads=1, head_dim=8, length=48, window=8), 1, 2)
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Method:
+    """How attention is computed: the name that transformers knows, and what is done after that."""
+
+    implementation: str
+    role: str = "baseline"
+    adapt: Callable[[Any], object] = lambda model: None
+
+
+def _patch(model: Any) -> None:
+    importlib.import_module("flash_dmattn.integrations").apply_flash_dmattn(model)
+
+
+METHODS = {
+    "eager": Method("eager"),
+    "flash_dmattn": Method("eager", "ours", _patch),
+    "sdpa": Method("sdpa"),
+}
+
+
+def make_model(setting: Setting, method: Method) -> Any:
+    """The model with its weights, the same for every method.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    shape = setting.shape
+    width = shape.heads * shape.head_dim
+    config = transformers.DogeConfig(
+        vocab_size=_words(shape),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.length + setting.new_tokens,
+        keep_window_size=shape.window,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(shape.seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=method.implementation
+    )
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.A)  # zero as it is made: all keys would be alike
+    model = model.to(device=shape.device, dtype=shape.torch_dtype).eval()
+    method.adapt(model)
+    return model
+
+
+def make_prompt(shape: Case) -> torch.Tensor:
+    """Tokens that all differ: equal ones have equal biases, and which of these are kept is open."""
+    generator = torch.Generator().manual_seed(shape.seed)
+    tokens = 1 + torch.randperm(_words(shape) - 1, generator=generator)[: shape.length]
+    return tokens.expand(shape.batch, -1).to(shape.device)
+
+
+def _words(shape: Case) -> int:
+    return shape.length + 64  # the first stands for padding
+
+
+def check_method(name: str) -> None:
+    """Compare a method with eager attention on a small model, on the CPU and in float32.
+
+    There no rounding hides what a version of transformers leaves out: 5.17 gives SDPA no causal
+    mask where a dynamic one is added to it.
+
+    Raises:
+        RuntimeError: the method computes something else.
+    """
+    prompt = make_prompt(_SMALL.shape)
+    with torch.no_grad():
+        logits, expected = (
+            make_model(_SMALL, METHODS[method])(prompt).logits for method in (name, "eager")
+        )
+    difference = _difference(logits, expected)
+    if not difference <= _TOLERANCE:
+        version = importlib.import_module("transformers").__version__
+        raise RuntimeError(
+            f"transformers {version} computes something else than eager attention: the logits of "
+            f"a small model differ by {difference:.2g} of the largest"
+        )
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((logits - expected).abs().max() / expected.abs().max()).item())
+
+
+def step(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> Step:
+    """The measuring of one method; ``expected`` keeps the logits of the first."""
+    record = partial(
+        Record, setting.shape.name, name, METHODS[name].role, TOP_KEYS_OF_EACH_QUERY, "all"
+    )
+    run = partial(measure, name, setting, expected)
+    return Step(name, run, lambda reason: [record(reason=reason)])
+
+
+def measure(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> Iterator[Record]:
+    """All quantities of one method."""
+    check_method(name)
+    shape, method = setting.shape, METHODS[name]
+    model, prompt = make_model(setting, method), make_prompt(shape)
+    generate = partial(
+        model.generate,
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=setting.new_tokens,
+        min_new_tokens=setting.new_tokens,
+        do_sample=False,
+    )
+    host_now = time.process_time if setting.cpu_time else time.perf_counter
+    clock = AttentionClock(event_now if shape.device.startswith("cuda") else host_now)
+    runs: list[dict[str, float]] = []
+    with torch.no_grad():
+        # Also a warm-up. The first token that is generated is chosen by these.
+        logits = model(prompt, logits_to_keep=1).logits.float()
+        difference = _difference(logits, expected.setdefault("logits", logits))
+        generate()
+        with clock.watching(model):
+            for _ in range(setting.repeats):
+                clock.restart()
+                generate()
+                runs.append(clock.seconds())
+        memory = {"memory_generate": float(peak_extra_memory(generate, shape.device))}
+    for quantity in GENERATE_QUANTITIES:
+        samples = [run[quantity] for run in ([memory] if quantity in memory else runs)]
+        yield Record(
+            shape.name,
+            name,
+            method.role,
+            TOP_KEYS_OF_EACH_QUERY,
+            quantity,
+            value=statistics.median(samples),
+            low=min(samples),
+            high=max(samples),
+            samples=len(samples),
+            difference=difference,
+        )

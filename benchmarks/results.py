@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A run's numbers, and the JSON that they are kept in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+# 1 was the format of the first benchmark on CPUs, and of maps.
+SCHEMA = 2
+_OLD_MAP = "map of density and length"
+# Below this many cases of one sweep a table for each of them says more.
+_LEAST_OF_A_SWEEP = 3
+
+
+@dataclass(frozen=True)
+class Record:
+    """A quantity of a contestant in a case: a median with its quartiles, or why there is none.
+
+    ``mask`` names what the contestant attends to; only numbers of one mask do the same work.
+    ``difference`` is that of the results from the first contestant with the same mask.
+    """
+
+    case: str
+    contestant: str
+    role: str
+    mask: str
+    quantity: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    samples: int = 0
+    difference: float | None = None
+    reason: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What identifies the number in a run."""
+        return (self.case, self.contestant, self.quantity)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON: without what is not known, and without digits that mean nothing."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {n: float(f"{v:.6g}") if isinstance(v, float) else v for n, v in known.items()}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a run that is measured by itself: its title, and what its records are.
+
+    ``missing`` turns the reason why it was not measured into records.
+    """
+
+    title: str
+    run: Callable[[], Iterable[Record]]
+    missing: Callable[[str], Iterable[Record]]
+
+
+@dataclass
+class Results:
+    """A run: where, what was asked for, and the records. Times in seconds, memory in bytes."""
+
+    environment: dict[str, Any]
+    quantities: dict[str, str]
+    cases: dict[str, dict[str, Any]]
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def values(self) -> dict[tuple[str, str, str], float]:
+        """The numbers by case, contestant and quantity."""
+        return {record.key: record.value for record in self.records if record.value is not None}
+
+    @property
+    def sweeps(self) -> dict[str, list[str]]:
+        """Cases that differ in one number, by their name without its last part."""
+        found: dict[str, list[str]] = {}
+        for name in self.cases:
+            found.setdefault(name.rpartition("-")[0], []).append(name)
+        return {
+            sweep: names
+            for sweep, names in found.items()
+            if len(names) >= _LEAST_OF_A_SWEEP and not sweep.startswith("dense")
+        }
+
+    @property
+    def machine(self) -> str:
+        """What the run was on, in a few words."""
+        threads = self.environment["threads"]
+        on_cpu = f"{self.environment['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
+        return str(self.environment["gpu"] or on_cpu)
+
+    @property
+    def heading(self) -> str:
+        """What was measured, on what and when, in two lines; a third is a remark."""
+        where = self.environment
+        pack = where["pack"]
+        kernels = f"{pack['name']} [{pack['features']}]" if pack else "none (plain PyTorch)"
+        driver = (where.get("state_before") or {}).get("driver", "unknown")
+        versions = f"Python {where['python']}"
+        if where["gpu"]:
+            versions = f"driver {driver}, CUDA {where['cuda']}, cuDNN {where['cudnn']}"
+        lines = [
+            f"flash_dmattn {where['flash_dmattn']}, kernel pack {kernels}, "
+            f"commit {where['commit'] or 'unknown'}",
+            f"{self.machine}, torch {where['torch']}, {versions}, {where['date']}",
+        ]
+        return "\n".join([*lines, *([where["note"]] if where.get("note") else [])])
+
+    def write(self, path: Path | None) -> None:
+        """Write the JSON, if anywhere: an entry of a list or of a table is a line."""
+        if path is None:
+            return
+        parts = [f' "schema": {SCHEMA}']
+        for name in ("environment", "quantities", "cases"):
+            entries = getattr(self, name).items()
+            lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries]
+            parts.append(f' "{name}": {{\n' + ",\n".join(lines) + "\n }")
+        records = ",\n".join(f"  {json.dumps(record.plain())}" for record in self.records)
+        parts.append(f' "records": [\n{records}\n ]')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".part")
+        unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+        unfinished.replace(path)  # a run that is killed leaves the last whole file
+
+
+def read(path: Path) -> Results:
+    """The content of a file of results.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file.
+    """
+    try:
+        written = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if isinstance(written, dict) and written.get("kind") == _OLD_MAP:
+        return _from_old_map(written)
+    schema = written.get("schema") if isinstance(written, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{path}: schema is {schema!r}; results have {SCHEMA}")
+    records = [Record(**fields) for fields in written["records"]]
+    return Results(written["environment"], written["quantities"], written["cases"], records)
+
+
+def _from_old_map(written: dict[str, Any]) -> Results:
+    """A map in the format that maps had to themselves, as what the set "map" gives now."""
+    results = Results(written["environment"], {}, {})
+    shape = {**written["shape"], "contestants": ["intervals"]}
+    ours = Record("", "intervals", "ours", "top-w keys of each query", "")
+    for cell in written["cells"]:
+        forward = cell["which"] == "forward"
+        name, dense = f"map-{cell['length']}-{cell['one_in']}", f"map-{cell['length']}-dense"
+        sizes = {"name": name, "length": cell["length"], "window": cell["window"]}
+        results.cases[name] = {**shape, **sizes}
+        results.cases.setdefault(dense, {**shape, **sizes, "name": dense, "window": None})
+        quantity = "forward_with_mask" if forward else "end_to_end"
+        results.records.append(replace(ours, case=name, quantity=quantity, value=cell["ours_s"]))
+        theirs = Record(
+            dense, cell["dense"], "baseline", "all keys", cell["which"], cell["dense_s"]
+        )
+        if theirs not in results.records:
+            results.records.append(theirs)
+    return results
+
+
+def short_reason(error: BaseException) -> str:
+    """An exception's first sentences on one line: torch's messages go on with advice."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return " ".join(re.split(r"(?<=\.) (?=[A-Z])", text)[:2])[:200]

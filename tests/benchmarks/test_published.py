@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The results that are committed, and what the pages say of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks import bars, generate, pages  # noqa: E402
+from benchmarks.__main__ import main  # noqa: E402
+from benchmarks.entrants import ENTRANTS  # noqa: E402
+from docs_tools.blocks import blocks  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = pages.read_folder(pages.RESULTS)
+
+
+def test_pages_show_the_committed_results() -> None:
+    assert main(["render", "--check"]) == 0
+
+
+def test_every_block_stands_on_a_page_and_says_something() -> None:
+    shown = {name for page in pages.PAGES for name in blocks((ROOT / page).read_text())}
+    bodies = pages.block_bodies(FOUND)
+    assert shown == bodies.keys()
+    assert [name for name, body in bodies.items() if "|" not in body] == []
+
+
+@pytest.mark.parametrize("name", pages.HEADLINES)
+def test_headlines_have_all_their_lines(name: str) -> None:
+    assert len(pages.headlines(name, FOUND).rows) == len(pages.HEADLINES[name])
+
+
+def test_page_explains_every_contestant() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    named = {*ENTRANTS, *generate.METHODS} - {"flash_dmattn"}
+    assert sorted(name for name in named if f"`{name}`" not in page) == []
+
+
+@pytest.mark.parametrize("name", ["h200", "cpu", "h200-generate"])
+def test_committed_results_have_a_verdict_for_every_bar(name: str) -> None:
+    assert [v.bar.work for v in bars.verdicts(FOUND[name]) if v.met is None] == []
