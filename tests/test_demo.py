@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,8 @@ def test_demo_trains_writes_its_files_and_succeeds(tmp_path: Path) -> None:
     plot = tmp_path / "results" / "demo.png"
     done = subprocess.run(
         [sys.executable, "-m", "demo", *TINY, "--steps", "6", "--output", str(plot)],
-        cwd=EXAMPLES,
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), str(EXAMPLES)])},
         capture_output=True,
         text=True,
         timeout=120,
