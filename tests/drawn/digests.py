@@ -25,7 +25,7 @@ def main() -> None:
         digest = hashlib.sha256()
         for name, result in call.results(backend=target.backend).items():
             digest.update(name.encode())
-            digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(result.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         print(seed, digest.hexdigest(), flush=True)
 
 

@@ -212,8 +212,9 @@ template <class Config> struct RowBiasBlock {
     bias_block = step.block;
     const RowBiasSource &of = source(step);
     const int first = threadIdx.x / 32 * 16;
-    bias_tile(of).template copy<16, kColumns, Config::kBiasPitch>(
-        shared.bias[first], shared.key[step.block % 2], shared.task.first_row + first, row_count(of.s) - first);
+    bias_tile(of).template copy<16, kColumns, Config::kBiasPitch>(shared.bias[first], shared.key[step.block % 2],
+                                                                  shared.task.first_row + first,
+                                                                  min(16, row_count(of.s) - first));
   }
 
   template <bool kCap> __device__ void add(const Step &step) {
