@@ -31,18 +31,18 @@ class Family:
     def source(self, dtype: str, head_dim: int) -> str:
         """Return the file that instantiates one kernel."""
         return (
-            f'{HEADER}#include "cuda/attention/{self.header}"\n\n'
+            f'{HEADER}#include "cuda/{self.header}"\n\n'
             f"template cudaError_t fdm::cuda::launch_{self.name}<{ELEMENTS[dtype]}, {head_dim}>("
             f"const fdm::cuda::{self.params} &, cudaStream_t);\n"
         )
 
 
 FAMILIES = (
-    Family("decode", "decode_launch.cuh", "ForwardParams"),
-    Family("forward", "forward_launch.cuh", "ForwardParams"),
-    Family("dq", "dq_launch.cuh", "BackwardParams"),
-    Family("dkdv", "dkdv_launch.cuh", "BackwardParams"),
-    Family("row_bias", "row_bias_launch.cuh", "BackwardParams"),
+    Family("decode", "forward/decode_launch.cuh", "ForwardParams"),
+    Family("forward", "forward/forward_launch.cuh", "ForwardParams"),
+    Family("dq", "backward/dq_launch.cuh", "BackwardParams"),
+    Family("dkdv", "backward/dkdv_launch.cuh", "BackwardParams"),
+    Family("row_bias", "backward/row_bias_launch.cuh", "BackwardParams"),
 )
 
 

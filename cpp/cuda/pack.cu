@@ -3,9 +3,9 @@
 #include <cuda_runtime_api.h>
 
 #include "../pack_calls.h"
-#include "attention/backward.h"
-#include "attention/dispatch.h"
-#include "attention/forward.h"
+#include "backward/backward.h"
+#include "forward/forward.h"
+#include "host/dispatch.h"
 #include "plan/make_plan.h"
 #include "plan/plan.cuh"
 #include "select/select.h"

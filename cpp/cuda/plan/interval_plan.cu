@@ -4,9 +4,9 @@
 // Tiles of long lists look at kept keys only, once these are there: a window of w keys over K keys in random order keeps
 // about w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Of short lists one launch does everything,
 // and tiles look at all keys: that takes no longer than to wait for another kernel, and spares the host a launch.
-#include "../block_scan.cuh"
-#include "../launch.cuh"
+#include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
+#include "../tile/block_scan.cuh"
 #include "list_work.cuh"
 #include "make_plan.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kTileThreads = 512, kTileItems = 8, kTileStep = kTileThreads * kTileItems;
 constexpr int kShortKeys = 2 * kTileStep;
-// Long ones are compacted chunk by chunk; small chunks keep more multiprocessors at work.
+// Long ones are compacted chunk by chunk; small chunks keep more SMs at work.
 constexpr int kChunkThreads = 1024, kChunkItems = 2, kChunkKeys = kChunkThreads * kChunkItems;
 
 struct KeyRows {

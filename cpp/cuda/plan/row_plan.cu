@@ -5,8 +5,8 @@
 // keys a thread, so that a row is one request of 128 bytes and 32 of them are under way at a time. The bytes of eight
 // rows become the bits of one register by shifts (for four keys at once), and a transposition of four such registers
 // gives a word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
-#include "../block_scan.cuh"
-#include "../launch.cuh"
+#include "../host/launch.cuh"
+#include "../tile/block_scan.cuh"
 #include "list_work.cuh"
 #include "make_plan.h"
 

@@ -20,17 +20,19 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
 }
 
 // Before the first product, and whenever registers that products read were written.
-__device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_commit_batch() {
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
 
 // Keeps the compiler from moving uses of registers that products write or read across this point.
-template <int kTiles> __device__ __forceinline__ void hold(float (&registers)[kTiles][4]) {
+template <int kTiles> __device__ __forceinline__ void warpgroup_fence_operand(float (&registers)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(registers[n][i])::"memory");
 }
-template <int kTiles> __device__ __forceinline__ void hold(uint32_t (&registers)[kTiles][4]) {
+template <int kTiles> __device__ __forceinline__ void warpgroup_fence_operand(uint32_t (&registers)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -38,7 +40,7 @@ template <int kTiles> __device__ __forceinline__ void hold(uint32_t (&registers)
 }
 
 // Waits until at most kPending of the most recent groups are under way.
-template <int kPending> __device__ __forceinline__ void wait_products() {
+template <int kPending> __device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 

@@ -4,14 +4,14 @@
 // With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a heap
 // does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
 //  1. The window after each chunk is the best of all keys up to there, found by radix selection over them. That reads
-//     the row once for each chunk, at most kChunks times in all, mostly from the second-level cache.
+//     the row once for each chunk, at most kChunks times in all, mostly from L2.
 //  2. A key of a chunk arrives if the window before the chunk does not already exclude it. A key held by the window
 //     before, or an arrival, that the window after does not hold was driven out within the chunk, and no other chunk
 //     can drive it out. Such a key x leaves with the n-th arrival better than x, where n is the room that the window
 //     before has below x: few keys, so all pairs of them are compared.
 // Each key's interval is written by exactly one block: that of its own chunk if it never enters, leaves within the
 // chunk or stays to the end, else that of the chunk in which it leaves.
-#include "../launch.cuh"
+#include "../host/launch.cuh"
 #include "radix_select.cuh"
 #include "select.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Selection row by row into booleans: one block of threads for each row of the result.
-#include "../launch.cuh"
+#include "../host/launch.cuh"
 #include "radix_select.cuh"
 #include "select.h"
 

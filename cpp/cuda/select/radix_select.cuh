@@ -7,7 +7,7 @@
 // highest index among them.
 #pragma once
 
-#include "../block_scan.cuh"
+#include "../tile/block_scan.cuh"
 #include "candidates.cuh"
 
 namespace fdm::cuda {

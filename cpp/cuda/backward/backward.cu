@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The backward pass on the host: what the workspace holds, and which kernels a problem needs.
+#include "backward.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "../host/device.h"
+#include "../host/dispatch.h"
+#include "../plan/list_work.cuh"
+#include "../tile/tile_sizes.cuh"
+#include "row_statistics.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+// Are the keys of a block taken from the lists of a plan? Query heads of a group with lists of their own share no keys.
+bool takes_listed_keys(const fdm_problem &p) {
+  if (!is_interval_plan(mask_kind(p))) return false;
+  return group_size(p) == 1 || list_tensor(p).shape[1] != p.heads;
+}
+
+bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
+
+template <class T> T *take(char *base, int64_t *used, int64_t count) {
+  T *at = reinterpret_cast<T *>(base + *used);
+  *used += align_256(count * int64_t(sizeof(T)));
+  return at;
+}
+
+// Fills in what depends on the problem alone; `bytes` becomes the size of the workspace.
+BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
+  BackwardParams params{};
+  params.p = p;
+  KeyWork &keys = params.keys;
+  keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
+    constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    keys.block_keys = tile.keys, keys.tile_rows = tile.rows;
+    return int32_t(decltype(dim)::value);
+  });
+  keys.listed = takes_listed_keys(p);
+  keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
+  keys.blocks =
+      keys.listed ? keys.buckets * (kBucketKeys / keys.block_keys) : int32_t(ceil_div(p.keys, keys.block_keys));
+  keys.heads = int32_t(p.batch * p.kv_heads);
+  params.bias_heads = sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
+
+  auto *base = static_cast<char *>(workspace);
+  int64_t used = 0;
+  const int64_t batches = is_varlen(p) ? 1 : p.batch;
+  params.statistics = take<RowStatistics>(base, &used, batches * p.heads * total_rows(p));
+  if (sums_bias_of_keys(p))
+    params.bias_sums = take<float>(base, &used, batches * p.kv_heads * params.bias_heads * list_keys(p));
+  if (keys.listed) {
+    const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
+    keys.ordered = take<KeyRows>(base, &used, lists * list_keys(p));
+    keys.ranges = take<RowRange>(base, &used, lists * list_sequences(p) * keys.blocks);
+  }
+  const int64_t blocks = int64_t(keys.blocks) * keys.heads;
+  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. Of slots the schedule makes do with
+  // what there are.
+  const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
+  const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
+  keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
+  keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
+  keys.items = take<KeyItem>(base, &used, keys.max_items);
+  keys.item_count = take<int32_t>(base, &used, 1);
+  keys.slot_floats = int64_t(keys.block_keys) * (2 * keys.slot_dim + params.bias_heads);
+  keys.slots = take<float>(base, &used, keys.slot_count * keys.slot_floats);
+  *bytes = used;
+  return params;
+}
+
+// Runs steps in order until one fails.
+template <class... Steps> cudaError_t run_all(const Steps &...steps) {
+  cudaError_t error = cudaSuccess;
+  (void)((error = steps(), error == cudaSuccess) && ...);
+  return error;
+}
+
+cudaError_t clear_gradients(const BackwardParams &params, bool rows, bool keys, bool bias, cudaStream_t stream) {
+  const auto clear = [&](bool wanted, const fdm_tensor &t) {
+    return wanted ? launch_fill_zero(t, stream) : cudaSuccess;
+  };
+  return run_all([&] { return clear(rows, params.a.dq); }, [&] { return clear(keys, params.a.dk); },
+                 [&] { return clear(keys, params.a.dv); }, [&] { return clear(bias, params.a.dbias); });
+}
+
+cudaError_t prepare_keys(const BackwardParams &params, cudaStream_t stream) {
+  const fdm_problem &p = params.p;
+  return run_all(
+      [&] {
+        if (!params.wants_bias_sums) return cudaSuccess;
+        const int64_t rows = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * params.bias_heads;
+        return cudaMemsetAsync(params.bias_sums, 0, size_t(rows * list_keys(p)) * sizeof(float), stream);
+      },
+      [&] { return params.keys.listed ? launch_key_order(params, stream) : cudaSuccess; },
+      [&] { return launch_key_schedule(params, stream); });
+}
+
+cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream) {
+  return run_all(
+      [&] {
+        return with_kernel_types(params.p, [&](auto element, auto dim) {
+          return launch_dkdv<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
+        });
+      },
+      [&] { return launch_key_sum(params, stream); },
+      [&] { return params.wants_bias_sums ? launch_bias_reduce(params, stream) : cudaSuccess; });
+}
+
+} // namespace
+
+int64_t backward_workspace_bytes(const fdm_problem &p) {
+  int64_t bytes;
+  lay_out(p, nullptr, &bytes);
+  return bytes;
+}
+
+cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
+  int64_t bytes;
+  BackwardParams params = lay_out(p, workspace, &bytes);
+  params.a = args, params.plan = plan;
+  params.aligned =
+      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  params.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
+  params.wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
+  params.beside_dq = present(args.dq);
+  const bool row_bias = present(args.dbias) && !params.wants_bias_sums;
+  const bool of_keys = present(args.dk) || present(args.dv) || params.wants_bias_sums;
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+
+  const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
+  // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
+  if (cudaError_t error =
+          clear_gradients(params, nothing || is_varlen(p), nothing || is_varlen(p) || params.keys.listed,
+                          nothing || (is_varlen(p) && row_bias), stream))
+    return error;
+  if (nothing) return cudaSuccess;
+  if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
+
+  return run_all([&] { return of_keys ? prepare_keys(params, stream) : cudaSuccess; },
+                 [&] { return launch_row_statistics(params, of_keys, stream); },
+                 [&] {
+                   if (!present(args.dq)) return cudaSuccess;
+                   return with_kernel_types(p, [&](auto element, auto dim) {
+                     return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
+                   });
+                 },
+                 [&] { return of_keys ? run_key_gradients(params, stream) : cudaSuccess; },
+                 [&] {
+                   if (!row_bias) return cudaSuccess;
+                   return with_kernel_types(p, [&](auto element, auto dim) {
+                     return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
+                   });
+                 });
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The backward pass: what the host hands to its kernels.
+//
+// Nothing is added by two blocks of threads, so equal inputs give equal bits:
+//   1. key_order.cu, key_schedule.cu  blocks of keys that are kept by similar rows, and their division into parts;
+//      backward_preprocess.cu  statistics of each row, at the same time;
+//   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
+//   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
+//      key_sum.cu              sums the parts;
+//   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
+//      row_bias.cuh            a bias with a row for each query.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../../pack.h"
+
+namespace fdm::cuda {
+
+struct RowStatistics;
+struct RowRange;
+
+// A key that is kept, and the rows that keep it: start <= row < end.
+struct KeyRows {
+  int32_t key, start, end;
+};
+
+// A block of keys of one key/value head, or one of the parts into which its rows and query heads are divided.
+struct KeyItem {
+  int32_t block; // see KeyWork::blocks
+  int32_t part, parts;
+  int32_t slot; // of the first part's partial sums; only if parts > 1
+};
+
+// The work of the key-stationary kernel.
+struct KeyWork {
+  // Blocks take kept keys in the order of `ordered`; otherwise consecutive keys.
+  bool listed;
+  int32_t block_keys, tile_rows;
+  // Of a key/value head. Over all: block * heads + number of the head, where heads are counted over sequences too.
+  int32_t blocks, heads;
+  int32_t buckets; // listed: of kBucketKeys kept keys of a list and sequence
+  int32_t max_items;
+  KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on
+  RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block
+  KeyItem *items;
+  int32_t *item_count;
+  int32_t slot_count;
+  float *slots; // each: dk, dv [block_keys][D of the instantiation], then [bias_heads][block_keys]
+  int64_t slot_floats;
+  int32_t slot_dim;
+};
+
+constexpr int kBucketKeys = 2048;
+// Parts into which the work of all blocks of keys is divided, more or less: a few for each SM of the largest
+// GPUs, so that they end together; more would cost partial sums, and their memory. And steps below which a part is not
+// worth its own.
+constexpr int64_t kWantedItems = 352, kLeastSteps = 16;
+
+struct BackwardParams {
+  fdm_problem p;
+  fdm_backward_args a;
+  const void *plan;
+  RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
+  KeyWork keys;
+  float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
+  int32_t bias_heads; // of a key/value head: 1, or the query heads of a group
+  bool wants_bias_sums;
+  bool beside_dq;             // the key-stationary kernel is right behind dq
+  bool aligned, dout_aligned; // see rows_are_aligned; the first of q, k and v
+};
+
+template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream);
+template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream);
+template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardParams &params, cudaStream_t stream);
+
+// `beside_keys`: the schedule of the keys is right ahead, and may still be in the making.
+cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys, cudaStream_t stream);
+cudaError_t launch_key_order(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
+// Zeros in the whole of a tensor of any strides; nothing if it is absent.
+cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream);
+
+// Independent of the current device.
+int64_t backward_workspace_bytes(const fdm_problem &p);
+cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace);
+
+} // namespace fdm::cuda

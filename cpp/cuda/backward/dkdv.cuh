@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The gradients of keys, values and of a bias that is the same for every query: one block of threads for a block of
+// keys of one key/value head, or for a part of its work.
+//
+// K and V rows stay in shared memory while the rows of Q and dO that may keep them pass by, tile by tile, for each
+// query head of the group. Products are transposed, with a key to a row of accumulators:
+//   S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q,
+// so P' and dS' are left operands where they are computed, and the bias gradient is the sum of a row of dS'. A bias with a
+// row for each query is copied a step ahead, by each warp for its keys.
+#pragma once
+
+#include "key_gradients.cuh"
+
+namespace fdm::cuda {
+
+// kKeyGradient: dk and the bias gradient; kValueGradient: dv. Large head dimensions take a launch for each.
+template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
+          bool kKeyGradients, bool kValueGradients, bool kIsGeneral>
+struct DkdvConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
+  static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients;
+  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  static constexpr bool kGeneral = kIsGeneral;
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of an SM, at least
+  static constexpr int kKeyTiles = kKeys / kWarps / 16;               // of 16 keys, of each warp
+  using Tile = SharedTile<kHeadDim>;
+  static constexpr int kKeyBytes = Tile::bytes(kKeys), kRowBytes = Tile::bytes(kRows);
+  static constexpr int kBiasPitch = kKeys + 4; // two words of a warp's rows, and eight keys, meet all banks
+  static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kBucketKeys % kKeys == 0);
+  static_assert(kRows <= kThreads);
+  using KeysOfBlock = KeyBlock<kKeys, WholeBlock<kThreads>, 2>; // the head of a step and that before
+  using Gradients =
+      KeyGradients<Element, kKeys, kKeyTiles, kRows, kHeadDim, kKeyGradient, kValueGradient, kGeneral, KeysOfBlock>;
+};
+
+template <class Config> struct DkdvShared {
+  alignas(1024) char k[Config::kKeyBytes];
+  char v[Config::kKeyBytes];
+  char q[2][Config::kRowBytes], dout[2][Config::kRowBytes];
+  RowStage<Config::kKeys, Config::kRows> stages[2];
+  typename Config::KeysOfBlock::Shared keys;
+  uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+};
+
+template <class Config> struct DkdvBlock : Config::Gradients {
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  static constexpr int kKeyTiles = Config::kKeyTiles, kKeys = Config::kKeys, kRows = Config::kRows;
+  static constexpr int kHeadDim = Config::kHeadDim, kRowTiles = kRows / 8;
+  static constexpr bool kKeyGradient = Config::kKeyGradient, kValueGradient = Config::kValueGradient;
+  using Base = typename Config::Gradients;
+  using Base::dk, Base::dv, Base::keys, Base::params;
+
+  DkdvShared<Config> &shared;
+  uint32_t k_fragment, v_fragment, q_base, dout_base;
+  uint32_t row_offset_right, column_offset_right;
+
+  __device__ DkdvBlock(const BackwardParams &parameters, DkdvShared<Config> &memory)
+      : Base(parameters, memory.keys), shared(memory) {
+    const int first = threadIdx.x / 32 * (16 * kKeyTiles);
+    k_fragment = Tile::left(ptx::shared_address(shared.k), first);
+    v_fragment = Tile::left(ptx::shared_address(shared.v), first);
+    q_base = ptx::shared_address(shared.q[0]), dout_base = ptx::shared_address(shared.dout[0]);
+    row_offset_right = Tile::right_rows(0), column_offset_right = Tile::right_columns(0);
+  }
+
+  __device__ void load_keys() const {
+    const auto copy = [&](const fdm_tensor &t, const char *to) {
+      copy_rows<Tile, kKeys, Config::kThreads>(
+          ptx::shared_address(to), !Config::kGeneral || params.aligned, int(params.p.head_dim), t.stride[3],
+          [&](int r) -> const uint16_t * {
+            return shared.keys.readable[r] ? static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r) : kZeroRow;
+          });
+    };
+    copy(params.p.k, shared.k);
+    if constexpr (kKeyGradient) copy(params.p.v, shared.v);
+  }
+
+  __device__ void load_rows(const KeyStep &step, int stage) const {
+    const int64_t head = keys.head(step);
+    const int first = step.tile * kRows, rows = min(kRows, int(keys.task().s.q_count) - first);
+    const auto copy = [&](const fdm_tensor &t, uint32_t to, bool aligned) {
+      const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, keys.task().s, first, head);
+      copy_rows<Tile, kRows, Config::kThreads>(
+          to + stage * Config::kRowBytes, aligned, int(params.p.head_dim), t.stride[3],
+          [&](int r) -> const uint16_t * { return r < rows ? base + r * t.stride[1] : kZeroRow; });
+    };
+    copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
+    copy(params.a.dout, dout_base, !Config::kGeneral || params.dout_aligned);
+    if (keys.task().words && int(threadIdx.x) < kKeys) {
+      const RowWord *words = keys.words(step, kRows);
+      const int32_t key = shared.keys.key[threadIdx.x];
+      ptx::copy_async_16(ptx::shared_address(&shared.stages[stage].words[threadIdx.x]), words + max(key, 0), key >= 0);
+    }
+  }
+
+  // Threads that have a row of the tile copy its statistics.
+  __device__ void load_statistics(const KeyStep &step, int stage) {
+    const int row = step.tile * kRows + int(threadIdx.x);
+    if (int(threadIdx.x) >= kRows) return;
+    float &lse = shared.stages[stage].lse[threadIdx.x], &delta = shared.stages[stage].delta[threadIdx.x];
+    if (row < keys.task().s.q_count) {
+      const RowStatistics &from = row_statistics(params, keys.task().s, keys.head(step), row);
+      ptx::copy_async_4(ptx::shared_address(&lse), &from.lse);
+      ptx::copy_async_4(ptx::shared_address(&delta), &from.delta);
+    } else {
+      lse = INFINITY, delta = 0.0f;
+    }
+  }
+
+  // Does the row whose statistics this thread has copied need care? Rows past the last have lse = inf too, but are
+  // zeros already; what clears them again costs little, once for each head.
+  __device__ bool is_odd(int stage) const {
+    return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;
+  }
+
+  // Starts the copies of a step, if there is one.
+  __device__ bool load(const KeyStep &step, int stage) {
+    if (step.valid) {
+      load_rows(step, stage), load_statistics(step, stage);
+      if (threadIdx.x == 0) shared.stages[stage].step = step;
+    }
+    ptx::commit_copies();
+    return step.valid;
+  }
+
+  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result. Seldom needed.
+  __device__ void clear_empty_rows(int stage) const {
+    for (int i = threadIdx.x; i < kRows * Tile::kChunks; i += Config::kThreads) {
+      const int r = i / Tile::kChunks;
+      if (shared.stages[stage].lse[r] != INFINITY) continue;
+      for (const uint32_t base : {q_base, dout_base})
+        store_chunk(Tile::chunk_address(base + stage * Config::kRowBytes, r, i % Tile::kChunks), uint4{});
+    }
+    __syncthreads();
+  }
+
+  __device__ RowBiasTile bias_tile(const KeyStep &step) const {
+    return {params.p.bias, score_view(params.p, params.p.bias, keys.task().s, keys.head(step))};
+  }
+
+  // Copies the bias of a step's rows and the warp's keys, if it has a row for each query.
+  __device__ void load_row_bias(const KeyStep &step) const {
+    if (!has_rows(params.p.bias) || !step.valid) return;
+    constexpr int kWarpKeys = 16 * kKeyTiles;
+    const int first_key = threadIdx.x / 32 * kWarpKeys, first = step.tile * kRows;
+    bias_tile(step).template copy<kRows, kWarpKeys, Config::kBiasPitch>(
+        &shared.bias[0][first_key], &shared.keys.key[first_key], first, min(kRows, int(keys.task().s.q_count) - first));
+  }
+
+  // See KeyGradients::make_tested.
+  struct RowBias {
+    RowBiasElements<Element> reader;
+    const DkdvShared<Config> &shared;
+    uint32_t even_shift, odd_shift; // a thread's rows are two neighbours, and others an even number of rows away
+
+    __device__ __forceinline__ RowBias(const RowBiasTile &tile, const DkdvShared<Config> &memory, int64_t first)
+        : reader(tile), shared(memory), even_shift(reader.row_shift(first)), odd_shift(reader.row_shift(first + 1)) {}
+
+    __device__ __forceinline__ uint32_t key_shift(int key) const { return reader.key_shift(shared.keys.key[key]); }
+    __device__ __forceinline__ float2 elements(int key, int row, uint32_t key_shift) const {
+      return {reader.element(shared.bias[row][key], key_shift ^ even_shift),
+              reader.element(shared.bias[row + 1][key], key_shift ^ odd_shift)};
+    }
+  };
+
+  template <bool kCap, class Accumulators>
+  __device__ void make(int stage, bool careful, Accumulators &scores, Accumulators &gradients) {
+    const RowStage<kKeys, kRows> &of = shared.stages[stage];
+    if constexpr (Config::kGeneral) {
+      const RowBias row_bias(bias_tile(of.step), shared, int64_t(of.step.tile) * kRows);
+      Base::template make<kCap>(of, careful, scores, gradients, row_bias);
+    } else {
+      Base::template make<kCap>(of, careful, scores, gradients);
+    }
+  }
+
+  __device__ void multiply(int stage, bool careful, const KeyStep &next) {
+    const uint32_t q = q_base + stage * Config::kRowBytes, dout = dout_base + stage * Config::kRowBytes;
+    float scores[kKeyTiles][kRowTiles][4], gradients[kKeyTiles][kRowTiles][4];
+    clear(scores);
+    gemm_ss<Element, kHeadDim>(scores, k_fragment, q + row_offset_right);
+    if (this->wants_score_gradients()) {
+      clear(gradients);
+      gemm_ss<Element, kHeadDim>(gradients, v_fragment, dout + row_offset_right);
+    } else {
+      clear(gradients);
+    }
+    if (params.p.softcap > 0)
+      make<true>(stage, careful, scores, gradients);
+    else
+      make<false>(stage, careful, scores, gradients);
+    if constexpr (Config::kGeneral) {
+      __syncwarp(); // the bias has been read
+      load_row_bias(next);
+      ptx::commit_copies();
+    }
+    if constexpr (kValueGradient)
+      if (present(params.a.dv)) gemm_rs<Element, kHeadDim>(dv, scores, dout + column_offset_right);
+    if constexpr (kKeyGradient)
+      if (present(params.a.dk)) gemm_rs<Element, kHeadDim>(dk, gradients, q + column_offset_right);
+  }
+
+  __device__ void run() {
+    this->start();
+    load_keys();
+    const KeyStep first = keys.first_step(kRows);
+    if constexpr (Config::kGeneral) load_row_bias(first);
+    bool more = load(first, 0);
+    for (int stage = 0; more; stage ^= 1) {
+      ptx::wait_copies<0>();
+      const bool careful = __syncthreads_or(is_odd(stage)); // this tile is there; nobody reads the last one any more
+      const KeyStep &step = shared.stages[stage].step;
+      const KeyStep next = keys.next_step(step, kRows);
+      const bool head_ends = !next.valid || next.head != step.head;
+      more = load(next, stage ^ 1);
+      if (careful) clear_empty_rows(stage);
+      multiply(stage, careful, next);
+      if (params.bias_heads > 1 && head_ends) this->write_bias(step.head);
+    }
+    ptx::wait_copies<0>();
+    if (params.bias_heads == 1) this->write_bias(0);
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    dkdv_kernel(const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<DkdvShared<Config> *>(dynamic_shared);
+  if (int(blockIdx.x) >= *params.keys.item_count) return;
+  DkdvBlock<Config> block(params, shared);
+  block.keys.start(params.keys.items[blockIdx.x], Config::kKeyGradient);
+  block.run();
+  block.write();
+}
+
+} // namespace fdm::cuda

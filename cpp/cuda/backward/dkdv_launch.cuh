@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The launches of the instantiations of the dkdv kernel for a head dimension. Generated files hold nothing but an
+// include of this and a line for each.
+#pragma once
+
+#include <type_traits>
+
+#include "../host/launch.cuh"
+#include "dkdv.cuh"
+
+#if FDM_TILE_ARCH == 90
+#include "../host/launch_sm90.cuh"
+#include "../tile/sm90/tile_sizes.cuh"
+#include "sm90/dkdv.cuh"
+#endif
+
+namespace fdm::cuda {
+
+template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &params, cudaStream_t stream) {
+  return launch_with_shared<DkdvShared<Config>, dkdv_kernel<Config>>(params, params.keys.max_items, Config::kThreads,
+                                                                     stream);
+}
+
+// Calls launch(of keys, of values), each std::true_type or std::false_type, once or more, for the wanted gradients.
+// kTogether: a kernel can compute both. kAlone: there are kernels for one of them.
+template <bool kTogether, bool kAlone, class Launch>
+cudaError_t launch_wanted(const BackwardParams &params, const Launch &launch) {
+  const bool keys = present(params.a.dk) || params.wants_bias_sums, values = present(params.a.dv);
+  constexpr std::true_type yes{};
+  constexpr std::false_type no{};
+  if constexpr (kTogether)
+    if (!kAlone || (keys && values)) return launch(yes, yes);
+  if constexpr (kAlone) {
+    const cudaError_t error = keys ? launch(yes, no) : cudaSuccess;
+    return error || !values ? error : launch(no, yes);
+  }
+}
+
+template <class Element, int kHeadDim, bool kGeneral>
+cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
+  constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, kHeadDim);
+  // The general kernels are rare, and would be a fifth of the pack.
+  return launch_wanted<tile.together, !(tile.together && kGeneral)>(params, [&](auto of_keys, auto of_values) {
+    return launch_dkdv_kernel<
+        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, of_keys, of_values, kGeneral>>(
+        params, stream);
+  });
+}
+
+#if FDM_TILE_ARCH == 90
+// Also of one gradient alone: that would not save half of the time, and a kernel for it would not be small.
+template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
+  constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
+  const auto launch = [&](auto has_softcap) {
+    using Config = sm90::DkdvConfig<Element, kHeadDim, tile.rows, tile.stages, has_softcap>;
+    static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
+    return sm90::launch<sm90::DkdvShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items, stream);
+  };
+  return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
+}
+#endif
+
+template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream) {
+  if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
+#if FDM_TILE_ARCH == 90
+  if constexpr (kHeadDim <= sm90::kMostDkdvHeadDim)
+    return launch_dkdv_sm90<Element, kHeadDim>(params, stream);
+  else
+#endif
+    return launch_dkdv_kernels<Element, kHeadDim, false>(params, stream);
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The gradient of the queries: one block of threads for a tile of query rows of one head.
+//
+// It walks the tile's columns as the forward pass does, and recomputes the probabilities from lse:
+//   S = Q K', P = exp(S - lse), dP = dO V', dS = P (dP - delta), dQ = scale dS K.
+// K and V of the next block of columns are fetched while this one is multiplied; a bias with a row for each query too, by
+// each warp for its rows.
+#pragma once
+
+#include "../tile/dead_columns.cuh"
+#include "dq_rows.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, int kBlockCount,
+          bool kIsGeneral>
+struct DqConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
+  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  static constexpr bool kGeneral = kIsGeneral;
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of an SM, at least
+  static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
+  using Tile = SharedTile<kHeadDim>;
+  static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
+  static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
+  static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1);
+  // Keys are fetched a block ahead, so what is known of them must come two ahead.
+  static_assert(KeyRing<kColumns, kThreads>::kBatch >= 2);
+};
+
+template <class Config> struct DqShared {
+  alignas(1024) char q[Config::kQBytes];
+  char dout[Config::kQBytes];
+  char k[2][Config::kKeyBytes], v[2][Config::kKeyBytes];
+  KeyRing<Config::kColumns, Config::kThreads> ring;
+  DqTask task;
+  alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+  DeadColumns<Config::kColumns, Config::kGeneral> dead;
+};
+
+template <class Config>
+struct DqBlock
+    : DqRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim, Config::kGeneral> {
+  using Rows =
+      DqRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim, Config::kGeneral>;
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  using Ring = KeyRing<Config::kColumns, Config::kThreads>;
+  static constexpr int kRowTiles = Config::kRowTiles, kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
+  using Rows::dq, Rows::gradients, Rows::params, Rows::scores, Rows::task;
+
+  DqShared<Config> &shared;
+  Ring &ring;
+  uint32_t q_base, dout_base, k_base, v_base;
+  uint32_t q_fragment, dout_fragment;             // of the left operands
+  uint32_t row_offset_right, column_offset_right; // of the right operands, from the start of their tile
+
+  __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &memory)
+      : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
+    q_base = ptx::shared_address(shared.q), dout_base = ptx::shared_address(shared.dout);
+    k_base = ptx::shared_address(shared.k), v_base = ptx::shared_address(shared.v);
+    const int first = threadIdx.x / 32 * (16 * kRowTiles);
+    q_fragment = Tile::left(q_base, first), dout_fragment = Tile::left(dout_base, first);
+    row_offset_right = Tile::right_rows(0), column_offset_right = Tile::right_columns(0);
+  }
+
+  // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
+  __device__ void load_rows() {
+    const auto copy = [&](const fdm_tensor &t, uint32_t to, bool aligned) {
+      const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.first_row, task.head);
+      copy_rows<Tile, Config::kRows, Config::kThreads>(
+          to, aligned, int(params.p.head_dim), t.stride[3],
+          [&](int r) -> const uint16_t * { return this->statistics(r).empty() ? kZeroRow : base + r * t.stride[1]; });
+    };
+    copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
+    copy(params.a.dout, dout_base, !Config::kGeneral || params.dout_aligned);
+    bool large = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) large |= this->set_statistics(m, half, this->statistics(this->row(m, half)));
+    this->careful = __syncthreads_or(large);
+  }
+
+  __device__ void load_keys(int block) const {
+    const typename Ring::Slot &slot = ring.at(block);
+    const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t to) {
+      copy_rows<Tile, kColumns, Config::kThreads>(to + block % 2 * Config::kKeyBytes,
+                                                  !Config::kGeneral || params.aligned, int(params.p.head_dim),
+                                                  t.stride[3], [&](int c) { return rows[c]; });
+    };
+    copy(params.p.k, slot.k_row, k_base), copy(params.p.v, slot.v_row, v_base);
+  }
+
+  // The column that this thread fetches of the batch of blocks that begins with `block`.
+  __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
+  __device__ void store(int block, const ColumnEntry &entry) {
+    store_column<kColumns>(ring.at(block + int(threadIdx.x) / kColumns), params.p, task.s, task.sequence_index,
+                           task.kv_head, task.columns, task.bias, column(block), entry);
+  }
+
+  __device__ void load_row_bias(int block) const {
+    copy_own_rows<16 * kRowTiles>(shared.bias, params.p.bias, task, ring.at(block).key);
+  }
+
+  __device__ void make_gradients(int block) {
+    const typename Ring::Slot &slot = ring.at(block);
+    const bool partial = (block + 1) * kColumns > task.columns.full;
+    if constexpr (Config::kGeneral) {
+      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.bias, slot.key,
+                                                                task.first_row, this->row(0, 0));
+      Rows::make_gradients(slot, partial, row_bias);
+    } else {
+      Rows::make_gradients(slot, partial);
+    }
+  }
+
+  __device__ void multiply(int block, int blocks) {
+    const uint32_t k = k_base + block % 2 * Config::kKeyBytes, v = v_base + block % 2 * Config::kKeyBytes;
+    clear(scores);
+    gemm_ss<Element, kHeadDim>(scores, q_fragment, k + row_offset_right);
+    clear(gradients);
+    gemm_ss<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
+    make_gradients(block);
+    if constexpr (Config::kGeneral) {
+      if (shared.dead.clears)
+        shared.dead.template clear<Tile, Config::kThreads>(
+            k, scores, 0.0f, [&](int m, int half) { return this->exists(this->row(m, half)); });
+      __syncwarp(); // the bias has been read
+      if (block + 1 < blocks) load_row_bias(block + 1);
+      ptx::commit_copies();
+    }
+    gemm_rs<Element, kHeadDim>(dq, scores, k + column_offset_right);
+  }
+
+  __device__ void run() {
+    const int blocks = (task.columns.count + kColumns - 1) / kColumns;
+    clear(dq);
+    store(0, fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0))));
+    int32_t next_key = fetch_key(task.columns, column(Ring::kBatch));
+    load_rows(); // and makes the ring's first blocks visible
+    if (blocks > 0) {
+      load_keys(0);
+      if constexpr (Config::kGeneral) load_row_bias(0);
+    }
+    ptx::commit_copies();
+    for (int block = 0; block < blocks; ++block) {
+      ptx::wait_copies<0>();
+      __syncthreads(); // this block is there; nobody reads the last one any more
+      if (block + 1 < blocks) load_keys(block + 1);
+      ptx::commit_copies();
+      const int ahead = block + Ring::kBatch;
+      const bool fetch_ahead = block % Ring::kBatch == 0 && ahead < blocks;
+      ColumnEntry entry;
+      if (fetch_ahead) {
+        entry = fetch_column(task.columns, task.bias, column(ahead), next_key);
+        next_key = fetch_key(task.columns, column(ahead + Ring::kBatch));
+      }
+      multiply(block, blocks);
+      if (fetch_ahead) store(ahead, entry);
+    }
+    ptx::wait_copies<0>();
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    dq_kernel(const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
+  const fdm_problem &p = params.p;
+  // As in the forward pass: heads fastest, the longest tiles of a causal mask first.
+  const int64_t tiles = ceil_div(p.queries, Config::kRows);
+  const int64_t head = blockIdx.x % p.heads, number = blockIdx.x / p.heads;
+  const int64_t first_row = (tiles - 1 - number % tiles) * Config::kRows, sequence_index = number / tiles;
+  const Sequence s = sequence(p, sequence_index);
+  if (first_row >= s.q_count) return;
+  if (threadIdx.x == 0) {
+    shared.dead.clears = false;
+    shared.task = {s,
+                   sequence_index,
+                   head,
+                   head / group_size(p),
+                   first_row,
+                   tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
+                   score_view(p, p.bias, s, head)};
+  }
+  __syncthreads();
+  DqBlock<Config> block(params, shared);
+  do block.run();
+  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.dq));
+  block.write();
+}
+
+} // namespace fdm::cuda

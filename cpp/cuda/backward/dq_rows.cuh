@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the gradient of the queries does with the scores of a tile of rows, apart from the matrix instructions that make
+// them. Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
+#pragma once
+
+#include "../tile/products.cuh"
+#include "../tile/row_bias_tile.cuh"
+#include "row_statistics.cuh"
+
+namespace fdm::cuda {
+
+struct DqTask {
+  Sequence s;
+  int64_t sequence_index, head, kv_head;
+  int64_t first_row;
+  TileColumns columns;
+  ScoreView bias;
+};
+
+template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, bool kGeneral> struct DqRows {
+  static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount;
+
+  const BackwardParams &params;
+  const DqTask &task;
+  bool careful; // rows of very large lse
+  float lse[kRowTiles][2], delta[kRowTiles][2];
+  float scores[kRowTiles][kColumnTiles][4], gradients[kRowTiles][kColumnTiles][4];
+  float dq[kRowTiles][kHeadDim / 8][4];
+
+  __device__ DqRows(const BackwardParams &parameters, const DqTask &of) : params(parameters), task(of) {}
+
+  __device__ static int row(int m, int half) {
+    return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + accumulator_row(half);
+  }
+  __device__ bool exists(int r) const { return task.first_row + r < task.s.q_count; }
+  __device__ RowStatistics statistics(int r) const {
+    return exists(r) ? row_statistics(params, task.s, task.head, task.first_row + r) : RowStatistics{INFINITY, 0.0f};
+  }
+
+  // Takes over the statistics of a row. Returns whether it makes the tile `careful`.
+  __device__ bool set_statistics(int m, int half, const RowStatistics &of) {
+    lse[m][half] = of.lse, delta[m][half] = of.delta;
+    return !of.empty() && fabsf(of.lse) > kLargeLse;
+  }
+
+  // dS in the place of the scores. The gradients hold dP. kTest: some pairs may not be kept. row_bias: see RowBiasReader.
+  template <bool kCap, bool kTest, class Slot, class RowBias>
+  __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
+    const ScoreFactors factors(params.p);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int column = 8 * n + accumulator_column();
+      const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[column]);
+      uint2 shifts{};
+      if constexpr (kGeneral)
+        if (task.bias.rows) shifts = row_bias.shifts(column);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float2 added{};
+          if constexpr (kGeneral)
+            if (task.bias.rows) added = row_bias.elements(m, half, column, shifts);
+          // Rows of the plan's tile: several blocks may share one.
+          const int r = int(task.first_row - task.columns.first_row) + row(m, half);
+          uint2 word{~0u, ~0u};
+          if (kTest && partial) {
+            word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32][column]);
+            word.x >>= r % 32, word.y >>= r % 32;
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float &s = scores[m][n][2 * half + i];
+            float slope, x = factors.score<kCap>(s, i ? bias.y : bias.x, &slope);
+            bool kept = (i ? word.y : word.x) & 1;
+            if constexpr (kGeneral) {
+              const float b = i ? added.y : added.x;
+              kept = kept && b != -INFINITY, x = with_row_bias(x, b);
+            }
+            x -= lse[m][half];
+            if constexpr (kTest) x = fminf(x, 0.0f);
+            s = ptx::exp2_approximate(x) * (gradients[m][n][2 * half + i] - delta[m][half]) * slope;
+            if constexpr (kTest) s = kept ? s : 0.0f;
+          }
+        }
+    }
+  }
+
+  // `partial`: some pairs may not be kept.
+  template <class Slot, class RowBias>
+  __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
+    const bool cap = params.p.softcap > 0;
+    if (kGeneral || careful || partial) {
+      if (cap) return make_gradients<true, true>(slot, partial, row_bias);
+      return make_gradients<false, true>(slot, partial, row_bias);
+    }
+    if constexpr (!kGeneral) {
+      if (cap) return make_gradients<true, false>(slot, partial, row_bias);
+      make_gradients<false, false>(slot, partial, row_bias);
+    }
+  }
+  template <class Slot> __device__ void make_gradients(const Slot &slot, bool partial) {
+    static_assert(!kGeneral);
+    make_gradients(slot, partial, nullptr);
+  }
+
+  __device__ void write() const {
+    const fdm_tensor &t = params.a.dq;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row(m, half);
+        if (!exists(r)) continue;
+        write_row(static_cast<Element *>(t.data) + row_offset(t, task.s, task.first_row + r, task.head), t.stride[3],
+                  int(params.p.head_dim), dq[m], half, params.p.scale);
+      }
+  }
+};
+
+} // namespace fdm::cuda

@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The blocks of keys of the key-stationary kernel: which keys, which rows keep them, and the order of the steps through
+// query heads and tiles of rows.
+#pragma once
+
+#include "row_statistics.cuh"
+
+namespace fdm::cuda {
+
+// Tiles of kTileRows rows beyond these are not looked at before they are computed: half a million rows.
+constexpr int kMappedTiles = 4096;
+
+// A block of keys of one key/value head of a sequence.
+struct KeyBlockPlace {
+  Sequence s;
+  int64_t sequence_index, kv_head;
+  int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
+  int64_t list_base;     // listed: of the sequence in `ordered`
+  int32_t kept;          // listed: keys of the sequence in `ordered`
+  int32_t block;
+};
+
+__device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &params, int64_t number) {
+  const fdm_problem &p = params.p;
+  KeyBlockPlace place{};
+  place.block = static_cast<int32_t>(number / params.keys.heads);
+  const int64_t head = number % params.keys.heads;
+  place.sequence_index = head / p.kv_heads, place.kv_head = head % p.kv_heads;
+  place.s = sequence(p, place.sequence_index);
+  if (!params.keys.listed) return place;
+  int64_t bytes;
+  const Plan plan = lay_out_plan(p, const_cast<void *>(params.plan), &bytes);
+  const int64_t list = list_number(p, plan, place.s, place.kv_head * group_size(p));
+  place.list_sequence = is_varlen(p) ? list * p.batch + place.sequence_index : list;
+  place.list_base = list * plan.list_keys + place.s.k_begin;
+  place.kept = plan.kept_count[place.list_sequence];
+  return place;
+}
+
+// Where the keys of a block lie in the order of its list: the first blocks of all buckets, then the second of all, so
+// that those with the most rows come first.
+FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
+  return int64_t(block % keys.buckets) * kBucketKeys + int64_t(block / keys.buckets) * keys.block_keys;
+}
+
+// Rows that may keep a key of the block; past < first: there is no such block.
+__device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
+  if (params.keys.listed) return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
+  const int64_t key = int64_t(place.block) * params.keys.block_keys;
+  if (key >= place.s.k_count) return {0, -1};
+  const int32_t past = static_cast<int32_t>(place.s.q_count);
+  return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
+}
+
+struct KeySteps {
+  int32_t first_tile, tiles; // of the dkdv kernel's rows
+  int64_t count;             // tiles * query heads of the group
+};
+
+__device__ __forceinline__ KeySteps key_steps(const BackwardParams &params, const RowRange &rows) {
+  const int32_t size = params.keys.tile_rows, first = rows.first / size;
+  const int32_t tiles = rows.past > rows.first ? (rows.past + size - 1) / size - first : 0;
+  return {first, tiles, tiles * group_size(params.p)};
+}
+
+struct KeyTask {
+  Sequence s;
+  int64_t sequence_index, kv_head;
+  int64_t first_head; // of the group
+  KeySteps steps;
+  int64_t begin, end;          // of the steps of this part
+  int32_t max_first, min_past; // rows from the one to the other keep every key
+  bool same_rows;              // the rows of a key are the same for all query heads of the group
+  bool test_all;               // no tile is known to be kept by every key
+  const RowWord *words;        // not null: a row plan
+  float *slot;                 // null: this is the only part
+};
+
+struct KeyStep {
+  int64_t number;     // of the block
+  int32_t head, tile; // of the group, of the dkdv kernel's rows
+  int32_t buffer;     // of per-head facts about keys
+  bool valid;
+};
+
+// The threads that work on a block of keys together: all of a block of threads.
+template <int kCount> struct WholeBlock {
+  static constexpr int kThreads = kCount;
+  __device__ static __forceinline__ int thread() { return threadIdx.x; }
+  __device__ static __forceinline__ void sync() { __syncthreads(); }
+};
+
+// kBuffers: of heads whose steps may be under way at a time, and one.
+template <int kKeys, int kBufferCount> struct KeyBlockShared {
+  static constexpr int kBuffers = kBufferCount;
+  KeyTask task;
+  int32_t key[kKeys];                 // -1: none
+  bool readable[kKeys];               // some query head keeps it
+  RowRange rows[kBuffers][kKeys];     // of the head of a step
+  float bias[kBuffers][kKeys];        // to base 2; -inf: not kept
+  uint32_t active[kMappedTiles / 32]; // row plans: tiles of kTileRows rows that keep any key
+  int32_t dropping_head[kBuffers];    // of the group: it drops a key by a bias of -inf that another head keeps
+  int32_t max_first, min_past;
+  RowRange of_group[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group
+};
+
+template <int kKeys, class Team, int kBuffers> struct KeyBlock {
+  using Shared = KeyBlockShared<kKeys, kBuffers>;
+  static_assert(kKeys <= Team::kThreads);
+
+  const BackwardParams &params;
+  Shared &shared;
+  int64_t mapped_head = -1, mapped_list = -1; // of shared.active
+
+  __device__ KeyBlock(const BackwardParams &parameters, Shared &memory) : params(parameters), shared(memory) {}
+
+  __device__ const KeyTask &task() const { return shared.task; }
+  __device__ int64_t head(const KeyStep &step) const { return shared.task.first_head + step.head; }
+  // Of the key in row r of the block, in k, v or their gradients.
+  __device__ int64_t row_offset(const fdm_tensor &t, int r) const {
+    const KeyTask &of = shared.task;
+    return of.s.batch * t.stride[0] + (of.s.k_begin + shared.key[r]) * t.stride[1] + of.kv_head * t.stride[2];
+  }
+
+  // clears_bias: of a part's slot.
+  __device__ void start(const KeyItem &item, bool clears_bias) {
+    const fdm_problem &p = params.p;
+    const KeyBlockPlace place = key_block_place(params, item.block);
+    if (Team::thread() == 0) make_task(item, place);
+    const int r = Team::thread();
+    KeyRows of{-1, 0, 0};
+    if (r < kKeys) {
+      if (params.keys.listed) {
+        const int64_t at = ordered_position(params.keys, place.block) + r;
+        if (at < place.kept) of = params.keys.ordered[place.list_base + at];
+      } else if (int64_t(place.block) * kKeys + r < place.s.k_count) {
+        of.key = place.block * kKeys + r;
+        const RowRange rows = rows_of_key(p, place.s, place.kv_head * group_size(p), of.key);
+        of.start = rows.first, of.end = rows.past;
+      }
+      shared.key[r] = of.key;
+    }
+    Team::sync();
+    if (r < kKeys) {
+      for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {of.start, of.end};
+      shared.readable[r] = is_readable(of.key);
+      if (shared.readable[r]) {
+        atomicMax(&shared.max_first, of.start), atomicMin(&shared.min_past, of.end);
+        RowRange &group = shared.of_group[r / 64];
+        atomicMin(&group.first, shared.task.same_rows ? of.start : 0);
+        atomicMax(&group.past, shared.task.same_rows ? of.end : INT32_MAX);
+      }
+      load_head(0, 0);
+    }
+    if (shared.task.slot && clears_bias && params.wants_bias_sums)
+      for (int i = r; i < params.bias_heads * kKeys; i += Team::kThreads) slot_bias()[i] = 0.0f;
+    Team::sync();
+  }
+
+  // Does the tile of a step have no pair that is not kept, apart from keys that are zeros here?
+  __device__ bool covers(const KeyStep &step, int tile_rows) const {
+    const int first = step.tile * tile_rows;
+    if (shared.task.test_all || shared.dropping_head[step.buffer] == step.head) return false;
+    return first >= shared.max_first && first + tile_rows <= shared.min_past;
+  }
+
+  // May a row of the tile of a step keep any of 64 keys of the block?
+  __device__ bool concerns(int group, const KeyStep &step, int tile_rows) const {
+    const RowRange &rows = shared.of_group[group];
+    const int first = step.tile * tile_rows;
+    return first < rows.past && first + tile_rows > rows.first;
+  }
+
+  __device__ const RowWord *words(const KeyStep &step, int tile_rows) const {
+    int64_t bytes;
+    const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
+    return tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, head(step),
+                      int64_t(step.tile) * tile_rows / kTileRows);
+  }
+
+  // The first step of this part that may keep something, and the first after another. All threads of the team call them;
+  // what they store is visible after the next barrier.
+  __device__ KeyStep first_step(int tile_rows) {
+    const KeyTask &of = shared.task;
+    KeyStep step{};
+    step.number = of.begin;
+    if (of.begin < of.end) {
+      step.head = int32_t(of.begin / of.steps.tiles);
+      step.tile = of.steps.first_tile + int32_t(of.begin - int64_t(step.head) * of.steps.tiles);
+    }
+    return find_step(step, 0, tile_rows);
+  }
+  __device__ KeyStep next_step(const KeyStep &before, int tile_rows) {
+    KeyStep step = before;
+    advance(step);
+    return find_step(step, before.head, tile_rows);
+  }
+
+  __device__ float *partial_sums(int which, int r) const {
+    if (!shared.task.slot) return nullptr;
+    return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
+  }
+  __device__ float *bias_sum(int64_t head_of_group, int r) const {
+    if (shared.task.slot) return slot_bias() + head_of_group * kKeys + r;
+    const KeyTask &of = shared.task;
+    const int64_t head = (of.s.batch * params.p.kv_heads + of.kv_head) * params.bias_heads + head_of_group;
+    return params.bias_sums + head * list_keys(params.p) + of.s.k_begin + shared.key[r];
+  }
+
+private:
+  __device__ float *slot_bias() const { return shared.task.slot + int64_t(2) * kKeys * params.keys.slot_dim; }
+
+  __device__ void make_task(const KeyItem &item, const KeyBlockPlace &place) const {
+    const fdm_problem &p = params.p;
+    KeyTask &of = shared.task;
+    const fdm_mask_kind kind = mask_kind(p);
+    of.s = place.s, of.sequence_index = place.sequence_index, of.kv_head = place.kv_head;
+    of.first_head = place.kv_head * group_size(p);
+    of.steps = key_steps(params, key_block_rows(params, place));
+    of.begin = of.steps.count * item.part / item.parts, of.end = of.steps.count * (item.part + 1) / item.parts;
+    of.same_rows = params.keys.listed || !is_interval_plan(kind);
+    of.test_all = kind == FDM_MASK_ROWS || !of.same_rows || has_rows(p.bias);
+    of.words = nullptr;
+    if (kind == FDM_MASK_ROWS) {
+      int64_t bytes;
+      of.words = lay_out_plan(p, const_cast<void *>(params.plan), &bytes).words;
+    }
+    of.slot = item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
+    shared.max_first = 0, shared.min_past = INT32_MAX;
+    for (int32_t &head : shared.dropping_head) head = -1;
+    for (RowRange &group : shared.of_group) group = {INT32_MAX, 0};
+  }
+
+  __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
+
+  // Is a key kept by any query head, as far as can be told without looking at the mask's rows?
+  __device__ bool is_readable(int32_t key) const {
+    const fdm_problem &p = params.p;
+    if (key < 0) return false;
+    if (!bias_is_of_keys() && shared.task.same_rows) return true;
+    for (int64_t g = 0; g < group_size(p); ++g) {
+      const int64_t head = shared.task.first_head + g;
+      const RowRange rows = shared.task.same_rows ? RowRange{0, 1} : rows_of_key(p, shared.task.s, head, key);
+      if (rows.first >= rows.past) continue;
+      if (!bias_is_of_keys() || score_view(p, p.bias, shared.task.s, head).load(0, key) != -INFINITY) return true;
+      if (shared.task.same_rows && p.bias.shape[1] != p.heads) return false;
+    }
+    return false;
+  }
+
+  // What a query head of the group knows of this thread's key.
+  __device__ void load_head(int32_t head_of_group, int buffer) {
+    const int r = Team::thread();
+    const int32_t key = shared.key[r];
+    const int64_t head = shared.task.first_head + head_of_group;
+    float bias = key < 0 ? -INFINITY : 0.0f;
+    if (key >= 0 && bias_is_of_keys())
+      bias = to_base_2(score_view(params.p, params.p.bias, shared.task.s, head).load(0, key));
+    shared.bias[buffer][r] = bias;
+    if (bias == -INFINITY && shared.readable[r]) shared.dropping_head[buffer] = head_of_group;
+    if (key >= 0 && !shared.task.same_rows) shared.rows[buffer][r] = rows_of_key(params.p, shared.task.s, head, key);
+  }
+
+  __device__ void advance(KeyStep &step) const {
+    const KeySteps &steps = shared.task.steps;
+    ++step.number;
+    if (++step.tile == steps.first_tile + steps.tiles) step.tile = steps.first_tile, ++step.head;
+  }
+
+  // This step or the first after it that may keep something. `loaded_head`: that whose facts the step's buffer holds.
+  __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int tile_rows) {
+    const KeyTask &of = shared.task;
+    for (; step.number < of.end; advance(step))
+      if (!of.words || is_active(step, tile_rows)) break;
+    step.valid = step.number < of.end;
+    if (step.valid && step.head != loaded_head && group_size(params.p) > 1 && (bias_is_of_keys() || !of.same_rows)) {
+      step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
+      if (Team::thread() < kKeys) load_head(step.head, step.buffer);
+    }
+    return step;
+  }
+
+  __device__ bool is_active(const KeyStep &step, int tile_rows) {
+    const int64_t tile = int64_t(step.tile) * tile_rows / kTileRows;
+    if (tile >= kMappedTiles) return true;
+    map_tiles(head(step));
+    return shared.active[tile / 32] >> (tile % 32) & 1;
+  }
+
+  __device__ void map_tiles(int64_t of_head) {
+    if (of_head == mapped_head) return;
+    mapped_head = of_head;
+    int64_t bytes;
+    const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
+    const int64_t list = list_number(params.p, plan, shared.task.s, of_head);
+    if (list == mapped_list) return;
+    mapped_list = list;
+    const int tiles = int(min64(kMappedTiles, ceil_div(shared.task.s.q_count, kTileRows)));
+    Team::sync(); // nobody reads the map of the last list any more
+    for (int i = Team::thread(); i < kMappedTiles / 32; i += Team::kThreads) shared.active[i] = 0;
+    Team::sync();
+    for (int tile = Team::thread() / 32; tile < tiles; tile += Team::kThreads / 32) {
+      const RowWord *words = tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, of_head, tile);
+      uint32_t any = 0;
+      for (int r = threadIdx.x % 32; r < kKeys; r += 32) {
+        if (shared.key[r] < 0) continue;
+        const RowWord word = words[shared.key[r]];
+#pragma unroll
+        for (uint32_t part : word.part) any |= part;
+      }
+      if (__any_sync(0xffffffffu, any != 0) && threadIdx.x % 32 == 0)
+        atomicOr(&shared.active[tile / 32], 1u << (tile % 32));
+    }
+    Team::sync();
+  }
+};
+
+} // namespace fdm::cuda

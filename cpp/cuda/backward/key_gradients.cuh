@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the gradients of keys, values and of a bias that is the same for every query do with the scores of a block of keys,
+// apart from the matrix instructions that make them. Accumulators, a key to a row, are those of mma.sync and wgmma alike:
+// kKeyTiles tiles of 16 keys to each warp.
+#pragma once
+
+#include "../tile/products.cuh"
+#include "../tile/row_bias_tile.cuh"
+#include "key_blocks.cuh"
+
+namespace fdm::cuda {
+
+// What is known of a tile of query rows while it passes.
+template <int kKeys, int kRows> struct RowStage {
+  alignas(16) float lse[kRows], delta[kRows]; // see RowStatistics
+  alignas(16) RowWord words[kKeys];           // of row plans
+  KeyStep step;
+};
+
+// kKeyGradient: dk and the bias gradient; kValueGradient: dv. Keys is a KeyBlock.
+template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, bool kKeyGradient, bool kValueGradient,
+          bool kGeneral, class Keys>
+struct KeyGradients {
+  static constexpr int kRowTiles = kRows / 8, kWordCount = (kRows + 31) / 32;
+
+  const BackwardParams &params;
+  Keys keys;
+  float dk[kKeyTiles][kKeyGradient ? kHeadDim / 8 : 1][4], dv[kKeyTiles][kValueGradient ? kHeadDim / 8 : 1][4];
+  float dbias[kKeyTiles][2];
+
+  __device__ KeyGradients(const BackwardParams &parameters, typename Keys::Shared &shared)
+      : params(parameters), keys(parameters, shared) {}
+
+  __device__ void start() {
+    if constexpr (kKeyGradient) clear(dk);
+    if constexpr (kValueGradient) clear(dv);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) dbias[m][0] = dbias[m][1] = 0.0f;
+  }
+
+  __device__ static int key_row(int m, int half) {
+    return threadIdx.x / 32 * (16 * kKeyTiles) + 16 * m + accumulator_row(half);
+  }
+  __device__ bool wants_score_gradients() const {
+    return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
+  }
+
+  // Which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key that this
+  // head drops by a bias of -inf may be there for another head of the group.
+  __device__ void keep_bits(const RowStage<kKeys, kRows> &stage, int key, uint32_t (&bits)[kWordCount]) const {
+    const int first = stage.step.tile * kRows;
+    RowRange range = keys.shared.rows[stage.step.buffer][key];
+    if (keys.shared.bias[stage.step.buffer][key] == -INFINITY) range.past = range.first;
+#pragma unroll
+    for (int w = 0; w < kWordCount; ++w) {
+      uint32_t word = row_bits(range.first - first - 32 * w, range.past - first - 32 * w);
+      if (keys.task().words) word &= stage.words[key].part[first % kTileRows / 32 + w] >> (first % 32);
+      bits[w] = word >> accumulator_column();
+    }
+  }
+
+  // P' in the place of the scores, dS' in that of the gradients, which held dP'. kTest: some pairs may not be kept. Of a
+  // bias with a row for each query, row_bias.elements(key, row) are those of a key and two rows of the tile.
+  template <bool kCap, bool kTest, class RowBias>
+  __device__ void make_tested(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
+                              float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
+    const ScoreFactors factors(params.p);
+    const KeyStep &step = stage.step;
+    const bool has_row_bias = kGeneral && has_rows(params.p.bias);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) { // key by key: few facts about keys are in registers at a time
+        const int key = key_row(m, half);
+        const float bias = keys.shared.bias[step.buffer][key];
+        uint32_t bits[kWordCount];
+        if constexpr (kTest) keep_bits(stage, key, bits);
+        uint32_t key_shift = 0;
+        if constexpr (kGeneral)
+          if (has_row_bias) key_shift = row_bias.key_shift(key);
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n) {
+          const int column = 8 * n + accumulator_column();
+          const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[column]);
+          float2 delta{};
+          if constexpr (kKeyGradient) delta = *reinterpret_cast<const float2 *>(&stage.delta[column]);
+          float2 added{};
+          if constexpr (kGeneral)
+            if (has_row_bias) added = row_bias.elements(key, column, key_shift);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float &score = scores[m][n][2 * half + i], &gradient = gradients[m][n][2 * half + i];
+            bool kept = true;
+            if constexpr (kTest) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
+            const float row_bias_element = i ? added.y : added.x;
+            if constexpr (kGeneral) kept = kept && row_bias_element != -INFINITY;
+            if constexpr (kTest && kCap) score = kept ? score : 0.0f; // or the slope of the softcap could be NaN
+            float slope, x = factors.score<kCap>(score, bias, &slope);
+            if constexpr (kGeneral) x = with_row_bias(x, row_bias_element);
+            x -= i ? lse.y : lse.x;
+            if constexpr (kTest) x = fminf(x, 0.0f);
+            score = ptx::exp2_approximate(x);
+            if constexpr (kTest) score = kept ? score : 0.0f;
+            if constexpr (kKeyGradient) {
+              float ds = score * (gradient - (i ? delta.y : delta.x));
+              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds; // V of a key that is not kept may be anything
+              dbias[m][half] += ds;
+              gradient = ds * slope;
+            }
+          }
+        }
+      }
+  }
+
+  // `careful`: see kLargeLse.
+  template <bool kCap, class RowBias>
+  __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+                       float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
+    if (kGeneral || careful || !keys.covers(stage.step, kRows))
+      return make_tested<kCap, true>(stage, scores, gradients, row_bias);
+    if constexpr (!kGeneral) make_tested<kCap, false>(stage, scores, gradients, row_bias);
+  }
+  template <bool kCap>
+  __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+                       float (&gradients)[kKeyTiles][kRowTiles][4]) {
+    static_assert(!kGeneral);
+    make<kCap>(stage, careful, scores, gradients, nullptr);
+  }
+
+  // Writes the sums of the bias gradient over the rows of a head, or of all heads that share the bias.
+  __device__ void write_bias(int64_t head_of_group) {
+    if constexpr (kKeyGradient) {
+      if (!params.wants_bias_sums) return;
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float sum = ptx::row_sum(dbias[m][half]);
+          dbias[m][half] = 0.0f;
+          const int key = key_row(m, half);
+          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0) *keys.bias_sum(head_of_group, key) = sum;
+        }
+    }
+  }
+
+  // dk and dv where nothing else is added to them, float32 partial sums otherwise.
+  __device__ void write() const {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = key_row(m, half);
+        if (keys.shared.key[key] < 0) continue;
+        const auto write = [&](const fdm_tensor &t, const auto &sums, float factor, int which) {
+          if (!present(t)) return;
+          if (float *partial = keys.partial_sums(which, key)) {
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 8; ++d)
+              *reinterpret_cast<float2 *>(partial + 8 * d + accumulator_column()) =
+                  make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
+          } else {
+            write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key), t.stride[3], int(params.p.head_dim),
+                      sums, half, factor);
+          }
+        };
+        if constexpr (kKeyGradient) write(params.a.dk, dk[m], params.p.scale, 0);
+        if constexpr (kValueGradient) write(params.a.dv, dv[m], 1.0f, 1);
+      }
+  }
+};
+
+} // namespace fdm::cuda

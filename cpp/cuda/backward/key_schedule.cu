@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Divides the work of the key-stationary kernel: blocks of keys with many more steps than the average are divided into
+// parts, so that neither a few heads nor a few long intervals leave most of the chip idle, and the longest parts come
+// first, so that all SMs end at about the same time.
+//
+// How many keys are kept is known on the device only, so the division is made there. It depends on the problem alone; the
+// order of parts of about the same length, and the slot of a block's partial sums, may differ, and change no result.
+#include <cuda_runtime.h>
+
+#include "../host/launch.cuh"
+#include "../ptx/dependent.cuh"
+#include "key_blocks.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kLengths = 64; // that are told apart
+constexpr int kMostTries = 64;
+
+// The parts of a block, and which of the lengths they have, the longest first.
+struct Parts {
+  int32_t count, length;
+};
+
+__device__ Parts divide(int64_t steps, int64_t most) {
+  if (steps < 0) return {0, 0};
+  const int32_t count = int32_t(max64(1, (2 * steps + most) / (2 * most)));
+  return {count, kLengths - 1 - int32_t(min64(kLengths - 1, steps * (kLengths / 2) / (most * count)))};
+}
+
+__global__ void __launch_bounds__(kThreads) schedule_keys(const __grid_constant__ BackwardParams params) {
+  __shared__ unsigned long long all;
+  __shared__ int32_t slots, items[kLengths];
+  ptx::start_dependents();
+  ptx::wait_for_kernel_ahead();
+  const int64_t blocks = int64_t(params.keys.blocks) * params.keys.heads;
+  const auto count_steps = [&](int64_t block) -> int64_t { // -1: no such block
+    if (block >= blocks) return -1;
+    const RowRange rows = key_block_rows(params, key_block_place(params, block));
+    return rows.past < rows.first ? -1 : key_steps(params, rows).count;
+  };
+  const int64_t own = count_steps(threadIdx.x); // most often the only one
+  const auto for_each_block = [&](const auto &function) {
+    for (int64_t block = threadIdx.x; block < blocks; block += kThreads)
+      function(block, block == threadIdx.x ? own : count_steps(block));
+  };
+
+  if (threadIdx.x == 0) all = 0;
+  __syncthreads();
+  unsigned long long known = 0;
+  for_each_block([&](int64_t, int64_t steps) { known += uint64_t(max64(0, steps)); });
+  if (known) atomicAdd(&all, known);
+  __syncthreads();
+  // Longer parts, until there are slots for all of them.
+  int64_t most = max64(kLeastSteps, ceil_div(int64_t(all), kWantedItems));
+  for (int tries = 0; tries < kMostTries; ++tries) {
+    __syncthreads();
+    if (threadIdx.x == 0) slots = 0;
+    __syncthreads();
+    int32_t known_slots = 0;
+    for_each_block([&](int64_t, int64_t steps) {
+      const Parts parts = divide(steps, most);
+      if (parts.count > 1) known_slots += parts.count;
+    });
+    if (known_slots) atomicAdd(&slots, known_slots);
+    __syncthreads();
+    if (slots <= params.keys.slot_count) break;
+    most += most / 8;
+  }
+
+  if (int(threadIdx.x) < kLengths) items[threadIdx.x] = 0;
+  __syncthreads();
+  for_each_block([&](int64_t, int64_t steps) {
+    const Parts parts = divide(steps, most);
+    if (parts.count > 0) atomicAdd(&items[parts.length], parts.count);
+  });
+  __syncthreads();
+  int32_t before = 0;
+  for (int length = 0; length < kLengths && length < int(threadIdx.x); ++length) before += items[length];
+  __syncthreads();
+  if (int(threadIdx.x) < kLengths) items[threadIdx.x] = before;
+  if (threadIdx.x == kLengths) *params.keys.item_count = before;
+  if (threadIdx.x == 0) slots = 0;
+  __syncthreads();
+  for_each_block([&](int64_t block, int64_t steps) {
+    const Parts parts = divide(steps, most);
+    if (parts.count == 0) return;
+    const int32_t first = atomicAdd(&items[parts.length], parts.count);
+    const int32_t slot = parts.count > 1 ? atomicAdd(&slots, parts.count) : 0;
+    for (int32_t part = 0; part < parts.count; ++part)
+      params.keys.items[first + part] = {int32_t(block), part, parts.count, slot};
+  });
+}
+
+} // namespace
+
+cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream) {
+  // After the order, if there is one.
+  if (params.keys.listed) return launch<Overlap::kernel_ahead>(schedule_keys, 1, kThreads, 0, stream, params);
+  return launch(schedule_keys, 1, kThreads, 0, stream, params);
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Sums the parts of the blocks of keys that were divided, in the order of the parts, and writes dk, dv and the sums of
+// the bias gradient.
+#include <cuda_runtime.h>
+
+#include "../host/launch.cuh"
+#include "../ptx/dependent.cuh"
+#include "../tile/products.cuh"
+#include "key_blocks.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kDivisions = 8; // blocks of threads for the keys of an item
+
+__device__ int32_t key_of_row(const BackwardParams &params, const KeyBlockPlace &place, int r) {
+  if (params.keys.listed) {
+    const int64_t at = ordered_position(params.keys, place.block) + r;
+    return at < place.kept ? params.keys.ordered[place.list_base + at].key : -1;
+  }
+  const int64_t key = int64_t(place.block) * params.keys.block_keys + r;
+  return key < place.s.k_count ? static_cast<int32_t>(key) : -1;
+}
+
+__device__ void add(float &to, float x) { to += x; }
+__device__ void add(float4 &to, const float4 &x) { to.x += x.x, to.y += x.y, to.z += x.z, to.w += x.w; }
+
+// Of the floats, or neighbours, at an offset in the slots of an item's parts.
+template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const KeyItem &item, int64_t at) {
+  const float *slot = keys.slots + int64_t(item.slot) * keys.slot_floats + at;
+  Value total{};
+#pragma unroll 4
+  for (int part = 0; part < item.parts; ++part)
+    add(total, *reinterpret_cast<const Value *>(slot + part * keys.slot_floats));
+  return total;
+}
+
+__global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ BackwardParams params) {
+  const KeyWork &keys = params.keys;
+  ptx::wait_for_kernel_ahead();
+  if (int(blockIdx.x) >= *keys.item_count) return;
+  const KeyItem item = keys.items[blockIdx.x];
+  if (item.parts == 1 || item.part != 0) return;
+  const fdm_problem &p = params.p;
+  const KeyBlockPlace place = key_block_place(params, item.block);
+  const int head_dim = int(p.head_dim), rows = keys.block_keys / kDivisions, first = int(blockIdx.y) * rows;
+  // Four neighbours at a time; slot_dim is a multiple of 32.
+  const int quads = keys.slot_dim / 4;
+  for (int i = threadIdx.x; i < 2 * rows * quads; i += kThreads) {
+    const int which = i / (rows * quads), r = first + i / quads % rows, d = i % quads * 4;
+    const fdm_tensor &t = which ? params.a.dv : params.a.dk;
+    const int32_t key = key_of_row(params, place, r);
+    if (!present(t) || key < 0 || d >= head_dim) continue;
+    const float4 total = sum_of_parts<float4>(keys, item, (int64_t(which) * keys.block_keys + r) * keys.slot_dim + d);
+    const int64_t to = place.s.batch * t.stride[0] + (place.s.k_begin + key) * t.stride[1] +
+                       place.kv_head * t.stride[2] + d * t.stride[3];
+    const float factor = which ? 1.0f : p.scale, sums[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (d + n < head_dim) store_element(t, to + n * t.stride[3], factor * sums[n]);
+  }
+  if (!params.wants_bias_sums) return;
+  for (int i = threadIdx.x; i < params.bias_heads * rows; i += kThreads) {
+    const int r = first + i % rows, head_of_group = i / rows;
+    const int32_t key = key_of_row(params, place, r);
+    if (key < 0) continue;
+    const int64_t head = (place.s.batch * p.kv_heads + place.kv_head) * params.bias_heads + head_of_group;
+    params.bias_sums[head * list_keys(p) + place.s.k_begin + key] = sum_of_parts<float>(
+        keys, item, int64_t(2) * keys.block_keys * keys.slot_dim + int64_t(head_of_group) * keys.block_keys + r);
+  }
+}
+
+} // namespace
+
+cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream) {
+  return launch<Overlap::kernel_ahead>(sum_parts, {params.keys.max_items, kDivisions}, kThreads, 0, stream, params);
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the backward pass knows of a row of queries, and which rows keep a key.
+#pragma once
+
+#include "../plan/plan.cuh"
+#include "../tile/score.cuh"
+#include "backward.h"
+
+namespace fdm::cuda {
+
+// Where a row has lse this large, rounding makes P = exp(score - lse) exceed 1 by more than it should: P is then cut.
+constexpr float kLargeLse = 65536.0f;
+
+// Does a problem need the kernels that know the rare cases too?
+inline bool needs_general_kernel(const BackwardParams &params) {
+  return has_rows(params.p.bias) || !params.aligned || !params.dout_aligned;
+}
+
+// Of a row: lse to base 2, and delta = dO . O - dlse. Rows without a gradient have lse = inf, which makes P = 0, and
+// delta = 0.
+struct RowStatistics {
+  float lse, delta;
+
+  __device__ __forceinline__ bool empty() const { return lse == INFINITY; }
+};
+
+// Of row i of a head.
+__device__ __forceinline__ RowStatistics &row_statistics(const BackwardParams &params, const Sequence &s, int64_t head,
+                                                         int64_t i) {
+  return params.statistics[(s.batch * params.p.heads + head) * total_rows(params.p) + s.q_begin + i];
+}
+
+// Rows of [0, 32) that lie in [first, past), as bits.
+__device__ __forceinline__ uint32_t row_bits(int first, int past) {
+  const int low = max(0, first), high = min(32, past);
+  return low < high ? (~0u >> (32 - (high - low))) << low : 0u;
+}
+
+struct RowRange {
+  int32_t first, past;
+};
+
+// The rows that may keep a key, the causal limit included; exactly those, unless the mask has a row for each query.
+__device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequence &s, int64_t head, int64_t key) {
+  const int64_t begin = is_causal(p) ? max64(0, key - s.causal_off) : 0;
+  RowRange rows{static_cast<int32_t>(min64(begin, s.q_count)), static_cast<int32_t>(s.q_count)};
+  const fdm_mask_kind kind = mask_kind(p);
+  if (kind == FDM_MASK_INTERVALS) {
+    const auto load = [&](const fdm_tensor &t) {
+      return static_cast<const int32_t *>(
+          t.data)[batch_index(t, s) * t.stride[0] + head_index(p, t, head) * t.stride[1] +
+                  (s.k_begin + key) * t.stride[3]];
+    };
+    rows.first = max(rows.first, load(p.start)), rows.past = max(0, min(rows.past, load(p.end)));
+  } else if (kind == FDM_MASK_KEYS) {
+    const Matrix mask = score_matrix(p, p.mask, s, head, 1);
+    if (!static_cast<const uint8_t *>(mask.base)[key * mask.col]) rows.past = 0;
+  }
+  return rows;
+}
+
+// The words of a tile of a row plan, one for each key of the sequence.
+__device__ __forceinline__ const RowWord *tile_words(const fdm_problem &p, const Plan &plan, const Sequence &s,
+                                                     int64_t sequence_index, int64_t head, int64_t tile) {
+  const int64_t slot = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
+  return plan.words + slot * plan.tile_keys;
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward pass for few query rows (decode) with mma.sync: the rows of all heads of a group share one tile of 16 rows.
+//
+// There is little to compute and much to fetch, so warps work alone: each takes blocks of 16 columns, gathers their rows
+// of K and V two blocks ahead, and no barrier is in its loop. Blocks of columns are dealt out in turns to the warps of
+// all splits: how many columns there are is known on the device only, and so the first splits have work whatever the
+// number. The warps of a block merge their results in shared memory, combine.cu those of the splits.
+#pragma once
+
+#include "../ptx/dependent.cuh"
+#include "decode.h"
+#include "forward_rows.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension, int kWarpCount> struct DecodeConfig {
+  using Element = ElementType;
+  using Tile = SharedTile<kHeadDimension>;
+  static constexpr int kHeadDim = kHeadDimension, kWarps = kWarpCount, kThreads = 32 * kWarps;
+  static constexpr int kColumns = 16, kStages = 2; // of a warp
+  static constexpr int kKeyBytes = Tile::bytes(kColumns);
+  // A row of results in shared memory, such that the writes of a warp meet all banks.
+  static constexpr int kMergePitch = kHeadDim + 8;
+  static_assert(kDecodeRows * kMergePitch * int(sizeof(float)) <= kStages * 2 * kKeyBytes);
+};
+
+template <class Config> struct DecodeShared {
+  alignas(1024) char q[Config::Tile::bytes(kDecodeRows)];
+  char keys[Config::kWarps][Config::kStages][2][Config::kKeyBytes]; // K and V; later the results of the warp
+  KeyRing<Config::kColumns, 32> ring[Config::kWarps];
+  float maximum[Config::kWarps][kDecodeRows], sum[Config::kWarps][kDecodeRows];
+  ForwardTask task;
+
+  __device__ float *results(int warp) { return reinterpret_cast<float *>(keys[warp]); }
+};
+
+// A bias with a row for each query, for the few rows of a warp straight from global memory. See RowBiasReader.
+template <class Warp> struct LoadedRowBias {
+  const Warp &warp;
+  const int32_t *keys;
+
+  __device__ __forceinline__ int2 shifts(int column) const { return {keys[column], keys[column + 1]}; }
+  __device__ __forceinline__ float2 elements(int m, int half, int, int2 pair) const {
+    const int r = warp.row(m, half);
+    if (!warp.exists(r)) return {0.0f, 0.0f};
+    const auto load = [&](int32_t key) { return key < 0 ? 0.0f : warp.task.bias.load(warp.query(r), key); };
+    return {load(pair.x), load(pair.y)};
+  }
+};
+
+template <class Config>
+struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, true, true> {
+  using Rows = ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, true, true>;
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  using Ring = KeyRing<Config::kColumns, 32>;
+  static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim, kStages = Config::kStages;
+  static_assert(Ring::kBatch == kStages, "entries of the ring are made as many steps ahead as keys are fetched");
+  using Rows::out, Rows::params, Rows::scores, Rows::task;
+
+  DecodeShared<Config> &shared;
+  Ring &ring;
+  int warp, lane;
+  int workers, worker; // warps of all splits, and the number of this one
+  int steps;           // blocks of columns of this warp
+
+  __device__ DecodeWarp(const ForwardParams &parameters, DecodeShared<Config> &memory)
+      : Rows(parameters, memory.task), shared(memory), ring(memory.ring[threadIdx.x / 32]), warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32) {
+    const int blocks = (task.columns.count + kColumns - 1) / kColumns;
+    workers = params.splits * Config::kWarps, worker = task.split * Config::kWarps + warp;
+    steps = worker < blocks ? (blocks - worker + workers - 1) / workers : 0;
+  }
+
+  __device__ int row_count() const { return int(task.s.q_count) * params.heads_per_tile; }
+
+  __device__ void load_queries() const {
+    const fdm_tensor &q = params.p.q;
+    copy_rows<Tile, kDecodeRows, Config::kThreads>(ptx::shared_address(shared.q), params.aligned,
+                                                   int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
+                                                     if (!this->exists(r)) return kZeroRow;
+                                                     return static_cast<const uint16_t *>(q.data) +
+                                                            row_offset(q, task.s, this->query(r), this->head(r));
+                                                   });
+  }
+
+  // The first column of a step, and the one that this thread fetches of the two steps from `step` on.
+  __device__ int first_column(int step) const { return (worker + step * workers) * kColumns; }
+  __device__ int own_step(int step) const { return step + lane / kColumns; }
+  __device__ int own_column(int step) const { return first_column(own_step(step)) + lane % kColumns; }
+
+  __device__ int32_t fetch_own_key(int step) const {
+    return own_step(step) < steps ? fetch_key(task.columns, own_column(step)) : -1;
+  }
+  __device__ ColumnEntry fetch_own_column(int step, int32_t key) const {
+    return fetch_column(task.columns, task.bias, own_column(step), key);
+  }
+  __device__ void store(int step, const ColumnEntry &entry) {
+    if (own_step(step) < steps)
+      store_column<kColumns>(ring.at(own_step(step)), params.p, task.s, task.sequence_index, task.kv_head, task.columns,
+                             task.bias, own_column(step), entry);
+    __syncwarp();
+  }
+
+  __device__ uint32_t stage(int step, int values) const {
+    return ptx::shared_address(shared.keys[warp][step % kStages][values]);
+  }
+
+  // Begins to copy the rows of K and V of a step.
+  __device__ void load_keys(int step) {
+    constexpr int kChunks = kColumns * Tile::kChunks / 32; // of each thread
+    const int head_dim = int(params.p.head_dim);
+    const typename Ring::Slot &slot = ring.at(step);
+    const uint32_t k = stage(step, 0), v = stage(step, 1);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int r = (32 * i + lane) / Tile::kChunks, chunk = (32 * i + lane) % Tile::kChunks;
+      const uint32_t k_to = Tile::chunk_address(k, r, chunk), v_to = Tile::chunk_address(v, r, chunk);
+      const uint16_t *k_row = slot.k_row[r], *v_row = slot.v_row[r];
+      if (params.aligned) {
+        ptx::copy_async_16(k_to, k_row + chunk * 8, chunk * 8 < head_dim);
+        ptx::copy_async_16(v_to, v_row + chunk * 8, chunk * 8 < head_dim);
+      } else {
+        const bool none = k_row == kZeroRow;
+        copy_chunk_by_elements(k_to, k_row, chunk * 8, head_dim, none ? 1 : params.p.k.stride[3]);
+        copy_chunk_by_elements(v_to, v_row, chunk * 8, head_dim, none ? 1 : params.p.v.stride[3]);
+      }
+    }
+  }
+
+  // Of columns that no row keeps, which only a bias with a row for each query can make, V becomes zeros: 0 * NaN is NaN.
+  __device__ void clear_dead_values(int step) {
+    uint32_t live = 0; // bits of this thread's columns, then of all
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (this->exists(this->row(0, i / 2)) && scores[0][n][i] != -INFINITY)
+          live |= 1u << (8 * n + accumulator_column() + i % 2);
+    live = __reduce_or_sync(0xffffffffu, live);
+    for (int i = lane; i < kColumns * Tile::kChunks; i += 32) {
+      const int r = i / Tile::kChunks;
+      if (!(live >> r & 1)) store_chunk(Tile::chunk_address(stage(step, 1), r, i % Tile::kChunks), uint4{});
+    }
+    __syncwarp();
+  }
+
+  __device__ void attend(int step) {
+    clear(scores);
+    gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.q), 0), Tile::right_rows(stage(step, 0)));
+    this->finish_scores(ring.at(step), first_column(step) + kColumns > task.columns.full,
+                        LoadedRowBias<DecodeWarp>{*this, ring.at(step).key});
+    if (task.bias.rows) clear_dead_values(step);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) this->rescale(0, half, this->softmax(0, half));
+    gemm_rs<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));
+  }
+
+  __device__ void run() {
+    this->start();
+    load_queries();
+    ptx::commit_copies();
+    store(0, fetch_own_column(0, fetch_own_key(0)));
+    int32_t next_key = fetch_own_key(kStages);
+#pragma unroll
+    for (int step = 0; step < kStages; ++step) {
+      if (step < steps) load_keys(step);
+      ptx::commit_copies();
+    }
+    ptx::wait_copies<kStages>();
+    __syncthreads(); // the queries are there
+    for (int step = 0; step < steps; ++step) {
+      ptx::wait_copies<kStages - 1>();
+      __syncwarp();
+      const bool fetch_ahead = step % kStages == 0;
+      ColumnEntry entry;
+      if (fetch_ahead) {
+        entry = fetch_own_column(step + kStages, next_key);
+        next_key = fetch_own_key(step + 2 * kStages);
+      }
+      attend(step);
+      __syncwarp(); // nobody reads the stage any more
+      if (fetch_ahead) store(step + kStages, entry);
+      if (step + kStages < steps) load_keys(step + kStages);
+      ptx::commit_copies();
+    }
+    ptx::wait_copies<0>();
+    __syncwarp();
+    this->finish();
+  }
+
+  __device__ void store_results() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = this->row(0, half);
+      float *to = shared.results(warp) + r * Config::kMergePitch + accumulator_column();
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d)
+        *reinterpret_cast<float2 *>(to + 8 * d) = make_float2(out[0][d][2 * half], out[0][d][2 * half + 1]);
+      if (lane % 4 == 0) shared.maximum[warp][r] = this->maximum[0][half], shared.sum[warp][r] = this->sum[0][half];
+    }
+  }
+
+  // The sum over the warps, in their order.
+  __device__ void write_merged() const {
+    const int rows = row_count(), head_dim = int(params.p.head_dim);
+    for (int i = threadIdx.x; i < rows * kHeadDim; i += Config::kThreads) {
+      const int r = i / kHeadDim, d = i % kHeadDim;
+      if (d >= head_dim) continue;
+      float largest = -INFINITY;
+#pragma unroll
+      for (int w = 0; w < Config::kWarps; ++w) largest = fmaxf(largest, shared.maximum[w][r]);
+      const float shift = largest == -INFINITY ? 0.0f : largest;
+      float total = 0.0f, value = 0.0f;
+#pragma unroll
+      for (int w = 0; w < Config::kWarps; ++w) {
+        const float factor = ptx::exp2_approximate(shared.maximum[w][r] - shift);
+        total += shared.sum[w][r] * factor;
+        value += shared.results(w)[r * Config::kMergePitch + d] * factor;
+      }
+      if (params.splits > 1)
+        write_partial(r, d, value, largest, total);
+      else
+        write(r, d, value, largest, total);
+    }
+  }
+
+  __device__ void write(int r, int d, float value, float largest, float total) const {
+    const fdm_tensor &t = params.a.out;
+    store_element(t, row_offset(t, task.s, this->query(r), this->head(r)) + d * t.stride[3],
+                  total == 0.0f ? 0.0f : value / total);
+    if (d == 0)
+      static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task.s, this->query(r), this->head(r))] =
+          total == 0.0f ? -INFINITY : (largest + log2f(total)) / kLog2E;
+  }
+
+  __device__ void write_partial(int r, int d, float value, float largest, float total) const {
+    const fdm_problem &p = params.p;
+    const int64_t rows = p.batch * p.heads * p.queries;
+    const int64_t at = task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
+    params.partial_out[at * p.head_dim + d] = value;
+    if (d == 0) params.partial_max[at] = largest, params.partial_sum[at] = total;
+  }
+
+  // Of a split that has no columns: combine.cu reads no results where the sum is 0.
+  __device__ void write_nothing() const {
+    if (int(threadIdx.x) < row_count()) write_partial(threadIdx.x, 0, 0.0f, -INFINITY, 0.0f);
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads) decode_kernel(const __grid_constant__ ForwardParams params) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<DecodeShared<Config> *>(dynamic_shared);
+  ptx::start_dependents();
+  const fdm_problem &p = params.p;
+  const uint32_t groups = uint32_t(p.heads) / uint32_t(params.heads_per_tile);
+  const int64_t sequence_index = blockIdx.x / groups, head = blockIdx.x % groups * params.heads_per_tile;
+  const Sequence s = sequence(p, sequence_index);
+  if (s.q_count == 0) return;
+  if (threadIdx.x == 0)
+    shared.task = {s,
+                   sequence_index,
+                   head,
+                   kv_head_of(p, head),
+                   0,
+                   int(blockIdx.y),
+                   tile_columns(p, params.plan, s, sequence_index, head, 0),
+                   score_view(p, p.bias, s, head)};
+  __syncthreads();
+  DecodeWarp<Config> warp(params, shared);
+  if (params.splits > 1 && shared.task.split * Config::kWarps * Config::kColumns >= shared.task.columns.count) {
+    warp.write_nothing();
+    return;
+  }
+  warp.run();
+  warp.store_results();
+  __syncthreads();
+  warp.write_merged();
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The forward pass on the host: which rows share a block, and over how many blocks the columns are divided.
+#include "forward.h"
+
+#include <algorithm>
+
+#include "../../problem.h"
+#include "../host/device.h"
+#include "../host/dispatch.h"
+#include "../tile/shared_tile.cuh"
+#include "../tile/tile_sizes.cuh"
+#include "decode.h"
+
+namespace fdm::cuda {
+namespace {
+
+// Blocks of columns that a split must have to be worth a combine step. Of a mask only the device knows how many columns
+// it keeps: splits that find none end at once.
+constexpr int64_t kBlocksOfSplit = 4;
+constexpr int64_t kMaxSplits = 32; // combine.cu has a lane for each
+constexpr int kMostSms = 256;
+
+// Do the heads of a group have their columns and bias in common? What one head drops must not reach it through a tile that
+// it shares with a head that keeps it.
+bool heads_share_columns(const fdm_problem &p) {
+  const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  if (group_size(p) == 1) return false;
+  return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
+}
+
+// Which kernel runs, and how rows and columns are divided over its blocks.
+struct Division {
+  bool decode;
+  int heads_per_tile; // 1, or the heads of a group
+  int64_t tiles;      // of the longest sequence
+  int64_t blocks;     // without splits
+  int64_t most_splits;
+  int wanted_blocks; // of an SM
+};
+
+Division divide(const fdm_problem &p) {
+  const int64_t group = group_size(p), group_rows = p.queries * group;
+  const ForwardTileSize tile = forward_tile_size(p.head_dim);
+  const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
+  // The general kernel takes a bias with a row for each query for rows of one head.
+  const bool shared_forward = share && !has_rows(p.bias) && tile.rows % group == 0 && group_rows <= tile.rows;
+  Division division;
+  division.decode = shared_decode || (!shared_forward && p.queries <= kDecodeRows);
+  division.heads_per_tile = shared_decode || (!division.decode && shared_forward) ? int(group) : 1;
+  const int64_t rows = division.decode ? kDecodeRows : tile.rows;
+  division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
+  division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
+  division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
+  // As many as run at a time. Of unequal ones, as a causal mask makes them, twice as many end together; to merge their
+  // results costs little where a block has as much work as with a bias for each query.
+  division.wanted_blocks = !division.decode && has_rows(p.bias) ? 4 : 2;
+  return division;
+}
+
+// Few rows (decode) leave most of the chip idle, unless the columns are divided.
+int64_t choose_splits(const Division &division, int sms) {
+  if (division.blocks == 0) return 1;
+  return std::clamp<int64_t>(division.wanted_blocks * sms / division.blocks, 1, division.most_splits);
+}
+
+// There is room for so many. It must not depend on the current device, so for more than any has.
+int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostSms); }
+
+int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+
+} // namespace
+
+ForwardTileSize forward_tile_size(int64_t head_dim) {
+  return with_head_dim(head_dim, InstantiatedHeadDims{}, [](auto dim) {
+    constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, dim);
+    return ForwardTileSize{tile.rows, tile.columns};
+  });
+}
+
+int64_t forward_workspace_bytes(const fdm_problem &p) {
+  const int64_t splits = room_for_splits(divide(p));
+  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+}
+
+cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
+  if (p.batch == 0 || p.queries == 0) return cudaSuccess;
+  int count;
+  if (cudaError_t error = sm_count(&count)) return error;
+  const Division division = divide(p);
+  ForwardParams params{};
+  params.p = p, params.a = args, params.plan = plan;
+  params.heads_per_tile = division.heads_per_tile;
+  params.tiles = int32_t(division.tiles);
+  const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);
+  params.splits = int32_t(std::clamp<int64_t>(splits, 1, room_for_splits(division)));
+  params.partial_out = static_cast<float *>(workspace);
+  params.partial_max = params.partial_out + params.splits * partial_rows(p) * p.head_dim;
+  params.partial_sum = params.partial_max + params.splits * partial_rows(p);
+  params.aligned =
+      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  const cudaError_t error = with_kernel_types(p, [&](auto element, auto dim) {
+    using Element = typename decltype(element)::Type;
+    if (division.decode) return launch_decode<Element, decltype(dim)::value>(params, stream);
+    return launch_forward<Element, decltype(dim)::value>(params, stream);
+  });
+  if (error || params.splits == 1) return error;
+  return launch_combine(params, stream);
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the forward pass does with the scores of a tile of rows, apart from the matrix instructions that make them:
+// scale, softcap, bias, mask, the running softmax, and the results.
+//
+// Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
+#pragma once
+
+#include "../tile/key_ring.cuh"
+#include "../tile/products.cuh"
+#include "../tile/row_bias_tile.cuh"
+#include "../tile/score.cuh"
+#include "forward.h"
+
+namespace fdm::cuda {
+
+// A block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
+struct ForwardTask {
+  Sequence s;
+  int64_t sequence_index;
+  int64_t head; // the first of heads_per_tile
+  int64_t kv_head;
+  int64_t first_row; // the first query of the block
+  int split;
+  TileColumns columns;
+  ScoreView bias;
+};
+
+// kSharedRows: all warps of the block have the same rows, and each its own columns.
+template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, bool kGeneral,
+          bool kSharedRows = false>
+struct ForwardRows {
+  static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount, kDimTiles = kDimTileCount;
+  static constexpr float kSlack = 8.0f;
+
+  const ForwardParams &params;
+  const ForwardTask &task;
+  float scores[kRowTiles][kColumnTiles][4];
+  float out[kRowTiles][kDimTiles][4];
+  float maximum[kRowTiles][2], sum[kRowTiles][2];
+
+  __device__ ForwardRows(const ForwardParams &parameters, const ForwardTask &of) : params(parameters), task(of) {}
+
+  // Row r of the block is query r / heads_per_tile of head r % heads_per_tile.
+  __device__ int64_t query(int r) const { return task.first_row + r / params.heads_per_tile; }
+  __device__ int64_t head(int r) const { return task.head + r % params.heads_per_tile; }
+  __device__ bool exists(int r) const { return query(r) < task.s.q_count; }
+  // The accumulator row of this thread: tile m of the warp, half 0 or 1.
+  __device__ static int row(int m, int half) {
+    return (kSharedRows ? 0 : threadIdx.x / 32 * (16 * kRowTiles)) + 16 * m + accumulator_row(half);
+  }
+
+  __device__ void start() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) maximum[m][half] = -INFINITY, sum[m][half] = 0.0f;
+    clear(out);
+  }
+
+  // Scaled, capped and biased, to base 2; -inf where not kept. `partial`: some pairs may not be kept. row_bias reads a
+  // bias with a row for each query, see RowBiasReader; what it gives for absent rows and keys is ignored.
+  template <class Slot, class RowBias>
+  __device__ void finish_scores(const Slot &slot, bool partial, const RowBias &row_bias) {
+    if (params.p.softcap > 0)
+      add_column_bias<true>(slot);
+    else
+      add_column_bias<false>(slot);
+    if constexpr (kGeneral)
+      if (task.bias.rows) add_row_bias(row_bias);
+    if (partial) drop_columns(slot);
+  }
+  template <class Slot> __device__ void finish_scores(const Slot &slot, bool partial) {
+    static_assert(!kGeneral);
+    finish_scores(slot, partial, nullptr);
+  }
+
+  template <bool kCap, class Slot> __device__ void add_column_bias(const Slot &slot) {
+    const ScoreFactors factors(params.p);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[8 * n + accumulator_column()]);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float slope;
+          scores[m][n][i] = factors.score<kCap>(scores[m][n][i], i % 2 ? bias.y : bias.x, &slope);
+        }
+    }
+  }
+
+  template <class RowBias> __device__ void add_row_bias(const RowBias &row_bias) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int column = 8 * n + accumulator_column();
+      const auto shifts = row_bias.shifts(column);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 bias = row_bias.elements(m, half, column, shifts);
+          float &s = scores[m][n][2 * half], &t = scores[m][n][2 * half + 1];
+          s = bias.x == -INFINITY ? bias.x : with_row_bias(s, bias.x);
+          t = bias.y == -INFINITY ? bias.y : with_row_bias(t, bias.y);
+        }
+    }
+  }
+
+  template <class Slot> __device__ void drop_columns(const Slot &slot) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Rows of the plan's tile: several blocks may share one.
+        const int r = int(query(row(m, half)) - task.columns.first_row);
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n) {
+          const uint2 word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32 % 4][8 * n + accumulator_column()]);
+          if (!(word.x >> (r % 32) & 1)) scores[m][n][2 * half] = -INFINITY;
+          if (!(word.y >> (r % 32) & 1)) scores[m][n][2 * half + 1] = -INFINITY;
+        }
+      }
+  }
+
+  // Scores of a row to probabilities, relative to its running maximum. Returns the factor that scales what was summed
+  // before. The maximum follows only where it falls behind by kSlack: probabilities of up to 2^kSlack do no harm, and
+  // most blocks then need not touch the accumulators.
+  __device__ float softmax(int m, int half) {
+    float largest = maximum[m][half];
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n)
+      largest = fmaxf(largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+    largest = ptx::row_max(largest);
+    if (largest <= maximum[m][half] + kSlack) largest = maximum[m][half];
+    const float shift = largest == -INFINITY ? 0.0f : largest;
+    const float factor = ptx::exp2_approximate(maximum[m][half] - shift);
+    maximum[m][half] = largest;
+    float added = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float &s = scores[m][n][2 * half + i];
+        s = ptx::exp2_approximate(s - shift);
+        added += s;
+      }
+    sum[m][half] = sum[m][half] * factor + added;
+    return factor;
+  }
+
+  __device__ void rescale(int m, int half, float factor) {
+    if (__any_sync(0xffffffffu, factor != 1.0f)) {
+#pragma unroll
+      for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] *= factor, out[m][d][2 * half + 1] *= factor;
+    }
+  }
+
+  __device__ void finish() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sum[m][half] = ptx::row_sum(sum[m][half]);
+        // NaN in the query of a row that keeps nothing, whose keys are zeros here or masked by adding -inf.
+        if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);
+      }
+  }
+
+  __device__ void clear_row(int m, int half) {
+    maximum[m][half] = -INFINITY, sum[m][half] = 0.0f;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] = out[m][d][2 * half + 1] = 0.0f;
+  }
+
+  // Does row r keep a key? Where it does, the first column mostly tells.
+  __device__ bool keeps_any(int r) const {
+    const TileColumns &columns = task.columns;
+    const int row_of_tile = int(query(r) - columns.first_row), part = row_of_tile / 32;
+#pragma unroll 1
+    for (int32_t c = 0; exists(r) && c < columns.count; ++c) {
+      const int32_t key = column_key(columns, c);
+      if (task.bias.data && task.bias.load(query(r), key) == -INFINITY) continue;
+      const ColumnEntry entry = fetch_column(columns, task.bias, c, key);
+      const RowWord word = column_word(columns, c, key, entry.start, entry.end, entry.word);
+      uint32_t bits = 0;
+#pragma unroll
+      for (int p = 0; p < kTileRows / 32; ++p) bits = p == part ? word.part[p] : bits;
+      if (bits >> (row_of_tile % 32) & 1) return true;
+    }
+    return false;
+  }
+
+  __device__ void write() const {
+    const fdm_tensor &t = params.a.out;
+    const int head_dim = int(params.p.head_dim);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row(m, half);
+        if (!exists(r)) continue;
+        const float total = sum[m][half], inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        auto *to = static_cast<Element *>(t.data) + row_offset(t, task.s, query(r), head(r));
+        write_row(to, t.stride[3], head_dim, out[m], half, inverse);
+        if (threadIdx.x % 4 == 0)
+          static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task.s, query(r), head(r))] =
+              total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
+      }
+  }
+
+  __device__ void write_partial() const {
+    const int64_t rows = params.p.batch * params.p.heads * params.p.queries;
+    const int head_dim = int(params.p.head_dim);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row(m, half);
+        if (!exists(r)) continue;
+        const int64_t at =
+            task.split * rows + (task.sequence_index * params.p.heads + head(r)) * params.p.queries + query(r);
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int column = 8 * d + accumulator_column() + i;
+            if (column < head_dim) params.partial_out[at * head_dim + column] = out[m][d][2 * half + i];
+          }
+        if (threadIdx.x % 4 == 0) params.partial_max[at] = maximum[m][half], params.partial_sum[at] = sum[m][half];
+      }
+  }
+};
+
+} // namespace fdm::cuda

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Facts about a device that do not change, asked for once.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+
+namespace fdm::cuda {
+
+constexpr int kMaxDevices = 64;
+
+// The number of SMs of the current device.
+inline cudaError_t sm_count(int *count) {
+  static std::atomic<int> known[kMaxDevices];
+  int device;
+  if (cudaError_t error = cudaGetDevice(&device)) return error;
+  if (device >= kMaxDevices) return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  *count = known[device].load(std::memory_order_relaxed);
+  if (*count) return cudaSuccess;
+  const cudaError_t error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  if (!error) known[device].store(*count, std::memory_order_relaxed);
+  return error;
+}
+
+// Lets a kernel use `bytes` of dynamic shared memory on the current device; once for each kernel and device.
+template <class Kernel> cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t> &done) {
+  int device;
+  if (cudaError_t error = cudaGetDevice(&device)) return error;
+  const uint64_t bit = device < kMaxDevices ? uint64_t(1) << device : 0;
+  if (bit && done.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (!error) done.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+} // namespace fdm::cuda

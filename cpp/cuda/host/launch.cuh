@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How all kernels of the packs are launched: the grid is checked, shared memory is asked for, and a kernel may start
+// before the one ahead of it has ended.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+
+#include "../tile/tile_sizes.cuh"
+#include "device.h"
+
+namespace fdm::cuda {
+
+// Blocks of threads as 64-bit numbers, since the product of sizes that each fit may not fit what the driver takes.
+struct Grid {
+  int64_t x, y = 1;
+
+  Grid(int64_t columns, int64_t rows = 1) : x(columns), y(rows) {}
+};
+
+// kernel_ahead: a programmatic dependent launch, see ptx/dependent.cuh; an ordinary one before sm_90.
+enum class Overlap { none, kernel_ahead };
+
+template <Overlap kOverlap = Overlap::none, class... Parameters>
+cudaError_t launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes, cudaStream_t stream,
+                   const Parameters &...parameters) {
+  if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  // The limits of every arch (CUDA programming guide, compute capabilities).
+  if (grid.x > INT_MAX || grid.y > 65535) return cudaErrorInvalidConfiguration;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y)), config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(shared_bytes), config.stream = stream;
+  config.attrs = &early, config.numAttrs = kOverlap == Overlap::kernel_ahead && FDM_ARCH >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, parameters...);
+}
+
+// A kernel whose dynamic shared memory is a `Shared`, which may be more than the 48 KB that need no asking.
+template <class Shared, auto kKernel, Overlap kOverlap = Overlap::none, class Params>
+cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cudaStream_t stream) {
+  constexpr int bytes = int(sizeof(Shared));
+  static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
+  static std::atomic<uint64_t> allowed{0};
+  if (cudaError_t error = allow_shared(kKernel, bytes, allowed)) return error;
+  return launch<kOverlap>(kKernel, grid, threads, bytes, stream, params);
+}
+
+} // namespace fdm::cuda

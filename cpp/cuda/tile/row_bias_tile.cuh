@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A bias with a row for each query, on its way to a tile of scores: copied to shared memory while other work goes on,
+// lanes along the keys, so that the elements of a row come in few transactions wherever the keys lie.
+//
+// Asynchronous copies have four bytes or more. So each pair of a row and a key has a word, and an element of 16 bits is
+// the half of it that it is of its aligned word in global memory.
+#pragma once
+
+#include "key_ring.cuh"
+
+namespace fdm::cuda {
+
+// Of the bias of one head of a sequence: `first` is the element of row 0 and key 0.
+struct RowBiasTile {
+  const fdm_tensor &bias; // of the kernel's parameters, whose fields take no registers
+  uintptr_t first;
+
+  __device__ __forceinline__ RowBiasTile(const fdm_tensor &of, const ScoreView &view)
+      : bias(of), first(reinterpret_cast<uintptr_t>(view.data)) {}
+
+  __device__ bool is_wide() const { return bias.dtype == FDM_FLOAT32; }
+  __device__ int64_t row_bytes() const { return bias.stride[2] * element_bytes(); }
+  __device__ int64_t key_stride() const { return bias.shape[3] == 1 ? 0 : bias.stride[3]; }
+
+  // A warp copies kColumns keys of `rows` rows, of kRows that there are, from row `row` on, to words from `to` on; a row
+  // has kPitch words. Of absent keys, where keys[c] is -1, it copies key 0: where this is called there is one.
+  template <int kRows, int kColumns, int kPitch>
+  __device__ __forceinline__ void copy(uint32_t *to, const int32_t *keys, int64_t row, int rows) const {
+    constexpr int kAcross = kColumns < 32 ? kColumns : 32, kDown = 32 / kAcross, kSteps = kColumns / kAcross;
+    static_assert(kColumns % kAcross == 0 && kRows % (2 * kDown) == 0);
+    const int across = threadIdx.x % kAcross, down = threadIdx.x % 32 / kAcross;
+    const int64_t pitch = row_bytes(), key_bytes = key_stride() * element_bytes();
+    const uintptr_t from = first + row * pitch, half = half_word();
+    // The words of a row and of the next of this thread: two rows are always a multiple of four bytes.
+    uintptr_t at[kSteps][2];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      at[s][0] = from + down * pitch + max(0, keys[across + s * kAcross]) * key_bytes;
+      at[s][1] = at[s][0] + kDown * pitch;
+    }
+    const uint32_t address = ptx::shared_address(to) + (down * kPitch + across) * 4;
+    if (rows < kRows || may_hold(half, from, rows, pitch, key_bytes))
+      return copy_carefully<kSteps, kDown, kAcross, kPitch>(address, at, rows - down, half);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) at[s][i] &= ~uintptr_t(3);
+#pragma unroll 8
+    for (int r = 0; r < kRows; r += 2 * kDown)
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ptx::copy_async_4(address + ((r + i * kDown) * kPitch + s * kAcross) * 4,
+                            reinterpret_cast<const void *>(at[s][i]));
+          at[s][i] += 2 * kDown * pitch;
+        }
+  }
+
+private:
+  __device__ int element_bytes() const { return is_wide() ? 4 : 2; }
+
+  // The word of which only the first half belongs to the tensor, its last element in memory; 0 if there is none.
+  __device__ __forceinline__ uintptr_t half_word() const {
+    int64_t last = 0;
+#pragma unroll
+    for (int d = 0; d < 4; ++d) last += max64(0, (bias.shape[d] - 1) * bias.stride[d]);
+    const auto address = reinterpret_cast<uintptr_t>(static_cast<const uint16_t *>(bias.data) + last);
+    return is_wide() || address % 4 != 0 ? 0 : address;
+  }
+
+  // May a word be one of some rows, whatever the strides?
+  __device__ __forceinline__ bool may_hold(uintptr_t word, uintptr_t from, int rows, int64_t pitch,
+                                           int64_t key_bytes) const {
+    const int64_t of_rows = (rows - 1) * pitch, of_keys = (bias.shape[3] - 1) * key_bytes;
+    const auto offset = static_cast<int64_t>(word - from);
+    return word && offset >= min64(0, of_rows) + min64(0, of_keys) && offset <= max64(0, of_rows) + max64(0, of_keys);
+  }
+
+  // As many rows as there are; of the word that lies in the tensor by half only that half.
+  template <int kSteps, int kDown, int kAcross, int kPitch>
+  __device__ __forceinline__ void copy_carefully(uint32_t to, const uintptr_t (&at)[kSteps][2], int rows,
+                                                 uintptr_t half_word) const {
+#pragma unroll 1
+    for (int r = 0; r < rows; r += kDown, to += kDown * kPitch * 4)
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const uintptr_t word = (at[s][0] + r * row_bytes()) & ~uintptr_t(3);
+        if (word != half_word)
+          ptx::copy_async_4(to + s * kAcross * 4, reinterpret_cast<const void *>(word));
+        else // an asynchronous copy of two bytes reads four
+          ptx::store_shared(to + s * kAcross * 4, uint32_t(*reinterpret_cast<const uint16_t *>(word)));
+      }
+  }
+};
+
+// A warp copies the bias of its rows of a tile, kWarpRows of the query head of a task, if there is a row for each query.
+template <int kWarpRows, int kColumns, int kPitch, class Task>
+__device__ __forceinline__ void copy_own_rows(uint32_t (*to)[kPitch], const fdm_tensor &bias, const Task &task,
+                                              const int32_t (&keys)[kColumns]) {
+  if (!task.bias.rows) return;
+  const int first = threadIdx.x / 32 * kWarpRows;
+  const int64_t row = task.first_row + first;
+  RowBiasTile(bias, task.bias)
+      .copy<kWarpRows, kColumns, kPitch>(to[first], keys, row, int(min64(kWarpRows, task.s.q_count - row)));
+}
+
+// What a thread needs to read elements from their words.
+template <class Element> struct RowBiasElements {
+  uint32_t first_shift, row_odd, key_mask; // see shifts below
+  uint32_t value_mask;                     // of the bits of an element where it is a float32's upper half, or all
+  bool wide;
+
+  __device__ __forceinline__ explicit RowBiasElements(const RowBiasTile &tile) : wide(tile.is_wide()) {
+    first_shift = wide ? 0 : (~uint32_t(tile.first / 2) & 1) * 16;
+    row_odd = wide ? 0 : uint32_t(tile.bias.stride[2]) & 1;
+    key_mask = wide ? 0 : (uint32_t(tile.key_stride()) & 1) * 16;
+    value_mask = wide ? ~0u : 0xffff0000u;
+  }
+
+  // By how many bits an element lies below the upper half of its word: the exclusive or of a row's and a key's.
+  __device__ __forceinline__ uint32_t row_shift(int64_t i) const {
+    return first_shift ^ ((uint32_t(i) & row_odd) * 16);
+  }
+  __device__ __forceinline__ uint32_t key_shift(int32_t key) const { return (uint32_t(key) * 16) & key_mask; }
+
+  __device__ __forceinline__ float element(uint32_t word, uint32_t shift) const {
+    const uint32_t bits = (word << shift) & value_mask;
+    if constexpr (__is_same(Element, __half))
+      return wide ? __uint_as_float(bits) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits >> 16)));
+    return __uint_as_float(bits);
+  }
+};
+
+// A score to base 2 with an element of the bias: see to_base_2.
+__device__ __forceinline__ float with_row_bias(float score, float bias) {
+  return fmaf(fmaxf(bias, -2.35e38f), kLog2E, score);
+}
+
+// How a thread reads the tile of rows whose accumulators it has: kPitch words a row, from the row of the query `first` on.
+template <class Element, int kPitch> struct RowBiasReader {
+  RowBiasElements<Element> reader;
+  const uint32_t *words;
+  const int32_t *keys;
+  uint32_t row_shift; // of all rows of a thread, which are a multiple of eight apart
+
+  __device__ __forceinline__ RowBiasReader(const RowBiasTile &tile, const uint32_t (*from)[kPitch],
+                                           const int32_t *keys_of_columns, int64_t first, int row)
+      : reader(tile), words(from[row]), keys(keys_of_columns), row_shift(reader.row_shift(first + row)) {}
+
+  // Of a column and the next.
+  __device__ __forceinline__ uint2 shifts(int column) const {
+    const int2 pair = *reinterpret_cast<const int2 *>(keys + column);
+    return {reader.key_shift(pair.x) ^ row_shift, reader.key_shift(pair.y) ^ row_shift};
+  }
+  // Of row tile m, half 0 or 1.
+  __device__ __forceinline__ float2 elements(int m, int half, int column, uint2 shifts) const {
+    const uint2 pair = *reinterpret_cast<const uint2 *>(words + (16 * m + 8 * half) * kPitch + column);
+    return {reader.element(pair.x, shifts.x), reader.element(pair.y, shifts.y)};
+  }
+};
+
+} // namespace fdm::cuda

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The score of a query and a key.
+#pragma once
+
+#include "../../problem.h"
+#include "key_ring.cuh"
+
+namespace fdm::cuda {
+
+// tanh(x) = 1 - 2 / (1 + exp(2 x)), accurate to about 1e-7 absolutely.
+__device__ __forceinline__ float tanh_of(float x) {
+  return 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approximate(x * (2.0f * kLog2E)));
+}
+
+struct ScoreFactors {
+  float scale; // of q.k: into tanh where there is a softcap, else to base 2
+  float cap;   // softcap to base 2
+
+  __device__ explicit ScoreFactors(const fdm_problem &p)
+      : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E), cap(p.softcap * kLog2E) {}
+
+  // To base 2. `slope`: the derivative of the capped score with respect to the one without a cap.
+  template <bool kCap> __device__ __forceinline__ float score(float product, float bias, float *slope) const {
+    if constexpr (kCap) {
+      const float t = tanh_of(product * scale);
+      *slope = 1.0f - t * t;
+      return fmaf(t, cap, bias);
+    } else {
+      *slope = 1.0f;
+      return fmaf(product, scale, bias);
+    }
+  }
+};
+
+} // namespace fdm::cuda
