@@ -7,7 +7,7 @@
 #include <exception>
 #include <new>
 
-#include "problem.h"
+#include "indexing.h"
 
 namespace fdm {
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../problem.h"
+#include "../indexing.h"
 
 namespace fdm::cpu {
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "../problem.h"
+#include "../indexing.h"
 #include "scalar.h"
 #include "thread_pool.h"
 

@@ -3,7 +3,7 @@
 // each head. The splits are summed in their order; those without a kept key are left out, and their results not read.
 #include "forward.h"
 
-#include "../../problem.h"
+#include "../../indexing.h"
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../tile/block_scan.cuh"

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../../problem.h"
+#include "../../indexing.h"
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../tile/shared_tile.cuh"

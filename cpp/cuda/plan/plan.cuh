@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "../../problem.h"
+#include "../../indexing.h"
 
 namespace fdm::cuda {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../problem.h"
+#include "../../indexing.h"
 
 namespace fdm::cuda {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "select.h"
 
-#include "../../problem.h"
+#include "../../indexing.h"
 
 namespace fdm::cuda {
 

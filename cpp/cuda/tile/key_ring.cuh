@@ -4,7 +4,7 @@
 // chain plan -> bias -> address is never waited for, and no warp has more to do than the others.
 #pragma once
 
-#include "../../problem.h"
+#include "../../indexing.h"
 #include "columns.cuh"
 #include "shared_tile.cuh"
 

@@ -2,7 +2,7 @@
 // The score of a query and a key.
 #pragma once
 
-#include "../../problem.h"
+#include "../../indexing.h"
 #include "key_ring.cuh"
 
 namespace fdm::cuda {

@@ -5,7 +5,7 @@
 // eight would. Eight rows of one chunk then cover all banks.
 #pragma once
 
-#include "../../problem.h"
+#include "../../indexing.h"
 #include "../ptx/copy.cuh"
 #include "../ptx/matrix.cuh"
 

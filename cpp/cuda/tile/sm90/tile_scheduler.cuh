@@ -3,7 +3,7 @@
 // whole; the consumers take them one after the other.
 #pragma once
 
-#include "../../../problem.h"
+#include "../../../indexing.h"
 #include "roles.cuh"
 
 namespace fdm::cuda {
