@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Of the examples of a page; as other tests of transformers, they are left out where it is absent.
 NEEDED = {"integrations.md": "transformers"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
 class Block(NamedTuple):
@@ -66,6 +68,18 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link)
     assert broken == []
+
+
+def test_no_table_stands_twice() -> None:
+    # Below the heading and the line under it.
+    rows = [
+        row
+        for page in PAGES
+        for row in {
+            row for table in TABLE.findall(page.read_text()) for row in table.splitlines()[2:]
+        }
+    ]
+    assert [row for row, count in Counter(rows).items() if count > 1] == []
 
 
 def test_blocks_are_found_with_their_lines() -> None:
