@@ -5,25 +5,25 @@
 include_guard(GLOBAL)
 
 # fdm_declare_options()
-#   FLASH_DMATTN_CUDA    AUTO: the archs asked for, or the visible GPUs', and no CUDA pack where nothing can be built;
-#                        ON: fail where nothing can be built; OFF: the cpu pack only.
-#   FLASH_DMATTN_ARCHS   archs to build: names (sm90), numbers (90, 90a, 9.0), "native" (the visible GPUs'), "required"
-#                        or "all" (those of cmake/targets.json). Separated by ";", "," or " ". Asking for archs
-#                        means ON where FLASH_DMATTN_CUDA is AUTO. While it is empty, CMAKE_CUDA_ARCHITECTURES or
-#                        else the environment's CUDAARCHS is used, cut down to what is supported.
-#   FLASH_DMATTN_HEAD_DIMS  head dimensions to instantiate CUDA kernels for, of those in cmake/targets.json; others are
-#                        served by the next larger one. All unless given; one or two make a fast loop.
-#   FLASH_DMATTN_TILES   for tests: the one arch whose tiles and choice of kernels all CUDA packs use in place of their
-#                        own, such as 86: with FLASH_DMATTN_ARCHS=90 the suite tests on an sm_90 GPU what sm_86 runs.
-#   FLASH_DMATTN_DELAYS  for tests: kernels that may overlap the one ahead of them sleep at odd times. Equal inputs must give
-#                        the bits that they give without; "scripts/test_delays" compares.
-#   FLASH_DMATTN_CUDART  static: nothing of CUDA has to be installed at run time; shared: for distributions that
-#                        ship libcudart as a package of its own.
+#   FLASH_DMATTN_CUDA    AUTO: builds the requested archs, or those of the visible GPUs, and no CUDA pack if none can be
+#                        built; ON: fails if none can be built; OFF: builds the cpu pack only.
+#   FLASH_DMATTN_ARCHS   archs to build: names (sm90), numbers (90, 90a, 9.0), "native" (the visible GPUs), "required"
+#                        or "all" (both defined in cmake/targets.json), separated by ";", "," or " ". Naming archs
+#                        turns FLASH_DMATTN_CUDA=AUTO into ON. If empty, CMAKE_CUDA_ARCHITECTURES or else the
+#                        environment's CUDAARCHS is used, without the archs that are not supported.
+#   FLASH_DMATTN_HEAD_DIMS  head dimensions to instantiate CUDA kernels for, of those in cmake/targets.json; other
+#                        dimensions use the next larger one. All by default; one or two make builds fast.
+#   FLASH_DMATTN_TILES   for tests: the arch, such as 86, whose tiles and choice of kernels all CUDA packs use instead
+#                        of their own. With FLASH_DMATTN_ARCHS=90, the suite then tests sm_86's tiles on an sm_90 GPU.
+#   FLASH_DMATTN_DELAYS  for tests: kernels that may overlap the preceding kernel sleep at irregular times. The
+#                        results must not change by a bit; "scripts/test_delays" compares them.
+#   FLASH_DMATTN_CUDART  static: packs contain the CUDA runtime; shared: for distributions in which libcudart is a
+#                        separate package.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
 #   FLASH_DMATTN_CPU     OFF builds no cpu pack.
-#   FLASH_DMATTN_PREBUILT_PACKS  folders with packs that were built before and the manifest.json that describes them,
-#                        separated by ";"; relative ones are in the source folder. Installed unchanged.
-#   FLASH_DMATTN_COMMIT  the commit of the sources, for the manifest; the build itself never asks git.
+#   FLASH_DMATTN_PREBUILT_PACKS  folders with packs that were built before and their manifest.json, separated by ";".
+#                        Relative paths start at the source folder. The packs are installed unchanged.
+#   FLASH_DMATTN_COMMIT  the commit of the sources, for the manifest; the build itself never calls git.
 #   CMAKE_BUILD_TYPE     Release unless given.
 macro(fdm_declare_options)
   set(FLASH_DMATTN_CUDA "AUTO" CACHE STRING "Build CUDA packs: AUTO, ON or OFF")

@@ -20,7 +20,7 @@ __all__ = ["ExitCode", "main"]
 
 
 class ExitCode(IntEnum):
-    """What the command returns; docs/loader.md explains each."""
+    """What the command returns; docs/install.md explains each."""
 
     USABLE = 0
     NOT_USABLE = 1

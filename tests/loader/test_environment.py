@@ -137,5 +137,5 @@ def test_archs_and_majors_are_those_of_the_target_table():
 
 
 def test_documentation_has_the_table():
-    page = (ROOT / "docs" / "loader.md").read_text()
+    page = (ROOT / "docs" / "install.md").read_text()
     assert blocks(page)["variables"] == environment.markdown_table()

@@ -3,7 +3,7 @@
 //
 // Nothing is added by two blocks of threads, so equal inputs give equal bits:
 //   1. key_order.cu, key_schedule.cu  blocks of keys that are kept by similar rows, and their division into parts;
-//      backward_preprocess.cu  statistics of each row, at the same time;
+//      row_statistics.cu       statistics of each row, at the same time;
 //   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
 //   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;

@@ -76,14 +76,14 @@ _VARIABLES = (
         "FLASH_DMATTN_BACKEND",
         ("auto", "cuda", "cpu", "triton", "flex", "reference"),
         "auto",
-        "What computes when a call does not say; `auto` follows the device of the tensors.",
+        "The backend of calls without `backend=`; `auto` follows the device of the tensors.",
     ),
     Variable(
         "FLASH_DMATTN_FALLBACK",
         ("warn", "error"),
         "warn",
-        "What happens when no pack serves a device, or a damaged one would serve it better: warn "
-        "and use plain PyTorch, or the next pack; or raise.",
+        "What happens if no pack serves a device, or the best pack is damaged: warn and use plain "
+        "PyTorch or the next pack; or raise.",
     ),
     Variable(
         "FLASH_DMATTN_LOG",
@@ -95,13 +95,13 @@ _VARIABLES = (
         "FLASH_DMATTN_CPU_SIMD",
         ("auto", "baseline", "avx2", "avx512"),
         "auto",
-        "The widest instructions that the cpu pack uses; those that the CPU lacks are an error.",
+        "The widest SIMD level that the cpu pack uses; one that the CPU lacks is an error.",
     ),
     Variable(
         "FLASH_DMATTN_DETERMINISTIC",
         ("0", "1"),
         "0",
-        "What `deterministic=None` means: `1` makes equal inputs give equal bits.",
+        "The meaning of `deterministic=None`: with `1`, equal inputs give equal bits.",
     ),
 )
 

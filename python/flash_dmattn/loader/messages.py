@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every text by which the loader explains itself; docs/troubleshooting.md tells cause and fix of
+"""Every text by which the loader explains itself; docs/install.md tells cause and fix of
 each.
 
 They stand in one place so that tests can compare each of them with the page and with a stored
