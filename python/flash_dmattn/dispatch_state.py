@@ -65,6 +65,9 @@ class _Kernels:
     """What is known of the kernels that torch.library was given."""
 
     own: frozenset[str] = frozenset()
+    # Whether calls that leave the dispatcher out compute what it would call. They would not where
+    # torch.library was given kernels of someone else for our operators. Those that C++ registers for
+    # CPUs or CUDA devices are not seen.
     are_own = False
     counted = -1  # how many there were, of all operators, when that was found out
 
@@ -74,18 +77,10 @@ def watch_kernels(library: torch.library.Library) -> None:
     _Kernels.own = frozenset(getattr(library, "_op_impls", ()))
 
 
-def _kernels_are_own() -> bool:
-    """Say whether calls that leave the dispatcher out compute what it would call.
-
-    It would not where torch.library was given kernels of someone else for our operators. Those that
-    C++ registers for CPUs or CUDA devices are not seen.
-    """
-    count = len(_kernels)
-    if count != _Kernels.counted:
-        relevant = [name for name in tuple(_kernels) if name.startswith(_NAMESPACES)]
-        _Kernels.are_own = _Kernels.own.issuperset(relevant)
-        _Kernels.counted = count
-    return _Kernels.are_own
+def _count_kernels() -> None:
+    _Kernels.counted = len(_kernels)
+    relevant = [name for name in tuple(_kernels) if name.startswith(_NAMESPACES)]
+    _Kernels.are_own = _Kernels.own.issuperset(relevant)
 
 
 def is_idle(tensors: tuple[Any, ...]) -> bool:
@@ -99,7 +94,9 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
         return False
     if _included_keys() not in _IDLE_KEYS or _is_profiled() or forward_ad._current_level >= 0:
         return False
-    if (_function_modes() and _has_function_mode()) or not _kernels_are_own():
+    if len(_kernels) != _Kernels.counted:
+        _count_kernels()
+    if not _Kernels.are_own or (_function_modes() and _has_function_mode()):
         return False
     # All tensors of a call are on one device. Others may have kernels of their own; and meta
     # tensors have no data to compute on, the fake kernels give their results.
