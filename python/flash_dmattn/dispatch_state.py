@@ -66,8 +66,8 @@ class _Kernels:
 
     own: frozenset[str] = frozenset()
     # Whether calls that leave the dispatcher out compute what it would call. They would not where
-    # torch.library was given kernels of someone else for our operators. Those that C++ registers for
-    # CPUs or CUDA devices are not seen.
+    # torch.library was given kernels of someone else for our operators. Those that C++ registers
+    # for CPUs or CUDA devices are not seen.
     are_own = False
     counted = -1  # how many there were, of all operators, when that was found out
 
