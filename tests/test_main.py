@@ -15,6 +15,7 @@ from flash_dmattn import __main__ as command
 from flash_dmattn import selftest
 from flash_dmattn.loader import Loader, verify
 from flash_dmattn.loader.facts import Device, Driver, Host, Torch
+from flash_dmattn.selftest import with_torch
 
 
 class FakeFacts:
@@ -262,7 +263,7 @@ def test_what_a_selftest_raises_is_why_it_did_not_test(monkeypatch):
     def broken(device):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(selftest, "_compare_with_torch", broken)
+    monkeypatch.setattr(with_torch, "compare", broken)
     outcome = selftest.run([("cpu", 0)], None)
     assert outcome.untested == ("cpu: RuntimeError: no memory",)
     assert not outcome.passed
@@ -309,7 +310,7 @@ def test_the_real_command_and_its_selftest():
 def test_the_selftest_of_numpy_alone():
     pytest.importorskip("numpy")
     from flash_dmattn.loader import pack_for
-    from flash_dmattn.selftest_numpy import compare
+    from flash_dmattn.selftest.with_numpy import compare
 
     rows = list(compare(pack_for("cpu")))
     assert len(rows) > 25

@@ -7,9 +7,9 @@ touched.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
+
+from .lazy_names import look_up as _look_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,56 +53,11 @@ __all__ = [
     "triton_dmattn_func",
 ]
 
-_MODULES = {
-    "AttentionCache": "modules",
-    "AttentionPlan": "plan",
-    "DynamicMaskAttention": "modules",
-    "IntervalMask": "masks",
-    "attention_reference": "reference",
-    "dynamic_mask": "selection",
-    "flash_dmattn_func": "interface",
-    "flash_dmattn_func_auto": "interface",
-    "flash_dmattn_varlen_func": "interface",
-    "get_available_backends": "interface",
-    "make_plan": "plan",
-}
-_AVAILABILITY = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
-# None where the backend is absent, as callers of 1.2.2 test for.
-_BOUND_FUNCTIONS = {"triton_dmattn_func": "triton", "flex_dmattn_func": "flex"}
-
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = importlib.metadata.version("flash-dmattn")
-    elif name in _BOUND_FUNCTIONS:
-        _require_torch(name)
-        backend, value = _BOUND_FUNCTIONS[name], None
-        if importlib.import_module(f"{__name__}.backends").is_available(backend):
-            interface = importlib.import_module(f"{__name__}.interface")
-            value = interface.flash_dmattn_func_auto(backend)
-    elif name in _AVAILABILITY:
-        _require_torch(name)
-        value = importlib.import_module(f"{__name__}.backends").is_available(_AVAILABILITY[name])
-    elif name in _MODULES:
-        _require_torch(name)
-        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    value = globals()[name] = _look_up(name)
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _require_torch(name: str) -> None:
-    try:
-        importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(
-            f"flash_dmattn.{name} needs PyTorch, which is not installed: pip install "
-            "'flash-dmattn[torch]'"
-        ) from error

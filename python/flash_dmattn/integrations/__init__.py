@@ -7,8 +7,8 @@ installed. Nothing else in flash_dmattn imports transformers.
 
 from __future__ import annotations
 
+from .applying import apply_flash_dmattn
 from .import_utils import is_transformers_available
-from .key_bias import apply_flash_dmattn
 from .registration import ATTENTION_NAME, register
 
 __all__ = ["ATTENTION_NAME", "apply_flash_dmattn", "register"]

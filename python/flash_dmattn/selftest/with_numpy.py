@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _core
-from .selftest import (
+from flash_dmattn import _core
+
+from .outcome import (
     BATCH,
     HEAD_DIM,
     HEADS,

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Giving a loaded model attention with a bias for each key."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from flash_dmattn import checks
+
+from .import_utils import require_transformers
+from .key_bias import KeyBias, KeyBiasFunction, give_bias, is_doge_attention, patch_doge
+from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME, register
+
+__all__ = ["apply_flash_dmattn"]
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def apply_flash_dmattn(
+    model: Model,
+    key_bias: KeyBiasFunction | None = None,
+    *,
+    attention: type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | None = None,
+    window_size: int | None = None,
+) -> Model:
+    """Let the attention of a loaded model compute with one bias for each key, and nothing larger.
+
+    A Doge model computes such a bias, and then makes a mask of size Q x K of it. After this call
+    the bias goes into attention as it is, ``(B, Hk, 1, K)``, with the model's
+    ``keep_window_size``: same results, without the Q x K tensors. Any other model gets a bias by
+    ``key_bias``.
+
+    Args:
+        model: of transformers; changed in place. Weights, config file and ``save_pretrained`` stay
+            what they were.
+        key_bias: for models other than Doge. Called as ``key_bias(module, value)`` with an
+            attention module and its values ``(B, Hk, K, D)``, those of the cache included; returns
+            ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, through which gradients flow.
+        attention: with ``key_bias``: the class, or classes, of the modules that get it.
+        window_size: keep so many keys with the largest bias; by default all, or Doge's own number.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: transformers is absent or too old.
+        TypeError: an argument has the wrong type.
+        ValueError: the model has no module to change, or only one of ``key_bias`` and
+            ``attention`` is given.
+        RuntimeError: transformers does not let the model have another attention.
+    """
+    require_transformers()
+    register()
+    _check_types(model, key_bias, attention)
+    if window_size is not None:
+        window_size = checks.index("window_size", window_size, 0)
+    if (key_bias is None) != (attention is None):
+        missing = "attention" if attention is None else "key_bias"
+        raise ValueError(f"{missing} must be given too: key_bias and attention belong together")
+    if key_bias is None:
+        modules = [m for m in model.modules() if is_doge_attention(m)]
+    else:
+        assert attention is not None
+        modules = [m for m in model.modules() if isinstance(m, attention)]
+    if not modules:
+        wanted = "Doge's attention" if attention is None else f"attention={attention!r}"
+        raise ValueError(
+            f"{type(model).__name__} has no module of {wanted}; for a model other than Doge give "
+            "key_bias and attention"
+        )
+    _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
+    for module in modules:
+        if key_bias is None:
+            patch_doge(module, window_size)
+        else:
+            give_bias(module, KeyBias(key_bias, window_size))
+    return model
+
+
+def _check_types(model: Any, key_bias: Any, attention: Any) -> None:
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "set_attn_implementation")):
+        hint = ""
+        if isinstance(model, str):
+            hint = "; AutoModelForCausalLM.from_pretrained(...) of transformers loads one"
+        raise TypeError(
+            f"model must be a loaded model of transformers, got {checks.described(model)}{hint}"
+        )
+    if key_bias is not None and not callable(key_bias):
+        checks.refuse_type("key_bias", "a function or None", key_bias)
+    classes = attention if isinstance(attention, tuple) else (attention,)
+    if attention is not None and not (classes and all(isinstance(c, type) for c in classes)):
+        checks.refuse_type("attention", "a class of modules, a tuple of them, or None", attention)
+
+
+def _set_attention(model: Any, name: str) -> None:
+    model.set_attn_implementation(name)
+    taken = model.config._attn_implementation
+    if taken != name:
+        raise RuntimeError(
+            f"transformers gave {type(model).__name__} attn_implementation={taken!r} in place of "
+            f"{name!r}; its attention is not called through the attention interface"
+        )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the names of the package stand for, looked up when they are first touched."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+__all__ = ["look_up"]
+
+_MODULES = {
+    "AttentionCache": "modules",
+    "AttentionPlan": "plan",
+    "DynamicMaskAttention": "modules",
+    "IntervalMask": "masks",
+    "attention_reference": "reference",
+    "dynamic_mask": "selection",
+    "flash_dmattn_func": "interface",
+    "flash_dmattn_func_auto": "interface",
+    "flash_dmattn_varlen_func": "interface",
+    "get_available_backends": "interface",
+    "make_plan": "plan",
+}
+_AVAILABILITY = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
+# None where the backend is absent, as callers of 1.2.2 test for.
+_BOUND_FUNCTIONS = {"triton_dmattn_func": "triton", "flex_dmattn_func": "flex"}
+
+
+def look_up(name: str) -> Any:
+    """Return what a name of the package stands for.
+
+    Raises:
+        AttributeError: the package has no such name.
+        ImportError: it needs PyTorch, which is not installed.
+    """
+    if name == "__version__":
+        return importlib.metadata.version("flash-dmattn")
+    if name not in {*_MODULES, *_AVAILABILITY, *_BOUND_FUNCTIONS}:
+        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
+    _require_torch(name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__package__}.{_MODULES[name]}"), name)
+    from .backends import is_available
+
+    if name in _AVAILABILITY:
+        return is_available(_AVAILABILITY[name])
+    from .interface import flash_dmattn_func_auto
+
+    backend = _BOUND_FUNCTIONS[name]
+    return flash_dmattn_func_auto(backend) if is_available(backend) else None
+
+
+def _require_torch(name: str) -> None:
+    try:
+        importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"flash_dmattn.{name} needs PyTorch, which is not installed: pip install "
+            "'flash-dmattn[torch]'"
+        ) from error

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the self-test compares, by how much results may differ, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = [
+    "BATCH",
+    "HEADS",
+    "HEAD_DIM",
+    "KEYS",
+    "KV_HEADS",
+    "QUERIES",
+    "TOLERANCES",
+    "WINDOW",
+    "Comparison",
+    "Outcome",
+]
+
+# Of the largest difference, divided by the largest value of the exact result or by 1. The 16-bit
+# ones are some 8 rounding steps of the dtype, since sums over keys are float32 until the end.
+TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 8e-3, "bfloat16": 6e-2}
+
+BATCH, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 2, 70, 90, 4, 2, 40, 16
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One result of one problem: its largest error, and the largest that is allowed."""
+
+    device: str
+    case: str
+    dtype: str
+    result: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is allowed; that of a NaN is not."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Every comparison, and why devices were not tested."""
+
+    comparisons: tuple[Comparison, ...]
+    untested: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared, nothing was left out, and everything agreed."""
+        return bool(self.comparisons) and not self.untested and not self.failures
+
+    @property
+    def failures(self) -> list[Comparison]:
+        """The comparisons whose error is too large."""
+        return [comparison for comparison in self.comparisons if not comparison.passed]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome as what JSON can hold."""
+        rows = [{**asdict(c), "passed": c.passed} for c in self.comparisons]
+        return {"passed": self.passed, "comparisons": rows, "untested": list(self.untested)}
+
+    def __str__(self) -> str:
+        """Show one line for each problem with its worst result, and the verdict."""
+        lines = ["self-test: largest error of out, lse and gradients against float64"]
+        worst: dict[tuple[str, str, str], Comparison] = {}
+        for row in self.comparisons:
+            key = (row.device, row.dtype, row.case)
+            if key not in worst or not row.error <= worst[key].error:
+                worst[key] = row
+        for row in worst.values():
+            verdict = "ok" if row.passed else "WRONG"
+            lines.append(
+                f"  {row.device:7} {row.dtype:9} {row.case:16} {row.result:5} "
+                f"{row.error:.1e} of {row.tolerance:.0e}  {verdict}"
+            )
+        lines += [f"  not tested: {reason}" for reason in self.untested]
+        return "\n".join([*lines, f"self-test {'passed' if self.passed else 'FAILED'}"])
