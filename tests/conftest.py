@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from flash_dmattn.backends import portable
+from flash_dmattn.loader import Loader, process
 from subsets import is_chosen
 from support import TARGETS, Target
 
@@ -50,6 +53,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the loops of tests/gpu that look for races in full",
     )
+
+
+@pytest.fixture
+def make_loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loader[Any]]:
+    """Return a function that gives this process a loader that has decided nothing, until the test
+    ends; it is the real one but for the arguments that are given, and knows no entry points.
+    """
+    real = {
+        "facts": process.default_loader.facts,
+        "open_pack": process.open_pack,
+        "abi_version": process._abi_version,
+        "directories": process._directories,
+        "entry_points": list,
+    }
+
+    def make(**others: Any) -> Loader[Any]:
+        made: Loader[Any] = Loader(**{**real, **others})
+        monkeypatch.setattr(process, "default_loader", made)
+        return made
+
+    return make
 
 
 # Test processes side by side must not fight for the cores; tests of threads ask for their own.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -25,14 +26,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def _nothing_cached():
-    backends._resolve.cache_clear()
-    yield
-    backends._resolve.cache_clear()
-
-
-@pytest.fixture
-def _unavailable(monkeypatch: pytest.MonkeyPatch, _nothing_cached: None):
+def _unavailable(monkeypatch: pytest.MonkeyPatch, make_loader: Callable[[], object]):
+    make_loader()
     module = SimpleNamespace(why_unavailable=lambda device_type: REASON)
     monkeypatch.setattr(portable, "_module", lambda name: module)
 
@@ -71,10 +66,11 @@ def test_functions_and_flags_where_it_cannot_run(
         vars(flash_dmattn).pop(f"{name.upper()}_AVAILABLE", None)
 
 
-@pytest.mark.usefixtures("_nothing_cached")
 def test_a_library_that_does_not_import_is_the_reason(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, make_loader: Callable[[], object]
 ) -> None:
+    make_loader()
+
     def fail(name: str) -> None:
         raise ModuleNotFoundError("No module named 'its_library'")
 
@@ -83,8 +79,11 @@ def test_a_library_that_does_not_import_is_the_reason(
         call(backend=name)
 
 
-@pytest.mark.usefixtures("_nothing_cached")
-def test_it_is_loaded_once_for_all_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_loaded_once_for_all_calls(
+    name: str, monkeypatch: pytest.MonkeyPatch, make_loader: Callable[[], object]
+) -> None:
+    make_loader()
+
     class Backend:
         pass
 

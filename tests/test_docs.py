@@ -111,7 +111,7 @@ def entries(*, of_loader: bool = False) -> dict[str, tuple[str, str]]:
 
 def in_general(template: str) -> str:
     """Return a text with … for what is filled in."""
-    return re.sub(r"\{\w+\}", "…", template)
+    return re.sub(r"\{[^{}]+\}", "…", template)
 
 
 @pytest.mark.parametrize("name", messages.catalogue())

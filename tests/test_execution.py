@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, loader
+from flash_dmattn import IntervalMask, backends, dynamic_mask, flash_dmattn_func, loader
 from support import Target, check, rand_bool, randn, simple_problem
 
 CPU = Target("cpu", "cpu")
@@ -167,37 +169,37 @@ def test_offsets_beyond_two_to_the_31() -> None:
 
 
 def test_no_pack_means_the_reference_with_a_warning_or_an_error(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, make_loader: Callable[..., loader.Loader[Any]]
 ) -> None:
-    from flash_dmattn import backends
+    make_loader(directories=list)
+    x = torch.randn(1, 3, 1, 8, requires_grad=True)
+    with pytest.warns(RuntimeWarning, match=r"plain PyTorch(.|\n)*no kernel pack serves") as caught:
+        flash_dmattn_func(x, x, x)
+    assert [warning.filename for warning in caught] == [__file__]
+    backend = backends.select_backend(torch.device("cpu"), "auto")
+    assert backend.name == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.select_backend(torch.device("cpu"), "auto") is backend
+    with pytest.raises(loader.NoPackError, match="no kernel pack serves"):
+        backends.select_backend(torch.device("cpu"), "cpu")
+    make_loader(directories=list)
+    monkeypatch.setenv("FLASH_DMATTN_FALLBACK", "error")
+    with pytest.raises(loader.NoPackError, match="no kernel pack serves"):
+        backends.select_backend(torch.device("cpu"), "auto")
 
-    trace = loader.trace_for("cpu")
 
-    def no_pack(device_type: str, device_index: int | None = None):
-        raise loader.NoPackError(trace)
-
-    backends._resolve.cache_clear()
-    monkeypatch.setattr(loader, "pack_for", no_pack)
-    try:
-        x = torch.randn(1, 3, 1, 8, requires_grad=True)
-        with pytest.warns(
-            RuntimeWarning, match=r"plain PyTorch(.|\n)*no kernel pack serves"
-        ) as caught:
-            flash_dmattn_func(x, x, x)
-        assert [warning.filename for warning in caught] == [__file__]
-        backend = backends.select_backend(torch.device("cpu"), "auto")
-        assert backend.name == "reference"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert backends.select_backend(torch.device("cpu"), "auto") is backend
-        backends._resolve.cache_clear()
-        with pytest.raises(loader.NoPackError, match="no kernel pack serves"):
-            backends.select_backend(torch.device("cpu"), "cpu")
-        monkeypatch.setenv("FLASH_DMATTN_FALLBACK", "error")
-        with pytest.raises(loader.NoPackError, match="no kernel pack serves"):
-            backends.select_backend(torch.device("cpu"), "auto")
-    finally:
-        backends._resolve.cache_clear()
+def test_a_core_that_is_absent_means_the_reference_with_a_warning() -> None:
+    code = (
+        "import sys, torch, warnings, flash_dmattn\n"
+        "sys.modules['flash_dmattn._core'] = None\n"
+        "x = torch.randn(1, 3, 1, 8)\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    print(flash_dmattn.flash_dmattn_func(x, x, x).shape == x.shape)\n"
+        "print('._core cannot be imported' in str(caught[0].message), len(caught))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\nTrue 1\n", done.stderr
 
 
 def test_tensors_reach_the_core_as_numbers_on_an_older_torch(

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import hashlib
+import importlib.util
 import json
 import re
 import shutil
@@ -283,3 +286,52 @@ def test_unresolvable_tiles(facts: dict[str, str], message: str) -> None:
     done = resolve_archs(NVCC_VERSION="13.0", **facts)
     assert done.returncode != 0
     assert message in " ".join(done.stderr.split())
+
+
+# --- modules
+
+
+PACKAGE = ROOT / "python" / "flash_dmattn"
+
+
+def package_modules() -> dict[str, Path]:
+    """Return the modules of the package, but for itself, whose names are looked up when touched."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    del found[PACKAGE.name]
+    return found
+
+
+def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
+    """Return which of the modules a module imports, also within its functions."""
+    here = name if modules[name].name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(modules[name].read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), here)
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.add(full if full in modules else base)
+    return (found & modules.keys()) - {name}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = package_modules()
+    needs = {name: imported_modules(name, modules) for name in modules}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
+    graphlib.TopologicalSorter(needs).prepare()
+
+
+@pytest.mark.parametrize("package", [".", "loader", "backends", "selftest"])
+def test_an_init_file_holds_names_alone(package: str) -> None:
+    """And says how they are looked up, in what Python calls for that."""
+    tree = ast.parse((PACKAGE / package / "__init__.py").read_text())
+    functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert functions in ([], ["__getattr__", "__dir__"])
+    allowed = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.FunctionDef, ast.If)
+    assert [node for node in tree.body if not isinstance(node, allowed)] == []

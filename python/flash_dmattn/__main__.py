@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from . import selftest
 from .loader import Loader, default_loader, verify
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}\n")
 
 
-def main(arguments: Sequence[str] | None = None, loader: Loader[Any] = default_loader) -> int:
+def main(arguments: Sequence[str] | None = None, loader: Loader = default_loader) -> int:
     """Print the report and return the exit code."""
     parser = _Parser(
         prog="python -m flash_dmattn",

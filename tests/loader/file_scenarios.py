@@ -140,7 +140,7 @@ def plain_pytorch(installation):
     with pytest.raises(NoPackError) as caught:
         installation.loader().pack_for("cuda", 0)
     with pytest.warns(errors.FallbackWarning) as warned:
-        errors.warn_of_plain_pytorch("cuda:0", caught.value)
+        errors.warn(errors.plain_pytorch_text("cuda:0", caught.value))
     return str(warned[0].message)
 
 

@@ -23,6 +23,7 @@ from flash_dmattn.loader import (
     policy,
     remedies,
     resolver,
+    rules,
     targets,
     verify,
 )
@@ -56,7 +57,7 @@ def test_no_stored_text_is_left_over():
 
 @pytest.mark.parametrize("name", messages.catalogue())
 def test_every_text_has_a_stored_example(name):
-    parts = re.split(r"\{\w+\}", messages.catalogue()[name])
+    parts = re.split(r"\{[^{}]+\}", messages.catalogue()[name])
     assert re.search(".+?".join(map(re.escape, parts)), stored_texts()), messages.catalogue()[name]
 
 
@@ -70,13 +71,23 @@ def test_every_text_of_the_core_has_a_stored_example():
             assert longest in stored_texts(), call
 
 
-@pytest.mark.parametrize("make", ["build", "install_wheel", "reinstall", "install_backend"])
-def test_every_command_that_is_offered_is_one_of_pip(make):
-    arguments = {"build": ("sm90", "2.0"), "install_backend": ()}.get(make, ("2.0",))
-    assert getattr(remedies, make)(*arguments).startswith("python -m pip install ")
+@pytest.mark.parametrize(
+    "command",
+    [
+        remedies.build("2.0"),
+        remedies.build_for("sm90", "2.0"),
+        remedies.install_wheel("2.0"),
+        remedies.reinstall("2.0"),
+        remedies.INSTALL_BACKEND,
+    ],
+)
+def test_every_command_that_is_offered_is_one_of_pip(command):
+    assert command.startswith("python -m pip install ")
 
 
-@pytest.mark.parametrize("module", [candidates, elf, errors, policy, resolver, targets, verify])
+@pytest.mark.parametrize(
+    "module", [candidates, elf, errors, policy, resolver, rules, targets, verify]
+)
 def test_no_text_stands_outside_of_the_catalogue(module):
     """A sentence is a literal with two spaces; docstrings and log formats are for no user."""
     tree = ast.parse(inspect.getsource(module))

@@ -3,7 +3,8 @@ import pytest
 
 from flash_dmattn.loader.candidates import Candidate
 from flash_dmattn.loader.facts import Device, Driver, Host, Situation, Torch
-from flash_dmattn.loader.policy import Wishes, decide
+from flash_dmattn.loader.policy import decide
+from flash_dmattn.loader.rules import Wishes
 from flash_dmattn.loader.targets import Targets
 from flash_dmattn.loader.trace import Refused, Rule
 

@@ -15,8 +15,9 @@ import time
 import pytest
 
 from flash_dmattn import backends, loader
-from flash_dmattn.loader import NoPackError, nvidia
+from flash_dmattn.loader import FallbackWarning, NoPackError, nvidia
 from flash_dmattn.loader.facts import Device, Machine, Torch
+from pack_files import real_pack
 
 PATIENCE = 20  # seconds
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
@@ -160,6 +161,27 @@ def test_a_log_handler_may_ask_the_loader(installation):
         logger.setLevel(before)
     assert answers
     assert all(answer is pack for answer in answers)
+
+
+def test_what_computes_while_an_entry_point_is_loaded_is_not_remembered(make_loader, installation):
+    """It calls flash_dmattn, and brings the one pack that serves the device."""
+    import torch
+
+    folder, early = real_pack().parent, []
+
+    def choose():
+        return backends.select_backend(torch.device("cpu"), "auto").name
+
+    def load():
+        with pytest.warns(FallbackWarning, match="in plain PyTorch"):
+            early.append(choose())
+        return folder
+
+    installation.add_entry_point("foreign", load)
+    make_loader(directories=list, entry_points=lambda: installation.entry_points)
+    assert in_time(lambda: loader.pack_for("cpu")).name == "cpu"
+    assert early == ["reference"]
+    assert choose() == "cpu"
 
 
 # --- threads
@@ -319,6 +341,8 @@ def test_a_child_asks_the_driver_anew(monkeypatch):
 def test_a_child_chooses_its_backends_anew():
     import torch
 
-    backends.select_backend(torch.device("cpu"), "auto")
-    assert backends._resolve.cache_info().currsize
-    assert in_a_child(lambda: backends._resolve.cache_info().currsize == 0) == 0
+    chosen = backends.select_backend(torch.device("cpu"), "auto")
+    assert backends.select_backend(torch.device("cpu"), "auto") is chosen
+    again = lambda: backends.select_backend(torch.device("cpu"), "auto") is not chosen  # noqa: E731
+    assert in_a_child(again) == 0
+    assert backends.select_backend(torch.device("cpu"), "auto") is chosen

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import flash_dmattn
-from flash_dmattn import backends, loader
 from flash_dmattn.backends import portable
-from flash_dmattn.loader import Loader, environment
+from flash_dmattn.loader import environment
 from flash_dmattn.loader.environment import ENVIRONMENT, InvalidVariableError
 
 CHECKED = [variable for variable in ENVIRONMENT.values() if variable.values]
@@ -23,16 +22,11 @@ INVALID = [(variable.name, value) for variable in CHECKED for value in ("cup", "
 
 
 @pytest.fixture
-def fresh_loader(monkeypatch):
-    """What was decided for the process is forgotten, here and afterwards."""
+def fresh_loader(monkeypatch, make_loader):
+    """A loader that has decided nothing, in a process without variables."""
     for name in environment.variables_set():
         monkeypatch.delenv(name)
-    real = loader.default_loader
-    fresh = Loader(real.facts, loader.open_pack, loader._abi_version, loader._directories, list)
-    monkeypatch.setattr(loader, "default_loader", fresh)
-    backends._resolve.cache_clear()
-    yield fresh
-    backends._resolve.cache_clear()
+    return make_loader()
 
 
 def call(**options):
@@ -173,7 +167,7 @@ def test_a_program_runs_at_the_level_that_it_asks_for(level, spaces):
         )
 
 
-def test_a_level_that_the_cpu_lacks_is_told_by_the_loader(fresh_loader, monkeypatch):
+def test_a_level_that_the_cpu_lacks_is_told_by_the_loader(fresh_loader, make_loader, monkeypatch):
     """On any CPU: a pack that says that it runs at a lower level than was asked for."""
     from types import SimpleNamespace
 
@@ -181,9 +175,7 @@ def test_a_level_that_the_cpu_lacks_is_told_by_the_loader(fresh_loader, monkeypa
     names = ("name", "version", "compiler", "abi_version", "device_type", "cuda_version", "arch")
     lower = SimpleNamespace(**{n: getattr(pack, n) for n in names}, features="baseline")
     monkeypatch.setenv("FLASH_DMATTN_CPU_SIMD", "avx512")
-    other = Loader(
-        fresh_loader.facts, lambda path: lower, loader._abi_version, loader._directories, list
-    )
+    other = make_loader(open_pack=lambda path: lower)
     with pytest.raises(InvalidVariableError, match="must be one of auto, baseline, which this CPU"):
         other.pack_for("cpu")
     assert other.opened_for("cpu") is None

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Choosing what runs a call: a kernel pack for the device, a portable backend that is asked for by
-name, or the plain PyTorch reference.
+"""What runs a call: a kernel pack for the device, a portable backend that is asked for by name, or
+the plain PyTorch reference.
 """
 
-from __future__ import annotations
-
-import difflib
-import functools
-import os
-
-import torch
-
-from flash_dmattn.checks import described
-from flash_dmattn.loader import environment
-
-from . import portable
 from .base import AttentionInputs, Backend, Gradients, SelectionInputs
+from .choosing import (
+    available_backends,
+    check_backend_name,
+    is_available,
+    require_available,
+    select_backend,
+)
 
 __all__ = [
     "AttentionInputs",
@@ -28,121 +23,3 @@ __all__ = [
     "require_available",
     "select_backend",
 ]
-
-_PACK_BACKENDS = ("cuda", "cpu")
-_KNOWN_BACKENDS = (*_PACK_BACKENDS, *portable.NAMES, "reference")
-
-
-def select_backend(device: torch.device, name: str) -> Backend:
-    """Return the backend that serves a device.
-
-    Args:
-        device: of the tensors.
-        name: "auto", or one of `available_backends`.
-
-    Raises:
-        ValueError: an unknown name, or a pack's backend for tensors of another device.
-        RuntimeError: no kernel pack serves the device, where one was asked for, or a portable
-            backend cannot run on it; the text says why and what to do.
-    """
-    preference = None
-    if name == "auto" and environment.is_given("FLASH_DMATTN_BACKEND"):
-        preference = os.environ["FLASH_DMATTN_BACKEND"]
-    return _resolve(name, device, preference)
-
-
-# The environment is part of the key: it may change from call to call.
-@functools.cache
-def _resolve(name: str, device: torch.device, preference: str | None) -> Backend:
-    from flash_dmattn import loader
-
-    from .reference import ReferenceBackend
-
-    # Also where no pack is asked for, whose loader would do it.
-    environment.check_values()
-    device_type, device_index = device.type, device.index
-    default = "backend=None"
-    if preference is not None:
-        name = loader.environment.get("FLASH_DMATTN_BACKEND")
-        default = "FLASH_DMATTN_BACKEND=auto"
-    if name == "reference" or device_type == "meta":
-        return ReferenceBackend()
-    if name in portable.NAMES:
-        return portable.load(name, device_type, default)
-    if name != "auto":
-        check_backend_name(name)
-        _check_device(name, device_type, default)
-        return _pack_backend(device_type, device_index)
-    try:
-        return _pack_backend(device_type, device_index)
-    except loader.NoPackError as error:
-        if loader.environment.get("FLASH_DMATTN_FALLBACK") == "error":
-            raise
-        loader.errors.warn_of_plain_pytorch(str(device), error)
-        return ReferenceBackend()
-
-
-if hasattr(os, "register_at_fork"):
-    # The child of a fork may have no GPUs where its parent had some.
-    os.register_at_fork(after_in_child=_resolve.cache_clear)
-
-
-def _pack_backend(device_type: str, device_index: int | None) -> Backend:
-    from flash_dmattn import loader
-
-    from .pack import PackBackend
-
-    return PackBackend(loader.pack_for(device_type, device_index))
-
-
-def check_backend_name(name: str) -> None:
-    """Raise ValueError, with the nearest name, if no backend has this name."""
-    if isinstance(name, str) and name in _KNOWN_BACKENDS:
-        return
-    near = difflib.get_close_matches(described(name), _KNOWN_BACKENDS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"backend must be None, 'auto' or one of {', '.join(map(repr, _KNOWN_BACKENDS))}, got "
-        f"{described(name)}.{hint}"
-    )
-
-
-def _check_device(name: str, device_type: str, default: str) -> None:
-    if name != device_type:
-        raise ValueError(
-            f"backend={name!r} runs on {name} tensors, but query is on {device_type}; move the "
-            f"tensors, or use {default}, which follows the device"
-        )
-
-
-def is_available(name: str) -> bool:
-    """Say whether a backend can run here. This may look at devices."""
-    if name == "reference":
-        return True
-    if name in portable.NAMES:
-        return portable.why_unavailable(name) is None
-    if name not in _PACK_BACKENDS or (name == "cuda" and not torch.cuda.is_available()):
-        return False
-    from flash_dmattn import loader
-
-    try:
-        loader.pack_for(name)
-    except loader.NoPackError:
-        return False
-    return True
-
-
-def require_available(name: str) -> None:
-    """Raise RuntimeError if a known backend cannot run here."""
-    if name in portable.NAMES:
-        portable.require(name)
-    elif not is_available(name):
-        raise RuntimeError(
-            f"backend {name!r} is not available here; available are "
-            f"{', '.join(available_backends())}. `python -m flash_dmattn` shows why"
-        )
-
-
-def available_backends() -> list[str]:
-    """Return the names of the backends that can run here, the preferred first."""
-    return [name for name in _KNOWN_BACKENDS if is_available(name)]

@@ -12,11 +12,9 @@ import importlib
 from types import ModuleType
 from typing import NamedTuple
 
-import torch
-
 from .base import Backend
 
-__all__ = ["NAMES", "load", "require", "selecting_backend", "why_unavailable"]
+__all__ = ["NAMES", "load", "require", "why_unavailable"]
 
 
 class _Entry(NamedTuple):
@@ -65,16 +63,3 @@ def load(name: str, device_type: str, default: str) -> Backend:
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{_TABLE[name].module}")
-
-
-def selecting_backend(device: torch.device) -> Backend:
-    """Return what selects keys for a backend that has no selection of its own."""
-    from flash_dmattn import loader
-
-    from .pack import PackBackend
-    from .reference import ReferenceBackend
-
-    try:
-        return PackBackend(loader.pack_for(device.type, device.index))
-    except loader.NoPackError:
-        return ReferenceBackend()

@@ -1,26 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which kernel pack serves a device, and why.
+"""Which kernel pack serves a device, what computes a call, and why.
 
 Importing this imports no torch and initializes no CUDA.
 """
 
-from __future__ import annotations
-
-import os
-from collections.abc import Iterable
-from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from . import elf, environment
-from .candidates import ENTRY_POINT_GROUP, Candidate
+from . import environment
+from .candidates import Candidate
 from .errors import FallbackWarning, NoPackError
-from .facts import Machine
+from .process import default_loader, open_pack, pack_for, trace_for
 from .resolver import Loader
 from .trace import Accepted, Entry, Refused, Trace
-
-if TYPE_CHECKING:
-    from flash_dmattn._core import Pack
 
 __all__ = [
     "Accepted",
@@ -31,67 +20,9 @@ __all__ = [
     "NoPackError",
     "Refused",
     "Trace",
+    "default_loader",
     "environment",
     "open_pack",
     "pack_for",
     "trace_for",
 ]
-
-
-_machine = Machine()
-
-
-def open_pack(path: str) -> Pack:
-    """Open a library as a kernel pack.
-
-    Raises:
-        RuntimeError: it is damaged, for another machine, or no kernel pack.
-        OSError: it cannot be read.
-    """
-    from flash_dmattn import _core
-
-    elf.check(path, _machine.host().machine)
-    return _core.load_pack(path)
-
-
-def _abi_version() -> int:
-    from flash_dmattn import _core
-
-    return _core.PACK_ABI_VERSION
-
-
-def _directories() -> Iterable[Path]:
-    import flash_dmattn
-
-    return [Path(directory) for directory in flash_dmattn.__path__]
-
-
-def _entry_points() -> Iterable[metadata.EntryPoint]:
-    return metadata.entry_points(group=ENTRY_POINT_GROUP)
-
-
-default_loader: Loader[Pack] = Loader(
-    _machine, open_pack, _abi_version, _directories, _entry_points
-)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=default_loader.after_fork)
-
-
-def pack_for(device_type: str, device_index: int | None = None) -> Pack:
-    """Return the opened pack that serves a device; decided once per device and process.
-
-    Args:
-        device_type: such as ``"cpu"`` or ``"cuda"``.
-        device_index: of the GPU; None is torch's current device.
-
-    Raises:
-        NoPackError: no pack serves the device; the text says what was looked for, what was found,
-            and what to do.
-        environment.InvalidVariableError: an environment variable has a value that is not allowed.
-    """
-    return default_loader.pack_for(device_type, device_index)
-
-
-def trace_for(device_type: str, device_index: int | None = None) -> Trace:
-    """Return which candidates were accepted or refused for a device, and why. It raises nothing."""
-    return default_loader.trace_for(device_type, device_index)

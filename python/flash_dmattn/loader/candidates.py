@@ -9,21 +9,21 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from . import messages
 from .facts import OWN_DISTRIBUTION
 
+if TYPE_CHECKING:
+    from flash_dmattn._core import Pack
+
 __all__ = [
     "ENTRY_POINT_GROUP",
     "Candidate",
-    "EntryPoint",
-    "OpenedPack",
-    "arch_name",
-    "cuda_name",
-    "device_name",
+    "difference",
     "entry_point_candidates",
     "forced_candidate",
     "manifest_candidates",
@@ -81,52 +81,6 @@ class Candidate:
         return None if self.cuda is None else self.cuda.partition(".")[0]
 
 
-class OpenedPack(Protocol):
-    """What the loader reads of an opened pack (``_core.Pack``)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def compiler(self) -> str: ...
-    @property
-    def features(self) -> str: ...
-    @property
-    def abi_version(self) -> int: ...
-    @property
-    def device_type(self) -> int: ...
-    @property
-    def cuda_version(self) -> int: ...
-    @property
-    def arch(self) -> int: ...
-
-
-class EntryPoint(Protocol):
-    """What the loader reads of an ``importlib.metadata.EntryPoint``."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dist(self) -> Any: ...
-    def load(self) -> Any: ...
-
-
-def device_name(device_type: int) -> str:
-    """Return the name of a DLPack device type."""
-    return _DEVICE_NAMES.get(device_type, f"device type {device_type}")
-
-
-def cuda_name(cuda_version: int) -> str | None:
-    """Return ``13.0`` for 13000, None for 0."""
-    return f"{cuda_version // 1000}.{cuda_version % 1000 // 10}" if cuda_version else None
-
-
-def arch_name(arch: int) -> str | None:
-    """Return ``sm90`` for 90, None for 0."""
-    return f"sm{arch}" if arch else None
-
-
 def own_candidates(directories: Iterable[Path]) -> list[Candidate]:
     """Return the packs in flash_dmattn's own directories (an editable installation has two)."""
     found = []
@@ -168,8 +122,7 @@ def manifest_candidates(
                 messages.MANIFEST_SCHEMA.format(found=manifest["schema"], known=SCHEMA)
             )
         return [
-            replace(_candidate(row, manifest, directory), source=source, distribution=distribution)
-            for row in manifest["packs"]
+            _candidate(row, manifest, directory, source, distribution) for row in manifest["packs"]
         ]
     except FileNotFoundError:
         defect = messages.FILE_MISSING
@@ -180,7 +133,7 @@ def manifest_candidates(
     return [Candidate(MANIFEST, str(path), source, distribution, defect=defect)]
 
 
-def forced_candidate(path: str, variable: str, open_pack: Callable[[str], OpenedPack]) -> Candidate:
+def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Pack]) -> Candidate:
     """Return the pack that a variable names.
 
     It is opened, since nothing else tells what it was built for.
@@ -192,14 +145,17 @@ def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Opened
         pack = open_pack(path)
     except (ImportError, RuntimeError, OSError) as error:
         return replace(candidate, defect=messages.CANNOT_OPEN.format(error=error))
-    return replace(
-        candidate,
-        name=pack.name,
-        device=device_name(pack.device_type),
-        cuda=cuda_name(pack.cuda_version),
-        arch=arch_name(pack.arch),
-        version=pack.version,
-        abi_version=pack.abi_version,
+    return replace(candidate, **_table(pack))
+
+
+def difference(candidate: Candidate, pack: Pack) -> str:
+    """Return how an opened pack differs from what its source said of it; "" if it does not."""
+    said, found = vars(candidate), _table(pack)
+    words = {"device": "device", "cuda": "CUDA", "arch": "arch", "version": "version"}
+    return "; ".join(
+        messages.DIFFERENCE.format(what=word, said=said[key], found=found[key])
+        for key, word in words.items()
+        if said[key] != found[key]
     )
 
 
@@ -214,18 +170,33 @@ def without_repetitions(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def _candidate(row: Mapping[str, Any], manifest: Mapping[str, Any], directory: Path) -> Candidate:
+def _table(pack: Pack) -> dict[str, Any]:
+    """Return what an opened pack says of itself, in the words of a candidate."""
+    cuda = pack.cuda_version
+    return {
+        "name": pack.name,
+        "device": _DEVICE_NAMES.get(pack.device_type, f"device type {pack.device_type}"),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        "arch": f"sm{pack.arch}" if pack.arch else None,
+        "version": pack.version,
+        "abi_version": pack.abi_version,
+    }
+
+
+def _candidate(
+    row: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    directory: Path,
+    source: str,
+    distribution: str,
+) -> Candidate:
     path = directory / row["file"]
     return Candidate(
-        name=row["name"],
         path=str(path),
-        source=OWN_SOURCE,
-        device=row["device"],
-        machine=row["machine"],
-        cuda=row["cuda"],
-        arch=row["arch"],
-        version=manifest["version"],
-        abi_version=manifest["abi_version"],
+        source=source,
+        distribution=distribution,
+        **{key: row[key] for key in ("name", "device", "machine", "cuda", "arch")},
+        **{key: manifest[key] for key in ("version", "abi_version")},
         sha256=row.get("sha256"),
         size=row.get("size"),
         defect="" if path.is_file() else messages.FILE_MISSING,

@@ -25,7 +25,6 @@ __all__ = [
     "invalid",
     "is_given",
     "markdown_table",
-    "nearest",
     "unknown",
     "variables_set",
 ]
@@ -141,17 +140,11 @@ def is_given(name: str) -> bool:
     return _ENCODED_NAMES[name] in _encoded
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice most like a word, ignoring case, or None if none is like it."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1)
-    return by_lower[found[0]] if found else None
-
-
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `` Did you mean '...'?``, or nothing if no choice is like the word."""
-    near = nearest(word, choices)
-    return "" if near is None else messages.DID_YOU_MEAN.format(near=repr(near))
+    """Return `` Did you mean '...'?``, or nothing if no choice is like the word, ignoring case."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return messages.DID_YOU_MEAN.format(near=repr(by_lower[near[0]])) if near else ""
 
 
 def variables_set(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -9,13 +9,7 @@ import warnings
 from . import messages
 from .trace import Trace
 
-__all__ = [
-    "FallbackWarning",
-    "NoPackError",
-    "passed_over_text",
-    "warn_of_passed_over",
-    "warn_of_plain_pytorch",
-]
+__all__ = ["FallbackWarning", "NoPackError", "passed_over_text", "plain_pytorch_text", "warn"]
 
 # The packages whose frames a warning skips to name the line that called; torch calls back.
 _NO_CALLERS = ("flash_dmattn", "torch")
@@ -40,14 +34,9 @@ class FallbackWarning(RuntimeWarning):
     """Something slower, or something else than was installed for the purpose, computes."""
 
 
-def warn_of_plain_pytorch(device: str, error: NoPackError) -> None:
-    """Warn that plain PyTorch computes on a device."""
-    _warn(f"{messages.PLAIN_PYTORCH.format(device=device)}\n{error}")
-
-
-def warn_of_passed_over(trace: Trace) -> None:
-    """Warn that damaged packs were passed over for the chosen one."""
-    _warn(passed_over_text(trace))
+def plain_pytorch_text(device: str, error: NoPackError) -> str:
+    """Return the warning that plain PyTorch computes on a device."""
+    return f"{messages.PLAIN_PYTORCH.format(device=device)}\n{error}"
 
 
 def passed_over_text(trace: Trace) -> str:
@@ -59,7 +48,8 @@ def passed_over_text(trace: Trace) -> str:
     return "\n".join([*lines, f"fix: {trace.remedy_of(trace.passed_over)}"])
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Give a FallbackWarning that names the line of the user's program that called."""
     level, frame = 1, sys._getframe(0)
     while (
         frame.f_back is not None

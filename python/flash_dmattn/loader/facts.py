@@ -14,11 +14,11 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from . import nvidia
 
-__all__ = ["Device", "Driver", "Facts", "Host", "Machine", "Situation", "Torch", "package_version"]
+__all__ = ["Device", "Driver", "Host", "Machine", "Situation", "Torch"]
 
 OWN_DISTRIBUTION = "flash-dmattn"
 # The names that manifests use, for those that some systems give instead.
@@ -105,24 +105,17 @@ class Situation:
     device: Device
 
 
-class Facts(Protocol):
-    """Where the facts come from: `Machine`, or what a test wants to be true."""
-
-    def package_version(self, distribution: str = ...) -> str | None: ...
-    def host(self) -> Host: ...
-    def torch(self) -> Torch | None: ...
-    def driver(self) -> Driver | None: ...
-    def gpus(self) -> tuple[Device, ...]: ...
-    def current_cuda_device(self) -> int: ...
-    def after_fork(self) -> None: ...
-
-
 class Machine:
     """The facts of this machine and this process."""
 
     def package_version(self, distribution: str = OWN_DISTRIBUTION) -> str | None:
-        """Return the version of an installed distribution."""
-        return package_version(distribution)
+        """Return the version of an installed distribution, or None if it is not installed, as where
+        flash_dmattn is used from its sources.
+        """
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            return None
 
     @functools.cache  # noqa: B019 - one machine lives as long as the process
     def host(self) -> Host:
@@ -181,16 +174,6 @@ class Machine:
     def after_fork(self) -> None:
         """Forget what is not true of a child: where its parent used CUDA, it has no GPUs."""
         Machine.gpus.cache_clear()
-
-
-def package_version(distribution: str = OWN_DISTRIBUTION) -> str | None:
-    """Return the version of an installed distribution, or None if it is not installed, as where
-    flash_dmattn is used from its sources.
-    """
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 each.
 
 They stand in one place so that tests can compare each of them with the page and with a stored
-example. What is in braces is filled in.
+example. What is in braces is filled in; the texts of `rules.ROWS` say what of a case it is.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ PASSED_OVER = (
 
 # --- why a pack cannot serve a device
 
-DEVICE_KIND = "it is for {device} devices"
+DEVICE_KIND = "it is for {pack.device} devices"
 NO_DRIVER = "there is no NVIDIA driver"
-NOT_NVIDIA = "it is for NVIDIA GPUs, torch is built for {platform}"
-NO_DEVICE = "the NVIDIA driver shows no device {device}"
-NO_ARCH = "no pack supports compute capability {capability}; supported are {supported}"
-WRONG_ARCH = "{arch} code does not run on compute capability {capability}"
-WRONG_MACHINE = "it was built for {built}, this machine is {machine}"
-OLD_DRIVER = "CUDA {major} needs NVIDIA driver {floor} or newer, found {driver}"
-UNKNOWN_CUDA = "CUDA {major} is unknown to this flash_dmattn"
-WRONG_ABI = "it has pack ABI {found}, this flash_dmattn needs {wanted}"
-WRONG_VERSION = "it is of version {found}, flash_dmattn is {wanted}"
-OTHER_FILE = "FLASH_DMATTN_LIBRARY_PATH={path} names another file"
-OTHER_CUDA = "FLASH_DMATTN_CUDA={major} asks for another CUDA"
-OTHER_ARCH = "FLASH_DMATTN_ARCH={arch} asks for another arch"
+NOT_NVIDIA = "it is for NVIDIA GPUs, torch is built for {need.platform}"
+NO_DEVICE = "the NVIDIA driver shows no device {facts.device}"
+NO_ARCH = (
+    "no pack supports compute capability {facts.device.capability}; supported are {need.supported}"
+)
+WRONG_ARCH = "{pack.arch} code does not run on compute capability {facts.device.capability}"
+WRONG_MACHINE = "it was built for {pack.machine}, this machine is {facts.host.machine}"
+OLD_DRIVER = (
+    "CUDA {pack.cuda_major} needs NVIDIA driver {case.floor} or newer, found {facts.driver}"
+)
+UNKNOWN_CUDA = "CUDA {pack.cuda_major} is unknown to this flash_dmattn"
+WRONG_ABI = "it has pack ABI {pack.abi_version}, this flash_dmattn needs {facts.abi_version}"
+WRONG_VERSION = "it is of version {pack.version}, flash_dmattn is {facts.package_version}"
+OTHER_FILE = "FLASH_DMATTN_LIBRARY_PATH={need.wishes.library_path} names another file"
+OTHER_CUDA = "FLASH_DMATTN_CUDA={need.wishes.cuda} asks for another CUDA"
+OTHER_ARCH = "FLASH_DMATTN_ARCH={need.wishes.arch} asks for another arch"
 FALLBACK_FORBIDDEN = "FLASH_DMATTN_FALLBACK=error lets nothing replace {name}"
 
 # --- what is wrong with a file
@@ -80,9 +84,9 @@ NO_PYTORCH = "PyTorch cannot be imported: {error}"
 
 # --- what is worth knowing of a pack that can serve
 
-BETTER_ARCH = "{arch} would suit the device better"
-OTHER_MAJOR = "built by CUDA {major}, torch by CUDA {torch}"
-OTHER_VERSION = "of version {found}, flash_dmattn is {wanted}"
+BETTER_ARCH = "{need.archs[0]} would suit the device better"
+OTHER_MAJOR = "built by CUDA {pack.cuda_major}, torch by CUDA {need.torch_major}"
+OTHER_VERSION = "of version {pack.version}, flash_dmattn is {facts.package_version}"
 SAME_NAME = "{source} has a pack of the same name, which goes first"
 
 # --- python -m flash_dmattn --verify

@@ -5,53 +5,50 @@ from __future__ import annotations
 
 import re
 
+from .facts import OWN_DISTRIBUTION
+
 __all__ = [
+    "INSTALL_BACKEND",
+    "PLAIN_PYTORCH",
+    "PORTABLE",
+    "SHOW_GPUS",
     "after_opening",
     "build",
-    "install_backend",
+    "build_for",
     "install_wheel",
-    "plain_pytorch",
-    "portable",
     "reinstall",
-    "show_gpus",
     "unset",
     "update_driver",
 ]
 
-DISTRIBUTION = "flash-dmattn"
+INSTALL_BACKEND = "python -m pip install nanobind-backend"
+PLAIN_PYTORCH = "export FLASH_DMATTN_BACKEND=reference"
+# Of GPUs that are not NVIDIA's.
+PORTABLE = "export FLASH_DMATTN_BACKEND=triton  # or flex, or reference"
+SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
 
 
-def reinstall(version: str | None, distribution: str = DISTRIBUTION) -> str:
+def reinstall(version: str | None, distribution: str = OWN_DISTRIBUTION, *options: str) -> str:
     """Return the command that installs a distribution again, of the version that fits."""
-    return (
-        f"python -m pip install --force-reinstall --no-deps {_requirement(version, distribution)}"
-    )
+    requirement = distribution if version is None else f"{distribution}=={version}"
+    return " ".join(["python -m pip install --force-reinstall --no-deps", *options, requirement])
 
 
-def build(arch: str, version: str | None) -> str:
-    """Return the command that builds the pack of an arch, such as ``sm90``, with the CUDA toolkit
-    of the machine.
-    """
-    return (
-        f"python -m pip install --force-reinstall --no-deps --no-binary {DISTRIBUTION} "
-        f"--config-settings=cmake.define.FLASH_DMATTN_ARCHS={arch} "
-        f"{_requirement(version, DISTRIBUTION)}"
-    )
+def build(version: str | None, *options: str) -> str:
+    """Return the command that builds flash_dmattn on the machine, with its toolkit and its libc."""
+    return reinstall(version, OWN_DISTRIBUTION, f"--no-binary {OWN_DISTRIBUTION}", *options)
+
+
+def build_for(arch: str, version: str | None) -> str:
+    """Return the command that builds the pack of an arch, such as ``sm90``."""
+    return build(version, f"--config-settings=cmake.define.FLASH_DMATTN_ARCHS={arch}")
 
 
 def install_wheel(version: str | None) -> str:
     """Return the command that installs the wheel, which has the packs of all GPUs, in place of what
     was built on a machine without a CUDA toolkit.
     """
-    return (
-        f"python -m pip install --force-reinstall --no-deps --only-binary {DISTRIBUTION} "
-        f"{_requirement(version, DISTRIBUTION)}"
-    )
-
-
-def install_backend() -> str:
-    """Return the command that installs what the extension module needs."""
-    return "python -m pip install nanobind-backend"
+    return reinstall(version, OWN_DISTRIBUTION, f"--only-binary {OWN_DISTRIBUTION}")
 
 
 def after_opening(error: str, version: str | None, distribution: str) -> str:
@@ -60,10 +57,7 @@ def after_opening(error: str, version: str | None, distribution: str) -> str:
     if library is not None:
         return f"add the folder of {library[1]} to LD_LIBRARY_PATH"
     if re.search(r"version `[A-Z]+_[\d.]+' not found", error):
-        return (
-            f"python -m pip install --force-reinstall --no-deps --no-binary {DISTRIBUTION} "
-            f"{_requirement(version, DISTRIBUTION)}"
-        )
+        return build(version)
     if "failed to map segment from shared object" in error:
         return "install into a folder whose file system is mounted without noexec"
     return reinstall(version, distribution)
@@ -77,24 +71,3 @@ def unset(variable: str) -> str:
 def update_driver(version: str) -> str:
     """Return what to do about the NVIDIA driver; the command differs among systems."""
     return f"install NVIDIA driver {version} or newer: https://www.nvidia.com/drivers"
-
-
-def show_gpus() -> str:
-    """Return what tells whether the driver works, and which GPUs a process may use."""
-    return "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
-
-
-def plain_pytorch() -> str:
-    """Return the command that makes plain PyTorch compute."""
-    return "export FLASH_DMATTN_BACKEND=reference"
-
-
-def portable() -> str:
-    """Return the command that makes a backend compute which needs no pack: on GPUs that are not
-    NVIDIA's.
-    """
-    return "export FLASH_DMATTN_BACKEND=triton  # or flex, or reference"
-
-
-def _requirement(version: str | None, distribution: str) -> str:
-    return distribution if version is None else f"{distribution}=={version}"

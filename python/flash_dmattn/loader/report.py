@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import environment, messages
-from .candidates import Candidate, OpenedPack
 from .errors import passed_over_text
 from .facts import Device, Torch
 from .resolver import Loader
-from .trace import Refused, Trace
+from .trace import Accepted
 
 __all__ = ["SCHEMA", "make_report", "render"]
 
 SCHEMA = 1
+_CANDIDATE_FIELDS = ("name", "path", "source", "device", "cuda", "arch", "version", "sha256")
 
 
-def make_report(loader: Loader[Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def make_report(loader: Loader, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the report as what JSON can hold. It opens packs, and imports torch only where a
     backend or GPUs can be asked in no other way.
 
@@ -59,7 +59,10 @@ def make_report(loader: Loader[Any], environ: Mapping[str, str] | None = None) -
         "environment": environment.variables_set(environ),
         "problems": list(dict.fromkeys(problems)),
         "warnings": environment.unknown(environ),
-        "packs": [_describe_candidate(candidate) for candidate in loader.candidates()],
+        "packs": [
+            {**_fields(candidate, *_CANDIDATE_FIELDS), "defect": candidate.defect or None}
+            for candidate in loader.candidates()
+        ],
         "devices": devices,
         "usable": not problems
         and any(device["computes"] for device in devices)
@@ -111,7 +114,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
     return "not usable: a device above has no pack"
 
 
-def _describe(loader: Loader[Any], device: Device, backend: str) -> dict[str, Any]:
+def _describe(loader: Loader, device: Device, backend: str) -> dict[str, Any]:
     trace = loader.trace_for(device.kind, device.index)
     chosen = trace.chosen
     pack = loader.opened_for(device.kind, device.index)
@@ -119,20 +122,36 @@ def _describe(loader: Loader[Any], device: Device, backend: str) -> dict[str, An
     if backend not in ("auto", device.kind):
         computes, calls = _asked(backend, device)
     return {
-        "kind": device.kind,
-        "index": device.index,
-        "name": device.name,
-        "capability": device.capability,
+        **_fields(device, "kind", "index", "name", "capability"),
         "text": str(device),
-        "pack": None if chosen is None or pack is None else _describe_pack(pack, chosen.path),
+        "pack": None
+        if chosen is None or pack is None
+        else {
+            "name": pack.name,
+            "path": chosen.path,
+            **_fields(pack, "version", "compiler", "features"),
+        },
         "computes": computes,
         "calls": calls,
-        "candidates": _describe_candidates(trace),
+        "candidates": [
+            {
+                **_fields(entry.candidate, "name", "path", "source"),
+                "accepted": isinstance(entry.verdict, Accepted),
+                "reason": entry.verdict.note
+                if isinstance(entry.verdict, Accepted)
+                else entry.verdict.reason,
+            }
+            for entry in trace.entries
+        ],
         "trace": trace.lines(),
-        "problem": trace.problem.reason if trace.problem else None,
+        "problem": trace.problem,
         "warning": passed_over_text(trace) or None,
         "remedy": trace.remedy if chosen is None and calls is None else None,
     }
+
+
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 def _asked(backend: str, device: Device) -> tuple[bool, str]:
@@ -152,45 +171,6 @@ def _asked(backend: str, device: Device) -> tuple[bool, str]:
     if reason is None:
         return True, messages.COMPUTED_BY.format(backend=backend)
     return False, messages.CALLS_RAISE.format(backend=backend, reason=reason)
-
-
-def _describe_candidate(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "name": candidate.name,
-        "path": candidate.path,
-        "source": candidate.source,
-        "device": candidate.device,
-        "cuda": candidate.cuda,
-        "arch": candidate.arch,
-        "version": candidate.version,
-        "sha256": candidate.sha256,
-        "defect": candidate.defect or None,
-    }
-
-
-def _describe_pack(pack: OpenedPack, path: str) -> dict[str, Any]:
-    return {
-        "name": pack.name,
-        "path": path,
-        "version": pack.version,
-        "compiler": pack.compiler,
-        "features": pack.features,
-    }
-
-
-def _describe_candidates(trace: Trace) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": entry.candidate.name,
-            "path": entry.candidate.path,
-            "source": entry.candidate.source,
-            "accepted": not isinstance(entry.verdict, Refused),
-            "reason": entry.verdict.reason
-            if isinstance(entry.verdict, Refused)
-            else entry.verdict.note,
-        }
-        for entry in trace.entries
-    ]
 
 
 def _driver_text(cuda: Mapping[str, Any]) -> str:

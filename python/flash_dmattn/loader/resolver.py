@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From a device to an opened pack, decided once per device.
+"""From a device to an opened pack, and from a call to what computes it: each decided once.
 
 What other distributions bring is foreign code: it may ask the loader while it is loaded, and it may
 wait for a thread that does. So it runs before the lock is taken. What it asks is answered from
@@ -9,46 +9,50 @@ flash_dmattn's own packs and the one that a variable names, and is not remembere
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from . import environment, messages, remedies
 from .candidates import (
     Candidate,
-    EntryPoint,
-    OpenedPack,
-    arch_name,
-    cuda_name,
-    device_name,
+    difference,
     entry_point_candidates,
     forced_candidate,
     own_candidates,
     without_repetitions,
 )
-from .errors import NoPackError, warn_of_passed_over
-from .facts import Device, Facts, Situation
-from .policy import Wishes, decide
+from .errors import NoPackError, passed_over_text, plain_pytorch_text, warn
+from .facts import Device, Machine, Situation
+from .policy import decide
+from .rules import Wishes
 from .targets import InstallationError, find_targets
-from .trace import Problem, Refused, Rule, Trace
+from .trace import Refused, Rule, Trace
+
+if TYPE_CHECKING:
+    import torch
+
+    from flash_dmattn._core import Pack
+    from flash_dmattn.backends.base import Backend
 
 __all__ = ["Loader"]
 
 logger = logging.getLogger("flash_dmattn.loader")
 
-PackT = TypeVar("PackT", bound=OpenedPack)
+_BACKEND = "FLASH_DMATTN_BACKEND"
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Resolution(Generic[PackT]):
+class _Resolution(NamedTuple):
     trace: Trace
-    pack: PackT | None
+    pack: Pack | None
 
 
-class Loader(Generic[PackT]):
+class Loader:
     """Decides and opens, on first use of each device. Everything it depends on is a parameter.
 
     Args:
@@ -63,8 +67,8 @@ class Loader(Generic[PackT]):
 
     def __init__(
         self,
-        facts: Facts,
-        open_pack: Callable[[str], PackT],
+        facts: Machine,
+        open_pack: Callable[[str], Pack],
         abi_version: Callable[[], int],
         directories: Callable[[], Iterable[Path]],
         entry_points: Callable[[], Iterable[EntryPoint]],
@@ -79,10 +83,12 @@ class Loader(Generic[PackT]):
         self._environ = environ
         self._lock = threading.RLock()
         self._entry_points_run_in: set[int] = set()  # threads
-        self._resolutions: dict[tuple[str, int], _Resolution[PackT]] = {}
-        self._opened: dict[str, PackT] = {}
+        # All that was decided: the resolution of (type, index), and the backend of (name, device,
+        # value of FLASH_DMATTN_BACKEND).
+        self._decided: dict[Hashable, Any] = {}
+        self._opened: dict[str, Pack] = {}
         self._candidates: list[Candidate] | None = None
-        self._warned: set[Device] = set()
+        self._warned: set[str] = set()
 
     def after_fork(self) -> None:
         """Forget, in the child of a fork, what was true of its parent alone: the thread that may
@@ -91,10 +97,10 @@ class Loader(Generic[PackT]):
         self._lock = threading.RLock()
         self._entry_points_run_in &= {threading.get_ident()}
         self.facts.after_fork()
-        kept = {key: found for key, found in self._resolutions.items() if key[0] == "cpu"}
-        self._resolutions = kept
+        cpu = ("cpu", 0)
+        self._decided = {cpu: self._decided[cpu]} if cpu in self._decided else {}
 
-    def pack_for(self, device_type: str, device_index: int | None = None) -> PackT:
+    def pack_for(self, device_type: str, device_index: int | None = None) -> Pack:
         """Return the pack that serves a device, with one warning if a better one is damaged.
 
         Raises:
@@ -103,12 +109,11 @@ class Loader(Generic[PackT]):
                 allowed.
         """
         resolution = self._resolve(device_type, device_index)
+        trace = resolution.trace
         if resolution.pack is None:
-            raise NoPackError(resolution.trace)
-        device = resolution.trace.situation.device
-        if resolution.trace.passed_over and device not in self._warned:
-            warn_of_passed_over(resolution.trace)
-            self._warned.add(device)
+            raise NoPackError(trace)
+        if trace.passed_over:
+            self._warn_once(passed_over_text(trace))
         return resolution.pack
 
     def trace_for(self, device_type: str, device_index: int | None = None) -> Trace:
@@ -121,36 +126,104 @@ class Loader(Generic[PackT]):
                 self._device(device_type, device_index), str(error), remedies.unset(variable)
             )
 
-    def opened_for(self, device_type: str, device_index: int | None = None) -> PackT | None:
+    def opened_for(self, device_type: str, device_index: int | None = None) -> Pack | None:
         """Return the pack that serves a device, or None; it neither warns nor raises."""
         try:
             return self._resolve(device_type, device_index).pack
         except environment.InvalidVariableError:
             return None
 
+    def backend_for(
+        self, name: str, device: torch.device, make: Callable[[str, torch.device, str], Backend]
+    ) -> Backend:
+        """Return what computes calls on a device, made once: what was asked for by name, or else
+        what FLASH_DMATTN_BACKEND names, or else the device's pack, or plain PyTorch with a warning.
+
+        Args:
+            name: as a call gives it; "auto" if it does not say.
+            device: of the tensors.
+            make: makes what a name stands for on a device, where "auto" is the device's pack; it
+                is also given what its errors may advise, to have nothing asked for.
+
+        Raises:
+            NoPackError: FLASH_DMATTN_FALLBACK=error, and no pack serves the device.
+            InvalidVariableError: an environment variable has a value that is not allowed.
+            Exception: what ``make`` raises.
+        """
+        # The variable is part of the question, since it may change from call to call.
+        preference = None
+        if name == "auto":
+            if self._environ is not None:
+                preference = self._environ.get(_BACKEND)
+            elif environment.is_given(_BACKEND):
+                preference = os.environ[_BACKEND]
+        question = (name, device, preference)
+        backend: Backend | None = self._decided.get(question)
+        if backend is None:
+            backend = self._remember(question, self._choose(name, device, preference, make))
+        return backend
+
     def candidates(self) -> list[Candidate]:
         """Return every pack that was found, for any device."""
         return list(self._found())
 
-    def _resolve(self, device_type: str, device_index: int | None) -> _Resolution[PackT]:
+    def _choose(
+        self,
+        name: str,
+        device: torch.device,
+        preference: str | None,
+        make: Callable[[str, torch.device, str], Backend],
+    ) -> Backend:
+        # Also where no pack is asked for.
+        environment.check_values(self._environ)
+        default = "backend=None"
+        if preference is not None:
+            name, default = environment.get(_BACKEND, self._environ), f"{_BACKEND}=auto"
+        if device.type == "meta":
+            name = "reference"
+        try:
+            return make(name, device, default)
+        except NoPackError as error:
+            if name != "auto" or self._forbids_fallbacks():
+                raise
+            self._warn_once(plain_pytorch_text(str(device), error))
+            return make("reference", device, default)
+
+    def _forbids_fallbacks(self) -> bool:
+        return environment.get("FLASH_DMATTN_FALLBACK", self._environ) == "error"
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            warn(text)
+            self._warned.add(text)
+
+    def _remember(self, question: Hashable, answer: T) -> T:
+        """Return the first answer that was given; those to entry points that run do not count,
+        since their packs are not known yet.
+        """
+        with self._lock:
+            if threading.get_ident() in self._entry_points_run_in:
+                return answer
+            first: T = self._decided.setdefault(question, answer)
+            return first
+
+    def _resolve(self, device_type: str, device_index: int | None) -> _Resolution:
         if device_index is None:
             device_index = self.facts.current_cuda_device() if device_type == "cuda" else 0
-        key = (device_type, device_index)
-        found = self._resolutions.get(key)
+        question = (device_type, device_index)
+        found: _Resolution | None = self._decided.get(question)
         if found is not None:
             return found
         begin = time.perf_counter()
         _configure_logging(environment.get("FLASH_DMATTN_LOG", self._environ))
         environment.check_values(self._environ)
         environment.check_unknown(self._environ)
-        device, candidates = self._device(*key), self._found()
+        device, candidates = self._device(*question), self._found()
         with self._lock:
-            found = self._resolutions.get(key)
-            if found is not None:
-                return found
-            resolution = self._decide(device, candidates)
-            if threading.get_ident() not in self._entry_points_run_in:
-                self._resolutions[key] = resolution
+            resolution: _Resolution | None = self._decided.get(question)
+            if resolution is not None:  # another thread was faster
+                return resolution
+            resolution = self._remember(question, self._decide(device, candidates))
         took = 1e3 * (time.perf_counter() - begin)
         logger.debug("decided in %.1f ms from facts: %s", took, resolution.trace.situation)
         logger.info("%s", resolution.trace)
@@ -163,28 +236,28 @@ class Loader(Generic[PackT]):
                 return device
         return Device(device_type, index)
 
-    def _decide(self, device: Device, candidates: list[Candidate]) -> _Resolution[PackT]:
+    def _decide(self, device: Device, candidates: list[Candidate]) -> _Resolution:
         try:
             targets = find_targets(self._directories()) if device.kind == "cuda" else None
             situation = self._situation(device, self._abi_version())
-            trace = decide(situation, candidates, self._wishes(), targets)
+            trace = decide(situation, candidates, Wishes.of(self._environ), targets)
         except InstallationError as error:
             fix = remedies.reinstall(self.facts.package_version())
             return _Resolution(self._failed(device, str(error), fix), None)
         except ImportError as error:
-            fix = remedies.install_backend()
+            fix = remedies.INSTALL_BACKEND
             if "nanobind" not in str(error):
                 fix = remedies.reinstall(self.facts.package_version())
             reason = messages.NO_CORE.format(error=error)
             return _Resolution(self._failed(device, reason, fix), None)
         return self._open_first(trace)
 
-    def _open_first(self, trace: Trace) -> _Resolution[PackT]:
+    def _open_first(self, trace: Trace) -> _Resolution:
         """Open the best candidate; one that fails is refused, and the next is tried.
 
         With FLASH_DMATTN_FALLBACK=error nothing is tried after one that is damaged.
         """
-        strict = environment.get("FLASH_DMATTN_FALLBACK", self._environ) == "error"
+        strict = self._forbids_fallbacks()
         for entry in trace.accepted():
             if strict and trace.passed_over:
                 better = trace.passed_over[0].candidate.name
@@ -194,7 +267,7 @@ class Loader(Generic[PackT]):
                 continue
             try:
                 pack = self._open(entry.candidate.path)
-                reason = _difference(entry.candidate, pack)
+                reason = difference(entry.candidate, pack)
             except (RuntimeError, OSError) as error:
                 reason = messages.CANNOT_OPEN.format(error=error)
             else:
@@ -207,7 +280,7 @@ class Loader(Generic[PackT]):
             trace = trace.refuse(entry, Refused(Rule.OPENING, reason, fix))
         return _Resolution(trace, None)
 
-    def _open(self, path: str) -> PackT:
+    def _open(self, path: str) -> Pack:
         with self._lock:
             if path not in self._opened:
                 self._opened[path] = self._open_pack(path)
@@ -235,41 +308,15 @@ class Loader(Generic[PackT]):
                 self._candidates = without_repetitions(found)
             return self._candidates
 
-    def _wishes(self) -> Wishes:
-        return Wishes(
-            environment.get("FLASH_DMATTN_LIBRARY_PATH", self._environ),
-            environment.get("FLASH_DMATTN_CUDA", self._environ),
-            environment.get("FLASH_DMATTN_ARCH", self._environ),
-        )
-
     def _situation(self, device: Device, abi_version: int | None) -> Situation:
         facts = self.facts
+        driver = facts.driver() if device.kind == "cuda" else None
         return Situation(
-            package_version=facts.package_version(),
-            abi_version=abi_version,
-            host=facts.host(),
-            torch=facts.torch(),
-            driver=facts.driver() if device.kind == "cuda" else None,
-            device=device,
+            facts.package_version(), abi_version, facts.host(), facts.torch(), driver, device
         )
 
     def _failed(self, device: Device, reason: str, remedy: str) -> Trace:
-        return Trace(self._situation(device, None), (), remedy, Problem(reason, remedy))
-
-
-def _difference(candidate: Candidate, pack: OpenedPack) -> str:
-    """Return how an opened pack differs from what its source said of it; "" if it does not."""
-    pairs = (
-        ("device", candidate.device, device_name(pack.device_type)),
-        ("CUDA", candidate.cuda, cuda_name(pack.cuda_version)),
-        ("arch", candidate.arch, arch_name(pack.arch)),
-        ("version", candidate.version, pack.version),
-    )
-    return "; ".join(
-        messages.DIFFERENCE.format(what=what, said=said, found=found)
-        for what, said, found in pairs
-        if said != found
-    )
+        return Trace(self._situation(device, None), (), remedy, reason)
 
 
 def _configure_logging(level: str) -> None:

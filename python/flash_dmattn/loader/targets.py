@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import messages
 
@@ -20,8 +19,7 @@ class InstallationError(RuntimeError):
     """A file that every installation has is missing or cannot be understood."""
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(NamedTuple):
     """What packs can be built for.
 
     Attributes:
@@ -61,12 +59,10 @@ def find_targets(directories: Iterable[Path]) -> Targets:
         InstallationError: no directory has it, or it cannot be understood.
     """
     looked = [directory / "targets.json" for directory in directories]
-    for path in looked:
-        if path.is_file():
-            try:
-                return parse_targets(json.loads(path.read_text(encoding="utf-8")))
-            except json.JSONDecodeError as error:
-                raise InstallationError(
-                    messages.TABLE_JSON.format(path=path, error=error)
-                ) from error
-    raise InstallationError(messages.NO_TABLE.format(paths=" or ".join(map(str, looked))))
+    path = next((path for path in looked if path.is_file()), None)
+    if path is None:
+        raise InstallationError(messages.NO_TABLE.format(paths=" or ".join(map(str, looked))))
+    try:
+        return parse_targets(json.loads(path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise InstallationError(messages.TABLE_JSON.format(path=path, error=error)) from error

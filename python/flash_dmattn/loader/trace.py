@@ -11,7 +11,7 @@ from typing import TypeAlias
 from .candidates import Candidate
 from .facts import Situation
 
-__all__ = ["Accepted", "Entry", "Problem", "Rank", "Refused", "Rule", "Trace", "Verdict"]
+__all__ = ["Accepted", "Entry", "Rank", "Refused", "Rule", "Trace", "Verdict"]
 
 
 class Rule(IntEnum):
@@ -60,13 +60,12 @@ Rank: TypeAlias = tuple[bool, int, bool, int, int]
 class Entry:
     """A candidate and what was decided of it.
 
-    ``rank`` sorts the best first; it is None where a candidate could not serve the device even if
-    its file were whole.
+    ``rank`` sorts the best first.
     """
 
     candidate: Candidate
     verdict: Verdict
-    rank: Rank | None = None
+    rank: Rank
 
     def __str__(self) -> str:
         """Show one line."""
@@ -77,28 +76,20 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Why nothing could be decided, and the command or step that changes it."""
-
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
 class Trace:
     """The decision for one device.
 
     Attributes:
         situation: what was known.
         entries: the accepted candidates, the best first, then the refused ones as they were found.
-        default_remedy: what to do if there is no candidate at all.
+        default_remedy: what to do if there is no candidate at all, or about the problem.
         problem: why nothing could be decided; None if candidates were judged.
     """
 
     situation: Situation
     entries: tuple[Entry, ...]
     default_remedy: str
-    problem: Problem | None = None
+    problem: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -108,8 +99,6 @@ class Trace:
     @property
     def remedy(self) -> str:
         """What to do if nothing was chosen: about the candidate that was nearest to working."""
-        if self.problem is not None:
-            return self.problem.remedy
         return self.remedy_of(self.entries)
 
     def remedy_of(self, entries: Iterable[Entry]) -> str:
@@ -127,7 +116,6 @@ class Trace:
             for entry in self.entries
             if isinstance(entry.verdict, Refused)
             and entry.verdict.rule in _DAMAGE
-            and entry.rank is not None
             and (best is None or entry.rank < best)
         )
 
@@ -155,7 +143,7 @@ class Trace:
             looked.append(f"torch {known.torch}" if known.torch else "no torch")
         result = [f"looked for: {', '.join(looked)}"]
         if self.problem is not None:
-            return [*result, f"problem: {self.problem.reason}"]
+            return [*result, f"problem: {self.problem}"]
         return [*result, "found:", *(f"  {entry}" for entry in self.entries or ("nothing",))]
 
     def __str__(self) -> str:

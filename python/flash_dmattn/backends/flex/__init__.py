@@ -8,7 +8,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends import portable
+from flash_dmattn.backends import device_packs
 from flash_dmattn.backends.base import (
     AttentionInputs,
     Backend,
@@ -97,11 +97,11 @@ class FlexBackend(Backend):
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select as the device's pack does."""
-        return portable.selecting_backend(inputs.bias.device).select_intervals(inputs)
+        return device_packs.selecting_backend(inputs.bias.device).select_intervals(inputs)
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Select as the device's pack does."""
-        return portable.selecting_backend(inputs.bias.device).select_keep(inputs)
+        return device_packs.selecting_backend(inputs.bias.device).select_keep(inputs)
 
 
 def _check(inputs: AttentionInputs) -> None:

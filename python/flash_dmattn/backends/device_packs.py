@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The backend of the kernel pack that serves a device."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_dmattn import loader
+
+from .base import Backend
+from .reference import ReferenceBackend
+
+__all__ = ["pack_backend", "selecting_backend"]
+
+
+def pack_backend(device: torch.device) -> Backend:
+    """Return what calls the pack of a device; NoPackError if there is none."""
+    pack = loader.pack_for(device.type, device.index)
+    # It needs the core, as the loader has just found that this installation has.
+    from .pack import PackBackend
+
+    return PackBackend(pack)
+
+
+def selecting_backend(device: torch.device) -> Backend:
+    """Return what selects keys for a backend that has no selection of its own."""
+    try:
+        return pack_backend(device)
+    except loader.NoPackError:
+        return ReferenceBackend()
