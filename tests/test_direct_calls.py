@@ -309,11 +309,11 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
     names = ("query", "key", "value", "attn_mask")
     tensors = (*(as_tuple(given[name]) for name in names), *(None,) * 7)
     settings = (0, 0, 0.3, False, 0.0, False)
-    assert not _core.attend(backend.pack, 1, as_tuple(out), None, *tensors, *settings)
+    assert not _core.attend(backend.pack, 1, as_tuple(out), None, (*tensors, *settings))
     assert (out == 7.0).all()
     keep = torch.ones(2, 2, 1, 9, dtype=torch.bool, device=pack_target.device)
     chosen = (as_tuple(given["attn_bias"]), None, None, None, 2, 4, 2, 7, 9, 0, False)
-    is_done = _core.select(backend.pack, 1, as_tuple(keep), None, *chosen)  # where it needs none
+    is_done = _core.select(backend.pack, 1, as_tuple(keep), None, chosen)  # where it needs none
     assert bool(keep.any()) is not is_done
 
 

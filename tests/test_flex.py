@@ -47,16 +47,8 @@ def inputs_of(problem: Problem) -> AttentionInputs:
         start=mask.start if intervals else None,
         end=mask.end if intervals else None,
         bias=problem.bias,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        block_table=None,
-        plan=None,
-        max_seqlen_q=0,
-        max_seqlen_k=0,
         scale=0.3,
         causal=problem.causal,
-        softcap=0.0,
-        deterministic=False,
     )
 
 

@@ -41,6 +41,16 @@ void require_pack_device(const TensorView &view, const char *name, const fdm_pac
                 pack.device_type == FDM_CPU ? "cpu" : "cuda", " tensors only");
 }
 
+fdm_pack rules_without_pack(int32_t device_type) {
+  fdm_pack rules{};
+  rules.name = "none";
+  rules.device_type = device_type;
+  rules.max_head_dim = 256;
+  rules.dtypes = float_dtypes | only(no_pack_float64);
+  for (fdm_plan_layout &layout : rules.plan_layouts) layout.tile_rows = 1;
+  return rules;
+}
+
 void require_rank(const TensorView &view, const char *name, int rank, const char *form) {
   if (view.rank != rank)
     value_error(name, " has shape ", shape_of(view), ", but must have ", rank, " dimensions ", form);

@@ -21,6 +21,9 @@ TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed, 
 // The device of the first argument, which the pack must serve.
 void require_pack_device(const TensorView &view, const char *name, const fdm_pack &pack);
 
+// What is allowed where no kernels set limits: as the table of a pack without entry points, which nothing may be run on.
+fdm_pack rules_without_pack(int32_t device_type);
+
 // `form` says what the dimensions are, such as "(batch, queries, heads, head_dim)".
 void require_rank(const TensorView &view, const char *name, int rank, const char *form);
 

@@ -68,18 +68,10 @@ void bind_problem(nb::module_ &module) {
   nb::class_<Problem>(module, "Problem")
       .def(
           "__init__",
-          [](Problem *self, const Pack &pack, nb::handle query, nb::handle key, nb::handle value, nb::handle mask,
-             nb::handle start, nb::handle end, nb::handle bias, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
-             int64_t max_seqlen_q, int64_t max_seqlen_k, nb::handle block_table, double scale, bool causal,
-             double softcap, bool deterministic, int32_t threads, uintptr_t stream) {
-            new (self)
-                Problem(pack, {query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                               max_seqlen_k, block_table, scale, causal, softcap, deterministic, threads, stream});
+          [](Problem *self, const Pack &pack, nb::args fields, int32_t threads, uintptr_t stream, nb::kwargs named) {
+            new (self) Problem(pack.table(), read_record<AttentionRecord>(fields, named), {threads, stream});
           },
-          "pack"_a, "query"_a, "key"_a, "value"_a, nb::kw_only(), "mask"_a = nb::none(), "start"_a = nb::none(),
-          "end"_a = nb::none(), "bias"_a = nb::none(), "cu_seqlens_q"_a = nb::none(), "cu_seqlens_k"_a = nb::none(),
-          "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0, "block_table"_a = nb::none(), "scale"_a, "causal"_a, "softcap"_a,
-          "deterministic"_a = false, "threads"_a = 1, "stream"_a = 0)
+          "pack"_a, "fields"_a, "threads"_a = 1, "stream"_a = 0, "named"_a)
       .def_prop_ro("plan_bytes", &Problem::plan_bytes)
       .def_prop_ro("plan_workspace_bytes", [](const Problem &self) { return self.workspace_bytes(FDM_PASS_PLAN); })
       .def_prop_ro("forward_workspace_bytes",
@@ -93,43 +85,31 @@ void bind_problem(nb::module_ &module) {
            "out"_a, "lse"_a.none(), "plan"_a.none(), "scratch"_a.none())
       .def(
           "backward",
-          [](const Problem &self, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse, nb::handle dq,
-             nb::handle dk, nb::handle dv, nb::handle dbias, nb::handle plan,
-             nb::handle workspace) { self.backward({dout, dlse, out, lse, dq, dk, dv, dbias}, plan, workspace); },
-          "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "dq"_a.none(), "dk"_a.none(), "dv"_a.none(), "dbias"_a.none(),
-          "plan"_a.none(), "workspace"_a.none());
+          [](const Problem &self, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse, nb::dict gradients,
+             nb::handle plan,
+             nb::handle workspace) { self.backward({dout, dlse, out, lse, gradients}, plan, workspace); },
+          "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "gradients"_a, "plan"_a.none(), "workspace"_a.none());
 }
 
-// To be called by position: names cost a small call more than all else that is done with its arguments.
 void bind_attend(nb::module_ &module) {
   module.def(
       "attend",
-      [](const Pack &pack, int32_t threads, nb::handle out, nb::handle lse, nb::handle query, nb::handle key,
-         nb::handle value, nb::handle mask, nb::handle start, nb::handle end, nb::handle bias, nb::handle cu_seqlens_q,
-         nb::handle cu_seqlens_k, nb::handle block_table, nb::handle plan, int64_t max_seqlen_q, int64_t max_seqlen_k,
-         double scale, bool causal, double softcap, bool deterministic) {
-        Problem problem(pack, {query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                               max_seqlen_k, block_table, scale, causal, softcap, deterministic, threads, 0});
-        return problem.attend(Exchange(query), out, lse, plan);
+      [](const Pack &pack, int32_t threads, nb::handle out, nb::handle lse, nb::handle inputs) {
+        const auto record = read_record<AttentionRecord>(inputs);
+        Problem problem(pack.table(), record, {threads});
+        return problem.attend(Exchange(record.query), out, lse, record.given_plan);
       },
-      "pack"_a, "threads"_a, "out"_a, "lse"_a.none(), "query"_a, "key"_a, "value"_a, "mask"_a.none(), "start"_a.none(),
-      "end"_a.none(), "bias"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "block_table"_a.none(),
-      "plan"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "scale"_a, "causal"_a, "softcap"_a, "deterministic"_a);
+      "pack"_a, "threads"_a, "out"_a, "lse"_a.none(), "inputs"_a);
 }
 
 void bind_selection(nb::module_ &module) {
   nb::class_<Selection>(module, "Selection")
       .def(
           "__init__",
-          [](Selection *self, const Pack &pack, nb::handle bias, nb::handle mask, nb::handle cu_seqlens_q,
-             nb::handle cu_seqlens_k, int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys,
-             int64_t window, bool causal, int32_t threads, uintptr_t stream) {
-            new (self) Selection(pack, {bias, mask, cu_seqlens_q, cu_seqlens_k, batch, heads, kv_heads, queries, keys,
-                                        window, causal, threads, stream});
+          [](Selection *self, const Pack &pack, nb::args fields, int32_t threads, uintptr_t stream, nb::kwargs named) {
+            new (self) Selection(pack.table(), read_record<SelectionRecord>(fields, named), {threads, stream});
           },
-          "pack"_a, "bias"_a, nb::kw_only(), "mask"_a = nb::none(), "cu_seqlens_q"_a = nb::none(),
-          "cu_seqlens_k"_a = nb::none(), "batch"_a, "heads"_a, "kv_heads"_a, "queries"_a, "keys"_a, "window"_a,
-          "causal"_a, "threads"_a = 1, "stream"_a = 0)
+          "pack"_a, "fields"_a, "threads"_a = 1, "stream"_a = 0, "named"_a)
       .def_prop_ro("workspace_bytes", [](const Selection &self) { return self.workspace_bytes(); })
       .def("intervals", nb::overload_cast<nb::handle, nb::handle, nb::handle>(&Selection::intervals, nb::const_),
            "start"_a, "end"_a, "workspace"_a.none())
@@ -137,21 +117,36 @@ void bind_selection(nb::module_ &module) {
            "workspace"_a.none());
 }
 
-// As attend, by position. The results are start and end, or keep and None.
+// The results are start and end, or keep and None.
 void bind_select(nb::module_ &module) {
   module.def(
       "select",
-      [](const Pack &pack, int32_t threads, nb::handle start_or_keep, nb::handle end, nb::handle bias, nb::handle mask,
-         nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, int64_t batch, int64_t heads, int64_t kv_heads,
-         int64_t queries, int64_t keys, int64_t window, bool causal) {
-        const Selection selection(pack, {bias, mask, cu_seqlens_q, cu_seqlens_k, batch, heads, kv_heads, queries, keys,
-                                         window, causal, threads, 0});
-        const Exchange exchange(bias);
+      [](const Pack &pack, int32_t threads, nb::handle start_or_keep, nb::handle end, nb::handle inputs) {
+        const auto record = read_record<SelectionRecord>(inputs);
+        const Selection selection(pack.table(), record, {threads});
+        const Exchange exchange(record.bias);
         return is_absent(end) ? selection.keep(exchange, start_or_keep)
                               : selection.intervals(exchange, start_or_keep, end);
       },
-      "pack"_a, "threads"_a, "start_or_keep"_a, "end"_a.none(), "bias"_a, "mask"_a.none(), "cu_seqlens_q"_a.none(),
-      "cu_seqlens_k"_a.none(), "batch"_a, "heads"_a, "kv_heads"_a, "queries"_a, "keys"_a, "window"_a, "causal"_a);
+      "pack"_a, "threads"_a, "start_or_keep"_a, "end"_a.none(), "inputs"_a);
+}
+
+// A problem or a selection that is made and thrown away: the rules are those of its constructor.
+void bind_checks(nb::module_ &module) {
+  module.def(
+      "check_attention",
+      [](nb::handle inputs, int32_t device_type) {
+        const fdm_pack rules = rules_without_pack(device_type);
+        Problem(rules, read_record<AttentionRecord>(inputs), {});
+      },
+      "inputs"_a, "device_type"_a);
+  module.def(
+      "check_selection",
+      [](nb::handle inputs, int32_t device_type) {
+        const fdm_pack rules = rules_without_pack(device_type);
+        Selection(rules, read_record<SelectionRecord>(inputs), {});
+      },
+      "inputs"_a, "device_type"_a);
 }
 
 } // namespace
@@ -168,4 +163,7 @@ NB_MODULE(_core, module) {
   bind_attend(module);
   bind_selection(module);
   bind_select(module);
+  bind_checks(module);
+  module.attr("ATTENTION_FIELDS") = field_names<AttentionRecord>();
+  module.attr("SELECTION_FIELDS") = field_names<SelectionRecord>();
 }

@@ -17,30 +17,31 @@ constexpr const char *paged_form = "(pages, page size, heads, head_dim) with blo
 
 } // namespace
 
-Problem::Problem(const Pack &pack, const ProblemArguments &arguments) : pack_(pack.table()), problem_{}, extents_{} {
+Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution)
+    : pack_(pack), problem_{}, extents_{} {
   problem_.struct_size = sizeof(fdm_problem);
-  extents_.varlen = is_varlen(arguments.cu_seqlens_q, arguments.cu_seqlens_k);
-  paged_ = !is_absent(arguments.block_table);
+  extents_.varlen = is_varlen(record.cu_seqlens);
+  paged_ = !is_absent(record.block_table);
   if (paged_ && !extents_.varlen)
     value_error("block_table is given, but needs cu_seqlens_q and cu_seqlens_k, which are None");
-  read_query(arguments);
-  read_key_value(arguments);
+  read_query(record);
+  read_key_value(record);
   if (extents_.varlen) {
-    read_sequences(arguments);
+    read_sequences(record);
   } else {
     problem_.cu_seqlens_q = problem_.cu_seqlens_k = problem_.block_table = absent_tensor();
   }
   problem_.batch = extents_.batch;
   problem_.queries = extents_.queries;
   problem_.keys = extents_.keys;
-  read_mask(arguments);
-  read_bias(arguments);
-  read_scalars(arguments);
+  read_mask(record);
+  read_bias(record);
+  read_settings(record, execution);
   measure_plan();
 }
 
-void Problem::read_query(const ProblemArguments &arguments) {
-  const TensorView query = read_argument(arguments.query, "query", pack_.dtypes);
+void Problem::read_query(const AttentionRecord &record) {
+  const TensorView query = read_argument(record.query, "query", pack_.dtypes);
   require_pack_device(query, "query", pack_);
   device_ = query.device;
   if (extents_.varlen) {
@@ -59,10 +60,10 @@ void Problem::read_query(const ProblemArguments &arguments) {
     value_error("query has shape ", shape_of(query), ", but its head dimension must be from 1 to ", pack_.max_head_dim);
 }
 
-void Problem::read_key_value(const ProblemArguments &arguments) {
+void Problem::read_key_value(const AttentionRecord &record) {
   const DtypeSet dtype = only(problem_.q.dtype);
-  const TensorView key = read_argument(arguments.key, "key", dtype, device_);
-  const TensorView value = read_argument(arguments.value, "value", dtype, device_);
+  const TensorView key = read_argument(record.key, "key", dtype, device_);
+  const TensorView value = read_argument(record.value, "value", dtype, device_);
   const bool packed = extents_.varlen && !paged_;
   require_rank(key, "key", packed ? 3 : 4, paged_ ? paged_form : packed ? packed_form : batch_form);
   problem_.k = packed ? with_axes(key, {new_axis, 0, 1, 2}) : with_axes(key, {0, 1, 2, 3});
@@ -82,44 +83,42 @@ void Problem::read_key_value(const ProblemArguments &arguments) {
   extents_.total_keys = problem_.k.shape[1];
 }
 
-void Problem::read_sequences(const ProblemArguments &arguments) {
-  const SequenceLengths queries = read_cu_seqlens(arguments.cu_seqlens_q, "cu_seqlens_q", device_);
-  const SequenceLengths keys = read_cu_seqlens(arguments.cu_seqlens_k, "cu_seqlens_k", device_);
-  require_same_batch(queries, keys);
-  require_total(queries, "cu_seqlens_q", extents_.total_queries, "query");
-  require_longest(queries, "cu_seqlens_q", arguments.max_seqlen_q, "max_seqlen_q");
-  require_longest(keys, "cu_seqlens_k", arguments.max_seqlen_k, "max_seqlen_k");
+void Problem::read_sequences(const AttentionRecord &record) {
+  const auto [queries, keys] = read_cu_seqlens(record.cu_seqlens, device_);
+  require_total(queries, extents_.total_queries, "query");
+  require_longest(queries, record.max_seqlen_q);
+  require_longest(keys, record.max_seqlen_k);
   problem_.block_table = absent_tensor();
   if (paged_) {
     problem_.block_table =
-        read_block_table(arguments.block_table, keys, problem_.k.shape[0], problem_.k.shape[1], device_);
+        read_block_table(record.block_table, keys, problem_.k.shape[0], problem_.k.shape[1], device_);
     extents_.total_keys = keys.total;
   } else {
-    require_total(keys, "cu_seqlens_k", extents_.total_keys, "key");
+    require_total(keys, extents_.total_keys, "key");
   }
   problem_.cu_seqlens_q = queries.tensor;
   problem_.cu_seqlens_k = keys.tensor;
   extents_.batch = queries.batch;
-  extents_.queries = arguments.max_seqlen_q;
-  extents_.keys = arguments.max_seqlen_k;
+  extents_.queries = record.max_seqlen_q;
+  extents_.keys = record.max_seqlen_k;
 }
 
-void Problem::read_mask(const ProblemArguments &arguments) {
+void Problem::read_mask(const AttentionRecord &record) {
   problem_.mask = problem_.start = problem_.end = absent_tensor();
   mask_kind_ = FDM_MASK_NONE;
-  if (is_absent(arguments.start) != is_absent(arguments.end))
-    value_error(is_absent(arguments.start) ? "attn_mask.start" : "attn_mask.end",
+  if (is_absent(record.start) != is_absent(record.end))
+    value_error(is_absent(record.start) ? "attn_mask.start" : "attn_mask.end",
                 " is None, but intervals need both start and end");
-  if (!is_absent(arguments.mask) && !is_absent(arguments.start))
+  if (!is_absent(record.mask) && !is_absent(record.start))
     value_error("attn_mask is given both as a boolean mask and as intervals (start, end), but only one is allowed");
-  if (!is_absent(arguments.mask)) {
-    const TensorView mask = read_argument(arguments.mask, "attn_mask", only(FDM_BOOL), device_);
+  if (!is_absent(record.mask)) {
+    const TensorView mask = read_argument(record.mask, "attn_mask", only(FDM_BOOL), device_);
     problem_.mask = map_scores(mask, "attn_mask", extents_);
     mask_kind_ = is_per_query(problem_.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
   }
-  if (!is_absent(arguments.start)) {
-    const TensorView start = read_argument(arguments.start, "attn_mask.start", only(FDM_INT32), device_);
-    const TensorView end = read_argument(arguments.end, "attn_mask.end", only(FDM_INT32), device_);
+  if (!is_absent(record.start)) {
+    const TensorView start = read_argument(record.start, "attn_mask.start", only(FDM_INT32), device_);
+    const TensorView end = read_argument(record.end, "attn_mask.end", only(FDM_INT32), device_);
     problem_.start = map_intervals(start, "attn_mask.start", extents_);
     problem_.end = map_intervals(end, "attn_mask.end", extents_);
     if (!same_shape(problem_.start, problem_.end))
@@ -129,26 +128,24 @@ void Problem::read_mask(const ProblemArguments &arguments) {
   }
 }
 
-void Problem::read_bias(const ProblemArguments &arguments) {
+void Problem::read_bias(const AttentionRecord &record) {
   problem_.bias = absent_tensor();
-  has_bias_ = !is_absent(arguments.bias);
+  has_bias_ = !is_absent(record.bias);
   if (!has_bias_) return;
-  const TensorView bias =
-      read_argument(arguments.bias, "attn_bias", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
+  const TensorView bias = read_argument(record.bias, "attn_bias", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
   problem_.bias = map_scores(bias, "attn_bias", extents_);
 }
 
-void Problem::read_scalars(const ProblemArguments &arguments) {
-  problem_.scale = static_cast<float>(arguments.scale);
-  problem_.softcap = static_cast<float>(arguments.softcap);
-  if (!std::isfinite(problem_.scale))
-    value_error("softmax_scale is ", arguments.scale, ", but must be finite in float32");
+void Problem::read_settings(const AttentionRecord &record, const Execution &execution) {
+  problem_.scale = static_cast<float>(record.scale);
+  problem_.softcap = static_cast<float>(record.softcap);
+  if (!std::isfinite(problem_.scale)) value_error("softmax_scale is ", record.scale, ", but must be finite in float32");
   if (!std::isfinite(problem_.softcap) || problem_.softcap < 0)
-    value_error("softcap is ", arguments.softcap, ", but must be 0 (off) or positive, and finite in float32");
-  require_at_least(arguments.threads, "threads", 1);
+    value_error("softcap is ", record.softcap, ", but must be 0 (off) or positive, and finite in float32");
+  require_at_least(execution.threads, "threads", 1);
   problem_.flags =
-      (arguments.causal ? uint32_t{FDM_CAUSAL} : 0) | (arguments.deterministic ? uint32_t{FDM_DETERMINISTIC} : 0);
-  problem_.context = {device_.index, arguments.threads, reinterpret_cast<void *>(arguments.stream)};
+      (record.causal ? uint32_t{FDM_CAUSAL} : 0) | (record.deterministic ? uint32_t{FDM_DETERMINISTIC} : 0);
+  problem_.context = {device_.index, execution.threads, reinterpret_cast<void *>(execution.stream)};
 }
 
 void Problem::measure_plan() {
@@ -276,25 +273,35 @@ void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::
   args.dout = read_like(arguments.dout, "dout", problem_.q, "query");
   args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
 
-  const auto read_gradient = [&](nb::handle object, const char *name, const fdm_tensor &model, const char *model_name) {
+  Py_ssize_t read = 0;
+  const auto find = [&](const char *field) {
+    PyObject *found = PyDict_GetItemString(arguments.gradients.ptr(), field);
+    if (found != nullptr) ++read;
+    return nb::handle(found != nullptr ? found : Py_None);
+  };
+  const auto read_gradient = [&](const char *field, const char *name, const fdm_tensor &model) {
+    const nb::handle object = find(field);
     if (is_absent(object)) return absent_tensor();
-    const fdm_tensor gradient = read_like(object, name, model, model_name);
+    const fdm_tensor gradient = read_like(object, name, model, field);
     require_distinct_elements(gradient, name);
     return gradient;
   };
-  args.dq = read_gradient(arguments.dq, "dq", problem_.q, "query");
-  args.dk = read_gradient(arguments.dk, "dk", problem_.k, "key");
-  args.dv = read_gradient(arguments.dv, "dv", problem_.v, "value");
+  args.dq = read_gradient("query", "dq", problem_.q);
+  args.dk = read_gradient("key", "dk", problem_.k);
+  args.dv = read_gradient("value", "dv", problem_.v);
   args.dbias = absent_tensor();
-  if (!is_absent(arguments.dbias)) {
+  if (const nb::handle object = find("bias"); !is_absent(object)) {
     if (!has_bias_) value_error("dbias is given, but the problem has no attn_bias");
-    const TensorView dbias = read_argument(arguments.dbias, "dbias", only(problem_.bias.dtype), device_);
+    const TensorView dbias = read_argument(object, "dbias", only(problem_.bias.dtype), device_);
     args.dbias = map_scores(dbias, "dbias", extents_);
     if (!same_shape(args.dbias, problem_.bias))
       value_error("dbias has shape ", shape_of(dbias), ", but must have the shape of attn_bias, in 4 dimensions ",
                   shape_of(problem_.bias));
     require_distinct_elements(args.dbias, "dbias");
   }
+  if (read != PyDict_Size(arguments.gradients.ptr()))
+    value_error("gradients are wanted of ", nb::str(arguments.gradients.keys()).c_str(),
+                ", but there are those of query, key, value and bias only");
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
   const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_BACKWARD), device_);
   call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {

@@ -5,31 +5,20 @@
 
 #include "broadcast.h"
 #include "library.h"
+#include "record.h"
 #include "varlen.h"
 
 namespace fdm {
 
-// The arguments of Problem.__init__; an absent tensor is None.
-struct ProblemArguments {
-  nb::handle query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k;
-  int64_t max_seqlen_q, max_seqlen_k;
-  nb::handle block_table;
-  double scale;
-  bool causal;
-  double softcap;
-  bool deterministic;
-  int32_t threads;
-  uintptr_t stream;
-};
-
 struct BackwardArguments {
-  nb::handle dout, dlse, out, lse, dq, dk, dv, dbias;
+  nb::handle dout, dlse, out, lse;
+  nb::dict gradients; // the tensors to write, by the names of the fields of AttentionRecord that they belong to
 };
 
 // Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
 class Problem {
 public:
-  Problem(const Pack &pack, const ProblemArguments &arguments);
+  Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution);
 
   int64_t plan_bytes() const { return plan_bytes_; }
   int64_t workspace_bytes(fdm_pass pass) const;
@@ -54,12 +43,12 @@ private:
     int64_t bytes() const { return plan + lse + workspace; }
   };
 
-  void read_query(const ProblemArguments &arguments);
-  void read_key_value(const ProblemArguments &arguments);
-  void read_sequences(const ProblemArguments &arguments);
-  void read_mask(const ProblemArguments &arguments);
-  void read_bias(const ProblemArguments &arguments);
-  void read_scalars(const ProblemArguments &arguments);
+  void read_query(const AttentionRecord &record);
+  void read_key_value(const AttentionRecord &record);
+  void read_sequences(const AttentionRecord &record);
+  void read_mask(const AttentionRecord &record);
+  void read_bias(const AttentionRecord &record);
+  void read_settings(const AttentionRecord &record, const Execution &execution);
   void measure_plan();
 
   // A tensor of the shape and dtype of query, key or value.

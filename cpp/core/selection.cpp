@@ -7,63 +7,62 @@
 
 namespace fdm {
 
-Selection::Selection(const Pack &pack, const SelectionArguments &arguments)
-    : pack_(pack.table()), selection_{}, extents_{} {
+Selection::Selection(const fdm_pack &pack, const SelectionRecord &record, const Execution &execution)
+    : pack_(pack), selection_{}, extents_{} {
   selection_.struct_size = sizeof(fdm_selection);
   selection_.start = selection_.end = selection_.keep = absent_tensor();
-  read_sizes(arguments);
-  const TensorView bias = read_argument(arguments.bias, "attn_bias", float_dtypes);
+  require_at_least(execution.threads, "threads", 1);
+  read_sizes(record);
+  const TensorView bias =
+      read_argument(record.bias, "attn_bias", float_dtypes | (pack_.dtypes & only(no_pack_float64)));
   require_pack_device(bias, "attn_bias", pack_);
   device_ = bias.device;
-  read_sequences(arguments);
-  read_scores(arguments, bias);
-  selection_.flags = arguments.causal ? uint32_t{FDM_CAUSAL} : 0;
-  selection_.context = {device_.index, arguments.threads, reinterpret_cast<void *>(arguments.stream)};
+  read_sequences(record);
+  read_scores(record, bias);
+  selection_.flags = record.causal ? uint32_t{FDM_CAUSAL} : 0;
+  selection_.context = {device_.index, execution.threads, reinterpret_cast<void *>(execution.stream)};
 }
 
-void Selection::read_sizes(const SelectionArguments &arguments) {
-  require_at_least(arguments.batch, "batch", 0);
-  const bool varlen = !is_absent(arguments.cu_seqlens_q);
-  require_at_least(arguments.queries, varlen ? "max_seqlen_q" : "query_length", 0);
-  require_at_least(arguments.keys, varlen ? "max_seqlen_k" : "key_length", 0);
-  require_at_least(arguments.window, "window_size", 0);
-  require_at_least(arguments.threads, "threads", 1);
-  require_heads(arguments.heads, arguments.kv_heads);
-  extents_.batch = selection_.batch = arguments.batch;
-  extents_.heads = selection_.heads = arguments.heads;
-  extents_.kv_heads = selection_.kv_heads = arguments.kv_heads;
-  extents_.queries = extents_.total_queries = selection_.queries = arguments.queries;
-  extents_.keys = extents_.total_keys = selection_.keys = arguments.keys;
-  selection_.window = arguments.window;
+void Selection::read_sizes(const SelectionRecord &record) {
+  require_at_least(record.batch, "batch", 0);
+  const bool varlen = !is_absent(record.cu_seqlens.q);
+  require_at_least(record.queries, varlen ? "max_seqlen_q" : "query_length", 0);
+  require_at_least(record.keys, varlen ? "max_seqlen_k" : "key_length", 0);
+  require_at_least(record.window, "window_size", 0);
+  require_heads(record.heads, record.kv_heads);
+  extents_.batch = selection_.batch = record.batch;
+  extents_.heads = selection_.heads = record.heads;
+  extents_.kv_heads = selection_.kv_heads = record.kv_heads;
+  extents_.queries = extents_.total_queries = selection_.queries = record.queries;
+  extents_.keys = extents_.total_keys = selection_.keys = record.keys;
+  selection_.window = record.window;
 }
 
-void Selection::read_sequences(const SelectionArguments &arguments) {
+void Selection::read_sequences(const SelectionRecord &record) {
   selection_.cu_seqlens_q = selection_.cu_seqlens_k = absent_tensor();
-  extents_.varlen = is_varlen(arguments.cu_seqlens_q, arguments.cu_seqlens_k);
+  extents_.varlen = is_varlen(record.cu_seqlens);
   if (!extents_.varlen) return;
-  const SequenceLengths queries = read_cu_seqlens(arguments.cu_seqlens_q, "cu_seqlens_q", device_);
-  const SequenceLengths keys = read_cu_seqlens(arguments.cu_seqlens_k, "cu_seqlens_k", device_);
-  require_same_batch(queries, keys);
-  if (queries.batch != arguments.batch)
-    value_error("cu_seqlens_q has shape (", queries.batch + 1, ",), but must have shape (", arguments.batch + 1,
-                ",) for a batch of ", arguments.batch);
-  require_longest(queries, "cu_seqlens_q", arguments.queries, "max_seqlen_q");
-  require_longest(keys, "cu_seqlens_k", arguments.keys, "max_seqlen_k");
+  const auto [queries, keys] = read_cu_seqlens(record.cu_seqlens, device_);
+  if (queries.batch != record.batch)
+    value_error(queries.name, " has shape (", queries.batch + 1, ",), but must have shape (", record.batch + 1,
+                ",) for a batch of ", record.batch);
+  require_longest(queries, record.queries);
+  require_longest(keys, record.keys);
   extents_.total_queries = queries.total;
   extents_.total_keys = keys.total;
   selection_.cu_seqlens_q = queries.tensor;
   selection_.cu_seqlens_k = keys.tensor;
 }
 
-void Selection::read_scores(const SelectionArguments &arguments, const TensorView &bias) {
+void Selection::read_scores(const SelectionRecord &record, const TensorView &bias) {
   selection_.bias = map_scores(bias, "attn_bias", extents_);
   if (!extents_.varlen && selection_.bias.shape[3] != extents_.keys)
     value_error("attn_bias has shape ", shape_of(bias), ", but its last size must be the number of keys, ",
                 extents_.keys);
   std::copy_n(selection_.bias.shape, 4, result_shape_);
   selection_.mask = absent_tensor();
-  if (is_absent(arguments.mask)) return;
-  const TensorView mask = read_argument(arguments.mask, "attn_mask", only(FDM_BOOL), device_);
+  if (is_absent(record.mask)) return;
+  const TensorView mask = read_argument(record.mask, "attn_mask", only(FDM_BOOL), device_);
   selection_.mask = map_scores(mask, "attn_mask", extents_);
   const int64_t *shape = selection_.mask.shape;
   // Where both have a row for each query, or neither, the shapes differ by sizes of 1 and by the two head counts only.

@@ -5,23 +5,15 @@
 
 #include "broadcast.h"
 #include "library.h"
+#include "record.h"
 #include "varlen.h"
 
 namespace fdm {
 
-// The arguments of Selection.__init__; an absent tensor is None.
-struct SelectionArguments {
-  nb::handle bias, mask, cu_seqlens_q, cu_seqlens_k;
-  int64_t batch, heads, kv_heads, queries, keys, window;
-  bool causal;
-  int32_t threads;
-  uintptr_t stream;
-};
-
 // Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
 class Selection {
 public:
-  Selection(const Pack &pack, const SelectionArguments &arguments);
+  Selection(const fdm_pack &pack, const SelectionRecord &record, const Execution &execution);
 
   // The same for intervals and for keep.
   int64_t workspace_bytes() const { return workspace_bytes(selection_); }
@@ -35,9 +27,9 @@ public:
   bool keep(const Exchange &exchange, nb::handle keep) const;
 
 private:
-  void read_sizes(const SelectionArguments &arguments);
-  void read_sequences(const SelectionArguments &arguments);
-  void read_scores(const SelectionArguments &arguments, const TensorView &bias);
+  void read_sizes(const SelectionRecord &record);
+  void read_sequences(const SelectionRecord &record);
+  void read_scores(const SelectionRecord &record, const TensorView &bias);
   int64_t workspace_bytes(const fdm_selection &selection) const;
   void require_result_shape(const fdm_tensor &result, const char *name) const;
   fdm_selection with_intervals(nb::handle start, nb::handle end) const;

@@ -12,23 +12,15 @@ namespace {
 
 const int32_t *values_of(const fdm_tensor &tensor) { return static_cast<const int32_t *>(tensor.data); }
 
-} // namespace
-
-bool is_varlen(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k) {
-  if (is_absent(cu_seqlens_q) != is_absent(cu_seqlens_k))
-    value_error(is_absent(cu_seqlens_q) ? "cu_seqlens_q" : "cu_seqlens_k", " is None, but must be given with ",
-                is_absent(cu_seqlens_q) ? "cu_seqlens_k" : "cu_seqlens_q");
-  return !is_absent(cu_seqlens_q);
-}
-
-SequenceLengths read_cu_seqlens(nb::handle object, const char *name, Device device) {
+SequenceLengths read_bounds(nb::handle object, const char *name, const char *longest_name, Device device) {
   const TensorView view = read_argument(object, name, only(FDM_INT32), device);
   require_rank(view, name, 1, "(batch + 1,)");
   if (view.shape[0] < 1) value_error(name, " has shape ", shape_of(view), ", but must have batch + 1 values");
   if (view.shape[0] > 1 && view.stride[0] != 1)
     value_error(name, " has strides ", strides_of(view), ", but must be contiguous");
 
-  SequenceLengths lengths{with_axes(view, {0, new_axis, new_axis, new_axis}), view.shape[0] - 1, Extents::unknown};
+  SequenceLengths lengths{name, longest_name, with_axes(view, {0, new_axis, new_axis, new_axis}), view.shape[0] - 1,
+                          Extents::unknown};
   if (device.type == FDM_CPU) {
     const int32_t *values = values_of(lengths.tensor);
     if (values[0] != 0) value_error(name, " starts with ", values[0], ", but must start with 0");
@@ -41,25 +33,41 @@ SequenceLengths read_cu_seqlens(nb::handle object, const char *name, Device devi
   return lengths;
 }
 
-void require_same_batch(const SequenceLengths &queries, const SequenceLengths &keys) {
+} // namespace
+
+bool is_varlen(const CuSeqlens &cu_seqlens) {
+  const bool no_queries = is_absent(cu_seqlens.q), no_keys = is_absent(cu_seqlens.k);
+  if (no_queries != no_keys)
+    value_error(no_queries ? "cu_seqlens_q" : "cu_seqlens_k", " is None, but must be given with ",
+                no_queries ? "cu_seqlens_k" : "cu_seqlens_q");
+  return !no_queries;
+}
+
+PackedLengths read_cu_seqlens(const CuSeqlens &cu_seqlens, Device device) {
+  const PackedLengths lengths{read_bounds(cu_seqlens.q, "cu_seqlens_q", "max_seqlen_q", device),
+                              read_bounds(cu_seqlens.k, "cu_seqlens_k", "max_seqlen_k", device)};
+  const auto &[queries, keys] = lengths;
   if (keys.batch != queries.batch)
-    value_error("cu_seqlens_k has shape (", keys.batch + 1, ",), but must have shape (", queries.batch + 1,
-                ",) like cu_seqlens_q");
+    value_error(keys.name, " has shape (", keys.batch + 1, ",), but must have shape (", queries.batch + 1, ",) like ",
+                queries.name);
+  return lengths;
 }
 
-void require_total(const SequenceLengths &lengths, const char *name, int64_t total, const char *tensor) {
+void require_total(const SequenceLengths &lengths, int64_t total, const char *tensor) {
   if (lengths.total != Extents::unknown && lengths.total != total)
-    value_error(name, " ends with ", lengths.total, ", but must end with the first size of ", tensor, ", ", total);
+    value_error(lengths.name, " ends with ", lengths.total, ", but must end with the first size of ", tensor, ", ",
+                total);
 }
 
-void require_longest(const SequenceLengths &lengths, const char *name, int64_t longest, const char *longest_name) {
-  require_at_least(longest, longest_name, 0);
+void require_longest(const SequenceLengths &lengths, int64_t longest) {
+  require_at_least(longest, lengths.longest_name, 0);
   if (lengths.total == Extents::unknown) return;
   const int32_t *values = values_of(lengths.tensor);
   int64_t found = 0;
   for (int64_t i = 0; i < lengths.batch; ++i) found = std::max<int64_t>(found, values[i + 1] - values[i]);
   if (found > longest)
-    value_error(longest_name, " is ", longest, ", but must be at least ", found, ", the longest sequence of ", name);
+    value_error(lengths.longest_name, " is ", longest, ", but must be at least ", found, ", the longest sequence of ",
+                lengths.name);
 }
 
 fdm_tensor read_block_table(nb::handle object, const SequenceLengths &keys, int64_t pages, int64_t page_size,

@@ -4,29 +4,36 @@
 #pragma once
 
 #include "checks.h"
+#include "record.h"
 
 namespace fdm {
 
 // Cumulative sequence lengths, int32 (batch + 1,). Their values are checked on the CPU only: on a GPU that would wait.
 struct SequenceLengths {
+  const char *name, *longest_name; // of the arguments that give the bounds and the longest length
   fdm_tensor tensor;
   int64_t batch;
   int64_t total; // the last value; Extents::unknown on a GPU
 };
 
-SequenceLengths read_cu_seqlens(nb::handle object, const char *name, Device device);
+// Of the same sequences.
+struct PackedLengths {
+  SequenceLengths queries, keys;
+
+  int64_t batch() const { return queries.batch; }
+};
 
 // Both cu_seqlens or none.
-bool is_varlen(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k);
+bool is_varlen(const CuSeqlens &cu_seqlens);
 
-// Both must number the same sequences.
-void require_same_batch(const SequenceLengths &queries, const SequenceLengths &keys);
+// Reads both, and checks that they number the same sequences.
+PackedLengths read_cu_seqlens(const CuSeqlens &cu_seqlens, Device device);
 
 // The last value must be `total`, the size of the packed dimension of `tensor`.
-void require_total(const SequenceLengths &lengths, const char *name, int64_t total, const char *tensor);
+void require_total(const SequenceLengths &lengths, int64_t total, const char *tensor);
 
 // `longest` must not be below any length.
-void require_longest(const SequenceLengths &lengths, const char *name, int64_t longest, const char *longest_name);
+void require_longest(const SequenceLengths &lengths, int64_t longest);
 
 // The pages of keys and values: int32 (batch, pages of a sequence). On the CPU its used entries must be existing pages.
 fdm_tensor read_block_table(nb::handle object, const SequenceLengths &keys, int64_t pages, int64_t page_size,

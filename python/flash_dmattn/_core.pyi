@@ -11,7 +11,10 @@ Failures of a pack raise ValueError (invalid argument, buffer too small), NotImp
 (unsupported), MemoryError or RuntimeError.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
+
+from .record import AttentionInputs, SelectionInputs
 
 TensorTuple: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...], int, int]
 # Any: an object with the exchange API, which type checkers know nothing of.
@@ -19,6 +22,9 @@ TensorLike: TypeAlias = TensorTuple | Any
 MaskKind: TypeAlias = Literal["none", "keys", "intervals", "rows"]
 
 PACK_ABI_VERSION: int
+# The names of the fields of the records, in the order in which they are read.
+ATTENTION_FIELDS: tuple[str, ...]
+SELECTION_FIELDS: tuple[str, ...]
 
 class PackError(RuntimeError):
     """A library that cannot be used as a kernel pack; the message has its path and the reason."""
@@ -72,42 +78,24 @@ def load_pack(path: str) -> Pack:
     """
 
 class Problem:
-    """A validated attention problem, with the shapes of the public functions.
+    """A validated attention problem.
 
-    query: (B, Q, H, D); varlen (total_q, H, D).
-    key, value: (B, K, Hk, D); varlen (total_k, Hk, D); with block_table (pages, page size, Hk, D).
+    Its arguments are the fields of `record.AttentionInputs`, the first by position, others by name.
+    A field that is left out has the default that it has there. Tensors have the shapes below.
+
+    query: (B, Q, H, D); packed (total_q, H, D).
+    key, value: (B, K, Hk, D); packed (total_k, Hk, D); with block_table (pages, page size, Hk, D).
     mask: bool, bias: query's dtype or float32:
-        (B|1, H|Hk|1, Q|1, K|1), (B|1, H|Hk|1, K|1) or (B|1, K|1);
-        varlen (H|Hk|1, 1, total_k) or (H|Hk|1, total_q, max_seqlen_k).
-    start, end: int32 (B|1, H|Hk|1, K); varlen (H|Hk|1, total_k). Not together with mask.
-    cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), contiguous; max_seqlen_q and max_seqlen_k at least
-        the longest sequence.
-    block_table: int32 (B, pages of a sequence); varlen and forward only.
+        (B|1, H|Hk|1, Q|1, K|1); packed (H|Hk|1, 1, total_k) or (H|Hk|1, total_q, max_seqlen_k).
+    start, end: int32 (B|1, H|Hk|1, K); packed (H|Hk|1, total_k). Not together with mask.
+    cu_seqlens: int32 (B + 1,), contiguous; each max_seqlen at least the longest sequence.
+    block_table: int32 (B, pages of a sequence); packed and forward only.
+    given_plan: not read here.
     threads: of cpu packs. stream: CUstream as an integer, of GPU packs.
     """
 
     def __init__(
-        self,
-        pack: Pack,
-        query: TensorLike,
-        key: TensorLike,
-        value: TensorLike,
-        *,
-        mask: TensorLike | None = None,
-        start: TensorLike | None = None,
-        end: TensorLike | None = None,
-        bias: TensorLike | None = None,
-        cu_seqlens_q: TensorLike | None = None,
-        cu_seqlens_k: TensorLike | None = None,
-        max_seqlen_q: int = 0,
-        max_seqlen_k: int = 0,
-        block_table: TensorLike | None = None,
-        scale: float,
-        causal: bool,
-        softcap: float,
-        deterministic: bool = False,
-        threads: int = 1,
-        stream: int = 0,
+        self, pack: Pack, *fields: Any, threads: int = 1, stream: int = 0, **named: Any
     ) -> None: ...
     @property
     def plan_bytes(self) -> int: ...
@@ -152,37 +140,17 @@ class Problem:
         dlse: TensorLike | None,
         out: TensorLike,
         lse: TensorLike,
-        dq: TensorLike | None,
-        dk: TensorLike | None,
-        dv: TensorLike | None,
-        dbias: TensorLike | None,
+        gradients: Mapping[str, TensorLike | None],
         plan: TensorLike | None,
         workspace: TensorLike | None,
     ) -> None:
-        """Writes the gradients that are not None, each of its tensor's shape and dtype."""
+        """Writes the gradients that are given, by the names of the fields that they belong to.
+
+        Each has its field's shape and dtype.
+        """
 
 def attend(
-    pack: Pack,
-    threads: int,
-    out: TensorLike,
-    lse: TensorLike | None,
-    query: TensorLike,
-    key: TensorLike,
-    value: TensorLike,
-    mask: TensorLike | None,
-    start: TensorLike | None,
-    end: TensorLike | None,
-    bias: TensorLike | None,
-    cu_seqlens_q: TensorLike | None,
-    cu_seqlens_k: TensorLike | None,
-    block_table: TensorLike | None,
-    plan: TensorLike | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    causal: bool,
-    softcap: float,
-    deterministic: bool,
+    pack: Pack, threads: int, out: TensorLike, lse: TensorLike | None, inputs: AttentionInputs
 ) -> bool:
     """Makes a Problem and does what its attend does, on the current stream of query's library.
 
@@ -193,28 +161,15 @@ def attend(
 class Selection:
     """A validated selection of the window keys with the largest bias.
 
+    Its arguments are the fields of `record.SelectionInputs`, the first by position, others by name.
+
     bias: any float dtype, mask: bool; both of the shapes that Problem takes, bias with all keys.
-    batch, heads, kv_heads, queries, keys: B, H, Hk, Q, K; for varlen queries and keys of the
-        longest sequence.
+    batch, heads, kv_heads, queries, keys: B, H, Hk, Q, K; packed, queries and keys of the longest
+        sequence.
     """
 
     def __init__(
-        self,
-        pack: Pack,
-        bias: TensorLike,
-        *,
-        mask: TensorLike | None = None,
-        cu_seqlens_q: TensorLike | None = None,
-        cu_seqlens_k: TensorLike | None = None,
-        batch: int,
-        heads: int,
-        kv_heads: int,
-        queries: int,
-        keys: int,
-        window: int,
-        causal: bool,
-        threads: int = 1,
-        stream: int = 0,
+        self, pack: Pack, *fields: Any, threads: int = 1, stream: int = 0, **named: Any
     ) -> None: ...
     @property
     def workspace_bytes(self) -> int: ...
@@ -228,16 +183,16 @@ def select(
     threads: int,
     start_or_keep: TensorLike,
     end: TensorLike | None,
-    bias: TensorLike,
-    mask: TensorLike | None,
-    cu_seqlens_q: TensorLike | None,
-    cu_seqlens_k: TensorLike | None,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    queries: int,
-    keys: int,
-    window: int,
-    causal: bool,
+    inputs: SelectionInputs,
 ) -> bool:
     """Makes a Selection and writes start and end, or keep where end is None; else as attend."""
+
+def check_attention(inputs: tuple[Any, ...], device_type: int) -> None:
+    """Raises where Problem would, by the rules that do not depend on a pack; float64 is allowed.
+
+    inputs: all fields. device_type: DLPack's; of tensors on a cpu the values of cu_seqlens and
+        block_table are read.
+    """
+
+def check_selection(inputs: tuple[Any, ...], device_type: int) -> None:
+    """Raises where Selection would; else as check_attention."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .loader import environment
 from .masks import IntervalMask
 
 __all__ = [
+    "MaskParts",
     "autocast",
     "autocast_dtype",
     "backend_name",
@@ -192,9 +193,11 @@ def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, k
     return tensor.unsqueeze(2) if rank == 3 else tensor.view(sizes[0], 1, 1, sizes[1])
 
 
-def mask_parts(
-    mask: Tensor | IntervalMask | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+# The operator's mask, start and end: a mask, or start and end, or none of them.
+MaskParts: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def mask_parts(mask: Tensor | IntervalMask | None) -> MaskParts:
     """Return the operator's mask, start and end."""
     if isinstance(mask, IntervalMask):
         return None, mask.start, mask.end

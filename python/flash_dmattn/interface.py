@@ -26,17 +26,17 @@ from .arguments import (
     without_expansion,
 )
 from .backends import available_backends, check_backend_name, require_available
-from .backends.base import AttentionInputs
 from .checks import MOST_ROWS
 from .masks import IntervalMask
-from .plan import AttentionPlan, Packing, checked_mask
+from .plan import AttentionPlan, checked_mask
+from .record import DENSE, AttentionInputs, Packing
 from .reference import attention_probabilities
 from .selection import (
+    call_shape,
     composable_mask,
     is_one_row,
     keeps_all,
     select,
-    select_packed,
     selectable_bias,
     without_nan,
 )
@@ -113,62 +113,24 @@ def flash_dmattn_func(
             differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
     check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
-    name = backend_name(backend)
-    query, key, value, attn_bias = autocast(query, key, value, attn_bias)
-    check_dtypes(query, key, value, name)
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        _refuse_ranks(query=query, key=key, value=value)
-    if plan is not None:
-        attn_mask = checked_mask(plan, query, key, attn_mask, is_causal, window_size, backend)
-        is_causal, name = plan.is_causal, plan.backend
-    bias = _to_4d("attn_bias", attn_bias, query, key)
-    if isinstance(attn_mask, IntervalMask):
-        attn_mask.check_query_length(query.shape[1], "attn_mask")
-    else:
-        attn_mask = _to_4d("attn_mask", attn_mask, query, key)
-    if window_size is not None:
-        batch, queries, heads, _ = query.shape
-        _, keys, kv_heads, _ = key.shape
-        bias, attn_mask = selectable_bias(bias, batch), composable_mask(attn_mask)
-        if keeps_all(window_size, keys):
-            bias = without_nan(bias)
-        else:
-            attn_mask = select(
-                bias,
-                attn_mask,
-                batch=batch,
-                heads=heads,
-                kv_heads=kv_heads,
-                queries=queries,
-                keys=keys,
-                window_size=window_size,
-                causal=flag("is_causal", is_causal) and not is_one_row(queries),
-                backend=name,
-            )
-    mask, start, end = mask_parts(attn_mask)
-    mask = without_expansion(mask, 4)
-    bias = without_expansion(bias, 4)
-    # By position, which costs half of what names do; the core gets them in this order too.
-    inputs = AttentionInputs(
+    # By position, which costs half of what names do.
+    return _attention(
+        DENSE,
         query,
         key,
         value,
-        mask,
-        start,
-        end,
-        bias,
-        None,  # the cu_seqlens
-        None,
-        None,  # block_table
-        None if plan is None else plan.columns,
-        0,  # the longest sequences
-        0,
-        _scale(softmax_scale, query),
-        flag("is_causal", is_causal),
-        0.0 if softcap is None else number("softcap", softcap),
-        resolved_deterministic(deterministic),
+        attn_mask,
+        attn_bias,
+        softmax_scale,
+        is_causal,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        window_size,
+        plan,
+        return_lse,
+        backend,
     )
-    return _run(inputs, name, return_lse, return_attn_probs)
 
 
 def flash_dmattn_varlen_func(
@@ -230,66 +192,32 @@ def flash_dmattn_varlen_func(
     for argument, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is None:
             raise TypeError(f"{argument} must be an int32 tensor of shape (B + 1,), got None")
-    name = backend_name(backend)
-    query, key, value, attn_bias = autocast(query, key, value, attn_bias)
-    check_dtypes(query, key, value, name)
-    if query.dim() != 3:
-        raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
-    if key.dim() != (3 if block_table is None else 4):
-        form = (
-            "(total_k, Hk, D)" if block_table is None else "(pages, page, Hk, D) with block_table"
-        )
-        raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
-    max_q = index("max_seqlen_q", max_seqlen_q, 0, MOST_ROWS)
-    max_k = index("max_seqlen_k", max_seqlen_k, 0, MOST_ROWS)
     if block_table is not None:
         _refuse_paged_gradients(query, key, value, attn_bias)
-    if plan is not None:
-        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_q, max_k, block_table)
-        given = (attn_mask, is_causal, window_size, backend)
-        attn_mask = checked_mask(plan, query, key, *given, packing)
-        is_causal, name = plan.is_causal, plan.backend
-    if window_size is not None:
-        attn_bias, attn_mask = selectable_bias(attn_bias), composable_mask(attn_mask)
-        if keeps_all(window_size, max_k):
-            attn_bias = without_nan(attn_bias)
-        else:
-            attn_mask = select_packed(
-                attn_bias,
-                attn_mask,
-                "attn_mask",
-                (cu_seqlens_q, cu_seqlens_k, max_q, max_k),
-                num_heads=query.shape[-2],
-                num_kv_heads=key.shape[-2],
-                window_size=window_size,
-                causal=flag("is_causal", is_causal),
-                backend=name,
-            )
-    mask, start, end = mask_parts(attn_mask)
-    # Only the head dimension: the size of the next one tells whether a mask is per key or per
-    # query.
-    mask = without_expansion(mask, 1)
-    attn_bias = without_expansion(attn_bias, 1)
-    inputs = AttentionInputs(
-        query,
-        key,
-        value,
-        mask,
-        start,
-        end,
-        attn_bias,
+    packing = Packing(
         cu_seqlens_q,
         cu_seqlens_k,
         block_table,
-        None if plan is None else plan.columns,
-        max_q,
-        max_k,
-        _scale(softmax_scale, query),
-        flag("is_causal", is_causal),
-        0.0 if softcap is None else number("softcap", softcap),
-        resolved_deterministic(deterministic),
+        index("max_seqlen_q", max_seqlen_q, 0, MOST_ROWS),
+        index("max_seqlen_k", max_seqlen_k, 0, MOST_ROWS),
     )
-    return _run(inputs, name, return_lse, return_attn_probs)
+    return _attention(
+        packing,
+        query,
+        key,
+        value,
+        attn_mask,
+        attn_bias,
+        softmax_scale,
+        is_causal,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        window_size,
+        plan,
+        return_lse,
+        backend,
+    )
 
 
 def get_available_backends() -> list[str]:
@@ -339,35 +267,81 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
     return bound
 
 
-def _run(
-    inputs: AttentionInputs, backend: str, return_lse: bool, return_attn_probs: bool | None
+def _attention(
+    packing: Packing,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | IntervalMask | None,
+    attn_bias: Tensor | None,
+    softmax_scale: float | None,
+    is_causal: bool | None,
+    softcap: float | None,
+    deterministic: bool | None,
+    return_attn_probs: bool | None,
+    window_size: int | None,
+    plan: AttentionPlan | None,
+    return_lse: bool,
+    backend: str | None,
 ) -> Output:
+    """Compute a call of either form, whose tensors are on one device."""
+    name = backend_name(backend)
+    query, key, value, bias = autocast(query, key, value, attn_bias)
+    check_dtypes(query, key, value, name)
+    dense = packing.cu_seqlens_q is None
+    if dense:
+        if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+            _refuse_ranks(query=query, key=key, value=value)
+    else:
+        _check_packed_ranks(query, key, packing)
+    if plan is not None:
+        given = (attn_mask, is_causal, window_size, backend)
+        attn_mask = checked_mask(plan, query, key, *given, packing)
+        is_causal, name = plan.is_causal, plan.backend
+    if dense:
+        bias = _to_4d("attn_bias", bias, query, key)
+        if isinstance(attn_mask, IntervalMask):
+            attn_mask.check_query_length(query.shape[1], "attn_mask")
+        else:
+            attn_mask = _to_4d("attn_mask", attn_mask, query, key)
+    causal = flag("is_causal", is_causal)
+    if window_size is None:
+        mask, start, end = mask_parts(attn_mask)
+    else:
+        start = end = None
+        bias = selectable_bias(bias, query.shape[0] if dense else None)
+        mask = composable_mask(attn_mask)
+        if keeps_all(window_size, key.shape[1] if dense else packing.max_seqlen_k):
+            bias = without_nan(bias)
+        else:
+            shape = call_shape(query, key, packing)
+            limited = causal and not (dense and is_one_row(shape.queries))
+            mask, start, end = select(bias, mask, packing, shape, window_size, limited, name)
+    # Of packed tensors only the head dimension: the size of the next one tells whether a mask is
+    # per key or per query.
+    expandable = 4 if dense else 1
+    inputs = AttentionInputs(
+        query,
+        key,
+        value,
+        without_expansion(mask, expandable),
+        start,
+        end,
+        without_expansion(bias, expandable),
+        *packing[:3],
+        None if plan is None else plan.columns,
+        *packing[3:],
+        _scale(softmax_scale, query),
+        causal,
+        0.0 if softcap is None else number("softcap", softcap),
+        resolved_deterministic(deterministic),
+    )
     return_probabilities = flag("return_attn_probs", return_attn_probs)
     need_lse = flag("return_lse", return_lse) or return_probabilities
-    out, lse = ops.attention(inputs, backend, need_lse=need_lse)
+    out, lse = ops.attention(inputs, name, need_lse=need_lse)
     if lse is None or not need_lse:
         return out
-    return (out, lse, _probabilities(inputs)) if return_probabilities else (out, lse)
-
-
-def _probabilities(inputs: AttentionInputs) -> Tensor:
-    mask: Tensor | IntervalMask | None = inputs.mask
-    if inputs.start is not None and inputs.end is not None:
-        mask = IntervalMask(inputs.start, inputs.end)
-    return attention_probabilities(
-        inputs.query,
-        inputs.key,
-        mask,
-        inputs.bias,
-        scale=inputs.scale,
-        causal=inputs.causal,
-        softcap=inputs.softcap,
-        cu_seqlens_q=inputs.cu_seqlens_q,
-        cu_seqlens_k=inputs.cu_seqlens_k,
-        max_seqlen_q=inputs.max_seqlen_q,
-        max_seqlen_k=inputs.max_seqlen_k,
-        block_table=inputs.block_table,
-    )
+    return (out, lse, attention_probabilities(inputs)) if return_probabilities else (out, lse)
 
 
 def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -387,6 +361,15 @@ def _scale(softmax_scale: float | None, query: Tensor) -> float:
 def _refuse_ranks(**tensors: Tensor) -> NoReturn:
     name, shape = next((n, tuple(t.shape)) for n, t in tensors.items() if t.dim() != 4)
     raise ValueError(f"{name} must have shape (B, rows, heads, D), got {shape}")
+
+
+def _check_packed_ranks(query: Tensor, key: Tensor, packing: Packing) -> None:
+    if query.dim() != 3:
+        raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
+    paged = packing.block_table is not None
+    if key.dim() != (4 if paged else 3):
+        form = "(pages, page, Hk, D) with block_table" if paged else "(total_k, Hk, D)"
+        raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
 
 
 def _refuse_paged_gradients(*tensors: Tensor | None) -> None:

@@ -7,7 +7,7 @@ times as much a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,35 +15,20 @@ from torch import Tensor
 
 from . import dispatch_state
 from .backends import select_backend
-from .backends.base import (
-    AttentionInputs,
-    Gradients,
-    SelectionInputs,
-    interval_shape,
-    keep_shape,
-    lse_dtype,
-    lse_shape,
-)
+from .backends.base import interval_shape, keep_shape, lse_dtype, lse_shape
 from .backends.reference import ReferenceBackend
+from .record import ATTENTION, SELECTION, AttentionInputs, Gradients, SelectionInputs, no_gradient
 
 __all__ = ["attention", "make_plan", "select_intervals", "select_keep"]
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? start, Tensor? end, Tensor? "
-    "bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, Tensor? given_plan, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, bool causal, float softcap, "
-    "bool deterministic, str backend"
-)
-_SELECTION_INPUTS = (
-    "Tensor bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt batch, SymInt "
-    "heads, SymInt kv_heads, SymInt queries, SymInt keys, SymInt window, bool causal, str backend"
-)
-_WANTED = "bool need_dquery, bool need_dkey, bool need_dvalue, bool need_dbias"
-_GRADIENT_NAMES = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias"
-# Where query, key, value and bias stand among the inputs.
-_DIFFERENTIABLE = (0, 1, 2, 6)
-_TENSOR_COUNT = 11
-_SELECTION_TENSOR_COUNT = 4
+_INPUTS = f"{ATTENTION.text}, str backend"
+_SELECTION_INPUTS = f"{SELECTION.text}, str backend"
+_WANTED = ", ".join(f"bool need_d{name}" for name in ATTENTION.differentiable)
+_GRADIENTS = ", ".join(f"Tensor d{name}" for name in ATTENTION.differentiable)
+_FIELD_COUNT = len(AttentionInputs._fields)
+_TENSOR_COUNT = ATTENTION.tensor_count
+_SELECTION_TENSOR_COUNT = SELECTION.tensor_count
+_DIFFERENTIABLE = tuple(zip(ATTENTION.differentiable, ATTENTION.places, strict=True))
 
 _USE_REFERENCE = (
     "pass backend='reference', the formula in plain PyTorch operations and O(Q x K) memory, which "
@@ -106,12 +91,11 @@ def select_keep(inputs: SelectionInputs, backend: str) -> Tensor:
 
 
 def _requires_grad(inputs: AttentionInputs) -> bool:
-    return (
-        inputs.query.requires_grad
-        or inputs.key.requires_grad
-        or inputs.value.requires_grad
-        or (inputs.bias is not None and inputs.bias.requires_grad)
-    )
+    for place in ATTENTION.places:
+        tensor = inputs[place]
+        if tensor is not None and tensor.requires_grad:  # type: ignore[union-attr]
+            return True
+    return False
 
 
 def _is_recorded(tensors: tuple[Any, ...]) -> bool:
@@ -136,9 +120,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = AttentionInputs(*plain)
     chosen = select_backend(inputs.query.device, backend)
     plan = _no_plan(inputs)
-    if inputs.plan is None:
+    if inputs.given_plan is None:
         plan = chosen.make_plan(inputs, zeroed=True)
-        inputs = inputs._replace(plan=plan)
+        inputs = inputs._replace(given_plan=plan)
     out, lse, _ = chosen.forward(inputs)
     return out, lse, plan
 
@@ -149,7 +133,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         query.new_empty(query.shape),
         query.new_empty(lse_shape(query), dtype=lse_dtype(query.dtype)),
-        _plan_fake(*arguments) if inputs.plan is None else _no_plan(inputs),
+        _plan_fake(*arguments) if inputs.given_plan is None else _no_plan(inputs),
     )
 
 
@@ -159,34 +143,63 @@ def _no_plan(inputs: AttentionInputs) -> Tensor:
 
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, plan: Tensor, *arguments: Any
-) -> Gradients:
-    *plain, backend, need_dquery, need_dkey, need_dvalue, need_dbias = arguments
-    inputs = AttentionInputs(*map(_without_negation, plain))
-    if inputs.plan is None:
-        inputs = inputs._replace(plan=plan)
-    return select_backend(out.device, backend).backward(
-        inputs,
-        _without_negation(dout),
-        _without_negation(dlse),
-        out,
-        lse,
-        (need_dquery, need_dkey, need_dvalue, need_dbias),
-    )
+) -> tuple[Tensor, ...]:
+    inputs = AttentionInputs(*map(_without_negation, arguments[:_FIELD_COUNT]))
+    wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
+    dout, dlse = _without_negation(dout), _without_negation(dlse)
+    gradients = _gradients(inputs, arguments[_FIELD_COUNT], (dout, dlse, out, lse, plan), wanted)
+    return _as_outputs(inputs, gradients)
 
 
 def _backward_fake(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, plan: Tensor, *arguments: Any
-) -> Gradients:
-    wanted, inputs = arguments[-4:], AttentionInputs(*arguments[:-5])
-    shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
-    return Gradients(
-        *(
-            out.new_empty(0, dtype=out.dtype if like is None else like.dtype)
-            if like is None or not want
-            else like.new_empty(like.shape)
-            for like, want in zip(shaped_like, wanted, strict=True)
-        )
+) -> tuple[Tensor, ...]:
+    inputs = AttentionInputs(*arguments[:_FIELD_COUNT])
+    gradients = {}
+    for name in _wanted(inputs, arguments[_FIELD_COUNT + 1 :]):
+        like = getattr(inputs, name)
+        gradients[name] = like.new_empty(like.shape)
+    return _as_outputs(inputs, gradients)
+
+
+def _wanted(inputs: AttentionInputs, flags: Sequence[bool]) -> tuple[str, ...]:
+    """Return the names of the fields whose gradients an operator is asked for."""
+    return tuple(
+        name
+        for (name, place), wanted in zip(_DIFFERENTIABLE, flags, strict=True)
+        if wanted and inputs[place] is not None
     )
+
+
+def _as_outputs(inputs: AttentionInputs, gradients: Gradients) -> tuple[Tensor, ...]:
+    """Return the gradients as outputs of an operator: without elements where not wanted.
+
+    Of their own each, for outputs of an operator must not be the same tensor.
+    """
+    return tuple(
+        gradients[name] if name in gradients else no_gradient(inputs, name)
+        for name in ATTENTION.differentiable
+    )
+
+
+def _gradients(
+    inputs: AttentionInputs,
+    backend: str,
+    results: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    wanted: tuple[str, ...],
+) -> Gradients:
+    """Run a backend's backward pass.
+
+    Args:
+        inputs, backend: of the call.
+        results: the gradients of out and lse, out, lse, and the plan that forward made.
+        wanted: the names of the fields whose gradients are wanted.
+    """
+    dout, dlse, out, lse, plan = results
+    if inputs.given_plan is None:
+        inputs = inputs._replace(given_plan=plan)
+    chosen = select_backend(out.device, backend)
+    return chosen.backward(inputs, dout, dlse, out, lse, wanted)
 
 
 def _without_negation(argument: Any) -> Any:
@@ -207,28 +220,32 @@ def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
     *tensors, out, lse, plan = ctx.saved_tensors
-    gradients: list[Tensor | None] = [None] * (_TENSOR_COUNT + len(ctx.settings))
-    wanted = tuple(bool(ctx.needs_input_grad[index]) for index in _DIFFERENTIABLE)
-    if (dout is None and dlse is None) or not any(wanted):
-        return tuple(gradients)
+    *settings, backend = ctx.settings
+    slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
+    flags = tuple(bool(ctx.needs_input_grad[place]) for place in ATTENTION.places)
+    if (dout is None and dlse is None) or not any(flags):
+        return tuple(slots)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    arguments = (dout, dlse, out, lse, plan, *tensors, *ctx.settings, *wanted)
-    given = arguments[: 5 + _TENSOR_COUNT]
-    if ctx.settings[-1] == "reference" and _is_recorded(given):
-        computed = _REFERENCE.recorded_backward(
-            AttentionInputs(*tensors, *ctx.settings[:-1]), dout, dlse, wanted
-        )
+    results = (dout, dlse, out, lse, plan)
+    given = (*results, *tensors)
+    inputs = AttentionInputs(*tensors, *settings)
+    if backend == "reference" and _is_recorded(given):
+        gradients = _REFERENCE.recorded_backward(inputs, dout, dlse, _wanted(inputs, flags))
     elif dispatch_state.is_idle(given) and not _is_recorded(given):
-        computed = _backward(*arguments)
-    elif dispatch_state.is_transformed():
-        computed = _TransformedGradients.apply(*arguments)  # type: ignore[no-untyped-call]
+        gradients = _gradients(inputs, backend, results, _wanted(inputs, flags))
     else:
-        computed = torch.ops.flash_dmattn.attention_backward.default(*arguments)
-    for index, want, gradient in zip(_DIFFERENTIABLE, wanted, computed, strict=True):
-        if want:
-            gradients[index] = gradient
-    return tuple(gradients)
+        differentiate: Callable[..., tuple[Tensor, ...]] = (
+            _TransformedGradients.apply
+            if dispatch_state.is_transformed()
+            else torch.ops.flash_dmattn.attention_backward.default
+        )
+        outputs = differentiate(*results, *inputs, backend, *flags)
+        gradients = dict(zip(ATTENTION.differentiable, outputs, strict=True))
+    for (name, place), wanted in zip(_DIFFERENTIABLE, flags, strict=True):
+        if wanted:
+            slots[place] = gradients[name]
+    return tuple(slots)
 
 
 class _Attention(torch.autograd.Function):
@@ -238,7 +255,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         inputs = AttentionInputs(*arguments[:-1])
         out, lse, made = select_backend(inputs.query.device, arguments[-1]).forward(inputs)
-        plan = _no_plan(inputs) if made is None or made is inputs.plan else made
+        plan = _no_plan(inputs) if made is None or made is inputs.given_plan else made
         _save_for_backward(ctx, arguments, (out, lse, plan))
         return out, lse, plan
 
@@ -347,7 +364,7 @@ _define(
     "attention_backward",
     (
         f"Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor plan, {_INPUTS}, {_WANTED}",
-        f"({_GRADIENT_NAMES})",
+        f"({_GRADIENTS})",
     ),
     _backward,
     _backward_fake,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -19,12 +17,13 @@ from .arguments import (
     to_4d,
     without_expansion,
 )
-from .backends.base import AttentionInputs
 from .checks import MOST_ROWS, described
 from .masks import IntervalMask
+from .record import DENSE, AttentionInputs, Packing
 
-__all__ = ["AttentionPlan", "Packing", "checked_mask", "make_plan"]
+__all__ = ["AttentionPlan", "checked_mask", "make_plan"]
 
+_BOUNDS = Packing._fields[:2]
 _DENSE_SIZES = (
     "query.shape[0]",
     "query.shape[1]",
@@ -40,16 +39,6 @@ _PACKED_SIZES = (
     "max_seqlen_q",
     "max_seqlen_k",
 )
-
-
-class Packing(NamedTuple):
-    """How the sequences of a varlen call are packed."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    block_table: Tensor | None
 
 
 class AttentionPlan:
@@ -78,7 +67,7 @@ class AttentionPlan:
         backend: str,
         columns: Tensor,
         sizes: tuple[int, ...],
-        packing: Packing | None,
+        packing: Packing,
     ) -> None:
         """Keep the results of `make_plan`, which is how plans are made."""
         self.attn_mask = attn_mask
@@ -91,7 +80,7 @@ class AttentionPlan:
 
     def __repr__(self) -> str:
         """Show what it was made for."""
-        names = _DENSE_SIZES if self._packing is None else _PACKED_SIZES
+        names = _DENSE_SIZES if self._packing.is_dense else _PACKED_SIZES
         sizes = ", ".join(f"{n}={s}" for n, s in zip(names, self._sizes, strict=True))
         return (
             f"AttentionPlan({sizes}, is_causal={self.is_causal}, backend={self.backend!r}, "
@@ -106,8 +95,7 @@ class AttentionPlan:
             if isinstance(mask, IntervalMask)
             else [("attn_mask", mask)]
         )
-        if self._packing is not None:
-            named += zip(("cu_seqlens_q", "cu_seqlens_k"), self._packing[:2], strict=True)
+        named += zip(_BOUNDS, self._packing[:2], strict=True)
         # Tensors made in inference mode do not count.
         return tuple((n, t, t._version) for n, t in named if t is not None and not t.is_inference())
 
@@ -161,32 +149,16 @@ def make_plan(
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     sizes = _sizes(query, key, packing)
     mask: Tensor | IntervalMask | None = attn_mask
-    if packing is None:
+    if packing.is_dense:
         if isinstance(mask, IntervalMask):
             mask.check_query_length(query.shape[1], "attn_mask")
         elif mask is not None:
             batch, _, heads, keys, kv_heads = sizes
             mask = to_4d("attn_mask", mask, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
     plain, start, end = mask_parts(mask)
-    inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=key,
-        mask=without_expansion(plain, 4 if packing is None else 1),
-        start=start,
-        end=end,
-        bias=None,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        block_table=block_table,
-        plan=None,
-        max_seqlen_q=0 if packing is None else packing.max_seqlen_q,
-        max_seqlen_k=0 if packing is None else packing.max_seqlen_k,
-        scale=1.0,
-        causal=causal,
-        softcap=0.0,
-        deterministic=False,
-    )
+    plain = without_expansion(plain, 4 if packing.is_dense else 1)
+    # A plan is the same for any values and settings but these.
+    inputs = AttentionInputs(query, key, key, plain, start, end, causal=causal, **packing._asdict())
     return AttentionPlan(attn_mask, causal, name, ops.make_plan(inputs, name), sizes, packing)
 
 
@@ -198,7 +170,7 @@ def checked_mask(
     is_causal: bool | None,
     window_size: int | None,
     backend: str | None,
-    packing: Packing | None = None,
+    packing: Packing = DENSE,
 ) -> Tensor | IntervalMask | None:
     """Return the plan's mask; raise unless the plan fits a call.
 
@@ -211,8 +183,8 @@ def checked_mask(
         raise TypeError(
             f"plan must be an AttentionPlan of make_plan or None, got {described(plan)}"
         )
-    if (packing is None) != (plan._packing is None):
-        made, func = ("dense", "") if plan._packing is None else ("packed", "varlen_")
+    if packing.is_dense != plan._packing.is_dense:
+        made, func = ("dense", "") if plan._packing.is_dense else ("packed", "varlen_")
         raise ValueError(f"plan was made for {made} tensors; pass it to flash_dmattn_{func}func")
     if query.device != plan.columns.device:
         raise ValueError(
@@ -235,14 +207,14 @@ def checked_mask(
         raise ValueError(f"backend is {described(backend)}, but plan was made for {plan.backend!r}")
     sizes = _sizes(query, key, packing)
     if sizes != plan._sizes:
-        names = _DENSE_SIZES if packing is None else _PACKED_SIZES
+        names = _DENSE_SIZES if packing.is_dense else _PACKED_SIZES
         for name, size, made_for in zip(names, sizes, plan._sizes, strict=True):
             if size != made_for:
                 raise ValueError(
                     f"{name} is {size}, but plan was made for {made_for}; make another with "
                     "make_plan"
                 )
-    if packing is not None and plan._packing is not None:
+    if not packing.is_dense:
         _check_packing(packing, plan._packing)
     if not torch.compiler.is_compiling():
         _check_versions(plan)
@@ -250,7 +222,7 @@ def checked_mask(
 
 
 def _check_packing(packing: Packing, made_for: Packing) -> None:
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    for name in _BOUNDS:
         # Not by value, which would have to be read from the device.
         if getattr(packing, name) is not getattr(made_for, name):
             raise ValueError(
@@ -277,7 +249,7 @@ def _packing(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     block_table: Tensor | None,
-) -> Packing | None:
+) -> Packing:
     given = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -286,7 +258,7 @@ def _packing(
     }
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given) and block_table is None:
-        return None
+        return DENSE
     if cu_seqlens_q is None or cu_seqlens_k is None or missing:
         raise ValueError(
             f"{missing[0]} must be given too: packed sequences need {', '.join(given)}"
@@ -294,21 +266,21 @@ def _packing(
     longest_q, longest_k = (
         index(n, given[n], 0, MOST_ROWS) for n in ("max_seqlen_q", "max_seqlen_k")
     )
-    return Packing(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, block_table)
+    return Packing(cu_seqlens_q, cu_seqlens_k, block_table, longest_q, longest_k)
 
 
-def _sizes(query: Tensor, key: Tensor, packing: Packing | None) -> tuple[int, ...]:
-    rank = 4 if packing is None else 3
-    if query.dim() != rank or key.dim() != (rank if packing is None else key.dim()):
-        form = "(B, rows, heads, D)" if packing is None else "(total, heads, D)"
+def _sizes(query: Tensor, key: Tensor, packing: Packing) -> tuple[int, ...]:
+    rank = 4 if packing.is_dense else 3
+    if query.dim() != rank or key.dim() != (rank if packing.is_dense else key.dim()):
+        form = "(B, rows, heads, D)" if packing.is_dense else "(total, heads, D)"
         raise ValueError(
             f"query and key must have shape {form}, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
-    if packing is not None and key.dim() != (3 if packing.block_table is None else 4):
+    if not packing.is_dense and key.dim() != (3 if packing.block_table is None else 4):
         form = "(total_k, Hk, D), or (pages, page, Hk, D) with block_table"
         raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
     queries, keys = query.shape, key.shape
-    if packing is None:
+    if packing.is_dense:
         return (queries[0], queries[1], queries[2], keys[1], keys[2])
     table = packing.block_table
     held = keys[0] if table is None else table.shape[1] * keys[1]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .masks import IntervalMask, intervals_to_bool
+from .record import AttentionInputs, Gradients, Packing
 
 __all__ = ["attention_probabilities", "attention_reference"]
 
@@ -81,32 +82,26 @@ def attention_reference(
     """
     from .reference_arguments import check_reference  # which imports this for its backend
 
-    tensors = (query, key, value, mask, bias, cu_seqlens_q, cu_seqlens_k, block_table)
-    checked = check_reference(*tensors, scale, causal, softcap)
-    return formula(*tensors, *checked)
-
-
-def formula(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | IntervalMask | None,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
-    scale: float,
-    causal: bool,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """Do what `attention_reference` does, with arguments that have been checked."""
-    parts = [
-        (part, attend(part, scale, causal, softcap))
-        for part in sequences(
-            query, key, value, mask, bias, cu_seqlens_q, cu_seqlens_k, block_table
+    return formula(
+        check_reference(
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            scale,
+            causal,
+            softcap,
+            Packing(cu_seqlens_q, cu_seqlens_k, block_table),
         )
-    ]
-    if cu_seqlens_q is None:
+    )
+
+
+def formula(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Do what `attention_reference` does, for a call that has been checked."""
+    query = inputs.query
+    parts = [(part, attend(part, inputs)) for part in sequences(inputs)]
+    if not inputs.packed:
         (_, whole), *_ = parts
         return whole.out.transpose(1, 2).to(query.dtype).contiguous(), whole.lse
     out = torch.cat(
@@ -121,68 +116,52 @@ def formula(
     return out, lse
 
 
-def attention_probabilities(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    softcap: float = 0.0,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_table: Tensor | None = None,
-) -> Tensor:
-    """Return the attention probabilities ``(B, H, Q, K)`` in query's dtype; arguments as
-    `attention_reference`.
+def attention_probabilities(inputs: AttentionInputs) -> Tensor:
+    """Return the attention probabilities ``(B, H, Q, K)`` in query's dtype.
 
-    Varlen gives ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside each sequence.
+    A packed call gives ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside each sequence.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, longest = inputs.query, (inputs.max_seqlen_q, inputs.max_seqlen_k)
     probabilities = [
-        attend(part, scale, causal, softcap).probabilities.to(query.dtype)
-        for part in sequences(query, key, key, mask, bias, cu_seqlens_q, cu_seqlens_k, block_table)
+        attend(part, inputs).probabilities.to(query.dtype) for part in sequences(inputs)
     ]
-    if cu_seqlens_q is None:
+    if not inputs.packed:
         return probabilities[0]
     padded = [
-        torch.nn.functional.pad(p, (0, max_seqlen_k - p.shape[3], 0, max_seqlen_q - p.shape[2]))
+        torch.nn.functional.pad(p, (0, longest[1] - p.shape[3], 0, longest[0] - p.shape[2]))
         for p in probabilities
     ]
-    nothing = query.new_empty((0, query.shape[1], max_seqlen_q, max_seqlen_k))
-    return torch.cat([nothing, *padded])
+    return torch.cat([query.new_empty((0, query.shape[1], *longest)), *padded])
 
 
 def recorded_gradients(
-    tensors: tuple[Tensor | None, ...],
-    compute: Callable[..., tuple[Tensor, Tensor]],
+    tensors: dict[str, Tensor | None],
+    compute: Callable[[dict[str, Tensor | None]], tuple[Tensor, Tensor]],
     gradients: tuple[Tensor | None, Tensor | None],
-    wanted: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
+    wanted: tuple[str, ...],
+) -> Gradients:
     """Return the gradients of a call, which autograd can differentiate any number of times.
 
     Args:
-        tensors: query, key, value and bias.
+        tensors: those of the call that have gradients, by name.
         compute: returns out and lse of them.
         gradients: of out and lse.
-        wanted: which gradients to return; the others are tensors without elements.
+        wanted: the names of those whose gradients to return.
     """
     with torch.enable_grad():
         # Views, for one tensor may stand in several places, each of which has a gradient.
-        own = [t if t is None else t.view_as(t) for t in tensors]
-        pairs = [p for p in zip(compute(*own), gradients, strict=True) if p[1] is not None]
-        places = [t for t, want in zip(own, wanted, strict=True) if t is not None and want]
+        own = {name: None if t is None else t.view_as(t) for name, t in tensors.items()}
+        pairs = [p for p in zip(compute(own), gradients, strict=True) if p[1] is not None]
         outputs, grads = zip(*pairs, strict=True)
-        found = iter(
-            torch.autograd.grad(
-                outputs, places, grads, create_graph=True, allow_unused=True, materialize_grads=True
-            )
+        found = torch.autograd.grad(
+            outputs,
+            [t for name in wanted if (t := own[name]) is not None],
+            grads,
+            create_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
-        nothing = gradients[0] if gradients[0] is not None else outputs[0]
-        return tuple(next(found) if want else nothing.new_empty(0) for want in wanted)
+        return dict(zip(wanted, found, strict=True))
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -190,22 +169,24 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def sequences(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | IntervalMask | None,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
-) -> Iterator[Sequence]:
-    """Yield the dense problems of a call: one, or one for each sequence of a varlen batch."""
+def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:
+    """Yield the dense problems of a call: one, or one for each sequence of a packed batch."""
+    query, key, value, bias = inputs.query, inputs.key, inputs.value, inputs.bias
+    mask = (
+        inputs.mask
+        if inputs.start is None or inputs.end is None
+        else IntervalMask(inputs.start, inputs.end)
+    )
+    cu_seqlens_q, cu_seqlens_k, block_table = (
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        inputs.block_table,
+    )
     if cu_seqlens_q is None or cu_seqlens_k is None:
         if isinstance(mask, IntervalMask):
             mask = mask.to_bool(query.shape[1])
         everything = slice(None)
-        yield Sequence(everything, everything, query, key, value, _as_4d(mask), _as_4d(bias))
+        yield Sequence(everything, everything, query, key, value, mask, bias)
         return
     q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for index in range(len(q_bounds) - 1):
@@ -229,10 +210,10 @@ def sequences(
         )
 
 
-def attend(part: Sequence, scale: float, causal: bool, softcap: float) -> Attended:
-    """Compute one dense problem, in full precision even where autocast is enabled."""
+def attend(part: Sequence, inputs: AttentionInputs) -> Attended:
+    """Compute one dense problem of a call, in full precision even where autocast is enabled."""
     with without_autocast(part.query.device.type):
-        return _attend(part, scale, causal, softcap)
+        return _attend(part, inputs.scale, inputs.causal, inputs.softcap)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -296,12 +277,6 @@ def per_query_head(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
     if tensor.shape[1] in (1, heads):
         return tensor
     return tensor.repeat_interleave(heads // kv_heads, 1)
-
-
-def _as_4d(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or tensor.dim() == 4:
-        return tensor
-    return tensor[:, None, None, :] if tensor.dim() == 2 else tensor.unsqueeze(2)
 
 
 def _sequence_mask(mask: Tensor | IntervalMask | None, rows: slice, keys: slice) -> Tensor | None:

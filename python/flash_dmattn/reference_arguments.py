@@ -8,9 +8,9 @@ from torch import Tensor
 
 from . import checks
 from .arguments import check_together, mask_parts, to_4d
-from .backends.base import AttentionInputs
 from .backends.shapes import check_attention
 from .masks import IntervalMask
+from .record import AttentionInputs, Packing
 
 __all__ = ["check_reference"]
 
@@ -24,48 +24,50 @@ def check_reference(
     value: Tensor,
     mask: Tensor | IntervalMask | None,
     bias: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
     scale: float | None,
     causal: bool,
     softcap: float,
-) -> tuple[float, bool, float]:
-    """Return scale, causal and softcap; raise where the formula would fail or mean nothing.
+    packing: Packing,
+) -> AttentionInputs:
+    """Return the record of a call; raise where the formula would fail or mean nothing.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: a shape, a device or a number does not fit.
     """
-    bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    given = packing._asdict()
+    bounds = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
     checks.tensor("query", query)
     named = {"key": key, "value": value, "attn_mask": mask, "bias": bias}
     try:
-        check_together("query", query, {**named, **bounds, "block_table": block_table})
-        for name, given in bounds.items():
-            if given is not None:
-                checks.bounds(name, given)
-        if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-            missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-            raise ValueError(f"{missing} must be given too: packed sequences need both")
-        if block_table is not None and cu_seqlens_k is None:
+        check_together("query", query, {**named, **bounds, "block_table": packing.block_table})
+        for name, tensor in bounds.items():
+            if tensor is not None:
+                checks.bounds(name, tensor)
+        missing = [name for name, tensor in bounds.items() if tensor is None]
+        if len(missing) == 1:
+            raise ValueError(f"{missing[0]} must be given too: packed sequences need both")
+        if packing.block_table is not None and missing:
             raise ValueError("block_table needs cu_seqlens_q and cu_seqlens_k, which are None")
-        inputs = _inputs(query, key, value, mask, bias, cu_seqlens_q, cu_seqlens_k, block_table)
         if scale is not None:
-            inputs = inputs._replace(scale=checks.number("scale", scale))
+            scale = checks.number("scale", scale)
         elif query.dim() and query.shape[-1]:
-            inputs = inputs._replace(scale=float(query.shape[-1] ** -0.5))
-        inputs = inputs._replace(
-            causal=checks.flag("causal", causal), softcap=checks.number("softcap", softcap, "")
+            scale = float(query.shape[-1] ** -0.5)
+        else:
+            scale = 1.0
+        inputs = _inputs(query, key, value, mask, bias, packing)._replace(
+            scale=scale,
+            causal=checks.flag("causal", causal),
+            softcap=checks.number("softcap", softcap, ""),
         )
-        check_attention(inputs)
+        check_attention(_with_bias_of_query_dtype(inputs))
     except (TypeError, ValueError) as error:
         # The rules are those of attention, whose arguments have other names.
         text = str(error)
         for name, own in _NAMES.items():
             text = text.replace(name, own)
         raise type(error)(text) from None
-    return inputs.scale, inputs.causal, inputs.softcap
+    return inputs
 
 
 def _inputs(
@@ -74,13 +76,12 @@ def _inputs(
     value: Tensor,
     mask: Tensor | IntervalMask | None,
     bias: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
+    packing: Packing,
 ) -> AttentionInputs:
-    longest_q = longest_k = 0
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        longest_q, longest_k = _longest(cu_seqlens_q), _longest(cu_seqlens_k)
+    if packing.cu_seqlens_q is not None and packing.cu_seqlens_k is not None:
+        packing = packing._replace(
+            max_seqlen_q=_longest(packing.cu_seqlens_q), max_seqlen_k=_longest(packing.cu_seqlens_k)
+        )
     elif query.dim() == 4 and key.dim() == 4:
         if isinstance(mask, IntervalMask):
             mask.check_query_length(query.shape[1], "attn_mask")
@@ -94,28 +95,16 @@ def _inputs(
             mask = to_4d("attn_mask", mask, **sizes)
         if bias is not None:
             bias = to_4d("attn_bias", bias, **sizes)
-    if bias is not None and bias.dtype in _FLOATS and query.dtype in _FLOATS:
-        bias = bias.to(query.dtype)  # the formula computes with any
     plain, start, end = mask_parts(mask)
-    return AttentionInputs(
-        query,
-        key,
-        value,
-        plain,
-        start,
-        end,
-        bias,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        block_table,
-        None,
-        longest_q,
-        longest_k,
-        1.0,
-        False,
-        0.0,
-        False,
-    )
+    return AttentionInputs(query, key, value, plain, start, end, bias, **packing._asdict())
+
+
+def _with_bias_of_query_dtype(inputs: AttentionInputs) -> AttentionInputs:
+    """Return a call in which the dtype of bias is allowed: the formula computes with any."""
+    bias, dtype = inputs.bias, inputs.query.dtype
+    if bias is None or bias.dtype not in _FLOATS or dtype not in _FLOATS:
+        return inputs
+    return inputs._replace(bias=bias.to(dtype))
 
 
 def _longest(cu_seqlens: Tensor) -> int:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import checks, ops
 from .arguments import (
+    MaskParts,
     backend_name,
     check_together,
     flag,
@@ -18,17 +19,18 @@ from .arguments import (
     to_4d,
     without_expansion,
 )
-from .backends.base import SelectionInputs
 from .checks import MOST_ROWS
 from .masks import IntervalMask
+from .record import DENSE, Packing, SelectionInputs
 
 __all__ = [
+    "CallShape",
+    "call_shape",
     "composable_mask",
     "dynamic_mask",
     "is_one_row",
     "keeps_all",
     "select",
-    "select_packed",
     "selectable_bias",
     "without_nan",
 ]
@@ -98,87 +100,61 @@ def dynamic_mask(
             "attention_mask must have dtype torch.bool (True: can be seen), got "
             f"{attention_mask.dtype}"
         )
-    options: dict[str, Any] = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "window_size": window_size,
-        "causal": flag("is_causal", is_causal),
-        "backend": backend_name(backend),
-    }
+    packing = DENSE
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return select_packed(attn_bias, attention_mask, "attention_mask", packing, **options)
-    inputs = _dense_inputs(attn_bias, attention_mask, query_length, key_length)
-    return _select_with_heads(inputs, "attention_mask", **options)
-
-
-def select_packed(
-    bias: Tensor,
-    mask: Tensor | None,
-    mask_name: str,
-    packing: tuple[Tensor | None, Tensor | None, int | None, int | None],
-    **options: Any,
-) -> Tensor | IntervalMask:
-    """Do what `dynamic_mask` does for packed sequences; the mask is called as the caller does.
-
-    Args:
-        bias, mask: of three dimensions.
-        mask_name: for messages.
-        packing: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
-        **options: num_heads, num_kv_heads, window_size, causal and backend.
-    """
-    inputs = _packed_inputs(bias, mask, mask_name, *packing)
-    return _select_with_heads(inputs, mask_name, *packing[:2], **options)
-
-
-def _select_with_heads(
-    inputs: dict[str, Any],
-    mask_name: str,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    num_heads: int | None,
-    num_kv_heads: int | None,
-    **options: Any,
-) -> Tensor | IntervalMask:
-    counts = [t.shape[-3] for t in (inputs["bias"], inputs["mask"]) if t is not None]
-    counts = [count for count in counts if count != 1] or [1]
-    heads = max(counts) if num_heads is None else index("num_heads", num_heads, 1)
-    kv_heads = min(counts) if num_kv_heads is None else index("num_kv_heads", num_kv_heads, 1)
-    if kv_heads and heads % kv_heads:
-        given = "num_heads" if num_kv_heads is None else "num_kv_heads"
-        raise ValueError(
-            f"{given}: the number of query heads must be a multiple of the number of key heads, "
-            f"got {heads} and {kv_heads}"
+        packing = _packing(Packing(cu_seqlens_q, cu_seqlens_k), max_seqlen_q, max_seqlen_k)
+        bias, mask = attn_bias, attention_mask
+        _check_packed_form(bias, mask, "attention_mask")
+        batch, queries, keys = packing.sequences, *packing[3:]
+    else:
+        bias, mask, batch, queries, keys = _dense_tensors(
+            attn_bias, attention_mask, query_length, key_length
         )
-    if inputs["mask"] is not None:
-        _check_mask(mask_name, inputs, heads, kv_heads)
-    return select(
-        **inputs,
-        heads=heads,
-        kv_heads=kv_heads,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        **options,
-    )
+    heads = _head_counts(bias, mask, num_heads, num_kv_heads)
+    shape = CallShape(batch, *heads, queries, keys)
+    if mask is not None:
+        _check_mask(mask, bias, shape)
+    causal, name = flag("is_causal", is_causal), backend_name(backend)
+    keep, start, end = select(bias, mask, packing, shape, window_size, causal, name)
+    if start is None or end is None:
+        assert keep is not None
+        return keep
+    return IntervalMask(start, end, query_length=shape.queries if packing.is_dense else None)
+
+
+class CallShape(NamedTuple):
+    """The sizes of the call that a selection is for."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int  # packed: of the longest sequence
+    keys: int
+
+
+def call_shape(query: Tensor, key: Tensor, packing: Packing) -> CallShape:
+    """Return the sizes of an attention call."""
+    if packing.is_dense:
+        batch, queries, heads, _ = query.shape
+        return CallShape(batch, heads, key.shape[2], queries, key.shape[1])
+    _check_bounds(packing)
+    longest = packing[3:]
+    return CallShape(packing.sequences, query.shape[-2], key.shape[-2], *longest)
 
 
 def select(
     bias: Tensor,
     mask: Tensor | None,
-    *,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    queries: int,
-    keys: int,
+    packing: Packing,
+    shape: CallShape,
     window_size: int,
     causal: bool,
     backend: str,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> Tensor | IntervalMask:
+) -> MaskParts:
     """Do what `dynamic_mask` does, with its bias and mask in 4 dimensions, or 3 of a packed batch.
+
+    Returns:
+        A mask, or start and end, as an operator takes them.
 
     Raises:
         TypeError, ValueError: as `dynamic_mask`.
@@ -191,30 +167,18 @@ def select(
             'backend="reference"'
         )
     bias = bias.detach()
-    if cu_seqlens_q is not None:
+    if not packing.is_dense:
+        _check_packed_form(bias, mask, "attn_mask")
         # Only the head dimension, as in attention.
         bias, mask = without_expansion(bias, 1), without_expansion(mask, 1)
     else:
         if bias.shape[3] == 1:
-            bias = bias.expand(-1, -1, -1, keys)  # equal biases, of which the first are kept
+            bias = bias.expand(-1, -1, -1, shape.keys)  # equal biases, of which the first are kept
         bias, mask = without_expansion(bias, 3), without_expansion(mask, 4)
-    selection = SelectionInputs(
-        bias,
-        mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        batch,
-        heads,
-        kv_heads,
-        queries,
-        keys,
-        window,
-        causal,
-    )
+    selection = SelectionInputs(bias, mask, *packing[:2], *shape, window, causal)
     if causal and bias.shape[-2] == 1 and (mask is None or mask.shape[-2] == 1):
-        start, end = ops.select_intervals(selection, backend)
-        return IntervalMask(start, end, query_length=queries if cu_seqlens_q is None else None)
-    return ops.select_keep(selection, backend)
+        return None, *ops.select_intervals(selection, backend)
+    return ops.select_keep(selection, backend), None, None
 
 
 def is_one_row(queries: int) -> bool:
@@ -272,9 +236,10 @@ def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
     return mask_parts(mask)[0]
 
 
-def _dense_inputs(
+def _dense_tensors(
     bias: Tensor, mask: Tensor | None, query_length: int | None, key_length: int | None
-) -> dict[str, Any]:
+) -> tuple[Tensor, Tensor | None, int, int, int]:
+    """Return bias and mask in 4 dimensions, and B, Q and K."""
     given = [bias] if mask is None else [bias, mask]
     for name, tensor in (("attn_bias", bias), ("attention_mask", mask)):
         if tensor is not None and tensor.dim() not in (2, 3, 4):
@@ -297,13 +262,24 @@ def _dense_inputs(
     if query_length is None:
         rows = [t.shape[2] for t in (bias, mask) if t is not None and t.shape[2] != 1]
         query_length = rows[0] if rows else keys
-    return {
-        "bias": bias,
-        "mask": mask,
-        "batch": batch,
-        "queries": index("query_length", query_length, 0, MOST_ROWS),
-        "keys": keys,
-    }
+    return bias, mask, batch, index("query_length", query_length, 0, MOST_ROWS), keys
+
+
+def _head_counts(
+    bias: Tensor, mask: Tensor | None, num_heads: int | None, num_kv_heads: int | None
+) -> tuple[int, int]:
+    """Return H and Hk, as given or as far as bias and mask tell."""
+    counts = [t.shape[-3] for t in (bias, mask) if t is not None]
+    counts = [count for count in counts if count != 1] or [1]
+    heads = max(counts) if num_heads is None else index("num_heads", num_heads, 1)
+    kv_heads = min(counts) if num_kv_heads is None else index("num_kv_heads", num_kv_heads, 1)
+    if kv_heads and heads % kv_heads:
+        given = "num_heads" if num_kv_heads is None else "num_kv_heads"
+        raise ValueError(
+            f"{given}: the number of query heads must be a multiple of the number of key heads, "
+            f"got {heads} and {kv_heads}"
+        )
+    return heads, kv_heads
 
 
 def _key_length(given: list[Tensor], key_length: int | None) -> int:
@@ -319,33 +295,31 @@ def _key_length(given: list[Tensor], key_length: int | None) -> int:
     )
 
 
-def _packed_inputs(
-    bias: Tensor,
-    mask: Tensor | None,
-    mask_name: str,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> dict[str, Any]:
+def _packing(packing: Packing, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Packing:
+    """Return how sequences are packed, with the lengths of the longest."""
+    cu_seqlens_q, cu_seqlens_k = packing[:2]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{missing} must be given too: packed sequences need both")
-    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    _check_bounds(packing)
+    return packing._replace(
+        max_seqlen_q=_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        max_seqlen_k=_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
+    )
+
+
+def _check_bounds(packing: Packing) -> None:
+    for name, bounds in zip(Packing._fields, packing[:2], strict=False):
         checks.bounds(name, bounds)
+
+
+def _check_packed_form(bias: Tensor, mask: Tensor | None, mask_name: str) -> None:
     for name, tensor in (("attn_bias", bias), (mask_name, mask)):
         if tensor is not None and tensor.dim() != 3:
             raise ValueError(
                 f"{name} must have shape ({{H|Hk|1}}, 1, total_k) or ({{H|Hk|1}}, total_q, "
                 f"max_seqlen_k) for packed sequences, got {tuple(tensor.shape)}"
             )
-    return {
-        "bias": bias,
-        "mask": mask,
-        "batch": cu_seqlens_q.shape[0] - 1,
-        "queries": _longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
-        "keys": _longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
-    }
 
 
 def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
@@ -359,12 +333,11 @@ def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
     return max(0, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()))
 
 
-def _check_mask(name: str, inputs: dict[str, Any], heads: int, kv_heads: int) -> None:
-    """Raise ValueError, by the name of this function's argument, for a mask that does not fit."""
-    mask, bias = inputs["mask"], inputs["bias"]
-    head_sizes = {1, heads, kv_heads}
+def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:
+    """Raise ValueError, by the name of `dynamic_mask`'s argument, for a mask that does not fit."""
+    head_sizes = {1, shape.heads, shape.kv_heads}
     if mask.dim() == 4:
-        sizes = ({1, inputs["batch"]}, head_sizes, {1, inputs["queries"]}, {1, inputs["keys"]})
+        sizes = ({1, shape.batch}, head_sizes, {1, shape.queries}, {1, shape.keys})
         fits = all(size in allowed for size, allowed in zip(mask.shape, sizes, strict=True))
         form = "({B|1}, {H|Hk|1}, {Q|1}, {K|1})"
     else:
@@ -374,6 +347,6 @@ def _check_mask(name: str, inputs: dict[str, Any], heads: int, kv_heads: int) ->
         form = "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)"
     if not fits:
         raise ValueError(
-            f"{name} must have shape {form}, to go with attn_bias of {tuple(bias.shape)}, "
+            f"attention_mask must have shape {form}, to go with attn_bias of {tuple(bias.shape)}, "
             f"got {tuple(mask.shape)}"
         )

@@ -123,7 +123,7 @@ def test_paged_problem(pack: _core.Pack, recording: Recording) -> None:
     assert tuple(recording.problem.block_table.shape) == (2, 2, 1, 1)
     arrays = [as_tuple(zeros(TOTAL_Q, H, D))] * 2 + [as_tuple(zeros(H, TOTAL_Q))]
     with pytest.raises(NotImplementedError, match="block_table"):
-        problem.backward(arrays[0], None, arrays[1], arrays[2], None, None, None, None, None, None)
+        problem.backward(arrays[0], None, arrays[1], arrays[2], {}, None, None)
 
 
 def test_backward(pack: _core.Pack, recording: Recording) -> None:
@@ -135,7 +135,8 @@ def test_backward(pack: _core.Pack, recording: Recording) -> None:
     dout = np.broadcast_to(zeros(1, 1, 1, 1), out.shape)
     dq, workspace = zeros(B, Q, H, D), zeros(32, dtype="uint8")
     dout_, out_, lse_, dq_, dbias_ = map(as_tuple, (dout, out, lse, dq, dbias))
-    problem.backward(dout_, lse_, out_, lse_, dq_, None, None, dbias_, None, as_tuple(workspace))
+    gradients = {"query": dq_, "bias": dbias_}
+    problem.backward(dout_, lse_, out_, lse_, gradients, None, as_tuple(workspace))
     args = recording.backward
     assert args.dout.summary() == (dout.ctypes.data, out.shape, (0, 0, 0, 0))
     assert args.dq.data == dq.ctypes.data

@@ -175,18 +175,18 @@ def test_backward_against_differences(cpu: _core.Pack, inputs: Inputs) -> None:
         arrays.append(inputs.bias)
     gradients = [np.full(array.shape, np.nan, np.float32) for array in arrays]
     tensors = [as_tuple(gradient) for gradient in gradients]
-    dbias = tensors[3] if inputs.bias is not None else None
     workspace = np.empty(problem.backward_workspace_bytes, np.uint8)
     problem.backward(
         *map(as_tuple, (dout, dlse, out, lse)),
-        *tensors[:3],
-        dbias,
+        dict(zip(("query", "key", "value", "bias"), tensors, strict=False)),
         as_tuple(plan),
         as_tuple(workspace),
     )
 
     def loss(arguments: list[Array]) -> float:
-        out, lse = formula(inputs, *arguments[:3], arguments[3] if dbias else None)
+        out, lse = formula(
+            inputs, *arguments[:3], arguments[3] if inputs.bias is not None else None
+        )
         return float((out * dout).sum() + (np.where(np.isfinite(lse), lse, 0) * dlse).sum())
 
     point = [array.astype(np.float64) for array in arrays]

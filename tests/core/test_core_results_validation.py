@@ -67,6 +67,13 @@ GRADIENTS = [
 ]
 
 
+def backward_arguments(**changes: Any) -> dict[str, Any]:
+    arguments = {key: to_core(value) for key, value in {**BACKWARD, **changes}.items()}
+    fields = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
+    gradients = {field: arguments.pop(name) for field, name in fields.items()}
+    return {**arguments, "gradients": gradients}
+
+
 def masked_problem(pack: _core.Pack) -> _core.Problem:
     return batch_call(mask=zeros(B, K, dtype="bool"), bias=zeros(B, HK, K)).problem(pack)
 
@@ -81,7 +88,7 @@ def test_forward(pack: _core.Pack, case: Any) -> None:
 @pytest.mark.parametrize("case", [*RESULTS, *GRADIENTS])
 def test_backward(pack: _core.Pack, case: Any) -> None:
     name, value, exception, *fragments = case
-    arguments = {key: to_core(value) for key, value in {**BACKWARD, name: value}.items()}
+    arguments = backward_arguments(**{name: value})
     refused(lambda: masked_problem(pack).backward(**arguments), exception, tuple(fragments))
 
 
@@ -89,8 +96,7 @@ def test_other_results(pack: _core.Pack) -> None:
     forward = {key: to_core(value) for key, value in FORWARD.items()}
     with pytest.raises(ValueError, match="splits is -1, but must be at least 0"):
         batch_call().problem(pack).forward(**forward, splits=-1)
-    backward = {**BACKWARD, "dbias": zeros(B, K)}
-    arguments = {key: to_core(value) for key, value in backward.items()}
+    arguments = backward_arguments(dbias=zeros(B, K))
     with pytest.raises(ValueError, match="dbias is given, but the problem has no attn_bias"):
         batch_call().problem(pack).backward(**arguments)
     lse = as_tuple(zeros(B, H, Q))

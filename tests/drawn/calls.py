@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 import flash_dmattn
 from flash_dmattn import IntervalMask
+from flash_dmattn.arguments import mask_parts, to_4d
+from flash_dmattn.record import AttentionInputs
 from support import moved
 
 GRADIENT_OF = ("query", "key", "value", "bias")
@@ -50,6 +52,19 @@ class Call:
     def to(self, device: str, dtype: torch.dtype | None = None) -> Call:
         """Move it, the strides kept; or cast all floating-point tensors too."""
         return self.mapped(lambda t: moved(t, device, dtype if t.is_floating_point() else None))
+
+    def inputs(self, mask: Tensor | IntervalMask | None) -> AttentionInputs:
+        """Return what backends get of this call, with a mask in place of its own."""
+        plain, start, end = mask_parts(mask)
+        if self.cu_seqlens_q is None:
+            (batch, _, heads, _), (_, keys, kv_heads, _) = self.query.shape, self.key.shape
+            sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "keys": keys}
+            plain = None if plain is None else to_4d("mask", plain, **sizes)
+            bias = None if self.bias is None else to_4d("bias", self.bias, **sizes)
+        else:
+            bias = self.bias
+        packing = (self.cu_seqlens_q, self.cu_seqlens_k, self.block_table)
+        return AttentionInputs(self.query, self.key, self.value, plain, start, end, bias, *packing)
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in pytree.tree_leaves(vars(self)) if isinstance(leaf, Tensor)]

@@ -66,17 +66,7 @@ class Terms(NamedTuple):
 
 def parts(call: Call) -> Iterator[Part]:
     """Cut a call into dense problems."""
-    mask = truth_of(call.mask)
-    for part in sequences(
-        call.query,
-        call.key,
-        call.value,
-        mask,
-        call.bias,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        call.block_table,
-    ):
+    for part in sequences(call.inputs(truth_of(call.mask))):
         heads = part.query.shape[2]
         group = heads // part.key.shape[2]
         query, key, value = (t.double().transpose(1, 2) for t in (part.query, part.key, part.value))

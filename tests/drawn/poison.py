@@ -9,6 +9,8 @@ it by 0.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -37,16 +39,7 @@ def poison(source: Source, call: Call) -> tuple[dict[str, int], list[str]]:
     share = source.weighted({0.0: 3, 0.3: 2, 1.0: 3})
     kinds = source.some(["key", "value", "query", "bias", "gradients"]) if share else []
     of_heads = source.chance(0.25)
-    for part in sequences(
-        call.query,
-        call.key,
-        call.value,
-        call.mask,
-        call.bias,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        None,
-    ):
+    for part in sequences(dataclasses.replace(call, block_table=None).inputs(call.mask)):
         kept = kept_pairs(call, part)
         dropped, empty = ~kept.any(2), ~kept.any(3)
         groups = dropped.unflatten(1, (part.key.shape[2], -1))

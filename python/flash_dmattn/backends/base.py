@@ -3,63 +3,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from flash_dmattn.record import AttentionInputs, Gradients, SelectionInputs
 
-class AttentionInputs(NamedTuple):
-    """One attention call, in the order of the operator's arguments.
-
-    Dense: query ``(B, Q, H, D)``, key and value ``(B, K, Hk, D)``, mask and bias 4-D, start and end
-    3-D.
-    Varlen, when the cu_seqlens are there: query ``(total_q, H, D)``, key and value ``(total_k, Hk,
-    D)`` or paged ``(pages, page, Hk, D)``, mask and bias 3-D, start and end 2-D.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    start: Tensor | None
-    end: Tensor | None
-    bias: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    block_table: Tensor | None
-    plan: Tensor | None  # made by the backend for the same mask and sizes; None: forward makes one
-    max_seqlen_q: int
-    max_seqlen_k: int
-    scale: float
-    causal: bool
-    softcap: float
-    deterministic: bool
-
-
-class SelectionInputs(NamedTuple):
-    """One selection, in the order of the operator's arguments; bias and mask 4-D, varlen 3-D."""
-
-    bias: Tensor
-    mask: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int  # varlen: of the longest sequence
-    keys: int
-    window: int
-    causal: bool
-
-
-class Gradients(NamedTuple):
-    """Which gradients are wanted, or the gradients; unwanted ones are empty tensors."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor
+__all__ = [
+    "AttentionInputs",
+    "Backend",
+    "Gradients",
+    "SelectionInputs",
+    "interval_shape",
+    "keep_shape",
+    "lse_dtype",
+    "lse_shape",
+]
 
 
 class Backend(Protocol):
@@ -94,9 +54,9 @@ class Backend(Protocol):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        wanted: tuple[bool, bool, bool, bool],
+        wanted: tuple[str, ...],
     ) -> Gradients:
-        """Return the wanted gradients of query, key, value and bias; inputs have forward's plan."""
+        """Return the gradients of the fields that are wanted; inputs have forward's plan."""
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Return start and end, int32 of `interval_shape`."""
@@ -125,7 +85,7 @@ def keep_shape(inputs: SelectionInputs) -> tuple[int, ...]:
     if mask is None:
         return tuple(bias)
     sizes = [b if m == 1 else m if b == 1 else max(b, m) for b, m in zip(bias, mask, strict=True)]
-    if inputs.cu_seqlens_q is not None and bias[-2] != mask[-2]:
+    if inputs.packed and bias[-2] != mask[-2]:
         # Rows run along the longest sequence, tensors per key along all of them.
         sizes[-1] = bias[-1] if mask[-2] == 1 else mask[-1]
     return tuple(sizes)

@@ -49,11 +49,11 @@ class PackBackend(Backend):
             kind = "rows" if mask.shape[-2] > 1 else "keys"
             lists = _product(mask.shape[:-2])
         fixed, per_list, per_key, per_tile, per_tile_key, tile_rows = self._layouts[kind]
-        if inputs.cu_seqlens_q is None:
+        if not inputs.packed:
             sequences, rows = 1, inputs.query.shape[1]
             keys = row_keys = inputs.key.shape[1]
         else:
-            sequences, rows = inputs.cu_seqlens_q.shape[0] - 1, inputs.query.shape[0]
+            sequences, rows = inputs.sequences, inputs.query.shape[0]
             # Of a paged cache only tensors per key tell the number of keys; a mask with rows is
             # sized by row_keys.
             keys = inputs.key.shape[0] if mask is None or kind == "rows" else mask.shape[-1]
@@ -75,7 +75,7 @@ class PackBackend(Backend):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward pass, and plan it first if no plan is given."""
-        query, plan = inputs.query, inputs.plan
+        query, plan = inputs.query, inputs.given_plan
         problem, device = self._problem(inputs), query.device
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=device)
@@ -92,12 +92,12 @@ class PackBackend(Backend):
 
     def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """As forward, in one call of the core and with one allocation for all that is not kept."""
-        query, plan = inputs.query, inputs.plan
+        query, plan = inputs.query, inputs.given_plan
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = None
         if need_lse:
             lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=query.device)
-        if _CORE_READS_TENSORS and _core.attend(self.pack, self._threads(), out, lse, *inputs):
+        if _CORE_READS_TENSORS and _core.attend(self.pack, self._threads(), out, lse, inputs):
             return out, lse
         # An older torch; or one whose allocator has refused, which it now tells in its own words.
         problem, device = self._problem(inputs), query.device
@@ -112,36 +112,22 @@ class PackBackend(Backend):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        wanted: tuple[bool, bool, bool, bool],
+        wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
-        problem = self._problem(inputs)
-        shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
-        gradients = Gradients(
-            *(
-                torch.empty(
-                    like.shape if want and like is not None else 0,
-                    dtype=inputs.query.dtype if like is None else like.dtype,
-                    device=out.device,
-                )
-                for like, want in zip(shaped_like, wanted, strict=True)
-            )
-        )
-        workspace = _scratch(problem.backward_workspace_bytes, out.device)
-        dq, dk, dv, dbias = (
-            exchanged(gradient) if want else None
-            for gradient, want in zip(gradients, wanted, strict=True)
-        )
+        problem, device = self._problem(inputs), out.device
+        gradients: Gradients = {}
+        for name in wanted:
+            like: Tensor = getattr(inputs, name)
+            gradients[name] = torch.empty(like.shape, dtype=like.dtype, device=device)
+        workspace = _scratch(problem.backward_workspace_bytes, device)
         problem.backward(
             exchanged(dout),
             exchanged(dlse),
             exchanged(out),
             exchanged(lse),
-            dq,
-            dk,
-            dv,
-            dbias,
-            exchanged(inputs.plan),
+            {name: exchanged(gradient) for name, gradient in gradients.items()},
+            exchanged(inputs.given_plan),
             exchanged(workspace),
         )
         return gradients
@@ -168,32 +154,13 @@ class PackBackend(Backend):
         self, inputs: SelectionInputs, start_or_keep: Tensor, end: Tensor | None
     ) -> bool:
         return _CORE_READS_TENSORS and _core.select(
-            self.pack, self._threads(), start_or_keep, end, *inputs
+            self.pack, self._threads(), start_or_keep, end, inputs
         )
 
     def _problem(self, inputs: AttentionInputs) -> _core.Problem:
-        tensors: tuple[Any, ...] = inputs[:10]
-        if not _CORE_READS_TENSORS:
-            tensors = tuple(map(exchanged, tensors))
-        query, key, value, mask, start, end, bias, cu_seqlens_q, cu_seqlens_k, block_table = tensors
         return _core.Problem(
             self.pack,
-            query,
-            key,
-            value,
-            mask=mask,
-            start=start,
-            end=end,
-            bias=bias,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=inputs.max_seqlen_q,
-            max_seqlen_k=inputs.max_seqlen_k,
-            block_table=block_table,
-            scale=inputs.scale,
-            causal=inputs.causal,
-            softcap=inputs.softcap,
-            deterministic=inputs.deterministic,
+            *map(exchanged, inputs),
             threads=self._threads(),
             stream=self._stream(inputs.query),
         )
@@ -201,17 +168,7 @@ class PackBackend(Backend):
     def _selection(self, inputs: SelectionInputs) -> tuple[_core.Selection, Tensor | None]:
         selection = _core.Selection(
             self.pack,
-            exchanged(inputs.bias),
-            mask=exchanged(inputs.mask),
-            cu_seqlens_q=exchanged(inputs.cu_seqlens_q),
-            cu_seqlens_k=exchanged(inputs.cu_seqlens_k),
-            batch=inputs.batch,
-            heads=inputs.heads,
-            kv_heads=inputs.kv_heads,
-            queries=inputs.queries,
-            keys=inputs.keys,
-            window=inputs.window,
-            causal=inputs.causal,
+            *map(exchanged, inputs),
             threads=self._threads(),
             stream=self._stream(inputs.bias),
         )
@@ -237,17 +194,19 @@ _raw_stream: Callable[[int], int] = getattr(
 )
 
 
-def exchanged(tensor: Tensor | None) -> Any:
-    """Return what the core reads: the tensor, or on an older torch what describes its memory."""
-    if tensor is None or _CORE_READS_TENSORS:
-        return tensor
+def exchanged(field: object) -> Any:
+    """Return what the core reads of a field: for a tensor, on an older torch what describes its
+    memory; else the field itself.
+    """
+    if _CORE_READS_TENSORS or not isinstance(field, Tensor):
+        return field
     return (
-        tensor.data_ptr(),
-        str(tensor.dtype).removeprefix("torch."),
-        tuple(tensor.shape),
-        tensor.stride(),
-        _DLPACK_DEVICES[tensor.device.type],
-        tensor.device.index or 0,
+        field.data_ptr(),
+        str(field.dtype).removeprefix("torch."),
+        tuple(field.shape),
+        field.stride(),
+        _DLPACK_DEVICES[field.device.type],
+        field.device.index or 0,
     )
 
 

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from flash_dmattn.masks import IntervalMask
+from flash_dmattn.record import ATTENTION, differentiable_tensors
 from flash_dmattn.reference import (
     Sequence,
     attend,
@@ -55,38 +53,25 @@ class ReferenceBackend(Backend):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, None]:
         """Compute by the formula."""
         check_attention(inputs)
-        out, lse = formula(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            _mask(inputs),
-            inputs.bias,
-            inputs.cu_seqlens_q,
-            inputs.cu_seqlens_k,
-            inputs.block_table,
-            inputs.scale,
-            inputs.causal,
-            inputs.softcap,
-        )
-        return out, lse, None
+        return *formula(inputs), None
 
     def recorded_backward(
         self,
         inputs: AttentionInputs,
         dout: Tensor,
         dlse: Tensor | None,
-        wanted: tuple[bool, ...],
-    ) -> tuple[Tensor, ...]:
+        wanted: tuple[str, ...],
+    ) -> Gradients:
         """Compute gradients that are differentiable themselves, which those of `backward` are not.
 
         They are recorded by autograd, with all intermediate results of the formula.
         """
 
-        def compute(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Any:
-            own = inputs._replace(query=query, key=key, value=value, bias=bias)
+        def compute(tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+            own = inputs._replace(**tensors)  # type: ignore[arg-type]
             return self.forward(own)[:2]
 
-        tensors = (inputs.query, inputs.key, inputs.value, inputs.bias)
+        tensors = differentiable_tensors(inputs)
         return recorded_gradients(tensors, compute, (dout, dlse), wanted)
 
     def backward(
@@ -96,42 +81,25 @@ class ReferenceBackend(Backend):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        wanted: tuple[bool, bool, bool, bool],
+        wanted: tuple[str, ...],
     ) -> Gradients:
         """Compute by the formula's derivative: an operator's implementation runs below autograd."""
         dtype = computing_dtype(inputs.query.dtype)
-        shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
-        totals = [
-            inputs.query.new_zeros(like.shape if want and like is not None else 0, dtype=dtype)
-            for like, want in zip(shaped_like, wanted, strict=True)
-        ]
+        totals: Gradients = {}
+        for name in wanted:
+            totals[name] = inputs.query.new_zeros(getattr(inputs, name).shape, dtype=dtype)
         if dlse is None:
             dlse = torch.zeros((), dtype=dtype, device=out.device).expand(lse_shape(inputs.query))
-        varlen = inputs.cu_seqlens_q is not None
-        parts = sequences(
-            *inputs[:3],
-            _mask(inputs),
-            inputs.bias,
-            inputs.cu_seqlens_q,
-            inputs.cu_seqlens_k,
-            inputs.block_table,
-        )
-        for part in parts:
-            part_dout = dout[part.rows].unsqueeze(0) if varlen else dout
-            part_dlse = dlse[:, part.rows].unsqueeze(0) if varlen else dlse
+        for part in sequences(inputs):
+            part_dout = dout[part.rows].unsqueeze(0) if inputs.packed else dout
+            part_dlse = dlse[:, part.rows].unsqueeze(0) if inputs.packed else dlse
             with without_autocast(out.device.type):
                 gradients = _dense_gradients(inputs, part, part_dout.to(dtype), part_dlse.to(dtype))
-            for total, gradient, place in zip(
-                totals, gradients, _places(inputs, part), strict=True
-            ):
-                if total.numel() and gradient is not None:
-                    total[place] = gradient[0] if varlen else gradient
-        return Gradients(
-            *(
-                total.to(inputs.query.dtype if like is None else like.dtype)
-                for total, like in zip(totals, shaped_like, strict=True)
-            )
-        )
+            places = _places(inputs, part)
+            for name, total in totals.items():
+                gradient = gradients[name]
+                total[places[name]] = gradient[0] if inputs.packed else gradient
+        return {name: total.to(getattr(inputs, name).dtype) for name, total in totals.items()}
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select row by row, and find the first and the last row of each key."""
@@ -156,12 +124,11 @@ class ReferenceBackend(Backend):
         """Select for each row of the broadcast of bias and mask."""
         check_selection(inputs)
         keep = torch.zeros(keep_shape(inputs), dtype=torch.bool, device=inputs.bias.device)
-        varlen = inputs.cu_seqlens_q is not None
         per_query = keep.shape[-2] != 1
         for rows, keys, bias, mask in _selection_sequences(inputs):
             count = rows.stop - rows.start
             kept = _select_rows(bias, mask, inputs, count, row_count=count if per_query else 1)
-            if not varlen:
+            if not inputs.packed:
                 keep[:] = kept
             elif per_query:
                 keep[:, rows, : kept.shape[-1]] = kept[0]
@@ -170,18 +137,12 @@ class ReferenceBackend(Backend):
         return keep
 
 
-def _mask(inputs: AttentionInputs) -> Tensor | IntervalMask | None:
-    if inputs.start is None or inputs.end is None:
-        return inputs.mask
-    return IntervalMask(inputs.start, inputs.end)
-
-
 def _dense_gradients(
     inputs: AttentionInputs, part: Sequence, dout: Tensor, dlse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of one dense problem, laid out as query, key, value and bias."""
+) -> Gradients:
+    """Return the gradients of one dense problem, laid out as the tensors of the call."""
     query, key, value, kept, bias = computing_inputs(part, inputs.causal)
-    attended = attend(part, inputs.scale, inputs.causal, inputs.softcap)
+    attended = attend(part, inputs)
     probabilities = attended.probabilities
     dout = dout.transpose(1, 2).masked_fill(~kept.any(3).unsqueeze(-1), 0)
     dvalue = probabilities.transpose(-1, -2) @ dout
@@ -189,18 +150,20 @@ def _dense_gradients(
     # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
     delta = (probabilities * dprobabilities).sum(-1) - dlse
     dscores = (probabilities * (dprobabilities - delta.unsqueeze(-1))).masked_fill(~kept, 0)
-    dbias = None
+    gradients: Gradients = {}
     if bias is not None and part.bias is not None:
         by_kv_head = part.bias.shape[1] == part.key.shape[2]
         dbias = _group_sum(dscores, part) if by_kv_head else dscores
-        dbias = dbias.sum_to_size(part.bias.shape)
+        gradients["bias"] = dbias.sum_to_size(part.bias.shape)
     if inputs.softcap > 0:
         tanh = torch.tanh(inputs.scale * (query @ key.transpose(-1, -2)) / inputs.softcap)
         dscores = (dscores * (1 - tanh * tanh)).masked_fill(~kept, 0)
     dquery = inputs.scale * (dscores @ key)
     dkey = inputs.scale * (dscores.transpose(-1, -2) @ query)
     dkey, dvalue = _group_sum(dkey, part), _group_sum(dvalue, part)
-    return dquery.transpose(1, 2), dkey.transpose(1, 2), dvalue.transpose(1, 2), dbias
+    for name, gradient in (("query", dquery), ("key", dkey), ("value", dvalue)):
+        gradients[name] = gradient.transpose(1, 2)
+    return gradients
 
 
 def _group_sum(gradient: Tensor, part: Sequence) -> Tensor:
@@ -210,16 +173,16 @@ def _group_sum(gradient: Tensor, part: Sequence) -> Tensor:
     return gradient.reshape(batch, kv_heads, heads // kv_heads, *rest).sum(2)
 
 
-def _places(inputs: AttentionInputs, part: Sequence) -> tuple[tuple[slice, ...], ...]:
+def _places(inputs: AttentionInputs, part: Sequence) -> dict[str, tuple[slice, ...]]:
     """Return where the gradients of a sequence stand in those of the call."""
     everything = slice(None)
-    if inputs.cu_seqlens_q is None:
-        return ((everything,),) * 4
+    if not inputs.packed:
+        return dict.fromkeys(ATTENTION.differentiable, (everything,))
     if inputs.bias is not None and inputs.bias.shape[1] != 1:
         bias = (everything, part.rows, slice(0, part.key.shape[1]))
     else:
         bias = (everything, everything, part.keys)
-    return (part.rows,), (part.keys,), (part.keys,), bias
+    return {"query": (part.rows,), "key": (part.keys,), "value": (part.keys,), "bias": bias}
 
 
 def _selection_sequences(

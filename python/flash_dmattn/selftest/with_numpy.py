@@ -24,6 +24,8 @@ from .outcome import (
 
 __all__ = ["attention", "compare"]
 
+# The gradients, by the fields of a call that they belong to.
+_GRADIENTS = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
 _ALIGNMENT = 64  # of plans and workspaces, in bytes
 
 
@@ -144,10 +146,7 @@ def _run_pack(
         None,
         tensors["out"],
         tensors["lse"],
-        tensors["dq"],
-        tensors["dk"],
-        tensors["dv"],
-        tensors.get("dbias"),
+        {name: tensors[result] for name, result in _GRADIENTS.items() if result in tensors},
         *buffers,
     )
     return results

@@ -78,19 +78,13 @@ class FlexBackend(Backend):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        wanted: tuple[bool, bool, bool, bool],
+        wanted: tuple[str, ...],
     ) -> Gradients:
         """Compute FlexAttention's gradients, on a CPU those of the formula."""
         from . import passes
 
-        shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
         if not _has_scores(inputs):
-            return Gradients(
-                *(
-                    out.new_empty(0) if like is None or not want else like.new_zeros(like.shape)
-                    for like, want in zip(shaped_like, wanted, strict=True)
-                )
-            )
+            return {name: torch.zeros_like(getattr(inputs, name)) for name in wanted}
         if dlse is None:
             dlse = torch.zeros_like(lse)
         return passes.backward(_detached(inputs), dout, dlse, lse, wanted)
@@ -122,7 +116,7 @@ def _check(inputs: AttentionInputs) -> None:
 
 
 def _has_scores(inputs: AttentionInputs) -> bool:
-    keys = inputs.key.shape[0] if inputs.cu_seqlens_k is not None else inputs.key.numel()
+    keys = inputs.key.shape[0] if inputs.packed else inputs.key.numel()
     return bool(inputs.query.numel() and keys)
 
 

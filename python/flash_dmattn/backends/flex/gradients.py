@@ -23,7 +23,7 @@ def gradients(
     softcap: float,
     dout: Tensor,
     dlse: Tensor,
-    wanted: tuple[bool, bool, bool, bool],
+    wanted: tuple[str, ...],
 ) -> Gradients:
     """Return the wanted gradients in the computing dtype, in the shapes of the problem's tensors.
 
@@ -32,15 +32,15 @@ def gradients(
         scale, softcap: as in the call.
         dout: ``(B, H, Q, D)``, 0 in rows that keep nothing.
         dlse: ``(B, H, Q)``.
-        wanted: of query, key, value and bias.
+        wanted: "query", "key", "value" and "bias", or some of them.
     """
     dtype = computing_dtype(problem.query.dtype)
     heads, kv_heads = problem.heads
-    shaped_like = (problem.query, problem.key, problem.value, problem.bias)
-    dquery, dkey, dvalue, dbias = totals = [
-        problem.query.new_zeros(like.shape if want and like is not None else 0, dtype=dtype)
-        for like, want in zip(shaped_like, wanted, strict=True)
-    ]
+    totals: Gradients = {}
+    for name in wanted:
+        totals[name] = torch.zeros_like(
+            getattr(problem, name), dtype=dtype, memory_format=torch.contiguous_format
+        )
 
     def grouped(tensor: Tensor) -> Tensor:
         return torch.unflatten(tensor.to(dtype), 1, (kv_heads, heads // kv_heads))
@@ -63,10 +63,10 @@ def gradients(
         # the rows are here; a row of nothing but -inf has no softmax.
         probabilities = torch.softmax(scores.masked_fill(dropped, -torch.inf), -1)
         probabilities = probabilities.masked_fill(dropped, 0)
-        if wanted[2]:
+        if "value" in wanted:
             product = grouped(probabilities).transpose(-1, -2) @ part_dout
-            dvalue[:, :, keys] += product.sum(2)
-        if not (wanted[0] or wanted[1] or wanted[3]):
+            totals["value"][:, :, keys] += product.sum(2)
+        if wanted == ("value",):
             continue
         dprobabilities = (part_dout @ value.transpose(-1, -2)).flatten(1, 2)
         dprobabilities = dprobabilities.masked_fill(dropped, 0)
@@ -74,17 +74,17 @@ def gradients(
         delta = (probabilities * dprobabilities).sum(-1) - dlse[:, :, rows]
         dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
         dscores = dscores.masked_fill(dropped, 0)
-        if wanted[3]:
-            place = problem.columns(dbias, rows, keys)
+        if "bias" in wanted:
+            place = problem.columns(totals["bias"], rows, keys)
             place += _summed(dscores, place, heads, kv_heads)
         if tanh is not None:
             dscores = (dscores * (1 - tanh * tanh)).masked_fill(dropped, 0)
         by_group = scale * grouped(dscores)
-        if wanted[0]:
-            dquery[:, :, rows] += (by_group @ key).flatten(1, 2)
-        if wanted[1]:
-            dkey[:, :, keys] += (by_group.transpose(-1, -2) @ query).sum(2)
-    return Gradients(*totals)
+        if "query" in wanted:
+            totals["query"][:, :, rows] += (by_group @ key).flatten(1, 2)
+        if "key" in wanted:
+            totals["key"][:, :, keys] += (by_group.transpose(-1, -2) @ query).sum(2)
+    return totals
 
 
 def _summed(dscores: Tensor, like: Tensor, heads: int, kv_heads: int) -> Tensor:

@@ -30,7 +30,7 @@ def backward(
     dout: Tensor,
     dlse: Tensor,
     lse: Tensor,
-    wanted: tuple[bool, bool, bool, bool],
+    wanted: tuple[str, ...],
 ) -> Gradients:
     """Return the wanted gradients in the form of the call."""
     return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, lse, wanted))
@@ -50,7 +50,7 @@ def _forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     out, lse = kernel.attend(call)
     _, _, rows, head_dim = problem.query.shape
     out, lse = out[:, :, :rows, :head_dim].transpose(1, 2), lse[:, :, :rows]
-    if inputs.cu_seqlens_q is not None:
+    if inputs.packed:
         out, lse = out[0], lse[0]
     return out.contiguous(), lse.contiguous()
 
@@ -60,43 +60,25 @@ def _backward(
     dout: Tensor,
     dlse: Tensor,
     lse: Tensor,
-    wanted: tuple[bool, bool, bool, bool],
+    wanted: tuple[str, ...],
 ) -> Gradients:
     problem, blocks = _problem(inputs)
-    packed = inputs.cu_seqlens_q is not None
-    if packed:
+    if inputs.packed:
         dout, dlse, lse = (t.unsqueeze(0) for t in (dout, dlse, lse))
     empty = lse == -torch.inf
     # Such rows may hold anything, and their gradients have no meaning.
     dlse = dlse.masked_fill(empty, 0)
     dout = dout.transpose(1, 2).masked_fill(empty.unsqueeze(-1), 0)
     problem = problem._replace(query=problem.query.masked_fill(empty.unsqueeze(-1), 0))
-    by_kernel = (*wanted[:3], False) if kernel.is_fused(problem.query.device) else (False,) * 4
-    by_formula = tuple(want and not done for want, done in zip(wanted, by_kernel, strict=True))
-    results = [problem.query.new_empty(0)] * 4
-    if any(by_formula):
-        found = gradients.gradients(
-            problem,
-            inputs.scale,
-            inputs.softcap,
-            dout,
-            dlse,
-            by_formula,  # type: ignore[arg-type]
-        )
-        results = [*found]
-    if any(by_kernel):
-        results[:3] = _by_kernel(problem, blocks, inputs, dout, dlse)
-    shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
-    return Gradients(
-        *(
-            _as_given(result, like, is_bias=index == 3, packed=packed)
-            if want and like is not None
-            else dout.new_empty(0)
-            for index, (result, like, want) in enumerate(
-                zip(results, shaped_like, wanted, strict=True)
-            )
-        )
-    )
+    fused = kernel.is_fused(problem.query.device)
+    by_kernel = tuple(name for name in wanted if fused and name != "bias")
+    by_formula = tuple(name for name in wanted if name not in by_kernel)
+    found: Gradients = {}
+    if by_formula:
+        found = gradients.gradients(problem, inputs.scale, inputs.softcap, dout, dlse, by_formula)
+    if by_kernel:
+        found |= _by_kernel(problem, blocks, inputs, dout, dlse)
+    return {name: _as_given(found[name], name, inputs) for name in wanted}
 
 
 def _problem(inputs: AttentionInputs) -> tuple[Problem, Blocks]:
@@ -138,29 +120,29 @@ def _ungrouped(problem: Problem) -> Problem:
 
 def _by_kernel(
     problem: Problem, blocks: Blocks, inputs: AttentionInputs, dout: Tensor, dlse: Tensor
-) -> list[Tensor]:
+) -> Gradients:
     call = kernel.make_call(problem, blocks, inputs.scale, inputs.softcap)
     rows, head_dim = dout.shape[2:]
     more = padded(rows) - rows
     dout = torch.nn.functional.pad(dout, (0, call.query.shape[3] - head_dim, 0, more))
     dlse = torch.nn.functional.pad(dlse, (0, more))
     keys = problem.key.shape[2]
-    return [
-        gradient[:, :, :length, :head_dim]
-        for gradient, length in zip(
-            kernel.differentiate(call, dout.contiguous(), dlse.contiguous()),
-            (rows, keys, keys),
-            strict=True,
-        )
-    ]
+    found = kernel.differentiate(call, dout.contiguous(), dlse.contiguous())
+    lengths = {"query": rows, "key": keys, "value": keys}
+    return {
+        name: gradient[:, :, :length, :head_dim]
+        for (name, length), gradient in zip(lengths.items(), found, strict=True)
+    }
 
 
-def _as_given(gradient: Tensor, like: Tensor, *, is_bias: bool, packed: bool) -> Tensor:
+def _as_given(gradient: Tensor, name: str, inputs: AttentionInputs) -> Tensor:
+    like: Tensor = getattr(inputs, name)
+    is_bias = name == "bias"
     heads = like.shape[-3] if is_bias else like.shape[-2]
     if gradient.shape[1] != heads:  # of a problem without groups
         gradient = torch.unflatten(gradient, 1, (heads, -1)).sum(2)
     if not is_bias:
         gradient = gradient.transpose(1, 2)
-    if packed:
+    if inputs.packed:
         gradient = gradient[0]
     return gradient.to(like.dtype).contiguous()

@@ -86,7 +86,7 @@ class Problem(NamedTuple):
 
 def make_problem(inputs: AttentionInputs) -> Problem:
     """Bring a call, whose arguments have been checked, to this form."""
-    return _dense(inputs) if inputs.cu_seqlens_q is None else _packed(inputs)
+    return _packed(inputs) if inputs.packed else _dense(inputs)
 
 
 def _dense(inputs: AttentionInputs) -> Problem:

@@ -46,7 +46,7 @@ class TritonBackend(Backend):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward pass, and plan it first if no plan is given."""
         problem = _checked_problem(inputs)
-        query, plan = inputs.query, inputs.plan
+        query, plan = inputs.query, inputs.given_plan
         if plan is None:
             plan = _made_plan(problem, zeroed=False)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -62,11 +62,11 @@ class TritonBackend(Backend):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        wanted: tuple[bool, bool, bool, bool],
+        wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
         problem = describe(inputs)
-        plan = inputs.plan
+        plan = inputs.given_plan
         if plan is None:
             plan = inputs.query.new_empty(0, dtype=torch.uint8)
         with on_device(out.device):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import AttentionInputs, Gradients
+from flash_dmattn.backends.base import Gradients
 
 from .forward_pass import row_statistics
 from .kernels.key_gradients import key_gradients_kernel
@@ -32,45 +32,33 @@ def gradients(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    wanted: tuple[bool, bool, bool, bool],
+    wanted: tuple[str, ...],
 ) -> Gradients:
-    """Return the wanted gradients of query, key, value and bias."""
+    """Return the gradients of the fields that are wanted."""
     inputs = problem.inputs
     if problem.rows == 0:
-        return _zeros(inputs, wanted)
+        return {name: torch.zeros_like(getattr(inputs, name)) for name in wanted}
     views = plan_views(problem.layout, plan)
     arguments = problem.arguments | views._asdict()
     statistics = row_statistics(problem, plan, lse.contiguous())
     arguments |= _prepared(problem, dout.contiguous(), dlse, out.contiguous(), *statistics)
-    want_query, want_key, want_value, want_bias = wanted
+    want_query, want_bias = "query" in wanted, "bias" in wanted
     constant_bias = want_bias and _is_constant_along_keys(problem)
     want_row_bias = want_bias and problem.bias_kind == ROW_BIAS and not constant_bias
     want_key_bias = want_bias and problem.bias_kind == KEY_BIAS and not constant_bias
-    # Of their own each, for outputs of an operator must not be the same tensor.
-    dquery, dkey, dvalue, dbias = (inputs.query.new_empty(0) for _ in wanted)
+    found: Gradients = {}
     if want_query or want_row_bias:
-        dquery, row_bias = _row_gradients(problem, arguments, want_query, want_row_bias)
-    if want_key or want_value or want_key_bias:
+        found["query"], row_bias = _row_gradients(problem, arguments, want_query, want_row_bias)
+    if "key" in wanted or "value" in wanted or want_key_bias:
         arguments["ordered"] = ordered_keys(problem, views)
-        dkey, dvalue, key_bias = _key_gradients(problem, arguments, want_key_bias)
+        found["key"], found["value"], key_bias = _key_gradients(problem, arguments, want_key_bias)
     if want_bias and inputs.bias is not None:
         if constant_bias:
             total = _constant_bias_gradient(problem, dlse, lse)
         else:
             total = row_bias if want_row_bias else key_bias
-        dbias = total.to(inputs.bias.dtype)
-    results = zip((dquery, dkey, dvalue, dbias), wanted, strict=True)
-    return Gradients(*(result if want else result.new_empty(0) for result, want in results))
-
-
-def _zeros(inputs: AttentionInputs, wanted: tuple[bool, bool, bool, bool]) -> Gradients:
-    shaped_like = (inputs.query, inputs.key, inputs.value, inputs.bias)
-    return Gradients(
-        *(
-            inputs.query.new_zeros(0) if like is None or not want else torch.zeros_like(like)
-            for like, want in zip(shaped_like, wanted, strict=True)
-        )
-    )
+        found["bias"] = total.to(inputs.bias.dtype)
+    return {name: found[name] for name in wanted}
 
 
 def _prepared(

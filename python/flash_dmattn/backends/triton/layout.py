@@ -60,11 +60,11 @@ class PlanViews(NamedTuple):
 
 def plan_layout(inputs: AttentionInputs) -> Layout:
     """Return the sizes of the plan of a call."""
-    if inputs.cu_seqlens_q is None:
+    if not inputs.packed:
         sequences, rows = 1, inputs.query.shape[1]
         list_keys = tile_keys = inputs.key.shape[1]
     else:
-        sequences, rows = inputs.cu_seqlens_q.shape[0] - 1, inputs.query.shape[0]
+        sequences, rows = inputs.sequences, inputs.query.shape[0]
         list_keys, tile_keys = inputs.key.shape[0], inputs.max_seqlen_k
     tiles = rows // LIST_ROWS + sequences
     if inputs.start is not None:

@@ -26,7 +26,7 @@ def write_plan(problem: Problem, plan: Tensor) -> None:
         return
     views = plan_views(layout, plan)
     mask = inputs.mask
-    flags = {"CAUSAL": inputs.causal, "VARLEN": inputs.cu_seqlens_q is not None}
+    flags = {"CAUSAL": inputs.causal, "VARLEN": inputs.packed}
     arguments = problem.arguments | views._asdict()
     each = layout.lists * layout.sequences
     tiles = each * blocks(problem.queries, LIST_ROWS)

@@ -58,15 +58,15 @@ def describe(inputs: AttentionInputs) -> Problem:
             key, value = (t.masked_fill(dropped, 0) for t in (key, value))
     if key.stride() != value.stride():
         key, value = key.contiguous(), value.contiguous()
-    varlen, paged = inputs.cu_seqlens_q is not None, inputs.block_table is not None
-    if inputs.cu_seqlens_q is not None:
-        sequences, batches = inputs.cu_seqlens_q.shape[0] - 1, 1
+    paged, sequences = inputs.block_table is not None, inputs.sequences
+    if inputs.packed:
+        batches = 1
         rows, queries, keys = query.shape[0], inputs.max_seqlen_q, inputs.max_seqlen_k
         total_keys = _packed_keys(inputs) if paged else key.shape[0]
         q_strides = (0, *query.stride()[:2])
         kv_strides = (0, *key.stride()[-3:-1])
     else:
-        sequences = batches = query.shape[0]
+        batches = sequences
         rows = queries = query.shape[1]
         total_keys = keys = key.shape[1]
         q_strides, kv_strides = query.stride()[:3], key.stride()[:3]
@@ -111,7 +111,7 @@ def describe(inputs: AttentionInputs) -> Problem:
         "BIAS": bias_kind,
         "CAUSAL": inputs.causal and layout.kind == RANGE,  # otherwise the plan has the limit
         "SOFTCAP": inputs.softcap > 0,
-        "VARLEN": varlen,
+        "VARLEN": inputs.packed,
         "PAGED": paged,
         "GUARD": guard,
         "UNIT": unit,

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "record.h"
+
+#include "error.h"
+
+namespace fdm {
+
+namespace {
+
+template <class Record> Py_ssize_t field_count() {
+  Py_ssize_t count = 0;
+  Record{}.each_field([&](const char *, auto &) { ++count; });
+  return count;
+}
+
+void read_field(const char *, nb::handle value, nb::handle &field) { field = value; }
+
+template <class Number> void read_field(const char *name, nb::handle value, Number &field) {
+  if (!nb::try_cast<Number>(value, field))
+    type_error(name, " is of type ", nb::type_name(value.type()).c_str(), " or out of range, but must be ",
+               std::is_same_v<Number, bool>      ? "a boolean"
+               : std::is_same_v<Number, int64_t> ? "an integer of 64 bits"
+                                                 : "a number");
+}
+
+void leave_out(nb::handle &field) { field = nb::handle(Py_None); }
+template <class Number> void leave_out(Number &) {}
+
+// `named` may be null.
+template <class Record> Record read_fields(PyObject *positional, PyObject *named) {
+  Record record;
+  const Py_ssize_t given = PyTuple_Size(positional);
+  Py_ssize_t position = 0, found = 0;
+  record.each_field([&](const char *name, auto &field) {
+    PyObject *value = nullptr;
+    if (position < given)
+      value = PyTuple_GetItem(positional, position);
+    else if (named != nullptr && (value = PyDict_GetItemString(named, name)) != nullptr)
+      ++found;
+    ++position;
+    if (value == nullptr)
+      leave_out(field);
+    else
+      read_field(name, value, field);
+  });
+  if (given > position) type_error("a record of ", position, " fields is given ", given, " by position");
+  if (named != nullptr && found != PyDict_Size(named))
+    type_error("a record with the fields ", nb::str(field_names<Record>()).c_str(), " is given ",
+               nb::str(nb::handle(named)).c_str(), " by name, of which ", PyDict_Size(named) - found,
+               " are unknown, or given by position too");
+  return record;
+}
+
+} // namespace
+
+template <class Record> Record read_record(nb::handle tuple) {
+  if (!PyTuple_Check(tuple.ptr()) || PyTuple_Size(tuple.ptr()) != field_count<Record>())
+    type_error("a record must be a tuple of ", field_count<Record>(), " fields, ",
+               nb::str(field_names<Record>()).c_str());
+  return read_fields<Record>(tuple.ptr(), nullptr);
+}
+
+template <class Record> Record read_record(const nb::args &positional, const nb::kwargs &named) {
+  return read_fields<Record>(positional.ptr(), named.ptr());
+}
+
+template <class Record> nb::tuple field_names() {
+  nb::list names;
+  Record{}.each_field([&](const char *name, auto &) { names.append(nb::str(name)); });
+  return nb::tuple(names);
+}
+
+template AttentionRecord read_record<AttentionRecord>(nb::handle);
+template SelectionRecord read_record<SelectionRecord>(nb::handle);
+template AttentionRecord read_record<AttentionRecord>(const nb::args &, const nb::kwargs &);
+template SelectionRecord read_record<SelectionRecord>(const nb::args &, const nb::kwargs &);
+template nb::tuple field_names<AttentionRecord>();
+template nb::tuple field_names<SelectionRecord>();
+
+} // namespace fdm

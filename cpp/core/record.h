@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The records of calls. Python declares them (AttentionInputs and SelectionInputs of backends/base.py) and hands them
+// over whole; each_field lists the fields here, in the order of that declaration and by its names, and reading follows
+// from the list. A test compares the two lists.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+namespace fdm {
+
+namespace nb = nanobind;
+
+// Where the sequences of a packed call begin: both, or None and None.
+struct CuSeqlens {
+  nb::handle q, k;
+};
+
+// The fields that a call leaves out by name have the values given here; tensors are None.
+struct AttentionRecord {
+  nb::handle query, key, value, mask, start, end, bias;
+  CuSeqlens cu_seqlens;
+  nb::handle block_table, given_plan;
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+  double scale = 1, softcap = 0;
+  bool causal = false, deterministic = false;
+
+  template <class Visit> void each_field(Visit &&visit) {
+    visit("query", query);
+    visit("key", key);
+    visit("value", value);
+    visit("mask", mask);
+    visit("start", start);
+    visit("end", end);
+    visit("bias", bias);
+    visit("cu_seqlens_q", cu_seqlens.q);
+    visit("cu_seqlens_k", cu_seqlens.k);
+    visit("block_table", block_table);
+    visit("given_plan", given_plan);
+    visit("max_seqlen_q", max_seqlen_q);
+    visit("max_seqlen_k", max_seqlen_k);
+    visit("scale", scale);
+    visit("causal", causal);
+    visit("softcap", softcap);
+    visit("deterministic", deterministic);
+  }
+};
+
+struct SelectionRecord {
+  nb::handle bias, mask;
+  CuSeqlens cu_seqlens;
+  int64_t batch = 0, heads = 0, kv_heads = 0, queries = 0, keys = 0, window = 0;
+  bool causal = false;
+
+  template <class Visit> void each_field(Visit &&visit) {
+    visit("bias", bias);
+    visit("mask", mask);
+    visit("cu_seqlens_q", cu_seqlens.q);
+    visit("cu_seqlens_k", cu_seqlens.k);
+    visit("batch", batch);
+    visit("heads", heads);
+    visit("kv_heads", kv_heads);
+    visit("queries", queries);
+    visit("keys", keys);
+    visit("window", window);
+    visit("causal", causal);
+  }
+};
+
+// The settings of a call that are not its own: threads of cpu packs, the stream of GPU packs.
+struct Execution {
+  int32_t threads = 1;
+  uintptr_t stream = 0;
+};
+
+// Reads a record from a tuple of all its fields. TypeError for another number of them, or a value of another type.
+template <class Record> Record read_record(nb::handle tuple);
+
+// Reads a record from its first fields by position and any others by name.
+template <class Record> Record read_record(const nb::args &positional, const nb::kwargs &named);
+
+// The names of a record's fields, in order.
+template <class Record> nb::tuple field_names();
+
+} // namespace fdm

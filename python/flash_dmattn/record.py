@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The records of calls. Each argument is declared once, here.
+
+From the name, the type and the place of a field follow the schema of the operators and their order
+of arguments, which fields autograd saves as tensors, which have gradients, and what the core is
+given. The core lists the same names in the same order (cpp/core/record.h).
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+__all__ = [
+    "ATTENTION",
+    "DENSE",
+    "SELECTION",
+    "AttentionInputs",
+    "Gradients",
+    "Packing",
+    "Schema",
+    "SelectionInputs",
+    "differentiable_tensors",
+    "no_gradient",
+]
+
+# A tensor whose gradient attention computes.
+Differentiable: TypeAlias = Annotated[Tensor, "differentiable"]
+# Gradients by the names of the fields that they belong to.
+Gradients: TypeAlias = dict[str, Tensor]
+
+
+class AttentionInputs(NamedTuple):
+    """One attention call: its tensors, then its settings.
+
+    Dense: query ``(B, Q, H, D)``, key and value ``(B, K, Hk, D)``, mask and bias 4-D, start and end
+    3-D.
+    Packed (varlen), when the cu_seqlens are there: query ``(total_q, H, D)``, key and value
+    ``(total_k, Hk, D)`` or paged ``(pages, page, Hk, D)``, mask and bias 3-D, start and end 2-D.
+    """
+
+    query: Differentiable
+    key: Differentiable
+    value: Differentiable
+    mask: Tensor | None = None
+    start: Tensor | None = None
+    end: Tensor | None = None
+    bias: Differentiable | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+    # Made by the backend for the same mask and sizes; None: forward makes one.
+    given_plan: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    scale: float = 1.0
+    causal: bool = False
+    softcap: float = 0.0
+    deterministic: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences lie one after another."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def sequences(self) -> int:
+        """B."""
+        bounds = self.cu_seqlens_q
+        return self.query.shape[0] if bounds is None else bounds.shape[0] - 1
+
+
+class SelectionInputs(NamedTuple):
+    """One selection; bias and mask 4-D, packed 3-D."""
+
+    bias: Tensor
+    mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int  # packed: of the longest sequence
+    keys: int
+    window: int
+    causal: bool
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences lie one after another."""
+        return self.cu_seqlens_q is not None
+
+
+class Packing(NamedTuple):
+    """How the sequences of a call are packed, with the fields that `AttentionInputs` has for it."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether there is nothing packed."""
+        return self.cu_seqlens_q is None
+
+    @property
+    def sequences(self) -> int:
+        """B, of packed sequences."""
+        assert self.cu_seqlens_q is not None
+        return self.cu_seqlens_q.shape[0] - 1
+
+
+DENSE = Packing()
+
+
+class Schema(NamedTuple):
+    """What follows from the declaration of a record."""
+
+    text: str  # of the operators' arguments
+    tensor_count: int  # the first fields are tensors, the rest settings
+    differentiable: tuple[str, ...]
+    places: tuple[int, ...]  # of the differentiable fields
+
+
+_SETTINGS = {int: "SymInt", float: "float", bool: "bool"}
+
+
+def _schema(record: type[Any]) -> Schema:
+    texts, differentiable, places, tensors = [], [], [], 0
+    hints = typing.get_type_hints(record, include_extras=True)
+    for place, name in enumerate(record._fields):
+        hint, mark = hints[name], ""
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            hint, mark = typing.get_args(hint)[0], "?"
+        if typing.get_origin(hint) is Annotated:
+            differentiable.append(name)
+            places.append(place)
+            hint = typing.get_args(hint)[0]
+        if hint is Tensor:
+            assert tensors == place, f"{name} is a tensor after a setting"
+            tensors += 1
+        kind = "Tensor" if hint is Tensor else _SETTINGS[hint]
+        texts.append(f"{kind}{mark} {name}")
+    return Schema(", ".join(texts), tensors, tuple(differentiable), tuple(places))
+
+
+ATTENTION = _schema(AttentionInputs)
+SELECTION = _schema(SelectionInputs)
+
+
+def differentiable_tensors(inputs: AttentionInputs) -> dict[str, Tensor | None]:
+    """Return the tensors of a call that may have gradients, by name."""
+    return {name: getattr(inputs, name) for name in ATTENTION.differentiable}
+
+
+def no_gradient(inputs: AttentionInputs, name: str) -> Tensor:
+    """Return a tensor without elements, which stands for a gradient that is not wanted."""
+    like: Tensor | None = getattr(inputs, name)
+    query = inputs.query
+    return query.new_empty(0, dtype=query.dtype if like is None else like.dtype)
