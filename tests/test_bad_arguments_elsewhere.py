@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bounds that end early, by the reference": (
         lambda: packed(cu_seqlens_k=_SHORT, backend="reference"),
         ValueError,
-        r"attn_bias must .* 1, 9\) .*where cu_seqlens_k ends with total_k.* got \(1, 1, 10\)",
+        r"attn_bias has shape \(1, 1, 10\), but .* 1, 9\) .*where cu_seqlens_k ends with total_k",
     ),
     "a list of sequences": (
         lambda: cache_of_two().reorder([1, 0]),  # type: ignore[arg-type]

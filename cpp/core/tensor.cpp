@@ -147,7 +147,8 @@ void read_tuple(TensorView &view, nb::handle object, const char *name) {
   const char *dtype_text = PyUnicode_AsUTF8AndSize(dtype, nullptr);
   if (dtype_text == nullptr) nb::raise_python_error();
   view.dtype = find_dtype(dtype_text);
-  if (view.dtype == nullptr) type_error(name, " has the unknown dtype '", dtype_text, "'");
+  if (view.dtype == nullptr)
+    type_error(name, " has the unknown dtype '", dtype_text, "', but must have one that DLPack has");
   set_rank(view, PyTuple_Size(shape), name);
   for (int i = 0; i < view.rank; ++i) {
     view.shape[i] = read_integer(PyTuple_GetItem(shape, i), name);

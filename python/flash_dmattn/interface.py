@@ -288,7 +288,8 @@ def _attention(
     name = backend_name(backend)
     query, key, value, bias = autocast(query, key, value, attn_bias)
     check_dtypes(query, key, value, name)
-    dense = packing.cu_seqlens_q is None
+    cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k = packing
+    dense = cu_seqlens_q is None
     if dense:
         if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
             _refuse_ranks(query=query, key=key, value=value)
@@ -311,7 +312,7 @@ def _attention(
         start = end = None
         bias = selectable_bias(bias, query.shape[0] if dense else None)
         mask = composable_mask(attn_mask)
-        if keeps_all(window_size, key.shape[1] if dense else packing.max_seqlen_k):
+        if keeps_all(window_size, key.shape[1] if dense else max_seqlen_k):
             bias = without_nan(bias)
         else:
             shape = call_shape(query, key, packing)
@@ -328,9 +329,12 @@ def _attention(
         start,
         end,
         without_expansion(bias, expandable),
-        *packing[:3],
+        cu_seqlens_q,
+        cu_seqlens_k,
+        block_table,
         None if plan is None else plan.columns,
-        *packing[3:],
+        max_seqlen_q,
+        max_seqlen_k,
         _scale(softmax_scale, query),
         causal,
         0.0 if softcap is None else number("softcap", softcap),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -160,7 +160,7 @@ class PackBackend(Backend):
     def _problem(self, inputs: AttentionInputs) -> _core.Problem:
         return _core.Problem(
             self.pack,
-            *map(exchanged, inputs),
+            *_exchanged_fields(inputs),
             threads=self._threads(),
             stream=self._stream(inputs.query),
         )
@@ -168,7 +168,7 @@ class PackBackend(Backend):
     def _selection(self, inputs: SelectionInputs) -> tuple[_core.Selection, Tensor | None]:
         selection = _core.Selection(
             self.pack,
-            *map(exchanged, inputs),
+            *_exchanged_fields(inputs),
             threads=self._threads(),
             stream=self._stream(inputs.bias),
         )
@@ -208,6 +208,10 @@ def exchanged(field: object) -> Any:
         _DLPACK_DEVICES[field.device.type],
         field.device.index or 0,
     )
+
+
+def _exchanged_fields(inputs: AttentionInputs | SelectionInputs) -> Iterable[Any]:
+    return inputs if _CORE_READS_TENSORS else map(exchanged, inputs)
 
 
 def _zeros(size: int, device: torch.device) -> Tensor:

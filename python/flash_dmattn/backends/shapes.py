@@ -43,6 +43,14 @@ def _check(rule: str, inputs: AttentionInputs | SelectionInputs, read_lengths: b
 
     if not _has_known_sizes(inputs):
         return
+    # For packs, the core also takes dense masks and biases of fewer dimensions.
+    rank = 3 if inputs.packed else 4
+    for name, tensor in (("attn_mask", inputs.mask), ("attn_bias", inputs.bias)):
+        if tensor is not None and tensor.dim() != rank:
+            form = "(heads, queries, keys)" if inputs.packed else "(batch, heads, queries, keys)"
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, but must have {rank} dimensions {form}"
+            )
     kept: list[Any] = []  # while the core reads it
     described = (
         _described(name, field, kept if read_lengths else None)
