@@ -172,19 +172,11 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:
     """Yield the dense problems of a call: one, or one for each sequence of a packed batch."""
     query, key, value, bias = inputs.query, inputs.key, inputs.value, inputs.bias
-    mask = (
-        inputs.mask
-        if inputs.start is None or inputs.end is None
-        else IntervalMask(inputs.start, inputs.end)
-    )
-    cu_seqlens_q, cu_seqlens_k, block_table = (
-        inputs.cu_seqlens_q,
-        inputs.cu_seqlens_k,
-        inputs.block_table,
-    )
+    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        if isinstance(mask, IntervalMask):
-            mask = mask.to_bool(query.shape[1])
+        mask = inputs.mask
+        if inputs.start is not None and inputs.end is not None:
+            mask = intervals_to_bool(inputs.start, inputs.end, query.shape[1])
         everything = slice(None)
         yield Sequence(everything, everything, query, key, value, mask, bias)
         return
@@ -193,10 +185,10 @@ def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:
         rows = slice(q_bounds[index], q_bounds[index + 1])
         keys = slice(k_bounds[index], k_bounds[index + 1])
         length = keys.stop - keys.start
-        if block_table is None:
+        if inputs.block_table is None:
             sequence_key, sequence_value = key[keys], value[keys]
         else:
-            pages = block_table[index, : -(-length // key.shape[1])].long()
+            pages = inputs.block_table[index, : -(-length // key.shape[1])].long()
             sequence_key = key[pages].flatten(0, 1)[:length]
             sequence_value = value[pages].flatten(0, 1)[:length]
         yield Sequence(
@@ -205,7 +197,7 @@ def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:
             query[rows].unsqueeze(0),
             sequence_key.unsqueeze(0),
             sequence_value.unsqueeze(0),
-            _sequence_mask(mask, rows, keys),
+            _sequence_mask(inputs, rows, keys),
             None if bias is None else packed_part(bias, rows, keys),
         )
 
@@ -279,13 +271,11 @@ def per_query_head(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // kv_heads, 1)
 
 
-def _sequence_mask(mask: Tensor | IntervalMask | None, rows: slice, keys: slice) -> Tensor | None:
-    if mask is None:
-        return None
-    if isinstance(mask, IntervalMask):
-        start, end = (t[:, keys].unsqueeze(0) for t in (mask.start, mask.end))
+def _sequence_mask(inputs: AttentionInputs, rows: slice, keys: slice) -> Tensor | None:
+    if inputs.start is not None and inputs.end is not None:
+        start, end = (t[:, keys].unsqueeze(0) for t in (inputs.start, inputs.end))
         return intervals_to_bool(start, end, rows.stop - rows.start)
-    return packed_part(mask, rows, keys)
+    return None if inputs.mask is None else packed_part(inputs.mask, rows, keys)
 
 
 def packed_part(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
