@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import record
+from flash_dmattn import ops, record
 from flash_dmattn.record import ATTENTION, AttentionInputs, Packing
 
 # Exported programs name the arguments: what was there stays, and new ones have defaults.
@@ -25,6 +25,7 @@ GRADIENTS = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias"
 def test_operators_follow_from_the_record() -> None:
     assert ATTENTION.text == SCHEMA
     assert ATTENTION.differentiable == ("query", "key", "value", "bias")
+    assert ops.__all__  # imported: it defines the operators
     forward = str(torch.ops.flash_dmattn.attention_forward.default._schema)
     assert forward.startswith(f"flash_dmattn::attention_forward({SCHEMA}, str backend) ->")
     backward = str(torch.ops.flash_dmattn.attention_backward.default._schema)
