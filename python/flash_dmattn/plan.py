@@ -67,7 +67,7 @@ class AttentionPlan:
         backend: str,
         columns: Tensor,
         sizes: tuple[int, ...],
-        packing: Packing,
+        packing: Packing | None,
     ) -> None:
         """Keep the results of `make_plan`, which is how plans are made."""
         self.attn_mask = attn_mask
@@ -75,7 +75,7 @@ class AttentionPlan:
         self.backend = backend
         self.columns = columns
         self._sizes = sizes
-        self._packing = packing
+        self._packing = DENSE if packing is None else packing
         self._versions = () if torch.compiler.is_compiling() else self._versions_now()
 
     def __repr__(self) -> str:
