@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The entry points of a pack's table, alike in every pack: the checks of pack_calls.h, then the pack's own work.
+//
+// A Pack has these static members:
+//   kLimits                                                    what it was built for
+//   plan_layout(kind), plan_bytes(p), workspace_bytes(p, pass), selection_workspace_bytes(s)
+//   is_filled(p, plan)                                         may forward and backward read this plan?
+//   run(context, message, work)                                calls work where the pack computes; returns a status
+//   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
+//   select(s, workspace)                                       the work; `run` knows what they return
+#pragma once
+
+#include "pack_calls.h"
+
+namespace fdm {
+
+template <class Pack> struct PackEntries {
+  static int32_t workspace_bytes(const fdm_problem *p, int32_t pass, int64_t *bytes, char *text, size_t text_bytes) {
+    if (int32_t status = check_problem(p, Pack::kLimits, {text, text_bytes})) return status;
+    *bytes = Pack::workspace_bytes(*p, pass);
+    return FDM_OK;
+  }
+
+  static int32_t plan(const fdm_problem *p, fdm_buffer plan, fdm_buffer workspace, char *text, size_t text_bytes) {
+    const Message message{text, text_bytes};
+    if (int32_t status = check(p, FDM_PASS_PLAN, plan, workspace, message)) return status;
+    return Pack::run(p->context, message, [&] { return Pack::plan(*p, plan.data, workspace.data); });
+  }
+
+  static int32_t forward(const fdm_problem *p, const fdm_forward_args *args, fdm_buffer plan, fdm_buffer workspace,
+                         char *text, size_t text_bytes) {
+    const Message message{text, text_bytes};
+    if (int32_t status = check_args(args, "fdm_forward_args", message)) return status;
+    if (int32_t status = check(p, FDM_PASS_FORWARD, plan, workspace, message)) return status;
+    return Pack::run(p->context, message, [&] { return Pack::forward(*p, *args, plan.data, workspace.data); });
+  }
+
+  static int32_t backward(const fdm_problem *p, const fdm_backward_args *args, fdm_buffer plan, fdm_buffer workspace,
+                          char *text, size_t text_bytes) {
+    const Message message{text, text_bytes};
+    if (int32_t status = check_args(args, "fdm_backward_args", message)) return status;
+    if (int32_t status = check_problem(p, Pack::kLimits, message)) return status; // before p is read
+    if (present(p->block_table)) return message.fail(FDM_UNSUPPORTED, "paged keys have no backward pass");
+    if (int32_t status = check(p, FDM_PASS_BACKWARD, plan, workspace, message)) return status;
+    return Pack::run(p->context, message, [&] { return Pack::backward(*p, *args, plan.data, workspace.data); });
+  }
+
+  static int32_t selection_workspace_bytes(const fdm_selection *s, int64_t *bytes, char *text, size_t text_bytes) {
+    if (int32_t status = check_selection(s, {text, text_bytes})) return status;
+    *bytes = Pack::selection_workspace_bytes(*s);
+    return FDM_OK;
+  }
+
+  static int32_t select(const fdm_selection *s, fdm_buffer workspace, char *text, size_t text_bytes) {
+    const Message message{text, text_bytes};
+    if (int32_t status = check_selection(s, message)) return status;
+    const int64_t needed = Pack::selection_workspace_bytes(*s);
+    if (int32_t status = check_buffer("workspace", workspace, needed, message)) return status;
+    return Pack::run(s->context, message, [&] { return Pack::select(*s, workspace.data); });
+  }
+
+  // A table with the entry points, the limits and the layouts; the pack adds what it is called and where it runs.
+  static fdm_pack table() {
+    fdm_pack table{};
+    table.abi_version = FDM_PACK_ABI_VERSION;
+    table.struct_size = sizeof(fdm_pack);
+    table.version = FDM_VERSION;
+    table.max_head_dim = Pack::kLimits.max_head_dim;
+    table.dtypes = Pack::kLimits.dtypes;
+    for (int kind = 0; kind < FDM_MASK_KIND_COUNT; ++kind)
+      table.plan_layouts[kind] = Pack::plan_layout(fdm_mask_kind(kind));
+    table.workspace_bytes = workspace_bytes;
+    table.plan = plan;
+    table.forward = forward;
+    table.backward = backward;
+    table.selection_workspace_bytes = selection_workspace_bytes;
+    table.select = select;
+    return table;
+  }
+
+private:
+  static int32_t check(const fdm_problem *p, int32_t pass, fdm_buffer plan, fdm_buffer workspace,
+                       const Message &message) {
+    if (int32_t status = check_problem(p, Pack::kLimits, message)) return status;
+    if (int32_t status = check_buffer("plan", plan, Pack::plan_bytes(*p), message)) return status;
+    if (int32_t status = check_buffer("workspace", workspace, Pack::workspace_bytes(*p, pass), message)) return status;
+    if (pass == FDM_PASS_PLAN || Pack::is_filled(*p, plan.data)) return FDM_OK;
+    return message.fail(FDM_INVALID_ARGUMENT, "the plan was not filled by plan()");
+  }
+};
+
+} // namespace fdm
