@@ -36,7 +36,8 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
   KeyWork &keys = params.keys;
   keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
     constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    keys.block_keys = tile.keys, keys.tile_rows = tile.rows;
+    keys.block_keys = tile.keys;
+    keys.tile_rows = tile.rows;
     return int32_t(decltype(dim)::value);
   });
   keys.listed = takes_listed_keys(p);
@@ -121,7 +122,8 @@ int64_t backward_workspace_bytes(const fdm_problem &p) {
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
   int64_t bytes;
   BackwardParams params = lay_out(p, workspace, &bytes);
-  params.a = args, params.plan = plan;
+  params.a = args;
+  params.plan = plan;
   params.aligned =
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   params.dout_aligned = rows_are_aligned(args.dout, p.head_dim);

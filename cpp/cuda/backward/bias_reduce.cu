@@ -21,8 +21,12 @@ struct SharedSums {
   __device__ SharedSums(const BackwardParams &params, int64_t batch, int64_t head) : sums(params.bias_sums) {
     const fdm_problem &p = params.p;
     const fdm_tensor &t = params.a.dbias;
-    heads = p.kv_heads * params.bias_heads, keys = list_keys(p);
-    first_batch = batch, past_batch = batch + 1, first_head = head, past_head = head + 1;
+    heads = p.kv_heads * params.bias_heads;
+    keys = list_keys(p);
+    first_batch = batch;
+    past_batch = batch + 1;
+    first_head = head;
+    past_head = head + 1;
     if (t.shape[0] == 1) past_batch = is_varlen(p) ? 1 : p.batch;
     if (t.shape[1] == 1) past_head = heads;
   }

@@ -61,8 +61,10 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     const int first = threadIdx.x / 32 * (16 * kKeyTiles);
     k_fragment = Tile::left(ptx::shared_address(shared.k), first);
     v_fragment = Tile::left(ptx::shared_address(shared.v), first);
-    q_base = ptx::shared_address(shared.q[0]), dout_base = ptx::shared_address(shared.dout[0]);
-    row_offset_right = Tile::right_rows(0), column_offset_right = Tile::right_columns(0);
+    q_base = ptx::shared_address(shared.q[0]);
+    dout_base = ptx::shared_address(shared.dout[0]);
+    row_offset_right = Tile::right_rows(0);
+    column_offset_right = Tile::right_columns(0);
   }
 
   __device__ void load_keys() const {
@@ -105,7 +107,8 @@ template <class Config> struct DkdvBlock : Config::Gradients {
       ptx::copy_async_4(ptx::shared_address(&lse), &from.lse);
       ptx::copy_async_4(ptx::shared_address(&delta), &from.delta);
     } else {
-      lse = INFINITY, delta = 0.0f;
+      lse = INFINITY;
+      delta = 0.0f;
     }
   }
 
@@ -118,7 +121,8 @@ template <class Config> struct DkdvBlock : Config::Gradients {
   // Starts the copies of a step, if there is one.
   __device__ bool load(const KeyStep &step, int stage) {
     if (step.valid) {
-      load_rows(step, stage), load_statistics(step, stage);
+      load_rows(step, stage);
+      load_statistics(step, stage);
       if (threadIdx.x == 0) shared.stages[stage].step = step;
     }
     ptx::commit_copies();

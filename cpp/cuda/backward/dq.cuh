@@ -58,11 +58,15 @@ struct DqBlock
 
   __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
-    q_base = ptx::shared_address(shared.q), dout_base = ptx::shared_address(shared.dout);
-    k_base = ptx::shared_address(shared.k), v_base = ptx::shared_address(shared.v);
+    q_base = ptx::shared_address(shared.q);
+    dout_base = ptx::shared_address(shared.dout);
+    k_base = ptx::shared_address(shared.k);
+    v_base = ptx::shared_address(shared.v);
     const int first = threadIdx.x / 32 * (16 * kRowTiles);
-    q_fragment = Tile::left(q_base, first), dout_fragment = Tile::left(dout_base, first);
-    row_offset_right = Tile::right_rows(0), column_offset_right = Tile::right_columns(0);
+    q_fragment = Tile::left(q_base, first);
+    dout_fragment = Tile::left(dout_base, first);
+    row_offset_right = Tile::right_rows(0);
+    column_offset_right = Tile::right_columns(0);
   }
 
   // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
@@ -90,7 +94,8 @@ struct DqBlock
                                                   !Config::kGeneral || params.aligned, int(params.p.head_dim),
                                                   t.stride[3], [&](int c) { return rows[c]; });
     };
-    copy(params.p.k, slot.k_row, k_base), copy(params.p.v, slot.v_row, v_base);
+    copy(params.p.k, slot.k_row, k_base);
+    copy(params.p.v, slot.v_row, v_base);
   }
 
   // The column that this thread fetches of the batch of blocks that begins with `block`.

@@ -39,7 +39,8 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
 
   // Takes over the statistics of a row. Returns whether it makes the tile `careful`.
   __device__ bool set_statistics(int m, int half, const RowStatistics &of) {
-    lse[m][half] = of.lse, delta[m][half] = of.delta;
+    lse[m][half] = of.lse;
+    delta[m][half] = of.delta;
     return !of.empty() && fabsf(of.lse) > kLargeLse;
   }
 
@@ -66,7 +67,8 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
           uint2 word{~0u, ~0u};
           if (kTest && partial) {
             word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32][column]);
-            word.x >>= r % 32, word.y >>= r % 32;
+            word.x >>= r % 32;
+            word.y >>= r % 32;
           }
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -75,7 +77,8 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
             bool kept = (i ? word.y : word.x) & 1;
             if constexpr (kGeneral) {
               const float b = i ? added.y : added.x;
-              kept = kept && b != -INFINITY, x = with_row_bias(x, b);
+              kept = kept && b != -INFINITY;
+              x = with_row_bias(x, b);
             }
             x -= lse[m][half];
             if constexpr (kTest) x = fminf(x, 0.0f);

@@ -25,7 +25,8 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   KeyBlockPlace place{};
   place.block = static_cast<int32_t>(number / params.keys.heads);
   const int64_t head = number % params.keys.heads;
-  place.sequence_index = head / p.kv_heads, place.kv_head = head % p.kv_heads;
+  place.sequence_index = head / p.kv_heads;
+  place.kv_head = head % p.kv_heads;
   place.s = sequence(p, place.sequence_index);
   if (!params.keys.listed) return place;
   int64_t bytes;
@@ -136,7 +137,8 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
       } else if (int64_t(place.block) * kKeys + r < place.s.k_count) {
         of.key = place.block * kKeys + r;
         const RowRange rows = rows_of_key(p, place.s, place.kv_head * group_size(p), of.key);
-        of.start = rows.first, of.end = rows.past;
+        of.start = rows.first;
+        of.end = rows.past;
       }
       shared.key[r] = of.key;
     }
@@ -145,7 +147,8 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
       for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {of.start, of.end};
       shared.readable[r] = is_readable(of.key);
       if (shared.readable[r]) {
-        atomicMax(&shared.max_first, of.start), atomicMin(&shared.min_past, of.end);
+        atomicMax(&shared.max_first, of.start);
+        atomicMin(&shared.min_past, of.end);
         RowRange &group = shared.of_group[r / 64];
         atomicMin(&group.first, shared.task.same_rows ? of.start : 0);
         atomicMax(&group.past, shared.task.same_rows ? of.end : INT32_MAX);
@@ -214,10 +217,13 @@ private:
     const fdm_problem &p = params.p;
     KeyTask &of = shared.task;
     const fdm_mask_kind kind = mask_kind(p);
-    of.s = place.s, of.sequence_index = place.sequence_index, of.kv_head = place.kv_head;
+    of.s = place.s;
+    of.sequence_index = place.sequence_index;
+    of.kv_head = place.kv_head;
     of.first_head = place.kv_head * group_size(p);
     of.steps = key_steps(params, key_block_rows(params, place));
-    of.begin = of.steps.count * item.part / item.parts, of.end = of.steps.count * (item.part + 1) / item.parts;
+    of.begin = of.steps.count * item.part / item.parts;
+    of.end = of.steps.count * (item.part + 1) / item.parts;
     of.same_rows = params.keys.listed || !is_interval_plan(kind);
     of.test_all = kind == FDM_MASK_ROWS || !of.same_rows || has_rows(p.bias);
     of.words = nullptr;
@@ -226,7 +232,8 @@ private:
       of.words = lay_out_plan(p, const_cast<void *>(params.plan), &bytes).words;
     }
     of.slot = item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
-    shared.max_first = 0, shared.min_past = INT32_MAX;
+    shared.max_first = 0;
+    shared.min_past = INT32_MAX;
     for (int32_t &head : shared.dropping_head) head = -1;
     for (RowRange &group : shared.of_group) group = {INT32_MAX, 0};
   }
@@ -264,7 +271,10 @@ private:
   __device__ void advance(KeyStep &step) const {
     const KeySteps &steps = shared.task.steps;
     ++step.number;
-    if (++step.tile == steps.first_tile + steps.tiles) step.tile = steps.first_tile, ++step.head;
+    if (++step.tile == steps.first_tile + steps.tiles) {
+      step.tile = steps.first_tile;
+      ++step.head;
+    }
   }
 
   // This step or the first after it that may keep something. `loaded_head`: that whose facts the step's buffer holds.

@@ -27,7 +27,10 @@ template <int kRun> __device__ void bitonic_sort(uint64_t (&values)[kBucketKeys]
       const int low = 2 * int(threadIdx.x) - int(threadIdx.x) % distance, high = low + distance;
       const bool ascending = size == kRun || (low & size) == 0;
       const uint64_t a = values[low], b = values[high];
-      if ((a > b) == ascending) values[low] = b, values[high] = a;
+      if ((a > b) == ascending) {
+        values[low] = b;
+        values[high] = a;
+      }
     }
   __syncthreads();
 }
@@ -45,7 +48,10 @@ __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ B
   const int64_t base = list * plan.list_keys + sequence(p, list_sequence % sequences).k_begin + bucket * kBucketKeys;
   const int64_t count = min64(kBucketKeys, plan.kept_count[list_sequence] - bucket * kBucketKeys);
 
-  if (int(threadIdx.x) < kMaxBlocks) first[threadIdx.x] = INT32_MAX, past[threadIdx.x] = -1;
+  if (int(threadIdx.x) < kMaxBlocks) {
+    first[threadIdx.x] = INT32_MAX;
+    past[threadIdx.x] = -1;
+  }
   if (count > 0) {
     for (int i = threadIdx.x; i < kBucketKeys; i += kThreads) {
       const uint32_t rank = i < count ? uint32_t(INT32_MAX - plan.kept_end[base + i]) : ~0u;
@@ -60,7 +66,8 @@ __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ B
       const KeyRows rows{plan.kept_index[from], plan.kept_start[from], plan.kept_end[from]};
       keys.ordered[base + i] = rows;
       const int block = i / keys.block_keys;
-      atomicMin(&first[block], rows.start), atomicMax(&past[block], rows.end);
+      atomicMin(&first[block], rows.start);
+      atomicMax(&past[block], rows.end);
     }
   }
   __syncthreads();

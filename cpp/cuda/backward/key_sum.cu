@@ -24,7 +24,12 @@ __device__ int32_t key_of_row(const BackwardParams &params, const KeyBlockPlace 
 }
 
 __device__ void add(float &to, float x) { to += x; }
-__device__ void add(float4 &to, const float4 &x) { to.x += x.x, to.y += x.y, to.z += x.z, to.w += x.w; }
+__device__ void add(float4 &to, const float4 &x) {
+  to.x += x.x;
+  to.y += x.y;
+  to.z += x.z;
+  to.w += x.w;
+}
 
 // Of the floats, or neighbours, at an offset in the slots of an item's parts.
 template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const KeyItem &item, int64_t at) {

@@ -117,7 +117,10 @@ template <class Config> struct RowBiasBlock {
   __device__ const RowBiasSource &source(const Step &step) const { return shared.source[step.slot()]; }
   __device__ void advance(Step &step) const {
     ++step.number;
-    if (++step.source == sources) step.source = 0, ++step.block;
+    if (++step.source == sources) {
+      step.source = 0;
+      ++step.block;
+    }
   }
   // One thread calls it, a turn before fetch() reads it and three steps ahead.
   __device__ void store_source(const Step &step) const {
@@ -126,7 +129,9 @@ template <class Config> struct RowBiasBlock {
     RowBiasSource &to = shared.source[step.slot()];
     to.sequence_index = task.first_batch + step.source / task.heads;
     to.head = task.first_head + step.source % task.heads;
-    to.s = sequence(p, to.sequence_index), to.kv_head = int(kv_head_of(p, to.head)), to.words = nullptr;
+    to.s = sequence(p, to.sequence_index);
+    to.kv_head = int(kv_head_of(p, to.head));
+    to.words = nullptr;
     if (mask_kind(p) != FDM_MASK_ROWS) return;
     int64_t bytes;
     const Plan plan = lay_out_plan(p, const_cast<void *>(params.plan), &bytes);
@@ -196,7 +201,8 @@ template <class Config> struct RowBiasBlock {
           to, params.aligned, int(params.p.head_dim), t.stride[3],
           [&](int c) -> const uint16_t * { return c < count ? base + c * t.stride[1] : kZeroRow; });
     };
-    copy(params.p.k, key_tile(buffer, 0)), copy(params.p.v, key_tile(buffer, 1));
+    copy(params.p.k, key_tile(buffer, 0));
+    copy(params.p.v, key_tile(buffer, 1));
     if (key_block == step.block) return;
     key_block = step.block;
     if (int(threadIdx.x) < kColumns)
@@ -222,7 +228,8 @@ template <class Config> struct RowBiasBlock {
     const int q = queries.current, k = keys.current, first = threadIdx.x / 32 * 16;
     const int32_t *key = shared.key[step.block % 2];
     float scores[1][kColumnTiles][4], gradients[1][kColumnTiles][4];
-    clear(scores), clear(gradients);
+    clear(scores);
+    clear(gradients);
     gemm_ss<Element, kHeadDim>(scores, Tile::left(query_tile(q, 0), first), Tile::right_rows(key_tile(k, 0)));
     gemm_ss<Element, kHeadDim>(gradients, Tile::left(query_tile(q, 1), first), Tile::right_rows(key_tile(k, 1)));
     const ScoreFactors factors(params.p);
@@ -230,7 +237,10 @@ template <class Config> struct RowBiasBlock {
                                                           row(0));
     float lse[2], delta[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) lse[half] = shared.lse[q][row(half)], delta[half] = shared.delta[q][row(half)];
+    for (int half = 0; half < 2; ++half) {
+      lse[half] = shared.lse[q][row(half)];
+      delta[half] = shared.delta[q][row(half)];
+    }
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const int column = 8 * n + accumulator_column();
@@ -246,7 +256,8 @@ template <class Config> struct RowBiasBlock {
           // dO of a row without a gradient may be anything.
           if ((word >> (row(half) % 32) & 1) && own != -INFINITY && lse[half] != INFINITY) sums[n][i] += ds;
         };
-        add_one(kept.x, b.x, 2 * half), add_one(kept.y, b.y, 2 * half + 1);
+        add_one(kept.x, b.x, 2 * half);
+        add_one(kept.y, b.y, 2 * half + 1);
       }
     }
   }
@@ -305,8 +316,13 @@ template <class Config> struct RowBiasBlock {
     const int64_t steps = int64_t(visible_blocks) * sources;
     clear_sums();
     Step step{-1, 0, sources - 1}, next{0, 0, 0}, second = next, third; // those after the next
-    advance(second), third = second, advance(third);
-    if (threadIdx.x == 0) store_source(next), store_source(second);
+    advance(second);
+    third = second;
+    advance(third);
+    if (threadIdx.x == 0) {
+      store_source(next);
+      store_source(second);
+    }
     __syncthreads();
     bool active = false, next_active = __syncthreads_or(steps > 0 && store(0, fetch(next)));
     // The first turn does nothing but start the copies of the first step.
@@ -337,10 +353,12 @@ template <class Config> struct RowBiasBlock {
       }
       if (next_active) {
         if (bias_block != next.block) load_bias(next);
-        queries.current = queries.find(next.source), keys.current = keys.find(keys_id(next));
+        queries.current = queries.find(next.source);
+        keys.current = keys.find(keys_id(next));
       }
       ptx::commit_copies();
-      active = next_active, next_active = second_active;
+      active = next_active;
+      next_active = second_active;
     }
     for (int block = visible_blocks; int64_t(block) * kColumns < shared.task.columns; ++block) write(block);
     write_rows();

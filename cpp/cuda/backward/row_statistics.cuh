@@ -51,7 +51,8 @@ __device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequ
           t.data)[batch_index(t, s) * t.stride[0] + head_index(p, t, head) * t.stride[1] +
                   (s.k_begin + key) * t.stride[3]];
     };
-    rows.first = max(rows.first, load(p.start)), rows.past = max(0, min(rows.past, load(p.end)));
+    rows.first = max(rows.first, load(p.start));
+    rows.past = max(0, min(rows.past, load(p.end)));
   } else if (kind == FDM_MASK_KEYS) {
     const Matrix mask = score_matrix(p, p.mask, s, head, 1);
     if (!static_cast<const uint8_t *>(mask.base)[key * mask.col]) rows.past = 0;

@@ -40,8 +40,11 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   // A split to each lane, the same in every warp.
   const int split = lane_id();
   float own_max = -INFINITY, own_sum = 0.0f;
-  if (split < params.splits)
-    own_max = params.partial_max[split * rows + row], own_sum = params.partial_sum[split * rows + row];
+  if (split < params.splits) {
+
+    own_max = params.partial_max[split * rows + row];
+    own_sum = params.partial_sum[split * rows + row];
+  }
   const float largest = warp_max(own_max), shift = largest == -INFINITY ? 0.0f : largest;
   const float own_factor = exp2f(own_max - shift);
   const float total = warp_sum(own_sum * own_factor), inverse = total == 0.0f ? 0.0f : 1.0f / total;

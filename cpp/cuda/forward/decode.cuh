@@ -68,7 +68,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring[threadIdx.x / 32]), warp(threadIdx.x / 32),
         lane(threadIdx.x % 32) {
     const int blocks = (task.columns.count + kColumns - 1) / kColumns;
-    workers = params.splits * Config::kWarps, worker = task.split * Config::kWarps + warp;
+    workers = params.splits * Config::kWarps;
+    worker = task.split * Config::kWarps + warp;
     steps = worker < blocks ? (blocks - worker + workers - 1) / workers : 0;
   }
 
@@ -197,7 +198,10 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 #pragma unroll
       for (int d = 0; d < kHeadDim / 8; ++d)
         *reinterpret_cast<float2 *>(to + 8 * d) = make_float2(out[0][d][2 * half], out[0][d][2 * half + 1]);
-      if (lane % 4 == 0) shared.maximum[warp][r] = this->maximum[0][half], shared.sum[warp][r] = this->sum[0][half];
+      if (lane % 4 == 0) {
+        shared.maximum[warp][r] = this->maximum[0][half];
+        shared.sum[warp][r] = this->sum[0][half];
+      }
     }
   }
 
@@ -239,7 +243,10 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     const int64_t rows = p.batch * p.heads * p.queries;
     const int64_t at = task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
     params.partial_out[at * p.head_dim + d] = value;
-    if (d == 0) params.partial_max[at] = largest, params.partial_sum[at] = total;
+    if (d == 0) {
+      params.partial_max[at] = largest;
+      params.partial_sum[at] = total;
+    }
   }
 
   // Of a split that has no columns: combine.cu reads no results where the sum is 0.

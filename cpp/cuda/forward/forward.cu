@@ -88,7 +88,9 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   if (cudaError_t error = sm_count(&count)) return error;
   const Division division = divide(p);
   ForwardParams params{};
-  params.p = p, params.a = args, params.plan = plan;
+  params.p = p;
+  params.a = args;
+  params.plan = plan;
   params.heads_per_tile = division.heads_per_tile;
   params.tiles = int32_t(division.tiles);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);

@@ -57,10 +57,12 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 
   __device__ ForwardBlock(const ForwardParams &parameters, ForwardShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
-    q_base = ptx::shared_address(shared.q), k_base = ptx::shared_address(shared.k);
+    q_base = ptx::shared_address(shared.q);
+    k_base = ptx::shared_address(shared.k);
     v_base = ptx::shared_address(shared.v);
     q_fragment = Tile::left(q_base, threadIdx.x / 32 * (16 * kRowTiles));
-    k_fragment = Tile::right_rows(k_base), v_fragment = Tile::right_columns(v_base);
+    k_fragment = Tile::right_rows(k_base);
+    v_fragment = Tile::right_columns(v_base);
   }
 
   __device__ bool aligned() const { return !Config::kGeneral || params.aligned; }

@@ -53,7 +53,10 @@ struct ForwardRows {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) maximum[m][half] = -INFINITY, sum[m][half] = 0.0f;
+      for (int half = 0; half < 2; ++half) {
+        maximum[m][half] = -INFINITY;
+        sum[m][half] = 0.0f;
+      }
     clear(out);
   }
 
@@ -151,7 +154,10 @@ struct ForwardRows {
   __device__ void rescale(int m, int half, float factor) {
     if (__any_sync(0xffffffffu, factor != 1.0f)) {
 #pragma unroll
-      for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] *= factor, out[m][d][2 * half + 1] *= factor;
+      for (int d = 0; d < kDimTiles; ++d) {
+        out[m][d][2 * half] *= factor;
+        out[m][d][2 * half + 1] *= factor;
+      }
     }
   }
 
@@ -167,7 +173,8 @@ struct ForwardRows {
   }
 
   __device__ void clear_row(int m, int half) {
-    maximum[m][half] = -INFINITY, sum[m][half] = 0.0f;
+    maximum[m][half] = -INFINITY;
+    sum[m][half] = 0.0f;
 #pragma unroll
     for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] = out[m][d][2 * half + 1] = 0.0f;
   }
@@ -226,7 +233,10 @@ struct ForwardRows {
             const int column = 8 * d + accumulator_column() + i;
             if (column < head_dim) params.partial_out[at * head_dim + column] = out[m][d][2 * half + i];
           }
-        if (threadIdx.x % 4 == 0) params.partial_max[at] = maximum[m][half], params.partial_sum[at] = sum[m][half];
+        if (threadIdx.x % 4 == 0) {
+          params.partial_max[at] = maximum[m][half];
+          params.partial_sum[at] = sum[m][half];
+        }
       }
   }
 };

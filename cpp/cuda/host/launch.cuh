@@ -32,9 +32,12 @@ cudaError_t launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y)), config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(shared_bytes), config.stream = stream;
-  config.attrs = &early, config.numAttrs = kOverlap == Overlap::kernel_ahead && FDM_ARCH >= 90 ? 1 : 0;
+  config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y));
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(shared_bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = kOverlap == Overlap::kernel_ahead && FDM_ARCH >= 90 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, parameters...);
 }
 

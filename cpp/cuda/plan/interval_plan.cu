@@ -35,7 +35,8 @@ struct KeyRowsReader {
     const auto offset = [&](const fdm_tensor &t, int64_t stride) {
       return work.list_batch * t.stride[0] + work.list_head * t.stride[1] + work.s.k_begin * stride;
     };
-    start_stride = p.start.stride[3], end_stride = p.end.stride[3];
+    start_stride = p.start.stride[3];
+    end_stride = p.end.stride[3];
     mask_stride = p.mask.shape[3] == 1 ? 0 : p.mask.stride[3];
     if (present(p.start)) {
       start = static_cast<const int32_t *>(p.start.data) + offset(p.start, start_stride);
@@ -43,7 +44,9 @@ struct KeyRowsReader {
     } else {
       mask = static_cast<const uint8_t *>(p.mask.data) + offset(p.mask, mask_stride);
     }
-    causal = is_causal(p), causal_off = work.s.causal_off, queries = static_cast<int32_t>(work.s.q_count);
+    causal = is_causal(p);
+    causal_off = work.s.causal_off;
+    queries = static_cast<int32_t>(work.s.q_count);
   }
 
   __device__ KeyRows operator()(int64_t j) const {
@@ -112,7 +115,10 @@ __global__ void __launch_bounds__(kChunkThreads)
 // The counts of all chunks before a block's. All lanes of a warp get them.
 __device__ ChunkCounts counts_before(const ChunkCounts *counts, int64_t part) {
   ChunkCounts before{0, 0};
-  for (int64_t n = lane_id(); n < part; n += 32) before.full += counts[n].full, before.partial += counts[n].partial;
+  for (int64_t n = lane_id(); n < part; n += 32) {
+    before.full += counts[n].full;
+    before.partial += counts[n].partial;
+  }
   before.full = __reduce_add_sync(kAllLanes, before.full);
   before.partial = __reduce_add_sync(kAllLanes, before.partial);
   return before;
@@ -129,7 +135,8 @@ __device__ ChunkCounts compact_chunk(BlockRanks<kThreads, kItems> &ranks, const 
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const TileKey key(rows[i], 0, static_cast<int32_t>(work.s.q_count));
-    full[i] = key.full, partial[i] = key.partial;
+    full[i] = key.full;
+    partial[i] = key.partial;
   }
   const uint32_t total = ranks.rank(full, partial, rank);
   const int64_t base = work.list * plan.list_keys + work.s.k_begin;
@@ -142,7 +149,9 @@ __device__ ChunkCounts compact_chunk(BlockRanks<kThreads, kItems> &ranks, const 
     const int64_t full_rank = before.full + static_cast<int32_t>(ranks.first_of(rank[i]));
     const int64_t partial_rank = before.partial + static_cast<int32_t>(ranks.second_of(rank[i]));
     const int64_t at = base + full_rank + partial_rank;
-    plan.kept_index[at] = key, plan.kept_start[at] = rows[i].start, plan.kept_end[at] = rows[i].end;
+    plan.kept_index[at] = key;
+    plan.kept_start[at] = rows[i].start;
+    plan.kept_end[at] = rows[i].end;
     if (only_tile) columns[full[i] ? full_rank : plan.tile_keys - 1 - partial_rank] = key;
   }
   const ChunkCounts counts{before.full + static_cast<int32_t>(ranks.first_of(total)),
@@ -179,7 +188,9 @@ struct KeptKeys {
   __device__ KeptKeys(const fdm_problem &p, const Plan &plan, const ListWork &work) {
     const int64_t list = work.list * plan.list_keys + work.s.k_begin;
     count = plan.kept_count[work.list * list_sequences(p) + work.sequence_index];
-    index = plan.kept_index + list, start = plan.kept_start + list, end = plan.kept_end + list;
+    index = plan.kept_index + list;
+    start = plan.kept_start + list;
+    end = plan.kept_end + list;
   }
   __device__ int32_t key(int32_t n) const { return index[n]; }
   __device__ KeyRows rows(int32_t n) const { return {start[n], end[n]}; }
@@ -212,7 +223,8 @@ __device__ void list_columns(BlockRanks<kTileThreads, kTileItems> &ranks, const 
     for (int i = 0; i < kTileItems; ++i) {
       const int32_t at = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
       const TileKey key(at < keys.count ? keys.rows(at) : KeyRows{0, 0}, first, past);
-      full[i] = key.full, partial[i] = key.partial;
+      full[i] = key.full;
+      partial[i] = key.partial;
     }
     const uint32_t total = ranks.rank(full, partial, rank);
 #pragma unroll
@@ -222,7 +234,8 @@ __device__ void list_columns(BlockRanks<kTileThreads, kTileItems> &ranks, const 
                                      : plan.tile_keys - 1 - partial_count - ranks.second_of(rank[i]);
       columns[column] = keys.key(step + i * kTileThreads + static_cast<int32_t>(threadIdx.x));
     }
-    full_count += ranks.first_of(total), partial_count += ranks.second_of(total);
+    full_count += ranks.first_of(total);
+    partial_count += ranks.second_of(total);
   }
   if (threadIdx.x == 0) plan.counts[slot] = {full_count + partial_count, full_count};
 }

@@ -21,8 +21,10 @@ __device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &
   const uint32_t list = of_part / sequences;
   ListWork work;
   work.part = parts - 1 - blockIdx.x / each;
-  work.list = list, work.sequence_index = of_part % sequences;
-  work.list_batch = list / heads, work.list_head = list % heads;
+  work.list = list;
+  work.sequence_index = of_part % sequences;
+  work.list_batch = list / heads;
+  work.list_head = list % heads;
   work.s = sequence(p, work.sequence_index);
   return work;
 }

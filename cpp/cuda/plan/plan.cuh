@@ -60,7 +60,8 @@ FDM_INLINE Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   const fdm_tensor &mask = list_tensor(p);
   const bool intervals = is_interval_plan(mask_kind(p));
   Plan plan{};
-  plan.lists = mask.shape[0] * mask.shape[1], plan.batch_lists = mask.shape[1];
+  plan.lists = mask.shape[0] * mask.shape[1];
+  plan.batch_lists = mask.shape[1];
   plan.list_keys = list_keys(p);
   plan.tiles = total_rows(p) / kTileRows + list_sequences(p);
   plan.tile_keys = p.keys;
@@ -70,14 +71,22 @@ FDM_INLINE Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   if (intervals) {
     plan.kept_count = reinterpret_cast<int32_t *>(at + used);
     used += align_256(4 * plan.lists * list_sequences(p));
-    plan.kept_index = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;
-    plan.kept_start = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;
-    plan.kept_end = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;
+    plan.kept_index = reinterpret_cast<int32_t *>(at + used);
+    used += kept_bytes;
+    plan.kept_start = reinterpret_cast<int32_t *>(at + used);
+    used += kept_bytes;
+    plan.kept_end = reinterpret_cast<int32_t *>(at + used);
+    used += kept_bytes;
   }
   const int64_t slots = plan.lists * plan.tiles;
-  plan.counts = reinterpret_cast<TileCounts *>(at + used), used += align_256(8 * slots);
-  plan.columns = reinterpret_cast<int32_t *>(at + used), used += align_256(4 * slots * plan.tile_keys);
-  if (!intervals) plan.words = reinterpret_cast<RowWord *>(at + used), used += align_256(16 * slots * plan.tile_keys);
+  plan.counts = reinterpret_cast<TileCounts *>(at + used);
+  used += align_256(8 * slots);
+  plan.columns = reinterpret_cast<int32_t *>(at + used);
+  used += align_256(4 * slots * plan.tile_keys);
+  if (!intervals) {
+    plan.words = reinterpret_cast<RowWord *>(at + used);
+    used += align_256(16 * slots * plan.tile_keys);
+  }
   *bytes = used;
   return plan;
 }

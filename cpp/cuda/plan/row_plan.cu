@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     for (int n = 0; n < kParts; ++n) {
       uint32_t kept = reinterpret_cast<const uint32_t *>(words[n])[threadIdx.x];
       if (is_causal(p)) kept &= bits_from(key - first_limit - 32 * n);
-      any |= kept, missing |= ~kept & ~bits_from(rows - 32 * n);
+      any |= kept;
+      missing |= ~kept & ~bits_from(rows - 32 * n);
       word.part[n] = kept;
     }
     const bool full[1] = {missing == 0}, partial[1] = {missing != 0 && any != 0};
@@ -115,7 +116,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
       columns[plan.tile_keys - 1 - c] = static_cast<int32_t>(key);
     }
     if (key < work.s.k_count) key_words[key] = word;
-    full_count += ranks.first_of(total), partial_count += ranks.second_of(total);
+    full_count += ranks.first_of(total);
+    partial_count += ranks.second_of(total);
   }
   // Keys behind the causal limit have been left out, or begin in the last step.
   for (int64_t key = ceil_div(max64(0, visible), kStepKeys) * kStepKeys + threadIdx.x; key < work.s.k_count;

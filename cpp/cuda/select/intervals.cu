@@ -57,7 +57,8 @@ struct IntervalWork {
     begin = static_cast<int32_t>(min64(row.k_count, chunk * chunk_keys));
     end = static_cast<int32_t>(min64(row.k_count, (chunk + 1) * chunk_keys));
     windows = all_windows + list * chunks;
-    start_stride = s.start.stride[3], end_stride = s.end.stride[3];
+    start_stride = s.start.stride[3];
+    end_stride = s.end.stride[3];
     row_start = static_cast<int32_t *>(s.start.data) + batch * s.start.stride[0] + head * s.start.stride[1] +
                 row.k_begin * start_stride;
     row_end = static_cast<int32_t *>(s.end.data) + batch * s.end.stride[0] + head * s.end.stride[1] +
@@ -127,7 +128,8 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
     arrives[i] = none[i] = false;
     if (j >= work.end) continue;
     const uint32_t value = source(j);
-    arrives[i] = before.holds(value, j), order[i] = order_of(value, j);
+    arrives[i] = before.holds(value, j);
+    order[i] = order_of(value, j);
     if (!arrives[i]) work.write(j, 0);
     if (arrives[i] && last.holds(value, j)) work.write(j, work.row.q_count);
   }

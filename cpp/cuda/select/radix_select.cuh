@@ -38,7 +38,8 @@ template <int kThreads> struct RadixSelect {
         if (candidates <= count) return open_window(static_cast<int32_t>(candidates));
       }
       find_digit(shared, remaining);
-      decided |= shared.digit << shift, remaining = shared.remaining;
+      decided |= shared.digit << shift;
+      remaining = shared.remaining;
       // All keys that agree so far are selected: what their other bits are does not matter.
       if (shared.equal == remaining) return {decided, keys - 1, static_cast<int32_t>(count)};
     }
@@ -89,7 +90,9 @@ private:
     if (before < remaining && before + own >= remaining) {
       int d = threadIdx.x * kPerThread;
       for (; before + shared.digits[d] < remaining; ++d) before += shared.digits[d];
-      shared.digit = kDigits - 1 - d, shared.remaining = remaining - before, shared.equal = shared.digits[d];
+      shared.digit = kDigits - 1 - d;
+      shared.remaining = remaining - before;
+      shared.equal = shared.digits[d];
     }
     __syncthreads();
   }

@@ -86,7 +86,10 @@ __device__ __forceinline__ ColumnEntry fetch_column(const TileColumns &t, const 
   if (bias.data && !bias.rows) entry.bias_bits = bias.load_bits(key);
   if (c < t.full) return entry;
   if (t.words) entry.word = t.words[key];
-  if (t.start) entry.start = t.start[key * t.start_stride], entry.end = t.end[key * t.end_stride];
+  if (t.start) {
+    entry.start = t.start[key * t.start_stride];
+    entry.end = t.end[key * t.end_stride];
+  }
   return entry;
 }
 

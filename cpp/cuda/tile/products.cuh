@@ -41,8 +41,10 @@ __device__ __forceinline__ void gemm_rs(float (&sums)[kLeftTiles][kHeadDim / 8][
 #pragma unroll
     for (int m = 0; m < kLeftTiles; ++m) {
       const float (&low)[4] = left[m][k], (&high)[4] = left[m][k + 1];
-      a[m][0] = ptx::pack<Element>(low[0], low[1]), a[m][1] = ptx::pack<Element>(low[2], low[3]);
-      a[m][2] = ptx::pack<Element>(high[0], high[1]), a[m][3] = ptx::pack<Element>(high[2], high[3]);
+      a[m][0] = ptx::pack<Element>(low[0], low[1]);
+      a[m][1] = ptx::pack<Element>(low[2], low[3]);
+      a[m][2] = ptx::pack<Element>(high[0], high[1]);
+      a[m][3] = ptx::pack<Element>(high[2], high[3]);
     }
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; d += 2) {

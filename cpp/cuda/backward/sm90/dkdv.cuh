@@ -85,11 +85,15 @@ template <class Config> struct DkdvProducer {
       Config::KeyTile::template gather<Roles::kProducerWarps>(ptx::shared_address(to), warp(), from,
                                                               int(params.p.head_dim));
     };
-    load(params.p.k, shared.k), load(params.p.v, shared.v);
+    load(params.p.k, shared.k);
+    load(params.p.v, shared.v);
     publish(shared.keys_full);
   }
 
-  __device__ static void publish(uint64_t &full) { ptx::arrive_after_copies(full), ptx::arrive(full); }
+  __device__ static void publish(uint64_t &full) {
+    ptx::arrive_after_copies(full);
+    ptx::arrive(full);
+  }
 
   // What this lane needs to know of its row of a step, found while the step before is loaded.
   struct LaneRow {
@@ -112,24 +116,33 @@ template <class Config> struct DkdvProducer {
     const auto begin = [&](const fdm_tensor &t) {
       return static_cast<const uint16_t *>(t.data) + row_offset(t, s, 0, head);
     };
-    of_head = step.head, q_count = int(s.q_count);
-    q_rows = begin(params.p.q), dout_rows = begin(params.a.dout);
+    of_head = step.head;
+    q_count = int(s.q_count);
+    q_rows = begin(params.p.q);
+    dout_rows = begin(params.a.dout);
     statistics = &row_statistics(params, s, head, 0);
   }
 
   // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
   __device__ void load_rows(const KeyStep &step, const LaneRow &of, bool head_ends) {
     auto &stage = shared.stages[state.stage];
-    if (has_row()) stage.lse[row()] = of.statistics.lse, stage.delta[row()] = of.statistics.delta;
+    if (has_row()) {
+      stage.lse[row()] = of.statistics.lse;
+      stage.delta[row()] = of.statistics.delta;
+    }
     const bool empty = of.statistics.empty();
     const bool careful = __any_sync(0xffffffffu, !empty && fabsf(of.statistics.lse) > kLargeLse);
     if (threadIdx.x % 32 == 0) stage.careful[warp()] = careful;
-    if (Roles::producer_thread() == 0) stage.step = step, stage.head_ends = head_ends;
+    if (Roles::producer_thread() == 0) {
+      stage.step = step;
+      stage.head_ends = head_ends;
+    }
     const auto load = [&](const uint16_t *from, char *to) {
       Config::RowTile::template gather<Roles::kProducerWarps>(ptx::shared_address(to), warp(), empty ? kZeroRow : from,
                                                               int(params.p.head_dim));
     };
-    load(of.q, shared.q[state.stage]), load(of.dout, shared.dout[state.stage]);
+    load(of.q, shared.q[state.stage]);
+    load(of.dout, shared.dout[state.stage]);
     if (keys.task().words) {
       const int r = Roles::producer_thread();
       const int32_t key = shared.keys.key[r];
@@ -148,7 +161,8 @@ template <class Config> struct DkdvProducer {
       ptx::wait(shared.empty[state.stage], state.parity ^ 1);
       load_rows(step, of_step, !next.valid || next.head != step.head);
       publish(shared.full[state.stage]);
-      step = next, of_step = of_next;
+      step = next;
+      of_step = of_next;
     }
     ptx::wait(shared.empty[state.stage], state.parity ^ 1);
     if (Roles::producer_thread() == 0) shared.stages[state.stage].step = step;
@@ -207,7 +221,8 @@ template <class Config> struct DkdvConsumer {
     start_sum(sums.dv[0], scores, shared.dout[number]);
     start_sum(sums.dk[0], gradients, shared.q[number]);
     ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(sums.dv[0]), ptx::warpgroup_fence_operand(sums.dk[0]);
+    ptx::warpgroup_fence_operand(sums.dv[0]);
+    ptx::warpgroup_fence_operand(sums.dk[0]);
   }
 
   __device__ void run() {

@@ -45,7 +45,8 @@ __device__ void load_rows(const BackwardParams &params, const DqTask &task, cons
     Config::RowTile::template gather<Roles::kProducerWarps>(ptx::shared_address(to), thread / 32, row,
                                                             int(params.p.head_dim));
   };
-  load(params.p.q, shared.q), load(params.a.dout, shared.dout);
+  load(params.p.q, shared.q);
+  load(params.a.dout, shared.dout);
 }
 
 template <class Config> __device__ void produce_dq(const BackwardParams &params, DqShared<Config> &shared) {
@@ -128,7 +129,8 @@ template <class Config> struct DqConsumer {
 
   // dS of this block, once S and dP are there.
   __device__ void make_gradients(Rows &rows, int block) const {
-    ptx::warpgroup_fence_operand(rows.scores[0]), ptx::warpgroup_fence_operand(rows.gradients[0]);
+    ptx::warpgroup_fence_operand(rows.scores[0]);
+    ptx::warpgroup_fence_operand(rows.gradients[0]);
     Roles::release(shared.stages.v_empty[state.stage]);
     rows.make_gradients(shared.stages.facts[state.facts], (block + 1) * kColumns > rows.task.columns.full);
   }

@@ -102,7 +102,8 @@ template <class Config> struct ForwardConsumer {
     ptx::warpgroup_fence_operand(rows.scores[0]);
     Roles::release(shared.stages.k_empty[k_state.stage]);
     rows.finish_scores(shared.stages.facts[k_state.facts], (block + 1) * kColumns > task.columns.full);
-    factors[0] = rows.softmax(0, 0), factors[1] = rows.softmax(0, 1);
+    factors[0] = rows.softmax(0, 0);
+    factors[1] = rows.softmax(0, 1);
   }
 
   __device__ void run_blocks(typename Config::Rows &rows, int blocks) {
@@ -127,7 +128,8 @@ template <class Config> struct ForwardConsumer {
       ptx::warpgroup_fence_operand(probabilities);
       Roles::release(stages.v_empty[v_state.stage]);
       v_state.next();
-      rows.rescale(0, 0, factors[0]), rows.rescale(0, 1, factors[1]);
+      rows.rescale(0, 0, factors[0]);
+      rows.rescale(0, 1, factors[1]);
       pack_left<Element>(probabilities, rows.scores[0]);
     }
     Roles::release(shared.tasks.empty);
@@ -136,7 +138,8 @@ template <class Config> struct ForwardConsumer {
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(rows.out[0]);
     Roles::release(stages.v_empty[v_state.stage]);
-    k_state.next(), v_state.next();
+    k_state.next();
+    v_state.next();
   }
 
   __device__ void run_task(const ForwardTask &task) {

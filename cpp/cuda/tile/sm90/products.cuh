@@ -41,8 +41,10 @@ __device__ __forceinline__ void pack_left(uint32_t (&packed)[kTiles / 2][4], con
 #pragma unroll
   for (int k = 0; k < kTiles / 2; ++k) {
     const float (&low)[4] = sums[2 * k], (&high)[4] = sums[2 * k + 1];
-    packed[k][0] = ptx::pack<Element>(low[0], low[1]), packed[k][1] = ptx::pack<Element>(low[2], low[3]);
-    packed[k][2] = ptx::pack<Element>(high[0], high[1]), packed[k][3] = ptx::pack<Element>(high[2], high[3]);
+    packed[k][0] = ptx::pack<Element>(low[0], low[1]);
+    packed[k][1] = ptx::pack<Element>(low[2], low[3]);
+    packed[k][2] = ptx::pack<Element>(high[0], high[1]);
+    packed[k][3] = ptx::pack<Element>(high[2], high[3]);
   }
 }
 

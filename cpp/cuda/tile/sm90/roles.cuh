@@ -42,7 +42,10 @@ template <int kStages> struct PipelineState {
   uint32_t parity = 0; // of "full" in this round
 
   __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
   }
 };
 

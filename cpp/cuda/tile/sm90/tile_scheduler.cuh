@@ -32,7 +32,10 @@ template <class Task> struct TaskProducer {
   // A new task, which the producers know before the consumers do.
   template <class Make> __device__ const Task &prepare(const Make &make) {
     const int slot = number % TaskPipeline<Task>::kSlots;
-    if (Roles::producer_thread() == 0) ring.tasks[slot] = make(), ring.end[slot] = false;
+    if (Roles::producer_thread() == 0) {
+      ring.tasks[slot] = make();
+      ring.end[slot] = false;
+    }
     Roles::sync_producers();
     return ring.tasks[slot];
   }
