@@ -24,9 +24,9 @@ bool takes_listed_keys(const fdm_problem &p) {
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
 template <class T> T *take(char *base, int64_t *used, int64_t count) {
-  T *at = reinterpret_cast<T *>(base + *used);
+  T *pointer = reinterpret_cast<T *>(base + *used);
   *used += align_256(count * int64_t(sizeof(T)));
-  return at;
+  return pointer;
 }
 
 // Fills in what depends on the problem alone; `bytes` becomes the size of the workspace.
@@ -130,7 +130,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   params.wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
   params.beside_dq = present(args.dq);
   const bool row_bias = present(args.dbias) && !params.wants_bias_sums;
-  const bool of_keys = present(args.dk) || present(args.dv) || params.wants_bias_sums;
+  const bool key_gradients = present(args.dk) || present(args.dv) || params.wants_bias_sums;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
@@ -142,15 +142,15 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   if (nothing) return cudaSuccess;
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
 
-  return run_all([&] { return of_keys ? prepare_keys(params, stream) : cudaSuccess; },
-                 [&] { return launch_row_statistics(params, of_keys, stream); },
+  return run_all([&] { return key_gradients ? prepare_keys(params, stream) : cudaSuccess; },
+                 [&] { return launch_row_statistics(params, key_gradients, stream); },
                  [&] {
                    if (!present(args.dq)) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
                      return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
                    });
                  },
-                 [&] { return of_keys ? run_key_gradients(params, stream) : cudaSuccess; },
+                 [&] { return key_gradients ? run_key_gradients(params, stream) : cudaSuccess; },
                  [&] {
                    if (!row_bias) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {

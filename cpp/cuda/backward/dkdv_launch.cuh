@@ -40,11 +40,11 @@ template <class Element, int kHeadDim, bool kGeneral>
 cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
   constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, kHeadDim);
   // The general kernels are rare, and would be a fifth of the pack.
-  return launch_wanted<tile.together, !(tile.together && kGeneral)>(params, [&](auto of_keys, auto of_values) {
-    return launch_dkdv_kernel<
-        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, of_keys, of_values, kGeneral>>(
-        params, stream);
-  });
+  return launch_wanted<tile.together, !(tile.together && kGeneral)>(
+      params, [&](auto key_gradients, auto value_gradients) {
+        return launch_dkdv_kernel<DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks,
+                                             key_gradients, value_gradients, kGeneral>>(params, stream);
+      });
 }
 
 #if FDM_TILE_ARCH == 90

@@ -30,12 +30,12 @@ struct DqConfig {
 };
 
 template <class Config> struct DqShared {
-  alignas(1024) char q[Config::kQBytes];
-  char dout[Config::kQBytes];
-  char k[2][Config::kKeyBytes], v[2][Config::kKeyBytes];
+  alignas(1024) char sQ[Config::kQBytes];
+  char sdO[Config::kQBytes];
+  char sK[2][Config::kKeyBytes], sV[2][Config::kKeyBytes];
   KeyRing<Config::kColumns, Config::kThreads> ring;
   DqTask task;
-  alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+  alignas(16) uint32_t sBias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
   DeadColumns<Config::kColumns, Config::kGeneral> dead;
 };
 
@@ -58,10 +58,10 @@ struct DqBlock
 
   __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
-    q_base = ptx::shared_address(shared.q);
-    dout_base = ptx::shared_address(shared.dout);
-    k_base = ptx::shared_address(shared.k);
-    v_base = ptx::shared_address(shared.v);
+    q_base = ptx::shared_address(shared.sQ);
+    dout_base = ptx::shared_address(shared.sdO);
+    k_base = ptx::shared_address(shared.sK);
+    v_base = ptx::shared_address(shared.sV);
     const int first = threadIdx.x / 32 * (16 * kRowTiles);
     q_fragment = Tile::left(q_base, first);
     dout_fragment = Tile::left(dout_base, first);
@@ -71,10 +71,10 @@ struct DqBlock
 
   // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
   __device__ void load_rows() {
-    const auto copy = [&](const fdm_tensor &t, uint32_t to, bool aligned) {
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
       const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.first_row, task.head);
       copy_rows<Tile, Config::kRows, Config::kThreads>(
-          to, aligned, int(params.p.head_dim), t.stride[3],
+          tile, aligned, int(params.p.head_dim), t.stride[3],
           [&](int r) -> const uint16_t * { return this->statistics(r).empty() ? kZeroRow : base + r * t.stride[1]; });
     };
     copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
@@ -89,8 +89,8 @@ struct DqBlock
 
   __device__ void load_keys(int block) const {
     const typename Ring::Slot &slot = ring.at(block);
-    const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t to) {
-      copy_rows<Tile, kColumns, Config::kThreads>(to + block % 2 * Config::kKeyBytes,
+    const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t tile) {
+      copy_rows<Tile, kColumns, Config::kThreads>(tile + block % 2 * Config::kKeyBytes,
                                                   !Config::kGeneral || params.aligned, int(params.p.head_dim),
                                                   t.stride[3], [&](int c) { return rows[c]; });
     };
@@ -106,14 +106,14 @@ struct DqBlock
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.bias, params.p.bias, task, ring.at(block).key);
+    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.at(block).key);
   }
 
   __device__ void make_gradients(int block) {
     const typename Ring::Slot &slot = ring.at(block);
     const bool partial = (block + 1) * kColumns > task.columns.full;
     if constexpr (Config::kGeneral) {
-      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.bias, slot.key,
+      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.sBias, slot.key,
                                                                 task.first_row, this->row(0, 0));
       Rows::make_gradients(slot, partial, row_bias);
     } else {
@@ -134,7 +134,7 @@ struct DqBlock
             k, scores, 0.0f, [&](int m, int half) { return this->exists(this->row(m, half)); });
       __syncwarp(); // the bias has been read
       if (block + 1 < blocks) load_row_bias(block + 1);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
     gemm_rs<Element, kHeadDim>(dq, scores, k + column_offset_right);
   }
@@ -149,12 +149,12 @@ struct DqBlock
       load_keys(0);
       if constexpr (Config::kGeneral) load_row_bias(0);
     }
-    ptx::commit_copies();
+    ptx::cp_async_fence();
     for (int block = 0; block < blocks; ++block) {
-      ptx::wait_copies<0>();
+      ptx::cp_async_wait<0>();
       __syncthreads(); // this block is there; nobody reads the last one any more
       if (block + 1 < blocks) load_keys(block + 1);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       const int ahead = block + Ring::kBatch;
       const bool fetch_ahead = block % Ring::kBatch == 0 && ahead < blocks;
       ColumnEntry entry;
@@ -165,7 +165,7 @@ struct DqBlock
       multiply(block, blocks);
       if (fetch_ahead) store(ahead, entry);
     }
-    ptx::wait_copies<0>();
+    ptx::cp_async_wait<0>();
   }
 };
 

@@ -27,7 +27,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   float scores[kRowTiles][kColumnTiles][4], gradients[kRowTiles][kColumnTiles][4];
   float dq[kRowTiles][kHeadDim / 8][4];
 
-  __device__ DqRows(const BackwardParams &parameters, const DqTask &of) : params(parameters), task(of) {}
+  __device__ DqRows(const BackwardParams &parameters, const DqTask &own_task) : params(parameters), task(own_task) {}
 
   __device__ static int row(int m, int half) {
     return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + accumulator_row(half);
@@ -38,10 +38,10 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   }
 
   // Takes over the statistics of a row. Returns whether it makes the tile `careful`.
-  __device__ bool set_statistics(int m, int half, const RowStatistics &of) {
-    lse[m][half] = of.lse;
-    delta[m][half] = of.delta;
-    return !of.empty() && fabsf(of.lse) > kLargeLse;
+  __device__ bool set_statistics(int m, int half, const RowStatistics &loaded) {
+    lse[m][half] = loaded.lse;
+    delta[m][half] = loaded.delta;
+    return !loaded.empty() && fabsf(loaded.lse) > kLargeLse;
   }
 
   // dS in the place of the scores. The gradients hold dP. kTest: some pairs may not be kept. row_bias: see RowBiasReader.

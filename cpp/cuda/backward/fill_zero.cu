@@ -19,11 +19,12 @@ __global__ void __launch_bounds__(kThreads) fill_zero(const __grid_constant__ fd
   const int64_t chunks = t.shape[3] / kWidth, d = number % chunks * kWidth;
   number /= chunks;
   const int64_t c = number % t.shape[2], b = number / t.shape[2] % t.shape[1], a = number / t.shape[2] / t.shape[1];
-  auto *to = static_cast<Element *>(t.data) + a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
+  auto *element =
+      static_cast<Element *>(t.data) + a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
   if constexpr (sizeof(Element) * kWidth == 16)
-    *reinterpret_cast<uint4 *>(to) = uint4{};
+    *reinterpret_cast<uint4 *>(element) = uint4{};
   else
-    *to = Element{};
+    *element = Element{};
 }
 
 template <class Element, int kWidth> cudaError_t fill(const fdm_tensor &t, cudaStream_t stream) {

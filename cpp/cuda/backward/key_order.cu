@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ B
     for (int i = threadIdx.x; i < kBucketKeys; i += kThreads) order[i] %= kBucketKeys;
     bitonic_sort<kChunkKeys>(order);
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int64_t from = base + int64_t(order[i]);
-      const KeyRows rows{plan.kept_index[from], plan.kept_start[from], plan.kept_end[from]};
+      const int64_t kept = base + int64_t(order[i]);
+      const KeyRows rows{plan.kept_index[kept], plan.kept_start[kept], plan.kept_end[kept]};
       keys.ordered[base + i] = rows;
       const int block = i / keys.block_keys;
       atomicMin(&first[block], rows.start);

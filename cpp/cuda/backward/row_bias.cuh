@@ -49,7 +49,7 @@ struct RowBiasSource {
 
 template <class Config> struct RowBiasShared {
   alignas(1024) char tiles[Config::kTileBytes]; // of each buffer Q, dO; then K, V
-  alignas(16) uint32_t bias[Config::kRows][Config::kBiasPitch];
+  alignas(16) uint32_t sBias[Config::kRows][Config::kBiasPitch];
   RowBiasSource source[4];                                // of a step and the three after it
   uint32_t word[4][Config::kRows / 32][Config::kColumns]; // of a step and the two after it
   int32_t key[2][Config::kColumns];                       // of a block and the next
@@ -67,12 +67,12 @@ struct RowBiasBuffers {
   __device__ int find(int64_t id) const { return held[0] == id ? 0 : 1; }
   // Makes room beside the buffer of the step, or in the only one.
   __device__ int replace(int64_t id) {
-    const int to = count == 2 && current == 0 ? 1 : 0;
-    if (to == 0)
+    const int buffer = count == 2 && current == 0 ? 1 : 0;
+    if (buffer == 0)
       held[0] = id;
     else
       held[1] = id;
-    return to;
+    return buffer;
   }
 };
 
@@ -98,7 +98,7 @@ template <class Config> struct RowBiasBlock {
   RowBiasShared<Config> &shared;
   int sources;
   float sums[kColumnTiles][4];
-  float of_row[2] = {0.0f, 0.0f}; // all keys share an element
+  float row_sums[2] = {0.0f, 0.0f}; // all keys share an element
   RowBiasBuffers queries, keys;
   int bias_block = -1, key_block = -1; // whose bias, and the last whose keys, are in shared memory
 
@@ -126,35 +126,35 @@ template <class Config> struct RowBiasBlock {
   __device__ void store_source(const Step &step) const {
     const fdm_problem &p = params.p;
     const RowBiasTask &task = shared.task;
-    RowBiasSource &to = shared.source[step.slot()];
-    to.sequence_index = task.first_batch + step.source / task.heads;
-    to.head = task.first_head + step.source % task.heads;
-    to.s = sequence(p, to.sequence_index);
-    to.kv_head = int(kv_head_of(p, to.head));
-    to.words = nullptr;
+    RowBiasSource &stored = shared.source[step.slot()];
+    stored.sequence_index = task.first_batch + step.source / task.heads;
+    stored.head = task.first_head + step.source % task.heads;
+    stored.s = sequence(p, stored.sequence_index);
+    stored.kv_head = int(kv_head_of(p, stored.head));
+    stored.words = nullptr;
     if (mask_kind(p) != FDM_MASK_ROWS) return;
     int64_t bytes;
     const Plan plan = lay_out_plan(p, const_cast<void *>(params.plan), &bytes);
-    to.words = tile_words(p, plan, to.s, to.sequence_index, to.head, task.first_row / kTileRows);
+    stored.words = tile_words(p, plan, stored.s, stored.sequence_index, stored.head, task.first_row / kTileRows);
   }
   __device__ static int row(int half) { return threadIdx.x / 32 * 16 + accumulator_row(half); }
   __device__ int row_count(const Sequence &s) const { return int(min64(kRows, s.q_count - shared.task.first_row)); }
   // Steps with the same K and V have the same.
   __device__ int64_t keys_id(const Step &step) const {
-    const RowBiasSource &of = source(step);
-    return (int64_t(step.block) * params.p.batch + of.sequence_index) * params.p.kv_heads + of.kv_head;
+    const RowBiasSource &src = source(step);
+    return (int64_t(step.block) * params.p.batch + src.sequence_index) * params.p.kv_heads + src.kv_head;
   }
 
   __device__ Kept fetch(const Step &step) const {
     Kept kept{};
     if (int(threadIdx.x) >= kColumns) return kept;
-    const RowBiasSource &of = source(step);
+    const RowBiasSource &src = source(step);
     const int64_t key = int64_t(step.block) * kColumns + threadIdx.x;
-    if (key >= of.s.k_count) return kept;
-    kept.rows = rows_of_key(params.p, of.s, of.head, key);
+    if (key >= src.s.k_count) return kept;
+    kept.rows = rows_of_key(params.p, src.s, src.head, key);
     const int first_word = int(shared.task.first_row) % kTileRows / 32;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) kept.word[w] = of.words ? of.words[key].part[first_word + w] : ~0u;
+    for (int w = 0; w < kWords; ++w) kept.word[w] = src.words ? src.words[key].part[first_word + w] : ~0u;
     return kept;
   }
 
@@ -174,31 +174,31 @@ template <class Config> struct RowBiasBlock {
 
   __device__ void load_queries(const Step &step) {
     const int buffer = queries.replace(step.source);
-    const RowBiasSource &of = source(step);
-    const int rows = row_count(of.s);
-    const auto copy = [&](const fdm_tensor &t, uint32_t to, bool aligned) {
-      const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, of.s, shared.task.first_row, of.head);
+    const RowBiasSource &src = source(step);
+    const int rows = row_count(src.s);
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
+      const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, src.s, shared.task.first_row, src.head);
       copy_rows<Tile, kRows, Config::kThreads>(
-          to, aligned, int(params.p.head_dim), t.stride[3],
+          tile, aligned, int(params.p.head_dim), t.stride[3],
           [&](int r) -> const uint16_t * { return r < rows ? base + r * t.stride[1] : kZeroRow; });
     };
     copy(params.p.q, query_tile(buffer, 0), params.aligned);
     copy(params.a.dout, query_tile(buffer, 1), params.dout_aligned);
     if (int(threadIdx.x) >= rows) return;
-    const RowStatistics &from = row_statistics(params, of.s, of.head, shared.task.first_row + threadIdx.x);
-    ptx::copy_async_4(ptx::shared_address(&shared.lse[buffer][threadIdx.x]), &from.lse);
-    ptx::copy_async_4(ptx::shared_address(&shared.delta[buffer][threadIdx.x]), &from.delta);
+    const RowStatistics &statistics = row_statistics(params, src.s, src.head, shared.task.first_row + threadIdx.x);
+    ptx::cp_async_4(ptx::shared_address(&shared.lse[buffer][threadIdx.x]), &statistics.lse);
+    ptx::cp_async_4(ptx::shared_address(&shared.delta[buffer][threadIdx.x]), &statistics.delta);
   }
 
   __device__ void load_keys(const Step &step) {
-    const RowBiasSource &of = source(step);
+    const RowBiasSource &src = source(step);
     const int64_t id = keys_id(step), first = int64_t(step.block) * kColumns;
-    const int buffer = keys.replace(id), count = int(min64(kColumns, of.s.k_count - first));
-    const auto copy = [&](const fdm_tensor &t, uint32_t to) {
-      const auto *base = static_cast<const uint16_t *>(t.data) + of.s.batch * t.stride[0] +
-                         (of.s.k_begin + first) * t.stride[1] + of.kv_head * t.stride[2];
+    const int buffer = keys.replace(id), count = int(min64(kColumns, src.s.k_count - first));
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile) {
+      const auto *base = static_cast<const uint16_t *>(t.data) + src.s.batch * t.stride[0] +
+                         (src.s.k_begin + first) * t.stride[1] + src.kv_head * t.stride[2];
       copy_rows<Tile, kColumns, Config::kThreads>(
-          to, params.aligned, int(params.p.head_dim), t.stride[3],
+          tile, params.aligned, int(params.p.head_dim), t.stride[3],
           [&](int c) -> const uint16_t * { return c < count ? base + c * t.stride[1] : kZeroRow; });
     };
     copy(params.p.k, key_tile(buffer, 0));
@@ -209,22 +209,22 @@ template <class Config> struct RowBiasBlock {
       shared.key[step.block % 2][threadIdx.x] = int(threadIdx.x) < count ? int32_t(first) + int32_t(threadIdx.x) : -1;
   }
 
-  __device__ RowBiasTile bias_tile(const RowBiasSource &of) const {
-    return {params.p.bias, score_view(params.p, params.p.bias, of.s, of.head)};
+  __device__ RowBiasTile bias_tile(const RowBiasSource &src) const {
+    return {params.p.bias, score_view(params.p, params.p.bias, src.s, src.head)};
   }
 
   // Of the warp's rows, the same for all sources.
   __device__ void load_bias(const Step &step) {
     bias_block = step.block;
-    const RowBiasSource &of = source(step);
+    const RowBiasSource &src = source(step);
     const int first = threadIdx.x / 32 * 16;
-    bias_tile(of).template copy<16, kColumns, Config::kBiasPitch>(shared.bias[first], shared.key[step.block % 2],
-                                                                  shared.task.first_row + first,
-                                                                  min(16, row_count(of.s) - first));
+    bias_tile(src).template copy<16, kColumns, Config::kBiasPitch>(shared.sBias[first], shared.key[step.block % 2],
+                                                                   shared.task.first_row + first,
+                                                                   min(16, row_count(src.s) - first));
   }
 
   template <bool kCap> __device__ void add(const Step &step) {
-    const RowBiasSource &of = source(step);
+    const RowBiasSource &src = source(step);
     const int q = queries.current, k = keys.current, first = threadIdx.x / 32 * 16;
     const int32_t *key = shared.key[step.block % 2];
     float scores[1][kColumnTiles][4], gradients[1][kColumnTiles][4];
@@ -233,7 +233,7 @@ template <class Config> struct RowBiasBlock {
     gemm_ss<Element, kHeadDim>(scores, Tile::left(query_tile(q, 0), first), Tile::right_rows(key_tile(k, 0)));
     gemm_ss<Element, kHeadDim>(gradients, Tile::left(query_tile(q, 1), first), Tile::right_rows(key_tile(k, 1)));
     const ScoreFactors factors(params.p);
-    const RowBiasReader<Element, Config::kBiasPitch> bias(bias_tile(of), shared.bias, key, shared.task.first_row,
+    const RowBiasReader<Element, Config::kBiasPitch> bias(bias_tile(src), shared.sBias, key, shared.task.first_row,
                                                           row(0));
     float lse[2], delta[2];
 #pragma unroll
@@ -281,7 +281,7 @@ template <class Config> struct RowBiasBlock {
         const int64_t column = int64_t(block) * kColumns + 8 * n + accumulator_column();
         const float2 pair = {sums[n][2 * half], sums[n][2 * half + 1]};
         if (t.shape[3] == 1)
-          of_row[half] += pair.x + pair.y;
+          row_sums[half] += pair.x + pair.y;
         else if (row(half) < rows)
           store_pair(t, task.bias_offset + row(half) * t.stride[2] + column * t.stride[3], pair, task.columns - column);
       }
@@ -289,14 +289,14 @@ template <class Config> struct RowBiasBlock {
   }
 
   // Two neighbours in a row, if there are `left` or more.
-  __device__ static void store_pair(const fdm_tensor &t, int64_t at, float2 pair, int64_t left) {
-    auto *halves = static_cast<Element *>(t.data) + at;
+  __device__ static void store_pair(const fdm_tensor &t, int64_t offset, float2 pair, int64_t left) {
+    auto *halves = static_cast<Element *>(t.data) + offset;
     if (left >= 2 && t.dtype != FDM_FLOAT32 && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(halves) % 4 == 0) {
       *reinterpret_cast<uint32_t *>(halves) = ptx::pack<Element>(pair.x, pair.y);
       return;
     }
-    if (left >= 1) store_element(t, at, pair.x);
-    if (left >= 2) store_element(t, at + t.stride[3], pair.y);
+    if (left >= 1) store_element(t, offset, pair.x);
+    if (left >= 2) store_element(t, offset + t.stride[3], pair.y);
   }
 
   __device__ void write_rows() {
@@ -306,7 +306,7 @@ template <class Config> struct RowBiasBlock {
     const int rows = row_count(sequence(params.p, task.first_batch));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = ptx::row_sum(of_row[half]);
+      const float sum = ptx::row_sum(row_sums[half]);
       if (threadIdx.x % 4 == 0 && row(half) < rows) store_element(t, task.bias_offset + row(half) * t.stride[2], sum);
     }
   }
@@ -329,14 +329,14 @@ template <class Config> struct RowBiasBlock {
     for (; step.number < steps; step = next, next = second, second = third, advance(third)) {
       Kept kept{};
       if (second.number < steps) kept = fetch(second);
-      ptx::wait_copies<0>();
+      ptx::cp_async_wait<0>();
       __syncthreads(); // what this step needs is there; nobody reads what the one before needed any more
       if (threadIdx.x == 0) store_source(third);
       const bool loads_queries = next_active && !queries.holds(next.source);
       const bool loads_keys = next_active && !keys.holds(keys_id(next));
       if (loads_queries && queries.count == 2) load_queries(next);
       if (loads_keys && keys.count == 2) load_keys(next);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       if (active) {
         if (params.p.softcap > 0)
           add<true>(step);
@@ -356,7 +356,7 @@ template <class Config> struct RowBiasBlock {
         queries.current = queries.find(next.source);
         keys.current = keys.find(keys_id(next));
       }
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       active = next_active;
       next_active = second_active;
     }

@@ -56,19 +56,19 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
   const int64_t rows = total_rows(p), number = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int64_t head = number % p.heads, i = number / p.heads % rows, batch = number / p.heads / rows;
   const bool exists = batch < (is_varlen(p) ? 1 : p.batch);
-  const auto at = [&](const fdm_tensor &t) {
+  const auto row_of = [&](const fdm_tensor &t) {
     return static_cast<const Element *>(t.data) + batch * t.stride[0] + i * t.stride[1] + head * t.stride[2];
   };
-  const auto of_row = [&](const fdm_tensor &t) {
+  const auto value_of = [&](const fdm_tensor &t) {
     return static_cast<const float *>(t.data)[batch * t.stride[0] + head * t.stride[1] + i * t.stride[2]];
   };
-  const float natural = exists ? of_row(lse) : INFINITY;
+  const float natural = exists ? value_of(lse) : INFINITY;
   const bool empty = fabsf(natural) > kUnusableLse;
   float delta = 0.0f;
-  if (!empty) delta = dot<Element, kAligned>(at(dout), dout.stride[3], at(out), out.stride[3], int(p.head_dim));
+  if (!empty) delta = dot<Element, kAligned>(row_of(dout), dout.stride[3], row_of(out), out.stride[3], int(p.head_dim));
   delta = row_total(delta);
   if (exists && threadIdx.x % kLanes == 0) {
-    if (!empty && present(dlse)) delta -= of_row(dlse);
+    if (!empty && present(dlse)) delta -= value_of(dlse);
     params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
   }
   if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();

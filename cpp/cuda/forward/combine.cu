@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const uint32_t present = __ballot_sync(kAllLanes, own_sum != 0.0f);
 
   const fdm_tensor &out = params.a.out;
-  const int64_t to = row_offset(out, s, i, head);
+  const int64_t out_offset = row_offset(out, s, i, head);
   const int head_dim = static_cast<int>(p.head_dim);
   for (int first = 0; first < head_dim; first += kThreads) {
     const int d = first + static_cast<int>(threadIdx.x);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll
       for (int n = 0; n < kReads; ++n) sum += value[n] * factor[n];
     }
-    if (d < head_dim) store_element(out, to + d * out.stride[3], sum * inverse);
+    if (d < head_dim) store_element(out, out_offset + d * out.stride[3], sum * inverse);
   }
   if (threadIdx.x == 0)
     static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, s, i, head)] =

@@ -25,13 +25,13 @@ template <class ElementType, int kHeadDimension, int kWarpCount> struct DecodeCo
 };
 
 template <class Config> struct DecodeShared {
-  alignas(1024) char q[Config::Tile::bytes(kDecodeRows)];
-  char keys[Config::kWarps][Config::kStages][2][Config::kKeyBytes]; // K and V; later the results of the warp
+  alignas(1024) char sQ[Config::Tile::bytes(kDecodeRows)];
+  char sKV[Config::kWarps][Config::kStages][2][Config::kKeyBytes]; // K and V; later the results of the warp
   KeyRing<Config::kColumns, 32> ring[Config::kWarps];
   float maximum[Config::kWarps][kDecodeRows], sum[Config::kWarps][kDecodeRows];
   ForwardTask task;
 
-  __device__ float *results(int warp) { return reinterpret_cast<float *>(keys[warp]); }
+  __device__ float *results(int warp) { return reinterpret_cast<float *>(sKV[warp]); }
 };
 
 // A bias with a row for each query, for the few rows of a warp straight from global memory. See RowBiasReader.
@@ -77,7 +77,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 
   __device__ void load_queries() const {
     const fdm_tensor &q = params.p.q;
-    copy_rows<Tile, kDecodeRows, Config::kThreads>(ptx::shared_address(shared.q), params.aligned,
+    copy_rows<Tile, kDecodeRows, Config::kThreads>(ptx::shared_address(shared.sQ), params.aligned,
                                                    int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
                                                      if (!this->exists(r)) return kZeroRow;
                                                      return static_cast<const uint16_t *>(q.data) +
@@ -104,7 +104,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   }
 
   __device__ uint32_t stage(int step, int values) const {
-    return ptx::shared_address(shared.keys[warp][step % kStages][values]);
+    return ptx::shared_address(shared.sKV[warp][step % kStages][values]);
   }
 
   // Begins to copy the rows of K and V of a step.
@@ -116,15 +116,15 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int r = (32 * i + lane) / Tile::kChunks, chunk = (32 * i + lane) % Tile::kChunks;
-      const uint32_t k_to = Tile::chunk_address(k, r, chunk), v_to = Tile::chunk_address(v, r, chunk);
+      const uint32_t k_address = Tile::chunk_address(k, r, chunk), v_address = Tile::chunk_address(v, r, chunk);
       const uint16_t *k_row = slot.k_row[r], *v_row = slot.v_row[r];
       if (params.aligned) {
-        ptx::copy_async_16(k_to, k_row + chunk * 8, chunk * 8 < head_dim);
-        ptx::copy_async_16(v_to, v_row + chunk * 8, chunk * 8 < head_dim);
+        ptx::cp_async_16(k_address, k_row + chunk * 8, chunk * 8 < head_dim);
+        ptx::cp_async_16(v_address, v_row + chunk * 8, chunk * 8 < head_dim);
       } else {
         const bool none = k_row == kZeroRow;
-        copy_chunk_by_elements(k_to, k_row, chunk * 8, head_dim, none ? 1 : params.p.k.stride[3]);
-        copy_chunk_by_elements(v_to, v_row, chunk * 8, head_dim, none ? 1 : params.p.v.stride[3]);
+        copy_chunk_by_elements(k_address, k_row, chunk * 8, head_dim, none ? 1 : params.p.k.stride[3]);
+        copy_chunk_by_elements(v_address, v_row, chunk * 8, head_dim, none ? 1 : params.p.v.stride[3]);
       }
     }
   }
@@ -148,7 +148,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 
   __device__ void attend(int step) {
     clear(scores);
-    gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.q), 0), Tile::right_rows(stage(step, 0)));
+    gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.sQ), 0), Tile::right_rows(stage(step, 0)));
     this->finish_scores(ring.at(step), first_column(step) + kColumns > task.columns.full,
                         LoadedRowBias<DecodeWarp>{*this, ring.at(step).key});
     if (task.bias.rows) clear_dead_values(step);
@@ -160,18 +160,18 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void run() {
     this->start();
     load_queries();
-    ptx::commit_copies();
+    ptx::cp_async_fence();
     store(0, fetch_own_column(0, fetch_own_key(0)));
     int32_t next_key = fetch_own_key(kStages);
 #pragma unroll
     for (int step = 0; step < kStages; ++step) {
       if (step < steps) load_keys(step);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
-    ptx::wait_copies<kStages>();
+    ptx::cp_async_wait<kStages>();
     __syncthreads(); // the queries are there
     for (int step = 0; step < steps; ++step) {
-      ptx::wait_copies<kStages - 1>();
+      ptx::cp_async_wait<kStages - 1>();
       __syncwarp();
       const bool fetch_ahead = step % kStages == 0;
       ColumnEntry entry;
@@ -183,9 +183,9 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
       __syncwarp(); // nobody reads the stage any more
       if (fetch_ahead) store(step + kStages, entry);
       if (step + kStages < steps) load_keys(step + kStages);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
-    ptx::wait_copies<0>();
+    ptx::cp_async_wait<0>();
     __syncwarp();
     this->finish();
   }
@@ -194,10 +194,10 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = this->row(0, half);
-      float *to = shared.results(warp) + r * Config::kMergePitch + accumulator_column();
+      float *warp_row = shared.results(warp) + r * Config::kMergePitch + accumulator_column();
 #pragma unroll
       for (int d = 0; d < kHeadDim / 8; ++d)
-        *reinterpret_cast<float2 *>(to + 8 * d) = make_float2(out[0][d][2 * half], out[0][d][2 * half + 1]);
+        *reinterpret_cast<float2 *>(warp_row + 8 * d) = make_float2(out[0][d][2 * half], out[0][d][2 * half + 1]);
       if (lane % 4 == 0) {
         shared.maximum[warp][r] = this->maximum[0][half];
         shared.sum[warp][r] = this->sum[0][half];
@@ -241,11 +241,12 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void write_partial(int r, int d, float value, float largest, float total) const {
     const fdm_problem &p = params.p;
     const int64_t rows = p.batch * p.heads * p.queries;
-    const int64_t at = task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
-    params.partial_out[at * p.head_dim + d] = value;
+    const int64_t partial_row =
+        task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
+    params.partial_out[partial_row * p.head_dim + d] = value;
     if (d == 0) {
-      params.partial_max[at] = largest;
-      params.partial_sum[at] = total;
+      params.partial_max[partial_row] = largest;
+      params.partial_sum[partial_row] = total;
     }
   }
 

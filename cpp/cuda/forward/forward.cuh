@@ -31,11 +31,11 @@ struct ForwardConfig {
 };
 
 template <class Config> struct ForwardShared {
-  alignas(1024) char q[Config::kQBytes];
-  char k[Config::kKeyBytes], v[Config::kKeyBytes];
+  alignas(1024) char sQ[Config::kQBytes];
+  char sK[Config::kKeyBytes], sV[Config::kKeyBytes];
   KeyRing<Config::kColumns, Config::kThreads> ring;
   ForwardTask task;
-  alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+  alignas(16) uint32_t sBias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
   DeadColumns<Config::kColumns, Config::kGeneral> dead;
 };
 
@@ -57,9 +57,9 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 
   __device__ ForwardBlock(const ForwardParams &parameters, ForwardShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
-    q_base = ptx::shared_address(shared.q);
-    k_base = ptx::shared_address(shared.k);
-    v_base = ptx::shared_address(shared.v);
+    q_base = ptx::shared_address(shared.sQ);
+    k_base = ptx::shared_address(shared.sK);
+    v_base = ptx::shared_address(shared.sV);
     q_fragment = Tile::left(q_base, threadIdx.x / 32 * (16 * kRowTiles));
     k_fragment = Tile::right_rows(k_base);
     v_fragment = Tile::right_columns(v_base);
@@ -85,14 +85,14 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.bias, params.p.bias, task, ring.at(block).key);
+    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.at(block).key);
   }
 
   __device__ void finish_scores(int block) {
     const typename Ring::Slot &slot = ring.at(block);
     const bool partial = (block + 1) * kColumns > task.columns.full;
     if constexpr (Config::kGeneral) {
-      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.bias, slot.key,
+      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.sBias, slot.key,
                                                                 task.first_row, this->row(0, 0));
       Rows::finish_scores(slot, partial, row_bias);
     } else {
@@ -115,16 +115,16 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     int32_t next_key = fetch_key(columns, column(begin + Ring::kBatch));
     __syncthreads();
     if (begin < end) load_keys<false>(begin);
-    ptx::commit_copies();
+    ptx::cp_async_fence();
     if constexpr (Config::kGeneral) {
       if (begin < end) load_row_bias(begin);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
     for (int block = begin; block < end; ++block) {
-      ptx::wait_copies<Config::kGeneral ? 1 : 0>(); // the bias may take longer
-      __syncthreads();                              // K of this block is there; nobody reads V of the last one any more
+      ptx::cp_async_wait<Config::kGeneral ? 1 : 0>(); // the bias may take longer
+      __syncthreads(); // K of this block is there; nobody reads V of the last one any more
       load_keys<true>(block);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       const int ahead = block + Ring::kBatch;
       const bool fetch_ahead = (block - begin) % Ring::kBatch == 0 && ahead < end;
       ColumnEntry entry;
@@ -135,10 +135,10 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       clear(scores);
       gemm_ss<Element, kHeadDim>(scores, q_fragment, k_fragment);
       if (fetch_ahead) store(ahead, entry);
-      ptx::wait_copies<0>();
+      ptx::cp_async_wait<0>();
       __syncthreads(); // V is there; nobody reads K any more
       if (block + 1 < end) load_keys<false>(block + 1);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       finish_scores(block);
       if constexpr (Config::kGeneral) {
         if (shared.dead.clears)
@@ -146,7 +146,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
               v_base, scores, -INFINITY, [&](int m, int half) { return this->exists(this->row(m, half)); });
         __syncwarp(); // the bias has been read
         if (block + 1 < end) load_row_bias(block + 1);
-        ptx::commit_copies();
+        ptx::cp_async_fence();
       }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m)
@@ -154,7 +154,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
         for (int half = 0; half < 2; ++half) this->rescale(m, half, this->softmax(m, half));
       gemm_rs<Element, kHeadDim>(out, scores, v_fragment);
     }
-    ptx::wait_copies<0>();
+    ptx::cp_async_wait<0>();
     this->finish();
   }
 };

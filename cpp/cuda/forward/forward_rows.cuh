@@ -38,7 +38,8 @@ struct ForwardRows {
   float out[kRowTiles][kDimTiles][4];
   float maximum[kRowTiles][2], sum[kRowTiles][2];
 
-  __device__ ForwardRows(const ForwardParams &parameters, const ForwardTask &of) : params(parameters), task(of) {}
+  __device__ ForwardRows(const ForwardParams &parameters, const ForwardTask &own_task)
+      : params(parameters), task(own_task) {}
 
   // Row r of the block is query r / heads_per_tile of head r % heads_per_tile.
   __device__ int64_t query(int r) const { return task.first_row + r / params.heads_per_tile; }
@@ -207,8 +208,8 @@ struct ForwardRows {
         const int r = row(m, half);
         if (!exists(r)) continue;
         const float total = sum[m][half], inverse = total == 0.0f ? 0.0f : 1.0f / total;
-        auto *to = static_cast<Element *>(t.data) + row_offset(t, task.s, query(r), head(r));
-        write_row(to, t.stride[3], head_dim, out[m], half, inverse);
+        auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task.s, query(r), head(r));
+        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse);
         if (threadIdx.x % 4 == 0)
           static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task.s, query(r), head(r))] =
               total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
@@ -224,18 +225,18 @@ struct ForwardRows {
       for (int half = 0; half < 2; ++half) {
         const int r = row(m, half);
         if (!exists(r)) continue;
-        const int64_t at =
+        const int64_t partial_row =
             task.split * rows + (task.sequence_index * params.p.heads + head(r)) * params.p.queries + query(r);
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int column = 8 * d + accumulator_column() + i;
-            if (column < head_dim) params.partial_out[at * head_dim + column] = out[m][d][2 * half + i];
+            if (column < head_dim) params.partial_out[partial_row * head_dim + column] = out[m][d][2 * half + i];
           }
         if (threadIdx.x % 4 == 0) {
-          params.partial_max[at] = maximum[m][half];
-          params.partial_sum[at] = sum[m][half];
+          params.partial_max[partial_row] = maximum[m][half];
+          params.partial_sum[partial_row] = sum[m][half];
         }
       }
   }

@@ -148,10 +148,10 @@ __device__ ChunkCounts compact_chunk(BlockRanks<kThreads, kItems> &ranks, const 
     const auto key = static_cast<int32_t>(first + i * kThreads + threadIdx.x);
     const int64_t full_rank = before.full + static_cast<int32_t>(ranks.first_of(rank[i]));
     const int64_t partial_rank = before.partial + static_cast<int32_t>(ranks.second_of(rank[i]));
-    const int64_t at = base + full_rank + partial_rank;
-    plan.kept_index[at] = key;
-    plan.kept_start[at] = rows[i].start;
-    plan.kept_end[at] = rows[i].end;
+    const int64_t position = base + full_rank + partial_rank;
+    plan.kept_index[position] = key;
+    plan.kept_start[position] = rows[i].start;
+    plan.kept_end[position] = rows[i].end;
     if (only_tile) columns[full[i] ? full_rank : plan.tile_keys - 1 - partial_rank] = key;
   }
   const ChunkCounts counts{before.full + static_cast<int32_t>(ranks.first_of(total)),
@@ -221,8 +221,8 @@ __device__ void list_columns(BlockRanks<kTileThreads, kTileItems> &ranks, const 
     uint32_t rank[kTileItems];
 #pragma unroll
     for (int i = 0; i < kTileItems; ++i) {
-      const int32_t at = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
-      const TileKey key(at < keys.count ? keys.rows(at) : KeyRows{0, 0}, first, past);
+      const int32_t position = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
+      const TileKey key(position < keys.count ? keys.rows(position) : KeyRows{0, 0}, first, past);
       full[i] = key.full;
       partial[i] = key.partial;
     }

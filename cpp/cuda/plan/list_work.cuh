@@ -17,12 +17,12 @@ struct ListWork {
 __device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &plan, int64_t parts) {
   // A grid has fewer than 2^31 blocks, and divisions of 64 bits would take longer than some of the work.
   const auto sequences = static_cast<uint32_t>(list_sequences(p)), heads = static_cast<uint32_t>(plan.batch_lists);
-  const uint32_t each = static_cast<uint32_t>(plan.lists) * sequences, of_part = blockIdx.x % each;
-  const uint32_t list = of_part / sequences;
+  const uint32_t each = static_cast<uint32_t>(plan.lists) * sequences, list_sequence = blockIdx.x % each;
+  const uint32_t list = list_sequence / sequences;
   ListWork work;
   work.part = parts - 1 - blockIdx.x / each;
   work.list = list;
-  work.sequence_index = of_part % sequences;
+  work.sequence_index = list_sequence % sequences;
   work.list_batch = list / heads;
   work.list_head = list % heads;
   work.s = sequence(p, work.sequence_index);

@@ -66,25 +66,25 @@ FDM_INLINE Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   plan.tiles = total_rows(p) / kTileRows + list_sequences(p);
   plan.tile_keys = p.keys;
   int64_t used = 0;
-  char *at = static_cast<char *>(base);
+  char *memory = static_cast<char *>(base);
   const int64_t kept_bytes = align_256(4 * plan.lists * plan.list_keys);
   if (intervals) {
-    plan.kept_count = reinterpret_cast<int32_t *>(at + used);
+    plan.kept_count = reinterpret_cast<int32_t *>(memory + used);
     used += align_256(4 * plan.lists * list_sequences(p));
-    plan.kept_index = reinterpret_cast<int32_t *>(at + used);
+    plan.kept_index = reinterpret_cast<int32_t *>(memory + used);
     used += kept_bytes;
-    plan.kept_start = reinterpret_cast<int32_t *>(at + used);
+    plan.kept_start = reinterpret_cast<int32_t *>(memory + used);
     used += kept_bytes;
-    plan.kept_end = reinterpret_cast<int32_t *>(at + used);
+    plan.kept_end = reinterpret_cast<int32_t *>(memory + used);
     used += kept_bytes;
   }
   const int64_t slots = plan.lists * plan.tiles;
-  plan.counts = reinterpret_cast<TileCounts *>(at + used);
+  plan.counts = reinterpret_cast<TileCounts *>(memory + used);
   used += align_256(8 * slots);
-  plan.columns = reinterpret_cast<int32_t *>(at + used);
+  plan.columns = reinterpret_cast<int32_t *>(memory + used);
   used += align_256(4 * slots * plan.tile_keys);
   if (!intervals) {
-    plan.words = reinterpret_cast<RowWord *>(at + used);
+    plan.words = reinterpret_cast<RowWord *>(memory + used);
     used += align_256(16 * slots * plan.tile_keys);
   }
   *bytes = used;

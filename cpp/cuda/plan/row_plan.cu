@@ -24,24 +24,25 @@ __device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {
 }
 
 // Four booleans of a row as bytes; those beyond `keys` are 0.
-template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_t *at, int64_t col, int keys) {
-  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(at));
+template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_t *first, int64_t col, int keys) {
+  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(first));
   uint32_t bytes = 0;
 #pragma unroll
   for (int k = 0; k < kKeysPerThread; ++k)
-    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(at + k * col)) << (8 * k);
+    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(first + k * col)) << (8 * k);
   return bytes;
 }
 
 // Byte k of bits[b]: key k in rows 8 b ... 8 b + 7 of those from `at` on.
 template <bool kWide>
-__device__ __forceinline__ void load_rows(const uint8_t *at, int64_t row, int64_t col, int rows, int keys,
+__device__ __forceinline__ void load_rows(const uint8_t *first, int64_t row, int64_t col, int rows, int keys,
                                           uint32_t (&bits)[4]) {
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     uint32_t loaded[8];
 #pragma unroll
-    for (int r = 0; r < 8; ++r) loaded[r] = 8 * b + r < rows ? load_keys<kWide>(at + (8 * b + r) * row, col, keys) : 0;
+    for (int r = 0; r < 8; ++r)
+      loaded[r] = 8 * b + r < rows ? load_keys<kWide>(first + (8 * b + r) * row, col, keys) : 0;
     bits[b] = 0;
 #pragma unroll
     for (int r = 0; r < 8; ++r) bits[b] = bits[b] >> 1 | upper_bits(loaded[r]); // bit 0 of a byte is set by the last

@@ -45,10 +45,10 @@ template <int kNumber, int kThreads> __device__ __forceinline__ void sync_thread
 }
 
 // The registers of each thread of this warpgroup from here on, a multiple of 8. All its warps must call it.
-template <int kRegisters> __device__ __forceinline__ void give_registers() {
+template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
-template <int kRegisters> __device__ __forceinline__ void take_registers() {
+template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 

@@ -13,14 +13,14 @@
 namespace fdm::ptx {
 
 // Four 8 x 8 matrices of 16-bit elements; thread t gives the address of row t % 8 of matrix t / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t address) {
+__device__ __forceinline__ void ldmatrix(uint32_t (&m)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(address)
                : "memory");
 }
 
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint32_t address) {
+__device__ __forceinline__ void ldmatrix_trans(uint32_t (&m)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(address)
@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint3
 
 // c += a b; a is 16 x 16, b 16 x 8, both of Element; c float32.
 template <class Element>
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (sizeof(Element) == 2 && __is_same(Element, __half)) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};\n"

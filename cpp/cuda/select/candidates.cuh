@@ -33,9 +33,9 @@ template <class T> struct KeyRow {
     const int64_t head = t.shape[1] == 1 ? 0 : (t.shape[1] == s.heads ? r.head : r.head / (s.heads / s.kv_heads));
     const bool rows = t.shape[2] > 1;
     stride = t.shape[3] > 1 ? t.stride[3] : 0;
-    int64_t at = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
-    at += rows ? (r.q_begin + i) * t.stride[2] : r.k_begin * stride;
-    base = static_cast<const T *>(t.data) + at;
+    int64_t offset = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
+    offset += rows ? (r.q_begin + i) * t.stride[2] : r.k_begin * stride;
+    base = static_cast<const T *>(t.data) + offset;
   }
   __device__ T load(int32_t j) const { return __ldg(base + j * stride); }
 };

@@ -72,16 +72,16 @@ private:
     uint32_t count[kPerLane], sum = 0;
 #pragma unroll
     for (int n = 0; n < kPerLane; ++n) {
-      const int at = lane_id() * kPerLane + n;
-      count[n] = at < kCounts ? base[at] : 0;
+      const int position = lane_id() * kPerLane + n;
+      count[n] = position < kCounts ? base[position] : 0;
       sum += count[n];
     }
     uint32_t before = warp_inclusive_sum(sum) - sum;
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < kPerLane; ++n) {
-      const int at = lane_id() * kPerLane + n;
-      if (at < kCounts) base[at] = before;
+      const int position = lane_id() * kPerLane + n;
+      if (position < kCounts) base[position] = before;
       before += count[n];
     }
     if (lane_id() == 31) base[kCounts] = before;

@@ -20,9 +20,9 @@ struct ScoreView {
   bool rows; // one row for each query
 
   __device__ __forceinline__ uint32_t load_bits(int64_t j, int64_t i = 0) const {
-    const int64_t at = (rows ? i * row : 0) + j * col;
-    if (dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(data)[at];
-    return static_cast<const uint16_t *>(data)[at];
+    const int64_t index = (rows ? i * row : 0) + j * col;
+    if (dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(data)[index];
+    return static_cast<const uint16_t *>(data)[index];
   }
   __device__ __forceinline__ float convert(uint32_t bits) const {
     if (dtype == FDM_FLOAT32) return __uint_as_float(bits);

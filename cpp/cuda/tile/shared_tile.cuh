@@ -40,7 +40,7 @@ template <int kHeadDim> struct SharedTile {
   __device__ static __forceinline__ uint32_t right_columns(uint32_t base) { return left(base, 0); }
 
   // The fragment at (row, column) from that of (0, 0): row a multiple of 8, column of 16.
-  __device__ static __forceinline__ uint32_t at(uint32_t fragment, int row, int column) {
+  __device__ static __forceinline__ uint32_t fragment_address(uint32_t fragment, int row, int column) {
     return (fragment ^ (column / 8 % 8 * 16)) + row * (kPitch * 2) + column / 64 * 128;
   }
 };
@@ -48,8 +48,8 @@ template <int kHeadDim> struct SharedTile {
 // What absent rows are copied from, so that copies need no test for them.
 static __device__ __align__(16) const uint16_t kZeroRow[256] = {};
 
-__device__ __forceinline__ void store_chunk(uint32_t to, uint4 chunk) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
+__device__ __forceinline__ void store_chunk(uint32_t address, uint4 chunk) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
                "r"(chunk.w)
                : "memory");
 }
@@ -57,15 +57,15 @@ __device__ __forceinline__ void store_chunk(uint32_t to, uint4 chunk) {
 // Copies 8 elements of a row of global memory to a chunk, one by one: for rows that do not start at multiples of 16 bytes,
 // have a stride between elements, or a head dimension that is no multiple of 8. Not inlined, to keep it out of the way of
 // the aligned copies, which are asynchronous.
-static __device__ __noinline__ void copy_chunk_by_elements(uint32_t to, const uint16_t *row, int first, int head_dim,
-                                                           int64_t stride) {
+static __device__ __noinline__ void copy_chunk_by_elements(uint32_t address, const uint16_t *row, int first,
+                                                           int head_dim, int64_t stride) {
   uint32_t packed[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int d = first + i;
     if (d < head_dim) packed[i / 2] |= uint32_t(row[d * stride]) << (i % 2 * 16);
   }
-  store_chunk(to, {packed[0], packed[1], packed[2], packed[3]});
+  store_chunk(address, {packed[0], packed[1], packed[2], packed[3]});
 }
 
 // Copies rows of global memory to a tile: row r from the address that source(r) gives, which is kZeroRow for absent
@@ -93,7 +93,7 @@ __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_
         const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
         const int chunk = (kWholeRows ? int(threadIdx.x) : i) % Tile::kChunks;
         if (begin + kThreads <= kTotal || i < kTotal)
-          ptx::copy_async_16(Tile::chunk_address(base, r, chunk), rows[step] + chunk * 8, chunk * 8 < head_dim);
+          ptx::cp_async_16(Tile::chunk_address(base, r, chunk), rows[step] + chunk * 8, chunk * 8 < head_dim);
       }
     }
   } else {

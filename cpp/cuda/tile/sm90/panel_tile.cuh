@@ -41,8 +41,7 @@ template <int kHeadDim, int kRows> struct PanelTile {
     for (int begin = 0; begin < kTotal; begin += 32) {
       const int i = begin + lane, r = i / kChunks, chunk = i % kChunks;
       const auto *row = reinterpret_cast<const uint16_t *>(__shfl_sync(0xffffffffu, row_bits, r));
-      ptx::copy_async_16(chunk_address(base, first_row<kWarps>(warp) + r, chunk), row + chunk * 8,
-                         chunk * 8 < head_dim);
+      ptx::cp_async_16(chunk_address(base, first_row<kWarps>(warp) + r, chunk), row + chunk * 8, chunk * 8 < head_dim);
     }
   }
 };

@@ -13,8 +13,7 @@ __device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], uint
                                                   bool accumulate) {
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += 16)
-    ptx::multiply_shared<Element>(sums, left + LeftTile::offset(0, d), right + RightTile::offset(0, d),
-                                  accumulate || d > 0);
+    ptx::wgmma_ss<Element>(sums, left + LeftTile::offset(0, d), right + RightTile::offset(0, d), accumulate || d > 0);
 }
 
 // The same with `left` in registers.
@@ -23,7 +22,7 @@ __device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], cons
                                                   uint64_t right) {
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
-    ptx::multiply_registers<Element, false>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
+    ptx::wgmma_rs<Element, false>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
 }
 
 // 16 rows of a tile for each warp of a warpgroup, from `row` on for this warp, as a left operand.
@@ -32,7 +31,7 @@ __device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t 
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
-    ptx::load_matrices(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
+    ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
 }
 
 // Accumulators rounded to Element, as a left operand.
@@ -58,16 +57,16 @@ __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], cons
   for (int k = 0; k < kDepth; ++k) {
 #pragma unroll
     for (int n = 0; n < kWide; n += 16)
-      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
-                                             right + RightTile::offset(16 * k, 8 * n), true);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * n), true);
     if constexpr (kRest == 12) {
-      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWide]), left[k],
-                                             right + RightTile::offset(16 * k, 8 * kWide), true);
-      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWide + 8]), left[k],
-                                             right + RightTile::offset(16 * k, 8 * kWide + 64), true);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWide]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWide), true);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWide + 8]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWide + 64), true);
     } else if constexpr (kRest > 0) {
-      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWide]), left[k],
-                                             right + RightTile::offset(16 * k, 8 * kWide), true);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWide]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWide), true);
     }
   }
 }
