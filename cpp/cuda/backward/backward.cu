@@ -59,8 +59,8 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
     keys.ranges = take<RowRange>(base, &used, lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
-  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. Of slots the schedule makes do with
-  // what there are.
+  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. The schedule makes do with the
+  // slots that there are.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
   const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
   keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);

@@ -15,7 +15,7 @@ constexpr int kThreads = 256;
 // The rows of bias_sums that share row (batch, head) of the bias, summed for a key.
 struct SharedSums {
   const float *sums;
-  int64_t heads, keys; // of bias_sums
+  int64_t heads, keys; // the sizes of bias_sums
   int64_t first_batch, past_batch, first_head, past_head;
 
   __device__ SharedSums(const BackwardParams &params, int64_t batch, int64_t head) : sums(params.bias_sums) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) reduce_keys(const __grid_constant__ 
   store_element(t, batch * t.stride[0] + head * t.stride[1] + key * t.stride[3], SharedSums(params, batch, head)(key));
 }
 
-// Where all keys share an element: a block for each.
+// Where all keys share an element of the bias, a block of threads sums each element.
 __global__ void __launch_bounds__(kThreads) reduce_all_keys(const __grid_constant__ BackwardParams params) {
   __shared__ float partial[kThreads];
   const fdm_tensor &t = params.a.dbias;

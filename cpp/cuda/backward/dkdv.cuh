@@ -5,25 +5,26 @@
 // K and V rows stay in shared memory while the rows of Q and dO that may keep them pass by, tile by tile, for each
 // query head of the group. Products are transposed, with a key to a row of accumulators:
 //   S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q,
-// so P' and dS' are left operands where they are computed, and the bias gradient is the sum of a row of dS'. A bias with a
-// row for each query is copied a step ahead, by each warp for its keys.
+// so P' and dS' are left operands where they are computed, and the bias gradient is the sum of a row of dS'. A bias
+// with a row for each query is copied a step ahead, by each warp for its keys.
 #pragma once
 
 #include "key_gradients.cuh"
 
 namespace fdm::cuda {
 
-// kKeyGradient: dk and the bias gradient; kValueGradient: dv. Large head dimensions take a launch for each.
+// kKeyGradient asks for dk and the bias gradient, kValueGradient for dv. Large head dimensions take a launch for each.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
           bool kKeyGradients, bool kValueGradients, bool kIsGeneral>
 struct DkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
   static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients;
-  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
+  // Both are rare, and need much code.
   static constexpr bool kGeneral = kIsGeneral;
-  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of an SM, at least
-  static constexpr int kKeyTiles = kKeys / kWarps / 16;               // of 16 keys, of each warp
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
+  static constexpr int kKeyTiles = kKeys / kWarps / 16;               // tiles of 16 keys of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kKeyBytes = Tile::bytes(kKeys), kRowBytes = Tile::bytes(kRows);
   static constexpr int kBiasPitch = kKeys + 4; // two words of a warp's rows, and eight keys, meet all banks
@@ -129,7 +130,8 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     return step.valid;
   }
 
-  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result. Seldom needed.
+  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result. This is seldom
+  // needed.
   __device__ void clear_empty_rows(int stage) const {
     for (int i = threadIdx.x; i < kRows * Tile::kChunks; i += Config::kThreads) {
       const int r = i / Tile::kChunks;
@@ -154,7 +156,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
                                                                         min(kRows, int(keys.task().s.q_count) - first));
   }
 
-  // See KeyGradients::make_tested.
+  // The row bias that KeyGradients::make_tested reads.
   struct RowBias {
     RowBiasElements<Element> reader;
     const DkdvShared<Config> &shared;

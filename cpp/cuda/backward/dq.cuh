@@ -3,8 +3,8 @@
 //
 // It walks the tile's columns as the forward pass does, and recomputes the probabilities from lse:
 //   S = Q K', P = exp(S - lse), dP = dO V', dS = P (dP - delta), dQ = scale dS K.
-// K and V of the next block of columns are fetched while this one is multiplied; a bias with a row for each query too, by
-// each warp for its rows.
+// K and V of the next block of columns are fetched while this one is multiplied; a bias with a row for each query too,
+// by each warp for its rows.
 #pragma once
 
 #include "../tile/dead_columns.cuh"
@@ -17,10 +17,11 @@ template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount
 struct DqConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
-  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
+  // Both are rare, and need much code.
   static constexpr bool kGeneral = kIsGeneral;
-  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of an SM, at least
-  static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
+  static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
@@ -53,8 +54,8 @@ struct DqBlock
   DqShared<Config> &shared;
   Ring &ring;
   uint32_t q_base, dout_base, k_base, v_base;
-  uint32_t q_fragment, dout_fragment;             // of the left operands
-  uint32_t row_offset_right, column_offset_right; // of the right operands, from the start of their tile
+  uint32_t q_fragment, dout_fragment;             // the left operands
+  uint32_t row_offset_right, column_offset_right; // offsets of the right operands in their tile
 
   __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;
-  // As in the forward pass: heads fastest, the longest tiles of a causal mask first.
+  // The order is that of the forward pass: heads fastest, and the longest tiles of a causal mask first.
   const int64_t tiles = ceil_div(p.queries, Config::kRows);
   const int64_t head = blockIdx.x % p.heads, number = blockIdx.x / p.heads;
   const int64_t first_row = (tiles - 1 - number % tiles) * Config::kRows, sequence_index = number / tiles;

@@ -44,7 +44,8 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     return !loaded.empty() && fabsf(loaded.lse) > kLargeLse;
   }
 
-  // dS in the place of the scores. The gradients hold dP. kTest: some pairs may not be kept. row_bias: see RowBiasReader.
+  // Puts dS in the place of the scores; the gradients hold dP. kTest says that some pairs may not be kept.
+  // RowBiasReader describes row_bias.
   template <bool kCap, bool kTest, class Slot, class RowBias>
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
@@ -62,7 +63,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
           float2 added{};
           if constexpr (kGeneral)
             if (task.bias.rows) added = row_bias.elements(m, half, column, shifts);
-          // Rows of the plan's tile: several blocks may share one.
+          // This row of the plan's tile, which several blocks may share.
           const int r = int(task.first_row - task.columns.first_row) + row(m, half);
           uint2 word{~0u, ~0u};
           if (kTest && partial) {
@@ -89,7 +90,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     }
   }
 
-  // `partial`: some pairs may not be kept.
+  // `partial` says that some pairs may not be kept.
   template <class Slot, class RowBias>
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const bool cap = params.p.softcap > 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Zeros in a tensor of any strides: gradients of keys that nobody keeps, and of rows that belong to no sequence.
+// Fills a tensor of any strides with zeros: gradients of keys that nobody keeps, and of rows that belong to no
+// sequence.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// kWidth elements of the last dimension for each thread.
+// Each thread fills kWidth elements of the last dimension.
 template <class Element, int kWidth>
 __global__ void __launch_bounds__(kThreads) fill_zero(const __grid_constant__ fdm_tensor t, int64_t count) {
   int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x;

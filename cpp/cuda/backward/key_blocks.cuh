@@ -7,7 +7,8 @@
 
 namespace fdm::cuda {
 
-// Tiles of kTileRows rows beyond these are not looked at before they are computed: half a million rows.
+// As many tiles of kTileRows rows are looked at before they are computed; tiles beyond them, from half a million rows
+// on, are always computed.
 constexpr int kMappedTiles = 4096;
 
 // A block of keys of one key/value head of a sequence.
@@ -38,13 +39,13 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   return place;
 }
 
-// Where the keys of a block lie in the order of its list: the first blocks of all buckets, then the second of all, so
-// that those with the most rows come first.
+// Where the keys of a block lie in the order of its list. Blocks are numbered across buckets: the first of every
+// bucket, then the second of every bucket. The blocks with the most rows then come first.
 FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
   return int64_t(block % keys.buckets) * kBucketKeys + int64_t(block / keys.buckets) * keys.block_keys;
 }
 
-// Rows that may keep a key of the block; past < first: there is no such block.
+// The rows that may keep a key of the block. There is no such block where past < first.
 __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
   if (params.keys.listed) return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
   const int64_t key = int64_t(place.block) * params.keys.block_keys;
@@ -54,7 +55,7 @@ __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params,
 }
 
 struct KeySteps {
-  int32_t first_tile, tiles; // of the dkdv kernel's rows
+  int32_t first_tile, tiles; // counted in tiles of the dkdv kernel
   int64_t count;             // tiles * query heads of the group
 };
 
@@ -67,9 +68,9 @@ __device__ __forceinline__ KeySteps key_steps(const BackwardParams &params, cons
 struct KeyTask {
   Sequence s;
   int64_t sequence_index, kv_head;
-  int64_t first_head; // of the group
+  int64_t first_head; // the first query head of the group
   KeySteps steps;
-  int64_t begin, end;          // of the steps of this part
+  int64_t begin, end;          // the steps of this part
   int32_t max_first, min_past; // rows from the one to the other keep every key
   bool same_rows;              // the rows of a key are the same for all query heads of the group
   bool test_all;               // no tile is known to be kept by every key
@@ -78,29 +79,29 @@ struct KeyTask {
 };
 
 struct KeyStep {
-  int64_t number;     // of the block
-  int32_t head, tile; // of the group, of the dkdv kernel's rows
-  int32_t buffer;     // of per-head facts about keys
+  int64_t number;     // counted over the whole block
+  int32_t head, tile; // the query head of the group, and the tile of the dkdv kernel's rows
+  int32_t buffer;     // the buffer of per-head facts about keys
   bool valid;
 };
 
-// The threads that work on a block of keys together: all of a block of threads.
+// The threads that work on a block of keys together are all of a block of threads.
 template <int kCount> struct WholeBlock {
   static constexpr int kThreads = kCount;
   __device__ static __forceinline__ int thread() { return threadIdx.x; }
   __device__ static __forceinline__ void sync() { __syncthreads(); }
 };
 
-// kBuffers: of heads whose steps may be under way at a time, and one.
+// kBuffers is one more than the number of heads whose steps may be under way at a time.
 template <int kKeys, int kBufferCount> struct KeyBlockShared {
   static constexpr int kBuffers = kBufferCount;
   KeyTask task;
   int32_t key[kKeys];                 // -1: none
   bool readable[kKeys];               // some query head keeps it
-  RowRange rows[kBuffers][kKeys];     // of the head of a step
-  float bias[kBuffers][kKeys];        // to base 2; -inf: not kept
+  RowRange rows[kBuffers][kKeys];     // the rows that keep a key for the head of a step
+  float bias[kBuffers][kKeys];        // the bias to base 2; -inf: the key is not kept
   uint32_t active[kMappedTiles / 32]; // row plans: tiles of kTileRows rows that keep any key
-  int32_t dropping_head[kBuffers];    // of the group: it drops a key by a bias of -inf that another head keeps
+  int32_t dropping_head[kBuffers];    // a query head that drops a key by a bias of -inf that another keeps
   int32_t max_first, min_past;
   RowRange group_rows[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group
 };
@@ -111,20 +112,20 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
 
   const BackwardParams &params;
   Shared &shared;
-  int64_t mapped_head = -1, mapped_list = -1; // of shared.active
+  int64_t mapped_head = -1, mapped_list = -1; // whose tiles shared.active describes
 
   __device__ KeyBlock(const BackwardParams &parameters, Shared &memory) : params(parameters), shared(memory) {}
 
   __device__ const KeyTask &task() const { return shared.task; }
   __device__ int64_t head(const KeyStep &step) const { return shared.task.first_head + step.head; }
-  // Of the key in row r of the block, in k, v or their gradients.
+  // The offset of the key in row r of the block, in k, v or their gradients.
   __device__ int64_t row_offset(const fdm_tensor &t, int r) const {
     const KeyTask &own_task = shared.task;
     return own_task.s.batch * t.stride[0] + (own_task.s.k_begin + shared.key[r]) * t.stride[1] +
            own_task.kv_head * t.stride[2];
   }
 
-  // clears_bias: of a part's slot.
+  // `clears_bias` says that the bias sums in a part's slot are cleared.
   __device__ void start(const KeyItem &item, bool clears_bias) {
     const fdm_problem &p = params.p;
     const KeyBlockPlace place = key_block_place(params, item.block);
@@ -182,8 +183,8 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
                       int64_t(step.tile) * tile_rows / kTileRows);
   }
 
-  // The first step of this part that may keep something, and the first after another. All threads of the team call them;
-  // what they store is visible after the next barrier.
+  // These find the first step of this part that may keep something, and the first such step after another. All threads
+  // of the team call them. What they store is visible after the next barrier.
   __device__ KeyStep first_step(int tile_rows) {
     const KeyTask &own_task = shared.task;
     KeyStep step{};
@@ -257,7 +258,7 @@ private:
     return false;
   }
 
-  // What a query head of the group knows of this thread's key.
+  // Loads what a query head of the group knows of this thread's key.
   __device__ void load_head(int32_t head_of_group, int buffer) {
     const int r = Team::thread();
     const int32_t key = shared.key[r];
@@ -279,7 +280,7 @@ private:
     }
   }
 
-  // This step or the first after it that may keep something. `loaded_head`: that whose facts the step's buffer holds.
+  // Finds this step or the first after it that may keep something. The step's buffer holds the facts of `loaded_head`.
   __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int tile_rows) {
     const KeyTask &own_task = shared.task;
     for (; step.number < own_task.end; advance(step))

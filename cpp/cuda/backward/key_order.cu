@@ -19,7 +19,7 @@ constexpr int kThreads = kBucketKeys / 2; // one for each comparison of a pass
 constexpr int kChunkKeys = 256;
 constexpr int kMaxBlocks = kBucketKeys / 32;
 
-// Every kRun values in shared memory, ascending.
+// Sorts every kRun values in shared memory in ascending order.
 template <int kRun> __device__ void bitonic_sort(uint64_t (&values)[kBucketKeys]) {
   for (int size = 2; size <= kRun; size *= 2)
     for (int distance = size / 2; distance > 0; distance /= 2) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ B
       order[i] = uint64_t(rank) * kBucketKeys + i;
     }
     bitonic_sort<kBucketKeys>(order);
-    // Within a chunk by position alone; those past the last of all have the largest.
+    // Chunks are sorted by position alone. The entries past the last key have the largest positions.
     for (int i = threadIdx.x; i < kBucketKeys; i += kThreads) order[i] %= kBucketKeys;
     bitonic_sort<kChunkKeys>(order);
     for (int i = threadIdx.x; i < count; i += kThreads) {

@@ -31,7 +31,7 @@ __device__ void add(float4 &sum, const float4 &x) {
   sum.w += x.w;
 }
 
-// Of the floats, or neighbours, at an offset in the slots of an item's parts.
+// Sums the floats, or groups of neighbours, at an offset in the slots of an item's parts.
 template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const KeyItem &item, int64_t offset) {
   const float *slot = keys.slots + int64_t(item.slot) * keys.slot_floats + offset;
   Value total{};
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ Ba
   const fdm_problem &p = params.p;
   const KeyBlockPlace place = key_block_place(params, item.block);
   const int head_dim = int(p.head_dim), rows = keys.block_keys / kDivisions, first = int(blockIdx.y) * rows;
-  // Four neighbours at a time; slot_dim is a multiple of 32.
+  // A thread sums four neighbours at a time; slot_dim is a multiple of 32.
   const int quads = keys.slot_dim / 4;
   for (int i = threadIdx.x; i < 2 * rows * quads; i += kThreads) {
     const int which = i / (rows * quads), r = first + i / quads % rows, d = i % quads * 4;

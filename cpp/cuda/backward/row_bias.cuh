@@ -2,11 +2,11 @@
 // The gradient of a bias with a row for each query: one block of threads for a tile of rows of one (batch, head) of the
 // bias.
 //
-// It walks the keys in order, a block at a time, and for each block the query heads and batches that share its elements
-// (sources), whose dS it sums in registers; then it writes the block, kept or not. So every element is written once, and
-// nothing but the gradient itself has a size of queries times keys. Q and dO stay where there are few sources, K and V while
-// their head is the same; what else a step needs is copied during the step before, or, where there is one buffer for it,
-// after that.
+// It walks the keys in order, a block at a time, and for each block the query heads and batches that share its
+// elements (sources), whose dS it sums in registers; then it writes the block, kept or not. So every element is
+// written once, and nothing but the gradient itself has a size of queries times keys. Q and dO stay in shared memory
+// where there are few sources, K and V while their head is the same. What else a step needs is copied during the step
+// before, or after it where there is only one buffer.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -15,7 +15,8 @@
 
 namespace fdm::cuda {
 
-// Buffers of many sources, one or two: for Q with dO and for K with V. Of one source, Q and dO have one, K and V two.
+// The buffer counts, one or two, are those for many sources: of Q with dO, and of K with V. With one source, Q and dO
+// have one buffer, K and V two.
 template <class ElementType, int kHeadDimension, int kColumnCount, int kWarpCount, int kQueryBufferCount,
           int kKeyBufferCount>
 struct RowBiasConfig {
@@ -35,24 +36,24 @@ struct RowBiasConfig {
 struct RowBiasTask {
   int first_batch, batches, first_head, heads; // the sequences and query heads that share the bias
   int64_t first_row;
-  int64_t columns;     // of the bias that belong to the rows
-  int64_t visible;     // those before the causal limit of all rows
-  int64_t bias_offset; // of the first row of the tile
+  int64_t columns;     // columns of the bias that belong to the rows
+  int64_t visible;     // columns before the causal limit of all rows
+  int64_t bias_offset; // the offset of the first row of the tile
 };
 
-// Of a step: a query head of a sequence.
+// The source of a step: a query head of a sequence.
 struct RowBiasSource {
   Sequence s;
   int sequence_index, head, kv_head;
-  const RowWord *words; // of the tile of rows in a row plan
+  const RowWord *words; // the words of the tile of rows in a row plan
 };
 
 template <class Config> struct RowBiasShared {
-  alignas(1024) char tiles[Config::kTileBytes]; // of each buffer Q, dO; then K, V
+  alignas(1024) char tiles[Config::kTileBytes]; // Q and dO of each buffer, then K and V
   alignas(16) uint32_t sBias[Config::kRows][Config::kBiasPitch];
-  RowBiasSource source[4];                                // of a step and the three after it
-  uint32_t word[4][Config::kRows / 32][Config::kColumns]; // of a step and the two after it
-  int32_t key[2][Config::kColumns];                       // of a block and the next
+  RowBiasSource source[4];                                // the sources of a step and the three after it
+  uint32_t word[4][Config::kRows / 32][Config::kColumns]; // the words of a step and the two after it
+  int32_t key[2][Config::kColumns];                       // the keys of a block and the next
   float lse[2][Config::kRows], delta[2][Config::kRows];   // see RowStatistics
   RowBiasTask task;
 };
@@ -60,7 +61,7 @@ template <class Config> struct RowBiasShared {
 // One or two buffers, and what they hold.
 struct RowBiasBuffers {
   int count;
-  int current = 0; // of the step
+  int current = 0; // the buffer of the step
   int64_t held[2] = {-1, -1};
 
   __device__ bool holds(int64_t id) const { return held[0] == id || held[1] == id; }
@@ -83,10 +84,10 @@ template <class Config> struct RowBiasBlock {
   static constexpr int kColumnTiles = kColumns / 8, kWords = kRows / 32;
 
   struct Step {
-    int64_t number; // in all
+    int64_t number; // counted over all blocks and sources
     int block, source;
 
-    __device__ int slot() const { return int(number & 3); } // in rings
+    __device__ int slot() const { return int(number & 3); } // the place in the rings of shared memory
   };
   // What this thread knows of a column of a step: the rows that may keep it, and their words in a row plan.
   struct Kept {
@@ -98,7 +99,7 @@ template <class Config> struct RowBiasBlock {
   RowBiasShared<Config> &shared;
   int sources;
   float sums[kColumnTiles][4];
-  float row_sums[2] = {0.0f, 0.0f}; // all keys share an element
+  float row_sums[2] = {0.0f, 0.0f}; // used where all keys share an element
   RowBiasBuffers queries, keys;
   int bias_block = -1, key_block = -1; // whose bias, and the last whose keys, are in shared memory
 
@@ -106,7 +107,7 @@ template <class Config> struct RowBiasBlock {
       : params(parameters), shared(memory), sources(memory.task.batches * memory.task.heads),
         queries{sources > 1 ? Config::kQueryBuffers : 1}, keys{sources > 1 ? Config::kKeyBuffers : 2} {}
 
-  // Q and, `second`, dO; K and V.
+  // The addresses of the tiles: of Q, or dO if `second`; and of K, or V if `second`.
   __device__ uint32_t query_tile(int buffer, int second) const {
     return ptx::shared_address(shared.tiles) + (2 * buffer + second) * Config::kRowBytes;
   }
@@ -139,7 +140,7 @@ template <class Config> struct RowBiasBlock {
   }
   __device__ static int row(int half) { return threadIdx.x / 32 * 16 + accumulator_row(half); }
   __device__ int row_count(const Sequence &s) const { return int(min64(kRows, s.q_count - shared.task.first_row)); }
-  // Steps with the same K and V have the same.
+  // Steps with the same K and V have the same id.
   __device__ int64_t keys_id(const Step &step) const {
     const RowBiasSource &src = source(step);
     return (int64_t(step.block) * params.p.batch + src.sequence_index) * params.p.kv_heads + src.kv_head;
@@ -213,7 +214,7 @@ template <class Config> struct RowBiasBlock {
     return {params.p.bias, score_view(params.p, params.p.bias, src.s, src.head)};
   }
 
-  // Of the warp's rows, the same for all sources.
+  // Copies the bias of the warp's rows, which is the same for all sources.
   __device__ void load_bias(const Step &step) {
     bias_block = step.block;
     const RowBiasSource &src = source(step);
@@ -269,7 +270,7 @@ template <class Config> struct RowBiasBlock {
       for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
   }
 
-  // Writes a block of columns, and starts the next.
+  // Writes a block of columns, and clears the sums for the next.
   __device__ void write(int block) {
     const RowBiasTask &task = shared.task;
     const fdm_tensor &t = params.a.dbias;
@@ -288,7 +289,7 @@ template <class Config> struct RowBiasBlock {
     clear_sums();
   }
 
-  // Two neighbours in a row, if there are `left` or more.
+  // Stores two neighbours in a row, or as many as are `left`.
   __device__ static void store_pair(const fdm_tensor &t, int64_t offset, float2 pair, int64_t left) {
     auto *halves = static_cast<Element *>(t.data) + offset;
     if (left >= 2 && t.dtype != FDM_FLOAT32 && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(halves) % 4 == 0) {
@@ -315,7 +316,7 @@ template <class Config> struct RowBiasBlock {
     const int visible_blocks = int(ceil_div(shared.task.visible, kColumns));
     const int64_t steps = int64_t(visible_blocks) * sources;
     clear_sums();
-    Step step{-1, 0, sources - 1}, next{0, 0, 0}, second = next, third; // those after the next
+    Step step{-1, 0, sources - 1}, next{0, 0, 0}, second = next, third; // second and third come after the next
     advance(second);
     third = second;
     advance(third);

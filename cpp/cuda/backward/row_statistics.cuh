@@ -16,15 +16,15 @@ inline bool needs_general_kernel(const BackwardParams &params) {
   return has_rows(params.p.bias) || !params.aligned || !params.dout_aligned;
 }
 
-// Of a row: lse to base 2, and delta = dO . O - dlse. Rows without a gradient have lse = inf, which makes P = 0, and
-// delta = 0.
+// The statistics of a row are lse to base 2, and delta = dO . O - dlse. Rows without a gradient have lse = inf, which
+// makes P = 0, and delta = 0.
 struct RowStatistics {
   float lse, delta;
 
   __device__ __forceinline__ bool empty() const { return lse == INFINITY; }
 };
 
-// Of row i of a head.
+// The statistics of row i of a head.
 __device__ __forceinline__ RowStatistics &row_statistics(const BackwardParams &params, const Sequence &s, int64_t head,
                                                          int64_t i) {
   return params.statistics[(s.batch * params.p.heads + head) * total_rows(params.p) + s.q_begin + i];
@@ -40,7 +40,7 @@ struct RowRange {
   int32_t first, past;
 };
 
-// The rows that may keep a key, the causal limit included; exactly those, unless the mask has a row for each query.
+// The rows that may keep a key, the causal limit included. Unless the mask has a row for each query, all of them do.
 __device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequence &s, int64_t head, int64_t key) {
   const int64_t begin = is_causal(p) ? max64(0, key - s.causal_off) : 0;
   RowRange rows{static_cast<int32_t>(min64(begin, s.q_count)), static_cast<int32_t>(s.q_count)};

@@ -14,7 +14,7 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-// Results that a thread reads at a time.
+// How many results a thread reads at a time.
 constexpr int kReads = 16;
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const Sequence s = sequence(p, b);
   if (i >= s.q_count) return;
 
-  // A split to each lane, the same in every warp.
+  // Each lane has a split, the same in every warp.
   const int split = lane_id();
   float own_max = -INFINITY, own_sum = 0.0f;
   if (split < params.splits) {

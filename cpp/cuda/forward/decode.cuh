@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass for few query rows (decode) with mma.sync: the rows of all heads of a group share one tile of 16 rows.
 //
-// There is little to compute and much to fetch, so warps work alone: each takes blocks of 16 columns, gathers their rows
-// of K and V two blocks ahead, and no barrier is in its loop. Blocks of columns are dealt out in turns to the warps of
-// all splits: how many columns there are is known on the device only, and so the first splits have work whatever the
-// number. The warps of a block merge their results in shared memory, combine.cu those of the splits.
+// There is little to compute and much to fetch, so warps work alone: each takes blocks of 16 columns, gathers their
+// rows of K and V two blocks ahead, and no barrier is in its loop. Blocks of columns are dealt out in turns to the
+// warps of all splits. Only the device knows how many columns there are, and this way the first splits have work
+// whatever the number is. The warps of a block merge their results in shared memory, combine.cu those of the splits.
 #pragma once
 
 #include "../ptx/dependent.cuh"
@@ -17,9 +17,9 @@ template <class ElementType, int kHeadDimension, int kWarpCount> struct DecodeCo
   using Element = ElementType;
   using Tile = SharedTile<kHeadDimension>;
   static constexpr int kHeadDim = kHeadDimension, kWarps = kWarpCount, kThreads = 32 * kWarps;
-  static constexpr int kColumns = 16, kStages = 2; // of a warp
+  static constexpr int kColumns = 16, kStages = 2; // columns of a block, and stages, of each warp
   static constexpr int kKeyBytes = Tile::bytes(kColumns);
-  // A row of results in shared memory, such that the writes of a warp meet all banks.
+  // The pitch of a row of results in shared memory. With it, the writes of a warp meet all banks.
   static constexpr int kMergePitch = kHeadDim + 8;
   static_assert(kDecodeRows * kMergePitch * int(sizeof(float)) <= kStages * 2 * kKeyBytes);
 };
@@ -34,7 +34,8 @@ template <class Config> struct DecodeShared {
   __device__ float *results(int warp) { return reinterpret_cast<float *>(sKV[warp]); }
 };
 
-// A bias with a row for each query, for the few rows of a warp straight from global memory. See RowBiasReader.
+// A bias with a row for each query, which the few rows of a warp read from global memory. It stands in for
+// RowBiasReader.
 template <class Warp> struct LoadedRowBias {
   const Warp &warp;
   const int32_t *keys;
@@ -109,7 +110,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 
   // Begins to copy the rows of K and V of a step.
   __device__ void load_keys(int step) {
-    constexpr int kChunks = kColumns * Tile::kChunks / 32; // of each thread
+    constexpr int kChunks = kColumns * Tile::kChunks / 32; // chunks that each thread copies
     const int head_dim = int(params.p.head_dim);
     const typename Ring::Slot &slot = ring.at(step);
     const uint32_t k = stage(step, 0), v = stage(step, 1);
@@ -129,7 +130,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     }
   }
 
-  // Of columns that no row keeps, which only a bias with a row for each query can make, V becomes zeros: 0 * NaN is NaN.
+  // Makes zeros of V in columns that no row keeps, which only a bias with a row for each query can make: 0 * NaN is
+  // NaN.
   __device__ void clear_dead_values(int step) {
     uint32_t live = 0; // bits of this thread's columns, then of all
 #pragma unroll
@@ -205,7 +207,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     }
   }
 
-  // The sum over the warps, in their order.
+  // The epilogue sums over the warps, in their order.
   __device__ void write_merged() const {
     const int rows = row_count(), head_dim = int(params.p.head_dim);
     for (int i = threadIdx.x; i < rows * kHeadDim; i += Config::kThreads) {
@@ -250,7 +252,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     }
   }
 
-  // Of a split that has no columns: combine.cu reads no results where the sum is 0.
+  // A split that has no columns writes sums of 0; combine.cu then reads no results.
   __device__ void write_nothing() const {
     if (int(threadIdx.x) < row_count()) write_partial(threadIdx.x, 0, 0.0f, -INFINITY, 0.0f);
   }

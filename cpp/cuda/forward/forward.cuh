@@ -4,7 +4,8 @@
 // The block walks the tile's columns, kColumns at a time. K of a block is fetched while the scores of the block before
 // it are turned into probabilities and multiplied with V; V is fetched while the scores are computed. Rows of K and V
 // are gathered one by one, so kept keys cost the same wherever they lie. Full columns come first, so only the last
-// blocks test which rows keep what. A bias with a row for each query is copied a block ahead, by each warp for its rows.
+// blocks test which rows keep what. A bias with a row for each query is copied a block ahead, by each warp for its
+// rows.
 //
 // Where a whole group's queries fit one tile (decode), the rows of the tile are those of all heads of the group, which
 // read the gathered keys once. Then the columns may also be divided over several blocks (splits), merged by combine.cu.
@@ -20,10 +21,11 @@ template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount
 struct ForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
-  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
+  // Both are rare, and need much code.
   static constexpr bool kGeneral = kIsGeneral;
-  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of an SM, at least
-  static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
+  static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
@@ -165,8 +167,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<ForwardShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;
-  // Heads fastest, so that those of a group meet in L2; the last tiles, which a causal mask makes
-  // the longest, first.
+  // Heads go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes the longest, come
+  // first.
   const int64_t groups = p.heads / params.heads_per_tile;
   int64_t number = blockIdx.x / groups;
   const int64_t head = blockIdx.x % groups * params.heads_per_tile;

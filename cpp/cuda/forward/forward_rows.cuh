@@ -25,7 +25,7 @@ struct ForwardTask {
   ScoreView bias;
 };
 
-// kSharedRows: all warps of the block have the same rows, and each its own columns.
+// kSharedRows says that all warps of the block have the same rows, and each its own columns.
 template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, bool kGeneral,
           bool kSharedRows = false>
 struct ForwardRows {
@@ -61,8 +61,9 @@ struct ForwardRows {
     clear(out);
   }
 
-  // Scaled, capped and biased, to base 2; -inf where not kept. `partial`: some pairs may not be kept. row_bias reads a
-  // bias with a row for each query, see RowBiasReader; what it gives for absent rows and keys is ignored.
+  // Makes the scores scaled, capped and biased, to base 2, and -inf where a pair is not kept. `partial` says that some
+  // pairs may not be kept. row_bias reads a bias with a row for each query, as RowBiasReader does; what it returns for
+  // absent rows and keys is ignored.
   template <class Slot, class RowBias>
   __device__ void finish_scores(const Slot &slot, bool partial, const RowBias &row_bias) {
     if (params.p.softcap > 0)
@@ -115,7 +116,7 @@ struct ForwardRows {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // Rows of the plan's tile: several blocks may share one.
+        // This row of the plan's tile, which several blocks may share.
         const int r = int(query(row(m, half)) - task.columns.first_row);
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n) {
@@ -126,9 +127,9 @@ struct ForwardRows {
       }
   }
 
-  // Scores of a row to probabilities, relative to its running maximum. Returns the factor that scales what was summed
-  // before. The maximum follows only where it falls behind by kSlack: probabilities of up to 2^kSlack do no harm, and
-  // most blocks then need not touch the accumulators.
+  // Turns the scores of a row into probabilities, relative to its running maximum. Returns the factor that scales what
+  // was summed before. The maximum follows only where it falls behind by kSlack: probabilities of up to 2^kSlack do no
+  // harm, and most blocks then need not touch the accumulators.
   __device__ float softmax(int m, int half) {
     float largest = maximum[m][half];
 #pragma unroll
@@ -168,7 +169,8 @@ struct ForwardRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[m][half] = ptx::row_sum(sum[m][half]);
-        // NaN in the query of a row that keeps nothing, whose keys are zeros here or masked by adding -inf.
+        // A NaN in the query of a row that keeps nothing reaches the sum: its keys are zeros here, or masked by adding
+        // -inf.
         if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);
       }
   }

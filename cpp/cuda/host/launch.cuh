@@ -19,7 +19,7 @@ struct Grid {
   Grid(int64_t columns, int64_t rows = 1) : x(columns), y(rows) {}
 };
 
-// kernel_ahead: a programmatic dependent launch, see ptx/dependent.cuh; an ordinary one before sm_90.
+// kernel_ahead makes a programmatic dependent launch (ptx/dependent.cuh); before sm_90, an ordinary one.
 enum class Overlap { none, kernel_ahead };
 
 template <Overlap kOverlap = Overlap::none, class... Parameters>

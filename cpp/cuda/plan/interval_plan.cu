@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Interval plans: the kept keys of each list, and the columns of each tile.
 //
-// Tiles of long lists look at kept keys only, once these are there: a window of w keys over K keys in random order keeps
-// about w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Of short lists one launch does everything,
-// and tiles look at all keys: that takes no longer than to wait for another kernel, and spares the host a launch.
+// Tiles of long lists look at kept keys only, once these are there: a window of w keys over K keys in random order
+// keeps about w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Short lists take one launch, in
+// which tiles look at all keys: that is no slower than waiting for another kernel, and spares the host a launch.
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../tile/block_scan.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kTileThreads = 512, kTileItems = 8, kTileStep = kTileThreads * kTileItems;
 constexpr int kShortKeys = 2 * kTileStep;
-// Long ones are compacted chunk by chunk; small chunks keep more SMs at work.
+// Long lists are compacted chunk by chunk; small chunks keep more SMs at work.
 constexpr int kChunkThreads = 1024, kChunkItems = 2, kChunkKeys = kChunkThreads * kChunkItems;
 
 struct KeyRows {
@@ -72,7 +72,7 @@ __device__ void read_chunk(const KeyRowsReader &reader, int64_t first, int64_t k
   }
 }
 
-// Of a key among the rows of one tile: does every row keep it, or some row?
+// Does every row of a tile keep a key, or some row?
 struct TileKey {
   bool full, partial;
 
@@ -81,7 +81,8 @@ struct TileKey {
         partial(!full && max(rows.start, first) < min(rows.end, past)) {}
 };
 
-// Full and partial columns of all rows of a sequence, in each chunk of its keys; together they are the kept keys.
+// How many keys of a chunk all rows of a sequence keep (full), or some rows (partial). Together they are the kept
+// keys.
 struct ChunkCounts {
   int32_t full, partial;
 };
@@ -124,8 +125,9 @@ __device__ ChunkCounts counts_before(const ChunkCounts *counts, int64_t part) {
   return before;
 }
 
-// Compacts a chunk of keys from `first` on; `is_last`: of the list. Returns the counts with those before. `only_tile`: no
-// sequence has more rows than a tile, so that its columns are the kept keys and are written here too.
+// Compacts a chunk of keys from `first` on; `is_last` marks the last of the list. Returns the counts with those
+// before. `only_tile` says that no sequence has more rows than a tile: its columns are then the kept keys, and are
+// written here too.
 template <int kThreads, int kItems>
 __device__ ChunkCounts compact_chunk(BlockRanks<kThreads, kItems> &ranks, const fdm_problem &p, const Plan &plan,
                                      const ListWork &work, const KeyRows (&rows)[kItems], int64_t first,
@@ -284,7 +286,7 @@ cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace
   const Plan plan = lay_out_plan(p, base, &bytes);
   const int64_t lists = plan.lists * list_sequences(p);
   const int64_t chunks = ceil_div(p.keys, kChunkKeys), tiles = ceil_div(p.queries, kTileRows);
-  const int64_t listed_tiles = tiles > 1 ? tiles : 0; // of one, compaction writes the columns
+  const int64_t listed_tiles = tiles > 1 ? tiles : 0; // compaction writes the columns of a single tile
   if (p.keys <= kShortKeys)
     return launch(plan_short_lists, lists * (listed_tiles + 1), kTileThreads, 0, stream, p, plan, listed_tiles);
   auto *counts = static_cast<ChunkCounts *>(workspace);

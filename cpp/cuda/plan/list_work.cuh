@@ -13,7 +13,7 @@ struct ListWork {
   int64_t part;
 };
 
-// Parts count down, so that the last of every list start first: with a causal limit they have the most to do.
+// Parts count down: the last of every list, which have the most to do with a causal limit, start first.
 __device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &plan, int64_t parts) {
   // A grid has fewer than 2^31 blocks, and divisions of 64 bits would take longer than some of the work.
   const auto sequences = static_cast<uint32_t>(list_sequences(p)), heads = static_cast<uint32_t>(plan.batch_lists);

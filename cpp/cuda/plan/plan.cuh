@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The plans of the CUDA packs: their layout in memory.
 //
-// A plan has, for each list (a batch and a head of the mask) and each tile of kTileRows query rows of each sequence, the
-// columns (keys) that any row of the tile keeps: first those that all rows keep (full), then the partial ones. Without a
-// mask (range) there is no plan: the columns are consecutive and computed.
+// A plan has, for each list (a batch and a head of the mask) and each tile of kTileRows query rows of each sequence,
+// the columns (keys) that any row of the tile keeps: first those that all rows keep (full), then the partial ones.
+// Without a mask (range) there is no plan: the columns are consecutive and computed.
 //
-// Interval plans (a mask that is the same for every query, or intervals; the causal limit is part of the intervals) also
-// have, for each list, the keys that any query keeps, in key order, each with its first and past-the-last row. Row plans
-// (a boolean mask with a row for each query) have a word of kTileRows bits for each tile and key instead, so that the
-// backward pass, which goes by keys, can look up any.
+// Interval plans (a mask that is the same for every query, or intervals; the causal limit is part of the intervals)
+// also have, for each list, the keys that any query keeps, in key order, each with its first and past-the-last row. Row
+// plans (a boolean mask with a row for each query) have a word of kTileRows bits for each tile and key instead, so that
+// the backward pass, which goes by keys, can look up any.
 #pragma once
 
 #include <cstdint>
@@ -91,7 +91,7 @@ FDM_INLINE Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   return plan;
 }
 
-// fdm_pack.plan_layouts: an upper bound of the above by pack.h's formula.
+// The value of fdm_pack.plan_layouts: an upper bound of the above by pack.h's formula.
 FDM_INLINE fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   if (kind == FDM_MASK_NONE) return {0, 0, 0, 0, 0, kTileRows};
   if (kind == FDM_MASK_ROWS) return {4 * 256, 0, 0, 8, 20, kTileRows};

@@ -33,7 +33,7 @@ template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_
   return bytes;
 }
 
-// Byte k of bits[b]: key k in rows 8 b ... 8 b + 7 of those from `at` on.
+// Byte k of bits[b] has key k in rows 8 b ... 8 b + 7, counted from `first`.
 template <bool kWide>
 __device__ __forceinline__ void load_rows(const uint8_t *first, int64_t row, int64_t col, int rows, int keys,
                                           uint32_t (&bits)[4]) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_rows(const uint8_t *first, int64_t row, int
   }
 }
 
-// word.x: rows 0 ... 31 of key 0, and so on: the transpose of four registers of four bytes.
+// Transposes four registers of four bytes: word.x has rows 0 ... 31 of key 0, and so on.
 __device__ __forceinline__ uint4 words_of_keys(const uint32_t (&bits)[4]) {
   const uint32_t low01 = __byte_perm(bits[0], bits[1], 0x5140), high01 = __byte_perm(bits[0], bits[1], 0x7362);
   const uint32_t low23 = __byte_perm(bits[2], bits[3], 0x5140), high23 = __byte_perm(bits[2], bits[3], 0x7362);
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t bits_from(int64_t from) {
   return from <= 0 ? ~0u : (from >= 32 ? 0u : ~0u << from);
 }
 
-// kAligned: the key stride is 1 and every row starts at a multiple of four bytes.
+// kAligned says that the key stride is 1 and every row starts at a multiple of four bytes.
 template <bool kAligned>
 __global__ void __launch_bounds__(kRowThreads, 2)
     list_row_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {

@@ -10,7 +10,7 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes; zeros where `valid` is false, and then the source is not read.
+// Copies 16 bytes. Where `valid` is false it writes zeros, and does not read the source.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
@@ -19,7 +19,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem, boo
 __device__ __forceinline__ void cp_async_4(uint32_t smem, const void *gmem) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(smem), "l"(gmem) : "memory");
 }
-// Not asynchronous: for what has fewer than four bytes in global memory.
+// An ordinary store, for what has fewer than four bytes in global memory.
 __device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(smem), "r"(value) : "memory");
 }

@@ -12,7 +12,7 @@
 
 namespace fdm::ptx {
 
-// Four 8 x 8 matrices of 16-bit elements; thread t gives the address of row t % 8 of matrix t / 8.
+// Loads four 8 x 8 matrices of 16-bit elements; thread t gives the address of row t % 8 of matrix t / 8.
 __device__ __forceinline__ void ldmatrix(uint32_t (&m)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -56,7 +56,7 @@ template <class Element> __device__ __forceinline__ uint32_t pack(float low, flo
   return bits;
 }
 
-// Over the four threads that hold a row of an accumulator.
+// These reduce over the four threads that hold a row of an accumulator.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));

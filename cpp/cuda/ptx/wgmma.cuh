@@ -19,7 +19,7 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
   return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
 }
 
-// Before the first product, and whenever registers that products read were written.
+// Comes before the first product, and whenever registers that products read were written.
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit_batch() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
@@ -91,7 +91,7 @@ __device__ __forceinline__ void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint
   if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, "bf16");
 }
 
-// As above with A in registers, as mma.sync has it. kTransposed: c = A B instead, with B 16 x kN.
+// The same with A in registers, as mma.sync has it. With kTransposed c = A B instead, with B 16 x kN.
 template <class Element, bool kTransposed, int kTiles>
 __device__ __forceinline__ void wgmma_rs(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);

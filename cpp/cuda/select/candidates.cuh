@@ -40,8 +40,8 @@ template <class T> struct KeyRow {
   __device__ T load(int32_t j) const { return __ldg(base + j * stride); }
 };
 
-// Biases as unsigned integers of the same order; 0 for those that are never selected, NaN and -inf. Of 16-bit dtypes the
-// lower half is 0, which saves the selection a pass.
+// Biases as unsigned integers of the same order; 0 for those that are never selected, NaN and -inf. Of 16-bit dtypes
+// the lower half is 0, which saves the selection a pass.
 template <int kDtype> struct OrderedBias {
   using Storage = uint16_t;
   static constexpr int kBits = 16;
@@ -79,10 +79,10 @@ template <int kDtype> struct Candidates {
   }
 };
 
-// The best keys of a row up to some key, in the order of selection: larger value first, and of equal ones the lower key.
-// They are those with a larger value than `value`, or an equal one and a key up to `last`. Of the keys after, it holds
-// all that can enter, and perhaps some that cannot: the lower bits of `value` are 0 where none of the row's keys needs
-// them.
+// The best keys of a row up to some key, in the order of selection: larger value first, and of equal ones the lower
+// key. They are those with a larger value than `value`, or an equal one and a key up to `last`. Of the keys after, it
+// holds all that can enter, and perhaps some that cannot: the lower bits of `value` are 0 where none of the row's keys
+// needs them.
 struct Window {
   uint32_t value;
   int32_t last;

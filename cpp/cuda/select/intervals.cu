@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Selection for a bias that is the same for every query, into one interval of rows for each key.
 //
-// With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a heap
-// does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
+// With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a
+// heap does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
 //  1. The window after each chunk is the best of all keys up to there, found by radix selection over them. That reads
 //     the row once for each chunk, at most kChunks times in all, mostly from L2.
 //  2. A key of a chunk arrives if the window before the chunk does not already exclude it. A key held by the window
@@ -25,8 +25,8 @@ constexpr int kMaxChunkKeys = 2048; // arrivals and leavers of a chunk lie in sh
 constexpr int kChunkItems = kMaxChunkKeys / kThreads;
 
 struct Chunks {
-  int64_t keys;  // of a chunk
-  int64_t count; // of the longest sequence
+  int64_t keys;  // keys of a chunk
+  int64_t count; // chunks of the longest sequence
 };
 
 // Without a causal limit only the window over all keys matters.
@@ -41,7 +41,7 @@ struct IntervalWork {
   int64_t chunk;
   int32_t begin, end;           // its keys
   Window *windows;              // after each chunk of the row
-  int32_t *row_start, *row_end; // of the row's first key
+  int32_t *row_start, *row_end; // the results for the row's first key
   int64_t start_stride, end_stride;
   bool causal;
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ int32_t key_of(uint64_t order) {
 }
 
 struct ChunkChanges {
-  uint64_t arrivals[kMaxChunkKeys]; // by key
+  uint64_t arrivals[kMaxChunkKeys]; // in key order
   uint64_t leavers[kMaxChunkKeys];  // keys before the chunk, in any order
   BlockRanks<kThreads, kChunkItems> ranks;
   int32_t leaver_count;
@@ -158,8 +158,8 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
   }
 }
 
-// The key with whose arrival x leaves: the n-th arrival before x in the order. x itself where it cannot enter, since the
-// window before was full of better keys.
+// The key with whose arrival x leaves: the n-th arrival before x in the order. x itself where it cannot enter, since
+// the window before was full of better keys.
 __device__ int32_t driven_out_by(const ChunkChanges &changes, int arrivals, int64_t room, uint64_t x) {
   int64_t missing = room;
   for (int n = 0; n < changes.leaver_count; ++n) missing += changes.leavers[n] <= x;

@@ -8,12 +8,12 @@ namespace fdm::cuda {
 
 struct TileColumns {
   int32_t count, full;
-  int32_t first_row; // of the tile of kTileRows rows, in the own sequence
+  int32_t first_row; // the first row of the tile of kTileRows rows, in its sequence
   int32_t causal_off;
   const int32_t *slots; // null: column c is key c
   int32_t slot_count;
-  const RowWord *words;       // of every key of the sequence; null: by rows
-  const int32_t *start, *end; // rows of each key; both null: by the causal limit
+  const RowWord *words;       // a word for every key of the sequence; null: there is no row plan
+  const int32_t *start, *end; // the rows of each key; null: there are no intervals
   int64_t start_stride, end_stride;
   bool causal;
 };

@@ -69,7 +69,7 @@ __device__ __forceinline__ void clear(float (&sums)[kLeftTiles][kRightTiles][4])
       for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
 }
 
-// Row 0 to 15 of this thread's accumulators in a 16-row tile; half 0 or 1.
+// The row, 0 to 15, of this thread's accumulators in a 16-row tile; `half` is 0 or 1.
 __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 32 / 4 + 8 * half; }
 // The first of this thread's two columns in an 8-column tile.
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
@@ -93,7 +93,7 @@ __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head
   }
 }
 
-// An element of a tensor of any float dtype.
+// Stores an element of a tensor of any float dtype.
 __device__ __forceinline__ void store_element(const fdm_tensor &t, int64_t offset, float value) {
   if (t.dtype == FDM_FLOAT32)
     static_cast<float *>(t.data)[offset] = value;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradients of keys, values and of a bias that is the same for every query, with Hopper's wgmma: one block of threads
-// for a block of keys or a part of its work, as ../dkdv.cuh tells.
+// The gradients of keys, values and of a bias that is the same for every query, with Hopper's wgmma: one block of
+// threads for a block of keys or a part of its work, as ../dkdv.cuh tells.
 //
 // K and V stay in shared memory, 64 keys for each of two consumer warpgroups; a producer warpgroup finds the steps and
 // loads their rows of Q and dO. While one consumer makes P' and dS', the other's products keep the tensor cores busy.
@@ -33,7 +33,7 @@ template <class ElementType, int kHeadDimension, int kRowCount, int kStageCount,
   using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, true, true, false, Keys>;
 };
 
-// A tile of rows while it passes.
+// What is known of a tile of rows while it is in shared memory.
 template <int kKeys, int kRows> struct PassingRows : RowStage<kKeys, kRows> {
   bool careful[Roles::kProducerWarps]; // rows of very large lse, by the warp that loaded them
   bool head_ends;
@@ -47,7 +47,7 @@ template <class Config> struct DkdvShared {
   typename Config::Keys::Shared keys;
   uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
 
-  // By one thread.
+  // One thread of the block calls this, before the others use the barriers.
   __device__ void init() {
     ptx::init_barrier(keys_full, 2 * Roles::kProducerThreads);
     for (int stage = 0; stage < Config::kStages; ++stage) {
@@ -64,7 +64,7 @@ template <class Config> struct DkdvProducer {
   DkdvShared<Config> &shared;
   typename Config::Keys keys;
   PipelineState<Config::kStages> state;
-  int loaded_head = -1; // of the group: whose rows begin here
+  int loaded_head = -1; // the query head of the group whose rows begin here
   int q_count = 0;
   const uint16_t *q_rows = nullptr, *dout_rows = nullptr;
   const RowStatistics *statistics = nullptr;
@@ -73,7 +73,7 @@ template <class Config> struct DkdvProducer {
       : params(parameters), shared(memory), keys(parameters, memory.keys) {}
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
-  // The row of a tile that this lane knows, of the tile's rows.
+  // Each lane of a producer warp knows one row of a tile, or none.
   __device__ static bool has_row() { return threadIdx.x % 32 < kOwnRows; }
   __device__ static int row() { return warp() * kOwnRows + threadIdx.x % 32; }
 
@@ -184,7 +184,7 @@ template <class Config> struct DkdvConsumer {
     v_desc = KeyTile::descriptor(ptx::shared_address(shared.sV)) + own_keys;
   }
 
-  // S' and dP'.
+  // Starts the products S' and dP'.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage) const {
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]), false);
@@ -202,7 +202,8 @@ template <class Config> struct DkdvConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // To work at dP' while P' is made, and at dV while dS' is, would take more registers than there are: it was slower.
+  // The products are not overlapped with the elementwise work of the same warpgroup: that takes more registers than
+  // there are, and was slower.
   __device__ void run_step(int number) {
     const auto &stage = shared.stages[number];
     const auto &careful = stage.careful;
@@ -241,7 +242,7 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
   auto &shared = *reinterpret_cast<DkdvShared<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  // Of what the accumulators leave, the producers take what their pointers need.
+  // The producers take the registers that their pointers need, of those that the accumulators leave.
   using Registers = std::conditional_t<Config::kHeadDim <= 96, RoleRegisters<200, 104>, RoleRegisters<224, 56>>;
   if (Roles::is_producer()) {
     Registers::produce();
@@ -254,7 +255,7 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
 
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel(const __grid_constant__ BackwardParams params) {
-  // When dq started, all that is read here was there: blocks may start while others are still at dq.
+  // All that is read here was there when dq started, so blocks may start while others are still at dq.
   if (!params.beside_dq) ptx::wait_for_kernel_ahead();
   if (int(blockIdx.x) < *params.keys.item_count) run_item<Config>(params);
   if (params.beside_dq && blockIdx.x == 0) ptx::wait_for_kernel_ahead();

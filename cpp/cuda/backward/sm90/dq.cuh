@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of the queries with Hopper's wgmma: a persistent kernel, one block of threads on each SM, with the roles of forward.cuh.
+// The gradient of the queries with Hopper's wgmma: a persistent kernel, one block of threads on each SM, specialized
+// by warps as forward.cuh is.
 //
 // The product of dS with K is started after the next block's scores and dP, so the tensor cores work while a warpgroup
 // makes dS.
@@ -20,7 +21,8 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCou
   using RowTile = PanelTile<kHeadDim, kRows>;
   using Rows = DqRows<Element, 1, kColumns / 8, kHeadDim, false>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
-  // Q as a left operand in registers: the products of two operands in shared memory would be bound by reading it.
+  // Q is a left operand in registers: the products of two operands in shared memory would be bound by reading shared
+  // memory.
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
 };
 
@@ -98,19 +100,19 @@ template <class Config> struct DqConsumer {
 
   __device__ static uint64_t key_desc(const char *tile) { return KeyTile::descriptor(ptx::shared_address(tile)); }
 
-  // Reads Q of this task, where it stays in registers.
+  // Reads Q of this task into registers, where it stays there.
   __device__ void load_queries() {
     if constexpr (Config::kQueriesInRegisters)
       load_left<RowTile>(queries, ptx::shared_address(shared.sQ), int(threadIdx.x) / 32 * 16);
   }
 
-  // S and dP.
+  // Starts the products S and dP.
   __device__ void start_scores(Rows &rows) const {
     Pipeline &pipeline = shared.pipeline;
     Roles::consumer_wait(pipeline.k_full[state.index], state.phase);
     ptx::warpgroup_arrive();
     if constexpr (Config::kQueriesInRegisters)
-      warpgroup_gemm_ss<Element, KeyTile>(rows.scores[0], queries, key_desc(pipeline.sK[state.index]));
+      warpgroup_gemm_rs_transposed<Element, KeyTile>(rows.scores[0], queries, key_desc(pipeline.sK[state.index]));
     else
       warpgroup_gemm_ss<Element, RowTile, KeyTile, kHeadDim>(rows.scores[0], q_desc, key_desc(pipeline.sK[state.index]),
                                                              false);
@@ -127,7 +129,7 @@ template <class Config> struct DqConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // dS of this block, once S and dP are there.
+  // Makes dS of this block. S and dP are there.
   __device__ void make_gradients(Rows &rows, int block) const {
     ptx::warpgroup_fence_operand(rows.scores[0]);
     ptx::warpgroup_fence_operand(rows.gradients[0]);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass with Hopper's wgmma: a persistent kernel, one block of threads on each SM.
 //
-// A producer warpgroup finds and gathers the rows of Q, K and V (it is as far ahead as the stages allow, also over the
-// end of a tile); two consumer warpgroups have 64 rows each. The scores of a block are started before the product of the
-// block before with V, so the tensor cores work while a warpgroup makes probabilities.
+// The kernel is warp-specialized. A producer warpgroup finds and gathers the rows of Q, K and V, as far ahead as the
+// stages of the pipeline allow, also over the end of a tile. Two consumer warpgroups have 64 rows each. In their
+// mainloop, the scores of a block are started before the previous block's product with V, so the tensor cores work
+// while a warpgroup makes probabilities.
 #pragma once
 
 #include "../../ptx/dependent.cuh"
@@ -96,7 +97,7 @@ template <class Config> struct ForwardConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // Scores to probabilities, relative to the rows' running maxima, which have grown by the factors.
+  // Turns scores into probabilities, relative to the rows' running maxima, which have grown by the factors.
   __device__ void make_probabilities(typename Config::Rows &rows, int block, float (&factors)[2]) {
     const ForwardTask &task = rows.task;
     ptx::warpgroup_fence_operand(rows.scores[0]);

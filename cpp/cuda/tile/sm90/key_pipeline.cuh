@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The stages through which a tile's columns pass: a producer warpgroup gathers rows of K and V, kColumns at a time, while
-// consumer warpgroups multiply those of earlier blocks. Each stage has barriers that say "full" and "empty".
+// The pipeline of K and V: a producer warpgroup gathers rows of K and V, kColumns at a time, while consumer warpgroups
+// multiply those of earlier blocks. Each stage has barriers that say "full" and "empty".
 #pragma once
 
 #include "../key_ring.cuh"
@@ -30,7 +30,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   ColumnFacts<kColumns> facts[kFactSlots];
   uint64_t k_full[kKStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
 
-  // By one thread.
+  // One thread of the block calls this, before the others use the barriers.
   __device__ void init() {
     for (int stage = 0; stage < kKStages; ++stage) {
       ptx::init_barrier(k_full[stage], 2 * Roles::kProducerThreads); // the copies, and the facts
@@ -43,12 +43,12 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   }
 };
 
-// What a producer thread does: it knows one column of each block, or none.
+// A producer thread, which knows one column of each block, or none.
 template <class Pipeline> struct KeyProducer {
   static constexpr int kColumns = Pipeline::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
   using Tile = typename Pipeline::Tile;
-  // With a stage more, K of a block is loaded before V of the one before: that V's stage is free so late that K behind it
-  // would come late too.
+  // Where K has a stage more, K of a block is loaded before V of the previous block. The stage of that V is released
+  // so late that K would come late too if it had to wait behind it.
   static constexpr bool kValuesLag = Pipeline::kKStages > Pipeline::kVStages;
 
   const fdm_problem &p;
@@ -66,13 +66,13 @@ template <class Pipeline> struct KeyProducer {
     return lane < kOwnColumns ? block * kColumns + warp() * kOwnColumns + lane : INT32_MAX;
   }
 
-  // Asks for what is known of the first columns, so that it is there when run() needs it.
+  // The prologue asks for what is known of the first columns, which is then there when run() needs it.
   template <class Task> __device__ void start(const Task &task) {
     entry = fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0)));
     next_key = fetch_key(task.columns, column(1));
   }
 
-  // K and facts of a block. Returns this lane's row of V.
+  // Loads K and the facts of a block. Returns this lane's row of V.
   template <class Task> __device__ const uint16_t *load_keys(const Task &task, int block) {
     const int stage = k_state.index;
     Roles::producer_acquire(pipeline.k_empty[stage], k_state.phase);

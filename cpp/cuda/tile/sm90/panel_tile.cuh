@@ -19,17 +19,17 @@ template <int kHeadDim, int kRows> struct PanelTile {
     return base + chunk / 8 * kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
   }
 
-  // Of the whole tile. Other parts are an addition away: see `offset`.
+  // The descriptor of the whole tile. Those of other parts are an addition of `offset` away.
   __device__ static __forceinline__ uint64_t descriptor(uint32_t base) {
     return ptx::matrix_descriptor(base, kPanelBytes, 8 * 128);
   }
-  // To the descriptor of the part that begins at (row, column), multiples of 8 and 16.
+  // The offset to the descriptor of the part that begins at (row, column), multiples of 8 and 16.
   __device__ static constexpr uint64_t offset(int row, int column) {
     return uint64_t((column / 64 * kPanelBytes + row * 128 + column % 64 * 2) >> 4);
   }
 
-  // The warps of a group of kWarps copy kRows rows from global memory; this one those from first_row() on. Lane i gives
-  // the address of row first_row() + i; columns from head_dim on become zeros.
+  // The warps of a group of kWarps copy kRows rows from global memory, and this warp those from first_row() on. Lane i
+  // gives the address of row first_row() + i; columns from head_dim on become zeros.
   template <int kWarps> __device__ static __forceinline__ int first_row(int warp) { return kRows / kWarps * warp; }
   template <int kWarps>
   __device__ static __forceinline__ void gather(uint32_t base, int warp, const uint16_t *row_of_lane, int head_dim) {

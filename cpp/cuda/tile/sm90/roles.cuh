@@ -16,8 +16,8 @@ struct Roles {
   // The index of this thread among the producers.
   __device__ static __forceinline__ int producer_thread() { return int(threadIdx.x) - 32 * kConsumerWarps; }
   __device__ static __forceinline__ void sync_producers() { ptx::sync_threads<1, kProducerThreads>(); }
-  // Every consumer thread arrives: one for each warp is no faster, and compute-sanitizer's racecheck does not see that it
-  // stands for the others.
+  // Every consumer thread arrives: one for each warp is no faster, and compute-sanitizer's racecheck does not see that
+  // it stands for the others.
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
 
@@ -41,8 +41,8 @@ struct Roles {
   }
 };
 
-// How many registers a thread of each role has. All warpgroups start with 168, the most that 384 threads can have; what the producers
-// give back, the consumers take.
+// How many registers a thread of each role has. All warpgroups start with 168, the most that 384 threads can have; what
+// the producers give back, the consumers take.
 template <int kConsumer, int kProducer> struct RoleRegisters {
   static_assert(2 * kConsumer + kProducer <= 3 * 168, "a warpgroup would wait for registers for ever");
 

@@ -13,10 +13,10 @@ template <class Task> struct TaskPipeline {
   static constexpr int kSlots = 3;
 
   Task tasks[kSlots];
-  bool end[kSlots]; // in the place of a task: there are no more
+  bool end[kSlots]; // there are no more tasks from this slot on
   uint64_t full, empty;
 
-  // By one thread.
+  // One thread of the block calls this, before the others use the barriers.
   __device__ void init() {
     ptx::init_barrier(full, 2 * Roles::kProducerThreads); // the copies, and ordinary stores
     ptx::init_barrier(empty, Roles::kConsumerThreads);
@@ -29,7 +29,7 @@ template <class Task> struct TaskProducer {
 
   __device__ explicit TaskProducer(TaskPipeline<Task> &shared) : pipeline(shared) {}
 
-  // A new task, which the producers know before the consumers do.
+  // Makes a new task, which the producers know before the consumers do.
   template <class Make> __device__ const Task &prepare(const Make &make) {
     const int slot = number % TaskPipeline<Task>::kSlots;
     if (Roles::producer_thread() == 0) {
@@ -39,9 +39,9 @@ template <class Task> struct TaskProducer {
     Roles::sync_producers();
     return pipeline.tasks[slot];
   }
-  // Until what was loaded for the task before is no longer needed.
+  // Waits until the consumers no longer need what was loaded for the previous task.
   __device__ void producer_acquire() const { Roles::producer_acquire(pipeline.empty, number % 2); }
-  // After the copies that belong to the task were started.
+  // Hands the task to the consumers. The copies that belong to it have been started.
   __device__ void producer_commit() {
     Roles::producer_commit(pipeline.full);
     ++number;
@@ -64,8 +64,8 @@ __device__ void for_each_task(TaskPipeline<Task> &pipeline, const Function &func
   }
 }
 
-// Calls function(sequence, its index, head, tile of kRows rows) for this block's share of the tiles. Heads fastest, so
-// that those of a group meet in L2; the last tiles, which a causal mask makes the longest, first.
+// Calls function(sequence, its index, head, tile of kRows rows) for this block's share of the tiles. Heads go fastest,
+// and those of a group meet in L2. The last tiles, which a causal mask makes the longest, come first.
 template <int kRows, class Function> __device__ void for_each_tile(const fdm_problem &p, const Function &function) {
   const int64_t tiles = ceil_div(p.queries, kRows), count = p.batch * tiles * p.heads;
   for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
