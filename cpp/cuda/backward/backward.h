@@ -42,7 +42,7 @@ struct KeyWork {
   // `blocks` counts the blocks of one key/value head. A block of all heads has the number block * heads + head, where
   // heads are counted over sequences too.
   int32_t blocks, heads;
-  int32_t buckets; // listed: of kBucketKeys kept keys of a list and sequence
+  int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
   int32_t max_items;
   KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block

@@ -2,11 +2,11 @@
 // The gradients of keys, values and of a bias that is the same for every query: one block of threads for a block of
 // keys of one key/value head, or for a part of its work.
 //
-// K and V rows stay in shared memory while the rows of Q and dO that may keep them pass by, tile by tile, for each
-// query head of the group. Products are transposed, with a key to a row of accumulators:
-//   S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q,
-// so P' and dS' are left operands where they are computed, and the bias gradient is the sum of a row of dS'. A bias
-// with a row for each query is copied a step ahead, by each warp for its keys.
+// K and V rows stay in shared memory. The rows of Q and dO that may keep them are loaded tile by tile, for each query
+// head of the group. Products are transposed, with a key to a row of accumulators: S' = K Q', P' = exp(S' - lse), dV +=
+// P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q, so P' and dS' are left operands where they are
+// computed, and the bias gradient is the sum of a row of dS'. A bias with a row for each query is copied a step ahead,
+// by each warp for its keys.
 #pragma once
 
 #include "key_gradients.cuh"

@@ -16,7 +16,7 @@ struct KeyBlockPlace {
   Sequence s;
   int64_t sequence_index, kv_head;
   int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
-  int64_t list_base;     // listed: of the sequence in `ordered`
+  int64_t list_base;     // listed: where the sequence begins in `ordered`
   int32_t kept;          // listed: keys of the sequence in `ordered`
   int32_t block;
 };
@@ -100,7 +100,7 @@ template <int kKeys, int kBufferCount> struct KeyBlockShared {
   bool readable[kKeys];               // some query head keeps it
   RowRange rows[kBuffers][kKeys];     // the rows that keep a key for the head of a step
   float bias[kBuffers][kKeys];        // the bias to base 2; -inf: the key is not kept
-  uint32_t active[kMappedTiles / 32]; // row plans: tiles of kTileRows rows that keep any key
+  uint32_t active[kMappedTiles / 32]; // row plans: the tiles of kTileRows rows that keep any key
   int32_t dropping_head[kBuffers];    // a query head that drops a key by a bias of -inf that another keeps
   int32_t max_first, min_past;
   RowRange group_rows[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group

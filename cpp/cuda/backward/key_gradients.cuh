@@ -45,8 +45,8 @@ struct KeyGradients {
     return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
   }
 
-  // Which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key that
-  // this head drops by a bias of -inf may be there for another head of the group.
+  // Finds which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key
+  // that this head drops by a bias of -inf may be there for another head of the group.
   __device__ void keep_bits(const RowStage<kKeys, kRows> &stage, int key, uint32_t (&bits)[kWordCount]) const {
     const int first = stage.step.tile * kRows;
     RowRange range = keys.shared.rows[stage.step.buffer][key];

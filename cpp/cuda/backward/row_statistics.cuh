@@ -8,7 +8,8 @@
 
 namespace fdm::cuda {
 
-// Where a row has lse this large, rounding makes P = exp(score - lse) exceed 1 by more than it should: P is then cut.
+// Where a row has lse this large, rounding makes P = exp(score - lse) exceed 1 by more than it should. P is then cut
+// off at 1.
 constexpr float kLargeLse = 65536.0f;
 
 // Does a problem need the kernels that know the rare cases too?

@@ -45,7 +45,7 @@ struct ForwardRows {
   __device__ int64_t query(int r) const { return task.first_row + r / params.heads_per_tile; }
   __device__ int64_t head(int r) const { return task.head + r % params.heads_per_tile; }
   __device__ bool exists(int r) const { return query(r) < task.s.q_count; }
-  // The accumulator row of this thread: tile m of the warp, half 0 or 1.
+  // The row of the block that this thread accumulates in tile m of the warp, half 0 or 1.
   __device__ static int row(int m, int half) {
     return (kSharedRows ? 0 : threadIdx.x / 32 * (16 * kRowTiles)) + 16 * m + accumulator_row(half);
   }

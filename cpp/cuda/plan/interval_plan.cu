@@ -57,7 +57,7 @@ struct KeyRowsReader {
     } else if (!__ldg(mask + j * mask_stride)) {
       rows.end = 0;
     }
-    // Beyond int32 only for keys that no row sees: then rows.end is at most the limit.
+    // The limit is beyond int32 only for keys that no row sees; rows.end is at most the limit then.
     if (causal) rows.start = static_cast<int32_t>(max64(rows.start, j - causal_off));
     return rows;
   }
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   compact_chunk(ranks, p, plan, work, rows, first, before, work.part == last_part, only_tile);
 }
 
-// The keys that a tile looks at: those that are kept, or all. rows(n) and key(n) are those of number n < count.
+// The keys that a tile looks at, which are the kept ones or all. rows(n) and key(n) return those of number n < count.
 struct KeptKeys {
   int32_t count;
   const int32_t *index, *start, *end;
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kTileThreads)
   if (work.part * kTileRows < work.s.q_count) list_columns(ranks, p, plan, work, KeptKeys(p, plan, work));
 }
 
-// The parts of a short list: its tiles, unless there is but one, and the compaction.
+// The parts of a short list are its tiles, unless there is only one, and the compaction.
 __global__ void __launch_bounds__(kTileThreads, 2)
     plan_short_lists(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
   __shared__ BlockRanks<kTileThreads, kTileItems> ranks;

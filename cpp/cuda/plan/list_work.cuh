@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the making of a plan is spread over blocks of threads: a number of parts for each list and sequence.
+// How the work of making a plan is divided over blocks of threads: each list and sequence has a number of parts.
 #pragma once
 
 #include "plan.cuh"

@@ -7,8 +7,8 @@
 //
 // Interval plans (a mask that is the same for every query, or intervals; the causal limit is part of the intervals)
 // also have, for each list, the keys that any query keeps, in key order, each with its first and past-the-last row. Row
-// plans (a boolean mask with a row for each query) have a word of kTileRows bits for each tile and key instead, so that
-// the backward pass, which goes by keys, can look up any.
+// plans (a boolean mask with a row for each query) have a word of kTileRows bits for each tile and key instead. The
+// backward pass, which goes by keys, can look up any of them.
 #pragma once
 
 #include <cstdint>
@@ -98,7 +98,8 @@ FDM_INLINE fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   return {7 * 256, 4, 12, 8 + 4, 4, kTileRows}; // a tile for each sequence pays for its kept_count
 }
 
-// The number of a tile of a sequence among its list's: never two of one number, without a scan over the sequences.
+// The number of a tile of a sequence among the tiles of its list. No two tiles have the same number, and no scan over
+// the sequences is needed.
 FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t tile) {
   return is_varlen(p) ? s.q_begin / kTileRows + sequence_index + tile : tile;
 }

@@ -2,9 +2,9 @@
 // Row plans: a boolean mask with a row for each query, read exactly once.
 //
 // A block turns the rows of one tile into columns, kStepKeys keys at a time. A warp reads 32 rows of 128 keys, four
-// keys a thread, so that a row is one request of 128 bytes and 32 of them are under way at a time. The bytes of eight
-// rows become the bits of one register by shifts (for four keys at once), and a transposition of four such registers
-// gives a word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
+// keys a thread: a row is one request of 128 bytes, and 32 requests are under way at a time. The bytes of eight rows
+// become the bits of one register by shifts (for four keys at once), and a transposition of four such registers gives a
+// word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
 #include "../host/launch.cuh"
 #include "../tile/block_scan.cuh"
 #include "list_work.cuh"

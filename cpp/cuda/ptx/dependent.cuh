@@ -30,8 +30,8 @@ __device__ __forceinline__ void start_dependents() {
 }
 
 // Waits until the kernel ahead has ended and what it wrote can be read. In every kernel that is launched with
-// Overlap::kernel_ahead at least one thread must call this, so that the end of a kernel is also that of all ahead of
-// it.
+// Overlap::kernel_ahead at least one thread must call this. When a kernel has ended, all kernels ahead of it have ended
+// too.
 __device__ __forceinline__ void wait_for_kernel_ahead() {
 #if __CUDA_ARCH__ >= 900
   delay(2);

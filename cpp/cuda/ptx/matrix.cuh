@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Matrix fragments and the warp-wide multiply-add (PTX ISA: ldmatrix, mma.sync.m16n8k16; sm_80 and later).
 //
-// Of a 16 x 8 accumulator thread t holds rows t / 4 and t / 4 + 8, columns 2 (t % 4) and the next:
-// c[0], c[1] of the first row, c[2], c[3] of the second.
+// In a 16 x 8 accumulator, thread t holds rows t / 4 and t / 4 + 8, columns 2 (t % 4) and the next: c[0], c[1] of the
+// first row, c[2], c[3] of the second.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -43,7 +43,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-// Two floats rounded to Element, the first in the low half.
+// Rounds two floats to Element and packs them, the first in the low half.
 template <class Element> __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t bits;
   if constexpr (__is_same(Element, __half)) {

@@ -19,8 +19,8 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kChunks = 64;         // wanted: enough blocks for a GPU even with few lists
-constexpr int kMinChunkKeys = 256;  // below, more time goes into finding windows than into their changes
+constexpr int kChunks = 64;         // as many make enough blocks for a GPU even with few lists
+constexpr int kMinChunkKeys = 256;  // with fewer, more time goes into finding windows than into their changes
 constexpr int kMaxChunkKeys = 2048; // arrivals and leavers of a chunk lie in shared memory
 constexpr int kChunkItems = kMaxChunkKeys / kThreads;
 
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) work.windows[work.chunk] = window;
 }
 
-// Without a causal limit: the keys of the one window, for all rows.
+// Without a causal limit, writes the keys of the one window, which holds for all rows.
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
     write_window(const __grid_constant__ fdm_selection s, int64_t chunk_keys, const Window *all_windows) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     work.write(j, work.windows[0].holds(source(j), j) ? work.row.q_count : 0);
 }
 
-// A value and a key in one number: the larger, the earlier in the order of selection.
+// A value and a key in one number. The larger the number, the earlier it comes in the order of selection.
 __device__ __forceinline__ uint64_t order_of(uint32_t value, int32_t key) {
   return static_cast<uint64_t>(value) << 32 | (~static_cast<uint32_t>(key));
 }
@@ -114,8 +114,8 @@ struct ChunkChanges {
   int32_t leaver_count;
 };
 
-// The keys of the chunk, those that the window before does not exclude into changes.arrivals; their number. Writes the
-// intervals of keys that never arrive or never leave.
+// Puts the keys of the chunk that the window before does not exclude into changes.arrivals, and returns their number.
+// Writes the intervals of keys that never arrive or never leave.
 template <int kDtype>
 __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
                              const Window &before, const Window &last) {
@@ -140,7 +140,8 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
   return static_cast<int>(total);
 }
 
-// The keys before the chunk that the window before holds and the window after does not: no more than arrivals.
+// Finds the keys before the chunk that the window before holds and the window after does not. They are no more than the
+// arrivals.
 template <int kDtype>
 __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
                              const Window &before, const Window &after) {
@@ -158,8 +159,8 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
   }
 }
 
-// The key with whose arrival x leaves: the n-th arrival before x in the order. x itself where it cannot enter, since
-// the window before was full of better keys.
+// The key with whose arrival x leaves: the n-th arrival before x in the order. It is x itself where x cannot enter,
+// since the window before was full of better keys.
 __device__ int32_t driven_out_by(const ChunkChanges &changes, int arrivals, int64_t room, uint64_t x) {
   int64_t missing = room;
   for (int n = 0; n < changes.leaver_count; ++n) missing += changes.leavers[n] <= x;
@@ -201,7 +202,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 } // namespace
 
-// From bias and mask, whose broadcast shape the result has: its size is asked for before the result is there.
+// The size follows from bias and mask, whose broadcast shape the result has: callers ask for it before the result is
+// there.
 int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
   const int64_t heads = max64(s.bias.shape[1], s.mask.shape[1]);
   const int64_t batches = present(s.cu_seqlens_q) ? s.batch : max64(s.bias.shape[0], s.mask.shape[0]);

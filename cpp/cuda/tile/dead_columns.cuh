@@ -22,7 +22,7 @@ template <int kColumns, bool kPossible> struct DeadColumns {
   bool clears; // this is the second time; false at first
   uint8_t live[kPossible ? kColumns : 1];
 
-  // Does some sum of any thread have a NaN, so that the tile must be computed again? All threads of the block call it.
+  // Does some sum of any thread have a NaN? The tile must then be computed again. All threads of the block call it.
   template <int kRowTiles, int kColumnTiles>
   __device__ __forceinline__ bool may_have_spoilt(const float (&sums)[kRowTiles][kColumnTiles][4]) {
     if (clears) return false;

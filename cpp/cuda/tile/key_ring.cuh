@@ -46,7 +46,7 @@ __device__ __forceinline__ float to_base_2(float bias) {
   return bias == -INFINITY ? bias : fmaxf(scaled, -3.4e38f);
 }
 
-// Facts about the columns of a block that every kernel needs.
+// The facts about the columns of a block that every kernel needs.
 template <int kColumns> struct ColumnFacts {
   float bias[kColumns];                    // the bias to base 2; -inf: no row keeps the column
   uint32_t word[kTileRows / 32][kColumns]; // set in blocks with partial columns

@@ -61,7 +61,8 @@ struct RowBiasTile {
 private:
   __device__ int element_bytes() const { return is_wide() ? 4 : 2; }
 
-  // The word of which only the first half belongs to the tensor, its last element in memory; 0 if there is none.
+  // The address of the word of which only the first half, the last element in memory, belongs to the tensor; 0 if there
+  // is none.
   __device__ __forceinline__ uintptr_t half_word() const {
     int64_t last = 0;
 #pragma unroll
@@ -121,8 +122,7 @@ template <class Element> struct RowBiasElements {
     value_mask = wide ? ~0u : 0xffff0000u;
   }
 
-  // By how many bits an element lies below the upper half of its word: the exclusive or of its row's shift and its
-  // key's.
+  // An element lies so many bits below the upper half of its word: the exclusive or of its row's shift and its key's.
   __device__ __forceinline__ uint32_t row_shift(int64_t i) const {
     return first_shift ^ ((uint32_t(i) & row_odd) * 16);
   }
@@ -141,8 +141,8 @@ __device__ __forceinline__ float with_row_bias(float score, float bias) {
   return fmaf(fmaxf(bias, -2.35e38f), kLog2E, score);
 }
 
-// How a thread reads the tile of rows whose accumulators it has: kPitch words a row, from the row of the query `first`
-// on.
+// A thread reads the bias of the rows whose accumulators it has. The tile has kPitch words a row, and begins with the
+// row of query `first`.
 template <class Element, int kPitch> struct RowBiasReader {
   RowBiasElements<Element> reader;
   const uint32_t *words;

@@ -24,7 +24,7 @@ template <int kHeadDim> struct SharedTile {
   }
 
   // Where this thread reads a fragment whose first row is `row` and first column 0; `base` and rows are multiples of
-  // 128 bytes, so that other fragments are an exclusive or and an addition of constants away.
+  // 128 bytes; other fragments are therefore an exclusive or and an addition of constants away.
   //
   // A left operand, 16 x 16: rows are those of the tile.
   __device__ static __forceinline__ uint32_t left(uint32_t base, int row) {
@@ -69,13 +69,13 @@ static __device__ __noinline__ void copy_chunk_by_elements(uint32_t address, con
   store_chunk(address, {packed[0], packed[1], packed[2], packed[3]});
 }
 
-// Copies rows of global memory to a tile: row r from the address that source(r) gives, which is kZeroRow for absent
-// rows. The copies are asynchronous, except where `aligned` (see below) is false.
+// Copies rows of global memory to a tile. Row r comes from the address source(r), which is kZeroRow for absent rows.
+// The copies are asynchronous, except where `aligned` (see below) is false.
 template <class Tile, int kRows, int kThreads, class Source>
 __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_dim, int64_t stride,
                                           const Source &source) {
   constexpr int kTotal = kRows * Tile::kChunks;
-  constexpr int kBatch = 8; // addresses are found before the first copy is issued, so that their loads overlap
+  constexpr int kBatch = 8; // addresses are found before the first copy is issued, and their loads overlap
   // Where a step of all threads is a number of whole rows, a thread's chunk is always the same.
   constexpr bool kWholeRows = kThreads % Tile::kChunks == 0;
   if (aligned) {

@@ -70,8 +70,8 @@ constexpr DqTileChoice general_dq_tile(int arch, int head_dim) {
   return {128, head_dim <= 128 ? 32 : 16, 8, 1};
 }
 
-// The gradients of keys and values: keys of a block, rows that pass at a time, blocks for which an SM must
-// have registers, and whether one launch computes both.
+// The gradients of keys and values: keys of a block, rows of a step, blocks for which an SM must have registers, and
+// whether one launch computes both.
 struct DkdvTileChoice {
   int keys, rows, warps, blocks;
   bool together;
@@ -79,18 +79,18 @@ struct DkdvTileChoice {
 
 constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
-  // 16 keys a warp: the accumulators of dk and dv take head_dim registers of a thread, the scores of 64 rows and their
-  // gradients another 64. With less shared memory, 32 rows: on sm_80 two blocks then share an SM.
-  // On sm_90 as many keys as its wgmma kernels take, which these stand in for.
+  // With 16 keys a warp, the accumulators of dk and dv take head_dim registers of a thread, and the scores of 64 rows
+  // and their gradients another 64. With less shared memory a step has 32 rows, and on sm_80 two blocks share an SM. On
+  // sm_90 a block has as many keys as in the wgmma kernels, which these kernels stand in for.
   if (arch == 90 && head_dim <= 128) return {128, 64, 8, 1, true};
   if (head_dim <= 64) return {64, 64, 4, 2, true};
   if (head_dim <= 128) return {64, arch >= 90 && !small_shared ? 64 : 32, 4, small_shared ? 1 : 2, true};
-  // Both accumulators do not fit the registers: the scores are computed twice.
+  // The registers do not hold both accumulators, so the scores are computed twice.
   if (small_shared) return {32, 16, 2, 1, false};
   return arch == 80 ? DkdvTileChoice{64, 32, 4, 1, false} : DkdvTileChoice{128, 32, 8, 1, false};
 }
 
-// The gradient of a bias with a row for each query: 16 rows a warp, and buffers, see RowBiasConfig.
+// The gradient of a bias with a row for each query: 16 rows a warp, and the buffers that RowBiasConfig describes.
 struct RowBiasTileChoice {
   int columns, warps, query_buffers, key_buffers;
 };
@@ -100,7 +100,7 @@ constexpr RowBiasTileChoice row_bias_tile(int arch, int head_dim) {
   // Blocks of four warps share an SM where two fit.
   if (head_dim <= 64)
     return small_shared ? RowBiasTileChoice{32, 8, 1, 2} : RowBiasTileChoice{large_shared ? 64 : 32, 4, 2, 2};
-  // Eight warps on an SM where there is the memory for their rows. With many sources, Q and dO come with each step.
+  // An SM has eight warps where there is the memory for their rows. With many sources, Q and dO come with each step.
   // Their copies should then be under way during the step before, rather than those of K and V.
   if (head_dim <= 128)
     return large_shared ? RowBiasTileChoice{64, 8, 2, 1} : RowBiasTileChoice{32, small_shared ? 4 : 8, 1, 2};

@@ -43,7 +43,7 @@ template <class Config> struct DkdvShared {
   alignas(1024) char sK[Config::KeyTile::kBytes];
   char sV[Config::KeyTile::kBytes];
   char sQ[Config::kStages][Config::RowTile::kBytes], sdO[Config::kStages][Config::RowTile::kBytes];
-  PassingRows<Config::kKeys, Config::kRows> stages[Config::kStages]; // a step that is not valid: there are no more
+  PassingRows<Config::kKeys, Config::kRows> stages[Config::kStages]; // a step that is not valid ends the steps
   typename Config::Keys::Shared keys;
   uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
 
@@ -104,7 +104,7 @@ template <class Config> struct DkdvProducer {
     return found;
   }
 
-  // Where the rows of a query head begin.
+  // Finds where the rows of a query head begin.
   __device__ void find_head(const KeyStep &step) {
     const Sequence &s = keys.task().s;
     const int64_t head = keys.head(step);

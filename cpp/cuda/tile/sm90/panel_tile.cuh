@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Tiles of rows of 16-bit elements in shared memory as wgmma reads them, and the copies that fill them.
 //
-// A tile is cut into panels of 64 columns, so that a row of a panel is 128 bytes, eight chunks of 16; chunk c of row r
-// lies where chunk c ^ (r % 8) would (the swizzle of 128 bytes). Tiles begin at multiples of 1024 bytes.
+// A tile is cut into panels of 64 columns. A row of a panel has 128 bytes, which are eight chunks of 16; chunk c of row
+// r lies where chunk c ^ (r % 8) would (the swizzle of 128 bytes). Tiles begin at multiples of 1024 bytes.
 #pragma once
 
 #include "../../ptx/copy.cuh"

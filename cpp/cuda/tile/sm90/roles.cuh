@@ -16,8 +16,8 @@ struct Roles {
   // The index of this thread among the producers.
   __device__ static __forceinline__ int producer_thread() { return int(threadIdx.x) - 32 * kConsumerWarps; }
   __device__ static __forceinline__ void sync_producers() { ptx::sync_threads<1, kProducerThreads>(); }
-  // Every consumer thread arrives: one for each warp is no faster, and compute-sanitizer's racecheck does not see that
-  // it stands for the others.
+  // Every consumer thread arrives. One thread for each warp is no faster, and compute-sanitizer's racecheck does not
+  // see that it stands for the others.
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
 
