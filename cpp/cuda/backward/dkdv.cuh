@@ -209,6 +209,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
       if (present(params.a.dk)) gemm_rs<Element, kHeadDim>(dk, gradients, q + column_offset_right);
   }
 
+  // The prologue loads K and V and starts the copies of the first step; the mainloop goes through all steps.
   __device__ void run() {
     this->start();
     load_keys();

@@ -140,6 +140,7 @@ struct DqBlock
     gemm_rs<Element, kHeadDim>(dq, scores, k + column_offset_right);
   }
 
+  // The prologue loads Q and dO and starts the copies of the first block; the mainloop goes through all blocks.
   __device__ void run() {
     const int blocks = (task.columns.count + kColumns - 1) / kColumns;
     clear(dq);

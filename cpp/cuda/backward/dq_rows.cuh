@@ -108,6 +108,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     make_gradients(slot, partial, nullptr);
   }
 
+  // The epilogue writes the rows of dQ.
   __device__ void write() const {
     const fdm_tensor &t = params.a.dq;
 #pragma unroll

@@ -109,6 +109,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
                            task.kv_head, task.columns, task.bias, column(block), entry);
   }
 
+  // The prologue loads Q and starts the copies of the first block; the mainloop goes through the blocks [begin, end).
   __device__ void run(int begin, int end) {
     this->start();
     load_queries();

@@ -200,6 +200,7 @@ struct ForwardRows {
     return false;
   }
 
+  // The epilogue writes normalized rows and their lse.
   __device__ void write() const {
     const fdm_tensor &t = params.a.out;
     const int head_dim = int(params.p.head_dim);
@@ -218,6 +219,7 @@ struct ForwardRows {
       }
   }
 
+  // The epilogue of a split writes rows that are not normalized, with their maximum and sum.
   __device__ void write_partial() const {
     const int64_t rows = params.p.batch * params.p.heads * params.p.queries;
     const int head_dim = int(params.p.head_dim);
