@@ -24,9 +24,9 @@ bool takes_listed_keys(const fdm_problem &p) {
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
 template <class T> T *take(char *base, int64_t *used, int64_t count) {
-  T *at = reinterpret_cast<T *>(base + *used);
+  T *pointer = reinterpret_cast<T *>(base + *used);
   *used += align_256(count * int64_t(sizeof(T)));
-  return at;
+  return pointer;
 }
 
 // Fills in what depends on the problem alone; `bytes` becomes the size of the workspace.
@@ -36,7 +36,8 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
   KeyWork &keys = params.keys;
   keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
     constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    keys.block_keys = tile.keys, keys.tile_rows = tile.rows;
+    keys.block_keys = tile.keys;
+    keys.tile_rows = tile.rows;
     return int32_t(decltype(dim)::value);
   });
   keys.listed = takes_listed_keys(p);
@@ -58,8 +59,8 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
     keys.ranges = take<RowRange>(base, &used, lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
-  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. Of slots the schedule makes do with
-  // what there are.
+  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. The schedule makes do with the
+  // slots that there are.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
   const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
   keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
@@ -121,14 +122,15 @@ int64_t backward_workspace_bytes(const fdm_problem &p) {
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
   int64_t bytes;
   BackwardParams params = lay_out(p, workspace, &bytes);
-  params.a = args, params.plan = plan;
+  params.a = args;
+  params.plan = plan;
   params.aligned =
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   params.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
   params.wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
   params.beside_dq = present(args.dq);
   const bool row_bias = present(args.dbias) && !params.wants_bias_sums;
-  const bool of_keys = present(args.dk) || present(args.dv) || params.wants_bias_sums;
+  const bool key_gradients = present(args.dk) || present(args.dv) || params.wants_bias_sums;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
@@ -140,15 +142,15 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   if (nothing) return cudaSuccess;
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
 
-  return run_all([&] { return of_keys ? prepare_keys(params, stream) : cudaSuccess; },
-                 [&] { return launch_row_statistics(params, of_keys, stream); },
+  return run_all([&] { return key_gradients ? prepare_keys(params, stream) : cudaSuccess; },
+                 [&] { return launch_row_statistics(params, key_gradients, stream); },
                  [&] {
                    if (!present(args.dq)) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
                      return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
                    });
                  },
-                 [&] { return of_keys ? run_key_gradients(params, stream) : cudaSuccess; },
+                 [&] { return key_gradients ? run_key_gradients(params, stream) : cudaSuccess; },
                  [&] {
                    if (!row_bias) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {

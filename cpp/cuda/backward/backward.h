@@ -31,17 +31,18 @@ struct KeyRows {
 struct KeyItem {
   int32_t block; // see KeyWork::blocks
   int32_t part, parts;
-  int32_t slot; // of the first part's partial sums; only if parts > 1
+  int32_t slot; // the slot of the first part's partial sums; only if parts > 1
 };
 
 // The work of the key-stationary kernel.
 struct KeyWork {
-  // Blocks take kept keys in the order of `ordered`; otherwise consecutive keys.
+  // If true, blocks take kept keys in the order of `ordered`; if not, consecutive keys.
   bool listed;
   int32_t block_keys, tile_rows;
-  // Of a key/value head. Over all: block * heads + number of the head, where heads are counted over sequences too.
+  // `blocks` counts the blocks of one key/value head. A block of all heads has the number block * heads + head, where
+  // heads are counted over sequences too.
   int32_t blocks, heads;
-  int32_t buckets; // listed: of kBucketKeys kept keys of a list and sequence
+  int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
   int32_t max_items;
   KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block
@@ -54,9 +55,9 @@ struct KeyWork {
 };
 
 constexpr int kBucketKeys = 2048;
-// Parts into which the work of all blocks of keys is divided, more or less: a few for each SM of the largest
-// GPUs, so that they end together; more would cost partial sums, and their memory. And steps below which a part is not
-// worth its own.
+// kWantedItems is about how many parts the work of all blocks of keys is divided into: a few for each SM of the
+// largest GPUs, which then end together. More parts would cost more partial sums, and memory for them. A part with
+// fewer than kLeastSteps steps is not worth its own partial sums.
 constexpr int64_t kWantedItems = 352, kLeastSteps = 16;
 
 struct BackwardParams {
@@ -66,26 +67,26 @@ struct BackwardParams {
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   KeyWork keys;
   float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
-  int32_t bias_heads; // of a key/value head: 1, or the query heads of a group
+  int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
   bool beside_dq;             // the key-stationary kernel is right behind dq
-  bool aligned, dout_aligned; // see rows_are_aligned; the first of q, k and v
+  bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
 };
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardParams &params, cudaStream_t stream);
 
-// `beside_keys`: the schedule of the keys is right ahead, and may still be in the making.
+// `beside_keys` says that the schedule of the keys is launched right before, and may still be running.
 cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys, cudaStream_t stream);
 cudaError_t launch_key_order(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
-// Zeros in the whole of a tensor of any strides; nothing if it is absent.
+// Fills the whole of a tensor of any strides with zeros; does nothing if it is absent.
 cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream);
 
-// Independent of the current device.
+// The size does not depend on the current device.
 int64_t backward_workspace_bytes(const fdm_problem &p);
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace);
 

@@ -15,14 +15,18 @@ constexpr int kThreads = 256;
 // The rows of bias_sums that share row (batch, head) of the bias, summed for a key.
 struct SharedSums {
   const float *sums;
-  int64_t heads, keys; // of bias_sums
+  int64_t heads, keys; // the sizes of bias_sums
   int64_t first_batch, past_batch, first_head, past_head;
 
   __device__ SharedSums(const BackwardParams &params, int64_t batch, int64_t head) : sums(params.bias_sums) {
     const fdm_problem &p = params.p;
     const fdm_tensor &t = params.a.dbias;
-    heads = p.kv_heads * params.bias_heads, keys = list_keys(p);
-    first_batch = batch, past_batch = batch + 1, first_head = head, past_head = head + 1;
+    heads = p.kv_heads * params.bias_heads;
+    keys = list_keys(p);
+    first_batch = batch;
+    past_batch = batch + 1;
+    first_head = head;
+    past_head = head + 1;
     if (t.shape[0] == 1) past_batch = is_varlen(p) ? 1 : p.batch;
     if (t.shape[1] == 1) past_head = heads;
   }
@@ -44,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) reduce_keys(const __grid_constant__ 
   store_element(t, batch * t.stride[0] + head * t.stride[1] + key * t.stride[3], SharedSums(params, batch, head)(key));
 }
 
-// Where all keys share an element: a block for each.
+// Where all keys share an element of the bias, a block of threads sums each element.
 __global__ void __launch_bounds__(kThreads) reduce_all_keys(const __grid_constant__ BackwardParams params) {
   __shared__ float partial[kThreads];
   const fdm_tensor &t = params.a.dbias;

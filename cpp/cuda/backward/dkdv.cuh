@@ -2,28 +2,29 @@
 // The gradients of keys, values and of a bias that is the same for every query: one block of threads for a block of
 // keys of one key/value head, or for a part of its work.
 //
-// K and V rows stay in shared memory while the rows of Q and dO that may keep them pass by, tile by tile, for each
-// query head of the group. Products are transposed, with a key to a row of accumulators:
-//   S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q,
-// so P' and dS' are left operands where they are computed, and the bias gradient is the sum of a row of dS'. A bias with a
-// row for each query is copied a step ahead, by each warp for its keys.
+// K and V rows stay in shared memory. The rows of Q and dO that may keep them are loaded tile by tile, for each query
+// head of the group. Products are transposed, with a key to a row of accumulators: S' = K Q', P' = exp(S' - lse), dV +=
+// P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q, so P' and dS' are left operands where they are
+// computed, and the bias gradient is the sum of a row of dS'. A bias with a row for each query is copied a step ahead,
+// by each warp for its keys.
 #pragma once
 
 #include "key_gradients.cuh"
 
 namespace fdm::cuda {
 
-// kKeyGradient: dk and the bias gradient; kValueGradient: dv. Large head dimensions take a launch for each.
+// kKeyGradient asks for dk and the bias gradient, kValueGradient for dv. Large head dimensions take a launch for each.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
           bool kKeyGradients, bool kValueGradients, bool kIsGeneral>
 struct DkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
   static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients;
-  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
+  // Both are rare, and need much code.
   static constexpr bool kGeneral = kIsGeneral;
-  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of an SM, at least
-  static constexpr int kKeyTiles = kKeys / kWarps / 16;               // of 16 keys, of each warp
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
+  static constexpr int kKeyTiles = kKeys / kWarps / 16;               // tiles of 16 keys of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kKeyBytes = Tile::bytes(kKeys), kRowBytes = Tile::bytes(kRows);
   static constexpr int kBiasPitch = kKeys + 4; // two words of a warp's rows, and eight keys, meet all banks
@@ -35,12 +36,12 @@ struct DkdvConfig {
 };
 
 template <class Config> struct DkdvShared {
-  alignas(1024) char k[Config::kKeyBytes];
-  char v[Config::kKeyBytes];
-  char q[2][Config::kRowBytes], dout[2][Config::kRowBytes];
+  alignas(1024) char sK[Config::kKeyBytes];
+  char sV[Config::kKeyBytes];
+  char sQ[2][Config::kRowBytes], sdO[2][Config::kRowBytes];
   RowStage<Config::kKeys, Config::kRows> stages[2];
   typename Config::KeysOfBlock::Shared keys;
-  uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+  uint32_t sBias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
 };
 
 template <class Config> struct DkdvBlock : Config::Gradients {
@@ -59,31 +60,33 @@ template <class Config> struct DkdvBlock : Config::Gradients {
   __device__ DkdvBlock(const BackwardParams &parameters, DkdvShared<Config> &memory)
       : Base(parameters, memory.keys), shared(memory) {
     const int first = threadIdx.x / 32 * (16 * kKeyTiles);
-    k_fragment = Tile::left(ptx::shared_address(shared.k), first);
-    v_fragment = Tile::left(ptx::shared_address(shared.v), first);
-    q_base = ptx::shared_address(shared.q[0]), dout_base = ptx::shared_address(shared.dout[0]);
-    row_offset_right = Tile::right_rows(0), column_offset_right = Tile::right_columns(0);
+    k_fragment = Tile::left(ptx::shared_address(shared.sK), first);
+    v_fragment = Tile::left(ptx::shared_address(shared.sV), first);
+    q_base = ptx::shared_address(shared.sQ[0]);
+    dout_base = ptx::shared_address(shared.sdO[0]);
+    row_offset_right = Tile::right_rows(0);
+    column_offset_right = Tile::right_columns(0);
   }
 
   __device__ void load_keys() const {
-    const auto copy = [&](const fdm_tensor &t, const char *to) {
+    const auto copy = [&](const fdm_tensor &t, const char *tile) {
       copy_rows<Tile, kKeys, Config::kThreads>(
-          ptx::shared_address(to), !Config::kGeneral || params.aligned, int(params.p.head_dim), t.stride[3],
+          ptx::shared_address(tile), !Config::kGeneral || params.aligned, int(params.p.head_dim), t.stride[3],
           [&](int r) -> const uint16_t * {
             return shared.keys.readable[r] ? static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r) : kZeroRow;
           });
     };
-    copy(params.p.k, shared.k);
-    if constexpr (kKeyGradient) copy(params.p.v, shared.v);
+    copy(params.p.k, shared.sK);
+    if constexpr (kKeyGradient) copy(params.p.v, shared.sV);
   }
 
   __device__ void load_rows(const KeyStep &step, int stage) const {
     const int64_t head = keys.head(step);
     const int first = step.tile * kRows, rows = min(kRows, int(keys.task().s.q_count) - first);
-    const auto copy = [&](const fdm_tensor &t, uint32_t to, bool aligned) {
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
       const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, keys.task().s, first, head);
       copy_rows<Tile, kRows, Config::kThreads>(
-          to + stage * Config::kRowBytes, aligned, int(params.p.head_dim), t.stride[3],
+          tile + stage * Config::kRowBytes, aligned, int(params.p.head_dim), t.stride[3],
           [&](int r) -> const uint16_t * { return r < rows ? base + r * t.stride[1] : kZeroRow; });
     };
     copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
@@ -91,7 +94,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     if (keys.task().words && int(threadIdx.x) < kKeys) {
       const RowWord *words = keys.words(step, kRows);
       const int32_t key = shared.keys.key[threadIdx.x];
-      ptx::copy_async_16(ptx::shared_address(&shared.stages[stage].words[threadIdx.x]), words + max(key, 0), key >= 0);
+      ptx::cp_async_16(ptx::shared_address(&shared.stages[stage].words[threadIdx.x]), words + max(key, 0), key >= 0);
     }
   }
 
@@ -101,11 +104,12 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     if (int(threadIdx.x) >= kRows) return;
     float &lse = shared.stages[stage].lse[threadIdx.x], &delta = shared.stages[stage].delta[threadIdx.x];
     if (row < keys.task().s.q_count) {
-      const RowStatistics &from = row_statistics(params, keys.task().s, keys.head(step), row);
-      ptx::copy_async_4(ptx::shared_address(&lse), &from.lse);
-      ptx::copy_async_4(ptx::shared_address(&delta), &from.delta);
+      const RowStatistics &statistics = row_statistics(params, keys.task().s, keys.head(step), row);
+      ptx::cp_async_4(ptx::shared_address(&lse), &statistics.lse);
+      ptx::cp_async_4(ptx::shared_address(&delta), &statistics.delta);
     } else {
-      lse = INFINITY, delta = 0.0f;
+      lse = INFINITY;
+      delta = 0.0f;
     }
   }
 
@@ -118,14 +122,16 @@ template <class Config> struct DkdvBlock : Config::Gradients {
   // Starts the copies of a step, if there is one.
   __device__ bool load(const KeyStep &step, int stage) {
     if (step.valid) {
-      load_rows(step, stage), load_statistics(step, stage);
+      load_rows(step, stage);
+      load_statistics(step, stage);
       if (threadIdx.x == 0) shared.stages[stage].step = step;
     }
-    ptx::commit_copies();
+    ptx::cp_async_fence();
     return step.valid;
   }
 
-  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result. Seldom needed.
+  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result. This is seldom
+  // needed.
   __device__ void clear_empty_rows(int stage) const {
     for (int i = threadIdx.x; i < kRows * Tile::kChunks; i += Config::kThreads) {
       const int r = i / Tile::kChunks;
@@ -145,11 +151,12 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     if (!has_rows(params.p.bias) || !step.valid) return;
     constexpr int kWarpKeys = 16 * kKeyTiles;
     const int first_key = threadIdx.x / 32 * kWarpKeys, first = step.tile * kRows;
-    bias_tile(step).template copy<kRows, kWarpKeys, Config::kBiasPitch>(
-        &shared.bias[0][first_key], &shared.keys.key[first_key], first, min(kRows, int(keys.task().s.q_count) - first));
+    bias_tile(step).template copy<kRows, kWarpKeys, Config::kBiasPitch>(&shared.sBias[0][first_key],
+                                                                        &shared.keys.key[first_key], first,
+                                                                        min(kRows, int(keys.task().s.q_count) - first));
   }
 
-  // See KeyGradients::make_tested.
+  // The row bias that KeyGradients::make_tested reads.
   struct RowBias {
     RowBiasElements<Element> reader;
     const DkdvShared<Config> &shared;
@@ -160,19 +167,19 @@ template <class Config> struct DkdvBlock : Config::Gradients {
 
     __device__ __forceinline__ uint32_t key_shift(int key) const { return reader.key_shift(shared.keys.key[key]); }
     __device__ __forceinline__ float2 elements(int key, int row, uint32_t key_shift) const {
-      return {reader.element(shared.bias[row][key], key_shift ^ even_shift),
-              reader.element(shared.bias[row + 1][key], key_shift ^ odd_shift)};
+      return {reader.element(shared.sBias[row][key], key_shift ^ even_shift),
+              reader.element(shared.sBias[row + 1][key], key_shift ^ odd_shift)};
     }
   };
 
   template <bool kCap, class Accumulators>
   __device__ void make(int stage, bool careful, Accumulators &scores, Accumulators &gradients) {
-    const RowStage<kKeys, kRows> &of = shared.stages[stage];
+    const RowStage<kKeys, kRows> &row_stage = shared.stages[stage];
     if constexpr (Config::kGeneral) {
-      const RowBias row_bias(bias_tile(of.step), shared, int64_t(of.step.tile) * kRows);
-      Base::template make<kCap>(of, careful, scores, gradients, row_bias);
+      const RowBias row_bias(bias_tile(row_stage.step), shared, int64_t(row_stage.step.tile) * kRows);
+      Base::template make<kCap>(row_stage, careful, scores, gradients, row_bias);
     } else {
-      Base::template make<kCap>(of, careful, scores, gradients);
+      Base::template make<kCap>(row_stage, careful, scores, gradients);
     }
   }
 
@@ -194,7 +201,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     if constexpr (Config::kGeneral) {
       __syncwarp(); // the bias has been read
       load_row_bias(next);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
     if constexpr (kValueGradient)
       if (present(params.a.dv)) gemm_rs<Element, kHeadDim>(dv, scores, dout + column_offset_right);
@@ -202,6 +209,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
       if (present(params.a.dk)) gemm_rs<Element, kHeadDim>(dk, gradients, q + column_offset_right);
   }
 
+  // The prologue loads K and V and starts the copies of the first step; the mainloop goes through all steps.
   __device__ void run() {
     this->start();
     load_keys();
@@ -209,7 +217,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
     if constexpr (Config::kGeneral) load_row_bias(first);
     bool more = load(first, 0);
     for (int stage = 0; more; stage ^= 1) {
-      ptx::wait_copies<0>();
+      ptx::cp_async_wait<0>();
       const bool careful = __syncthreads_or(is_odd(stage)); // this tile is there; nobody reads the last one any more
       const KeyStep &step = shared.stages[stage].step;
       const KeyStep next = keys.next_step(step, kRows);
@@ -219,7 +227,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
       multiply(stage, careful, next);
       if (params.bias_heads > 1 && head_ends) this->write_bias(step.head);
     }
-    ptx::wait_copies<0>();
+    ptx::cp_async_wait<0>();
     if (params.bias_heads == 1) this->write_bias(0);
   }
 };

@@ -22,7 +22,7 @@ template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &par
 }
 
 // Calls launch(of keys, of values), each std::true_type or std::false_type, once or more, for the wanted gradients.
-// kTogether: a kernel can compute both. kAlone: there are kernels for one of them.
+// kTogether says that a kernel can compute both, kAlone that there are kernels for one of them.
 template <bool kTogether, bool kAlone, class Launch>
 cudaError_t launch_wanted(const BackwardParams &params, const Launch &launch) {
   const bool keys = present(params.a.dk) || params.wants_bias_sums, values = present(params.a.dv);
@@ -39,16 +39,17 @@ cudaError_t launch_wanted(const BackwardParams &params, const Launch &launch) {
 template <class Element, int kHeadDim, bool kGeneral>
 cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
   constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, kHeadDim);
-  // The general kernels are rare, and would be a fifth of the pack.
-  return launch_wanted<tile.together, !(tile.together && kGeneral)>(params, [&](auto of_keys, auto of_values) {
-    return launch_dkdv_kernel<
-        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, of_keys, of_values, kGeneral>>(
-        params, stream);
-  });
+  // The general kernels are seldom used. With kernels for one gradient alone, they would be a fifth of the pack.
+  return launch_wanted<tile.together, !(tile.together && kGeneral)>(
+      params, [&](auto key_gradients, auto value_gradients) {
+        return launch_dkdv_kernel<DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks,
+                                             key_gradients, value_gradients, kGeneral>>(params, stream);
+      });
 }
 
 #if FDM_TILE_ARCH == 90
-// Also of one gradient alone: that would not save half of the time, and a kernel for it would not be small.
+// This kernel also serves calls that want one gradient alone. A kernel for that would not take half the time, and
+// would not be small.
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
   constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
   const auto launch = [&](auto has_softcap) {

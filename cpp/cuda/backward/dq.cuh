@@ -3,8 +3,8 @@
 //
 // It walks the tile's columns as the forward pass does, and recomputes the probabilities from lse:
 //   S = Q K', P = exp(S - lse), dP = dO V', dS = P (dP - delta), dQ = scale dS K.
-// K and V of the next block of columns are fetched while this one is multiplied; a bias with a row for each query too, by
-// each warp for its rows.
+// K and V of the next block of columns are fetched while this one is multiplied; a bias with a row for each query too,
+// by each warp for its rows.
 #pragma once
 
 #include "../tile/dead_columns.cuh"
@@ -17,10 +17,11 @@ template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount
 struct DqConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
-  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
+  // Both are rare, and need much code.
   static constexpr bool kGeneral = kIsGeneral;
-  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of an SM, at least
-  static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
+  static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
@@ -30,12 +31,12 @@ struct DqConfig {
 };
 
 template <class Config> struct DqShared {
-  alignas(1024) char q[Config::kQBytes];
-  char dout[Config::kQBytes];
-  char k[2][Config::kKeyBytes], v[2][Config::kKeyBytes];
+  alignas(1024) char sQ[Config::kQBytes];
+  char sdO[Config::kQBytes];
+  char sK[2][Config::kKeyBytes], sV[2][Config::kKeyBytes];
   KeyRing<Config::kColumns, Config::kThreads> ring;
   DqTask task;
-  alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+  alignas(16) uint32_t sBias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
   DeadColumns<Config::kColumns, Config::kGeneral> dead;
 };
 
@@ -53,24 +54,28 @@ struct DqBlock
   DqShared<Config> &shared;
   Ring &ring;
   uint32_t q_base, dout_base, k_base, v_base;
-  uint32_t q_fragment, dout_fragment;             // of the left operands
-  uint32_t row_offset_right, column_offset_right; // of the right operands, from the start of their tile
+  uint32_t q_fragment, dout_fragment;             // the left operands
+  uint32_t row_offset_right, column_offset_right; // offsets of the right operands in their tile
 
   __device__ DqBlock(const BackwardParams &parameters, DqShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
-    q_base = ptx::shared_address(shared.q), dout_base = ptx::shared_address(shared.dout);
-    k_base = ptx::shared_address(shared.k), v_base = ptx::shared_address(shared.v);
+    q_base = ptx::shared_address(shared.sQ);
+    dout_base = ptx::shared_address(shared.sdO);
+    k_base = ptx::shared_address(shared.sK);
+    v_base = ptx::shared_address(shared.sV);
     const int first = threadIdx.x / 32 * (16 * kRowTiles);
-    q_fragment = Tile::left(q_base, first), dout_fragment = Tile::left(dout_base, first);
-    row_offset_right = Tile::right_rows(0), column_offset_right = Tile::right_columns(0);
+    q_fragment = Tile::left(q_base, first);
+    dout_fragment = Tile::left(dout_base, first);
+    row_offset_right = Tile::right_rows(0);
+    column_offset_right = Tile::right_columns(0);
   }
 
   // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
   __device__ void load_rows() {
-    const auto copy = [&](const fdm_tensor &t, uint32_t to, bool aligned) {
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
       const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.first_row, task.head);
       copy_rows<Tile, Config::kRows, Config::kThreads>(
-          to, aligned, int(params.p.head_dim), t.stride[3],
+          tile, aligned, int(params.p.head_dim), t.stride[3],
           [&](int r) -> const uint16_t * { return this->statistics(r).empty() ? kZeroRow : base + r * t.stride[1]; });
     };
     copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
@@ -85,12 +90,13 @@ struct DqBlock
 
   __device__ void load_keys(int block) const {
     const typename Ring::Slot &slot = ring.at(block);
-    const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t to) {
-      copy_rows<Tile, kColumns, Config::kThreads>(to + block % 2 * Config::kKeyBytes,
+    const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t tile) {
+      copy_rows<Tile, kColumns, Config::kThreads>(tile + block % 2 * Config::kKeyBytes,
                                                   !Config::kGeneral || params.aligned, int(params.p.head_dim),
                                                   t.stride[3], [&](int c) { return rows[c]; });
     };
-    copy(params.p.k, slot.k_row, k_base), copy(params.p.v, slot.v_row, v_base);
+    copy(params.p.k, slot.k_row, k_base);
+    copy(params.p.v, slot.v_row, v_base);
   }
 
   // The column that this thread fetches of the batch of blocks that begins with `block`.
@@ -101,14 +107,14 @@ struct DqBlock
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.bias, params.p.bias, task, ring.at(block).key);
+    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.at(block).key);
   }
 
   __device__ void make_gradients(int block) {
     const typename Ring::Slot &slot = ring.at(block);
     const bool partial = (block + 1) * kColumns > task.columns.full;
     if constexpr (Config::kGeneral) {
-      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.bias, slot.key,
+      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.sBias, slot.key,
                                                                 task.first_row, this->row(0, 0));
       Rows::make_gradients(slot, partial, row_bias);
     } else {
@@ -129,11 +135,12 @@ struct DqBlock
             k, scores, 0.0f, [&](int m, int half) { return this->exists(this->row(m, half)); });
       __syncwarp(); // the bias has been read
       if (block + 1 < blocks) load_row_bias(block + 1);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
     gemm_rs<Element, kHeadDim>(dq, scores, k + column_offset_right);
   }
 
+  // The prologue loads Q and dO and starts the copies of the first block; the mainloop goes through all blocks.
   __device__ void run() {
     const int blocks = (task.columns.count + kColumns - 1) / kColumns;
     clear(dq);
@@ -144,12 +151,12 @@ struct DqBlock
       load_keys(0);
       if constexpr (Config::kGeneral) load_row_bias(0);
     }
-    ptx::commit_copies();
+    ptx::cp_async_fence();
     for (int block = 0; block < blocks; ++block) {
-      ptx::wait_copies<0>();
+      ptx::cp_async_wait<0>();
       __syncthreads(); // this block is there; nobody reads the last one any more
       if (block + 1 < blocks) load_keys(block + 1);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       const int ahead = block + Ring::kBatch;
       const bool fetch_ahead = block % Ring::kBatch == 0 && ahead < blocks;
       ColumnEntry entry;
@@ -160,7 +167,7 @@ struct DqBlock
       multiply(block, blocks);
       if (fetch_ahead) store(ahead, entry);
     }
-    ptx::wait_copies<0>();
+    ptx::cp_async_wait<0>();
   }
 };
 
@@ -170,7 +177,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;
-  // As in the forward pass: heads fastest, the longest tiles of a causal mask first.
+  // The order is that of the forward pass: heads fastest, and the longest tiles of a causal mask first.
   const int64_t tiles = ceil_div(p.queries, Config::kRows);
   const int64_t head = blockIdx.x % p.heads, number = blockIdx.x / p.heads;
   const int64_t first_row = (tiles - 1 - number % tiles) * Config::kRows, sequence_index = number / tiles;

@@ -27,7 +27,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   float scores[kRowTiles][kColumnTiles][4], gradients[kRowTiles][kColumnTiles][4];
   float dq[kRowTiles][kHeadDim / 8][4];
 
-  __device__ DqRows(const BackwardParams &parameters, const DqTask &of) : params(parameters), task(of) {}
+  __device__ DqRows(const BackwardParams &parameters, const DqTask &own_task) : params(parameters), task(own_task) {}
 
   __device__ static int row(int m, int half) {
     return threadIdx.x / 32 * (16 * kRowTiles) + 16 * m + accumulator_row(half);
@@ -38,12 +38,14 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   }
 
   // Takes over the statistics of a row. Returns whether it makes the tile `careful`.
-  __device__ bool set_statistics(int m, int half, const RowStatistics &of) {
-    lse[m][half] = of.lse, delta[m][half] = of.delta;
-    return !of.empty() && fabsf(of.lse) > kLargeLse;
+  __device__ bool set_statistics(int m, int half, const RowStatistics &loaded) {
+    lse[m][half] = loaded.lse;
+    delta[m][half] = loaded.delta;
+    return !loaded.empty() && fabsf(loaded.lse) > kLargeLse;
   }
 
-  // dS in the place of the scores. The gradients hold dP. kTest: some pairs may not be kept. row_bias: see RowBiasReader.
+  // Puts dS in the place of the scores; the gradients hold dP. kTest says that some pairs may not be kept.
+  // RowBiasReader describes row_bias.
   template <bool kCap, bool kTest, class Slot, class RowBias>
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
@@ -61,12 +63,13 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
           float2 added{};
           if constexpr (kGeneral)
             if (task.bias.rows) added = row_bias.elements(m, half, column, shifts);
-          // Rows of the plan's tile: several blocks may share one.
+          // This row of the plan's tile, which several blocks may share.
           const int r = int(task.first_row - task.columns.first_row) + row(m, half);
           uint2 word{~0u, ~0u};
           if (kTest && partial) {
             word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32][column]);
-            word.x >>= r % 32, word.y >>= r % 32;
+            word.x >>= r % 32;
+            word.y >>= r % 32;
           }
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -75,7 +78,8 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
             bool kept = (i ? word.y : word.x) & 1;
             if constexpr (kGeneral) {
               const float b = i ? added.y : added.x;
-              kept = kept && b != -INFINITY, x = with_row_bias(x, b);
+              kept = kept && b != -INFINITY;
+              x = with_row_bias(x, b);
             }
             x -= lse[m][half];
             if constexpr (kTest) x = fminf(x, 0.0f);
@@ -86,7 +90,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     }
   }
 
-  // `partial`: some pairs may not be kept.
+  // `partial` says that some pairs may not be kept.
   template <class Slot, class RowBias>
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const bool cap = params.p.softcap > 0;
@@ -104,6 +108,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     make_gradients(slot, partial, nullptr);
   }
 
+  // The epilogue writes the rows of dQ.
   __device__ void write() const {
     const fdm_tensor &t = params.a.dq;
 #pragma unroll

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Zeros in a tensor of any strides: gradients of keys that nobody keeps, and of rows that belong to no sequence.
+// Fills a tensor of any strides with zeros: gradients of keys that nobody keeps, and of rows that belong to no
+// sequence.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// kWidth elements of the last dimension for each thread.
+// Each thread fills kWidth elements of the last dimension.
 template <class Element, int kWidth>
 __global__ void __launch_bounds__(kThreads) fill_zero(const __grid_constant__ fdm_tensor t, int64_t count) {
   int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -19,11 +20,12 @@ __global__ void __launch_bounds__(kThreads) fill_zero(const __grid_constant__ fd
   const int64_t chunks = t.shape[3] / kWidth, d = number % chunks * kWidth;
   number /= chunks;
   const int64_t c = number % t.shape[2], b = number / t.shape[2] % t.shape[1], a = number / t.shape[2] / t.shape[1];
-  auto *to = static_cast<Element *>(t.data) + a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
+  auto *element =
+      static_cast<Element *>(t.data) + a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
   if constexpr (sizeof(Element) * kWidth == 16)
-    *reinterpret_cast<uint4 *>(to) = uint4{};
+    *reinterpret_cast<uint4 *>(element) = uint4{};
   else
-    *to = Element{};
+    *element = Element{};
 }
 
 template <class Element, int kWidth> cudaError_t fill(const fdm_tensor &t, cudaStream_t stream) {

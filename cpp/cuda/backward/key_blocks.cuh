@@ -7,7 +7,8 @@
 
 namespace fdm::cuda {
 
-// Tiles of kTileRows rows beyond these are not looked at before they are computed: half a million rows.
+// As many tiles of kTileRows rows are looked at before they are computed; tiles beyond them, from half a million rows
+// on, are always computed.
 constexpr int kMappedTiles = 4096;
 
 // A block of keys of one key/value head of a sequence.
@@ -15,7 +16,7 @@ struct KeyBlockPlace {
   Sequence s;
   int64_t sequence_index, kv_head;
   int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
-  int64_t list_base;     // listed: of the sequence in `ordered`
+  int64_t list_base;     // listed: where the sequence begins in `ordered`
   int32_t kept;          // listed: keys of the sequence in `ordered`
   int32_t block;
 };
@@ -25,7 +26,8 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   KeyBlockPlace place{};
   place.block = static_cast<int32_t>(number / params.keys.heads);
   const int64_t head = number % params.keys.heads;
-  place.sequence_index = head / p.kv_heads, place.kv_head = head % p.kv_heads;
+  place.sequence_index = head / p.kv_heads;
+  place.kv_head = head % p.kv_heads;
   place.s = sequence(p, place.sequence_index);
   if (!params.keys.listed) return place;
   int64_t bytes;
@@ -37,13 +39,13 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   return place;
 }
 
-// Where the keys of a block lie in the order of its list: the first blocks of all buckets, then the second of all, so
-// that those with the most rows come first.
+// Where the keys of a block lie in the order of its list. Blocks are numbered across buckets: the first of every
+// bucket, then the second of every bucket. The blocks with the most rows then come first.
 FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
   return int64_t(block % keys.buckets) * kBucketKeys + int64_t(block / keys.buckets) * keys.block_keys;
 }
 
-// Rows that may keep a key of the block; past < first: there is no such block.
+// The rows that may keep a key of the block. There is no such block where past < first.
 __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
   if (params.keys.listed) return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
   const int64_t key = int64_t(place.block) * params.keys.block_keys;
@@ -53,7 +55,7 @@ __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params,
 }
 
 struct KeySteps {
-  int32_t first_tile, tiles; // of the dkdv kernel's rows
+  int32_t first_tile, tiles; // counted in tiles of the dkdv kernel
   int64_t count;             // tiles * query heads of the group
 };
 
@@ -66,9 +68,9 @@ __device__ __forceinline__ KeySteps key_steps(const BackwardParams &params, cons
 struct KeyTask {
   Sequence s;
   int64_t sequence_index, kv_head;
-  int64_t first_head; // of the group
+  int64_t first_head; // the first query head of the group
   KeySteps steps;
-  int64_t begin, end;          // of the steps of this part
+  int64_t begin, end;          // the steps of this part
   int32_t max_first, min_past; // rows from the one to the other keep every key
   bool same_rows;              // the rows of a key are the same for all query heads of the group
   bool test_all;               // no tile is known to be kept by every key
@@ -77,31 +79,31 @@ struct KeyTask {
 };
 
 struct KeyStep {
-  int64_t number;     // of the block
-  int32_t head, tile; // of the group, of the dkdv kernel's rows
-  int32_t buffer;     // of per-head facts about keys
+  int64_t number;     // counted over the whole block
+  int32_t head, tile; // the query head of the group, and the tile of the dkdv kernel's rows
+  int32_t buffer;     // the buffer of per-head facts about keys
   bool valid;
 };
 
-// The threads that work on a block of keys together: all of a block of threads.
+// The threads that work on a block of keys together are all of a block of threads.
 template <int kCount> struct WholeBlock {
   static constexpr int kThreads = kCount;
   __device__ static __forceinline__ int thread() { return threadIdx.x; }
   __device__ static __forceinline__ void sync() { __syncthreads(); }
 };
 
-// kBuffers: of heads whose steps may be under way at a time, and one.
+// kBuffers is one more than the number of heads whose steps may be under way at a time.
 template <int kKeys, int kBufferCount> struct KeyBlockShared {
   static constexpr int kBuffers = kBufferCount;
   KeyTask task;
   int32_t key[kKeys];                 // -1: none
   bool readable[kKeys];               // some query head keeps it
-  RowRange rows[kBuffers][kKeys];     // of the head of a step
-  float bias[kBuffers][kKeys];        // to base 2; -inf: not kept
-  uint32_t active[kMappedTiles / 32]; // row plans: tiles of kTileRows rows that keep any key
-  int32_t dropping_head[kBuffers];    // of the group: it drops a key by a bias of -inf that another head keeps
+  RowRange rows[kBuffers][kKeys];     // the rows that keep a key for the head of a step
+  float bias[kBuffers][kKeys];        // the bias to base 2; -inf: the key is not kept
+  uint32_t active[kMappedTiles / 32]; // row plans: the tiles of kTileRows rows that keep any key
+  int32_t dropping_head[kBuffers];    // a query head that drops a key by a bias of -inf that another keeps
   int32_t max_first, min_past;
-  RowRange of_group[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group
+  RowRange group_rows[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group
 };
 
 template <int kKeys, class Team, int kBuffers> struct KeyBlock {
@@ -110,45 +112,48 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
 
   const BackwardParams &params;
   Shared &shared;
-  int64_t mapped_head = -1, mapped_list = -1; // of shared.active
+  int64_t mapped_head = -1, mapped_list = -1; // whose tiles shared.active describes
 
   __device__ KeyBlock(const BackwardParams &parameters, Shared &memory) : params(parameters), shared(memory) {}
 
   __device__ const KeyTask &task() const { return shared.task; }
   __device__ int64_t head(const KeyStep &step) const { return shared.task.first_head + step.head; }
-  // Of the key in row r of the block, in k, v or their gradients.
+  // The offset of the key in row r of the block, in k, v or their gradients.
   __device__ int64_t row_offset(const fdm_tensor &t, int r) const {
-    const KeyTask &of = shared.task;
-    return of.s.batch * t.stride[0] + (of.s.k_begin + shared.key[r]) * t.stride[1] + of.kv_head * t.stride[2];
+    const KeyTask &own_task = shared.task;
+    return own_task.s.batch * t.stride[0] + (own_task.s.k_begin + shared.key[r]) * t.stride[1] +
+           own_task.kv_head * t.stride[2];
   }
 
-  // clears_bias: of a part's slot.
+  // `clears_bias` says that the bias sums in a part's slot are cleared.
   __device__ void start(const KeyItem &item, bool clears_bias) {
     const fdm_problem &p = params.p;
     const KeyBlockPlace place = key_block_place(params, item.block);
     if (Team::thread() == 0) make_task(item, place);
     const int r = Team::thread();
-    KeyRows of{-1, 0, 0};
+    KeyRows key_rows{-1, 0, 0};
     if (r < kKeys) {
       if (params.keys.listed) {
-        const int64_t at = ordered_position(params.keys, place.block) + r;
-        if (at < place.kept) of = params.keys.ordered[place.list_base + at];
+        const int64_t position = ordered_position(params.keys, place.block) + r;
+        if (position < place.kept) key_rows = params.keys.ordered[place.list_base + position];
       } else if (int64_t(place.block) * kKeys + r < place.s.k_count) {
-        of.key = place.block * kKeys + r;
-        const RowRange rows = rows_of_key(p, place.s, place.kv_head * group_size(p), of.key);
-        of.start = rows.first, of.end = rows.past;
+        key_rows.key = place.block * kKeys + r;
+        const RowRange rows = rows_of_key(p, place.s, place.kv_head * group_size(p), key_rows.key);
+        key_rows.start = rows.first;
+        key_rows.end = rows.past;
       }
-      shared.key[r] = of.key;
+      shared.key[r] = key_rows.key;
     }
     Team::sync();
     if (r < kKeys) {
-      for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {of.start, of.end};
-      shared.readable[r] = is_readable(of.key);
+      for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {key_rows.start, key_rows.end};
+      shared.readable[r] = is_readable(key_rows.key);
       if (shared.readable[r]) {
-        atomicMax(&shared.max_first, of.start), atomicMin(&shared.min_past, of.end);
-        RowRange &group = shared.of_group[r / 64];
-        atomicMin(&group.first, shared.task.same_rows ? of.start : 0);
-        atomicMax(&group.past, shared.task.same_rows ? of.end : INT32_MAX);
+        atomicMax(&shared.max_first, key_rows.start);
+        atomicMin(&shared.min_past, key_rows.end);
+        RowRange &group = shared.group_rows[r / 64];
+        atomicMin(&group.first, shared.task.same_rows ? key_rows.start : 0);
+        atomicMax(&group.past, shared.task.same_rows ? key_rows.end : INT32_MAX);
       }
       load_head(0, 0);
     }
@@ -166,7 +171,7 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
 
   // May a row of the tile of a step keep any of 64 keys of the block?
   __device__ bool concerns(int group, const KeyStep &step, int tile_rows) const {
-    const RowRange &rows = shared.of_group[group];
+    const RowRange &rows = shared.group_rows[group];
     const int first = step.tile * tile_rows;
     return first < rows.past && first + tile_rows > rows.first;
   }
@@ -178,15 +183,15 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
                       int64_t(step.tile) * tile_rows / kTileRows);
   }
 
-  // The first step of this part that may keep something, and the first after another. All threads of the team call them;
-  // what they store is visible after the next barrier.
+  // These find the first step of this part that may keep something, and the first such step after another. All threads
+  // of the team call them. What they store is visible after the next barrier.
   __device__ KeyStep first_step(int tile_rows) {
-    const KeyTask &of = shared.task;
+    const KeyTask &own_task = shared.task;
     KeyStep step{};
-    step.number = of.begin;
-    if (of.begin < of.end) {
-      step.head = int32_t(of.begin / of.steps.tiles);
-      step.tile = of.steps.first_tile + int32_t(of.begin - int64_t(step.head) * of.steps.tiles);
+    step.number = own_task.begin;
+    if (own_task.begin < own_task.end) {
+      step.head = int32_t(own_task.begin / own_task.steps.tiles);
+      step.tile = own_task.steps.first_tile + int32_t(own_task.begin - int64_t(step.head) * own_task.steps.tiles);
     }
     return find_step(step, 0, tile_rows);
   }
@@ -202,9 +207,9 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
   }
   __device__ float *bias_sum(int64_t head_of_group, int r) const {
     if (shared.task.slot) return slot_bias() + head_of_group * kKeys + r;
-    const KeyTask &of = shared.task;
-    const int64_t head = (of.s.batch * params.p.kv_heads + of.kv_head) * params.bias_heads + head_of_group;
-    return params.bias_sums + head * list_keys(params.p) + of.s.k_begin + shared.key[r];
+    const KeyTask &own_task = shared.task;
+    const int64_t head = (own_task.s.batch * params.p.kv_heads + own_task.kv_head) * params.bias_heads + head_of_group;
+    return params.bias_sums + head * list_keys(params.p) + own_task.s.k_begin + shared.key[r];
   }
 
 private:
@@ -212,23 +217,28 @@ private:
 
   __device__ void make_task(const KeyItem &item, const KeyBlockPlace &place) const {
     const fdm_problem &p = params.p;
-    KeyTask &of = shared.task;
+    KeyTask &own_task = shared.task;
     const fdm_mask_kind kind = mask_kind(p);
-    of.s = place.s, of.sequence_index = place.sequence_index, of.kv_head = place.kv_head;
-    of.first_head = place.kv_head * group_size(p);
-    of.steps = key_steps(params, key_block_rows(params, place));
-    of.begin = of.steps.count * item.part / item.parts, of.end = of.steps.count * (item.part + 1) / item.parts;
-    of.same_rows = params.keys.listed || !is_interval_plan(kind);
-    of.test_all = kind == FDM_MASK_ROWS || !of.same_rows || has_rows(p.bias);
-    of.words = nullptr;
+    own_task.s = place.s;
+    own_task.sequence_index = place.sequence_index;
+    own_task.kv_head = place.kv_head;
+    own_task.first_head = place.kv_head * group_size(p);
+    own_task.steps = key_steps(params, key_block_rows(params, place));
+    own_task.begin = own_task.steps.count * item.part / item.parts;
+    own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
+    own_task.same_rows = params.keys.listed || !is_interval_plan(kind);
+    own_task.test_all = kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias);
+    own_task.words = nullptr;
     if (kind == FDM_MASK_ROWS) {
       int64_t bytes;
-      of.words = lay_out_plan(p, const_cast<void *>(params.plan), &bytes).words;
+      own_task.words = lay_out_plan(p, const_cast<void *>(params.plan), &bytes).words;
     }
-    of.slot = item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
-    shared.max_first = 0, shared.min_past = INT32_MAX;
+    own_task.slot =
+        item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
+    shared.max_first = 0;
+    shared.min_past = INT32_MAX;
     for (int32_t &head : shared.dropping_head) head = -1;
-    for (RowRange &group : shared.of_group) group = {INT32_MAX, 0};
+    for (RowRange &group : shared.group_rows) group = {INT32_MAX, 0};
   }
 
   __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
@@ -248,7 +258,7 @@ private:
     return false;
   }
 
-  // What a query head of the group knows of this thread's key.
+  // Loads what a query head of the group knows of this thread's key.
   __device__ void load_head(int32_t head_of_group, int buffer) {
     const int r = Team::thread();
     const int32_t key = shared.key[r];
@@ -264,16 +274,20 @@ private:
   __device__ void advance(KeyStep &step) const {
     const KeySteps &steps = shared.task.steps;
     ++step.number;
-    if (++step.tile == steps.first_tile + steps.tiles) step.tile = steps.first_tile, ++step.head;
+    if (++step.tile == steps.first_tile + steps.tiles) {
+      step.tile = steps.first_tile;
+      ++step.head;
+    }
   }
 
-  // This step or the first after it that may keep something. `loaded_head`: that whose facts the step's buffer holds.
+  // Finds this step or the first after it that may keep something. The step's buffer holds the facts of `loaded_head`.
   __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int tile_rows) {
-    const KeyTask &of = shared.task;
-    for (; step.number < of.end; advance(step))
-      if (!of.words || is_active(step, tile_rows)) break;
-    step.valid = step.number < of.end;
-    if (step.valid && step.head != loaded_head && group_size(params.p) > 1 && (bias_is_of_keys() || !of.same_rows)) {
+    const KeyTask &own_task = shared.task;
+    for (; step.number < own_task.end; advance(step))
+      if (!own_task.words || is_active(step, tile_rows)) break;
+    step.valid = step.number < own_task.end;
+    if (step.valid && step.head != loaded_head && group_size(params.p) > 1 &&
+        (bias_is_of_keys() || !own_task.same_rows)) {
       step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
       if (Team::thread() < kKeys) load_head(step.head, step.buffer);
     }
@@ -287,12 +301,12 @@ private:
     return shared.active[tile / 32] >> (tile % 32) & 1;
   }
 
-  __device__ void map_tiles(int64_t of_head) {
-    if (of_head == mapped_head) return;
-    mapped_head = of_head;
+  __device__ void map_tiles(int64_t query_head) {
+    if (query_head == mapped_head) return;
+    mapped_head = query_head;
     int64_t bytes;
     const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
-    const int64_t list = list_number(params.p, plan, shared.task.s, of_head);
+    const int64_t list = list_number(params.p, plan, shared.task.s, query_head);
     if (list == mapped_list) return;
     mapped_list = list;
     const int tiles = int(min64(kMappedTiles, ceil_div(shared.task.s.q_count, kTileRows)));
@@ -300,7 +314,7 @@ private:
     for (int i = Team::thread(); i < kMappedTiles / 32; i += Team::kThreads) shared.active[i] = 0;
     Team::sync();
     for (int tile = Team::thread() / 32; tile < tiles; tile += Team::kThreads / 32) {
-      const RowWord *words = tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, of_head, tile);
+      const RowWord *words = tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, query_head, tile);
       uint32_t any = 0;
       for (int r = threadIdx.x % 32; r < kKeys; r += 32) {
         if (shared.key[r] < 0) continue;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the gradients of keys, values and of a bias that is the same for every query do with the scores of a block of keys,
-// apart from the matrix instructions that make them. Accumulators, a key to a row, are those of mma.sync and wgmma alike:
-// kKeyTiles tiles of 16 keys to each warp.
+// What the gradients of keys, values and of a bias that is the same for every query do with the scores of a block of
+// keys, apart from the matrix instructions that make them. Accumulators, a key to a row, are those of mma.sync and
+// wgmma alike: kKeyTiles tiles of 16 keys to each warp.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -10,14 +10,14 @@
 
 namespace fdm::cuda {
 
-// What is known of a tile of query rows while it passes.
+// What is known of a tile of query rows while it is in shared memory.
 template <int kKeys, int kRows> struct RowStage {
-  alignas(16) float lse[kRows], delta[kRows]; // see RowStatistics
-  alignas(16) RowWord words[kKeys];           // of row plans
+  alignas(16) float lse[kRows], delta[kRows]; // as RowStatistics has them
+  alignas(16) RowWord words[kKeys];           // set for row plans
   KeyStep step;
 };
 
-// kKeyGradient: dk and the bias gradient; kValueGradient: dv. Keys is a KeyBlock.
+// kKeyGradient asks for dk and the bias gradient, kValueGradient for dv. Keys is a KeyBlock.
 template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, bool kKeyGradient, bool kValueGradient,
           bool kGeneral, class Keys>
 struct KeyGradients {
@@ -45,8 +45,8 @@ struct KeyGradients {
     return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
   }
 
-  // Which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key that this
-  // head drops by a bias of -inf may be there for another head of the group.
+  // Finds which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key
+  // that this head drops by a bias of -inf may be there for another head of the group.
   __device__ void keep_bits(const RowStage<kKeys, kRows> &stage, int key, uint32_t (&bits)[kWordCount]) const {
     const int first = stage.step.tile * kRows;
     RowRange range = keys.shared.rows[stage.step.buffer][key];
@@ -59,8 +59,9 @@ struct KeyGradients {
     }
   }
 
-  // P' in the place of the scores, dS' in that of the gradients, which held dP'. kTest: some pairs may not be kept. Of a
-  // bias with a row for each query, row_bias.elements(key, row) are those of a key and two rows of the tile.
+  // Puts P' in the place of the scores, and dS' in that of the gradients, which held dP'. kTest says that some pairs
+  // may not be kept. row_bias.elements(key, row) returns the elements of a bias with a row for each query for a key
+  // and two rows of the tile.
   template <bool kCap, bool kTest, class RowBias>
   __device__ void make_tested(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
                               float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
@@ -112,7 +113,7 @@ struct KeyGradients {
       }
   }
 
-  // `careful`: see kLargeLse.
+  // kLargeLse tells what makes a tile `careful`.
   template <bool kCap, class RowBias>
   __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
@@ -143,7 +144,7 @@ struct KeyGradients {
     }
   }
 
-  // dk and dv where nothing else is added to them, float32 partial sums otherwise.
+  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise.
   __device__ void write() const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)

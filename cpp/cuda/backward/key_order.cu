@@ -19,7 +19,7 @@ constexpr int kThreads = kBucketKeys / 2; // one for each comparison of a pass
 constexpr int kChunkKeys = 256;
 constexpr int kMaxBlocks = kBucketKeys / 32;
 
-// Every kRun values in shared memory, ascending.
+// Sorts every kRun values in shared memory in ascending order.
 template <int kRun> __device__ void bitonic_sort(uint64_t (&values)[kBucketKeys]) {
   for (int size = 2; size <= kRun; size *= 2)
     for (int distance = size / 2; distance > 0; distance /= 2) {
@@ -27,7 +27,10 @@ template <int kRun> __device__ void bitonic_sort(uint64_t (&values)[kBucketKeys]
       const int low = 2 * int(threadIdx.x) - int(threadIdx.x) % distance, high = low + distance;
       const bool ascending = size == kRun || (low & size) == 0;
       const uint64_t a = values[low], b = values[high];
-      if ((a > b) == ascending) values[low] = b, values[high] = a;
+      if ((a > b) == ascending) {
+        values[low] = b;
+        values[high] = a;
+      }
     }
   __syncthreads();
 }
@@ -45,22 +48,26 @@ __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ B
   const int64_t base = list * plan.list_keys + sequence(p, list_sequence % sequences).k_begin + bucket * kBucketKeys;
   const int64_t count = min64(kBucketKeys, plan.kept_count[list_sequence] - bucket * kBucketKeys);
 
-  if (int(threadIdx.x) < kMaxBlocks) first[threadIdx.x] = INT32_MAX, past[threadIdx.x] = -1;
+  if (int(threadIdx.x) < kMaxBlocks) {
+    first[threadIdx.x] = INT32_MAX;
+    past[threadIdx.x] = -1;
+  }
   if (count > 0) {
     for (int i = threadIdx.x; i < kBucketKeys; i += kThreads) {
       const uint32_t rank = i < count ? uint32_t(INT32_MAX - plan.kept_end[base + i]) : ~0u;
       order[i] = uint64_t(rank) * kBucketKeys + i;
     }
     bitonic_sort<kBucketKeys>(order);
-    // Within a chunk by position alone; those past the last of all have the largest.
+    // Chunks are sorted by position alone. The entries past the last key have the largest positions.
     for (int i = threadIdx.x; i < kBucketKeys; i += kThreads) order[i] %= kBucketKeys;
     bitonic_sort<kChunkKeys>(order);
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int64_t from = base + int64_t(order[i]);
-      const KeyRows rows{plan.kept_index[from], plan.kept_start[from], plan.kept_end[from]};
+      const int64_t kept = base + int64_t(order[i]);
+      const KeyRows rows{plan.kept_index[kept], plan.kept_start[kept], plan.kept_end[kept]};
       keys.ordered[base + i] = rows;
       const int block = i / keys.block_keys;
-      atomicMin(&first[block], rows.start), atomicMax(&past[block], rows.end);
+      atomicMin(&first[block], rows.start);
+      atomicMax(&past[block], rows.end);
     }
   }
   __syncthreads();

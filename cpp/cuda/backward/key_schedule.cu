@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Divides the work of the key-stationary kernel: blocks of keys with many more steps than the average are divided into
-// parts, so that neither a few heads nor a few long intervals leave most of the chip idle, and the longest parts come
-// first, so that all SMs end at about the same time.
+// Divides the work of the key-stationary kernel. Blocks of keys with many more steps than the average are divided into
+// parts: otherwise a few heads or a few long intervals would leave most of the chip idle. The longest parts come
+// first, and all SMs end at about the same time.
 //
-// How many keys are kept is known on the device only, so the division is made there. It depends on the problem alone; the
-// order of parts of about the same length, and the slot of a block's partial sums, may differ, and change no result.
+// How many keys are kept is known on the device only, so the division is made there. It depends on the problem alone;
+// the order of parts of about the same length, and the slot of a block's partial sums, may differ, and change no
+// result.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -15,10 +16,10 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kLengths = 64; // that are told apart
+constexpr int kLengths = 64; // lengths that are told apart
 constexpr int kMostTries = 64;
 
-// The parts of a block, and which of the lengths they have, the longest first.
+// How many parts a block has, and which of the lengths they have; length 0 is the longest.
 struct Parts {
   int32_t count, length;
 };
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) schedule_keys(const __grid_constant_
   for_each_block([&](int64_t, int64_t steps) { known += uint64_t(max64(0, steps)); });
   if (known) atomicAdd(&all, known);
   __syncthreads();
-  // Longer parts, until there are slots for all of them.
+  // Parts grow longer until there are slots for all of them.
   int64_t most = max64(kLeastSteps, ceil_div(int64_t(all), kWantedItems));
   for (int tries = 0; tries < kMostTries; ++tries) {
     __syncthreads();
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads) schedule_keys(const __grid_constant_
 } // namespace
 
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream) {
-  // After the order, if there is one.
+  // The order of the keys, if there is one, is launched right before.
   if (params.keys.listed) return launch<Overlap::kernel_ahead>(schedule_keys, 1, kThreads, 0, stream, params);
   return launch(schedule_keys, 1, kThreads, 0, stream, params);
 }

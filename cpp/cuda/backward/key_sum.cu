@@ -16,19 +16,24 @@ constexpr int kDivisions = 8; // blocks of threads for the keys of an item
 
 __device__ int32_t key_of_row(const BackwardParams &params, const KeyBlockPlace &place, int r) {
   if (params.keys.listed) {
-    const int64_t at = ordered_position(params.keys, place.block) + r;
-    return at < place.kept ? params.keys.ordered[place.list_base + at].key : -1;
+    const int64_t position = ordered_position(params.keys, place.block) + r;
+    return position < place.kept ? params.keys.ordered[place.list_base + position].key : -1;
   }
   const int64_t key = int64_t(place.block) * params.keys.block_keys + r;
   return key < place.s.k_count ? static_cast<int32_t>(key) : -1;
 }
 
-__device__ void add(float &to, float x) { to += x; }
-__device__ void add(float4 &to, const float4 &x) { to.x += x.x, to.y += x.y, to.z += x.z, to.w += x.w; }
+__device__ void add(float &sum, float x) { sum += x; }
+__device__ void add(float4 &sum, const float4 &x) {
+  sum.x += x.x;
+  sum.y += x.y;
+  sum.z += x.z;
+  sum.w += x.w;
+}
 
-// Of the floats, or neighbours, at an offset in the slots of an item's parts.
-template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const KeyItem &item, int64_t at) {
-  const float *slot = keys.slots + int64_t(item.slot) * keys.slot_floats + at;
+// Sums the floats, or groups of neighbours, at an offset in the slots of an item's parts.
+template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const KeyItem &item, int64_t offset) {
+  const float *slot = keys.slots + int64_t(item.slot) * keys.slot_floats + offset;
   Value total{};
 #pragma unroll 4
   for (int part = 0; part < item.parts; ++part)
@@ -45,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ Ba
   const fdm_problem &p = params.p;
   const KeyBlockPlace place = key_block_place(params, item.block);
   const int head_dim = int(p.head_dim), rows = keys.block_keys / kDivisions, first = int(blockIdx.y) * rows;
-  // Four neighbours at a time; slot_dim is a multiple of 32.
+  // A thread sums four neighbours at a time; slot_dim is a multiple of 32.
   const int quads = keys.slot_dim / 4;
   for (int i = threadIdx.x; i < 2 * rows * quads; i += kThreads) {
     const int which = i / (rows * quads), r = first + i / quads % rows, d = i % quads * 4;
@@ -53,12 +58,12 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ Ba
     const int32_t key = key_of_row(params, place, r);
     if (!present(t) || key < 0 || d >= head_dim) continue;
     const float4 total = sum_of_parts<float4>(keys, item, (int64_t(which) * keys.block_keys + r) * keys.slot_dim + d);
-    const int64_t to = place.s.batch * t.stride[0] + (place.s.k_begin + key) * t.stride[1] +
-                       place.kv_head * t.stride[2] + d * t.stride[3];
+    const int64_t offset = place.s.batch * t.stride[0] + (place.s.k_begin + key) * t.stride[1] +
+                           place.kv_head * t.stride[2] + d * t.stride[3];
     const float factor = which ? 1.0f : p.scale, sums[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
     for (int n = 0; n < 4; ++n)
-      if (d + n < head_dim) store_element(t, to + n * t.stride[3], factor * sums[n]);
+      if (d + n < head_dim) store_element(t, offset + n * t.stride[3], factor * sums[n]);
   }
   if (!params.wants_bias_sums) return;
   for (int i = threadIdx.x; i < params.bias_heads * rows; i += kThreads) {

@@ -2,11 +2,11 @@
 // The gradient of a bias with a row for each query: one block of threads for a tile of rows of one (batch, head) of the
 // bias.
 //
-// It walks the keys in order, a block at a time, and for each block the query heads and batches that share its elements
-// (sources), whose dS it sums in registers; then it writes the block, kept or not. So every element is written once, and
-// nothing but the gradient itself has a size of queries times keys. Q and dO stay where there are few sources, K and V while
-// their head is the same; what else a step needs is copied during the step before, or, where there is one buffer for it,
-// after that.
+// It walks the keys in order, a block at a time, and for each block the query heads and batches that share its
+// elements (sources), whose dS it sums in registers; then it writes the block, kept or not. So every element is
+// written once, and nothing but the gradient itself has a size of queries times keys. Q and dO stay in shared memory
+// where there are few sources, K and V while their head is the same. What else a step needs is copied during the step
+// before, or after it where there is only one buffer.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -15,7 +15,8 @@
 
 namespace fdm::cuda {
 
-// Buffers of many sources, one or two: for Q with dO and for K with V. Of one source, Q and dO have one, K and V two.
+// The buffer counts, one or two, are those for many sources: of Q with dO, and of K with V. With one source, Q and dO
+// have one buffer, K and V two.
 template <class ElementType, int kHeadDimension, int kColumnCount, int kWarpCount, int kQueryBufferCount,
           int kKeyBufferCount>
 struct RowBiasConfig {
@@ -35,24 +36,24 @@ struct RowBiasConfig {
 struct RowBiasTask {
   int first_batch, batches, first_head, heads; // the sequences and query heads that share the bias
   int64_t first_row;
-  int64_t columns;     // of the bias that belong to the rows
-  int64_t visible;     // those before the causal limit of all rows
-  int64_t bias_offset; // of the first row of the tile
+  int64_t columns;     // columns of the bias that belong to the rows
+  int64_t visible;     // columns before the causal limit of all rows
+  int64_t bias_offset; // the offset of the first row of the tile
 };
 
-// Of a step: a query head of a sequence.
+// The source of a step: a query head of a sequence.
 struct RowBiasSource {
   Sequence s;
   int sequence_index, head, kv_head;
-  const RowWord *words; // of the tile of rows in a row plan
+  const RowWord *words; // the words of the tile of rows in a row plan
 };
 
 template <class Config> struct RowBiasShared {
-  alignas(1024) char tiles[Config::kTileBytes]; // of each buffer Q, dO; then K, V
-  alignas(16) uint32_t bias[Config::kRows][Config::kBiasPitch];
-  RowBiasSource source[4];                                // of a step and the three after it
-  uint32_t word[4][Config::kRows / 32][Config::kColumns]; // of a step and the two after it
-  int32_t key[2][Config::kColumns];                       // of a block and the next
+  alignas(1024) char tiles[Config::kTileBytes]; // Q and dO of each buffer, then K and V
+  alignas(16) uint32_t sBias[Config::kRows][Config::kBiasPitch];
+  RowBiasSource source[4];                                // the sources of a step and the three after it
+  uint32_t word[4][Config::kRows / 32][Config::kColumns]; // the words of a step and the two after it
+  int32_t key[2][Config::kColumns];                       // the keys of a block and the next
   float lse[2][Config::kRows], delta[2][Config::kRows];   // see RowStatistics
   RowBiasTask task;
 };
@@ -60,19 +61,19 @@ template <class Config> struct RowBiasShared {
 // One or two buffers, and what they hold.
 struct RowBiasBuffers {
   int count;
-  int current = 0; // of the step
+  int current = 0; // the buffer of the step
   int64_t held[2] = {-1, -1};
 
   __device__ bool holds(int64_t id) const { return held[0] == id || held[1] == id; }
   __device__ int find(int64_t id) const { return held[0] == id ? 0 : 1; }
   // Makes room beside the buffer of the step, or in the only one.
   __device__ int replace(int64_t id) {
-    const int to = count == 2 && current == 0 ? 1 : 0;
-    if (to == 0)
+    const int buffer = count == 2 && current == 0 ? 1 : 0;
+    if (buffer == 0)
       held[0] = id;
     else
       held[1] = id;
-    return to;
+    return buffer;
   }
 };
 
@@ -83,10 +84,10 @@ template <class Config> struct RowBiasBlock {
   static constexpr int kColumnTiles = kColumns / 8, kWords = kRows / 32;
 
   struct Step {
-    int64_t number; // in all
+    int64_t number; // counted over all blocks and sources
     int block, source;
 
-    __device__ int slot() const { return int(number & 3); } // in rings
+    __device__ int slot() const { return int(number & 3); } // the place in the rings of shared memory
   };
   // What this thread knows of a column of a step: the rows that may keep it, and their words in a row plan.
   struct Kept {
@@ -98,7 +99,7 @@ template <class Config> struct RowBiasBlock {
   RowBiasShared<Config> &shared;
   int sources;
   float sums[kColumnTiles][4];
-  float of_row[2] = {0.0f, 0.0f}; // all keys share an element
+  float row_sums[2] = {0.0f, 0.0f}; // used where all keys share an element
   RowBiasBuffers queries, keys;
   int bias_block = -1, key_block = -1; // whose bias, and the last whose keys, are in shared memory
 
@@ -106,7 +107,7 @@ template <class Config> struct RowBiasBlock {
       : params(parameters), shared(memory), sources(memory.task.batches * memory.task.heads),
         queries{sources > 1 ? Config::kQueryBuffers : 1}, keys{sources > 1 ? Config::kKeyBuffers : 2} {}
 
-  // Q and, `second`, dO; K and V.
+  // The addresses of the tiles: of Q, or dO if `second`; and of K, or V if `second`.
   __device__ uint32_t query_tile(int buffer, int second) const {
     return ptx::shared_address(shared.tiles) + (2 * buffer + second) * Config::kRowBytes;
   }
@@ -117,39 +118,44 @@ template <class Config> struct RowBiasBlock {
   __device__ const RowBiasSource &source(const Step &step) const { return shared.source[step.slot()]; }
   __device__ void advance(Step &step) const {
     ++step.number;
-    if (++step.source == sources) step.source = 0, ++step.block;
+    if (++step.source == sources) {
+      step.source = 0;
+      ++step.block;
+    }
   }
   // One thread calls it, a turn before fetch() reads it and three steps ahead.
   __device__ void store_source(const Step &step) const {
     const fdm_problem &p = params.p;
     const RowBiasTask &task = shared.task;
-    RowBiasSource &to = shared.source[step.slot()];
-    to.sequence_index = task.first_batch + step.source / task.heads;
-    to.head = task.first_head + step.source % task.heads;
-    to.s = sequence(p, to.sequence_index), to.kv_head = int(kv_head_of(p, to.head)), to.words = nullptr;
+    RowBiasSource &stored = shared.source[step.slot()];
+    stored.sequence_index = task.first_batch + step.source / task.heads;
+    stored.head = task.first_head + step.source % task.heads;
+    stored.s = sequence(p, stored.sequence_index);
+    stored.kv_head = int(kv_head_of(p, stored.head));
+    stored.words = nullptr;
     if (mask_kind(p) != FDM_MASK_ROWS) return;
     int64_t bytes;
     const Plan plan = lay_out_plan(p, const_cast<void *>(params.plan), &bytes);
-    to.words = tile_words(p, plan, to.s, to.sequence_index, to.head, task.first_row / kTileRows);
+    stored.words = tile_words(p, plan, stored.s, stored.sequence_index, stored.head, task.first_row / kTileRows);
   }
   __device__ static int row(int half) { return threadIdx.x / 32 * 16 + accumulator_row(half); }
   __device__ int row_count(const Sequence &s) const { return int(min64(kRows, s.q_count - shared.task.first_row)); }
-  // Steps with the same K and V have the same.
+  // Steps with the same K and V have the same id.
   __device__ int64_t keys_id(const Step &step) const {
-    const RowBiasSource &of = source(step);
-    return (int64_t(step.block) * params.p.batch + of.sequence_index) * params.p.kv_heads + of.kv_head;
+    const RowBiasSource &src = source(step);
+    return (int64_t(step.block) * params.p.batch + src.sequence_index) * params.p.kv_heads + src.kv_head;
   }
 
   __device__ Kept fetch(const Step &step) const {
     Kept kept{};
     if (int(threadIdx.x) >= kColumns) return kept;
-    const RowBiasSource &of = source(step);
+    const RowBiasSource &src = source(step);
     const int64_t key = int64_t(step.block) * kColumns + threadIdx.x;
-    if (key >= of.s.k_count) return kept;
-    kept.rows = rows_of_key(params.p, of.s, of.head, key);
+    if (key >= src.s.k_count) return kept;
+    kept.rows = rows_of_key(params.p, src.s, src.head, key);
     const int first_word = int(shared.task.first_row) % kTileRows / 32;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) kept.word[w] = of.words ? of.words[key].part[first_word + w] : ~0u;
+    for (int w = 0; w < kWords; ++w) kept.word[w] = src.words ? src.words[key].part[first_word + w] : ~0u;
     return kept;
   }
 
@@ -169,68 +175,73 @@ template <class Config> struct RowBiasBlock {
 
   __device__ void load_queries(const Step &step) {
     const int buffer = queries.replace(step.source);
-    const RowBiasSource &of = source(step);
-    const int rows = row_count(of.s);
-    const auto copy = [&](const fdm_tensor &t, uint32_t to, bool aligned) {
-      const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, of.s, shared.task.first_row, of.head);
+    const RowBiasSource &src = source(step);
+    const int rows = row_count(src.s);
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
+      const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, src.s, shared.task.first_row, src.head);
       copy_rows<Tile, kRows, Config::kThreads>(
-          to, aligned, int(params.p.head_dim), t.stride[3],
+          tile, aligned, int(params.p.head_dim), t.stride[3],
           [&](int r) -> const uint16_t * { return r < rows ? base + r * t.stride[1] : kZeroRow; });
     };
     copy(params.p.q, query_tile(buffer, 0), params.aligned);
     copy(params.a.dout, query_tile(buffer, 1), params.dout_aligned);
     if (int(threadIdx.x) >= rows) return;
-    const RowStatistics &from = row_statistics(params, of.s, of.head, shared.task.first_row + threadIdx.x);
-    ptx::copy_async_4(ptx::shared_address(&shared.lse[buffer][threadIdx.x]), &from.lse);
-    ptx::copy_async_4(ptx::shared_address(&shared.delta[buffer][threadIdx.x]), &from.delta);
+    const RowStatistics &statistics = row_statistics(params, src.s, src.head, shared.task.first_row + threadIdx.x);
+    ptx::cp_async_4(ptx::shared_address(&shared.lse[buffer][threadIdx.x]), &statistics.lse);
+    ptx::cp_async_4(ptx::shared_address(&shared.delta[buffer][threadIdx.x]), &statistics.delta);
   }
 
   __device__ void load_keys(const Step &step) {
-    const RowBiasSource &of = source(step);
+    const RowBiasSource &src = source(step);
     const int64_t id = keys_id(step), first = int64_t(step.block) * kColumns;
-    const int buffer = keys.replace(id), count = int(min64(kColumns, of.s.k_count - first));
-    const auto copy = [&](const fdm_tensor &t, uint32_t to) {
-      const auto *base = static_cast<const uint16_t *>(t.data) + of.s.batch * t.stride[0] +
-                         (of.s.k_begin + first) * t.stride[1] + of.kv_head * t.stride[2];
+    const int buffer = keys.replace(id), count = int(min64(kColumns, src.s.k_count - first));
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile) {
+      const auto *base = static_cast<const uint16_t *>(t.data) + src.s.batch * t.stride[0] +
+                         (src.s.k_begin + first) * t.stride[1] + src.kv_head * t.stride[2];
       copy_rows<Tile, kColumns, Config::kThreads>(
-          to, params.aligned, int(params.p.head_dim), t.stride[3],
+          tile, params.aligned, int(params.p.head_dim), t.stride[3],
           [&](int c) -> const uint16_t * { return c < count ? base + c * t.stride[1] : kZeroRow; });
     };
-    copy(params.p.k, key_tile(buffer, 0)), copy(params.p.v, key_tile(buffer, 1));
+    copy(params.p.k, key_tile(buffer, 0));
+    copy(params.p.v, key_tile(buffer, 1));
     if (key_block == step.block) return;
     key_block = step.block;
     if (int(threadIdx.x) < kColumns)
       shared.key[step.block % 2][threadIdx.x] = int(threadIdx.x) < count ? int32_t(first) + int32_t(threadIdx.x) : -1;
   }
 
-  __device__ RowBiasTile bias_tile(const RowBiasSource &of) const {
-    return {params.p.bias, score_view(params.p, params.p.bias, of.s, of.head)};
+  __device__ RowBiasTile bias_tile(const RowBiasSource &src) const {
+    return {params.p.bias, score_view(params.p, params.p.bias, src.s, src.head)};
   }
 
-  // Of the warp's rows, the same for all sources.
+  // Copies the bias of the warp's rows, which is the same for all sources.
   __device__ void load_bias(const Step &step) {
     bias_block = step.block;
-    const RowBiasSource &of = source(step);
+    const RowBiasSource &src = source(step);
     const int first = threadIdx.x / 32 * 16;
-    bias_tile(of).template copy<16, kColumns, Config::kBiasPitch>(shared.bias[first], shared.key[step.block % 2],
-                                                                  shared.task.first_row + first,
-                                                                  min(16, row_count(of.s) - first));
+    bias_tile(src).template copy<16, kColumns, Config::kBiasPitch>(shared.sBias[first], shared.key[step.block % 2],
+                                                                   shared.task.first_row + first,
+                                                                   min(16, row_count(src.s) - first));
   }
 
   template <bool kCap> __device__ void add(const Step &step) {
-    const RowBiasSource &of = source(step);
+    const RowBiasSource &src = source(step);
     const int q = queries.current, k = keys.current, first = threadIdx.x / 32 * 16;
     const int32_t *key = shared.key[step.block % 2];
     float scores[1][kColumnTiles][4], gradients[1][kColumnTiles][4];
-    clear(scores), clear(gradients);
+    clear(scores);
+    clear(gradients);
     gemm_ss<Element, kHeadDim>(scores, Tile::left(query_tile(q, 0), first), Tile::right_rows(key_tile(k, 0)));
     gemm_ss<Element, kHeadDim>(gradients, Tile::left(query_tile(q, 1), first), Tile::right_rows(key_tile(k, 1)));
     const ScoreFactors factors(params.p);
-    const RowBiasReader<Element, Config::kBiasPitch> bias(bias_tile(of), shared.bias, key, shared.task.first_row,
+    const RowBiasReader<Element, Config::kBiasPitch> bias(bias_tile(src), shared.sBias, key, shared.task.first_row,
                                                           row(0));
     float lse[2], delta[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) lse[half] = shared.lse[q][row(half)], delta[half] = shared.delta[q][row(half)];
+    for (int half = 0; half < 2; ++half) {
+      lse[half] = shared.lse[q][row(half)];
+      delta[half] = shared.delta[q][row(half)];
+    }
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const int column = 8 * n + accumulator_column();
@@ -246,7 +257,8 @@ template <class Config> struct RowBiasBlock {
           // dO of a row without a gradient may be anything.
           if ((word >> (row(half) % 32) & 1) && own != -INFINITY && lse[half] != INFINITY) sums[n][i] += ds;
         };
-        add_one(kept.x, b.x, 2 * half), add_one(kept.y, b.y, 2 * half + 1);
+        add_one(kept.x, b.x, 2 * half);
+        add_one(kept.y, b.y, 2 * half + 1);
       }
     }
   }
@@ -258,7 +270,7 @@ template <class Config> struct RowBiasBlock {
       for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
   }
 
-  // Writes a block of columns, and starts the next.
+  // Writes a block of columns, and clears the sums for the next.
   __device__ void write(int block) {
     const RowBiasTask &task = shared.task;
     const fdm_tensor &t = params.a.dbias;
@@ -270,22 +282,22 @@ template <class Config> struct RowBiasBlock {
         const int64_t column = int64_t(block) * kColumns + 8 * n + accumulator_column();
         const float2 pair = {sums[n][2 * half], sums[n][2 * half + 1]};
         if (t.shape[3] == 1)
-          of_row[half] += pair.x + pair.y;
+          row_sums[half] += pair.x + pair.y;
         else if (row(half) < rows)
           store_pair(t, task.bias_offset + row(half) * t.stride[2] + column * t.stride[3], pair, task.columns - column);
       }
     clear_sums();
   }
 
-  // Two neighbours in a row, if there are `left` or more.
-  __device__ static void store_pair(const fdm_tensor &t, int64_t at, float2 pair, int64_t left) {
-    auto *halves = static_cast<Element *>(t.data) + at;
+  // Stores two neighbours in a row, or as many as are `left`.
+  __device__ static void store_pair(const fdm_tensor &t, int64_t offset, float2 pair, int64_t left) {
+    auto *halves = static_cast<Element *>(t.data) + offset;
     if (left >= 2 && t.dtype != FDM_FLOAT32 && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(halves) % 4 == 0) {
       *reinterpret_cast<uint32_t *>(halves) = ptx::pack<Element>(pair.x, pair.y);
       return;
     }
-    if (left >= 1) store_element(t, at, pair.x);
-    if (left >= 2) store_element(t, at + t.stride[3], pair.y);
+    if (left >= 1) store_element(t, offset, pair.x);
+    if (left >= 2) store_element(t, offset + t.stride[3], pair.y);
   }
 
   __device__ void write_rows() {
@@ -295,7 +307,7 @@ template <class Config> struct RowBiasBlock {
     const int rows = row_count(sequence(params.p, task.first_batch));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = ptx::row_sum(of_row[half]);
+      const float sum = ptx::row_sum(row_sums[half]);
       if (threadIdx.x % 4 == 0 && row(half) < rows) store_element(t, task.bias_offset + row(half) * t.stride[2], sum);
     }
   }
@@ -304,23 +316,28 @@ template <class Config> struct RowBiasBlock {
     const int visible_blocks = int(ceil_div(shared.task.visible, kColumns));
     const int64_t steps = int64_t(visible_blocks) * sources;
     clear_sums();
-    Step step{-1, 0, sources - 1}, next{0, 0, 0}, second = next, third; // those after the next
-    advance(second), third = second, advance(third);
-    if (threadIdx.x == 0) store_source(next), store_source(second);
+    Step step{-1, 0, sources - 1}, next{0, 0, 0}, second = next, third; // second and third come after the next
+    advance(second);
+    third = second;
+    advance(third);
+    if (threadIdx.x == 0) {
+      store_source(next);
+      store_source(second);
+    }
     __syncthreads();
     bool active = false, next_active = __syncthreads_or(steps > 0 && store(0, fetch(next)));
     // The first turn does nothing but start the copies of the first step.
     for (; step.number < steps; step = next, next = second, second = third, advance(third)) {
       Kept kept{};
       if (second.number < steps) kept = fetch(second);
-      ptx::wait_copies<0>();
+      ptx::cp_async_wait<0>();
       __syncthreads(); // what this step needs is there; nobody reads what the one before needed any more
       if (threadIdx.x == 0) store_source(third);
       const bool loads_queries = next_active && !queries.holds(next.source);
       const bool loads_keys = next_active && !keys.holds(keys_id(next));
       if (loads_queries && queries.count == 2) load_queries(next);
       if (loads_keys && keys.count == 2) load_keys(next);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       if (active) {
         if (params.p.softcap > 0)
           add<true>(step);
@@ -337,10 +354,12 @@ template <class Config> struct RowBiasBlock {
       }
       if (next_active) {
         if (bias_block != next.block) load_bias(next);
-        queries.current = queries.find(next.source), keys.current = keys.find(keys_id(next));
+        queries.current = queries.find(next.source);
+        keys.current = keys.find(keys_id(next));
       }
-      ptx::commit_copies();
-      active = next_active, next_active = second_active;
+      ptx::cp_async_fence();
+      active = next_active;
+      next_active = second_active;
     }
     for (int block = visible_blocks; int64_t(block) * kColumns < shared.task.columns; ++block) write(block);
     write_rows();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The statistics of each row: lse to base 2 and delta = dO . O - dlse; eight threads for each row of each head.
+// Computes the statistics of each row, lse to base 2 and delta = dO . O - dlse, with eight threads for each row of
+// each head.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -10,9 +11,9 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kThreads = 256, kLanes = 8; // of a row: what they read at a time is one line of the cache
-// Beyond it lse has lost log(sum) to rounding, so that P cannot be recomputed: only where every kept key of a row has a
-// bias like finfo.min. Such a row counts as one that keeps nothing.
+constexpr int kThreads = 256, kLanes = 8; // the lanes of a row read one line of the cache at a time
+// Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
+// of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
 constexpr float kUnusableLse = 1e30f;
 
 template <class Element> __device__ float to_float(Element x) {
@@ -22,7 +23,7 @@ template <class Element> __device__ float to_float(Element x) {
     return __bfloat162float(x);
 }
 
-// kAligned: eight elements at a time. A head dimension is then a multiple of 8.
+// kAligned reads eight elements at a time. The head dimension is then a multiple of 8.
 template <class Element, bool kAligned>
 __device__ float dot(const Element *a, int64_t a_stride, const Element *b, int64_t b_stride, int head_dim) {
   constexpr int kStep = kAligned ? 8 : 1;
@@ -41,7 +42,7 @@ __device__ float dot(const Element *a, int64_t a_stride, const Element *b, int64
   return sum;
 }
 
-// Over the threads of a row. All threads of the warp call it.
+// Sums over the threads of a row. All threads of the warp call it.
 __device__ float row_total(float sum) {
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
@@ -56,19 +57,19 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
   const int64_t rows = total_rows(p), number = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int64_t head = number % p.heads, i = number / p.heads % rows, batch = number / p.heads / rows;
   const bool exists = batch < (is_varlen(p) ? 1 : p.batch);
-  const auto at = [&](const fdm_tensor &t) {
+  const auto row_of = [&](const fdm_tensor &t) {
     return static_cast<const Element *>(t.data) + batch * t.stride[0] + i * t.stride[1] + head * t.stride[2];
   };
-  const auto of_row = [&](const fdm_tensor &t) {
+  const auto value_of = [&](const fdm_tensor &t) {
     return static_cast<const float *>(t.data)[batch * t.stride[0] + head * t.stride[1] + i * t.stride[2]];
   };
-  const float natural = exists ? of_row(lse) : INFINITY;
+  const float natural = exists ? value_of(lse) : INFINITY;
   const bool empty = fabsf(natural) > kUnusableLse;
   float delta = 0.0f;
-  if (!empty) delta = dot<Element, kAligned>(at(dout), dout.stride[3], at(out), out.stride[3], int(p.head_dim));
+  if (!empty) delta = dot<Element, kAligned>(row_of(dout), dout.stride[3], row_of(out), out.stride[3], int(p.head_dim));
   delta = row_total(delta);
   if (exists && threadIdx.x % kLanes == 0) {
-    if (!empty && present(dlse)) delta -= of_row(dlse);
+    if (!empty && present(dlse)) delta -= value_of(dlse);
     params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
   }
   if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();

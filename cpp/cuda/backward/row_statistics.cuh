@@ -8,7 +8,8 @@
 
 namespace fdm::cuda {
 
-// Where a row has lse this large, rounding makes P = exp(score - lse) exceed 1 by more than it should: P is then cut.
+// Where a row has lse this large, rounding makes P = exp(score - lse) exceed 1 by more than it should. P is then cut
+// off at 1.
 constexpr float kLargeLse = 65536.0f;
 
 // Does a problem need the kernels that know the rare cases too?
@@ -16,15 +17,15 @@ inline bool needs_general_kernel(const BackwardParams &params) {
   return has_rows(params.p.bias) || !params.aligned || !params.dout_aligned;
 }
 
-// Of a row: lse to base 2, and delta = dO . O - dlse. Rows without a gradient have lse = inf, which makes P = 0, and
-// delta = 0.
+// The statistics of a row are lse to base 2, and delta = dO . O - dlse. Rows without a gradient have lse = inf, which
+// makes P = 0, and delta = 0.
 struct RowStatistics {
   float lse, delta;
 
   __device__ __forceinline__ bool empty() const { return lse == INFINITY; }
 };
 
-// Of row i of a head.
+// The statistics of row i of a head.
 __device__ __forceinline__ RowStatistics &row_statistics(const BackwardParams &params, const Sequence &s, int64_t head,
                                                          int64_t i) {
   return params.statistics[(s.batch * params.p.heads + head) * total_rows(params.p) + s.q_begin + i];
@@ -40,7 +41,7 @@ struct RowRange {
   int32_t first, past;
 };
 
-// The rows that may keep a key, the causal limit included; exactly those, unless the mask has a row for each query.
+// The rows that may keep a key, the causal limit included. Unless the mask has a row for each query, all of them do.
 __device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequence &s, int64_t head, int64_t key) {
   const int64_t begin = is_causal(p) ? max64(0, key - s.causal_off) : 0;
   RowRange rows{static_cast<int32_t>(min64(begin, s.q_count)), static_cast<int32_t>(s.q_count)};
@@ -51,7 +52,8 @@ __device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequ
           t.data)[batch_index(t, s) * t.stride[0] + head_index(p, t, head) * t.stride[1] +
                   (s.k_begin + key) * t.stride[3]];
     };
-    rows.first = max(rows.first, load(p.start)), rows.past = max(0, min(rows.past, load(p.end)));
+    rows.first = max(rows.first, load(p.start));
+    rows.past = max(0, min(rows.past, load(p.end)));
   } else if (kind == FDM_MASK_KEYS) {
     const Matrix mask = score_matrix(p, p.mask, s, head, 1);
     if (!static_cast<const uint8_t *>(mask.base)[key * mask.col]) rows.past = 0;

@@ -14,7 +14,7 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-// Results that a thread reads at a time.
+// How many results a thread reads at a time.
 constexpr int kReads = 16;
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -37,18 +37,21 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const Sequence s = sequence(p, b);
   if (i >= s.q_count) return;
 
-  // A split to each lane, the same in every warp.
+  // Each lane has a split, the same in every warp.
   const int split = lane_id();
   float own_max = -INFINITY, own_sum = 0.0f;
-  if (split < params.splits)
-    own_max = params.partial_max[split * rows + row], own_sum = params.partial_sum[split * rows + row];
+  if (split < params.splits) {
+
+    own_max = params.partial_max[split * rows + row];
+    own_sum = params.partial_sum[split * rows + row];
+  }
   const float largest = warp_max(own_max), shift = largest == -INFINITY ? 0.0f : largest;
   const float own_factor = exp2f(own_max - shift);
   const float total = warp_sum(own_sum * own_factor), inverse = total == 0.0f ? 0.0f : 1.0f / total;
   const uint32_t present = __ballot_sync(kAllLanes, own_sum != 0.0f);
 
   const fdm_tensor &out = params.a.out;
-  const int64_t to = row_offset(out, s, i, head);
+  const int64_t out_offset = row_offset(out, s, i, head);
   const int head_dim = static_cast<int>(p.head_dim);
   for (int first = 0; first < head_dim; first += kThreads) {
     const int d = first + static_cast<int>(threadIdx.x);
@@ -66,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll
       for (int n = 0; n < kReads; ++n) sum += value[n] * factor[n];
     }
-    if (d < head_dim) store_element(out, to + d * out.stride[3], sum * inverse);
+    if (d < head_dim) store_element(out, out_offset + d * out.stride[3], sum * inverse);
   }
   if (threadIdx.x == 0)
     static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, s, i, head)] =

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass for few query rows (decode) with mma.sync: the rows of all heads of a group share one tile of 16 rows.
 //
-// There is little to compute and much to fetch, so warps work alone: each takes blocks of 16 columns, gathers their rows
-// of K and V two blocks ahead, and no barrier is in its loop. Blocks of columns are dealt out in turns to the warps of
-// all splits: how many columns there are is known on the device only, and so the first splits have work whatever the
-// number. The warps of a block merge their results in shared memory, combine.cu those of the splits.
+// There is little to compute and much to fetch, so warps work alone: each takes blocks of 16 columns, gathers their
+// rows of K and V two blocks ahead, and no barrier is in its loop. Blocks of columns are dealt out in turns to the
+// warps of all splits. Only the device knows how many columns there are, and this way the first splits have work
+// whatever the number is. The warps of a block merge their results in shared memory, combine.cu those of the splits.
 #pragma once
 
 #include "../ptx/dependent.cuh"
@@ -17,24 +17,25 @@ template <class ElementType, int kHeadDimension, int kWarpCount> struct DecodeCo
   using Element = ElementType;
   using Tile = SharedTile<kHeadDimension>;
   static constexpr int kHeadDim = kHeadDimension, kWarps = kWarpCount, kThreads = 32 * kWarps;
-  static constexpr int kColumns = 16, kStages = 2; // of a warp
+  static constexpr int kColumns = 16, kStages = 2; // columns of a block, and stages, of each warp
   static constexpr int kKeyBytes = Tile::bytes(kColumns);
-  // A row of results in shared memory, such that the writes of a warp meet all banks.
+  // The pitch of a row of results in shared memory. With it, the writes of a warp meet all banks.
   static constexpr int kMergePitch = kHeadDim + 8;
   static_assert(kDecodeRows * kMergePitch * int(sizeof(float)) <= kStages * 2 * kKeyBytes);
 };
 
 template <class Config> struct DecodeShared {
-  alignas(1024) char q[Config::Tile::bytes(kDecodeRows)];
-  char keys[Config::kWarps][Config::kStages][2][Config::kKeyBytes]; // K and V; later the results of the warp
+  alignas(1024) char sQ[Config::Tile::bytes(kDecodeRows)];
+  char sKV[Config::kWarps][Config::kStages][2][Config::kKeyBytes]; // K and V; later the results of the warp
   KeyRing<Config::kColumns, 32> ring[Config::kWarps];
   float maximum[Config::kWarps][kDecodeRows], sum[Config::kWarps][kDecodeRows];
   ForwardTask task;
 
-  __device__ float *results(int warp) { return reinterpret_cast<float *>(keys[warp]); }
+  __device__ float *results(int warp) { return reinterpret_cast<float *>(sKV[warp]); }
 };
 
-// A bias with a row for each query, for the few rows of a warp straight from global memory. See RowBiasReader.
+// A bias with a row for each query, which the few rows of a warp read from global memory. It stands in for
+// RowBiasReader.
 template <class Warp> struct LoadedRowBias {
   const Warp &warp;
   const int32_t *keys;
@@ -68,7 +69,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring[threadIdx.x / 32]), warp(threadIdx.x / 32),
         lane(threadIdx.x % 32) {
     const int blocks = (task.columns.count + kColumns - 1) / kColumns;
-    workers = params.splits * Config::kWarps, worker = task.split * Config::kWarps + warp;
+    workers = params.splits * Config::kWarps;
+    worker = task.split * Config::kWarps + warp;
     steps = worker < blocks ? (blocks - worker + workers - 1) / workers : 0;
   }
 
@@ -76,7 +78,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 
   __device__ void load_queries() const {
     const fdm_tensor &q = params.p.q;
-    copy_rows<Tile, kDecodeRows, Config::kThreads>(ptx::shared_address(shared.q), params.aligned,
+    copy_rows<Tile, kDecodeRows, Config::kThreads>(ptx::shared_address(shared.sQ), params.aligned,
                                                    int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
                                                      if (!this->exists(r)) return kZeroRow;
                                                      return static_cast<const uint16_t *>(q.data) +
@@ -103,32 +105,33 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   }
 
   __device__ uint32_t stage(int step, int values) const {
-    return ptx::shared_address(shared.keys[warp][step % kStages][values]);
+    return ptx::shared_address(shared.sKV[warp][step % kStages][values]);
   }
 
   // Begins to copy the rows of K and V of a step.
   __device__ void load_keys(int step) {
-    constexpr int kChunks = kColumns * Tile::kChunks / 32; // of each thread
+    constexpr int kChunks = kColumns * Tile::kChunks / 32; // chunks that each thread copies
     const int head_dim = int(params.p.head_dim);
     const typename Ring::Slot &slot = ring.at(step);
     const uint32_t k = stage(step, 0), v = stage(step, 1);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int r = (32 * i + lane) / Tile::kChunks, chunk = (32 * i + lane) % Tile::kChunks;
-      const uint32_t k_to = Tile::chunk_address(k, r, chunk), v_to = Tile::chunk_address(v, r, chunk);
+      const uint32_t k_address = Tile::chunk_address(k, r, chunk), v_address = Tile::chunk_address(v, r, chunk);
       const uint16_t *k_row = slot.k_row[r], *v_row = slot.v_row[r];
       if (params.aligned) {
-        ptx::copy_async_16(k_to, k_row + chunk * 8, chunk * 8 < head_dim);
-        ptx::copy_async_16(v_to, v_row + chunk * 8, chunk * 8 < head_dim);
+        ptx::cp_async_16(k_address, k_row + chunk * 8, chunk * 8 < head_dim);
+        ptx::cp_async_16(v_address, v_row + chunk * 8, chunk * 8 < head_dim);
       } else {
         const bool none = k_row == kZeroRow;
-        copy_chunk_by_elements(k_to, k_row, chunk * 8, head_dim, none ? 1 : params.p.k.stride[3]);
-        copy_chunk_by_elements(v_to, v_row, chunk * 8, head_dim, none ? 1 : params.p.v.stride[3]);
+        copy_chunk_by_elements(k_address, k_row, chunk * 8, head_dim, none ? 1 : params.p.k.stride[3]);
+        copy_chunk_by_elements(v_address, v_row, chunk * 8, head_dim, none ? 1 : params.p.v.stride[3]);
       }
     }
   }
 
-  // Of columns that no row keeps, which only a bias with a row for each query can make, V becomes zeros: 0 * NaN is NaN.
+  // Makes zeros of V in columns that no row keeps, which only a bias with a row for each query can make: 0 * NaN is
+  // NaN.
   __device__ void clear_dead_values(int step) {
     uint32_t live = 0; // bits of this thread's columns, then of all
 #pragma unroll
@@ -147,7 +150,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 
   __device__ void attend(int step) {
     clear(scores);
-    gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.q), 0), Tile::right_rows(stage(step, 0)));
+    gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.sQ), 0), Tile::right_rows(stage(step, 0)));
     this->finish_scores(ring.at(step), first_column(step) + kColumns > task.columns.full,
                         LoadedRowBias<DecodeWarp>{*this, ring.at(step).key});
     if (task.bias.rows) clear_dead_values(step);
@@ -159,18 +162,18 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void run() {
     this->start();
     load_queries();
-    ptx::commit_copies();
+    ptx::cp_async_fence();
     store(0, fetch_own_column(0, fetch_own_key(0)));
     int32_t next_key = fetch_own_key(kStages);
 #pragma unroll
     for (int step = 0; step < kStages; ++step) {
       if (step < steps) load_keys(step);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
-    ptx::wait_copies<kStages>();
+    ptx::cp_async_wait<kStages>();
     __syncthreads(); // the queries are there
     for (int step = 0; step < steps; ++step) {
-      ptx::wait_copies<kStages - 1>();
+      ptx::cp_async_wait<kStages - 1>();
       __syncwarp();
       const bool fetch_ahead = step % kStages == 0;
       ColumnEntry entry;
@@ -182,9 +185,9 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
       __syncwarp(); // nobody reads the stage any more
       if (fetch_ahead) store(step + kStages, entry);
       if (step + kStages < steps) load_keys(step + kStages);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
-    ptx::wait_copies<0>();
+    ptx::cp_async_wait<0>();
     __syncwarp();
     this->finish();
   }
@@ -193,15 +196,18 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = this->row(0, half);
-      float *to = shared.results(warp) + r * Config::kMergePitch + accumulator_column();
+      float *warp_row = shared.results(warp) + r * Config::kMergePitch + accumulator_column();
 #pragma unroll
       for (int d = 0; d < kHeadDim / 8; ++d)
-        *reinterpret_cast<float2 *>(to + 8 * d) = make_float2(out[0][d][2 * half], out[0][d][2 * half + 1]);
-      if (lane % 4 == 0) shared.maximum[warp][r] = this->maximum[0][half], shared.sum[warp][r] = this->sum[0][half];
+        *reinterpret_cast<float2 *>(warp_row + 8 * d) = make_float2(out[0][d][2 * half], out[0][d][2 * half + 1]);
+      if (lane % 4 == 0) {
+        shared.maximum[warp][r] = this->maximum[0][half];
+        shared.sum[warp][r] = this->sum[0][half];
+      }
     }
   }
 
-  // The sum over the warps, in their order.
+  // The epilogue sums over the warps, in their order.
   __device__ void write_merged() const {
     const int rows = row_count(), head_dim = int(params.p.head_dim);
     for (int i = threadIdx.x; i < rows * kHeadDim; i += Config::kThreads) {
@@ -237,12 +243,16 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void write_partial(int r, int d, float value, float largest, float total) const {
     const fdm_problem &p = params.p;
     const int64_t rows = p.batch * p.heads * p.queries;
-    const int64_t at = task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
-    params.partial_out[at * p.head_dim + d] = value;
-    if (d == 0) params.partial_max[at] = largest, params.partial_sum[at] = total;
+    const int64_t partial_row =
+        task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
+    params.partial_out[partial_row * p.head_dim + d] = value;
+    if (d == 0) {
+      params.partial_max[partial_row] = largest;
+      params.partial_sum[partial_row] = total;
+    }
   }
 
-  // Of a split that has no columns: combine.cu reads no results where the sum is 0.
+  // A split that has no columns writes sums of 0; combine.cu then reads no results.
   __device__ void write_nothing() const {
     if (int(threadIdx.x) < row_count()) write_partial(threadIdx.x, 0, 0.0f, -INFINITY, 0.0f);
   }

@@ -9,7 +9,8 @@ namespace fdm::cuda {
 // The query rows of a block: the queries of all heads_per_tile heads.
 constexpr int kDecodeRows = 16;
 
-// Of one instantiation, for head dimensions up to kHeadDim. A block for each group of heads_per_tile heads and split.
+// Launches one instantiation, which serves head dimensions up to kHeadDim. It has a block for each group of
+// heads_per_tile heads and each split.
 template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream);
 
 } // namespace fdm::cuda

@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-// Four warps with two stages of K and V each: two blocks share an SM at head dimension 128. Where that much
-// shared memory is not there, two warps.
+// Four warps with two stages of K and V each: two blocks share an SM at head dimension 128. Where there is less shared
+// memory, a block has two warps.
 constexpr int decode_warps(int arch, int head_dim) { return head_dim > 128 && shared_limit(arch) < 160 * 1024 ? 2 : 4; }
 
 template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream) {

@@ -14,14 +14,14 @@
 namespace fdm::cuda {
 namespace {
 
-// Blocks of columns that a split must have to be worth a combine step. Of a mask only the device knows how many columns
-// it keeps: splits that find none end at once.
+// Blocks of columns that a split must have to be worth a combine step. Only the device knows how many columns a mask
+// keeps; splits that find none end at once.
 constexpr int64_t kBlocksOfSplit = 4;
 constexpr int64_t kMaxSplits = 32; // combine.cu has a lane for each
 constexpr int kMostSms = 256;
 
-// Do the heads of a group have their columns and bias in common? What one head drops must not reach it through a tile that
-// it shares with a head that keeps it.
+// Do the heads of a group have their columns and bias in common? A key that one head drops must not reach that head
+// through a tile that it shares with a head that keeps the key.
 bool heads_share_columns(const fdm_problem &p) {
   const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
   if (group_size(p) == 1) return false;
@@ -32,10 +32,10 @@ bool heads_share_columns(const fdm_problem &p) {
 struct Division {
   bool decode;
   int heads_per_tile; // 1, or the heads of a group
-  int64_t tiles;      // of the longest sequence
+  int64_t tiles;      // tiles of the longest sequence
   int64_t blocks;     // without splits
   int64_t most_splits;
-  int wanted_blocks; // of an SM
+  int wanted_blocks; // wanted on each SM
 };
 
 Division divide(const fdm_problem &p) {
@@ -51,8 +51,8 @@ Division divide(const fdm_problem &p) {
   division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
   division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
   division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
-  // As many as run at a time. Of unequal ones, as a causal mask makes them, twice as many end together; to merge their
-  // results costs little where a block has as much work as with a bias for each query.
+  // Two blocks run on an SM at a time. Twice as many end closer together where their work is unequal, as a causal mask
+  // makes it. Merging their results costs little where a block has as much work as a bias for each query makes.
   division.wanted_blocks = !division.decode && has_rows(p.bias) ? 4 : 2;
   return division;
 }
@@ -63,7 +63,8 @@ int64_t choose_splits(const Division &division, int sms) {
   return std::clamp<int64_t>(division.wanted_blocks * sms / division.blocks, 1, division.most_splits);
 }
 
-// There is room for so many. It must not depend on the current device, so for more than any has.
+// How many splits there is room for. This must not depend on the current device, so it is made for more SMs than any
+// device has.
 int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostSms); }
 
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
@@ -88,7 +89,9 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   if (cudaError_t error = sm_count(&count)) return error;
   const Division division = divide(p);
   ForwardParams params{};
-  params.p = p, params.a = args, params.plan = plan;
+  params.p = p;
+  params.a = args;
+  params.plan = plan;
   params.heads_per_tile = division.heads_per_tile;
   params.tiles = int32_t(division.tiles);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);

@@ -4,7 +4,8 @@
 // The block walks the tile's columns, kColumns at a time. K of a block is fetched while the scores of the block before
 // it are turned into probabilities and multiplied with V; V is fetched while the scores are computed. Rows of K and V
 // are gathered one by one, so kept keys cost the same wherever they lie. Full columns come first, so only the last
-// blocks test which rows keep what. A bias with a row for each query is copied a block ahead, by each warp for its rows.
+// blocks test which rows keep what. A bias with a row for each query is copied a block ahead, by each warp for its
+// rows.
 //
 // Where a whole group's queries fit one tile (decode), the rows of the tile are those of all heads of the group, which
 // read the gathered keys once. Then the columns may also be divided over several blocks (splits), merged by combine.cu.
@@ -20,10 +21,11 @@ template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount
 struct ForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
-  // Also rows that cannot be copied 16 bytes at a time, and a bias with a row for each query: rare, and much code.
+  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
+  // Both are rare, and need much code.
   static constexpr bool kGeneral = kIsGeneral;
-  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // of an SM, at least
-  static constexpr int kRowTiles = kRows / kWarps / 16;               // of 16 rows, of each warp
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
+  static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
@@ -31,11 +33,11 @@ struct ForwardConfig {
 };
 
 template <class Config> struct ForwardShared {
-  alignas(1024) char q[Config::kQBytes];
-  char k[Config::kKeyBytes], v[Config::kKeyBytes];
+  alignas(1024) char sQ[Config::kQBytes];
+  char sK[Config::kKeyBytes], sV[Config::kKeyBytes];
   KeyRing<Config::kColumns, Config::kThreads> ring;
   ForwardTask task;
-  alignas(16) uint32_t bias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
+  alignas(16) uint32_t sBias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
   DeadColumns<Config::kColumns, Config::kGeneral> dead;
 };
 
@@ -57,10 +59,12 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 
   __device__ ForwardBlock(const ForwardParams &parameters, ForwardShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring) {
-    q_base = ptx::shared_address(shared.q), k_base = ptx::shared_address(shared.k);
-    v_base = ptx::shared_address(shared.v);
+    q_base = ptx::shared_address(shared.sQ);
+    k_base = ptx::shared_address(shared.sK);
+    v_base = ptx::shared_address(shared.sV);
     q_fragment = Tile::left(q_base, threadIdx.x / 32 * (16 * kRowTiles));
-    k_fragment = Tile::right_rows(k_base), v_fragment = Tile::right_columns(v_base);
+    k_fragment = Tile::right_rows(k_base);
+    v_fragment = Tile::right_columns(v_base);
   }
 
   __device__ bool aligned() const { return !Config::kGeneral || params.aligned; }
@@ -83,14 +87,14 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.bias, params.p.bias, task, ring.at(block).key);
+    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.at(block).key);
   }
 
   __device__ void finish_scores(int block) {
     const typename Ring::Slot &slot = ring.at(block);
     const bool partial = (block + 1) * kColumns > task.columns.full;
     if constexpr (Config::kGeneral) {
-      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.bias, slot.key,
+      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.sBias, slot.key,
                                                                 task.first_row, this->row(0, 0));
       Rows::finish_scores(slot, partial, row_bias);
     } else {
@@ -105,6 +109,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
                            task.kv_head, task.columns, task.bias, column(block), entry);
   }
 
+  // The prologue loads Q and starts the copies of the first block; the mainloop goes through the blocks [begin, end).
   __device__ void run(int begin, int end) {
     this->start();
     load_queries();
@@ -113,16 +118,16 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     int32_t next_key = fetch_key(columns, column(begin + Ring::kBatch));
     __syncthreads();
     if (begin < end) load_keys<false>(begin);
-    ptx::commit_copies();
+    ptx::cp_async_fence();
     if constexpr (Config::kGeneral) {
       if (begin < end) load_row_bias(begin);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
     }
     for (int block = begin; block < end; ++block) {
-      ptx::wait_copies<Config::kGeneral ? 1 : 0>(); // the bias may take longer
-      __syncthreads();                              // K of this block is there; nobody reads V of the last one any more
+      ptx::cp_async_wait<Config::kGeneral ? 1 : 0>(); // the bias may take longer
+      __syncthreads(); // K of this block is there; nobody reads V of the last one any more
       load_keys<true>(block);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       const int ahead = block + Ring::kBatch;
       const bool fetch_ahead = (block - begin) % Ring::kBatch == 0 && ahead < end;
       ColumnEntry entry;
@@ -133,10 +138,10 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       clear(scores);
       gemm_ss<Element, kHeadDim>(scores, q_fragment, k_fragment);
       if (fetch_ahead) store(ahead, entry);
-      ptx::wait_copies<0>();
+      ptx::cp_async_wait<0>();
       __syncthreads(); // V is there; nobody reads K any more
       if (block + 1 < end) load_keys<false>(block + 1);
-      ptx::commit_copies();
+      ptx::cp_async_fence();
       finish_scores(block);
       if constexpr (Config::kGeneral) {
         if (shared.dead.clears)
@@ -144,7 +149,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
               v_base, scores, -INFINITY, [&](int m, int half) { return this->exists(this->row(m, half)); });
         __syncwarp(); // the bias has been read
         if (block + 1 < end) load_row_bias(block + 1);
-        ptx::commit_copies();
+        ptx::cp_async_fence();
       }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m)
@@ -152,7 +157,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
         for (int half = 0; half < 2; ++half) this->rescale(m, half, this->softmax(m, half));
       gemm_rs<Element, kHeadDim>(out, scores, v_fragment);
     }
-    ptx::wait_copies<0>();
+    ptx::cp_async_wait<0>();
     this->finish();
   }
 };
@@ -163,8 +168,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<ForwardShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;
-  // Heads fastest, so that those of a group meet in L2; the last tiles, which a causal mask makes
-  // the longest, first.
+  // Heads go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes the longest, come
+  // first.
   const int64_t groups = p.heads / params.heads_per_tile;
   int64_t number = blockIdx.x / groups;
   const int64_t head = blockIdx.x % groups * params.heads_per_tile;

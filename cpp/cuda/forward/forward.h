@@ -14,15 +14,15 @@ struct ForwardParams {
   fdm_problem p;
   fdm_forward_args a;
   const void *plan;
-  int32_t tiles;          // of the longest sequence
+  int32_t tiles;          // tiles of the longest sequence
   int32_t heads_per_tile; // 1, or the heads of a group
   int32_t splits;
   float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
   float *partial_max, *partial_sum; // [split][batch][head][query], to base 2
-  bool aligned;                     // see rows_are_aligned; of q, k and v
+  bool aligned;                     // what rows_are_aligned says of q, k and v
 };
 
-// Of one instantiation, for head dimensions up to kHeadDim.
+// Launches one instantiation, which serves head dimensions up to kHeadDim.
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream);
 
 // Queries of a tile, and columns that are fetched at a time, of the instantiation for a head dimension.

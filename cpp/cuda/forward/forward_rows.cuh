@@ -25,7 +25,7 @@ struct ForwardTask {
   ScoreView bias;
 };
 
-// kSharedRows: all warps of the block have the same rows, and each its own columns.
+// kSharedRows says that all warps of the block have the same rows, and each its own columns.
 template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, bool kGeneral,
           bool kSharedRows = false>
 struct ForwardRows {
@@ -38,13 +38,14 @@ struct ForwardRows {
   float out[kRowTiles][kDimTiles][4];
   float maximum[kRowTiles][2], sum[kRowTiles][2];
 
-  __device__ ForwardRows(const ForwardParams &parameters, const ForwardTask &of) : params(parameters), task(of) {}
+  __device__ ForwardRows(const ForwardParams &parameters, const ForwardTask &own_task)
+      : params(parameters), task(own_task) {}
 
   // Row r of the block is query r / heads_per_tile of head r % heads_per_tile.
   __device__ int64_t query(int r) const { return task.first_row + r / params.heads_per_tile; }
   __device__ int64_t head(int r) const { return task.head + r % params.heads_per_tile; }
   __device__ bool exists(int r) const { return query(r) < task.s.q_count; }
-  // The accumulator row of this thread: tile m of the warp, half 0 or 1.
+  // The row of the block that this thread accumulates in tile m of the warp, half 0 or 1.
   __device__ static int row(int m, int half) {
     return (kSharedRows ? 0 : threadIdx.x / 32 * (16 * kRowTiles)) + 16 * m + accumulator_row(half);
   }
@@ -53,12 +54,16 @@ struct ForwardRows {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) maximum[m][half] = -INFINITY, sum[m][half] = 0.0f;
+      for (int half = 0; half < 2; ++half) {
+        maximum[m][half] = -INFINITY;
+        sum[m][half] = 0.0f;
+      }
     clear(out);
   }
 
-  // Scaled, capped and biased, to base 2; -inf where not kept. `partial`: some pairs may not be kept. row_bias reads a
-  // bias with a row for each query, see RowBiasReader; what it gives for absent rows and keys is ignored.
+  // Makes the scores scaled, capped and biased, to base 2, and -inf where a pair is not kept. `partial` says that some
+  // pairs may not be kept. row_bias reads a bias with a row for each query, as RowBiasReader does; what it returns for
+  // absent rows and keys is ignored.
   template <class Slot, class RowBias>
   __device__ void finish_scores(const Slot &slot, bool partial, const RowBias &row_bias) {
     if (params.p.softcap > 0)
@@ -111,7 +116,7 @@ struct ForwardRows {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // Rows of the plan's tile: several blocks may share one.
+        // This row of the plan's tile, which several blocks may share.
         const int r = int(query(row(m, half)) - task.columns.first_row);
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n) {
@@ -122,9 +127,9 @@ struct ForwardRows {
       }
   }
 
-  // Scores of a row to probabilities, relative to its running maximum. Returns the factor that scales what was summed
-  // before. The maximum follows only where it falls behind by kSlack: probabilities of up to 2^kSlack do no harm, and
-  // most blocks then need not touch the accumulators.
+  // Turns the scores of a row into probabilities, relative to its running maximum. Returns the factor that scales what
+  // was summed before. The maximum follows only where it falls behind by kSlack: probabilities of up to 2^kSlack do no
+  // harm, and most blocks then need not touch the accumulators.
   __device__ float softmax(int m, int half) {
     float largest = maximum[m][half];
 #pragma unroll
@@ -151,7 +156,10 @@ struct ForwardRows {
   __device__ void rescale(int m, int half, float factor) {
     if (__any_sync(0xffffffffu, factor != 1.0f)) {
 #pragma unroll
-      for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] *= factor, out[m][d][2 * half + 1] *= factor;
+      for (int d = 0; d < kDimTiles; ++d) {
+        out[m][d][2 * half] *= factor;
+        out[m][d][2 * half + 1] *= factor;
+      }
     }
   }
 
@@ -161,13 +169,15 @@ struct ForwardRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[m][half] = ptx::row_sum(sum[m][half]);
-        // NaN in the query of a row that keeps nothing, whose keys are zeros here or masked by adding -inf.
+        // A NaN in the query of a row that keeps nothing reaches the sum: its keys are zeros here, or masked by adding
+        // -inf.
         if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);
       }
   }
 
   __device__ void clear_row(int m, int half) {
-    maximum[m][half] = -INFINITY, sum[m][half] = 0.0f;
+    maximum[m][half] = -INFINITY;
+    sum[m][half] = 0.0f;
 #pragma unroll
     for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] = out[m][d][2 * half + 1] = 0.0f;
   }
@@ -190,6 +200,7 @@ struct ForwardRows {
     return false;
   }
 
+  // The epilogue writes normalized rows and their lse.
   __device__ void write() const {
     const fdm_tensor &t = params.a.out;
     const int head_dim = int(params.p.head_dim);
@@ -200,14 +211,15 @@ struct ForwardRows {
         const int r = row(m, half);
         if (!exists(r)) continue;
         const float total = sum[m][half], inverse = total == 0.0f ? 0.0f : 1.0f / total;
-        auto *to = static_cast<Element *>(t.data) + row_offset(t, task.s, query(r), head(r));
-        write_row(to, t.stride[3], head_dim, out[m], half, inverse);
+        auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task.s, query(r), head(r));
+        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse);
         if (threadIdx.x % 4 == 0)
           static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task.s, query(r), head(r))] =
               total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
       }
   }
 
+  // The epilogue of a split writes rows that are not normalized, with their maximum and sum.
   __device__ void write_partial() const {
     const int64_t rows = params.p.batch * params.p.heads * params.p.queries;
     const int head_dim = int(params.p.head_dim);
@@ -217,16 +229,19 @@ struct ForwardRows {
       for (int half = 0; half < 2; ++half) {
         const int r = row(m, half);
         if (!exists(r)) continue;
-        const int64_t at =
+        const int64_t partial_row =
             task.split * rows + (task.sequence_index * params.p.heads + head(r)) * params.p.queries + query(r);
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int column = 8 * d + accumulator_column() + i;
-            if (column < head_dim) params.partial_out[at * head_dim + column] = out[m][d][2 * half + i];
+            if (column < head_dim) params.partial_out[partial_row * head_dim + column] = out[m][d][2 * half + i];
           }
-        if (threadIdx.x % 4 == 0) params.partial_max[at] = maximum[m][half], params.partial_sum[at] = sum[m][half];
+        if (threadIdx.x % 4 == 0) {
+          params.partial_max[partial_row] = maximum[m][half];
+          params.partial_sum[partial_row] = sum[m][half];
+        }
       }
   }
 };

@@ -23,7 +23,8 @@ inline cudaError_t sm_count(int *count) {
   return error;
 }
 
-// Lets a kernel use `bytes` of dynamic shared memory on the current device; once for each kernel and device.
+// Lets a kernel use `bytes` of dynamic shared memory on the current device. The driver is asked once for each kernel
+// and device.
 template <class Kernel> cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t> &done) {
   int device;
   if (cudaError_t error = cudaGetDevice(&device)) return error;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// From the dtype and head dimension of a problem to the instantiation that serves it.
+// Finds the instantiation that serves the dtype and head dimension of a problem.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -19,7 +19,7 @@ struct Grid {
   Grid(int64_t columns, int64_t rows = 1) : x(columns), y(rows) {}
 };
 
-// kernel_ahead: a programmatic dependent launch, see ptx/dependent.cuh; an ordinary one before sm_90.
+// kernel_ahead makes a programmatic dependent launch (ptx/dependent.cuh); before sm_90, an ordinary one.
 enum class Overlap { none, kernel_ahead };
 
 template <Overlap kOverlap = Overlap::none, class... Parameters>
@@ -32,9 +32,12 @@ cudaError_t launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y)), config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(shared_bytes), config.stream = stream;
-  config.attrs = &early, config.numAttrs = kOverlap == Overlap::kernel_ahead && FDM_ARCH >= 90 ? 1 : 0;
+  config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y));
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(shared_bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = kOverlap == Overlap::kernel_ahead && FDM_ARCH >= 90 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, parameters...);
 }
 

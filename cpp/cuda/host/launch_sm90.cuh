@@ -7,13 +7,13 @@
 
 namespace fdm::cuda::sm90 {
 
-// kKernel(params) with the shared memory that `Shared` needs. The kernel waits for the one ahead itself.
+// Launches kKernel(params) with the shared memory that `Shared` needs. The kernel waits for the one ahead itself.
 template <class Shared, auto kKernel, class Params>
 cudaError_t launch(const Params &params, int64_t blocks, cudaStream_t stream) {
   return launch_with_shared<Shared, kKernel, Overlap::kernel_ahead>(params, blocks, Roles::kThreads, stream);
 }
 
-// Launches a persistent kernel: one block for each SM, as long as there are tiles.
+// Launches a persistent kernel: one block for each SM, but no more than there are tiles.
 template <class Shared, auto kKernel, class Params>
 cudaError_t launch_persistent(const Params &params, int64_t tiles, cudaStream_t stream) {
   int most;

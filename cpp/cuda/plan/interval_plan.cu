@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Interval plans: the kept keys of each list, and the columns of each tile.
 //
-// Tiles of long lists look at kept keys only, once these are there: a window of w keys over K keys in random order keeps
-// about w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Of short lists one launch does everything,
-// and tiles look at all keys: that takes no longer than to wait for another kernel, and spares the host a launch.
+// Tiles of long lists look at kept keys only, once these are there: a window of w keys over K keys in random order
+// keeps about w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Short lists take one launch, in
+// which tiles look at all keys: that is no slower than waiting for another kernel, and spares the host a launch.
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../tile/block_scan.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kTileThreads = 512, kTileItems = 8, kTileStep = kTileThreads * kTileItems;
 constexpr int kShortKeys = 2 * kTileStep;
-// Long ones are compacted chunk by chunk; small chunks keep more SMs at work.
+// Long lists are compacted chunk by chunk; small chunks keep more SMs at work.
 constexpr int kChunkThreads = 1024, kChunkItems = 2, kChunkKeys = kChunkThreads * kChunkItems;
 
 struct KeyRows {
@@ -35,7 +35,8 @@ struct KeyRowsReader {
     const auto offset = [&](const fdm_tensor &t, int64_t stride) {
       return work.list_batch * t.stride[0] + work.list_head * t.stride[1] + work.s.k_begin * stride;
     };
-    start_stride = p.start.stride[3], end_stride = p.end.stride[3];
+    start_stride = p.start.stride[3];
+    end_stride = p.end.stride[3];
     mask_stride = p.mask.shape[3] == 1 ? 0 : p.mask.stride[3];
     if (present(p.start)) {
       start = static_cast<const int32_t *>(p.start.data) + offset(p.start, start_stride);
@@ -43,7 +44,9 @@ struct KeyRowsReader {
     } else {
       mask = static_cast<const uint8_t *>(p.mask.data) + offset(p.mask, mask_stride);
     }
-    causal = is_causal(p), causal_off = work.s.causal_off, queries = static_cast<int32_t>(work.s.q_count);
+    causal = is_causal(p);
+    causal_off = work.s.causal_off;
+    queries = static_cast<int32_t>(work.s.q_count);
   }
 
   __device__ KeyRows operator()(int64_t j) const {
@@ -54,7 +57,7 @@ struct KeyRowsReader {
     } else if (!__ldg(mask + j * mask_stride)) {
       rows.end = 0;
     }
-    // Beyond int32 only for keys that no row sees: then rows.end is at most the limit.
+    // The limit is beyond int32 only for keys that no row sees; rows.end is at most the limit then.
     if (causal) rows.start = static_cast<int32_t>(max64(rows.start, j - causal_off));
     return rows;
   }
@@ -69,7 +72,7 @@ __device__ void read_chunk(const KeyRowsReader &reader, int64_t first, int64_t k
   }
 }
 
-// Of a key among the rows of one tile: does every row keep it, or some row?
+// Does every row of a tile keep a key, or some row?
 struct TileKey {
   bool full, partial;
 
@@ -78,7 +81,8 @@ struct TileKey {
         partial(!full && max(rows.start, first) < min(rows.end, past)) {}
 };
 
-// Full and partial columns of all rows of a sequence, in each chunk of its keys; together they are the kept keys.
+// How many keys of a chunk all rows of a sequence keep (full), or some rows (partial). Together they are the kept
+// keys.
 struct ChunkCounts {
   int32_t full, partial;
 };
@@ -112,14 +116,18 @@ __global__ void __launch_bounds__(kChunkThreads)
 // The counts of all chunks before a block's. All lanes of a warp get them.
 __device__ ChunkCounts counts_before(const ChunkCounts *counts, int64_t part) {
   ChunkCounts before{0, 0};
-  for (int64_t n = lane_id(); n < part; n += 32) before.full += counts[n].full, before.partial += counts[n].partial;
+  for (int64_t n = lane_id(); n < part; n += 32) {
+    before.full += counts[n].full;
+    before.partial += counts[n].partial;
+  }
   before.full = __reduce_add_sync(kAllLanes, before.full);
   before.partial = __reduce_add_sync(kAllLanes, before.partial);
   return before;
 }
 
-// Compacts a chunk of keys from `first` on; `is_last`: of the list. Returns the counts with those before. `only_tile`: no
-// sequence has more rows than a tile, so that its columns are the kept keys and are written here too.
+// Compacts a chunk of keys from `first` on; `is_last` marks the last of the list. Returns the counts with those
+// before. `only_tile` says that no sequence has more rows than a tile: its columns are then the kept keys, and are
+// written here too.
 template <int kThreads, int kItems>
 __device__ ChunkCounts compact_chunk(BlockRanks<kThreads, kItems> &ranks, const fdm_problem &p, const Plan &plan,
                                      const ListWork &work, const KeyRows (&rows)[kItems], int64_t first,
@@ -129,7 +137,8 @@ __device__ ChunkCounts compact_chunk(BlockRanks<kThreads, kItems> &ranks, const 
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const TileKey key(rows[i], 0, static_cast<int32_t>(work.s.q_count));
-    full[i] = key.full, partial[i] = key.partial;
+    full[i] = key.full;
+    partial[i] = key.partial;
   }
   const uint32_t total = ranks.rank(full, partial, rank);
   const int64_t base = work.list * plan.list_keys + work.s.k_begin;
@@ -141,8 +150,10 @@ __device__ ChunkCounts compact_chunk(BlockRanks<kThreads, kItems> &ranks, const 
     const auto key = static_cast<int32_t>(first + i * kThreads + threadIdx.x);
     const int64_t full_rank = before.full + static_cast<int32_t>(ranks.first_of(rank[i]));
     const int64_t partial_rank = before.partial + static_cast<int32_t>(ranks.second_of(rank[i]));
-    const int64_t at = base + full_rank + partial_rank;
-    plan.kept_index[at] = key, plan.kept_start[at] = rows[i].start, plan.kept_end[at] = rows[i].end;
+    const int64_t position = base + full_rank + partial_rank;
+    plan.kept_index[position] = key;
+    plan.kept_start[position] = rows[i].start;
+    plan.kept_end[position] = rows[i].end;
     if (only_tile) columns[full[i] ? full_rank : plan.tile_keys - 1 - partial_rank] = key;
   }
   const ChunkCounts counts{before.full + static_cast<int32_t>(ranks.first_of(total)),
@@ -171,7 +182,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   compact_chunk(ranks, p, plan, work, rows, first, before, work.part == last_part, only_tile);
 }
 
-// The keys that a tile looks at: those that are kept, or all. rows(n) and key(n) are those of number n < count.
+// The keys that a tile looks at, which are the kept ones or all. rows(n) and key(n) return those of number n < count.
 struct KeptKeys {
   int32_t count;
   const int32_t *index, *start, *end;
@@ -179,7 +190,9 @@ struct KeptKeys {
   __device__ KeptKeys(const fdm_problem &p, const Plan &plan, const ListWork &work) {
     const int64_t list = work.list * plan.list_keys + work.s.k_begin;
     count = plan.kept_count[work.list * list_sequences(p) + work.sequence_index];
-    index = plan.kept_index + list, start = plan.kept_start + list, end = plan.kept_end + list;
+    index = plan.kept_index + list;
+    start = plan.kept_start + list;
+    end = plan.kept_end + list;
   }
   __device__ int32_t key(int32_t n) const { return index[n]; }
   __device__ KeyRows rows(int32_t n) const { return {start[n], end[n]}; }
@@ -210,9 +223,10 @@ __device__ void list_columns(BlockRanks<kTileThreads, kTileItems> &ranks, const 
     uint32_t rank[kTileItems];
 #pragma unroll
     for (int i = 0; i < kTileItems; ++i) {
-      const int32_t at = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
-      const TileKey key(at < keys.count ? keys.rows(at) : KeyRows{0, 0}, first, past);
-      full[i] = key.full, partial[i] = key.partial;
+      const int32_t position = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
+      const TileKey key(position < keys.count ? keys.rows(position) : KeyRows{0, 0}, first, past);
+      full[i] = key.full;
+      partial[i] = key.partial;
     }
     const uint32_t total = ranks.rank(full, partial, rank);
 #pragma unroll
@@ -222,7 +236,8 @@ __device__ void list_columns(BlockRanks<kTileThreads, kTileItems> &ranks, const 
                                      : plan.tile_keys - 1 - partial_count - ranks.second_of(rank[i]);
       columns[column] = keys.key(step + i * kTileThreads + static_cast<int32_t>(threadIdx.x));
     }
-    full_count += ranks.first_of(total), partial_count += ranks.second_of(total);
+    full_count += ranks.first_of(total);
+    partial_count += ranks.second_of(total);
   }
   if (threadIdx.x == 0) plan.counts[slot] = {full_count + partial_count, full_count};
 }
@@ -236,7 +251,7 @@ __global__ void __launch_bounds__(kTileThreads)
   if (work.part * kTileRows < work.s.q_count) list_columns(ranks, p, plan, work, KeptKeys(p, plan, work));
 }
 
-// The parts of a short list: its tiles, unless there is but one, and the compaction.
+// The parts of a short list are its tiles, unless there is only one, and the compaction.
 __global__ void __launch_bounds__(kTileThreads, 2)
     plan_short_lists(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
   __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
@@ -271,7 +286,7 @@ cudaError_t make_interval_plan(const fdm_problem &p, void *base, void *workspace
   const Plan plan = lay_out_plan(p, base, &bytes);
   const int64_t lists = plan.lists * list_sequences(p);
   const int64_t chunks = ceil_div(p.keys, kChunkKeys), tiles = ceil_div(p.queries, kTileRows);
-  const int64_t listed_tiles = tiles > 1 ? tiles : 0; // of one, compaction writes the columns
+  const int64_t listed_tiles = tiles > 1 ? tiles : 0; // compaction writes the columns of a single tile
   if (p.keys <= kShortKeys)
     return launch(plan_short_lists, lists * (listed_tiles + 1), kTileThreads, 0, stream, p, plan, listed_tiles);
   auto *counts = static_cast<ChunkCounts *>(workspace);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The plans of the CUDA packs: their layout in memory.
 //
-// A plan has, for each list (a batch and a head of the mask) and each tile of kTileRows query rows of each sequence, the
-// columns (keys) that any row of the tile keeps: first those that all rows keep (full), then the partial ones. Without a
-// mask (range) there is no plan: the columns are consecutive and computed.
+// A plan has, for each list (a batch and a head of the mask) and each tile of kTileRows query rows of each sequence,
+// the columns (keys) that any row of the tile keeps: first those that all rows keep (full), then the partial ones.
+// Without a mask (range) there is no plan: the columns are consecutive and computed.
 //
-// Interval plans (a mask that is the same for every query, or intervals; the causal limit is part of the intervals) also
-// have, for each list, the keys that any query keeps, in key order, each with its first and past-the-last row. Row plans
-// (a boolean mask with a row for each query) have a word of kTileRows bits for each tile and key instead, so that the
-// backward pass, which goes by keys, can look up any.
+// Interval plans (a mask that is the same for every query, or intervals; the causal limit is part of the intervals)
+// also have, for each list, the keys that any query keeps, in key order, each with its first and past-the-last row. Row
+// plans (a boolean mask with a row for each query) have a word of kTileRows bits for each tile and key instead. The
+// backward pass, which goes by keys, can look up any of them.
 #pragma once
 
 #include <cstdint>
@@ -60,36 +60,46 @@ FDM_INLINE Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   const fdm_tensor &mask = list_tensor(p);
   const bool intervals = is_interval_plan(mask_kind(p));
   Plan plan{};
-  plan.lists = mask.shape[0] * mask.shape[1], plan.batch_lists = mask.shape[1];
+  plan.lists = mask.shape[0] * mask.shape[1];
+  plan.batch_lists = mask.shape[1];
   plan.list_keys = list_keys(p);
   plan.tiles = total_rows(p) / kTileRows + list_sequences(p);
   plan.tile_keys = p.keys;
   int64_t used = 0;
-  char *at = static_cast<char *>(base);
+  char *memory = static_cast<char *>(base);
   const int64_t kept_bytes = align_256(4 * plan.lists * plan.list_keys);
   if (intervals) {
-    plan.kept_count = reinterpret_cast<int32_t *>(at + used);
+    plan.kept_count = reinterpret_cast<int32_t *>(memory + used);
     used += align_256(4 * plan.lists * list_sequences(p));
-    plan.kept_index = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;
-    plan.kept_start = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;
-    plan.kept_end = reinterpret_cast<int32_t *>(at + used), used += kept_bytes;
+    plan.kept_index = reinterpret_cast<int32_t *>(memory + used);
+    used += kept_bytes;
+    plan.kept_start = reinterpret_cast<int32_t *>(memory + used);
+    used += kept_bytes;
+    plan.kept_end = reinterpret_cast<int32_t *>(memory + used);
+    used += kept_bytes;
   }
   const int64_t slots = plan.lists * plan.tiles;
-  plan.counts = reinterpret_cast<TileCounts *>(at + used), used += align_256(8 * slots);
-  plan.columns = reinterpret_cast<int32_t *>(at + used), used += align_256(4 * slots * plan.tile_keys);
-  if (!intervals) plan.words = reinterpret_cast<RowWord *>(at + used), used += align_256(16 * slots * plan.tile_keys);
+  plan.counts = reinterpret_cast<TileCounts *>(memory + used);
+  used += align_256(8 * slots);
+  plan.columns = reinterpret_cast<int32_t *>(memory + used);
+  used += align_256(4 * slots * plan.tile_keys);
+  if (!intervals) {
+    plan.words = reinterpret_cast<RowWord *>(memory + used);
+    used += align_256(16 * slots * plan.tile_keys);
+  }
   *bytes = used;
   return plan;
 }
 
-// fdm_pack.plan_layouts: an upper bound of the above by pack.h's formula.
+// The value of fdm_pack.plan_layouts: an upper bound of the above by pack.h's formula.
 FDM_INLINE fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   if (kind == FDM_MASK_NONE) return {0, 0, 0, 0, 0, kTileRows};
   if (kind == FDM_MASK_ROWS) return {4 * 256, 0, 0, 8, 20, kTileRows};
   return {7 * 256, 4, 12, 8 + 4, 4, kTileRows}; // a tile for each sequence pays for its kept_count
 }
 
-// The number of a tile of a sequence among its list's: never two of one number, without a scan over the sequences.
+// The number of a tile of a sequence among the tiles of its list. No two tiles have the same number, and no scan over
+// the sequences is needed.
 FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t tile) {
   return is_varlen(p) ? s.q_begin / kTileRows + sequence_index + tile : tile;
 }

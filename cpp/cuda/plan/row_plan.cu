@@ -2,9 +2,9 @@
 // Row plans: a boolean mask with a row for each query, read exactly once.
 //
 // A block turns the rows of one tile into columns, kStepKeys keys at a time. A warp reads 32 rows of 128 keys, four
-// keys a thread, so that a row is one request of 128 bytes and 32 of them are under way at a time. The bytes of eight
-// rows become the bits of one register by shifts (for four keys at once), and a transposition of four such registers
-// gives a word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
+// keys a thread: a row is one request of 128 bytes, and 32 requests are under way at a time. The bytes of eight rows
+// become the bits of one register by shifts (for four keys at once), and a transposition of four such registers gives a
+// word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
 #include "../host/launch.cuh"
 #include "../tile/block_scan.cuh"
 #include "list_work.cuh"
@@ -24,31 +24,32 @@ __device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {
 }
 
 // Four booleans of a row as bytes; those beyond `keys` are 0.
-template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_t *at, int64_t col, int keys) {
-  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(at));
+template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_t *first, int64_t col, int keys) {
+  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(first));
   uint32_t bytes = 0;
 #pragma unroll
   for (int k = 0; k < kKeysPerThread; ++k)
-    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(at + k * col)) << (8 * k);
+    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(first + k * col)) << (8 * k);
   return bytes;
 }
 
-// Byte k of bits[b]: key k in rows 8 b ... 8 b + 7 of those from `at` on.
+// Byte k of bits[b] has key k in rows 8 b ... 8 b + 7, counted from `first`.
 template <bool kWide>
-__device__ __forceinline__ void load_rows(const uint8_t *at, int64_t row, int64_t col, int rows, int keys,
+__device__ __forceinline__ void load_rows(const uint8_t *first, int64_t row, int64_t col, int rows, int keys,
                                           uint32_t (&bits)[4]) {
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     uint32_t loaded[8];
 #pragma unroll
-    for (int r = 0; r < 8; ++r) loaded[r] = 8 * b + r < rows ? load_keys<kWide>(at + (8 * b + r) * row, col, keys) : 0;
+    for (int r = 0; r < 8; ++r)
+      loaded[r] = 8 * b + r < rows ? load_keys<kWide>(first + (8 * b + r) * row, col, keys) : 0;
     bits[b] = 0;
 #pragma unroll
     for (int r = 0; r < 8; ++r) bits[b] = bits[b] >> 1 | upper_bits(loaded[r]); // bit 0 of a byte is set by the last
   }
 }
 
-// word.x: rows 0 ... 31 of key 0, and so on: the transpose of four registers of four bytes.
+// Transposes four registers of four bytes: word.x has rows 0 ... 31 of key 0, and so on.
 __device__ __forceinline__ uint4 words_of_keys(const uint32_t (&bits)[4]) {
   const uint32_t low01 = __byte_perm(bits[0], bits[1], 0x5140), high01 = __byte_perm(bits[0], bits[1], 0x7362);
   const uint32_t low23 = __byte_perm(bits[2], bits[3], 0x5140), high23 = __byte_perm(bits[2], bits[3], 0x7362);
@@ -61,7 +62,7 @@ __device__ __forceinline__ uint32_t bits_from(int64_t from) {
   return from <= 0 ? ~0u : (from >= 32 ? 0u : ~0u << from);
 }
 
-// kAligned: the key stride is 1 and every row starts at a multiple of four bytes.
+// kAligned says that the key stride is 1 and every row starts at a multiple of four bytes.
 template <bool kAligned>
 __global__ void __launch_bounds__(kRowThreads, 2)
     list_row_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
@@ -103,7 +104,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     for (int n = 0; n < kParts; ++n) {
       uint32_t kept = reinterpret_cast<const uint32_t *>(words[n])[threadIdx.x];
       if (is_causal(p)) kept &= bits_from(key - first_limit - 32 * n);
-      any |= kept, missing |= ~kept & ~bits_from(rows - 32 * n);
+      any |= kept;
+      missing |= ~kept & ~bits_from(rows - 32 * n);
       word.part[n] = kept;
     }
     const bool full[1] = {missing == 0}, partial[1] = {missing != 0 && any != 0};
@@ -115,7 +117,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
       columns[plan.tile_keys - 1 - c] = static_cast<int32_t>(key);
     }
     if (key < work.s.k_count) key_words[key] = word;
-    full_count += ranks.first_of(total), partial_count += ranks.second_of(total);
+    full_count += ranks.first_of(total);
+    partial_count += ranks.second_of(total);
   }
   // Keys behind the causal limit have been left out, or begin in the last step.
   for (int64_t key = ceil_div(max64(0, visible), kStepKeys) * kStepKeys + threadIdx.x; key < work.s.k_count;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Barriers in shared memory, and what warps of different roles need to work together (PTX ISA: mbarrier, cp.async.mbarrier,
-// bar, fence.proxy, setmaxnreg; sm_90).
+// Barriers in shared memory, and what warps of different roles need to work together (PTX ISA: mbarrier,
+// cp.async.mbarrier, bar, fence.proxy, setmaxnreg; sm_90).
 #pragma once
 
 #include <cstdint>
@@ -39,16 +39,17 @@ __device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
 // Makes shared memory that ordinary stores and cp.async have written visible to wgmma.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
-// Among `kThreads` threads of the block; number 0 is that of __syncthreads.
+// Synchronizes `kThreads` threads of the block; number 0 is the barrier of __syncthreads.
 template <int kNumber, int kThreads> __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync %0, %1;\n" ::"n"(kNumber), "n"(kThreads) : "memory");
 }
 
-// The registers of each thread of this warpgroup from here on, a multiple of 8. All its warps must call it.
-template <int kRegisters> __device__ __forceinline__ void give_registers() {
+// These set how many registers each thread of this warpgroup has from here on, a multiple of 8. All its warps must
+// call them.
+template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
-template <int kRegisters> __device__ __forceinline__ void take_registers() {
+template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 

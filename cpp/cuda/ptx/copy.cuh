@@ -10,24 +10,24 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes; zeros where `valid` is false, and then the source is not read.
-__device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, bool valid) {
+// Copies 16 bytes. Where `valid` is false it writes zeros, and does not read the source.
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem, bool valid) {
   const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
+__device__ __forceinline__ void cp_async_4(uint32_t smem, const void *gmem) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(smem), "l"(gmem) : "memory");
 }
-// Not asynchronous: for what has fewer than four bytes in global memory.
-__device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(to), "r"(value) : "memory");
+// An ordinary store, for what has fewer than four bytes in global memory.
+__device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(smem), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+__device__ __forceinline__ void cp_async_fence() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Waits until at most `Pending` of this thread's most recent groups are under way.
-template <int Pending> __device__ __forceinline__ void wait_copies() {
+template <int Pending> __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
 

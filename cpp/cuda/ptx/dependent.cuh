@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Kernels that are launched before the one ahead of them has ended (PTX ISA, griddepcontrol; sm_90 and later).
 //
-// Before that arch these do nothing, and launch.cuh makes an ordinary launch of what is marked Overlap::kernel_ahead. After
-// an ordinary launch they do nothing either. What such a kernel reads before, or without, wait_for_kernel_ahead must have
-// been there when the last kernel ahead of it that was launched the ordinary way started.
+// Before that arch these do nothing, and launch.cuh makes an ordinary launch of what is marked Overlap::kernel_ahead.
+// After an ordinary launch they do nothing either. What such a kernel reads before, or without, wait_for_kernel_ahead
+// must have been there when the last kernel ahead of it that was launched the ordinary way started.
 #pragma once
 
 #include <cstdint>
 
 namespace fdm::ptx {
 
-// In a build for tests (FLASH_DMATTN_DELAYS): up to 64 microseconds, other ones for each block and point, so that kernels of
-// a chain overlap in ways in which they seldom do. Whoever reads what the kernel ahead has not written yet is found by it.
+// A build for tests (FLASH_DMATTN_DELAYS) waits here for up to 64 microseconds, different for each block and point.
+// Kernels of a chain then overlap in ways in which they seldom do, and tests find a kernel that reads what the kernel
+// ahead has not written yet.
 __device__ __forceinline__ void delay([[maybe_unused]] uint32_t point) {
 #ifdef FDM_DELAYS
   uint32_t number = (blockIdx.x + 0x9e37u * blockIdx.y + 0x85ebu * gridDim.x + point) * 0x9e3779b1u;
@@ -29,7 +30,8 @@ __device__ __forceinline__ void start_dependents() {
 }
 
 // Waits until the kernel ahead has ended and what it wrote can be read. In every kernel that is launched with
-// Overlap::kernel_ahead at least one thread must call this, so that the end of a kernel is also that of all ahead of it.
+// Overlap::kernel_ahead at least one thread must call this. When a kernel has ended, all kernels ahead of it have ended
+// too.
 __device__ __forceinline__ void wait_for_kernel_ahead() {
 #if __CUDA_ARCH__ >= 900
   delay(2);

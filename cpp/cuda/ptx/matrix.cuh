@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Matrix fragments and the warp-wide multiply-add (PTX ISA: ldmatrix, mma.sync.m16n8k16; sm_80 and later).
 //
-// Of a 16 x 8 accumulator thread t holds rows t / 4 and t / 4 + 8, columns 2 (t % 4) and the next:
-// c[0], c[1] of the first row, c[2], c[3] of the second.
+// In a 16 x 8 accumulator, thread t holds rows t / 4 and t / 4 + 8, columns 2 (t % 4) and the next: c[0], c[1] of the
+// first row, c[2], c[3] of the second.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,15 +12,15 @@
 
 namespace fdm::ptx {
 
-// Four 8 x 8 matrices of 16-bit elements; thread t gives the address of row t % 8 of matrix t / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t address) {
+// Loads four 8 x 8 matrices of 16-bit elements; thread t gives the address of row t % 8 of matrix t / 8.
+__device__ __forceinline__ void ldmatrix(uint32_t (&m)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(address)
                : "memory");
 }
 
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint32_t address) {
+__device__ __forceinline__ void ldmatrix_trans(uint32_t (&m)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(address)
@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint3
 
 // c += a b; a is 16 x 16, b 16 x 8, both of Element; c float32.
 template <class Element>
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (sizeof(Element) == 2 && __is_same(Element, __half)) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};\n"
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
   }
 }
 
-// Two floats rounded to Element, the first in the low half.
+// Rounds two floats to Element and packs them, the first in the low half.
 template <class Element> __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t bits;
   if constexpr (__is_same(Element, __half)) {
@@ -56,7 +56,7 @@ template <class Element> __device__ __forceinline__ uint32_t pack(float low, flo
   return bits;
 }
 
-// Over the four threads that hold a row of an accumulator.
+// These reduce over the four threads that hold a row of an accumulator.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));

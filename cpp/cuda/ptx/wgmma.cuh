@@ -19,7 +19,7 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
   return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
 }
 
-// Before the first product, and whenever registers that products read were written.
+// Comes before the first product, and whenever registers that products read were written.
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit_batch() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
@@ -80,7 +80,7 @@ template <int kPending> __device__ __forceinline__ void warpgroup_wait() {
 
 // c = A B', or c += A B' where `accumulate`; A is 64 x 16 and B kN x 16, both given by descriptors.
 template <class Element, int kTiles>
-__device__ __forceinline__ void multiply_shared(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);
   static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
   if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, "f16");
@@ -91,10 +91,9 @@ __device__ __forceinline__ void multiply_shared(float (&c)[kTiles][4], uint64_t 
   if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, "bf16");
 }
 
-// As above with A in registers, as mma.sync has it. kTransposed: c = A B instead, with B 16 x kN.
+// The same with A in registers, as mma.sync has it. With kTransposed c = A B instead, with B 16 x kN.
 template <class Element, bool kTransposed, int kTiles>
-__device__ __forceinline__ void multiply_registers(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b,
-                                                   bool accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);
   static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
   if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 22, "f16");

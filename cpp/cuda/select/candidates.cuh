@@ -18,7 +18,7 @@ FDM_INLINE int64_t selection_sequences(const fdm_selection &s, const fdm_tensor 
   return present(s.cu_seqlens_q) ? s.batch : result.shape[0];
 }
 
-// Row range of a sequence (without cu_seqlens: an index into the result's batch) and a head of the result.
+// The rows of sequence b (without cu_seqlens, b is an index into the result's batch) and of a head of the result.
 __device__ __forceinline__ SelectionRow selection_row(const fdm_selection &s, const fdm_tensor &result, int64_t b,
                                                       int64_t result_head) {
   return {sequence(s, b), result_head * (s.heads / result.shape[1])};
@@ -33,15 +33,15 @@ template <class T> struct KeyRow {
     const int64_t head = t.shape[1] == 1 ? 0 : (t.shape[1] == s.heads ? r.head : r.head / (s.heads / s.kv_heads));
     const bool rows = t.shape[2] > 1;
     stride = t.shape[3] > 1 ? t.stride[3] : 0;
-    int64_t at = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
-    at += rows ? (r.q_begin + i) * t.stride[2] : r.k_begin * stride;
-    base = static_cast<const T *>(t.data) + at;
+    int64_t offset = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
+    offset += rows ? (r.q_begin + i) * t.stride[2] : r.k_begin * stride;
+    base = static_cast<const T *>(t.data) + offset;
   }
   __device__ T load(int32_t j) const { return __ldg(base + j * stride); }
 };
 
-// Biases as unsigned integers of the same order; 0 for those that are never selected, NaN and -inf. Of 16-bit dtypes the
-// lower half is 0, which saves the selection a pass.
+// Biases become unsigned integers of the same order, and 0 where they are never selected: NaN and -inf. With 16-bit
+// dtypes the lower half is 0, which saves the selection a pass.
 template <int kDtype> struct OrderedBias {
   using Storage = uint16_t;
   static constexpr int kBits = 16;
@@ -71,7 +71,7 @@ template <int kDtype> struct Candidates {
   __device__ Candidates(const fdm_selection &s, const SelectionRow &r, int64_t i)
       : bias(s, s.bias, r, i), mask(s, s.mask, r, i), masked(present(s.mask)) {}
 
-  // 0 for a key that the mask or the bias excludes.
+  // Returns 0 for a key that the mask or the bias excludes.
   __device__ uint32_t operator()(int32_t j) const {
     const uint32_t bits = bias.load(j);
     if (masked && !mask.load(j)) return 0;
@@ -79,10 +79,10 @@ template <int kDtype> struct Candidates {
   }
 };
 
-// The best keys of a row up to some key, in the order of selection: larger value first, and of equal ones the lower key.
-// They are those with a larger value than `value`, or an equal one and a key up to `last`. Of the keys after, it holds
-// all that can enter, and perhaps some that cannot: the lower bits of `value` are 0 where none of the row's keys needs
-// them.
+// The best keys of a row up to some key, in the order of selection: larger values come first, and of equal values the
+// lower key. They have a value larger than `value`, or an equal one and a key up to `last`. The window also holds all
+// later keys that can enter, and perhaps some that cannot: the lower bits of `value` are 0 where none of the row's keys
+// needs them.
 struct Window {
   uint32_t value;
   int32_t last;
@@ -93,7 +93,7 @@ struct Window {
   }
 };
 
-// Holds every candidate: a window that is not full yet. Excluded keys have the value 0 and no key is -1 or less.
+// A window that is not full yet holds every candidate. Excluded keys have the value 0 and no key is -1 or less.
 __device__ __forceinline__ Window open_window(int32_t size) { return {0, -1, size}; }
 __device__ __forceinline__ Window closed_window() { return {~0u, -1, 0}; }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Selection for a bias that is the same for every query, into one interval of rows for each key.
 //
-// With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a heap
-// does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
+// With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a
+// heap does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
 //  1. The window after each chunk is the best of all keys up to there, found by radix selection over them. That reads
 //     the row once for each chunk, at most kChunks times in all, mostly from L2.
 //  2. A key of a chunk arrives if the window before the chunk does not already exclude it. A key held by the window
@@ -19,14 +19,14 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kChunks = 64;         // wanted: enough blocks for a GPU even with few lists
-constexpr int kMinChunkKeys = 256;  // below, more time goes into finding windows than into their changes
+constexpr int kChunks = 64;         // as many make enough blocks for a GPU even with few lists
+constexpr int kMinChunkKeys = 256;  // with fewer, more time goes into finding windows than into their changes
 constexpr int kMaxChunkKeys = 2048; // arrivals and leavers of a chunk lie in shared memory
 constexpr int kChunkItems = kMaxChunkKeys / kThreads;
 
 struct Chunks {
-  int64_t keys;  // of a chunk
-  int64_t count; // of the longest sequence
+  int64_t keys;  // keys of a chunk
+  int64_t count; // chunks of the longest sequence
 };
 
 // Without a causal limit only the window over all keys matters.
@@ -41,7 +41,7 @@ struct IntervalWork {
   int64_t chunk;
   int32_t begin, end;           // its keys
   Window *windows;              // after each chunk of the row
-  int32_t *row_start, *row_end; // of the row's first key
+  int32_t *row_start, *row_end; // the results for the row's first key
   int64_t start_stride, end_stride;
   bool causal;
 
@@ -57,7 +57,8 @@ struct IntervalWork {
     begin = static_cast<int32_t>(min64(row.k_count, chunk * chunk_keys));
     end = static_cast<int32_t>(min64(row.k_count, (chunk + 1) * chunk_keys));
     windows = all_windows + list * chunks;
-    start_stride = s.start.stride[3], end_stride = s.end.stride[3];
+    start_stride = s.start.stride[3];
+    end_stride = s.end.stride[3];
     row_start = static_cast<int32_t *>(s.start.data) + batch * s.start.stride[0] + head * s.start.stride[1] +
                 row.k_begin * start_stride;
     row_end = static_cast<int32_t *>(s.end.data) + batch * s.end.stride[0] + head * s.end.stride[1] +
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) work.windows[work.chunk] = window;
 }
 
-// Without a causal limit: the keys of the one window, for all rows.
+// Without a causal limit, writes the keys of the one window, which holds for all rows.
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
     write_window(const __grid_constant__ fdm_selection s, int64_t chunk_keys, const Window *all_windows) {
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     work.write(j, work.windows[0].holds(source(j), j) ? work.row.q_count : 0);
 }
 
-// A value and a key in one number: the larger, the earlier in the order of selection.
+// A value and a key in one number. The larger the number, the earlier it comes in the order of selection.
 __device__ __forceinline__ uint64_t order_of(uint32_t value, int32_t key) {
   return static_cast<uint64_t>(value) << 32 | (~static_cast<uint32_t>(key));
 }
@@ -107,14 +108,14 @@ __device__ __forceinline__ int32_t key_of(uint64_t order) {
 }
 
 struct ChunkChanges {
-  uint64_t arrivals[kMaxChunkKeys]; // by key
+  uint64_t arrivals[kMaxChunkKeys]; // in key order
   uint64_t leavers[kMaxChunkKeys];  // keys before the chunk, in any order
   BlockRanks<kThreads, kChunkItems> ranks;
   int32_t leaver_count;
 };
 
-// The keys of the chunk, those that the window before does not exclude into changes.arrivals; their number. Writes the
-// intervals of keys that never arrive or never leave.
+// Puts the keys of the chunk that the window before does not exclude into changes.arrivals, and returns their number.
+// Writes the intervals of keys that never arrive or never leave.
 template <int kDtype>
 __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
                              const Window &before, const Window &last) {
@@ -127,7 +128,8 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
     arrives[i] = none[i] = false;
     if (j >= work.end) continue;
     const uint32_t value = source(j);
-    arrives[i] = before.holds(value, j), order[i] = order_of(value, j);
+    arrives[i] = before.holds(value, j);
+    order[i] = order_of(value, j);
     if (!arrives[i]) work.write(j, 0);
     if (arrives[i] && last.holds(value, j)) work.write(j, work.row.q_count);
   }
@@ -138,7 +140,8 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
   return static_cast<int>(total);
 }
 
-// The keys before the chunk that the window before holds and the window after does not: no more than arrivals.
+// Finds the keys before the chunk that the window before holds and the window after does not. They are no more than the
+// arrivals.
 template <int kDtype>
 __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
                              const Window &before, const Window &after) {
@@ -156,8 +159,8 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
   }
 }
 
-// The key with whose arrival x leaves: the n-th arrival before x in the order. x itself where it cannot enter, since the
-// window before was full of better keys.
+// The key with whose arrival x leaves: the n-th arrival before x in the order. It is x itself where x cannot enter,
+// since the window before was full of better keys.
 __device__ int32_t driven_out_by(const ChunkChanges &changes, int arrivals, int64_t room, uint64_t x) {
   int64_t missing = room;
   for (int n = 0; n < changes.leaver_count; ++n) missing += changes.leavers[n] <= x;
@@ -199,7 +202,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 } // namespace
 
-// From bias and mask, whose broadcast shape the result has: its size is asked for before the result is there.
+// The size follows from bias and mask, whose broadcast shape the result has: callers ask for it before the result is
+// there.
 int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
   const int64_t heads = max64(s.bias.shape[1], s.mask.shape[1]);
   const int64_t batches = present(s.cu_seqlens_q) ? s.batch : max64(s.bias.shape[0], s.mask.shape[0]);

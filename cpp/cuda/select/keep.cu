@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool varlen = present(s.cu_seqlens_q), per_row = s.keep.shape[2] > 1;
   const SelectionRow r = selection_row(s, s.keep, b, head);
   if (per_row && i >= r.q_count) return;
-  // One row for all queries is the last query's: it sees most.
+  // A row for all queries is that of the last query, which sees the most keys.
   const int64_t query = per_row ? i : max64(0, r.q_count - 1);
   const int64_t limit = (s.flags & FDM_CAUSAL) ? query + r.causal_off + 1 : r.k_count;
   const auto visible = static_cast<int32_t>(max64(0, min64(r.k_count, limit)));

@@ -25,7 +25,7 @@ template <int kThreads> struct RadixSelect {
     int32_t last;
   };
 
-  // All threads get the window.
+  // Returns the window to all threads.
   template <class Source>
   static __device__ Window select(Shared &shared, const Source &source, int32_t keys, int64_t count) {
     if (count == 0) return closed_window();
@@ -38,7 +38,8 @@ template <int kThreads> struct RadixSelect {
         if (candidates <= count) return open_window(static_cast<int32_t>(candidates));
       }
       find_digit(shared, remaining);
-      decided |= shared.digit << shift, remaining = shared.remaining;
+      decided |= shared.digit << shift;
+      remaining = shared.remaining;
       // All keys that agree so far are selected: what their other bits are does not matter.
       if (shared.equal == remaining) return {decided, keys - 1, static_cast<int32_t>(count)};
     }
@@ -58,7 +59,7 @@ private:
     }
   }
 
-  // Digits are counted from the largest.
+  // Counts the keys by digit. Digits are numbered from the largest.
   template <class Source>
   static __device__ void count_digits(Shared &shared, const Source &source, int32_t keys, int shift, uint32_t decided,
                                       int above) {
@@ -80,7 +81,7 @@ private:
     return sum;
   }
 
-  // The digit that holds the remaining-th key; how many of its keys are still wanted, and how many there are.
+  // Finds the digit that holds the remaining-th key, how many of its keys are still wanted, and how many there are.
   static __device__ void find_digit(Shared &shared, uint32_t remaining) {
     uint32_t own = 0, sum;
 #pragma unroll
@@ -89,12 +90,14 @@ private:
     if (before < remaining && before + own >= remaining) {
       int d = threadIdx.x * kPerThread;
       for (; before + shared.digits[d] < remaining; ++d) before += shared.digits[d];
-      shared.digit = kDigits - 1 - d, shared.remaining = remaining - before, shared.equal = shared.digits[d];
+      shared.digit = kDigits - 1 - d;
+      shared.remaining = remaining - before;
+      shared.equal = shared.digits[d];
     }
     __syncthreads();
   }
 
-  // The index of the wanted-th key of a value. Each warp counts in a part of the row, then one searches its part.
+  // Finds the index of the wanted-th key of a value. Each warp counts in a part of the row, then one searches its part.
   template <class Source>
   static __device__ int32_t find_last(Shared &shared, const Source &source, int32_t keys, uint32_t value,
                                       uint32_t wanted) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value) {
   return value;
 }
 
-// The sum of the values of the threads before this one, and of all.
+// Sums the values of the threads before this one, and of all threads.
 template <int kThreads> struct BlockSum {
   static constexpr int kWarps = kThreads / 32;
   static_assert(kThreads % 32 == 0 && kWarps <= 32);
@@ -39,8 +39,8 @@ template <int kThreads> struct BlockSum {
   }
 };
 
-// Ranks of the items of two classes in the order of the items, item i of thread t being number i * kThreads + t: so
-// threads read neighbouring items together, whatever they do with them. Two counts share a word: first | second << 16.
+// Ranks the items of two classes in the order of the items. Item i of thread t is number i * kThreads + t, so threads
+// read neighbouring items together. Two counts share a word: first | second << 16.
 template <int kThreads, int kItems> struct BlockRanks {
   static constexpr int kWarps = kThreads / 32, kCounts = kWarps * kItems, kPerLane = (kCounts + 31) / 32;
   static_assert(kThreads % 32 == 0 && kThreads * kItems <= 0xffff);
@@ -49,7 +49,7 @@ template <int kThreads, int kItems> struct BlockRanks {
   __device__ static uint32_t first_of(uint32_t packed) { return packed & 0xffffu; }
   __device__ static uint32_t second_of(uint32_t packed) { return packed >> 16; }
 
-  // rank[i]: how many items of either class come before item i. Returns the totals, packed as well.
+  // Sets rank[i] to how many items of either class come before item i. Returns the totals, packed as well.
   __device__ uint32_t rank(const bool (&first)[kItems], const bool (&second)[kItems], uint32_t (&rank)[kItems]) {
     const uint32_t below = (1u << lane_id()) - 1;
     __syncthreads(); // readers of an earlier call are done
@@ -72,16 +72,16 @@ private:
     uint32_t count[kPerLane], sum = 0;
 #pragma unroll
     for (int n = 0; n < kPerLane; ++n) {
-      const int at = lane_id() * kPerLane + n;
-      count[n] = at < kCounts ? base[at] : 0;
+      const int position = lane_id() * kPerLane + n;
+      count[n] = position < kCounts ? base[position] : 0;
       sum += count[n];
     }
     uint32_t before = warp_inclusive_sum(sum) - sum;
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < kPerLane; ++n) {
-      const int at = lane_id() * kPerLane + n;
-      if (at < kCounts) base[at] = before;
+      const int position = lane_id() * kPerLane + n;
+      if (position < kCounts) base[position] = before;
       before += count[n];
     }
     if (lane_id() == 31) base[kCounts] = before;

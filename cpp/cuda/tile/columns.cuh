@@ -8,12 +8,12 @@ namespace fdm::cuda {
 
 struct TileColumns {
   int32_t count, full;
-  int32_t first_row; // of the tile of kTileRows rows, in the own sequence
+  int32_t first_row; // the first row of the tile of kTileRows rows, in its sequence
   int32_t causal_off;
   const int32_t *slots; // null: column c is key c
   int32_t slot_count;
-  const RowWord *words;       // of every key of the sequence; null: by rows
-  const int32_t *start, *end; // rows of each key; both null: by the causal limit
+  const RowWord *words;       // a word for every key of the sequence; null: there is no row plan
+  const int32_t *start, *end; // the rows of each key; null: there are no intervals
   int64_t start_stride, end_stride;
   bool causal;
 };
@@ -38,7 +38,8 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
   const Plan plan = lay_out_plan(p, const_cast<void *>(plan_base), &bytes);
   const int64_t slot = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
   const TileCounts counts = plan.counts[slot];
-  t.count = counts.columns, t.full = counts.full;
+  t.count = counts.columns;
+  t.full = counts.full;
   t.slots = plan.columns + slot * plan.tile_keys;
   t.slot_count = static_cast<int32_t>(plan.tile_keys);
   if (kind == FDM_MASK_ROWS) {
@@ -48,8 +49,10 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
       return static_cast<const int32_t *>(x.data) + batch_index(x, s) * x.stride[0] +
              head_index(p, x, head) * x.stride[1] + s.k_begin * x.stride[3];
     };
-    t.start = base(p.start), t.end = base(p.end);
-    t.start_stride = p.start.stride[3], t.end_stride = p.end.stride[3];
+    t.start = base(p.start);
+    t.end = base(p.end);
+    t.start_stride = p.start.stride[3];
+    t.end_stride = p.end.stride[3];
   }
   return t;
 }
@@ -72,7 +75,10 @@ __device__ __forceinline__ RowWord column_word(const TileColumns &t, int32_t c, 
   }
   if (t.words) return planned;
   int from = 0, past = kTileRows;
-  if (t.start) from = max(from, max(start, 0) - t.first_row), past = min(past, max(end, 0) - t.first_row);
+  if (t.start) {
+    from = max(from, max(start, 0) - t.first_row);
+    past = min(past, max(end, 0) - t.first_row);
+  }
   if (t.causal) from = max(from, key - t.causal_off - t.first_row);
 #pragma unroll
   for (int part = 0; part < kTileRows / 32; ++part) {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Columns that no row of a tile keeps, though the plan could not tell: a bias of -inf with a row for each query drops
-// them. Their probabilities are 0, but 0 * NaN is NaN, and what such a key holds must reach no result. To look for them in
-// every block would cost each call; so a tile whose result has a NaN is computed a second time, and their rows of V (for
-// dQ, of K) become zeros then.
+// them. Their probabilities are 0, but 0 * NaN is NaN, and what such a key holds must reach no result. Looking for
+// them in every block would cost every call. Instead, a tile whose result has a NaN is computed a second time, and
+// their rows of V (for dQ, of K) are zeros then.
 #pragma once
 
 #include "products.cuh"
 
 namespace fdm::cuda {
 
-// Not inlined, so that it takes no registers where it is not called.
+// This is not inlined, and takes no registers where it is not called.
 template <class Tile, int kColumns, int kThreads>
 __device__ __noinline__ void clear_unmarked_rows(const uint8_t *live, uint32_t tile) {
 #pragma unroll 1
@@ -17,12 +17,12 @@ __device__ __noinline__ void clear_unmarked_rows(const uint8_t *live, uint32_t t
     if (!live[i / Tile::kChunks]) store_chunk(Tile::chunk_address(tile, i / Tile::kChunks, i % Tile::kChunks), uint4{});
 }
 
-// Lies in shared memory. kPossible: the kernel takes such a bias.
+// This lies in shared memory. kPossible says that the kernel takes such a bias.
 template <int kColumns, bool kPossible> struct DeadColumns {
   bool clears; // this is the second time; false at first
   uint8_t live[kPossible ? kColumns : 1];
 
-  // Does some sum of any thread have a NaN, so that the tile must be computed again? All threads of the block call it.
+  // Does some sum of any thread have a NaN? The tile must then be computed again. All threads of the block call it.
   template <int kRowTiles, int kColumnTiles>
   __device__ __forceinline__ bool may_have_spoilt(const float (&sums)[kRowTiles][kColumnTiles][4]) {
     if (clears) return false;
@@ -39,8 +39,8 @@ template <int kColumns, bool kPossible> struct DeadColumns {
     return true;
   }
 
-  // Makes zeros of the rows of a tile in shared memory whose column has `dead_value` in all accumulators of all threads,
-  // apart from rows that do not exist: exists(row tile, half).
+  // Makes zeros of the rows of a tile in shared memory whose column has `dead_value` in all accumulators of all
+  // threads, apart from rows that do not exist: exists(row tile, half).
   template <class Tile, int kThreads, int kRowTiles, int kColumnTiles, class Exists>
   __device__ __forceinline__ void clear(uint32_t tile, const float (&values)[kRowTiles][kColumnTiles][4],
                                         float dead_value, const Exists &exists) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What the attention kernels need to know of the columns of a block before they fetch its keys: where K and V lie, the
-// bias, and which rows keep them. All threads fetch a column each, so several blocks at a time, some blocks ahead; so the
-// chain plan -> bias -> address is never waited for, and no warp has more to do than the others.
+// bias, and which rows keep them. Each thread fetches one column, so all threads together fetch several blocks, some
+// blocks ahead. The kernel then never waits for the chain plan -> bias -> address, and no warp has more to do than the
+// others.
 #pragma once
 
 #include "../../indexing.h"
@@ -20,9 +21,9 @@ struct ScoreView {
   bool rows; // one row for each query
 
   __device__ __forceinline__ uint32_t load_bits(int64_t j, int64_t i = 0) const {
-    const int64_t at = (rows ? i * row : 0) + j * col;
-    if (dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(data)[at];
-    return static_cast<const uint16_t *>(data)[at];
+    const int64_t index = (rows ? i * row : 0) + j * col;
+    if (dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(data)[index];
+    return static_cast<const uint16_t *>(data)[index];
   }
   __device__ __forceinline__ float convert(uint32_t bits) const {
     if (dtype == FDM_FLOAT32) return __uint_as_float(bits);
@@ -39,16 +40,16 @@ __device__ __forceinline__ ScoreView score_view(const fdm_problem &p, const fdm_
   return {m.base, m.row, m.col, t.dtype, per_query(t)};
 }
 
-// To base 2, without making infinity of finfo.min.
+// Converts a bias to base 2, without making infinity of finfo.min.
 __device__ __forceinline__ float to_base_2(float bias) {
   const float scaled = bias * kLog2E;
   return bias == -INFINITY ? bias : fmaxf(scaled, -3.4e38f);
 }
 
-// Facts about the columns of a block that every kernel needs.
+// The facts about the columns of a block that every kernel needs.
 template <int kColumns> struct ColumnFacts {
-  float bias[kColumns];                    // to base 2; -inf: not kept by any row
-  uint32_t word[kTileRows / 32][kColumns]; // of blocks with partial columns
+  float bias[kColumns];                    // the bias to base 2; -inf: no row keeps the column
+  uint32_t word[kTileRows / 32][kColumns]; // set in blocks with partial columns
 };
 
 template <int kColumns, int kThreads> struct KeyRing {
@@ -65,11 +66,11 @@ template <int kColumns, int kThreads> struct KeyRing {
   __device__ __forceinline__ Slot &at(int block) { return slots[block % kBlocks]; }
 };
 
-// What one thread fetches for one column: raw, and used only when the latency of the loads has passed. The key itself
-// is fetched one step earlier still, since everything else is found by it.
+// What one thread fetches for one column. It is stored raw, and used only when the latency of the loads has passed.
+// The key itself is fetched one step earlier still, since everything else is found by it.
 struct ColumnEntry {
   int32_t key;        // -1: no column
-  uint32_t bias_bits; // of the bias's dtype
+  uint32_t bias_bits; // the bits of an element of the bias's dtype
   int32_t start, end;
   RowWord word;
 };
@@ -86,7 +87,10 @@ __device__ __forceinline__ ColumnEntry fetch_column(const TileColumns &t, const 
   if (bias.data && !bias.rows) entry.bias_bits = bias.load_bits(key);
   if (c < t.full) return entry;
   if (t.words) entry.word = t.words[key];
-  if (t.start) entry.start = t.start[key * t.start_stride], entry.end = t.end[key * t.end_stride];
+  if (t.start) {
+    entry.start = t.start[key * t.start_stride];
+    entry.end = t.end[key * t.end_stride];
+  }
   return entry;
 }
 

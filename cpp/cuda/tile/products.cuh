@@ -15,15 +15,15 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
   for (int d = 0; d < kHeadDim; d += 16) {
     uint32_t a[kLeftTiles][4];
 #pragma unroll
-    for (int m = 0; m < kLeftTiles; ++m) ptx::load_matrices(a[m], Tile::at(left, 16 * m, d));
+    for (int m = 0; m < kLeftTiles; ++m) ptx::ldmatrix(a[m], Tile::fragment_address(left, 16 * m, d));
 #pragma unroll
     for (int n = 0; n < kRightTiles; n += 2) {
       uint32_t b[4];
-      ptx::load_matrices(b, Tile::at(right, 8 * n, d));
+      ptx::ldmatrix(b, Tile::fragment_address(right, 8 * n, d));
 #pragma unroll
       for (int m = 0; m < kLeftTiles; ++m) {
-        ptx::multiply_add<Element>(sums[m][n], a[m], b[0], b[1]);
-        ptx::multiply_add<Element>(sums[m][n + 1], a[m], b[2], b[3]);
+        ptx::mma<Element>(sums[m][n], a[m], b[0], b[1]);
+        ptx::mma<Element>(sums[m][n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -41,17 +41,19 @@ __device__ __forceinline__ void gemm_rs(float (&sums)[kLeftTiles][kHeadDim / 8][
 #pragma unroll
     for (int m = 0; m < kLeftTiles; ++m) {
       const float (&low)[4] = left[m][k], (&high)[4] = left[m][k + 1];
-      a[m][0] = ptx::pack<Element>(low[0], low[1]), a[m][1] = ptx::pack<Element>(low[2], low[3]);
-      a[m][2] = ptx::pack<Element>(high[0], high[1]), a[m][3] = ptx::pack<Element>(high[2], high[3]);
+      a[m][0] = ptx::pack<Element>(low[0], low[1]);
+      a[m][1] = ptx::pack<Element>(low[2], low[3]);
+      a[m][2] = ptx::pack<Element>(high[0], high[1]);
+      a[m][3] = ptx::pack<Element>(high[2], high[3]);
     }
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; d += 2) {
       uint32_t b[4];
-      ptx::load_matrices_transposed(b, Tile::at(right, 8 * k, 8 * d));
+      ptx::ldmatrix_trans(b, Tile::fragment_address(right, 8 * k, 8 * d));
 #pragma unroll
       for (int m = 0; m < kLeftTiles; ++m) {
-        ptx::multiply_add<Element>(sums[m][d], a[m], b[0], b[1]);
-        ptx::multiply_add<Element>(sums[m][d + 1], a[m], b[2], b[3]);
+        ptx::mma<Element>(sums[m][d], a[m], b[0], b[1]);
+        ptx::mma<Element>(sums[m][d + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -67,23 +69,23 @@ __device__ __forceinline__ void clear(float (&sums)[kLeftTiles][kRightTiles][4])
       for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
 }
 
-// Row 0 to 15 of this thread's accumulators in a 16-row tile; half 0 or 1.
+// The row, 0 to 15, of this thread's accumulators in a 16-row tile; `half` is 0 or 1.
 __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 32 / 4 + 8 * half; }
 // The first of this thread's two columns in an 8-column tile.
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
 
 // Writes this thread's part of a row of accumulators, times a factor.
 template <class Element, int kDimTiles>
-__device__ __forceinline__ void write_row(Element *to, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
+__device__ __forceinline__ void write_row(Element *row, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
                                           int half, float factor) {
-  const bool pairs = stride == 1 && reinterpret_cast<uintptr_t>(to) % 4 == 0;
-  auto *halves = reinterpret_cast<uint16_t *>(to);
+  const bool pairs = stride == 1 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
+  auto *halves = reinterpret_cast<uint16_t *>(row);
 #pragma unroll
   for (int d = 0; d < kDimTiles; ++d) {
     const int column = 8 * d + accumulator_column();
     const uint32_t both = ptx::pack<Element>(sums[d][2 * half] * factor, sums[d][2 * half + 1] * factor);
     if (pairs && column + 1 < head_dim) {
-      *reinterpret_cast<uint32_t *>(to + column) = both;
+      *reinterpret_cast<uint32_t *>(row + column) = both;
     } else {
       if (column < head_dim) halves[column * stride] = uint16_t(both);
       if (column + 1 < head_dim) halves[(column + 1) * stride] = uint16_t(both >> 16);
@@ -91,14 +93,14 @@ __device__ __forceinline__ void write_row(Element *to, int64_t stride, int head_
   }
 }
 
-// An element of a tensor of any float dtype.
-__device__ __forceinline__ void store_element(const fdm_tensor &t, int64_t at, float value) {
+// Stores an element of a tensor of any float dtype.
+__device__ __forceinline__ void store_element(const fdm_tensor &t, int64_t offset, float value) {
   if (t.dtype == FDM_FLOAT32)
-    static_cast<float *>(t.data)[at] = value;
+    static_cast<float *>(t.data)[offset] = value;
   else if (t.dtype == FDM_FLOAT16)
-    static_cast<__half *>(t.data)[at] = __float2half_rn(value);
+    static_cast<__half *>(t.data)[offset] = __float2half_rn(value);
   else
-    static_cast<__nv_bfloat16 *>(t.data)[at] = __float2bfloat16_rn(value);
+    static_cast<__nv_bfloat16 *>(t.data)[offset] = __float2bfloat16_rn(value);
 }
 
 } // namespace fdm::cuda

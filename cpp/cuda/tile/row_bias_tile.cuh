@@ -1,66 +1,68 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A bias with a row for each query, on its way to a tile of scores: copied to shared memory while other work goes on,
-// lanes along the keys, so that the elements of a row come in few transactions wherever the keys lie.
+// A bias with a row for each query, on its way to a tile of scores. It is copied to shared memory while other work
+// goes on. Lanes go along the keys, so the elements of a row come in few transactions wherever the keys lie.
 //
-// Asynchronous copies have four bytes or more. So each pair of a row and a key has a word, and an element of 16 bits is
-// the half of it that it is of its aligned word in global memory.
+// Asynchronous copies have four bytes or more. So each pair of a row and a key has a word, a copy of the aligned word
+// in global memory that the element lies in. An element of 16 bits is one half of that word.
 #pragma once
 
 #include "key_ring.cuh"
 
 namespace fdm::cuda {
 
-// Of the bias of one head of a sequence: `first` is the element of row 0 and key 0.
+// The bias of one head of a sequence; `first` is the address of the element of row 0 and key 0.
 struct RowBiasTile {
-  const fdm_tensor &bias; // of the kernel's parameters, whose fields take no registers
+  const fdm_tensor &bias; // one of the kernel's parameters, whose fields take no registers
   uintptr_t first;
 
-  __device__ __forceinline__ RowBiasTile(const fdm_tensor &of, const ScoreView &view)
-      : bias(of), first(reinterpret_cast<uintptr_t>(view.data)) {}
+  __device__ __forceinline__ RowBiasTile(const fdm_tensor &tensor, const ScoreView &view)
+      : bias(tensor), first(reinterpret_cast<uintptr_t>(view.data)) {}
 
   __device__ bool is_wide() const { return bias.dtype == FDM_FLOAT32; }
   __device__ int64_t row_bytes() const { return bias.stride[2] * element_bytes(); }
   __device__ int64_t key_stride() const { return bias.shape[3] == 1 ? 0 : bias.stride[3]; }
 
-  // A warp copies kColumns keys of `rows` rows, of kRows that there are, from row `row` on, to words from `to` on; a row
-  // has kPitch words. Of absent keys, where keys[c] is -1, it copies key 0: where this is called there is one.
+  // A warp copies kColumns keys of `rows` rows from row `row` on to kRows rows of sBias, which have kPitch words each.
+  // For absent keys, where keys[c] is -1, it copies key 0, which exists wherever this is called.
   template <int kRows, int kColumns, int kPitch>
-  __device__ __forceinline__ void copy(uint32_t *to, const int32_t *keys, int64_t row, int rows) const {
+  __device__ __forceinline__ void copy(uint32_t *sBias, const int32_t *keys, int64_t row, int rows) const {
     constexpr int kAcross = kColumns < 32 ? kColumns : 32, kDown = 32 / kAcross, kSteps = kColumns / kAcross;
     static_assert(kColumns % kAcross == 0 && kRows % (2 * kDown) == 0);
     const int across = threadIdx.x % kAcross, down = threadIdx.x % 32 / kAcross;
     const int64_t pitch = row_bytes(), key_bytes = key_stride() * element_bytes();
-    const uintptr_t from = first + row * pitch, half = half_word();
-    // The words of a row and of the next of this thread: two rows are always a multiple of four bytes.
-    uintptr_t at[kSteps][2];
+    const uintptr_t first_word = first + row * pitch, half = half_word();
+    // The addresses of the words of a row and of the next row of this thread. Two rows further, an element lies in the
+    // same half of its word: twice a row is a multiple of four bytes.
+    uintptr_t words[kSteps][2];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      at[s][0] = from + down * pitch + max(0, keys[across + s * kAcross]) * key_bytes;
-      at[s][1] = at[s][0] + kDown * pitch;
+      words[s][0] = first_word + down * pitch + max(0, keys[across + s * kAcross]) * key_bytes;
+      words[s][1] = words[s][0] + kDown * pitch;
     }
-    const uint32_t address = ptx::shared_address(to) + (down * kPitch + across) * 4;
-    if (rows < kRows || may_hold(half, from, rows, pitch, key_bytes))
-      return copy_carefully<kSteps, kDown, kAcross, kPitch>(address, at, rows - down, half);
+    const uint32_t address = ptx::shared_address(sBias) + (down * kPitch + across) * 4;
+    if (rows < kRows || may_hold(half, first_word, rows, pitch, key_bytes))
+      return copy_carefully<kSteps, kDown, kAcross, kPitch>(address, words, rows - down, half);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) at[s][i] &= ~uintptr_t(3);
+      for (int i = 0; i < 2; ++i) words[s][i] &= ~uintptr_t(3);
 #pragma unroll 8
     for (int r = 0; r < kRows; r += 2 * kDown)
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          ptx::copy_async_4(address + ((r + i * kDown) * kPitch + s * kAcross) * 4,
-                            reinterpret_cast<const void *>(at[s][i]));
-          at[s][i] += 2 * kDown * pitch;
+          ptx::cp_async_4(address + ((r + i * kDown) * kPitch + s * kAcross) * 4,
+                          reinterpret_cast<const void *>(words[s][i]));
+          words[s][i] += 2 * kDown * pitch;
         }
   }
 
 private:
   __device__ int element_bytes() const { return is_wide() ? 4 : 2; }
 
-  // The word of which only the first half belongs to the tensor, its last element in memory; 0 if there is none.
+  // The address of the word of which only the first half, the last element in memory, belongs to the tensor; 0 if there
+  // is none.
   __device__ __forceinline__ uintptr_t half_word() const {
     int64_t last = 0;
 #pragma unroll
@@ -69,46 +71,48 @@ private:
     return is_wide() || address % 4 != 0 ? 0 : address;
   }
 
-  // May a word be one of some rows, whatever the strides?
-  __device__ __forceinline__ bool may_hold(uintptr_t word, uintptr_t from, int rows, int64_t pitch,
+  // May a word lie in some rows, whatever the strides?
+  __device__ __forceinline__ bool may_hold(uintptr_t word, uintptr_t first_word, int rows, int64_t pitch,
                                            int64_t key_bytes) const {
-    const int64_t of_rows = (rows - 1) * pitch, of_keys = (bias.shape[3] - 1) * key_bytes;
-    const auto offset = static_cast<int64_t>(word - from);
-    return word && offset >= min64(0, of_rows) + min64(0, of_keys) && offset <= max64(0, of_rows) + max64(0, of_keys);
+    const int64_t row_extent = (rows - 1) * pitch, key_extent = (bias.shape[3] - 1) * key_bytes;
+    const auto offset = static_cast<int64_t>(word - first_word);
+    return word && offset >= min64(0, row_extent) + min64(0, key_extent) &&
+           offset <= max64(0, row_extent) + max64(0, key_extent);
   }
 
-  // As many rows as there are; of the word that lies in the tensor by half only that half.
+  // Copies as many rows as there are. Of the word that lies in the tensor by half it copies only that half.
   template <int kSteps, int kDown, int kAcross, int kPitch>
-  __device__ __forceinline__ void copy_carefully(uint32_t to, const uintptr_t (&at)[kSteps][2], int rows,
+  __device__ __forceinline__ void copy_carefully(uint32_t address, const uintptr_t (&words)[kSteps][2], int rows,
                                                  uintptr_t half_word) const {
 #pragma unroll 1
-    for (int r = 0; r < rows; r += kDown, to += kDown * kPitch * 4)
+    for (int r = 0; r < rows; r += kDown, address += kDown * kPitch * 4)
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        const uintptr_t word = (at[s][0] + r * row_bytes()) & ~uintptr_t(3);
+        const uintptr_t word = (words[s][0] + r * row_bytes()) & ~uintptr_t(3);
         if (word != half_word)
-          ptx::copy_async_4(to + s * kAcross * 4, reinterpret_cast<const void *>(word));
+          ptx::cp_async_4(address + s * kAcross * 4, reinterpret_cast<const void *>(word));
         else // an asynchronous copy of two bytes reads four
-          ptx::store_shared(to + s * kAcross * 4, uint32_t(*reinterpret_cast<const uint16_t *>(word)));
+          ptx::store_shared(address + s * kAcross * 4, uint32_t(*reinterpret_cast<const uint16_t *>(word)));
       }
   }
 };
 
-// A warp copies the bias of its rows of a tile, kWarpRows of the query head of a task, if there is a row for each query.
+// A warp copies the bias of its rows of a tile, kWarpRows of the query head of a task, if there is a row for each
+// query.
 template <int kWarpRows, int kColumns, int kPitch, class Task>
-__device__ __forceinline__ void copy_own_rows(uint32_t (*to)[kPitch], const fdm_tensor &bias, const Task &task,
+__device__ __forceinline__ void copy_own_rows(uint32_t (*sBias)[kPitch], const fdm_tensor &bias, const Task &task,
                                               const int32_t (&keys)[kColumns]) {
   if (!task.bias.rows) return;
   const int first = threadIdx.x / 32 * kWarpRows;
   const int64_t row = task.first_row + first;
   RowBiasTile(bias, task.bias)
-      .copy<kWarpRows, kColumns, kPitch>(to[first], keys, row, int(min64(kWarpRows, task.s.q_count - row)));
+      .copy<kWarpRows, kColumns, kPitch>(sBias[first], keys, row, int(min64(kWarpRows, task.s.q_count - row)));
 }
 
 // What a thread needs to read elements from their words.
 template <class Element> struct RowBiasElements {
-  uint32_t first_shift, row_odd, key_mask; // see shifts below
-  uint32_t value_mask;                     // of the bits of an element where it is a float32's upper half, or all
+  uint32_t first_shift, row_odd, key_mask; // row_shift() and key_shift() use them
+  uint32_t value_mask;                     // keeps the upper half of a word, or all of a float32
   bool wide;
 
   __device__ __forceinline__ explicit RowBiasElements(const RowBiasTile &tile) : wide(tile.is_wide()) {
@@ -118,7 +122,7 @@ template <class Element> struct RowBiasElements {
     value_mask = wide ? ~0u : 0xffff0000u;
   }
 
-  // By how many bits an element lies below the upper half of its word: the exclusive or of a row's and a key's.
+  // An element lies so many bits below the upper half of its word: the exclusive or of its row's shift and its key's.
   __device__ __forceinline__ uint32_t row_shift(int64_t i) const {
     return first_shift ^ ((uint32_t(i) & row_odd) * 16);
   }
@@ -132,28 +136,29 @@ template <class Element> struct RowBiasElements {
   }
 };
 
-// A score to base 2 with an element of the bias: see to_base_2.
+// Adds an element of the bias to a score to base 2; to_base_2 tells why it is cut.
 __device__ __forceinline__ float with_row_bias(float score, float bias) {
   return fmaf(fmaxf(bias, -2.35e38f), kLog2E, score);
 }
 
-// How a thread reads the tile of rows whose accumulators it has: kPitch words a row, from the row of the query `first` on.
+// A thread reads the bias of the rows whose accumulators it has. The tile has kPitch words a row, and begins with the
+// row of query `first`.
 template <class Element, int kPitch> struct RowBiasReader {
   RowBiasElements<Element> reader;
   const uint32_t *words;
   const int32_t *keys;
-  uint32_t row_shift; // of all rows of a thread, which are a multiple of eight apart
+  uint32_t row_shift; // the same for all rows of a thread, which are a multiple of eight apart
 
-  __device__ __forceinline__ RowBiasReader(const RowBiasTile &tile, const uint32_t (*from)[kPitch],
+  __device__ __forceinline__ RowBiasReader(const RowBiasTile &tile, const uint32_t (*sBias)[kPitch],
                                            const int32_t *keys_of_columns, int64_t first, int row)
-      : reader(tile), words(from[row]), keys(keys_of_columns), row_shift(reader.row_shift(first + row)) {}
+      : reader(tile), words(sBias[row]), keys(keys_of_columns), row_shift(reader.row_shift(first + row)) {}
 
-  // Of a column and the next.
+  // The shifts of a column and the next.
   __device__ __forceinline__ uint2 shifts(int column) const {
     const int2 pair = *reinterpret_cast<const int2 *>(keys + column);
     return {reader.key_shift(pair.x) ^ row_shift, reader.key_shift(pair.y) ^ row_shift};
   }
-  // Of row tile m, half 0 or 1.
+  // The elements of row tile m, half 0 or 1, in a column and the next.
   __device__ __forceinline__ float2 elements(int m, int half, int column, uint2 shifts) const {
     const uint2 pair = *reinterpret_cast<const uint2 *>(words + (16 * m + 8 * half) * kPitch + column);
     return {reader.element(pair.x, shifts.x), reader.element(pair.y, shifts.y)};

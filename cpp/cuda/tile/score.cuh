@@ -13,13 +13,14 @@ __device__ __forceinline__ float tanh_of(float x) {
 }
 
 struct ScoreFactors {
-  float scale; // of q.k: into tanh where there is a softcap, else to base 2
-  float cap;   // softcap to base 2
+  float scale; // multiplies q.k: for tanh where there is a softcap, else to base 2
+  float cap;   // the softcap to base 2
 
   __device__ explicit ScoreFactors(const fdm_problem &p)
       : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E), cap(p.softcap * kLog2E) {}
 
-  // To base 2. `slope`: the derivative of the capped score with respect to the one without a cap.
+  // Returns the score to base 2. `slope` becomes the derivative of the capped score with respect to the one without a
+  // cap.
   template <bool kCap> __device__ __forceinline__ float score(float product, float bias, float *slope) const {
     if constexpr (kCap) {
       const float t = tanh_of(product * scale);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Tiles of rows of 16-bit elements in shared memory, swizzled so that ldmatrix and 16-byte copies have no bank conflicts.
+// Tiles of rows of 16-bit elements in shared memory, swizzled so that ldmatrix and 16-byte copies have no bank
+// conflicts.
 //
 // A row is a multiple of 128 bytes, eight chunks of 16; chunk c of row r lies where chunk c ^ (r % 8) of its group of
 // eight would. Eight rows of one chunk then cover all banks.
@@ -22,59 +23,59 @@ template <int kHeadDim> struct SharedTile {
     return base + row * (kPitch * 2) + swizzled * 16;
   }
 
-  // Where this thread reads a fragment whose first row is `row` and first column 0; `base` and rows are multiples of 128
-  // bytes, so that other fragments are an exclusive or and an addition of constants away.
+  // Where this thread reads a fragment whose first row is `row` and first column 0; `base` and rows are multiples of
+  // 128 bytes; other fragments are therefore an exclusive or and an addition of constants away.
   //
   // A left operand, 16 x 16: rows are those of the tile.
   __device__ static __forceinline__ uint32_t left(uint32_t base, int row) {
     const int lane = threadIdx.x % 32;
     return chunk_address(base, row + lane % 16, lane / 16);
   }
-  // Two right operands of a product with the transposed tile, summed over 16 of its columns: b[0], b[1] for 8 rows, b[2],
-  // b[3] for the next 8.
+  // Two right operands of a product with the transposed tile, summed over 16 of its columns: b[0], b[1] for 8 rows,
+  // b[2], b[3] for the next 8.
   __device__ static __forceinline__ uint32_t right_rows(uint32_t base) {
     const int lane = threadIdx.x % 32;
     return chunk_address(base, lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
-  // Two right operands for 8 columns and the next 8, summed over 16 rows. Loaded transposed.
+  // Two right operands for 8 columns and the next 8, summed over 16 rows. They are loaded transposed.
   __device__ static __forceinline__ uint32_t right_columns(uint32_t base) { return left(base, 0); }
 
-  // The fragment at (row, column) from that of (0, 0): row a multiple of 8, column of 16.
-  __device__ static __forceinline__ uint32_t at(uint32_t fragment, int row, int column) {
+  // The address of the fragment at (row, column) from that of (0, 0). `row` is a multiple of 8, `column` of 16.
+  __device__ static __forceinline__ uint32_t fragment_address(uint32_t fragment, int row, int column) {
     return (fragment ^ (column / 8 % 8 * 16)) + row * (kPitch * 2) + column / 64 * 128;
   }
 };
 
-// What absent rows are copied from, so that copies need no test for them.
+// Absent rows are copied from here, and copies need no test for them.
 static __device__ __align__(16) const uint16_t kZeroRow[256] = {};
 
-__device__ __forceinline__ void store_chunk(uint32_t to, uint4 chunk) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
+__device__ __forceinline__ void store_chunk(uint32_t address, uint4 chunk) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
                "r"(chunk.w)
                : "memory");
 }
 
-// Copies 8 elements of a row of global memory to a chunk, one by one: for rows that do not start at multiples of 16 bytes,
-// have a stride between elements, or a head dimension that is no multiple of 8. Not inlined, to keep it out of the way of
-// the aligned copies, which are asynchronous.
-static __device__ __noinline__ void copy_chunk_by_elements(uint32_t to, const uint16_t *row, int first, int head_dim,
-                                                           int64_t stride) {
+// Copies 8 elements of a row of global memory to a chunk, one by one: for rows that do not start at multiples of 16
+// bytes, have a stride between elements, or a head dimension that is no multiple of 8. It is not inlined, which keeps
+// it out of the way of the aligned copies, which are asynchronous.
+static __device__ __noinline__ void copy_chunk_by_elements(uint32_t address, const uint16_t *row, int first,
+                                                           int head_dim, int64_t stride) {
   uint32_t packed[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int d = first + i;
     if (d < head_dim) packed[i / 2] |= uint32_t(row[d * stride]) << (i % 2 * 16);
   }
-  store_chunk(to, {packed[0], packed[1], packed[2], packed[3]});
+  store_chunk(address, {packed[0], packed[1], packed[2], packed[3]});
 }
 
-// Copies rows of global memory to a tile: row r from the address that source(r) gives, which is kZeroRow for absent
-// rows. The copies are asynchronous, except where `aligned` (see below) is false.
+// Copies rows of global memory to a tile. Row r comes from the address source(r), which is kZeroRow for absent rows.
+// The copies are asynchronous, except where `aligned` (see below) is false.
 template <class Tile, int kRows, int kThreads, class Source>
 __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_dim, int64_t stride,
                                           const Source &source) {
   constexpr int kTotal = kRows * Tile::kChunks;
-  constexpr int kBatch = 8; // addresses are found before the first copy is issued, so that their loads overlap
+  constexpr int kBatch = 8; // addresses are found before the first copy is issued, and their loads overlap
   // Where a step of all threads is a number of whole rows, a thread's chunk is always the same.
   constexpr bool kWholeRows = kThreads % Tile::kChunks == 0;
   if (aligned) {
@@ -93,7 +94,7 @@ __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_
         const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
         const int chunk = (kWholeRows ? int(threadIdx.x) : i) % Tile::kChunks;
         if (begin + kThreads <= kTotal || i < kTotal)
-          ptx::copy_async_16(Tile::chunk_address(base, r, chunk), rows[step] + chunk * 8, chunk * 8 < head_dim);
+          ptx::cp_async_16(Tile::chunk_address(base, r, chunk), rows[step] + chunk * 8, chunk * 8 < head_dim);
       }
     }
   } else {

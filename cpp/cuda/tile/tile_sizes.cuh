@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The tile table: sizes for each head dimension and arch, with the reason for each.
 //
-// Shared memory of a block: 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 227 KB on sm_90 and sm_100 (CUDA programming
-// guide, compute capabilities). Accumulators of a warp with 32 rows take head_dim + columns registers of each thread.
+// Shared memory of a block: 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 227 KB on sm_90 and sm_100 (CUDA
+// programming guide, compute capabilities). Accumulators of a warp with 32 rows take head_dim + columns registers of
+// each thread.
 #pragma once
 
 #include <cstdint>
@@ -22,21 +23,21 @@ struct ForwardTileChoice {
 
 constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
   const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
-  // 32 rows a warp: a fragment of K or V, read from shared memory once, serves two products. Two blocks share an SM,
-  // so that one computes while the other waits.
+  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Two blocks
+  // share an SM, and one computes while the other waits.
   if (head_dim <= 128) return {128, 64, 4, 2};
   // The accumulators of 32 rows do not fit the registers.
   if (small_shared) return {64, 32, 4, 1};
   return {128, 64, 8, 1};
 }
 
-// Of the general kernel, which has four bytes of bias for each row and column too.
+// The tile of the general kernel, which has four bytes of bias for each row and column too.
 constexpr ForwardTileChoice general_forward_tile(int arch, int head_dim) {
   const bool large_shared = shared_limit(arch) > 200 * 1024;
   // What it does with the bias has latencies that more warps hide better than more work of each.
   if (head_dim <= 64) return {128, large_shared ? 64 : 32, 8, shared_limit(arch) < 100 * 1024 ? 1 : 2};
   ForwardTileChoice tile = forward_tile(arch, head_dim);
-  // With fewer columns it fits; on sm_80 so that two blocks still share an SM.
+  // With fewer columns it fits, and on sm_80 two blocks still share an SM.
   if (!large_shared) tile.columns = 32;
   return tile;
 }
@@ -53,7 +54,7 @@ constexpr DqTileChoice dq_tile(int arch, int head_dim) {
   if (head_dim <= 64) return {128, 32, 4, 2};
   if (head_dim <= 128) {
     if (small_shared) return {64, 32, 4, 1};
-    // Shared memory for one block, so it has eight warps.
+    // There is shared memory for one block, so it has eight warps.
     if (arch == 80) return {128, 64, 8, 1};
     return {128, 32, 4, 2};
   }
@@ -69,8 +70,8 @@ constexpr DqTileChoice general_dq_tile(int arch, int head_dim) {
   return {128, head_dim <= 128 ? 32 : 16, 8, 1};
 }
 
-// The gradients of keys and values: keys of a block, rows that pass at a time, blocks for which an SM must
-// have registers, and whether one launch computes both.
+// The gradients of keys and values: keys of a block, rows of a step, blocks for which an SM must have registers, and
+// whether one launch computes both.
 struct DkdvTileChoice {
   int keys, rows, warps, blocks;
   bool together;
@@ -78,18 +79,18 @@ struct DkdvTileChoice {
 
 constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
-  // 16 keys a warp: the accumulators of dk and dv take head_dim registers of a thread, the scores of 64 rows and their
-  // gradients another 64. With less shared memory, 32 rows: on sm_80 two blocks then share an SM.
-  // On sm_90 as many keys as its wgmma kernels take, which these stand in for.
+  // With 16 keys a warp, the accumulators of dk and dv take head_dim registers of a thread, and the scores of 64 rows
+  // and their gradients another 64. With less shared memory a step has 32 rows, and on sm_80 two blocks share an SM. On
+  // sm_90 a block has as many keys as in the wgmma kernels, which these kernels stand in for.
   if (arch == 90 && head_dim <= 128) return {128, 64, 8, 1, true};
   if (head_dim <= 64) return {64, 64, 4, 2, true};
   if (head_dim <= 128) return {64, arch >= 90 && !small_shared ? 64 : 32, 4, small_shared ? 1 : 2, true};
-  // Both accumulators do not fit the registers: the scores are computed twice.
+  // The registers do not hold both accumulators, so the scores are computed twice.
   if (small_shared) return {32, 16, 2, 1, false};
   return arch == 80 ? DkdvTileChoice{64, 32, 4, 1, false} : DkdvTileChoice{128, 32, 8, 1, false};
 }
 
-// The gradient of a bias with a row for each query: 16 rows a warp, and buffers, see RowBiasConfig.
+// The gradient of a bias with a row for each query: 16 rows a warp, and the buffers that RowBiasConfig describes.
 struct RowBiasTileChoice {
   int columns, warps, query_buffers, key_buffers;
 };
@@ -99,8 +100,8 @@ constexpr RowBiasTileChoice row_bias_tile(int arch, int head_dim) {
   // Blocks of four warps share an SM where two fit.
   if (head_dim <= 64)
     return small_shared ? RowBiasTileChoice{32, 8, 1, 2} : RowBiasTileChoice{large_shared ? 64 : 32, 4, 2, 2};
-  // Eight warps on an SM where there is the memory for their rows. With many sources Q and dO come with each
-  // step, so that their copies should be under way during the step before, rather than those of K and V.
+  // An SM has eight warps where there is the memory for their rows. With many sources, Q and dO come with each step.
+  // Their copies should then be under way during the step before, rather than those of K and V.
   if (head_dim <= 128)
     return large_shared ? RowBiasTileChoice{64, 8, 2, 1} : RowBiasTileChoice{32, small_shared ? 4 : 8, 1, 2};
   if (large_shared) return {32, 4, 2, 2};

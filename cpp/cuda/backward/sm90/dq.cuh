@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of the queries with Hopper's wgmma: a persistent kernel, one block of threads on each SM, with the roles of forward.cuh.
+// The gradient of the queries with Hopper's wgmma: a persistent kernel, one block of threads on each SM, specialized
+// by warps as forward.cuh is.
 //
 // The product of dS with K is started after the next block's scores and dP, so the tensor cores work while a warpgroup
 // makes dS.
@@ -16,18 +17,19 @@ namespace fdm::cuda::sm90 {
 template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCount> struct DqConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
-  using Stages = KeyPipeline<kHeadDim, kColumnCount, kStageCount, kStageCount>;
+  using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kStageCount, kStageCount>;
   using RowTile = PanelTile<kHeadDim, kRows>;
   using Rows = DqRows<Element, 1, kColumns / 8, kHeadDim, false>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
-  // Q as a left operand in registers: the products of two operands in shared memory would be bound by reading it.
+  // Q is a left operand in registers: the products of two operands in shared memory would be bound by reading shared
+  // memory.
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
 };
 
 template <class Config> struct DqShared {
-  typename Config::Stages stages;
-  alignas(1024) char q[Config::RowTile::kBytes];
-  char dout[Config::RowTile::kBytes];
+  typename Config::Pipeline pipeline;
+  alignas(1024) char sQ[Config::RowTile::kBytes];
+  char sdO[Config::RowTile::kBytes];
   RowStatistics statistics[Config::kRows];
   TaskPipeline<DqTask> tasks;
 };
@@ -38,22 +40,23 @@ __device__ void load_rows(const BackwardParams &params, const DqTask &task, cons
                           DqShared<Config> &shared) {
   const int thread = Roles::producer_thread();
   shared.statistics[thread] = statistics;
-  const auto load = [&](const fdm_tensor &t, char *to) {
+  const auto load = [&](const fdm_tensor &t, char *tile) {
     const uint16_t *row = kZeroRow;
     if (!statistics.empty())
       row = static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.first_row + thread, task.head);
-    Config::RowTile::template gather<Roles::kProducerWarps>(ptx::shared_address(to), thread / 32, row,
+    Config::RowTile::template gather<Roles::kProducerWarps>(ptx::shared_address(tile), thread / 32, row,
                                                             int(params.p.head_dim));
   };
-  load(params.p.q, shared.q), load(params.a.dout, shared.dout);
+  load(params.p.q, shared.sQ);
+  load(params.a.dout, shared.sdO);
 }
 
 template <class Config> __device__ void produce_dq(const BackwardParams &params, DqShared<Config> &shared) {
   const fdm_problem &p = params.p;
-  TaskProducer<DqTask> sender(shared.tasks);
-  KeyProducer<typename Config::Stages> keys(p, shared.stages);
+  TaskProducer<DqTask> scheduler(shared.tasks);
+  KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
   for_each_tile<Config::kRows>(p, [&](const Sequence &s, int64_t sequence_index, int64_t head, int64_t tile) {
-    const DqTask &task = sender.prepare([&]() -> DqTask {
+    const DqTask &task = scheduler.prepare([&]() -> DqTask {
       return {s,
               sequence_index,
               head,
@@ -66,83 +69,84 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
     const int64_t i = task.first_row + Roles::producer_thread();
     RowStatistics statistics{INFINITY, 0.0f};
     if (i < s.q_count) statistics = row_statistics(params, s, head, i);
-    sender.wait_empty();
+    scheduler.producer_acquire();
     load_rows<Config>(params, task, statistics, shared);
-    sender.publish();
+    scheduler.producer_commit();
     keys.run(task);
   });
-  sender.finish();
+  scheduler.producer_tail();
 }
 
 template <class Config> struct DqConsumer {
   using Element = typename Config::Element;
-  using Stages = typename Config::Stages;
+  using Pipeline = typename Config::Pipeline;
   using RowTile = typename Config::RowTile;
-  using KeyTile = typename Stages::Tile;
+  using KeyTile = typename Pipeline::Tile;
   using Rows = typename Config::Rows;
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
 
   const BackwardParams &params;
   DqShared<Config> &shared;
-  typename Stages::KPipelineState state; // K and V have the same stages
-  uint64_t q_tile, dout_tile;
+  typename Pipeline::KPipelineState state; // K and V have the same stages
+  uint64_t q_desc, dout_desc;
   uint32_t queries[Config::kQueriesInRegisters ? kHeadDim / 16 : 1][4];
 
   __device__ DqConsumer(const BackwardParams &parameters, DqShared<Config> &memory)
       : params(parameters), shared(memory) {
     const uint64_t own_rows = RowTile::offset(64 * Roles::consumer_group(), 0);
-    q_tile = RowTile::descriptor(ptx::shared_address(shared.q)) + own_rows;
-    dout_tile = RowTile::descriptor(ptx::shared_address(shared.dout)) + own_rows;
+    q_desc = RowTile::descriptor(ptx::shared_address(shared.sQ)) + own_rows;
+    dout_desc = RowTile::descriptor(ptx::shared_address(shared.sdO)) + own_rows;
   }
 
-  __device__ static uint64_t key_tile(const char *tile) { return KeyTile::descriptor(ptx::shared_address(tile)); }
+  __device__ static uint64_t key_desc(const char *tile) { return KeyTile::descriptor(ptx::shared_address(tile)); }
 
-  // Reads Q of this task, where it stays in registers.
+  // Reads Q of this task into registers, where it stays there.
   __device__ void load_queries() {
     if constexpr (Config::kQueriesInRegisters)
-      load_left<RowTile>(queries, ptx::shared_address(shared.q), int(threadIdx.x) / 32 * 16);
+      load_left<RowTile>(queries, ptx::shared_address(shared.sQ), int(threadIdx.x) / 32 * 16);
   }
 
-  // S and dP.
+  // Starts the products S and dP.
   __device__ void start_scores(Rows &rows) const {
-    Stages &stages = shared.stages;
-    Roles::wait_full(stages.k_full[state.stage], state.parity);
+    Pipeline &pipeline = shared.pipeline;
+    Roles::consumer_wait(pipeline.k_full[state.index], state.phase);
     ptx::warpgroup_arrive();
     if constexpr (Config::kQueriesInRegisters)
-      warpgroup_gemm_ss<Element, KeyTile>(rows.scores[0], queries, key_tile(stages.k[state.stage]));
+      warpgroup_gemm_rs_transposed<Element, KeyTile>(rows.scores[0], queries, key_desc(pipeline.sK[state.index]));
     else
-      warpgroup_gemm_ss<Element, RowTile, KeyTile, kHeadDim>(rows.scores[0], q_tile, key_tile(stages.k[state.stage]),
+      warpgroup_gemm_ss<Element, RowTile, KeyTile, kHeadDim>(rows.scores[0], q_desc, key_desc(pipeline.sK[state.index]),
                                                              false);
-    Roles::wait_full(stages.v_full[state.stage], state.parity);
+    Roles::consumer_wait(pipeline.v_full[state.index], state.phase);
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, RowTile, KeyTile, kHeadDim>(rows.gradients[0], dout_tile,
-                                                           key_tile(stages.v[state.stage]), false);
+    warpgroup_gemm_ss<Element, RowTile, KeyTile, kHeadDim>(rows.gradients[0], dout_desc,
+                                                           key_desc(pipeline.sV[state.index]), false);
     ptx::warpgroup_commit_batch();
   }
 
   __device__ void start_dq(Rows &rows, const uint32_t (&gradients)[kColumns / 16][4], int stage) const {
     ptx::warpgroup_arrive();
-    warpgroup_gemm_rs<Element, KeyTile>(rows.dq[0], gradients, key_tile(shared.stages.k[stage]));
+    warpgroup_gemm_rs<Element, KeyTile>(rows.dq[0], gradients, key_desc(shared.pipeline.sK[stage]));
     ptx::warpgroup_commit_batch();
   }
 
-  // dS of this block, once S and dP are there.
+  // Makes dS of this block. S and dP are there.
   __device__ void make_gradients(Rows &rows, int block) const {
-    ptx::warpgroup_fence_operand(rows.scores[0]), ptx::warpgroup_fence_operand(rows.gradients[0]);
-    Roles::release(shared.stages.v_empty[state.stage]);
-    rows.make_gradients(shared.stages.facts[state.facts], (block + 1) * kColumns > rows.task.columns.full);
+    ptx::warpgroup_fence_operand(rows.scores[0]);
+    ptx::warpgroup_fence_operand(rows.gradients[0]);
+    Roles::consumer_release(shared.pipeline.v_empty[state.index]);
+    rows.make_gradients(shared.pipeline.facts[state.facts], (block + 1) * kColumns > rows.task.columns.full);
   }
 
-  __device__ void run_blocks(Rows &rows, int blocks) {
-    Stages &stages = shared.stages;
+  __device__ void mainloop(Rows &rows, int blocks) {
+    Pipeline &pipeline = shared.pipeline;
     uint32_t gradients[kColumns / 16][4];
     start_scores(rows);
     ptx::warpgroup_wait<0>();
     make_gradients(rows, 0);
     pack_left<Element>(gradients, rows.scores[0]);
     for (int block = 1; block < blocks; ++block) {
-      const int before = state.stage;
-      state.next();
+      const int before = state.index;
+      ++state;
       start_scores(rows);
       start_dq(rows, gradients, before);
       ptx::warpgroup_wait<1>();
@@ -150,15 +154,15 @@ template <class Config> struct DqConsumer {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(rows.dq[0]);
       ptx::warpgroup_fence_operand(gradients);
-      Roles::release(stages.k_empty[before]);
+      Roles::consumer_release(pipeline.k_empty[before]);
       pack_left<Element>(gradients, rows.scores[0]);
     }
-    Roles::release(shared.tasks.empty);
-    start_dq(rows, gradients, state.stage);
+    Roles::consumer_release(shared.tasks.empty);
+    start_dq(rows, gradients, state.index);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(rows.dq[0]);
-    Roles::release(stages.k_empty[state.stage]);
-    state.next();
+    Roles::consumer_release(pipeline.k_empty[state.index]);
+    ++state;
   }
 
   __device__ void run_task(const DqTask &task) {
@@ -170,9 +174,9 @@ template <class Config> struct DqConsumer {
     for (int half = 0; half < 2; ++half) large |= rows.set_statistics(0, half, shared.statistics[rows.row(0, half)]);
     rows.careful = __any_sync(0xffffffffu, large);
     if (const int blocks = (task.columns.count + kColumns - 1) / kColumns)
-      run_blocks(rows, blocks);
+      mainloop(rows, blocks);
     else
-      Roles::release(shared.tasks.empty);
+      Roles::consumer_release(shared.tasks.empty);
     rows.write();
   }
 };
@@ -182,7 +186,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel(const __grid_con
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) {
-    shared.stages.init();
+    shared.pipeline.init();
     shared.tasks.init();
   }
   ptx::wait_for_kernel_ahead();

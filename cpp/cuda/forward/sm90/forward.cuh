@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass with Hopper's wgmma: a persistent kernel, one block of threads on each SM.
 //
-// A producer warpgroup finds and gathers the rows of Q, K and V (it is as far ahead as the stages allow, also over the
-// end of a tile); two consumer warpgroups have 64 rows each. The scores of a block are started before the product of the
-// block before with V, so the tensor cores work while a warpgroup makes probabilities.
+// The kernel is warp-specialized. A producer warpgroup finds and gathers the rows of Q, K and V, as far ahead as the
+// stages of the pipeline allow, also over the end of a tile. Two consumer warpgroups have 64 rows each. In their
+// mainloop, the scores of a block are started before the previous block's product with V, so the tensor cores work
+// while a warpgroup makes probabilities.
 #pragma once
 
 #include "../../ptx/dependent.cuh"
@@ -17,34 +18,34 @@ namespace fdm::cuda::sm90 {
 template <class ElementType, int kHeadDimension, int kColumnCount, int kKStages, int kVStages> struct ForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
-  using Stages = KeyPipeline<kHeadDim, kColumnCount, kKStages, kVStages>;
+  using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kKStages, kVStages>;
   using QTile = PanelTile<kHeadDim, kRows>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
 };
 
 template <class Config> struct ForwardShared {
-  typename Config::Stages stages;
-  alignas(1024) char q[Config::QTile::kBytes];
+  typename Config::Pipeline pipeline;
+  alignas(1024) char sQ[Config::QTile::kBytes];
   TaskPipeline<ForwardTask> tasks;
 };
 
-template <class Config> __device__ void load_queries(const ForwardParams &params, const ForwardTask &task, char *to) {
+template <class Config> __device__ void load_queries(const ForwardParams &params, const ForwardTask &task, char *sQ) {
   const fdm_tensor &q = params.p.q;
   const int thread = Roles::producer_thread();
   const int64_t i = task.first_row + thread;
   const uint16_t *row = kZeroRow;
   if (i < task.s.q_count) row = static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head);
-  Config::QTile::template gather<Roles::kProducerWarps>(ptx::shared_address(to), thread / 32, row,
+  Config::QTile::template gather<Roles::kProducerWarps>(ptx::shared_address(sQ), thread / 32, row,
                                                         int(params.p.head_dim));
 }
 
 template <class Config> __device__ void produce_forward(const ForwardParams &params, ForwardShared<Config> &shared) {
   const fdm_problem &p = params.p;
-  TaskProducer<ForwardTask> sender(shared.tasks);
-  KeyProducer<typename Config::Stages> keys(p, shared.stages);
+  TaskProducer<ForwardTask> scheduler(shared.tasks);
+  KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
   for_each_tile<Config::kRows>(p, [&](const Sequence &s, int64_t sequence_index, int64_t head, int64_t tile) {
-    const ForwardTask &task = sender.prepare([&]() -> ForwardTask {
+    const ForwardTask &task = scheduler.prepare([&]() -> ForwardTask {
       return {s,
               sequence_index,
               head,
@@ -55,97 +56,100 @@ template <class Config> __device__ void produce_forward(const ForwardParams &par
               score_view(p, p.bias, s, head)};
     });
     keys.start(task);
-    sender.wait_empty();
-    load_queries<Config>(params, task, shared.q);
-    sender.publish();
+    scheduler.producer_acquire();
+    load_queries<Config>(params, task, shared.sQ);
+    scheduler.producer_commit();
     keys.run(task);
   });
-  sender.finish();
+  scheduler.producer_tail();
 }
 
 template <class Config> struct ForwardConsumer {
   using Element = typename Config::Element;
-  using Stages = typename Config::Stages;
+  using Pipeline = typename Config::Pipeline;
   using QTile = typename Config::QTile;
-  using KeyTile = typename Stages::Tile;
+  using KeyTile = typename Pipeline::Tile;
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
 
   const ForwardParams &params;
   ForwardShared<Config> &shared;
-  typename Stages::KPipelineState k_state;
-  typename Stages::VPipelineState v_state;
-  uint64_t q_tile;
+  typename Pipeline::KPipelineState k_state;
+  typename Pipeline::VPipelineState v_state;
+  uint64_t q_desc;
 
   __device__ ForwardConsumer(const ForwardParams &parameters, ForwardShared<Config> &memory)
       : params(parameters), shared(memory) {
-    q_tile = QTile::descriptor(ptx::shared_address(shared.q)) + QTile::offset(64 * Roles::consumer_group(), 0);
+    q_desc = QTile::descriptor(ptx::shared_address(shared.sQ)) + QTile::offset(64 * Roles::consumer_group(), 0);
   }
 
   __device__ void start_scores(typename Config::Rows &rows, int stage) const {
-    const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.stages.k[stage]));
+    const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sK[stage]));
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(rows.scores[0], q_tile, k, false);
+    warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(rows.scores[0], q_desc, k, false);
     ptx::warpgroup_commit_batch();
   }
 
   __device__ void start_output(typename Config::Rows &rows, const uint32_t (&probabilities)[kColumns / 16][4],
                                int stage) const {
-    const uint64_t v = KeyTile::descriptor(ptx::shared_address(shared.stages.v[stage]));
+    const uint64_t v = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sV[stage]));
     ptx::warpgroup_arrive();
     warpgroup_gemm_rs<Element, KeyTile>(rows.out[0], probabilities, v);
     ptx::warpgroup_commit_batch();
   }
 
-  // Scores to probabilities, relative to the rows' running maxima, which have grown by the factors.
+  // Turns scores into probabilities, relative to the rows' running maxima, which have grown by the factors.
   __device__ void make_probabilities(typename Config::Rows &rows, int block, float (&factors)[2]) {
     const ForwardTask &task = rows.task;
     ptx::warpgroup_fence_operand(rows.scores[0]);
-    Roles::release(shared.stages.k_empty[k_state.stage]);
-    rows.finish_scores(shared.stages.facts[k_state.facts], (block + 1) * kColumns > task.columns.full);
-    factors[0] = rows.softmax(0, 0), factors[1] = rows.softmax(0, 1);
+    Roles::consumer_release(shared.pipeline.k_empty[k_state.index]);
+    rows.finish_scores(shared.pipeline.facts[k_state.facts], (block + 1) * kColumns > task.columns.full);
+    factors[0] = rows.softmax(0, 0);
+    factors[1] = rows.softmax(0, 1);
   }
 
-  __device__ void run_blocks(typename Config::Rows &rows, int blocks) {
-    Stages &stages = shared.stages;
+  __device__ void mainloop(typename Config::Rows &rows, int blocks) {
+    Pipeline &pipeline = shared.pipeline;
     uint32_t probabilities[kColumns / 16][4];
     float factors[2];
-    Roles::wait_full(stages.k_full[k_state.stage], k_state.parity);
-    start_scores(rows, k_state.stage);
+    Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
+    start_scores(rows, k_state.index);
     ptx::warpgroup_wait<0>();
     make_probabilities(rows, 0, factors);
     pack_left<Element>(probabilities, rows.scores[0]);
     for (int block = 1; block < blocks; ++block) {
-      k_state.next();
-      Roles::wait_full(stages.k_full[k_state.stage], k_state.parity);
-      start_scores(rows, k_state.stage);
-      Roles::wait_full(stages.v_full[v_state.stage], v_state.parity);
-      start_output(rows, probabilities, v_state.stage);
+      ++k_state;
+      Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
+      start_scores(rows, k_state.index);
+      Roles::consumer_wait(pipeline.v_full[v_state.index], v_state.phase);
+      start_output(rows, probabilities, v_state.index);
       ptx::warpgroup_wait<1>();
       make_probabilities(rows, block, factors);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(rows.out[0]);
       ptx::warpgroup_fence_operand(probabilities);
-      Roles::release(stages.v_empty[v_state.stage]);
-      v_state.next();
-      rows.rescale(0, 0, factors[0]), rows.rescale(0, 1, factors[1]);
+      Roles::consumer_release(pipeline.v_empty[v_state.index]);
+      ++v_state;
+      rows.rescale(0, 0, factors[0]);
+      rows.rescale(0, 1, factors[1]);
       pack_left<Element>(probabilities, rows.scores[0]);
     }
-    Roles::release(shared.tasks.empty);
-    Roles::wait_full(stages.v_full[v_state.stage], v_state.parity);
-    start_output(rows, probabilities, v_state.stage);
+    Roles::consumer_release(shared.tasks.empty);
+    Roles::consumer_wait(pipeline.v_full[v_state.index], v_state.phase);
+    start_output(rows, probabilities, v_state.index);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(rows.out[0]);
-    Roles::release(stages.v_empty[v_state.stage]);
-    k_state.next(), v_state.next();
+    Roles::consumer_release(pipeline.v_empty[v_state.index]);
+    ++k_state;
+    ++v_state;
   }
 
   __device__ void run_task(const ForwardTask &task) {
     typename Config::Rows rows(params, task);
     rows.start();
     if (const int blocks = (task.columns.count + kColumns - 1) / kColumns)
-      run_blocks(rows, blocks);
+      mainloop(rows, blocks);
     else
-      Roles::release(shared.tasks.empty);
+      Roles::consumer_release(shared.tasks.empty);
     rows.finish();
     rows.write();
   }
@@ -156,7 +160,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) forward_kernel(const __gri
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<ForwardShared<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) {
-    shared.stages.init();
+    shared.pipeline.init();
     shared.tasks.init();
   }
   ptx::wait_for_kernel_ahead();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The stages through which a tile's columns pass: a producer warpgroup gathers rows of K and V, kColumns at a time, while
-// consumer warpgroups multiply those of earlier blocks. Each stage has barriers that say "full" and "empty".
+// The pipeline of K and V: a producer warpgroup gathers rows of K and V, kColumns at a time, while consumer warpgroups
+// multiply those of earlier blocks. Each stage has barriers that say "full" and "empty".
 #pragma once
 
 #include "../key_ring.cuh"
@@ -18,47 +18,47 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   struct KPipelineState : PipelineState<kKStages> {
     int facts = 0;
 
-    __device__ __forceinline__ void next() {
-      PipelineState<kKStages>::next();
+    __device__ __forceinline__ void operator++() {
+      PipelineState<kKStages>::operator++();
       facts = facts + 1 == kFactSlots ? 0 : facts + 1;
     }
   };
   using VPipelineState = PipelineState<kVStages>;
 
-  alignas(1024) char k[kKStages][Tile::kBytes];
-  char v[kVStages][Tile::kBytes];
+  alignas(1024) char sK[kKStages][Tile::kBytes];
+  char sV[kVStages][Tile::kBytes];
   ColumnFacts<kColumns> facts[kFactSlots];
   uint64_t k_full[kKStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
 
-  // By one thread.
+  // One thread of the block calls this, before the others use the barriers.
   __device__ void init() {
     for (int stage = 0; stage < kKStages; ++stage) {
       ptx::init_barrier(k_full[stage], 2 * Roles::kProducerThreads); // the copies, and the facts
-      ptx::init_barrier(k_empty[stage], Roles::kReleases);
+      ptx::init_barrier(k_empty[stage], Roles::kConsumerThreads);
     }
     for (int stage = 0; stage < kVStages; ++stage) {
       ptx::init_barrier(v_full[stage], Roles::kProducerThreads);
-      ptx::init_barrier(v_empty[stage], Roles::kReleases);
+      ptx::init_barrier(v_empty[stage], Roles::kConsumerThreads);
     }
   }
 };
 
-// What a producer thread does: it knows one column of each block, or none.
-template <class Stages> struct KeyProducer {
-  static constexpr int kColumns = Stages::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
-  using Tile = typename Stages::Tile;
-  // With a stage more, K of a block is loaded before V of the one before: that V's stage is free so late that K behind it
-  // would come late too.
-  static constexpr bool kValuesLag = Stages::kKStages > Stages::kVStages;
+// A producer thread, which knows one column of each block, or none.
+template <class Pipeline> struct KeyProducer {
+  static constexpr int kColumns = Pipeline::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
+  using Tile = typename Pipeline::Tile;
+  // Where K has a stage more, K of a block is loaded before V of the previous block. The stage of that V is released
+  // so late that K would come late too if it had to wait behind it.
+  static constexpr bool kValuesLag = Pipeline::kKStages > Pipeline::kVStages;
 
   const fdm_problem &p;
-  Stages &stages;
-  typename Stages::KPipelineState k_state;
-  typename Stages::VPipelineState v_state;
+  Pipeline &pipeline;
+  typename Pipeline::KPipelineState k_state;
+  typename Pipeline::VPipelineState v_state;
   ColumnEntry entry;
   int32_t next_key;
 
-  __device__ KeyProducer(const fdm_problem &problem, Stages &shared) : p(problem), stages(shared) {}
+  __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared) : p(problem), pipeline(shared) {}
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
   __device__ static int column(int block) {
@@ -66,38 +66,39 @@ template <class Stages> struct KeyProducer {
     return lane < kOwnColumns ? block * kColumns + warp() * kOwnColumns + lane : INT32_MAX;
   }
 
-  // Asks for what is known of the first columns, so that it is there when run() needs it.
+  // The prologue asks for what is known of the first columns, which is then there when run() needs it.
   template <class Task> __device__ void start(const Task &task) {
     entry = fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0)));
     next_key = fetch_key(task.columns, column(1));
   }
 
-  // K and facts of a block. Returns this lane's row of V.
+  // Loads K and the facts of a block. Returns this lane's row of V.
   template <class Task> __device__ const uint16_t *load_keys(const Task &task, int block) {
-    const int stage = k_state.stage;
-    ptx::wait(stages.k_empty[stage], k_state.parity ^ 1);
+    const int stage = k_state.index;
+    Roles::producer_acquire(pipeline.k_empty[stage], k_state.phase);
     int32_t key = -1;
     if (threadIdx.x % 32 < kOwnColumns)
-      key = store_facts<kColumns>(stages.facts[k_state.facts], task.columns, task.bias, column(block), entry);
+      key = store_facts<kColumns>(pipeline.facts[k_state.facts], task.columns, task.bias, column(block), entry);
     const auto row_of = [&](const fdm_tensor &t) {
       return key < 0 ? kZeroRow : key_row(p, t, task.s, task.sequence_index, task.kv_head, key);
     };
     const uint16_t *k_row = row_of(p.k), *v_row = row_of(p.v);
     entry = fetch_column(task.columns, task.bias, column(block + 1), next_key);
     next_key = fetch_key(task.columns, column(block + 2));
-    Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(stages.k[stage]), warp(), k_row, int(p.head_dim));
-    ptx::arrive_after_copies(stages.k_full[stage]);
-    ptx::arrive(stages.k_full[stage]);
-    k_state.next();
+    Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(pipeline.sK[stage]), warp(), k_row,
+                                                 int(p.head_dim));
+    Roles::producer_commit(pipeline.k_full[stage]);
+    ++k_state;
     return v_row;
   }
 
   __device__ void load_values(const uint16_t *v_row) {
-    const int stage = v_state.stage;
-    ptx::wait(stages.v_empty[stage], v_state.parity ^ 1);
-    Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(stages.v[stage]), warp(), v_row, int(p.head_dim));
-    ptx::arrive_after_copies(stages.v_full[stage]);
-    v_state.next();
+    const int stage = v_state.index;
+    Roles::producer_acquire(pipeline.v_empty[stage], v_state.phase);
+    Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(pipeline.sV[stage]), warp(), v_row,
+                                                 int(p.head_dim));
+    Roles::producer_commit_copies(pipeline.v_full[stage]);
+    ++v_state;
   }
 
   template <class Task> __device__ void run(const Task &task) {

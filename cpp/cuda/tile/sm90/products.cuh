@@ -1,48 +1,49 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Products of tiles by wgmma: started here, waited for by who needs them.
+// Products of tiles by wgmma. They are started here; who needs the sums waits for them.
 #pragma once
 
 #include "panel_tile.cuh"
 
 namespace fdm::cuda {
 
-// sums = A B', or sums += A B' where `accumulate`, summed over kHeadDim columns. `left` describes 64 rows of a LeftTile,
-// `right` a RightTile of as many rows as sums has columns.
+// sums = A B', or sums += A B' where `accumulate`, summed over kHeadDim columns. `left` describes 64 rows of a
+// LeftTile, `right` a RightTile of as many rows as sums has columns.
 template <class Element, class LeftTile, class RightTile, int kHeadDim, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], uint64_t left, uint64_t right,
                                                   bool accumulate) {
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += 16)
-    ptx::multiply_shared<Element>(sums, left + LeftTile::offset(0, d), right + RightTile::offset(0, d),
-                                  accumulate || d > 0);
+    ptx::wgmma_ss<Element>(sums, left + LeftTile::offset(0, d), right + RightTile::offset(0, d), accumulate || d > 0);
 }
 
-// The same with `left` in registers.
+// The same, sums = A B', with A in registers.
 template <class Element, class RightTile, int kDepth, int kTiles>
-__device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], const uint32_t (&left)[kDepth][4],
-                                                  uint64_t right) {
+__device__ __forceinline__ void warpgroup_gemm_rs_transposed(float (&sums)[kTiles][4],
+                                                             const uint32_t (&left)[kDepth][4], uint64_t right) {
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
-    ptx::multiply_registers<Element, false>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
+    ptx::wgmma_rs<Element, false>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
 }
 
-// 16 rows of a tile for each warp of a warpgroup, from `row` on for this warp, as a left operand.
+// Loads 16 rows of a tile for each warp of a warpgroup as a left operand; this warp's begin at `row`.
 template <class LeftTile, int kDepth>
 __device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t base, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
-    ptx::load_matrices(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
+    ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
 }
 
-// Accumulators rounded to Element, as a left operand.
+// Rounds accumulators to Element, as a left operand.
 template <class Element, int kTiles>
 __device__ __forceinline__ void pack_left(uint32_t (&packed)[kTiles / 2][4], const float (&sums)[kTiles][4]) {
 #pragma unroll
   for (int k = 0; k < kTiles / 2; ++k) {
     const float (&low)[4] = sums[2 * k], (&high)[4] = sums[2 * k + 1];
-    packed[k][0] = ptx::pack<Element>(low[0], low[1]), packed[k][1] = ptx::pack<Element>(low[2], low[3]);
-    packed[k][2] = ptx::pack<Element>(high[0], high[1]), packed[k][3] = ptx::pack<Element>(high[2], high[3]);
+    packed[k][0] = ptx::pack<Element>(low[0], low[1]);
+    packed[k][1] = ptx::pack<Element>(low[2], low[3]);
+    packed[k][2] = ptx::pack<Element>(high[0], high[1]);
+    packed[k][3] = ptx::pack<Element>(high[2], high[3]);
   }
 }
 
@@ -50,22 +51,22 @@ __device__ __forceinline__ void pack_left(uint32_t (&packed)[kTiles / 2][4], con
 template <class Element, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], const uint32_t (&left)[kDepth][4],
                                                   uint64_t right) {
-  // Instructions of at most 128 columns.
+  // An instruction has at most 128 columns.
   constexpr int kWide = kTiles / 16 * 16, kRest = kTiles - kWide;
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) {
 #pragma unroll
     for (int n = 0; n < kWide; n += 16)
-      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
-                                             right + RightTile::offset(16 * k, 8 * n), true);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * n), true);
     if constexpr (kRest == 12) {
-      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWide]), left[k],
-                                             right + RightTile::offset(16 * k, 8 * kWide), true);
-      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWide + 8]), left[k],
-                                             right + RightTile::offset(16 * k, 8 * kWide + 64), true);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWide]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWide), true);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWide + 8]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWide + 64), true);
     } else if constexpr (kRest > 0) {
-      ptx::multiply_registers<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWide]), left[k],
-                                             right + RightTile::offset(16 * k, 8 * kWide), true);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWide]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWide), true);
     }
   }
 }

@@ -1,48 +1,65 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Who does what in a block of threads of the Hopper kernels.
+// Warp specialization of the Hopper kernels: which warps produce, which consume, and how they hand stages over.
 #pragma once
 
 #include "../../ptx/barrier.cuh"
 
 namespace fdm::cuda {
 
-// Warps of a block of threads by role: two consumer warpgroups of 64 rows each come first, then the producers.
+// The roles of the warps of a block of threads: two consumer warpgroups of 64 rows each come first, then the producers.
+// The functions have the names of CUTLASS's pipelines, but take a stage's barriers.
 struct Roles {
   static constexpr int kConsumerGroups = 2, kConsumerWarps = 8, kProducerWarps = 4;
   static constexpr int kProducerThreads = 32 * kProducerWarps, kThreads = 32 * (kConsumerWarps + kProducerWarps);
   __device__ static __forceinline__ bool is_producer() { return threadIdx.x / 32 >= kConsumerWarps; }
   __device__ static __forceinline__ int consumer_group() { return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); }
-  // Among the producers.
+  // The index of this thread among the producers.
   __device__ static __forceinline__ int producer_thread() { return int(threadIdx.x) - 32 * kConsumerWarps; }
   __device__ static __forceinline__ void sync_producers() { ptx::sync_threads<1, kProducerThreads>(); }
-  // Every consumer thread arrives: one for each warp is no faster, and compute-sanitizer's racecheck does not see that it
-  // stands for the others.
-  static constexpr int kReleases = 32 * kConsumerWarps;
-  __device__ static __forceinline__ void release(uint64_t &empty) { ptx::arrive(empty); }
+  // Every consumer thread arrives. One thread for each warp is no faster, and compute-sanitizer's racecheck does not
+  // see that it stands for the others.
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
 
-  // Until a stage is full. Consumers' products may then read it.
-  __device__ static __forceinline__ void wait_full(uint64_t &full, uint32_t parity) {
-    ptx::wait(full, parity);
+  // A producer waits until the consumers have released a stage. All stages are empty at first.
+  __device__ static __forceinline__ void producer_acquire(uint64_t &empty, uint32_t phase) {
+    ptx::wait(empty, phase ^ 1);
+  }
+
+  // A producer thread arrives twice: when its copies are done, and for its ordinary stores.
+  __device__ static __forceinline__ void producer_commit(uint64_t &full) {
+    ptx::arrive_after_copies(full);
+    ptx::arrive(full);
+  }
+  // A producer thread arrives when its copies are done, where a stage holds nothing else.
+  __device__ static __forceinline__ void producer_commit_copies(uint64_t &full) { ptx::arrive_after_copies(full); }
+
+  // A consumer waits until a stage is full. Its products may then read the stage.
+  __device__ static __forceinline__ void consumer_wait(uint64_t &full, uint32_t phase) {
+    ptx::wait(full, phase);
     ptx::fence_async_proxy();
   }
 };
 
-// Registers of a thread of each role. All warpgroups start with 168, the most that 384 threads can have; what the producers
-// give back, the consumers take.
+// How many registers a thread of each role has. All warpgroups start with 168, the most that 384 threads can have; what
+// the producers give back, the consumers take.
 template <int kConsumer, int kProducer> struct RoleRegisters {
   static_assert(2 * kConsumer + kProducer <= 3 * 168, "a warpgroup would wait for registers for ever");
 
-  __device__ static __forceinline__ void produce() { ptx::give_registers<kProducer>(); }
-  __device__ static __forceinline__ void consume() { ptx::take_registers<kConsumer>(); }
+  __device__ static __forceinline__ void produce() { ptx::warpgroup_reg_dealloc<kProducer>(); }
+  __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }
 };
 
-// Where a role is in the round of stages.
+// The stage that a role is at, and its phase, as CUTLASS's PipelineState has them.
 template <int kStages> struct PipelineState {
-  int stage = 0;
-  uint32_t parity = 0; // of "full" in this round
+  int index = 0;
+  uint32_t phase = 0; // the parity of "full" in this round of the stages
 
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void operator++() {
+    if (++index == kStages) {
+      index = 0;
+      phase ^= 1;
+    }
   }
 };
 

@@ -9,8 +9,9 @@ struct ForwardTileChoice {
   int columns, k_stages, v_stages;
 };
 
-// Accumulators take head_dim / 2 + columns / 2 registers of a thread, probabilities columns / 4. Wide products read less
-// shared memory for each operation. K of a block is needed long before its V, so where there is room, it has a stage more.
+// Accumulators take head_dim / 2 + columns / 2 registers of a thread, probabilities columns / 4. Wide products read
+// less shared memory for each operation. K of a block is needed long before its V, so where there is room, it has a
+// stage more.
 constexpr ForwardTileChoice forward_tile(int head_dim) {
   if (head_dim <= 128) return {128, 3, 2};
   return head_dim <= 192 ? ForwardTileChoice{64, 3, 2} : ForwardTileChoice{64, 2, 2};
@@ -20,16 +21,16 @@ struct DqTileChoice {
   int columns, stages;
 };
 
-// K of a block is needed until the next block's scores are started, so of two stages at least, for which there must be
-// room beside Q and dO: larger head dimensions are left to the mma.sync kernels.
+// K of a block is needed until the next block's scores are started, which takes two stages at least. Larger head
+// dimensions, which have no room for them beside Q and dO, are left to the mma.sync kernels.
 constexpr int kMostDqHeadDim = 192;
 
 // Accumulators take head_dim / 2 + columns registers, dS columns / 4.
 constexpr DqTileChoice dq_tile(int head_dim) { return head_dim <= 128 ? DqTileChoice{64, 4} : DqTileChoice{64, 2}; }
 
-// The gradients of keys and values: 128 keys, 64 for each consumer warpgroup; rows of a stage and stages. Accumulators of
-// both gradients take head_dim registers of a thread, scores and their gradients `rows`: larger head dimensions are left
-// to the mma.sync kernels.
+// The gradients of keys and values: 128 keys, 64 for each consumer warpgroup; rows of a stage and stages. Accumulators
+// of both gradients take head_dim registers of a thread, scores and their gradients `rows`: larger head dimensions are
+// left to the mma.sync kernels.
 struct RowTileChoice {
   int rows, stages;
 };
