@@ -75,7 +75,7 @@ def test_listed_files_are_the_written_ones(tmp_path: Path) -> None:
 
 def test_families_name_headers_that_define_them(generator: ModuleType) -> None:
     for family in generator.FAMILIES:
-        header = ROOT / "cpp" / "cuda" / "attention" / family.header
+        header = ROOT / "cpp" / "cuda" / family.header
         assert re.search(rf"\blaunch_{family.name}\(const {family.params} &", header.read_text())
 
 

@@ -195,8 +195,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   }
   __syncthreads();
   DqBlock<Config> block(params, shared);
+  const auto exists = [&](int m, int half) { return block.exists(block.row(m, half)); };
   do block.run();
-  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.dq));
+  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.dq, exists));
   block.write();
 }
 

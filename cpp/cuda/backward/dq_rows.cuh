@@ -82,7 +82,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
               x = with_row_bias(x, b);
             }
             x -= lse[m][half];
-            if constexpr (kTest) x = fminf(x, 0.0f);
+            if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
             s = ptx::exp2_approximate(x) * (gradients[m][n][2 * half + i] - delta[m][half]) * slope;
             if constexpr (kTest) s = kept ? s : 0.0f;
           }

@@ -99,7 +99,7 @@ struct KeyGradients {
             float slope, x = factors.score<kCap>(score, bias, &slope);
             if constexpr (kGeneral) x = with_row_bias(x, row_bias_element);
             x -= i ? lse.y : lse.x;
-            if constexpr (kTest) x = fminf(x, 0.0f);
+            if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
             score = ptx::exp2_approximate(x);
             if constexpr (kTest) score = kept ? score : 0.0f;
             if constexpr (kKeyGradient) {

@@ -253,7 +253,7 @@ template <class Config> struct RowBiasBlock {
         const auto add_one = [&](uint32_t word, float own, int i) {
           float slope;
           const float x = with_row_bias(factors.score<kCap>(scores[0][n][i], 0.0f, &slope), own) - lse[half];
-          const float ds = ptx::exp2_approximate(fminf(x, 0.0f)) * (gradients[0][n][i] - delta[half]);
+          const float ds = ptx::exp2_approximate(ptx::min_or_nan(x, 0.0f)) * (gradients[0][n][i] - delta[half]);
           // dO of a row without a gradient may be anything.
           if ((word >> (row(half) % 32) & 1) && own != -INFINITY && lse[half] != INFINITY) sums[n][i] += ds;
         };

@@ -196,8 +196,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const int blocks = (shared.task.columns.count + Config::kColumns - 1) / Config::kColumns;
   const int begin = int(int64_t(blocks) * split / params.splits);
   const int end = int(int64_t(blocks) * (split + 1) / params.splits);
+  const auto exists = [&](int m, int half) { return block.exists(block.row(m, half)); };
   do block.run(begin, end);
-  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.out));
+  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.out, exists));
   if (params.splits > 1)
     block.write_partial();
   else

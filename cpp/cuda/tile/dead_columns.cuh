@@ -22,9 +22,11 @@ template <int kColumns, bool kPossible> struct DeadColumns {
   bool clears; // this is the second time; false at first
   uint8_t live[kPossible ? kColumns : 1];
 
-  // Does some sum of any thread have a NaN? The tile must then be computed again. All threads of the block call it.
-  template <int kRowTiles, int kColumnTiles>
-  __device__ __forceinline__ bool may_have_spoilt(const float (&sums)[kRowTiles][kColumnTiles][4]) {
+  // Does some sum of any thread have a NaN, in a row that exists(row tile, half)? The tile must then be computed again. All
+  // threads of the block call it.
+  template <int kRowTiles, int kColumnTiles, class Exists>
+  __device__ __forceinline__ bool may_have_spoilt(const float (&sums)[kRowTiles][kColumnTiles][4],
+                                                  const Exists &exists) {
     if (clears) return false;
     bool found = false;
 #pragma unroll
@@ -32,7 +34,7 @@ template <int kColumns, bool kPossible> struct DeadColumns {
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) found |= isnan(sums[m][n][i]);
+        for (int i = 0; i < 4; ++i) found |= isnan(sums[m][n][i]) && exists(m, i / 2);
     if (!__syncthreads_or(found)) return false;
     clears = true;
     __syncthreads();

@@ -40,10 +40,10 @@ __device__ __forceinline__ ScoreView score_view(const fdm_problem &p, const fdm_
   return {m.base, m.row, m.col, t.dtype, per_query(t)};
 }
 
-// Converts a bias to base 2, without making infinity of finfo.min.
+// Converts a bias to base 2, without making infinity of finfo.min. NaN stays NaN.
 __device__ __forceinline__ float to_base_2(float bias) {
   const float scaled = bias * kLog2E;
-  return bias == -INFINITY ? bias : fmaxf(scaled, -3.4e38f);
+  return bias == -INFINITY ? bias : ptx::max_or_nan(scaled, -3.4e38f);
 }
 
 // The facts about the columns of a block that every kernel needs.

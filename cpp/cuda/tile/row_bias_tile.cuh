@@ -138,7 +138,7 @@ template <class Element> struct RowBiasElements {
 
 // Adds an element of the bias to a score to base 2; to_base_2 tells why it is cut.
 __device__ __forceinline__ float with_row_bias(float score, float bias) {
-  return fmaf(fmaxf(bias, -2.35e38f), kLog2E, score);
+  return fmaf(ptx::max_or_nan(bias, -2.35e38f), kLog2E, score);
 }
 
 // A thread reads the bias of the rows whose accumulators it has. The tile has kPitch words a row, and begins with the

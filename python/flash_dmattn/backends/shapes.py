@@ -39,8 +39,10 @@ def check_selection(inputs: SelectionInputs, *, read_lengths: bool = True) -> No
 
 
 def _check(rule: str, inputs: AttentionInputs | SelectionInputs, read_lengths: bool) -> None:
-    from flash_dmattn import _core
-
+    try:
+        from flash_dmattn import _core
+    except ImportError:
+        return  # an installation without the core has been warned of; torch's own errors must do
     if not _has_known_sizes(inputs):
         return
     # For packs, the core also takes dense masks and biases of fewer dimensions.
