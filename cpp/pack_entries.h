@@ -3,7 +3,8 @@
 //
 // A Pack has these static members:
 //   kLimits                                                    what it was built for
-//   plan_layout(kind), plan_bytes(p), workspace_bytes(p, pass), selection_workspace_bytes(s)
+//   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
+//   selection_workspace_bytes(s)
 //   is_filled(p, plan)                                         may forward and backward read this plan?
 //   run(context, message, work)                                calls work where the pack computes; returns a status
 //   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
@@ -17,7 +18,7 @@ namespace fdm {
 template <class Pack> struct PackEntries {
   static int32_t workspace_bytes(const fdm_problem *p, int32_t pass, int64_t *bytes, char *text, size_t text_bytes) {
     if (int32_t status = check_problem(p, Pack::kLimits, {text, text_bytes})) return status;
-    *bytes = Pack::workspace_bytes(*p, pass);
+    *bytes = workspace_needed(*p, pass);
     return FDM_OK;
   }
 
@@ -79,11 +80,22 @@ template <class Pack> struct PackEntries {
   }
 
 private:
+  static int64_t workspace_needed(const fdm_problem &p, int32_t pass) {
+    switch (pass) {
+    case FDM_PASS_PLAN:
+      return Pack::plan_workspace_bytes(p);
+    case FDM_PASS_FORWARD:
+      return Pack::forward_workspace_bytes(p);
+    default:
+      return Pack::backward_workspace_bytes(p);
+    }
+  }
+
   static int32_t check(const fdm_problem *p, int32_t pass, fdm_buffer plan, fdm_buffer workspace,
                        const Message &message) {
     if (int32_t status = check_problem(p, Pack::kLimits, message)) return status;
     if (int32_t status = check_buffer("plan", plan, Pack::plan_bytes(*p), message)) return status;
-    if (int32_t status = check_buffer("workspace", workspace, Pack::workspace_bytes(*p, pass), message)) return status;
+    if (int32_t status = check_buffer("workspace", workspace, workspace_needed(*p, pass), message)) return status;
     if (pass == FDM_PASS_PLAN || Pack::is_filled(*p, plan.data)) return FDM_OK;
     return message.fail(FDM_INVALID_ARGUMENT, "the plan was not filled by plan()");
   }

@@ -15,16 +15,9 @@ struct CpuPack {
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cpu::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return cpu::plan_bytes(p); }
-  static int64_t workspace_bytes(const fdm_problem &p, int32_t pass) {
-    switch (pass) {
-    case FDM_PASS_PLAN:
-      return plan_workspace_bytes(p);
-    case FDM_PASS_FORWARD:
-      return forward_workspace_bytes(p);
-    default:
-      return backward_workspace_bytes(p);
-    }
-  }
+  static int64_t plan_workspace_bytes(const fdm_problem &p) { return cpu::plan_workspace_bytes(p); }
+  static int64_t forward_workspace_bytes(const fdm_problem &p) { return cpu::forward_workspace_bytes(p); }
+  static int64_t backward_workspace_bytes(const fdm_problem &p) { return cpu::backward_workspace_bytes(p); }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cpu::selection_workspace_bytes(s); }
 
   // Memory that plan() has not written, zeros for one, would be divided by.

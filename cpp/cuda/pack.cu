@@ -44,16 +44,9 @@ struct CudaPack {
     lay_out_plan(p, nullptr, &bytes);
     return bytes;
   }
-  static int64_t workspace_bytes(const fdm_problem &p, int32_t pass) {
-    switch (pass) {
-    case FDM_PASS_PLAN:
-      return plan_workspace_bytes(p);
-    case FDM_PASS_FORWARD:
-      return forward_workspace_bytes(p);
-    default:
-      return backward_workspace_bytes(p);
-    }
-  }
+  static int64_t plan_workspace_bytes(const fdm_problem &p) { return cuda::plan_workspace_bytes(p); }
+  static int64_t forward_workspace_bytes(const fdm_problem &p) { return cuda::forward_workspace_bytes(p); }
+  static int64_t backward_workspace_bytes(const fdm_problem &p) { return cuda::backward_workspace_bytes(p); }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cuda::selection_workspace_bytes(s); }
 
   // What lies on the device is not read by the host.
