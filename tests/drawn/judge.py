@@ -31,8 +31,9 @@ class Expected:
             assert value.shape == want.shape, f"{name} has shape {tuple(value.shape)}"
             counts = ~self.ignored[name]
             infinite = want.isinf()
+            is_of_gpu = value.is_cuda
             value = value.to(want.device).double()
-            if name == "lse":
+            if name == "lse" and is_of_gpu:
                 want, value = _raised(want), _raised(value)
             wrong = infinite & (value != want)
             error = (value - want).masked_fill(infinite, 0).abs().masked_fill(~counts, 0)
@@ -49,16 +50,12 @@ class Expected:
         """Return the error that small problems may have, in which the formula rounds luckily.
 
         It is 4 units in the last place of the dtype (for gradients that of out, which the backward
-        pass reads), and 64 of float32, relative to the largest value or to 1. To it come two units
-        of the largest lse: that is what scores of its size are rounded by, and P with them.
+        pass reads), and 64 of float32, relative to the largest value or to 1.
         """
-        lse = self.results["lse"]
-        scores = lse.masked_fill(lse.isinf() | self.ignored["lse"], 0).abs()
-        largest = min(1e3, scores.max().item() if scores.numel() else 0.0)
         want = self.results[name].masked_fill(self.ignored[name], 0)
         want = want.masked_fill(want.isinf(), 0)
         eps = EPS32 if name == "lse" else torch.finfo(self.call.query.dtype).eps
-        return (4 * eps + (64 + 2 * largest) * EPS32) * max(1.0, want.abs().max().item())
+        return (4 * eps + 64 * EPS32) * max(1.0, want.abs().max().item())
 
     def _compare_with_eager(self, far: list[tuple[str, float]]) -> None:
         plain = eager(self.call)
