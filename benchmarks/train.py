@@ -66,8 +66,8 @@ class DenseAttention(DynamicMaskAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend to all keys up to the query's own."""
-        heads_first = (t.transpose(1, 2) for t in (query, key, value))
-        out = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
 
