@@ -36,6 +36,7 @@ Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Exec
   problem_.keys = extents_.keys;
   read_mask(record);
   read_bias(record);
+  read_sink(record);
   read_settings(record, execution);
   measure_plan();
 }
@@ -134,6 +135,16 @@ void Problem::read_bias(const AttentionRecord &record) {
   if (!has_bias_) return;
   const TensorView bias = read_argument(record.bias, "attn_bias", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
   problem_.bias = map_scores(bias, "attn_bias", extents_);
+}
+
+void Problem::read_sink(const AttentionRecord &record) {
+  problem_.sink = absent_tensor();
+  has_sink_ = !is_absent(record.sink);
+  if (!has_sink_) return;
+  const TensorView sink = read_argument(record.sink, "sink", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
+  if (sink.rank != 1 || sink.shape[0] != extents_.heads)
+    value_error("sink has shape ", shape_of(sink), ", but must have shape (heads,) = (", extents_.heads, ",)");
+  problem_.sink = with_axes(sink, {0, new_axis, new_axis, new_axis});
 }
 
 void Problem::read_settings(const AttentionRecord &record, const Execution &execution) {
@@ -299,9 +310,18 @@ void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::
                   shape_of(problem_.bias));
     require_distinct_elements(args.dbias, "dbias");
   }
+  args.dsink = absent_tensor();
+  if (const nb::handle object = find("sink"); !is_absent(object)) {
+    if (!has_sink_) value_error("dsink is given, but the problem has no sink");
+    const TensorView dsink = read_argument(object, "dsink", only(problem_.sink.dtype), device_);
+    if (dsink.rank != 1 || dsink.shape[0] != extents_.heads)
+      value_error("dsink has shape ", shape_of(dsink), ", but must have shape (", extents_.heads, ",) like sink");
+    args.dsink = with_axes(dsink, {0, new_axis, new_axis, new_axis});
+    require_distinct_elements(args.dsink, "dsink");
+  }
   if (read != PyDict_Size(arguments.gradients.ptr()))
     value_error("gradients are wanted of ", nb::str(arguments.gradients.keys()).c_str(),
-                ", but there are those of query, key, value and bias only");
+                ", but there are those of query, key, value, bias and sink only");
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
   const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_BACKWARD), device_);
   call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {

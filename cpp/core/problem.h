@@ -48,6 +48,7 @@ private:
   void read_sequences(const AttentionRecord &record);
   void read_mask(const AttentionRecord &record);
   void read_bias(const AttentionRecord &record);
+  void read_sink(const AttentionRecord &record);
   void read_settings(const AttentionRecord &record, const Execution &execution);
   void measure_plan();
 
@@ -66,7 +67,7 @@ private:
   Extents extents_;
   Device device_;
   bool paged_;
-  bool has_bias_;
+  bool has_bias_, has_sink_;
   fdm_mask_kind mask_kind_;
   int64_t plan_bytes_;
 };

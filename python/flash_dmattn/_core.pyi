@@ -91,6 +91,7 @@ class Problem:
     cu_seqlens: int32 (B + 1,), contiguous; each max_seqlen at least the longest sequence.
     block_table: int32 (B, pages of a sequence); packed and forward only.
     given_plan: not read here.
+    sink: query's dtype or float32 (H,).
     threads: of cpu packs. stream: CUstream as an integer, of GPU packs.
     """
 
