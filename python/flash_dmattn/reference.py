@@ -245,7 +245,8 @@ def _attend(
     scores = scores.masked_fill(~kept, -torch.inf).masked_fill(~row_kept.unsqueeze(-1), 0)
     probabilities, lse = torch.softmax(scores, -1), torch.logsumexp(scores, -1)
     if sink is not None:
-        probabilities = probabilities * sink_share(sink, lse)[0].unsqueeze(-1)
+        share, _ = sink_share(sink, lse.masked_fill(~row_kept, 0))
+        probabilities = probabilities * share.unsqueeze(-1)
     probabilities = probabilities.masked_fill(~kept, 0)
     lse = lse.masked_fill(~row_kept, -torch.inf)
     out = (probabilities @ value).masked_fill(~row_kept.unsqueeze(-1), 0)

@@ -51,6 +51,7 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
   int64_t used = 0;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
   params.statistics = take<RowStatistics>(base, &used, batches * p.heads * total_rows(p));
+  if (present(p.sink)) params.sink_shares = take<float>(base, &used, p.heads * batches * total_rows(p));
   if (sums_bias_of_keys(p))
     params.bias_sums = take<float>(base, &used, batches * p.kv_heads * params.bias_heads * list_keys(p));
   if (keys.listed) {
@@ -80,12 +81,14 @@ template <class... Steps> cudaError_t run_all(const Steps &...steps) {
   return error;
 }
 
-cudaError_t clear_gradients(const BackwardParams &params, bool rows, bool keys, bool bias, cudaStream_t stream) {
+cudaError_t clear_gradients(const BackwardParams &params, bool rows, bool keys, bool bias, bool sink,
+                            cudaStream_t stream) {
   const auto clear = [&](bool wanted, const fdm_tensor &t) {
     return wanted ? launch_fill_zero(t, stream) : cudaSuccess;
   };
   return run_all([&] { return clear(rows, params.a.dq); }, [&] { return clear(keys, params.a.dk); },
-                 [&] { return clear(keys, params.a.dv); }, [&] { return clear(bias, params.a.dbias); });
+                 [&] { return clear(keys, params.a.dv); }, [&] { return clear(bias, params.a.dbias); },
+                 [&] { return clear(sink, params.a.dsink); });
 }
 
 cudaError_t prepare_keys(const BackwardParams &params, cudaStream_t stream) {
@@ -137,7 +140,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
   if (cudaError_t error =
           clear_gradients(params, nothing || is_varlen(p), nothing || is_varlen(p) || params.keys.listed,
-                          nothing || (is_varlen(p) && row_bias), stream))
+                          nothing || (is_varlen(p) && row_bias), nothing, stream))
     return error;
   if (nothing) return cudaSuccess;
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
@@ -156,7 +159,8 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                    return with_kernel_types(p, [&](auto element, auto dim) {
                      return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
                    });
-                 });
+                 },
+                 [&] { return present(args.dsink) ? launch_sink_reduce(params, stream) : cudaSuccess; });
 }
 
 } // namespace fdm::cuda

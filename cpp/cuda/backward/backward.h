@@ -8,7 +8,8 @@
 //   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
-//      row_bias.cuh            a bias with a row for each query.
+//      row_bias.cuh            a bias with a row for each query;
+//      sink_reduce.cu          the sink of each head.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -65,6 +66,7 @@ struct BackwardParams {
   fdm_backward_args a;
   const void *plan;
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
+  float *sink_shares;        // [head][batch, or 1 for varlen][row]: what each row adds to the gradient of its sink
   KeyWork keys;
   float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
@@ -83,6 +85,7 @@ cudaError_t launch_key_order(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_sink_reduce(const BackwardParams &params, cudaStream_t stream);
 // Fills the whole of a tensor of any strides with zeros; does nothing if it is absent.
 cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream);
 

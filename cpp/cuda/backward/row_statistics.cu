@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes the statistics of each row, lse to base 2 and delta = dO . O - dlse, with eight threads for each row of
-// each head.
+// Computes the statistics of each row, and its share of the gradient of a sink, with eight threads for each row of each
+// head.
+//
+// With a sink, P = exp(score - lse') with lse' = log(exp(lse) + exp(sink)), and the P of a row sum to
+// exp(lse - lse') < 1. The gradient of lse, which is without the sink, reaches a score as dlse exp(score - lse)
+// = dlse P exp(lse' - lse), so delta = dO . O - dlse exp(lse' - lse). The sink has P too, and a dP of 0: its gradient is
+// the sum over the rows of -exp(sink - lse') dO . O.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../tile/products.cuh"
+#include "../tile/sink.cuh"
 #include "row_statistics.cuh"
 
 namespace fdm::cuda {
@@ -49,6 +55,21 @@ __device__ float row_total(float sum) {
   return sum;
 }
 
+struct SinkShare {
+  float added;   // lse' - lse, to base 2
+  float of_sink; // P of the sink
+};
+
+// For an lse to base 2. The sink adds at most kMostAdded: beyond that the P of keys are nearly 0, but must not be, since
+// the gradient of lse is multiplied by them after it was divided by them.
+__device__ SinkShare sink_share(const fdm_problem &p, int64_t head, float lse) {
+  constexpr float kMostAdded = 64.0f;
+  const float margin = sink_score(p, head) - lse;
+  if (margin > kMostAdded) return {kMostAdded, 1.0f};
+  const float weight = exp2f(margin);
+  return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
+}
+
 template <class Element, bool kAligned>
 __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_constant__ BackwardParams params) {
   ptx::start_dependents();
@@ -56,7 +77,8 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
   const fdm_tensor &out = params.a.out, &dout = params.a.dout, &lse = params.a.lse, &dlse = params.a.dlse;
   const int64_t rows = total_rows(p), number = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int64_t head = number % p.heads, i = number / p.heads % rows, batch = number / p.heads / rows;
-  const bool exists = batch < (is_varlen(p) ? 1 : p.batch);
+  const int64_t batches = is_varlen(p) ? 1 : p.batch;
+  const bool exists = batch < batches;
   const auto row_of = [&](const fdm_tensor &t) {
     return static_cast<const Element *>(t.data) + batch * t.stride[0] + i * t.stride[1] + head * t.stride[2];
   };
@@ -69,8 +91,16 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
   if (!empty) delta = dot<Element, kAligned>(row_of(dout), dout.stride[3], row_of(out), out.stride[3], int(p.head_dim));
   delta = row_total(delta);
   if (exists && threadIdx.x % kLanes == 0) {
-    if (!empty && present(dlse)) delta -= value_of(dlse);
-    params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
+    RowStatistics row{empty ? INFINITY : natural * kLog2E, delta};
+    float dlse_factor = 1.0f;
+    if (present(p.sink)) {
+      const SinkShare share = empty ? SinkShare{} : sink_share(p, head, row.lse);
+      params.sink_shares[(head * batches + batch) * rows + i] = -share.of_sink * delta;
+      row.lse += share.added;
+      dlse_factor = exp2f(share.added);
+    }
+    if (!empty && present(dlse)) row.delta -= value_of(dlse) * dlse_factor;
+    params.statistics[(batch * p.heads + head) * rows + i] = row;
   }
   if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }

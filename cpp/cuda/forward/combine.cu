@@ -9,6 +9,7 @@
 #include "../tile/block_scan.cuh"
 #include "../tile/key_ring.cuh"
 #include "../tile/products.cuh"
+#include "../tile/sink.cuh"
 
 namespace fdm::cuda {
 namespace {
@@ -41,13 +42,12 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int split = lane_id();
   float own_max = -INFINITY, own_sum = 0.0f;
   if (split < params.splits) {
-
     own_max = params.partial_max[split * rows + row];
     own_sum = params.partial_sum[split * rows + row];
   }
   const float largest = warp_max(own_max), shift = largest == -INFINITY ? 0.0f : largest;
   const float own_factor = exp2f(own_max - shift);
-  const float total = warp_sum(own_sum * own_factor), inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  const float total = warp_sum(own_sum * own_factor), inverse = row_factor(p, head, largest, total);
   const uint32_t present = __ballot_sync(kAllLanes, own_sum != 0.0f);
 
   const fdm_tensor &out = params.a.out;

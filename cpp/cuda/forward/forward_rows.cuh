@@ -9,6 +9,7 @@
 #include "../tile/products.cuh"
 #include "../tile/row_bias_tile.cuh"
 #include "../tile/score.cuh"
+#include "../tile/sink.cuh"
 #include "forward.h"
 
 namespace fdm::cuda {
@@ -210,7 +211,7 @@ struct ForwardRows {
       for (int half = 0; half < 2; ++half) {
         const int r = row(m, half);
         if (!exists(r)) continue;
-        const float total = sum[m][half], inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        const float total = sum[m][half], inverse = row_factor(params.p, head(r), maximum[m][half], total);
         auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task.s, query(r), head(r));
         write_row(out_row, t.stride[3], head_dim, out[m], half, inverse);
         if (threadIdx.x % 4 == 0)
