@@ -55,7 +55,7 @@ _BOUNDS = {
 _BOUND_KINDS = {
     **_of("tensor", "cu_seqlens_q cu_seqlens_k"), **_of("integer", "max_seqlen_q max_seqlen_k"),
 }  # fmt: skip
-_TENSORS = _of("tensor", "query key value attn_mask attn_bias")
+_TENSORS = _of("tensor", "query key value attn_mask attn_bias sink")
 _BIAS = {"attn_bias": randn(2, 2, 1, 7), "attn_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)}
 _PACKED_BIAS = {"attn_bias": randn(2, 1, 10), "attn_mask": torch.ones(1, 1, 10, dtype=torch.bool)}
 _LAYER = DynamicMaskAttention(16, 4, 2, window_size=3)
@@ -85,7 +85,7 @@ def _layer(**arguments: Any) -> Any:
 ENTRIES: dict[str, Entry] = {
     "flash_dmattn_func": Entry(
         flash_dmattn_func,
-        {**_DENSE, **_BIAS, "window_size": 3},
+        {**_DENSE, **_BIAS, "window_size": 3, "sink": randn(4)},
         {**_TENSORS, **_SETTINGS, "window_size": "integer"},
     ),
     "flash_dmattn_func of the reference": Entry(
@@ -95,7 +95,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "flash_dmattn_func with gradients": Entry(
         lambda **arguments: flash_dmattn_func(**arguments),
-        {**_DENSE, "query": randn(2, 5, 4, 8).requires_grad_(), **_BIAS},
+        {**_DENSE, "query": randn(2, 5, 4, 8).requires_grad_(), **_BIAS, "sink": randn(4)},
         {**_TENSORS, **_SETTINGS},
     ),
     "flash_dmattn_func_auto": Entry(
@@ -103,13 +103,13 @@ ENTRIES: dict[str, Entry] = {
     ),
     "flash_dmattn_varlen_func": Entry(
         flash_dmattn_varlen_func,
-        {**_PACKED, **_BOUNDS, **_PACKED_BIAS, "window_size": 3},
+        {**_PACKED, **_BOUNDS, **_PACKED_BIAS, "window_size": 3, "sink": randn(4)},
         {**_TENSORS, **_BOUND_KINDS, **_SETTINGS, "block_table": "tensor",
          "window_size": "integer"},
     ),
     "flash_dmattn_varlen_func of the reference": Entry(
         lambda **arguments: flash_dmattn_varlen_func(**{"backend": "reference", **arguments}),
-        {**_PACKED, **_BOUNDS, **_PACKED_BIAS},
+        {**_PACKED, **_BOUNDS, **_PACKED_BIAS, "sink": randn(4)},
         {**_TENSORS, **_BOUND_KINDS, **_SETTINGS},
     ),
     "pages": Entry(

@@ -76,7 +76,7 @@ def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
     ("macros", "reason"),
     [
         ({"ENTRY_NAME": "something_else"}, "no symbol flash_dmattn_pack"),
-        ({"ABI_VERSION": 77}, "ABI version 77, but .* needs ABI version 1"),
+        ({"ABI_VERSION": 77}, "ABI version 77, but .* needs ABI version 2"),
         ({"STRUCT_SIZE": 16}, "table has 16 bytes"),
         ({"NO_TABLE": 1}, "returned no table"),
         ({"NO_FORWARD": 1}, "lacks an entry point"),

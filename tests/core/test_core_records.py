@@ -38,7 +38,7 @@ def test_a_problem_by_position(pack: _core.Pack) -> None:
 
 
 WRONG = [
-    (lambda pack: _core.Problem(pack, *values(), 1), ["a record of 17 fields", "18 by position"]),
+    (lambda pack: _core.Problem(pack, *values(), 1), ["a record of 18 fields", "19 by position"]),
     (lambda pack: _core.Problem(pack, *values()[:3], maks=None), ["maks", "1 are unknown"]),
     (lambda pack: _core.Problem(pack, *values()[:4], mask=None), ["by position too"]),
     (lambda pack: _core.Problem(pack, *values(causal=3)), ["causal is of type int", "a boolean"]),
@@ -47,8 +47,8 @@ WRONG = [
         lambda pack: _core.Problem(pack, *values(max_seqlen_q=1 << 70)),
         ["max_seqlen_q", "out of range", "an integer of 64 bits"],
     ),
-    (lambda pack: _core.attend(pack, 1, (), None, values()[1:]), ["a tuple of 17 fields", "query"]),
-    (lambda _: _core.check_attention([1, 2], 1), ["a tuple of 17 fields"]),
+    (lambda pack: _core.attend(pack, 1, (), None, values()[1:]), ["a tuple of 18 fields", "query"]),
+    (lambda _: _core.check_attention([1, 2], 1), ["a tuple of 18 fields"]),
     (lambda _: _core.check_selection((), 1), ["a tuple of 11 fields", "window"]),
 ]  # fmt: skip
 

@@ -42,13 +42,14 @@ def without_sink(
     """Return the gradients of a call without the sink, for those of one with it."""
     share, rest = _shares(sink, lse)
     product = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
-    lost = (rest * product).masked_fill(lse == -torch.inf, 0)
+    lost = rest * product.masked_fill(lse == -torch.inf, 0)
     dsink = -lost.transpose(-1, -2).flatten(0, -2).sum(0)
     scaled = (dout * share.transpose(-1, -2).unsqueeze(-1)).to(dout.dtype)
     return WithoutSink(scaled, dlse + lost, dsink.to(sink.dtype))
 
 
 def _shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is the keys' and what the sink's; of rows that keep nothing, anything finite."""
-    share, rest = sink_share(sink, lse.masked_fill(lse == -torch.inf, 0))
-    return share, rest
+    """Return what is the keys' and what the sink's; 0 in rows that keep nothing."""
+    empty = lse == -torch.inf
+    share, rest = sink_share(sink, lse)
+    return share.masked_fill(empty, 0), rest.masked_fill(empty, 0)
