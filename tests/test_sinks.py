@@ -60,7 +60,7 @@ def check(call: Call, target: Target) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("mask", ["none", "rows", "intervals"])
-def test_dense(target: Target, sinks: str, mask: str) -> None:
+def test_dense_sinks(target: Target, sinks: str, mask: str) -> None:
     masks = {
         "none": None,
         "rows": rand_bool(2, 1, 33, 70, density=0.3),
@@ -81,11 +81,11 @@ def test_few_queries_of_many_keys(target: Target, queries: int) -> None:
     check(call_of(target, queries, 1500, wanted=()), target)
 
 
-def test_packed(target: Target) -> None:
+def test_packed_sinks(target: Target) -> None:
     check(packed(call_of(target, 40, 60), [7, 0, 33], [20, 11, 29]), target)
 
 
-def test_pages(target: Target) -> None:
+def test_pages_and_sinks(target: Target) -> None:
     call = packed(call_of(target, 6, 32), [2, 4], [20, 12])
     pages = [t.reshape(8, 4, KV_HEADS, HEAD_DIM) for t in (call.key, call.value)]
     table = torch.tensor([[0, 1, 2, 3, 4], [5, 6, 7, 0, 0]], dtype=torch.int32)
@@ -116,7 +116,7 @@ def test_strided_and_alone(target: Target) -> None:
     check(call_of(target, 20, 30, sink=SINKS["near"][:1].expand(HEADS)), target)
 
 
-def test_rows_that_keep_nothing(target: Target) -> None:
+def test_rows_that_keep_nothing_but_the_sink(target: Target) -> None:
     """Even with a sink that is NaN, or takes all."""
     mask = torch.ones(2, 1, 9, 20, dtype=torch.bool)
     mask[:, :, 4] = False

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from .masks import IntervalMask
     from .modules import AttentionCache, DynamicMaskAttention
+    from .pair_bias import pair_bias_attention
     from .plan import AttentionPlan, make_plan
     from .reference import attention_reference
     from .selection import dynamic_mask
@@ -50,6 +51,7 @@ __all__ = [
     "flex_dmattn_func",
     "get_available_backends",
     "make_plan",
+    "pair_bias_attention",
     "triton_dmattn_func",
 ]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_dmattn import checks
 from flash_dmattn.masks import IntervalMask
 
+from . import choices
 from .dtypes import target_dtype_of
 from .key_bias import biased
 from .mask_forms import Mask
@@ -25,7 +26,11 @@ REFUSED = {
     "output_attentions": f"probabilities are never made; to look at them, {_USE_EAGER}",
     "head_mask": f"heads cannot be masked; {_USE_EAGER}",
     "layer_head_mask": f"heads cannot be masked; {_USE_EAGER}",
-    "dropout": "attention has no dropout; set the dropout of attention in the model's config to 0",
+    "dropout": (
+        "probabilities are not dropped; set the dropout of attention in the model's config to 0, or "
+        "train without it, all other dropout kept, after "
+        "flash_dmattn.integrations.register(attention_dropout='skip')"
+    ),
     "indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
     "block_indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
     "cache": "paged caches of continuous batching are not read; call generate()",
@@ -130,7 +135,7 @@ def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
 def _refuse(kwargs: dict[str, Any]) -> None:
     for name, remedy in REFUSED.items():
         asked = kwargs.pop(name, None)
-        if asked is None or asked is False or (name == "dropout" and _is_zero(asked)):
+        if asked is None or asked is False or (name == "dropout" and _may_be_skipped(asked)):
             continue
         raise NotImplementedError(
             f"{name} must be None, False or 0 with attn_implementation='flash_dmattn', got "
@@ -138,8 +143,8 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _is_zero(dropout: Any) -> bool:
-    return isinstance(dropout, (int, float)) and dropout == 0
+def _may_be_skipped(dropout: Any) -> bool:
+    return isinstance(dropout, (int, float)) and (dropout == 0 or choices.attention_dropout == "skip")
 
 
 def _says_what_is_causal(mask: Mask) -> bool:

@@ -74,7 +74,7 @@ def prepare_kernel(
     if SINK:
         margin = tl.load(sink + head, mask=valid, other=0.0) * LOG2E - row_lse
         sink_weight = tl.exp2(tl.where(margin > MOST_SINK, MOST_SINK, margin))
-        whole = sums + sink_weight
+        whole = tl.where(live, sums + sink_weight, 1.0)
         if not HAS_SUMS:
             row_lse += tl.log2(whole)
     tl.store(log2_lse + lse_place, tl.where(live, row_lse, float("inf")), mask=valid)
