@@ -31,6 +31,7 @@ REFUSED = {
         "train without it, all other dropout kept, after "
         "flash_dmattn.integrations.register(attention_dropout='skip')"
     ),
+    "sinks": f"sinks that differ from token to token are not computed; {_USE_EAGER}",
     "indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
     "block_indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
     "cache": "paged caches of continuous batching are not read; call generate()",
@@ -64,9 +65,9 @@ def flash_dynamic_mask_attention_forward(
         window_size: keep the keys with the largest bias; ``keep_window_size`` means the same.
         softcap: as in `flash_dmattn_func`.
         **kwargs: ``is_causal``, in place of the module's; ``position_ids`` and the ``cu_seq_lens``
-            of packed sequences; ``sliding_window``; ``position_bias``, another bias; ``s_aux`` or
-            ``sinks``, ``(H,)``, the sinks of gpt-oss and others; and what other implementations of
-            attention know.
+            of packed sequences; ``sliding_window``; ``position_bias``, another bias; ``s_aux``,
+            ``(H,)``, the sinks of gpt-oss and others; and what other implementations of attention
+            know.
 
     Returns:
         ``(B, Q, H, D)``, and None in place of the probabilities.
@@ -121,14 +122,11 @@ def flash_dynamic_mask_attention_forward(
 
 
 def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
-    """Take the sinks out of the arguments, by any of their names."""
-    given = {name: sink for name in ("s_aux", "sinks") if (sink := kwargs.pop(name, None)) is not None}
-    if not given:
+    """Take the sinks out of the arguments."""
+    sink = kwargs.pop("s_aux", None)
+    if sink is None:
         return None
-    if len(given) > 1:
-        raise ValueError("s_aux and sinks are two names of one argument, and both are given")
-    ((name, sink),) = given.items()
-    checks.tensor(name, sink)
+    checks.tensor("s_aux", sink)
     return sink if sink.dtype in (dtype, torch.float32) else sink.to(torch.float32)
 
 

@@ -75,6 +75,7 @@ class DynamicMaskAttention(nn.Module):
         softcap: float = 0.0,
         softmax_scale: float | None = None,
         projection_bias: bool = False,
+        sink: bool = False,
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
         backend: str | None = None,
@@ -99,6 +100,8 @@ class DynamicMaskAttention(nn.Module):
             softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
             softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
             projection_bias: give all projections an additive bias.
+            sink: give each head a learned score ``sink``, ``(H,)``, that takes a part of each row's
+                softmax and has nothing to attend to. No Doge weights have it.
             norm_eps: added to the mean square in the norms.
             init_std: standard deviation of the initial weights.
             backend: as in `flash_dmattn_func`.
@@ -134,7 +137,7 @@ class DynamicMaskAttention(nn.Module):
         norm_eps = finite("norm_eps", norm_eps, least=0)
         init_std = finite("init_std", init_std, least=0)
         is_causal, qk_norm = flag("is_causal", is_causal), flag("qk_norm", qk_norm)
-        projection_bias = flag("projection_bias", projection_bias)
+        projection_bias, sink = flag("projection_bias", projection_bias), flag("sink", sink)
         check_backend(backend)
         check_parameter_dtype(dtype)
         device = checks.device("device", device)
@@ -160,10 +163,11 @@ class DynamicMaskAttention(nn.Module):
         self.o_proj = nn.Linear(width, embed_dim, projection_bias, **place)
         self.q_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
+        self.sink = nn.Parameter(torch.empty(num_heads, **place)) if sink else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights and A from a normal distribution; set biases to 0 and norms to 1."""
+        """Draw weights, A and sink from a normal distribution; set biases to 0 and norms to 1."""
         with torch.no_grad():
             for module in self.children():
                 if isinstance(module, nn.Linear):
@@ -173,6 +177,8 @@ class DynamicMaskAttention(nn.Module):
                 elif isinstance(module, nn.RMSNorm):
                     module.reset_parameters()
             nn.init.normal_(self.A, std=self.init_std)
+            if self.sink is not None:
+                nn.init.normal_(self.sink, std=self.init_std)
 
     def extra_repr(self) -> str:
         """Show what the projections do not."""
@@ -180,7 +186,8 @@ class DynamicMaskAttention(nn.Module):
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, window_size={self.window_size}, "
             f"is_causal={self.is_causal}, bias_form={self.bias_form!r}, "
-            f"rotary_base={self.rotary_base}, softcap={self.softcap}"
+            f"rotary_base={self.rotary_base}, softcap={self.softcap}, "
+            f"sink={self.sink is not None}"
         )
 
     def forward(
@@ -284,6 +291,7 @@ class DynamicMaskAttention(nn.Module):
             "softmax_scale": self.softmax_scale,
             "is_causal": self.is_causal,
             "softcap": self.softcap,
+            "sink": self.sink,
             "backend": self.backend,
         }
         if cu_seqlens is None:
