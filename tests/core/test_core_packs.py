@@ -142,3 +142,10 @@ def test_threads_are_inside_a_pack_together(pack: _core.Pack, recording: Recordi
         thread.join()
     recording.set_next()
     assert not failures
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_packs_without_float32_name_the_backend_that_has_it(tmp_path: Path) -> None:
+    pack = _core.load_pack(str(compile_pack(tmp_path / "libhalf.so", DTYPES="(1 << FDM_FLOAT16)")))
+    with pytest.raises(TypeError, match=r"query has dtype float32, .* backend='triton', .* TF32"):
+        batch_call().problem(pack)
