@@ -44,9 +44,7 @@ def formula(
     return (torch.softmax(scores, -1) @ value).transpose(2, 3), torch.logsumexp(scores, -1)
 
 
-def check(
-    target: Target, tensors: dict[str, Tensor], mask: Tensor | None, **options: Any
-) -> None:
+def check(target: Target, tensors: dict[str, Tensor], mask: Tensor | None, **options: Any) -> None:
     mask = None if mask is None else mask.to(target.device)
 
     def results(kind: str) -> dict[str, Tensor]:
@@ -73,9 +71,7 @@ def check(
     assert_accurate(results("ours"), results("truth"), results("eager"))
 
 
-def tensors_of(
-    batch: tuple[int, int], dtype: torch.dtype, **more: Tensor
-) -> dict[str, Tensor]:
+def tensors_of(batch: tuple[int, int], dtype: torch.dtype, **more: Tensor) -> dict[str, Tensor]:
     rows, columns = (*batch, Q, H, D), (*batch, K, HK, D)
     named = {"query": rows, "key": columns, "value": columns}
     made = {name: randn(*shape, seed=n).to(dtype) for n, (name, shape) in enumerate(named.items())}

@@ -44,7 +44,8 @@ Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Exec
 void Problem::read_query(const AttentionRecord &record) {
   const TensorView query = read_argument(record.query, "query", pack_.dtypes | only(FDM_FLOAT32));
   if ((only(query.dtype->pack_code) & pack_.dtypes) == 0)
-    type_error("query has dtype float32, but kernel pack ", pack_.name, " multiplies 16-bit numbers: convert query, key ",
+    type_error("query has dtype float32, but kernel pack ", pack_.name,
+               " multiplies 16-bit numbers: convert query, key ",
                "and value to float16 or bfloat16, or pass backend='triton', which multiplies float32 as it is, without "
                "TF32");
   require_pack_device(query, "query", pack_);

@@ -106,9 +106,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def autocast(
-    query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None
-) -> tuple[Any, ...]:
+def autocast(query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None) -> tuple[Any, ...]:
     """Cast as torch.autocast does, where it is enabled: query, key, value, and of what is added to
     scores, a bias and a sink, what is not float32.
 

@@ -58,7 +58,9 @@ class _Pieces(torch.autograd.Function):
     """``(..., count)``: numbers of a dtype that sum to those of a bias, times a factor."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, shape: torch.Size, dtype: torch.dtype, factor: float) -> Any:
+    def forward(
+        ctx: Any, bias: Tensor, shape: torch.Size, dtype: torch.dtype, factor: float
+    ) -> Any:
         ctx.shape, ctx.dtype, ctx.factor = bias.shape, bias.dtype, factor
         rest = bias.to(torch.promote_types(bias.dtype, torch.float32)) * factor
         if dtype == rest.dtype:

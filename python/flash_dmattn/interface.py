@@ -115,9 +115,7 @@ def flash_dmattn_func(
         RuntimeError: the backend cannot run here; on double backward, forward-mode
             differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
-    check_tensors(
-        query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink
-    )
+    check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
     # By position, which costs half of what names do.
     return _attention(
         DENSE,

@@ -145,7 +145,8 @@ def _check_shape(name: str, tensor: Tensor, sizes: _Sizes, rows: int) -> None:
 def _scale(softmax_scale: float | None, head_dim: int, softcap: float | None) -> float:
     if softcap:
         raise NotImplementedError(
-            f"softcap must be 0 or None with key_bias and an attn_bias for each query, got {softcap}"
+            "softcap must be 0 or None with key_bias and an attn_bias for each query, got "
+            f"{softcap}"
         )
     scale = head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     if scale == 0:
@@ -165,7 +166,7 @@ def _sum(bias: Tensor | None, key_bias: Tensor) -> Tensor:
 
 
 def _of_equal_heads(*tensors: Tensor) -> list[Tensor]:
-    """Repeat what has one entry for each key/value head where another has one for each query head."""
+    """Repeat for query heads what has one entry for each key/value head."""
     heads = max(t.shape[2] for t in tensors)
     return [
         t if t.shape[2] in (1, heads) else t.repeat_interleave(heads // t.shape[2], 2)
@@ -176,25 +177,28 @@ def _of_equal_heads(*tensors: Tensor) -> list[Tensor]:
 def _over_batches(
     attend: Callable[..., tuple[Tensor, Tensor]],
     tensors: tuple[Tensor, Tensor, Tensor],
-    shared: tuple[Tensor | None, Tensor | None],
+    shared: tuple[Tensor | None, ...],
     sizes: _Sizes,
 ) -> tuple[Tensor, Tensor]:
     """Call attention of one batch dimension, as often as what is shared asks for."""
     batch = (sizes.outer, sizes.inner)
     if 0 in batch:
-        shared = tuple(None if t is None else t.expand(*batch, *t.shape[2:]) for t in shared)  # type: ignore[assignment]
+        shared = tuple(None if t is None else t.expand(*batch, *t.shape[2:]) for t in shared)
     if not any(t is not None and _is_mixed(t, batch) for t in shared):
         out, lse = attend(
             *(t.flatten(0, 1) for t in tensors),
             *(None if t is None else t.flatten(0, 1) for t in shared),
         )
-        return out.unflatten(0, batch), lse.unflatten(0, batch)
+        return torch.unflatten(out, 0, batch), torch.unflatten(lse, 0, batch)
     along = 0 if sizes.outer <= sizes.inner else 1
     whole = [None if t is None else _summed_in_float32(t, along) for t in shared]
     results = [
         attend(
             *(t.select(along, n) for t in tensors),
-            *(None if t is None else t.select(along, n if t.shape[along] > 1 else 0) for t in whole),
+            *(
+                None if t is None else t.select(along, n if t.shape[along] > 1 else 0)
+                for t in whole
+            ),
         )
         for n in range(batch[along])
     ]

@@ -102,7 +102,7 @@ def _inputs(
 
 
 def _in_query_dtype(inputs: AttentionInputs) -> AttentionInputs:
-    """Return a call in which the dtypes of bias and sink are allowed: the formula computes with any."""
+    """Return a call with allowed dtypes of bias and sink: the formula computes with any."""
     dtype = inputs.query.dtype
     if dtype not in _FLOATS:
         return inputs

@@ -245,7 +245,11 @@ PROBLEMS = [
         "float32",
     ),
     case(
-        "sink shape", batch_call(sink=zeros(HK)), ValueError, "sink has shape (2,)", "(heads,) = (4,)"
+        "sink shape",
+        batch_call(sink=zeros(HK)),
+        ValueError,
+        "sink has shape (2,)",
+        "(heads,) = (4,)",
     ),
     case("sink rank", batch_call(sink=zeros(1, H)), ValueError, "sink has shape (1, 4)"),
     # Numbers.

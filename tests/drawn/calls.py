@@ -101,7 +101,9 @@ class Call:
             return dict(zip(("out", "lse"), self.attend({}, **options), strict=True))
 
     def attend(self, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, bias, sink = (leaves.get(name, getattr(self, name)) for name in GRADIENT_OF)
+        query, key, value, bias, sink = (
+            leaves.get(name, getattr(self, name)) for name in GRADIENT_OF
+        )
         options = {
             "attn_mask": self.mask,
             "attn_bias": bias,

@@ -34,7 +34,7 @@ LSE_TOLERANCE = 64 * EPS32
 TANH_ERROR = 4e-7
 # From there on lse has no digits for a sum of exponentials: such rows may have no gradient.
 LARGEST_LSE = 1e30
-# Where a sink is this many times what the keys of a row sum to, backends need not tell it from more.
+# Where a sink is this many times what the keys of a row sum to, it need not be told from more.
 MOST_SINK = 2.0**63
 # GPU packs count a bias below about this as this: to base 2 a lower one would be -inf.
 LEAST_SCORE = -2.3e38

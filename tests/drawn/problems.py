@@ -138,7 +138,9 @@ def _tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:
 
 def _draw_sink(source: Source, heads: int, dtype: torch.dtype) -> Tensor:
     """Return sinks near the log-sum-exp of some hundred keys, some of them far from it."""
-    sink = source.randn(heads) * source.choice([1.0, 3.0]) + source.weighted({0.0: 2, 5.0: 2, 60: 1})
+    sink = source.randn(heads) * source.choice([1.0, 3.0]) + source.weighted(
+        {0.0: 2, 5.0: 2, 60: 1}
+    )
     for head in range(heads):
         if source.chance(0.1):
             sink[head] = source.choice([-torch.inf, torch.inf, -1e4, 1e4, 0.0])

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import flash_dmattn_func
-from flash_dmattn import attention_reference
+from flash_dmattn import attention_reference, flash_dmattn_func
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )

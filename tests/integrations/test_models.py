@@ -68,7 +68,9 @@ def test_dropout_of_probabilities_may_be_skipped(monkeypatch: pytest.MonkeyPatch
     """T5 trains with the dropout of all its other parts."""
     monkeypatch.setattr(choices, "attention_dropout", "refuse")
     model = tiny_model("t5", "named").train()
-    with pytest.raises(NotImplementedError, match=r"dropout .* got 0\.1: .*attention_dropout='skip'"):
+    with pytest.raises(
+        NotImplementedError, match=r"dropout .* got 0\.1: .*attention_dropout='skip'"
+    ):
         model(tokens(), labels=tokens())
     register(attention_dropout="skip")
     torch.manual_seed(0)

@@ -150,8 +150,8 @@ def test_models_that_compute_attention_themselves_are_refused(name: str) -> None
 # What models hand to attention functions by name, beside what is refused.
 _COMPUTED_WITH = {
     "module", "query", "key", "value", "attention_mask", "scaling", "is_causal", "sliding_window",
-    "softcap", "position_bias", "s_aux", "position_ids", "deterministic", "cu_seq_lens_q", "cu_seq_lens_k",
-    "max_length_q", "max_length_k",
+    "softcap", "position_bias", "s_aux", "position_ids", "deterministic", "cu_seq_lens_q",
+    "cu_seq_lens_k", "max_length_q", "max_length_k",
 }  # fmt: skip
 
 

@@ -56,9 +56,7 @@ def compare(function: Any, formula: Any, tensors: dict[str, Tensor], *rest: Any)
         dtype = leaves["q"].dtype
         return formula({name: t.to(dtype) for name, t in leaves.items()}, *rest)  # type: ignore[no-any-return]
 
-    assert_accurate(
-        results(function, None), results(formula, torch.float64), results(eager, None)
-    )
+    assert_accurate(results(function, None), results(formula, torch.float64), results(eager, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

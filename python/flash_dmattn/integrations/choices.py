@@ -14,7 +14,7 @@ attention_dropout = "refuse"
 
 def choose_attention_dropout(choice: str) -> None:
     """Choose what becomes of a dropout of probabilities that a model asks for in training."""
-    global attention_dropout  # noqa: PLW0603, one choice for the process
+    global attention_dropout
     if choice not in _DROPOUT:
         raise ValueError(
             f"attention_dropout must be None, 'refuse' or 'skip', got {described(choice)}"

@@ -27,8 +27,8 @@ REFUSED = {
     "head_mask": f"heads cannot be masked; {_USE_EAGER}",
     "layer_head_mask": f"heads cannot be masked; {_USE_EAGER}",
     "dropout": (
-        "probabilities are not dropped; set the dropout of attention in the model's config to 0, or "
-        "train without it, all other dropout kept, after "
+        "probabilities are not dropped; set the dropout of attention in the model's config to 0, "
+        "or train without it, all other dropout kept, after "
         "flash_dmattn.integrations.register(attention_dropout='skip')"
     ),
     "sinks": f"sinks that differ from token to token are not computed; {_USE_EAGER}",
@@ -123,7 +123,7 @@ def flash_dynamic_mask_attention_forward(
 
 def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
     """Take the sinks out of the arguments."""
-    sink = kwargs.pop("s_aux", None)
+    sink: Tensor | None = kwargs.pop("s_aux", None)
     if sink is None:
         return None
     checks.tensor("s_aux", sink)
@@ -142,7 +142,9 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 
 
 def _may_be_skipped(dropout: Any) -> bool:
-    return isinstance(dropout, (int, float)) and (dropout == 0 or choices.attention_dropout == "skip")
+    return isinstance(dropout, (int, float)) and (
+        dropout == 0 or choices.attention_dropout == "skip"
+    )
 
 
 def _says_what_is_causal(mask: Mask) -> bool:

@@ -49,14 +49,15 @@ def triangle_attention(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
     q, k, v, bias = (
-        _five(name, tensor)
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias))
+        _five(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias))
     )
     if bias.dtype not in (q.dtype, torch.float32):
         bias = bias.to(torch.float32)
     kept = None if mask is None else _five("mask", mask) != 0
     found = pair_bias_attention(
-        *(t.transpose(2, 3) for t in (q, k, v)),
+        q.transpose(2, 3),
+        k.transpose(2, 3),
+        v.transpose(2, 3),
         attn_mask=kept,
         attn_bias=bias,
         softmax_scale=scale,
@@ -74,9 +75,9 @@ def triangle_attention(
 
 
 def evoformer_attention(
-    Q: Tensor,  # noqa: N803, the names are those of the function in whose place it stands
-    K: Tensor,  # noqa: N803
-    V: Tensor,  # noqa: N803
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
     biases: Sequence[Tensor | None],
 ) -> Tensor:
     """Compute what DeepSpeed's ``DS4Sci_EvoformerAttention`` does, on CPUs too, at any length.
@@ -127,7 +128,7 @@ def _five(name: str, tensor: Tensor) -> Tensor:
 def _aux(
     q: Tensor, k: Tensor, bias: Tensor, kept: Tensor | None, scale: float | None, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return lse and the largest score of each row, of masked rows as if masked scores were -1e9."""
+    """Return lse and the largest score of each row, as if masked scores were -1e9."""
     queries, keys = q.shape[3], k.shape[3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     largest = torch.empty_like(lse)

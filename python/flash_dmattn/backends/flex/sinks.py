@@ -36,9 +36,7 @@ def with_sink(sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     return (out * share).to(out.dtype)
 
 
-def without_sink(
-    sink: Tensor, dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor
-) -> WithoutSink:
+def without_sink(sink: Tensor, dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> WithoutSink:
     """Return the gradients of a call without the sink, for those of one with it."""
     share, rest = _shares(sink, lse)
     product = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
