@@ -189,6 +189,10 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
     dp_abs = dout.abs() @ value.abs().transpose(-1, -2)
     if part.sink is not None:
         least = least + of_keys * dp_abs / MOST_SINK
+        # Probabilities that a sink has made so small may be flushed to 0, and with them what the
+        # gradient of lse, which is without the sink, leaves of a score.
+        flushed = smallest(torch.float32) * MOST_SINK
+        least = least + kept * flushed * part.dlse.abs().unsqueeze(-1)
     ds_error = (
         ALLOWED * (eps * ds.abs() + p * delta_error.unsqueeze(-1) + eps * from_lse.abs())
         + ALLOWED * eps * p * dp.abs()

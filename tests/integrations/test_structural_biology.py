@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.integrations import evoformer_attention, triangle_attention
-from support import assert_accurate, randn
+from support import Target, assert_accurate, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, N, H, S, D = 2, 3, 4, 20, 16
@@ -38,25 +38,33 @@ def evoformer_formula(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | Non
     return (torch.softmax(scores, -1) @ v).transpose(2, 3)
 
 
-def compare(function: Any, formula: Any, tensors: dict[str, Tensor], *rest: Any) -> None:
+def compare(target: Target, function: Any, formula: Any, tensors: dict[str, Tensor]) -> None:
     """Assert the 2x rule for the result and all gradients, against the formula in float64."""
 
-    def results(compute: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    def results(compute: Any, device: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
         leaves = {
-            name: t.detach().to(t.dtype if dtype is None else dtype).requires_grad_()
+            name: t.detach().to(device, t.dtype if dtype is None else dtype).requires_grad_()
             for name, t in tensors.items()
         }
-        out = compute(leaves, *rest)
-        cotangent = randn(*out.shape, seed=99).to(tensors["q"].dtype).to(out.dtype)
+        out = compute(leaves)
+        cotangent = randn(*out.shape, seed=99).to(tensors["q"].dtype).to(out)
         gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
-        named = {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
-        return {"out": out.detach(), **named}
+        named = {f"d{name}": g.cpu() for name, g in zip(leaves, gradients, strict=True)}
+        return {"out": out.detach().cpu(), **named}
 
-    def eager(leaves: dict[str, Tensor], *rest: Any) -> Tensor:
-        dtype = leaves["q"].dtype
-        return formula({name: t.to(dtype) for name, t in leaves.items()}, *rest)  # type: ignore[no-any-return]
+    def eager(leaves: dict[str, Tensor]) -> Any:
+        return formula({name: t.to(leaves["q"].dtype) for name, t in leaves.items()})
 
-    assert_accurate(results(function, None), results(formula, torch.float64), results(eager, None))
+    assert_accurate(
+        results(function, target.device, None),
+        results(formula, "cpu", torch.float64),
+        results(eager, target.device, None),
+    )
+
+
+def skip_unless_computed(dtype: torch.dtype, target: Target) -> None:
+    if dtype not in target.dtypes:
+        pytest.skip(f"{target} does not compute in {dtype}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,8 +73,15 @@ def compare(function: Any, formula: Any, tensors: dict[str, Tensor], *rest: Any)
     (1, 20, 20, 20), (2, 3, 17, 33), (3, 2, 9, 150), (1, 1, 1, 1), (2, 130, 16, 16),
 ])  # fmt: skip
 def test_triangle_attention(
-    dtype: torch.dtype, bias_dtype: str, batch: int, inner: int, queries: int, keys: int
+    dtype: torch.dtype,
+    bias_dtype: str,
+    batch: int,
+    inner: int,
+    queries: int,
+    keys: int,
+    pack_target: Target,
 ) -> None:
+    skip_unless_computed(dtype, pack_target)
     tensors = {
         "q": randn(batch, inner, H, queries, D, seed=0).to(dtype),
         "k": randn(batch, inner, H, keys, D, seed=1).to(dtype),
@@ -80,11 +95,14 @@ def test_triangle_attention(
     mask[:, 0] = False  # the mean of the values
 
     def function(leaves: dict[str, Tensor]) -> Tensor:
-        out = triangle_attention(**leaves, mask=mask)
+        out = triangle_attention(**leaves, mask=mask.to(pack_target.device))
         assert isinstance(out, Tensor)
         return out
 
-    compare(function, lambda leaves: triangle_formula(**leaves, mask=mask, scale=None)[0], tensors)
+    def formula(leaves: dict[str, Tensor]) -> Tensor:
+        return triangle_formula(**leaves, mask=mask.to(leaves["q"].device), scale=None)[0]
+
+    compare(pack_target, function, formula, tensors)
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int64])
@@ -121,8 +139,9 @@ def test_many_rows_have_their_largest_in_parts(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("which", ["both", "keys", "pairs", "none"])
 @pytest.mark.parametrize("batch, inner, length", [(1, 5, 20), (2, 3, 33), (3, 2, 7)])
 def test_evoformer_attention(
-    dtype: torch.dtype, which: str, batch: int, inner: int, length: int
+    dtype: torch.dtype, which: str, batch: int, inner: int, length: int, pack_target: Target
 ) -> None:
+    skip_unless_computed(dtype, pack_target)
     shape = (batch, inner, length, H, D)
     tensors = {name: randn(*shape, seed=n).to(dtype) for n, name in enumerate("qkv")}
     if which in ("both", "keys"):
@@ -137,6 +156,7 @@ def test_evoformer_attention(
         return found[:1] if which == "keys" else [] if which == "none" else found
 
     compare(
+        pack_target,
         lambda t: evoformer_attention(t["q"], t["k"], t["v"], biases(t)),
         lambda t: evoformer_formula(t["q"], t["k"], t["v"], biases(t)),
         tensors,

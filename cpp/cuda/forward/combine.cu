@@ -38,6 +38,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const Sequence s = sequence(p, b);
   if (i >= s.q_count) return;
 
+  const float sink = sink_score(p, head);
+
   // Each lane has a split, the same in every warp.
   const int split = lane_id();
   float own_max = -INFINITY, own_sum = 0.0f;
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   }
   const float largest = warp_max(own_max), shift = largest == -INFINITY ? 0.0f : largest;
   const float own_factor = exp2f(own_max - shift);
-  const float total = warp_sum(own_sum * own_factor), inverse = row_factor(p, head, largest, total);
+  const float total = warp_sum(own_sum * own_factor), inverse = row_factor(sink, largest, total);
   const uint32_t present = __ballot_sync(kAllLanes, own_sum != 0.0f);
 
   const fdm_tensor &out = params.a.out;

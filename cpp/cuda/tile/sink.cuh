@@ -9,16 +9,14 @@
 
 namespace fdm::cuda {
 
-// The sink of a query head to base 2. There must be one.
+// The sink of a query head to base 2; -inf where there is none.
 __device__ __forceinline__ float sink_score(const fdm_problem &p, int64_t head) {
-  return load_element(p.sink, head * p.sink.stride[0]) * kLog2E;
+  return present(p.sink) ? load_element(p.sink, head * p.sink.stride[0]) * kLog2E : -INFINITY;
 }
 
 // The factor that normalizes a row: `total` is the sum of its exponentials relative to `maximum`, which is to base 2.
-__device__ __forceinline__ float row_factor(const fdm_problem &p, int64_t head, float maximum, float total) {
-  if (total == 0.0f) return 0.0f;
-  if (present(p.sink)) total += ptx::exp2_approximate(sink_score(p, head) - maximum);
-  return 1.0f / total;
+__device__ __forceinline__ float row_factor(float sink, float maximum, float total) {
+  return total == 0.0f ? 0.0f : 1.0f / (total + ptx::exp2_approximate(sink - maximum));
 }
 
 } // namespace fdm::cuda

@@ -53,7 +53,8 @@ template <class Config> __device__ void produce_forward(const ForwardParams &par
               tile * Config::kRows,
               0,
               tile_columns(p, params.plan, s, sequence_index, head, tile),
-              score_view(p, p.bias, s, head)};
+              score_view(p, p.bias, s, head),
+              sink_score(p, head)};
     });
     keys.start(task);
     scheduler.producer_acquire();
