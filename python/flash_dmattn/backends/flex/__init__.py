@@ -91,14 +91,7 @@ class FlexBackend(Backend):
             return {name: torch.zeros_like(getattr(inputs, name)) for name in wanted}
         if dlse is None:
             dlse = torch.zeros_like(lse)
-        if inputs.sink is None:
-            return passes.backward(_detached(inputs), dout, dlse, lse, wanted)
-        inner = sinks.without_sink(inputs.sink.detach(), dout, dlse, out, lse)
-        rest = tuple(name for name in wanted if name != "sink")
-        found: Gradients = {"sink": inner.dsink}
-        if rest:
-            found |= passes.backward(_detached(inputs), inner.dout, inner.dlse, lse, rest)
-        return {name: found[name] for name in wanted}
+        return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select as the device's pack does."""

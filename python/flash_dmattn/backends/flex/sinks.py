@@ -32,21 +32,20 @@ def with_sink(sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         out: ``(B, Q, H, D)``, packed ``(total_q, H, D)``.
         lse: ``(B, H, Q)``, packed ``(H, total_q)``.
     """
-    share = _shares(sink, lse)[0].transpose(-1, -2).unsqueeze(-1)
+    share = shares(sink, lse)[0].transpose(-1, -2).unsqueeze(-1)
     return (out * share).to(out.dtype)
 
 
 def without_sink(sink: Tensor, dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> WithoutSink:
     """Return the gradients of a call without the sink, for those of one with it."""
-    share, rest = _shares(sink, lse)
-    product = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
+    share, rest = shares(sink, lse)
+    product = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     lost = rest * product.masked_fill(lse == -torch.inf, 0)
-    dsink = -lost.transpose(-1, -2).flatten(0, -2).sum(0)
-    scaled = (dout * share.transpose(-1, -2).unsqueeze(-1)).to(dout.dtype)
-    return WithoutSink(scaled, dlse + lost, dsink.to(sink.dtype))
+    scaled = (dout * share.unsqueeze(-1)).to(dout.dtype)
+    return WithoutSink(scaled, dlse + lost, -lost.sum((0, 2)))
 
 
-def _shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return what is the keys' and what the sink's; 0 in rows that keep nothing."""
     empty = lse == -torch.inf
     share, rest = sink_share(sink, lse)
