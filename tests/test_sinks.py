@@ -184,3 +184,34 @@ def test_reference_has_the_argument_and_its_second_derivative() -> None:
 
     assert torch.autograd.gradcheck(attend, [*tensors, sink])
     assert torch.autograd.gradgradcheck(attend, [*tensors, sink])
+
+
+def test_compiled_calls_have_the_gradient_too(pack_target: Target) -> None:
+    call = call_of(pack_target, 12, 20)
+    tensors = (call.query, call.key, call.value, call.sink)
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        return torch.autograd.grad(compute(*leaves).float().square().sum(), leaves)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor) -> Tensor:
+        out = flash_dmattn_func(query, key, value, sink=sink, backend=pack_target.backend)
+        assert isinstance(out, Tensor)
+        return out
+
+    compute: Any = attend
+    want = step(*tensors)
+    compute = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for got, eager in zip(step(*tensors), want, strict=True):
+        assert torch.equal(got, eager)
+
+
+def test_autocast_casts_a_sink_that_is_not_float32(pack_target: Target) -> None:
+    call = call_of(pack_target, 12, 20).to(pack_target.device, torch.float32)
+    tensors = [call.query, call.key, call.value]
+    half = [t.to(torch.bfloat16) for t in tensors]
+    for sink in (call.sink, call.sink.half()):
+        with torch.autocast(pack_target.device, torch.bfloat16):
+            out = flash_dmattn_func(*tensors, sink=sink, backend=pack_target.backend)
+        own = sink if sink.dtype == torch.float32 else sink.to(torch.bfloat16)
+        assert torch.equal(out, flash_dmattn_func(*half, sink=own, backend=pack_target.backend))

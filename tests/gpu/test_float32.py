@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func
+from flash_dmattn.integrations import evoformer_attention, triangle_attention
 from support import Problem, Target, assert_accurate, rand_bool, randn
 
 pytest.importorskip("triton")
@@ -32,3 +33,15 @@ def test_packs_say_who_computes_in_float32(gpu: str) -> None:
     query = torch.zeros(1, 5, 2, 64, device=gpu)
     with pytest.raises(TypeError, match=r"query has dtype float32, .* backend='triton'"):
         flash_dmattn_func(query, query, query)
+
+
+def test_functions_of_structural_biology_choose_triton(gpu: str) -> None:
+    shapes = [(1, 6, 4, 20, 32)] * 3 + [(1, 1, 4, 20, 20)]
+    tensors = [randn(*shape, seed=n).to(gpu) for n, shape in enumerate(shapes)]
+    query, key, value, bias = (t.double() for t in tensors)
+    scores = query @ key.transpose(-1, -2) * 32**-0.5 + bias
+    want = (torch.softmax(scores, -1) @ value).float()
+    torch.testing.assert_close(triangle_attention(*tensors), want, atol=3e-6, rtol=3e-6)
+    query, key, value = (t.transpose(2, 3) for t in tensors[:3])
+    out = evoformer_attention(query, key, value, [None, tensors[3]])
+    torch.testing.assert_close(out.transpose(2, 3), want, atol=3e-6, rtol=3e-6)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import checks
+from flash_dmattn.arguments import autocast_dtype
 from flash_dmattn.pair_bias import pair_bias_attention
 
 __all__ = ["evoformer_attention", "triangle_attention"]
@@ -31,7 +32,8 @@ def triangle_attention(
     """Compute what ``cuequivariance_torch.triangle_attention`` does, on CPUs too.
 
     Any length has the same rule, and D is from 1 to 256. A row whose keys are all masked gives the
-    mean of its values, as there, where masked scores become -1e9.
+    mean of its values, as there, where masked scores become -1e9. float32 tensors on a GPU are
+    computed by ``backend="triton"``, in products of float32 without TF32.
 
     Args:
         q: ``(B, N, H, Q, D)``; where B is 1 it may be left out, here and below.
@@ -62,6 +64,7 @@ def triangle_attention(
         attn_bias=bias,
         softmax_scale=scale,
         return_lse=return_aux,
+        backend=_backend(q),
     )
     out, lse = found if isinstance(found, tuple) else (found, None)
     out = out.transpose(2, 3)
@@ -81,6 +84,8 @@ def evoformer_attention(
     biases: Sequence[Tensor | None],
 ) -> Tensor:
     """Compute what DeepSpeed's ``DS4Sci_EvoformerAttention`` does, on CPUs too, at any length.
+
+    float32 tensors on a GPU are computed as by `triangle_attention`.
 
     Args:
         Q, K, V: ``(B, N, S, H, D)``.
@@ -110,9 +115,15 @@ def evoformer_attention(
             raise ValueError(f"biases[{number}] must have shape {shape}, got {tuple(tensor.shape)}")
     if of_pairs is not None and of_pairs.dtype not in (Q.dtype, torch.float32):
         of_pairs = of_pairs.to(torch.float32)
-    out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys)
+    out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys, backend=_backend(Q))
     assert isinstance(out, Tensor)
     return out
+
+
+def _backend(query: Tensor) -> str | None:
+    """Return who computes: of float32 on a GPU no kernel pack does."""
+    is_wide = query.dtype == torch.float32 and autocast_dtype(query) is None
+    return "triton" if is_wide and query.is_cuda else None
 
 
 def _five(name: str, tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def gradients(
     heads, kv_heads = problem.heads
     totals: Gradients = {}
     for name in wanted:
-        like = sink if name == "sink" else getattr(problem, name)
+        like: Tensor = sink if name == "sink" and sink is not None else getattr(problem, name)
         totals[name] = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
     def grouped(tensor: Tensor) -> Tensor:
