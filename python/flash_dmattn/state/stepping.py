@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One token more, in place: it is dropped, or takes the slot of what it replaces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .rows import Rows
+
+__all__ = ["insert"]
+
+
+def insert(rows: Rows, new: Rows, window: int) -> None:
+    """Write one token, later than all others, into rows that keep ``window`` for each head.
+
+    Of equal biases the earlier token is kept. So the new one must be better than the worst, and the
+    worst is the latest of those with the smallest bias, whatever slot it lies in. Nothing is read
+    by the host.
+    """
+    bias, new_bias = rows.by_set(rows.bias), rows.by_set(new.bias)
+    held = bias > -torch.inf
+    is_full = held.sum(-1, keepdim=True) >= window
+    least = bias.masked_fill(~held, torch.inf).amin(-1, keepdim=True)
+    is_least = held & (bias == least)
+    worst = rows.position.unsqueeze(2).masked_fill(~is_least, -1).argmax(-1, keepdim=True)
+    takes = (new_bias > -torch.inf) & (~is_full | (new_bias > least))
+    is_worst = torch.arange(rows.size, device=worst.device) == worst
+    bias = bias.masked_fill(is_worst & is_full & takes, -torch.inf)
+    # Heads that share rows need a row where none of them keeps one. There is one: each keeps at
+    # most ``window``, and those that take the token have just dropped theirs.
+    slot = (bias == -torch.inf).all(2).to(torch.uint8).argmax(-1, keepdim=True)
+    is_taken = takes.any(2)
+    is_slot = torch.arange(rows.size, device=slot.device) == slot
+    bias = torch.where(is_slot.unsqueeze(2) & takes, new_bias, bias)
+    rows.bias.copy_(bias.view_as(rows.bias))
+    _write(rows.position, 2, slot, new.position, is_taken)
+    kv_heads, dim = rows.key.shape[2:]
+    by_row, is_written = (
+        t.transpose(1, 2).expand(-1, 1, kv_heads).unsqueeze(-1).expand(-1, 1, kv_heads, dim)
+        for t in (slot, is_taken)
+    )
+    _write(rows.key, 1, by_row, new.key, is_written)
+    _write(rows.value, 1, by_row, new.value, is_written)
+
+
+def _write(held: Tensor, dimension: int, index: Tensor, new: Tensor, is_written: Tensor) -> None:
+    before = held.gather(dimension, index)
+    held.scatter_(dimension, index, torch.where(is_written, new, before))
