@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ def test_any_chunks_equal_the_whole(data: st.DataObject) -> None:
     }
     cuts = sorted(draw(st.lists(st.integers(0, stream.length), max_size=5)))
     bounds = [0, *cuts, stream.length]
-    chunks = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    chunks = [b - a for a, b in itertools.pairwise(bounds)]
     if draw(st.booleans()):
         chunks = [c for chunk in chunks for c in ([1] * chunk if chunk < 20 else [chunk])]
     state = KeptKeys(window, rollback=draw(st.sampled_from([0, 0, 1, 5])))

@@ -72,6 +72,14 @@ class HeldRows:
         return self._start if self._counter is None else int(self._counter[0])
 
     @property
+    def revocable(self) -> int:
+        """How many of the last tokens `forget` can take back. On a GPU it is waited for."""
+        if self._counter is None:
+            return 0
+        length, floor = self._counter.tolist()
+        return min(int(length - floor), self.rollback)
+
+    @property
     def capacity(self) -> int:
         """Rows for which memory is allocated."""
         return sum(part.size for part in (self._kept, self._recent) if part is not None)
@@ -138,11 +146,7 @@ class HeldRows:
             TypeError: count is not an integer.
             ValueError: it is negative, or more than can be taken back.
         """
-        count = index("count", count)
-        revocable = 0
-        if self._counter is not None:
-            length, floor = self._counter.tolist()
-            revocable = min(length - floor, self.rollback)
+        count, revocable = index("count", count), self.revocable
         if not 0 <= count <= revocable:
             raise ValueError(
                 f"count must be from 0 to {revocable}, which is what can be taken back with "
@@ -152,6 +156,7 @@ class HeldRows:
             return
         assert self._recent is not None
         assert self._counter is not None
+        length, floor = self._counter.tolist()
         left = narrowed(self._recent, 0, self.rollback - count)
         shifted = concatenated(empty_rows(self._recent, count), left)
         with torch.inference_mode(False), torch.no_grad():
@@ -227,7 +232,7 @@ class HeldRows:
 
     def _extend(self, chunk: Rows, backend: str) -> Rows:
         """Take tokens in, in place, and return what they see."""
-        if needs_gradient(chunk, self._kept, self._recent):
+        if self._needs_gradient(chunk):
             raise ValueError(
                 "keys that are kept in place have no gradient; call under torch.no_grad(), or use "
                 "updated()"
@@ -242,6 +247,10 @@ class HeldRows:
         columns = self._columns(chunk)
         self._replace_by(self._followed_by(columns, chunk.size, backend))
         return columns
+
+    def _needs_gradient(self, chunk: Rows) -> bool:
+        """Say whether a gradient would be lost by taking tokens in in place."""
+        return needs_gradient(chunk, self._kept, self._recent)
 
     def _followed_by(self, columns: Rows, added: int, backend: str) -> Self:
         """Return the state that is left of what the last tokens have seen."""

@@ -11,7 +11,7 @@ from ..arguments import backend_name, flag
 from ..interface import Output, flash_dmattn_func
 from .chunks import check_like
 from .held_rows import HeldRows
-from .rows import best, concatenated, in_order
+from .rows import Rows, best, concatenated, in_order
 
 __all__ = ["KeptKeys"]
 
@@ -132,8 +132,33 @@ class KeptKeys(HeldRows):
         Raises:
             TypeError, ValueError: as `attend`.
         """
+        return self.extended(key, value, bias, padding, backend=backend)[1]
+
+    def extended(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        padding: Tensor | None = None,
+        *,
+        backend: str | None = None,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
+        """Return what `update` returns, and the state that `updated` returns.
+
+        Args:
+            key, value, bias, padding, backend: as in `attend`.
+
+        Raises:
+            TypeError, ValueError: as `attend`.
+        """
         chunk = self._rows(key, value, bias, padding)
-        return self._followed_by(self._columns(chunk), chunk.size, backend_name(backend))
+        seen = self._columns(chunk)
+        state = self._followed_by(seen, chunk.size, backend_name(backend))
+        return (seen.key, seen.value, seen.bias), state
+
+    def takes_in_place(self, key: Tensor, value: Tensor, bias: Tensor) -> bool:
+        """Say whether `update` takes these tokens, as no gradient would be lost."""
+        return not self._needs_gradient(Rows(key, value, bias, bias))
 
     def merge(self, other: KeptKeys, *, backend: str | None = None) -> None:
         """Take in what another state has seen, in place.
