@@ -27,7 +27,11 @@ RUNS = {
     ),
     "decode_with_cache.py": (
         ["--prompt", "300", "--tokens", "9", "--window", "40"],
-        [r"\d of 9 bytes are the same", r"AttentionCache\(length=309, capacity=309"],
+        [r"\d of 9 bytes are the same", r"AttentionCache\(length=309, capacity=40"],
+    ),
+    "stream_a_million_tokens.py": (
+        ["--tokens", "16384", "--chunk", "512", "--window", "32", "--steps", "10"],
+        [r"Logits of 3 chunks differ", r"length=16384, capacity=32", r"Eight times the length"],
     ),
     "convert_from_sdpa.py": (
         ["--steps", "15", "--context", "96", "--window", "12"],
