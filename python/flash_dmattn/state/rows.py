@@ -15,7 +15,16 @@ from torch import Tensor
 from ..record import DENSE
 from ..selection import CallShape, select
 
-__all__ = ["NOWHERE", "Rows", "best", "concatenated", "empty_rows", "in_order", "narrowed"]
+__all__ = [
+    "NOWHERE",
+    "Rows",
+    "best",
+    "concatenated",
+    "empty_rows",
+    "in_order",
+    "narrowed",
+    "selecting",
+]
 
 # The position of a row that holds nothing: behind all others.
 NOWHERE = 2**62
@@ -117,7 +126,7 @@ def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     batch, heads, _, count = rows.bias.shape
     kv_heads = rows.key.shape[2]
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, 1, count)
-    keep, _, _ = select(rows.bias, None, DENSE, shape, window, False, _selecting(rows, backend))
+    keep, _, _ = select(rows.bias, None, DENSE, shape, window, False, selecting(rows, backend))
     assert keep is not None
     running = rows.by_set(keep).any(2).cumsum(-1)
     wanted = torch.arange(1, capacity + 1, device=running.device).expand(*running.shape[:2], -1)
@@ -132,6 +141,6 @@ def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     )
 
 
-def _selecting(rows: Rows, backend: str) -> str:
+def selecting(rows: Rows, backend: str) -> str:
     """Return the backend that ranks biases: kernels do not rank those of float64."""
     return "reference" if rows.bias.dtype == torch.float64 else backend
