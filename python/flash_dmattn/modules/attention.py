@@ -28,7 +28,7 @@ from .arguments import (
     finite,
 )
 from .cache import AttentionCache
-from .rotary import packed_positions, rotary_factors, rotate
+from .heads import prepared
 
 __all__ = ["DynamicMaskAttention"]
 
@@ -225,16 +225,11 @@ class DynamicMaskAttention(nn.Module):
         """
         self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache, padding)
         heads, kv_heads = ((count, self.head_dim) for count in (self.num_heads, self.num_kv_heads))
-        query = _normalized(self.q_proj(hidden_states).unflatten(-1, heads), self.q_norm)
-        key = _normalized(self.k_proj(hidden_states).unflatten(-1, kv_heads), self.k_norm)
+        query = self.q_proj(hidden_states).unflatten(-1, heads)
+        key = self.k_proj(hidden_states).unflatten(-1, kv_heads)
         value = self.v_proj(hidden_states).unflatten(-1, kv_heads)
         bias = self.key_bias(value)
-        if self.rotary_base is not None:
-            if position_ids is None:
-                position_ids = _positions(hidden_states, cu_seqlens, cache)
-            compute_dtype = torch.promote_types(query.dtype, torch.float32)
-            factors = rotary_factors(position_ids, self.head_dim, self.rotary_base, compute_dtype)
-            query, key = rotate(query, *factors), rotate(key, *factors)
+        query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
         window_size = None
         if cache is not None and cache.keeps_window(self.window_size, attn_mask):
             window_size = self.window_size
@@ -365,22 +360,3 @@ class DynamicMaskAttention(nn.Module):
 
 def _longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-
-
-def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    if norm is None:
-        return heads
-    # Under autocast heads are of its dtype, and the weight is not.
-    normalized: Tensor = norm(heads.to(norm.weight.dtype))
-    return normalized.to(heads.dtype)
-
-
-def _positions(
-    hidden_states: Tensor, cu_seqlens: Tensor | None, cache: AttentionCache | None
-) -> Tensor:
-    rows = hidden_states.shape[-2]
-    if cu_seqlens is not None:
-        return packed_positions(cu_seqlens, rows)
-    if cache is not None:
-        return cache.positions(rows, hidden_states.device)
-    return torch.arange(rows, device=hidden_states.device)

@@ -11,7 +11,6 @@ from torch import Tensor
 from .. import checks
 from ..arguments import to_4d
 from ..masks import IntervalMask
-from ..selection import without_nan
 from .rows import Rows
 
 __all__ = ["as_rows", "check_like", "needs_gradient"]
@@ -32,7 +31,7 @@ def as_rows(
     positions: Tensor,
     heads: int | None,
 ) -> Rows:
-    """Return tokens as rows, with a bias of -inf where they are never seen.
+    """Return tokens as rows, with a bias of -inf where they are padding.
 
     Args:
         key, value, bias, padding: as in `KeptKeys.attend`.
@@ -60,7 +59,7 @@ def as_rows(
     sizes = {"batch": batch, "heads": query_heads, "kv_heads": kv_heads, "keys": count}
     bias = to_4d("bias", bias, **sizes)
     _check_bias(bias, batch, count, kv_heads, heads)
-    bias = without_nan(bias).expand(batch, -1, -1, -1)
+    bias = bias.expand(batch, -1, -1, -1)
     if padding is not None:
         bias = bias.masked_fill(~_checked_padding(padding, key)[:, None, None], -torch.inf)
     sets = 1 if bias.shape[1] == 1 else kv_heads

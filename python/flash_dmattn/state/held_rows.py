@@ -49,8 +49,9 @@ class HeldRows:
         # What is older than the last tokens, and those: as many as can be taken back.
         self._kept: Rows | None = None
         self._recent: Rows | None = None
-        # int64 (2,): the position of the next token, and one that `forget` cannot go behind. On the
-        # device, so that a graph which has captured a step counts on when it is replayed.
+        # int64 (3,): the position of the next token; one that `forget` cannot go behind; and 0,
+        # which the kernel of a step counts its programs with. On the device, so that a graph which
+        # has captured a step counts on when it is replayed.
         self._counter: Tensor | None = None
         # Whether the rows are known to be in the order of their positions. Steps in place put a
         # token anywhere, those of a replayed graph too, of which Python does not hear.
@@ -72,11 +73,16 @@ class HeldRows:
         return self._start if self._counter is None else int(self._counter[0])
 
     @property
+    def counter(self) -> Tensor | None:
+        """int64 ``(3,)``, the first of which is `length`, on the device; None before any token."""
+        return self._counter
+
+    @property
     def revocable(self) -> int:
         """How many of the last tokens `forget` can take back. On a GPU it is waited for."""
         if self._counter is None:
             return 0
-        length, floor = self._counter.tolist()
+        length, floor, _ = self._counter.tolist()
         return min(int(length - floor), self.rollback)
 
     @property
@@ -156,13 +162,15 @@ class HeldRows:
             return
         assert self._recent is not None
         assert self._counter is not None
-        length, floor = self._counter.tolist()
+        length, floor, _ = self._counter.tolist()
         left = narrowed(self._recent, 0, self.rollback - count)
         shifted = concatenated(empty_rows(self._recent, count), left)
         with torch.inference_mode(False), torch.no_grad():
             for held, tensor in zip(self._recent, shifted, strict=True):
                 held.copy_(tensor)
-            self._counter.copy_(torch.tensor([length - count, max(floor, length - self.rollback)]))
+            self._counter.copy_(
+                torch.tensor([length - count, max(floor, length - self.rollback), 0])
+            )
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
@@ -171,7 +179,7 @@ class HeldRows:
                 part.bias.fill_(-torch.inf)
                 part.position.fill_(NOWHERE)
         if self._counter is not None:
-            self._counter.fill_(self._start)
+            self._counter[:2] = self._start
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` makes the same state of."""
@@ -216,7 +224,11 @@ class HeldRows:
         padding: Tensor | None,
         heads: int | None = None,
     ) -> Rows:
-        positions = self.positions(checks.tensor("key", key).shape[1], key.device)
+        added = checks.tensor("key", key).shape[1]
+        if added == 1 and self._counter is not None:
+            positions = self._counter[:1]  # read before the counter goes on
+        else:
+            positions = self.positions(added, key.device)
         chunk = as_rows(key, value, bias, padding, positions, heads)
         if self._kept is not None:
             check_like(self._kept, chunk)
@@ -239,10 +251,9 @@ class HeldRows:
             )
         if self._kept is not None and chunk.size == 1 and not self.rollback:
             self._is_ordered = False
+            assert self._counter is not None
             with torch.no_grad():
-                insert(self._kept, chunk, self.window_size)
-                assert self._counter is not None
-                self._counter[0] += 1
+                insert(self._kept, chunk, self.window_size, self._counter)
             return self._kept
         columns = self._columns(chunk)
         self._replace_by(self._followed_by(columns, chunk.size, backend))
@@ -268,7 +279,8 @@ class HeldRows:
             result._kept = empty_rows(older, capacity)
         counter = self._counter
         if counter is None:
-            counter = columns.position.new_full((2,), self._start)
+            counter = columns.position.new_zeros(3)
+            counter[:2] = self._start
         result._counter = counter.clone()
         result._counter[0] += added
         result._is_ordered = True

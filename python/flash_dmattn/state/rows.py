@@ -33,7 +33,7 @@ NOWHERE = 2**62
 class Rows(NamedTuple):
     """Some tokens' keys and values.
 
-    Where a head of the bias does not keep a row, its bias there is -inf.
+    Where a head of the bias does not keep a row that is held, its bias there is -inf.
     """
 
     key: Tensor  # (B, rows, Hk, D)

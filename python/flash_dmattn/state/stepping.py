@@ -3,16 +3,48 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from ..backends.triton import why_unavailable
 from .rows import Rows
 
-__all__ = ["insert"]
+__all__ = ["has_kernel", "insert"]
 
 
-def insert(rows: Rows, new: Rows, window: int) -> None:
+def insert(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
     """Write one token, later than all others, into rows that keep ``window`` for each head.
+
+    Args:
+        rows: what is held.
+        new: the token.
+        window: rows that each head keeps.
+        counter: int64 ``(3,)``, whose first number is the token's position, and becomes the next's.
+    """
+    is_ranked = rows.sharing == 1 and rows.bias.dtype != torch.float64
+    if is_ranked and has_kernel(rows.key.device.type):
+        from .insert_kernel import launch_insert
+
+        launch_insert(rows, new, counter)
+    else:
+        _insert(rows, new, window)
+        counter[0] += 1
+
+
+@functools.cache
+def has_kernel(device_type: str) -> bool:
+    """Say whether Triton can compute on a type of device."""
+    return why_unavailable(device_type) is None
+
+
+# Which torch.compile takes as it is, as what is asked of does not change while a program runs.
+has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _insert(rows: Rows, new: Rows, window: int) -> None:
+    """Do so by PyTorch's operations.
 
     Of equal biases the earlier token is kept. So the new one must be better than the worst, and the
     worst is the latest of those with the smallest bias, whatever slot it lies in. Nothing is read
