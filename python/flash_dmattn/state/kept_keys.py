@@ -115,6 +115,20 @@ class KeptKeys(HeldRows):
         seen = self._extend(chunk, backend_name(backend))
         return seen.key, seen.value, seen.bias
 
+    def visible(
+        self, key: Tensor, value: Tensor, bias: Tensor, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `update` returns for tokens that are not taken in.
+
+        Args:
+            key, value, bias, padding: as in `attend`.
+
+        Raises:
+            TypeError, ValueError: as `attend`.
+        """
+        seen = self._columns(self._rows(key, value, bias, padding))
+        return seen.key, seen.value, seen.bias
+
     def updated(
         self,
         key: Tensor,
