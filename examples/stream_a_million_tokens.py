@@ -51,7 +51,8 @@ def check(model: LanguageModel, tokens: Tensor, chunk: int) -> None:
     caches = [AttentionCache() for _ in model.blocks]
     tokens = tokens.long().to(DEVICE)
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
-        parts = [model(part, caches) for part in tokens.split(chunk, 1)]
+        starts = range(0, tokens.shape[1], chunk)
+        parts = [model(tokens[:, start : start + chunk], caches) for start in starts]
         whole = model(tokens)
     difference = (torch.cat(parts, 1) - whole).float().norm() / whole.float().norm()
     print(f"Logits of {len(parts)} chunks differ from those of one pass by {difference:.1e}")
@@ -82,8 +83,8 @@ def read(model: LanguageModel, stream: Tensor, chunk: int) -> tuple[list[Attenti
     """Return the caches after a stream, and the mean loss in nats a byte."""
     caches = [AttentionCache() for _ in model.blocks]
     total, before = torch.zeros((), device=DEVICE), None
-    for part in stream.split(chunk, 1):
-        tokens = part.long().to(DEVICE)
+    for start in range(0, stream.shape[1], chunk):
+        tokens = stream[:, start : start + chunk].long().to(DEVICE)
         logits = model(tokens, caches).float()
         if before is not None:
             logits = torch.cat([before, logits], 1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +34,10 @@ RUNS = {
         ["--tokens", "16384", "--chunk", "512", "--window", "32", "--steps", "10"],
         [r"Logits of 3 chunks differ", r"length=16384, capacity=32", r"Eight times the length"],
     ),
+    "train_context_parallel.py": (
+        ["--steps", "6", "--context", "300", "--window", "16"],
+        [r"1 ranks, on \w+: loss", r"gradients differ by \S+ of their norm"],
+    ),
     "convert_from_sdpa.py": (
         ["--steps", "15", "--context", "96", "--window", "12"],
         [r"converted: no bias yet, no window", r"The window cost [+-]\d\.\d+"],
@@ -56,6 +61,24 @@ def test_example_runs(name: str) -> None:
     done = run(name, *arguments)
     assert done.returncode == 0, done.stderr
     assert [line for line in lines if not re.search(line, done.stdout)] == []
+
+
+def test_ranks_share_a_sequence() -> None:
+    """As torchrun starts it."""
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    name = "train_context_parallel.py"
+    arguments, lines = RUNS[name]
+    done = subprocess.run(
+        [*started, str(FOLDER / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = [lines[0].replace("1 ranks", "2 ranks"), *lines[1:]]
+    assert [line for line in wanted if not re.search(line, done.stdout)] == []
 
 
 def test_every_example_is_run_and_listed() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends.triton import why_unavailable
 from .rows import Rows
 
-__all__ = ["has_kernel", "insert"]
+__all__ = ["has_kernel", "insert", "insert_by_operations"]
 
 
 def insert(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
@@ -29,8 +29,7 @@ def insert(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
 
         launch_insert(rows, new, counter)
     else:
-        _insert(rows, new, window)
-        counter[0] += 1
+        insert_by_operations(rows, new, window, counter)
 
 
 @functools.cache
@@ -43,8 +42,8 @@ def has_kernel(device_type: str) -> bool:
 has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _insert(rows: Rows, new: Rows, window: int) -> None:
-    """Do so by PyTorch's operations.
+def insert_by_operations(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
+    """Do what `insert` does by PyTorch's operations, for heads that share rows too.
 
     Of equal biases the earlier token is kept. So the new one must be better than the worst, and the
     worst is the latest of those with the smallest bias, whatever slot it lies in. Nothing is read
@@ -74,6 +73,7 @@ def _insert(rows: Rows, new: Rows, window: int) -> None:
     )
     _write(rows.key, 1, by_row, new.key, is_written)
     _write(rows.value, 1, by_row, new.value, is_written)
+    counter[0] += 1
 
 
 def _write(held: Tensor, dimension: int, index: Tensor, new: Tensor, is_written: Tensor) -> None:
