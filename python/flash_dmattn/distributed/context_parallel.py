@@ -13,7 +13,7 @@ from .. import checks
 from ..arguments import backend_name, index
 from ..checks import MOST_ROWS
 from ..interface import Output, flash_dmattn_func
-from ..state.chunks import as_rows
+from ..state.chunks import as_rows, check_heads
 from ..state.rows import Rows, best, concatenated, empty_rows
 from .exchange import exchanged, planned
 
@@ -71,8 +71,10 @@ def context_parallel_dmattn(
     """
     window = index("window_size", window_size, 1, MOST_ROWS)
     ranks, name = checked_group(group), backend_name(backend)
-    local = torch.arange(checks.tensor("key", key).shape[1], device=key.device)
-    shard = as_rows(key, value, attn_bias, padding, local, checks.tensor("query", query).shape[2])
+    check_heads("query", query)
+    check_heads("key", key)
+    local = torch.arange(key.shape[1], device=key.device)
+    shard = as_rows(key, value, attn_bias, padding, local, query.shape[2])
     if dist.get_world_size(ranks) > 1:
         # Of no tokens too: gradients of what was received travel through them.
         some = shard if shard.size else concatenated(shard, empty_rows(shard, 1))

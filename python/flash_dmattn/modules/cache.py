@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import checks
 from ..arguments import flag, index
 from ..state import KeptKeys
+from ..state.chunks import check_sequences
 
 __all__ = ["AttentionCache"]
 
@@ -195,16 +196,8 @@ class AttentionCache:
             ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
                 is none of a sequence.
         """
-        checks.tensor("indices", indices, "a torch.Tensor of integers")
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}"
-            )
-        if indices.dim() != 1:
-            raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
-        if indices.is_meta:
-            raise ValueError("indices must have values, got a meta tensor")
-        self._check_indices(indices)
+        held = self._buffers if self._kept is None else self._kept.tensors
+        check_sequences(indices, held["key"].shape[0] if held else None, "the cache")
         if self._kept is not None:
             self._kept.reorder(indices)
             return
@@ -261,21 +254,6 @@ class AttentionCache:
             return self._kept.update(**tokens, backend=backend)
         seen, self._kept = self._kept.extended(**tokens, backend=backend)
         return seen
-
-    def _check_indices(self, indices: Tensor) -> None:
-        # Of a GPU they would have to be waited for; there index_select checks them itself.
-        if indices.device.type != "cpu" or torch.compiler.is_compiling():
-            return
-        held = self._buffers if self._kept is None else self._kept.tensors
-        if not held:
-            return
-        batch = held["key"].shape[0]
-        outside = indices[(indices < 0) | (indices >= batch)]
-        if outside.numel():
-            raise ValueError(
-                f"indices must be from 0 to {batch - 1}, as the cache holds {batch} sequences, "
-                f"got {int(outside[0])}"
-            )
 
     def _check(self, tokens: dict[str, Tensor]) -> None:
         for name, added in tokens.items():

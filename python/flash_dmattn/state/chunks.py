@@ -13,7 +13,7 @@ from ..arguments import to_4d
 from ..masks import IntervalMask
 from .rows import Rows
 
-__all__ = ["as_rows", "check_like", "needs_gradient"]
+__all__ = ["as_rows", "check_heads", "check_like", "check_sequences", "needs_gradient"]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _GROWS_ONLY = (
@@ -46,8 +46,6 @@ def as_rows(
             raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
         if tensor.device != key.device:
             raise ValueError(f"{name} must be on key's device {key.device}, got {tensor.device}")
-    if key.dim() != 4:
-        raise ValueError(f"key must have shape (B, N, Hk, D), got {tuple(key.shape)}")
     if value.shape != key.shape:
         raise ValueError(
             f"value must have shape {tuple(key.shape)} to go with key, got {tuple(value.shape)}"
@@ -64,6 +62,12 @@ def as_rows(
         bias = bias.masked_fill(~_checked_padding(padding, key)[:, None, None], -torch.inf)
     sets = 1 if bias.shape[1] == 1 else kv_heads
     return Rows(key, value, bias, positions.expand(batch, sets, count))
+
+
+def check_heads(name: str, heads: Tensor) -> None:
+    """Raise unless this is a tensor of four dimensions."""
+    if checks.tensor(name, heads).dim() != 4:
+        raise ValueError(f"{name} must have shape (B, N, heads, D), got {tuple(heads.shape)}")
 
 
 def check_like(held: Rows, others: Rows, name: str = "") -> None:
@@ -85,6 +89,28 @@ def check_like(held: Rows, others: Rows, name: str = "") -> None:
                 f"{of} must be {one.dtype} on {one.device}, as what is held, got {other.dtype} on "
                 f"{other.device}"
             )
+
+
+def check_sequences(indices: Tensor, batch: int | None, holder: str) -> None:
+    """Raise unless these number sequences of a batch; None is an unknown number of them.
+
+    Values on a GPU would have to be waited for; there index_select checks them itself.
+    """
+    checks.tensor("indices", indices, "a torch.Tensor of integers")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}")
+    if indices.dim() != 1:
+        raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
+    if indices.is_meta:
+        raise ValueError("indices must have values, got a meta tensor")
+    if batch is None or indices.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    outside = indices[(indices < 0) | (indices >= batch)]
+    if outside.numel():
+        raise ValueError(
+            f"indices must be from 0 to {batch - 1}, as {holder} holds {batch} sequences, got "
+            f"{int(outside[0])}"
+        )
 
 
 def needs_gradient(*parts: Rows | None) -> bool:

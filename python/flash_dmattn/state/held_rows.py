@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import checks
 from ..arguments import index
 from ..checks import MOST_ROWS
-from .chunks import as_rows, check_like, needs_gradient
+from .chunks import as_rows, check_heads, check_like, check_sequences, needs_gradient
 from .rows import NOWHERE, Rows, best, concatenated, empty_rows, in_order, narrowed
 from .stepping import insert
 
@@ -128,7 +128,14 @@ class HeldRows:
 
         Args:
             indices: int64 or int32 ``(new B,)``.
+
+        Raises:
+            TypeError: indices is not a tensor of integers.
+            ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
+                is none of a sequence.
         """
+        batch = None if self._kept is None else self._kept.key.shape[0]
+        check_sequences(indices, batch, "the state")
         if self._kept is None:
             return
 
@@ -224,7 +231,8 @@ class HeldRows:
         padding: Tensor | None,
         heads: int | None = None,
     ) -> Rows:
-        added = checks.tensor("key", key).shape[1]
+        check_heads("key", key)
+        added = key.shape[1]
         if added == 1 and self._counter is not None:
             positions = self._counter[:1]  # read before the counter goes on
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import checks
 from ..arguments import backend_name, flag
 from ..interface import Output, flash_dmattn_func
-from .chunks import check_like
+from .chunks import check_heads, check_like
 from .held_rows import HeldRows
 from .rows import Rows, best, concatenated, in_order
 
@@ -71,6 +71,7 @@ class KeptKeys(HeldRows):
         Raises:
             TypeError, ValueError: as `flash_dmattn_func`; or the tokens do not fit those held.
         """
+        check_heads("query", query)
         chunk = self._rows(key, value, bias, padding, heads=query.shape[2])
         if flag("update", update):
             seen = self._extend(chunk, backend_name(backend))
