@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from flash_dmattn import AttentionCache, DynamicMaskAttention
+from flash_dmattn import AttentionCache, DynamicMaskAttention, KeptKeys
 from flash_dmattn.backends.triton import why_unavailable
-from flash_dmattn.modules import heads
+from flash_dmattn.modules import fusing
 from flash_dmattn.state import stepping
 from flash_dmattn.state.rows import Rows, empty_rows
 
@@ -59,38 +59,70 @@ def test_a_slot_is_written(
             assert torch.equal(one, other), (name, position)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"qk_norm": False}, {"rotary_base": None}, {"head_dim": 20}, {"norm_eps": 0.1}],
-    ids=str,
-)
-def test_heads_are_prepared(
-    device: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also far from the first token, where a position fills its float32."""
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"qk_norm": False},
+    {"rotary_base": None, "head_dim": 7},
+    {"projection_bias": True, "bias_form": "exp", "head_dim": 20},
+    {"norm_eps": 0.1, "softcap": 2.0, "softmax_scale": 0.3},
+]
+
+
+def decoded(layer: DynamicMaskAttention, x: Tensor, is_fused: bool) -> tuple[Tensor, KeptKeys]:
+    """Return what a layer gives, token by token after some, and what it keeps of them."""
+    cache = AttentionCache()
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusing, "has_kernel", lambda _: is_fused)
+        outs = [layer(x[:, :8], cache=cache)]
+        outs += [layer(x[:, i : i + 1], cache=cache) for i in range(8, x.shape[1])]
+    assert cache.kept is not None
+    return torch.cat(outs, 1), cache.kept
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_step_is_what_the_layer_computes(device: str, settings: dict[str, Any]) -> None:
     for dtype in (torch.bfloat16,) if device == "cuda" else (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         made = {"window_size": 6, "init_std": 0.3, **settings}
-        layer = DynamicMaskAttention(48, 4, 2, **made).to(device, dtype)
-        for norm in (layer.q_norm, layer.k_norm):
-            if norm is not None:
-                torch.nn.init.normal_(norm.weight)
-        x = torch.randn(2, 12, 48).to(device, dtype)
-        cache = AttentionCache()
-        results = {}
-        with torch.no_grad():
-            layer(x, cache=cache)
-            assert cache.kept is not None
-            assert cache.kept.counter is not None
-            for far, is_kernel in itertools.product((12, 100_000), (True, False)):
-                cache.kept.counter[0] = far
-                query, key = (
-                    projection(x).unflatten(-1, (-1, layer.head_dim))
-                    for projection in (layer.q_proj, layer.k_proj)
-                )
-                monkeypatch.setattr(heads, "has_kernel", lambda _, it=is_kernel: it)
-                results[far, is_kernel] = heads.prepared(layer, query, key, None, None, cache)
-        for far in (12, 100_000):
-            for one, other in zip(results[far, True], results[far, False], strict=True):
-                tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5 if far == 12 else 2e-2
-                torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+        layer = DynamicMaskAttention(48, 4, 2, backend=device, **made).to(device, dtype)
+        for name, parameter in layer.named_parameters():
+            if name.endswith(("norm.weight", "bias")):
+                torch.nn.init.normal_(parameter)
+        x = torch.randn(2, 20, 48).to(device, dtype)
+        got, kept = decoded(layer, x, is_fused=True)
+        want, other = decoded(layer, x, is_fused=False)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(got, want, atol=tolerance * 16, rtol=tolerance)
+        assert kept.length == other.length == 20
+        held = kept.tensors
+        assert torch.equal(held["position"], other.tensors["position"])
+        torch.testing.assert_close(held["bias"], other.tensors["bias"], atol=0, rtol=tolerance)
+
+
+def test_parts_that_were_changed_are_called() -> None:
+    """What is hooked, replaced, overridden or given is not fused."""
+
+    class Louder(DynamicMaskAttention):
+        def key_bias(self, value: Tensor) -> Tensor:
+            return 2 * super().key_bias(value)
+
+    x, cache = torch.randn(1, 9, 16), AttentionCache()
+    layer, hooked, replaced, wide = (DynamicMaskAttention(16, 2, window_size=4) for _ in range(4))
+    hooked.o_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    replaced.v_proj = torch.nn.Sequential(replaced.v_proj)  # type: ignore[assignment]
+    wide.to(torch.float64)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusing, "has_kernel", lambda _: True)
+        layer(x[:, :8], cache=cache)
+        token, nothing = x[:, 8:], (None,) * 4
+        assert fusing.is_fused_step(layer, token, cache, *nothing)
+        for changed in (hooked, replaced, Louder(16, 2, window_size=4)):
+            assert not fusing.is_fused_step(changed, token, cache, *nothing)
+        assert not fusing.is_fused_step(wide, token.double(), cache, *nothing)
+        assert not fusing.is_fused_step(layer, x, cache, *nothing)
+        assert not fusing.is_fused_step(layer, token, None, *nothing)
+        assert not fusing.is_fused_step(layer, token, AttentionCache(), *nothing)
+        assert not fusing.is_fused_step(layer, token, cache, torch.ones(1, 1).bool())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not fusing.is_fused_step(layer, token, cache, *nothing)
+    assert not fusing.is_fused_step(layer, token, cache, *nothing)

@@ -28,6 +28,7 @@ from .arguments import (
     finite,
 )
 from .cache import AttentionCache
+from .fusing import is_fused_step
 from .heads import prepared
 
 __all__ = ["DynamicMaskAttention"]
@@ -224,6 +225,12 @@ class DynamicMaskAttention(nn.Module):
             ValueError: a shape does not fit, or arguments exclude each other; the text says how.
         """
         self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache, padding)
+        if is_fused_step(self, hidden_states, cache, attn_mask, position_ids, cu_seqlens, padding):
+            from .step import step
+
+            assert cache is not None
+            assert cache.kept is not None
+            return step(self, hidden_states, cache.kept)
         heads, kv_heads = ((count, self.head_dim) for count in (self.num_heads, self.num_kv_heads))
         query = self.q_proj(hidden_states).unflatten(-1, heads)
         key = self.k_proj(hidden_states).unflatten(-1, kv_heads)

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..state.stepping import has_kernel
 from .cache import AttentionCache
 from .rotary import packed_positions, rotary_factors, rotate
 
@@ -36,14 +35,6 @@ def prepared(
         query, key: of the projections.
         position_ids, cu_seqlens, cache: as in `DynamicMaskAttention.forward`.
     """
-    start = None if cache is None or cache.kept is None else cache.kept.counter
-    if start is not None and position_ids is None and _fits_kernel(layer, query, key):
-        from .heads_kernel import start_kernel
-
-        norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norms = layer.q_norm, layer.k_norm
-        return start_kernel(query, key, norms, layer.rotary_base, start)
     query, key = _normalized(query, layer.q_norm), _normalized(key, layer.k_norm)
     if layer.rotary_base is None:
         return query, key
@@ -52,21 +43,6 @@ def prepared(
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
     factors = rotary_factors(position_ids, query.shape[-1], layer.rotary_base, compute_dtype)
     return rotate(query, *factors), rotate(key, *factors)
-
-
-def _fits_kernel(layer: _Layer, query: Tensor, key: Tensor) -> bool:
-    """Say whether a kernel does all of it, where it is worth it: without gradients, on a GPU."""
-    dtype = query.dtype
-    if torch.is_grad_enabled() or dtype == torch.float64 or not has_kernel(query.device.type):
-        return False
-    for norm in (layer.q_norm, layer.k_norm):
-        # What has taken the place of a norm has rules of its own.
-        if norm is not None and (type(norm) is not nn.RMSNorm or norm.weight.dtype != dtype):
-            return False
-    rows, dim = query.shape[1], query.shape[-1]
-    return all(
-        t.stride()[2:] == (dim, 1) and t.stride(0) == rows * t.stride(1) for t in (query, key)
-    )
 
 
 def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:

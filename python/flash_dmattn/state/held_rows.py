@@ -258,11 +258,8 @@ class HeldRows:
                 "updated()"
             )
         if self._kept is not None and chunk.size == 1 and not self.rollback:
-            self._is_ordered = False
-            assert self._counter is not None
             with torch.no_grad():
-                insert(self._kept, chunk, self.window_size, self._counter)
-            return self._kept
+                return self.step(lambda *held: insert(held[0], chunk, self.window_size, held[1]))
         columns = self._columns(chunk)
         self._replace_by(self._followed_by(columns, chunk.size, backend))
         return columns
@@ -270,6 +267,18 @@ class HeldRows:
     def _needs_gradient(self, chunk: Rows) -> bool:
         """Say whether a gradient would be lost by taking tokens in in place."""
         return needs_gradient(chunk, self._kept, self._recent)
+
+    def step(self, write: Callable[[Rows, Tensor], None]) -> Rows:
+        """Let a token be written in place into the rows, and return these.
+
+        Args:
+            write: is given the rows and the `counter`.
+        """
+        assert self._kept is not None
+        assert self._counter is not None
+        self._is_ordered = False
+        write(self._kept, self._counter)
+        return self._kept
 
     def _followed_by(self, columns: Rows, added: int, backend: str) -> Self:
         """Return the state that is left of what the last tokens have seen."""

@@ -27,18 +27,21 @@ def insert(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
     if is_ranked and has_kernel(rows.key.device.type):
         from .insert_kernel import launch_insert
 
-        launch_insert(rows, new, counter)
+        launch_insert(rows, *new[:3], counter)
     else:
         insert_by_operations(rows, new, window, counter)
 
 
-@functools.cache
+_has_kernel = functools.cache(lambda device_type: why_unavailable(device_type) is None)
+
+
 def has_kernel(device_type: str) -> bool:
     """Say whether Triton can compute on a type of device."""
-    return why_unavailable(device_type) is None
+    return bool(_has_kernel(device_type))
 
 
-# Which torch.compile takes as it is, as what is asked of does not change while a program runs.
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo: the answer does
+# not change while a program runs.
 has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

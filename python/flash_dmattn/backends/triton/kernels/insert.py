@@ -3,9 +3,29 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+
+from .common import INTERPRETED
 
 # They differ from call to call; Triton would compile again for each that is 1 or a multiple of 16.
 SIZES = ["rows", "key_batch", "key_head", "value_batch", "value_head", "bias_batch", "bias_set"]
+
+
+# Where the bias of the token comes from: it is given, or computed as the layer computes it.
+GIVEN = tl.constexpr(0)
+SOFTPLUS = tl.constexpr(1)
+EXPONENTIAL = tl.constexpr(2)
+
+
+@triton.jit
+def _softplus(x):
+    """Return log(1 + exp(x)) by the functions that PyTorch's kernel calls, to the same bits."""
+    small = tl.minimum(x, 20.0)
+    if INTERPRETED:
+        soft = tl.log(1.0 + tl.exp(small))
+    else:
+        soft = libdevice.log1p(libdevice.exp(small))
+    return tl.where(x > 20.0, x, soft)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -17,6 +37,8 @@ def insert(
     key,
     value,
     bias,
+    amplitude,
+    states_bias,
     counter,
     rows,
     key_batch,
@@ -25,6 +47,10 @@ def insert(
     value_head,
     bias_batch,
     bias_set,
+    KEY_BIAS: tl.constexpr,
+    HAS_STATES_BIAS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     SETS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -35,7 +61,22 @@ def insert(
     batch = program // SETS
     of_set = program % SETS
     position = tl.load(counter)
-    new_bias = tl.load(bias + batch * bias_batch + of_set * bias_set)
+    if KEY_BIAS == GIVEN:
+        new_bias = tl.load(bias + batch * bias_batch + of_set * bias_set)
+    else:
+        # Of all heads' values, a line of weights for each head of the bias.
+        column = tl.arange(0, BLOCK_VALUE)
+        inside = column < VALUE_WIDTH
+        states = tl.load(value + batch * value_batch + column, inside, 0.0)
+        weight = tl.load(bias + of_set * VALUE_WIDTH + column, inside, 0.0)
+        state = tl.sum(states.to(tl.float32) * weight.to(tl.float32), 0)
+        if HAS_STATES_BIAS:
+            state += tl.load(states_bias + of_set).to(tl.float32)
+        new_bias = tl.load(amplitude + of_set).to(tl.float32) * _softplus(
+            state.to(value.dtype.element_ty).to(tl.float32)
+        )
+        if KEY_BIAS == EXPONENTIAL:
+            new_bias = tl.exp(new_bias) if INTERPRETED else libdevice.exp(new_bias)
     # The worst row: the smallest bias, of equal ones the latest. Rows that hold nothing come first.
     worst_bias = tl.full((), float("inf"), tl.float32)
     worst_position = tl.full((), -1, tl.int64)
