@@ -99,6 +99,10 @@ def test_a_step_is_what_the_layer_computes(device: str, settings: dict[str, Any]
         torch.testing.assert_close(held["bias"], other.tensors["bias"], atol=0, rtol=tolerance)
 
 
+def is_fused(layer: DynamicMaskAttention, *arguments: Any) -> bool:
+    return fusing.is_fused_step(layer, DynamicMaskAttention, *arguments)
+
+
 def test_parts_that_were_changed_are_called() -> None:
     """What is hooked, replaced, overridden or given is not fused."""
 
@@ -115,14 +119,14 @@ def test_parts_that_were_changed_are_called() -> None:
         patch.setattr(fusing, "has_kernel", lambda _: True)
         layer(x[:, :8], cache=cache)
         token, nothing = x[:, 8:], (None,) * 4
-        assert fusing.is_fused_step(layer, token, cache, *nothing)
+        assert is_fused(layer, token, cache, *nothing)
         for changed in (hooked, replaced, Louder(16, 2, window_size=4)):
-            assert not fusing.is_fused_step(changed, token, cache, *nothing)
-        assert not fusing.is_fused_step(wide, token.double(), cache, *nothing)
-        assert not fusing.is_fused_step(layer, x, cache, *nothing)
-        assert not fusing.is_fused_step(layer, token, None, *nothing)
-        assert not fusing.is_fused_step(layer, token, AttentionCache(), *nothing)
-        assert not fusing.is_fused_step(layer, token, cache, torch.ones(1, 1).bool())
+            assert not is_fused(changed, token, cache, *nothing)
+        assert not is_fused(wide, token.double(), cache, *nothing)
+        assert not is_fused(layer, x, cache, *nothing)
+        assert not is_fused(layer, token, None, *nothing)
+        assert not is_fused(layer, token, AttentionCache(), *nothing)
+        assert not is_fused(layer, token, cache, torch.ones(1, 1).bool())
         with torch.autocast("cpu", torch.bfloat16):
-            assert not fusing.is_fused_step(layer, token, cache, *nothing)
-    assert not fusing.is_fused_step(layer, token, cache, *nothing)
+            assert not is_fused(layer, token, cache, *nothing)
+    assert not is_fused(layer, token, cache, *nothing)

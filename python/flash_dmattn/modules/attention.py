@@ -225,7 +225,8 @@ class DynamicMaskAttention(nn.Module):
             ValueError: a shape does not fit, or arguments exclude each other; the text says how.
         """
         self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache, padding)
-        if is_fused_step(self, hidden_states, cache, attn_mask, position_ids, cu_seqlens, padding):
+        others = attn_mask, position_ids, cu_seqlens, padding
+        if is_fused_step(self, DynamicMaskAttention, hidden_states, cache, *others):
             from .step import step
 
             assert cache is not None

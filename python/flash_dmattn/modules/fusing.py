@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,7 @@ from ..arguments import autocast_dtype
 from ..state.stepping import has_kernel
 from .cache import AttentionCache
 
-if TYPE_CHECKING:
-    from .attention import DynamicMaskAttention
-
-__all__ = ["is_fused_step"]
+__all__ = ["Fusable", "is_fused_step"]
 
 # Of more sequences, or of larger projections, products of matrices are faster than of vectors.
 _MOST_SEQUENCES = 4
@@ -24,13 +21,39 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "dt_proj")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
+class Fusable(Protocol):
+    """The parts of a layer, and what it is told."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    dt_proj: nn.Linear
+    q_norm: nn.RMSNorm | None
+    k_norm: nn.RMSNorm | None
+    A: nn.Parameter
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias_form: str
+    rotary_base: float | None
+    softcap: float
+    softmax_scale: float | None
+    backend: str | None
+
+
 def is_fused_step(
-    layer: DynamicMaskAttention, hidden_states: Tensor, cache: AttentionCache | None, *others: Any
+    layer: Fusable,
+    kind: type,
+    hidden_states: Tensor,
+    cache: AttentionCache | None,
+    *others: Any,
 ) -> bool:
     """Say whether kernels compute just what the layer would: of one token, without gradients.
 
     Args:
         layer: whose parts may have been replaced, hooked or overridden.
+        kind: the class whose methods are fused.
         hidden_states: ``(B, N, embed_dim)``.
         cache: of the call.
         *others: arguments of the call, all of which must be None.
@@ -45,20 +68,16 @@ def is_fused_step(
     dtype = hidden_states.dtype
     if dtype == torch.float64 or autocast_dtype(hidden_states) is not None:
         return False
-    return _is_plain(layer, dtype)
+    return _is_plain(layer, kind, dtype)
 
 
-def _is_plain(layer: DynamicMaskAttention, dtype: torch.dtype) -> bool:
-    from .attention import DynamicMaskAttention
-
-    kind = type(layer)
+def _is_plain(layer: Fusable, kind: type, dtype: torch.dtype) -> bool:
     for name in ("attend", "key_bias"):
-        if getattr(kind, name) is not getattr(DynamicMaskAttention, name):
+        if getattr(type(layer), name) is not getattr(kind, name):
             return False
-    parts = layer._modules
     biased = layer.q_proj.bias is not None
     for name in _PROJECTIONS:
-        part = parts[name]
+        part = getattr(layer, name)
         if type(part) is not nn.Linear or not _is_untouched(part, dtype):
             return False
         if (part.bias is not None) != biased or part.weight.numel() > _MOST_WEIGHTS:

@@ -17,14 +17,14 @@ from .rotary import frequencies
 
 if TYPE_CHECKING:
     from ..state import KeptKeys
-    from .attention import DynamicMaskAttention
+    from .fusing import Fusable
 
 __all__ = ["step"]
 
 _COLUMNS = 256
 
 
-def step(layer: DynamicMaskAttention, hidden_states: Tensor, kept: KeptKeys) -> Tensor:
+def step(layer: Fusable, hidden_states: Tensor, kept: KeptKeys) -> Tensor:
     """Return what the layer's forward returns for one token, and take it in.
 
     Args:
