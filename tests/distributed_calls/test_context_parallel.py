@@ -136,6 +136,8 @@ def check_layer(device: str) -> None:
     got = layer(x[:, own], padding=padding[:, own])
     tolerance = 1e-5 if device == "cpu" else 3e-2
     torch.testing.assert_close(got, want[:, own], atol=tolerance, rtol=tolerance)
+    compiled = torch.compile(layer, backend="aot_eager")(x[:, own], padding=padding[:, own])
+    torch.testing.assert_close(compiled, want[:, own], atol=tolerance, rtol=tolerance)
     want.square().mean().backward()
     (got.square().sum() / want.numel()).backward()
     for one, other in zip(layer.parameters(), whole.parameters(), strict=True):
@@ -145,6 +147,37 @@ def check_layer(device: str) -> None:
         torch.testing.assert_close(one.grad, other.grad, atol=tolerance, rtol=tolerance)
     with pytest.raises(ValueError, match="attn_mask must be None in context parallelism"):
         layer(x[:, own], padding[:, own])
+
+
+def check_with_sharded_parameters(device: str) -> None:
+    """Run on a rank: FSDP2 and DDP, which average gradients over the ranks of a sequence."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"window_size": 5, "init_std": 0.2, "device": device}
+    if device != "cpu":
+        settings["dtype"] = torch.bfloat16
+    whole = DynamicMaskAttention(32, 4, 2, **settings)
+    x = torch.randn(1, 16 * ranks, 32, device=device, dtype=settings.get("dtype"))
+    whole(x).square().sum().backward()
+    mesh = dist.init_device_mesh(device.split(":")[0], (ranks,))
+    for wrap in ("fsdp", "ddp"):
+        layer = ContextParallelAttention(32, 4, 2, process_group=mesh, **settings)
+        layer.load_state_dict(whole.state_dict())
+        model: Any = fully_shard(layer, mesh=mesh) if wrap == "fsdp" else None
+        if model is None:
+            model = DistributedDataParallel(layer)
+        model(x[:, 16 * rank : 16 * (rank + 1)]).square().sum().backward()
+        for one, other in zip(layer.parameters(), whole.parameters(), strict=True):
+            got: Any = one.grad
+            got = got.full_tensor() if wrap == "fsdp" else got
+            assert other.grad is not None
+            tolerance = 1e-4 if device == "cpu" else 5e-2
+            torch.testing.assert_close(
+                got * ranks, other.grad, atol=tolerance * float(other.grad.abs().max()), rtol=0
+            )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -158,6 +191,10 @@ def test_on_gpus(check: Any, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two GPUs")
     run_on_ranks(check, min(4, torch.cuda.device_count()), tmp_path, "cuda")
+
+
+def test_parameters_are_sharded_too(tmp_path: Path) -> None:
+    run_on_ranks(check_with_sharded_parameters, 2, tmp_path, "cpu")
 
 
 def test_it_needs_a_group() -> None:
