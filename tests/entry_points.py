@@ -13,6 +13,7 @@ from flash_dmattn import (
     AttentionCache,
     DynamicMaskAttention,
     IntervalMask,
+    KeptKeys,
     attention_reference,
     dynamic_mask,
     flash_dmattn_func,
@@ -71,6 +72,12 @@ def _filled() -> AttentionCache:
     cache = AttentionCache()
     cache.append(torch.zeros(2, 3, 2, 4), torch.zeros(2, 3, 2, 4), torch.zeros(2, 2, 1, 3))
     return cache
+
+
+def _kept() -> KeptKeys:
+    state = KeptKeys(3, rollback=2)
+    state.update(torch.zeros(2, 3, 2, 4), torch.zeros(2, 3, 2, 4), torch.zeros(2, 2, 1, 3))
+    return state
 
 
 def _auto(**arguments: Any) -> Any:
@@ -211,7 +218,7 @@ ENTRIES: dict[str, Entry] = {
     "DynamicMaskAttention.forward": Entry(
         _layer,
         {"hidden_states": randn(2, 7, 16)},
-        {**_of("tensor", "hidden_states attn_mask position_ids"), "cache": "object"},
+        {**_of("tensor", "hidden_states attn_mask position_ids padding"), "cache": "object"},
     ),
     "DynamicMaskAttention.forward of packed sequences": Entry(
         _layer,
@@ -219,7 +226,12 @@ ENTRIES: dict[str, Entry] = {
         {**_of("tensor", "hidden_states attn_mask cu_seqlens position_ids"),
          "max_seqlen": "integer"},
     ),
-    "AttentionCache": Entry(AttentionCache, {}, {"max_length": "integer"}),
+    "AttentionCache": Entry(
+        AttentionCache,
+        {},
+        {**_of("integer", "max_length rollback"), "every_key": "flag"},
+        right=frozenset({("rollback", "zero")}),
+    ),
     "AttentionCache.append": Entry(
         lambda **arguments: _filled().append(**arguments),
         {"key": torch.zeros(2, 1, 2, 4), "value": torch.zeros(2, 1, 2, 4),
@@ -240,6 +252,33 @@ ENTRIES: dict[str, Entry] = {
     ),
     "AttentionCache.truncate": Entry(
         lambda **arguments: _filled().truncate(**arguments), {"length": 2}, {"length": "integer"}
+    ),
+    "KeptKeys": Entry(
+        KeptKeys,
+        {"window_size": 3},
+        _of("integer", "window_size rollback start"),
+    ),
+    "KeptKeys.attend": Entry(
+        lambda **arguments: _kept().attend(**arguments),
+        {"query": torch.zeros(2, 1, 4, 4), "key": torch.zeros(2, 1, 2, 4),
+         "value": torch.zeros(2, 1, 2, 4), "bias": torch.zeros(2, 2, 1, 1)},
+        {**_of("tensor", "query key value bias padding"), **_of("flag", "update return_lse"),
+         **_of("number", "softmax_scale softcap"), "backend": "name"},
+    ),
+    "KeptKeys.update": Entry(
+        lambda **arguments: _kept().update(**arguments),
+        {"key": torch.zeros(2, 1, 2, 4), "value": torch.zeros(2, 1, 2, 4),
+         "bias": torch.zeros(2, 2, 1, 1)},
+        _of("tensor", "key value bias padding"),
+    ),
+    "KeptKeys.reorder": Entry(
+        lambda **arguments: _kept().reorder(**arguments),
+        {"indices": torch.tensor([1, 0])},
+        {"indices": "tensor"},
+        right=frozenset({("indices", "of other sizes")}),
+    ),
+    "KeptKeys.forget": Entry(
+        lambda **arguments: _kept().forget(**arguments), {"count": 1}, {"count": "integer"}
     ),
     "utils.mask.dynamic_mask": Entry(
         utils_mask.dynamic_mask,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .plan import AttentionPlan, make_plan
     from .reference import attention_reference
     from .selection import dynamic_mask
+    from .state import KeptKeys
 
     CUDA_AVAILABLE: bool
     TRITON_AVAILABLE: bool
@@ -42,6 +43,7 @@ __all__ = [
     "AttentionPlan",
     "DynamicMaskAttention",
     "IntervalMask",
+    "KeptKeys",
     "__version__",
     "attention_reference",
     "dynamic_mask",

@@ -14,6 +14,7 @@ _MODULES = {
     "AttentionPlan": "plan",
     "DynamicMaskAttention": "modules",
     "IntervalMask": "masks",
+    "KeptKeys": "state",
     "attention_reference": "reference",
     "dynamic_mask": "selection",
     "flash_dmattn_func": "interface",
