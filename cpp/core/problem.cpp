@@ -126,6 +126,8 @@ void Problem::read_mask(const AttentionRecord &record) {
                   " like attn_mask.start");
     mask_kind_ = FDM_MASK_INTERVALS;
   }
+  require_at_least(record.max_kept, "max_kept", 0);
+  problem_.max_kept = record.max_kept;
 }
 
 void Problem::read_bias(const AttentionRecord &record) {
@@ -153,7 +155,7 @@ void Problem::measure_plan() {
   const int64_t lists = mask_kind_ == FDM_MASK_NONE ? 0 : mask.shape[0] * mask.shape[1];
   const int64_t keys = extents_.total_keys == Extents::unknown ? mask.shape[3] : extents_.total_keys;
   plan_bytes_ = fdm::plan_bytes(pack_.plan_layouts[mask_kind_], lists, keys, extents_.keys, extents_.total_queries,
-                                extents_.varlen ? extents_.batch : 1);
+                                extents_.varlen ? extents_.batch : 1, problem_.max_kept);
 }
 
 int64_t Problem::workspace_bytes(fdm_pass pass) const {

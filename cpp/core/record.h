@@ -23,7 +23,7 @@ struct AttentionRecord {
   nb::handle query, key, value, mask, start, end, bias;
   CuSeqlens cu_seqlens;
   nb::handle block_table, given_plan;
-  int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0, max_kept = 0;
   double scale = 1, softcap = 0;
   bool causal = false, deterministic = false;
 
@@ -45,6 +45,7 @@ struct AttentionRecord {
     visit("causal", causal);
     visit("softcap", softcap);
     visit("deterministic", deterministic);
+    visit("max_kept", max_kept);
   }
 };
 

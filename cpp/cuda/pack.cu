@@ -39,7 +39,6 @@ struct CudaPack {
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) {
-    if (mask_kind(p) == FDM_MASK_NONE) return 0;
     int64_t bytes;
     lay_out_plan(p, nullptr, &bytes);
     return bytes;
@@ -64,7 +63,7 @@ struct CudaPack {
   }
 
   static cudaError_t plan(const fdm_problem &p, void *plan, void *workspace) {
-    return make_plan(p, plan, workspace, static_cast<cudaStream_t>(p.context.stream));
+    return make_plan(p, plan_of(p, plan), workspace, static_cast<cudaStream_t>(p.context.stream));
   }
   static cudaError_t forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
     return run_forward(p, args, plan, workspace);

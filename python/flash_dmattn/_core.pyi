@@ -59,16 +59,27 @@ class Pack:
     def dtypes(self) -> list[str]:
         """The dtypes that query may have."""
     @property
-    def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int]]:
-        """For each MaskKind: fixed, per_list, per_key, per_tile, per_tile_key, tile_rows."""
+    def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int, int]]:
+        """For each MaskKind the fields of fdm_plan_layout.
+
+        They are fixed, per_list, per_key, per_tile, per_tile_key, tile_rows and most_tile_keys.
+        """
     def plan_bytes(
-        self, kind: MaskKind, lists: int, keys: int, row_keys: int, rows: int, sequences: int
+        self,
+        kind: MaskKind,
+        lists: int,
+        keys: int,
+        row_keys: int,
+        rows: int,
+        sequences: int,
+        max_kept: int = 0,
     ) -> int:
         """An upper bound of the bytes of a plan.
 
         lists: the mask's first two sizes in 4 dimensions, multiplied; 0 without a mask.
         keys: K, for varlen total_k. row_keys: K, for varlen the longest sequence's.
         rows: Q, for varlen total_q. sequences: 1, for varlen the number of sequences.
+        max_kept: as in Problem.
         """
 
 def load_pack(path: str) -> Pack:
@@ -91,6 +102,8 @@ class Problem:
     cu_seqlens: int32 (B + 1,), contiguous; each max_seqlen at least the longest sequence.
     block_table: int32 (B, pages of a sequence); packed and forward only.
     given_plan: not read here.
+    max_kept: of start and end; any n queries in a row keep at most max_kept + n - 1 keys together.
+        0: not known. A plan is made for so many; more of them are right, but slower.
     threads: of cpu packs. stream: CUstream as an integer, of GPU packs.
     """
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ops
 from .arguments import (
+    MaskParts,
     autocast,
     backend_name,
     check_dtypes,
@@ -307,17 +308,16 @@ def _attention(
             attn_mask = _to_4d("attn_mask", attn_mask, query, key)
     causal = flag("is_causal", is_causal)
     if window_size is None:
-        mask, start, end = mask_parts(attn_mask)
+        parts = mask_parts(attn_mask)
     else:
-        start = end = None
         bias = selectable_bias(bias, query.shape[0] if dense else None)
-        mask = composable_mask(attn_mask)
+        parts = MaskParts(composable_mask(attn_mask))
         if keeps_all(window_size, key.shape[1] if dense else max_seqlen_k):
             bias = without_nan(bias)
         else:
             shape = call_shape(query, key, packing)
             limited = causal and not (dense and is_one_row(shape.queries))
-            mask, start, end = select(bias, mask, packing, shape, window_size, limited, name)
+            parts = select(bias, parts.mask, packing, shape, window_size, limited, name)
     # Of packed tensors only the head dimension: the size of the next one tells whether a mask is
     # per key or per query.
     expandable = 4 if dense else 1
@@ -325,9 +325,9 @@ def _attention(
         query,
         key,
         value,
-        without_expansion(mask, expandable),
-        start,
-        end,
+        without_expansion(parts.mask, expandable),
+        parts.start,
+        parts.end,
         without_expansion(bias, expandable),
         cu_seqlens_q,
         cu_seqlens_k,
@@ -339,6 +339,7 @@ def _attention(
         causal,
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
+        parts.max_kept,
     )
     return_probabilities = flag("return_attn_probs", return_attn_probs)
     need_lse = flag("return_lse", return_lse) or return_probabilities

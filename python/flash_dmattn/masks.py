@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,19 +34,31 @@ class IntervalMask:
         end: as ``start``, and of the same shape, one past the last row.
         query_length: the Q that the mask was made for, which attention over another Q refuses; None
             is not checked.
+        max_kept: any n queries in a row keep at most ``max_kept + n - 1`` keys together, as after a
+            causal selection of so many keys; None is not known. A plan has room for so many, so it
+            says how much memory attention takes. Where it is not so, results are right but slower.
     """
 
     start: Tensor
     end: Tensor
     query_length: int | None
+    max_kept: int | None
 
-    def __init__(self, start: Tensor, end: Tensor, *, query_length: int | None = None) -> None:
+    def __init__(
+        self,
+        start: Tensor,
+        end: Tensor,
+        *,
+        query_length: int | None = None,
+        max_kept: int | None = None,
+    ) -> None:
         """Make a mask of two int32 tensors.
 
         Raises:
-            TypeError: start or end is not a tensor, or not int32; query_length is no integer.
-            ValueError: the number of dimensions is not 2 or 3, shapes or devices differ, or
-                query_length is negative.
+            TypeError: start or end is not a tensor, or not int32; query_length or max_kept is no
+                integer.
+            ValueError: the number of dimensions is not 2 or 3, shapes or devices differ,
+                query_length is negative, or max_kept is below 1.
         """
         for name, tensor in (("start", start), ("end", end)):
             checks.tensor(name, tensor)
@@ -69,6 +81,7 @@ class IntervalMask:
         self.start = start
         self.end = end
         self.query_length = None if query_length is None else _length("query_length", query_length)
+        self.max_kept = None if max_kept is None else checks.index("max_kept", max_kept, 1)
 
     def __repr__(self) -> str:
         """Show the shape and the device; the values would need a transfer from the device."""
@@ -91,6 +104,7 @@ class IntervalMask:
             torch.maximum(self.start, other.start),
             torch.minimum(self.end, other.end),
             query_length=other.query_length if self.query_length is None else self.query_length,
+            max_kept=_least(self.max_kept, other.max_kept),
         )
 
     def __rand__(self, other: object) -> NoReturn:
@@ -118,7 +132,10 @@ class IntervalMask:
             checks.refuse_type("device", "a torch.device or its name", device)
         checks.device("device", device)
         return IntervalMask(
-            self.start.to(device), self.end.to(device), query_length=self.query_length
+            self.start.to(device),
+            self.end.to(device),
+            query_length=self.query_length,
+            max_kept=self.max_kept,
         )
 
     def to_bool(self, query_length: int) -> Tensor:
@@ -194,6 +211,7 @@ class IntervalMask:
         return cls(
             *(_clamped(bound, query_length)[None, None] for bound in (start, end)),
             query_length=query_length,
+            max_kept=None if left is None or right is None else left + right + 1,
         )
 
     @classmethod
@@ -288,6 +306,12 @@ def _clamped(bound: Tensor, query_length: int) -> Tensor:
     return bound.clamp(0, query_length).to(torch.int32)
 
 
+def _least(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
 def _check_combinable(one: IntervalMask, other: IntervalMask) -> None:
     shapes = tuple(one.start.shape), tuple(other.start.shape)
     fits = len(shapes[0]) == len(shapes[1]) and shapes[0][-1] == shapes[1][-1]
@@ -351,23 +375,27 @@ def _check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> N
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
 
 
-def _flatten(mask: IntervalMask) -> tuple[list[Any], int | None]:
-    return [mask.start, mask.end], mask.query_length
+# A list, which torch.export.load makes of a tuple too.
+_Settings: TypeAlias = list[int | None]
+
+
+def _flatten(mask: IntervalMask) -> tuple[list[Any], _Settings]:
+    return [mask.start, mask.end], [mask.query_length, mask.max_kept]
 
 
 def _flatten_with_keys(
     mask: IntervalMask,
-) -> tuple[list[tuple[pytree.KeyEntry, Any]], int | None]:
-    children, query_length = _flatten(mask)
+) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Settings]:
+    children, settings = _flatten(mask)
     keys = (pytree.GetAttrKey(name) for name in ("start", "end"))
-    return list(zip(keys, children, strict=True)), query_length
+    return list(zip(keys, children, strict=True)), settings
 
 
-def _unflatten(children: Any, query_length: int | None) -> IntervalMask:
+def _unflatten(children: Any, settings: _Settings) -> IntervalMask:
     # Not by the constructor: tree maps put things that are no tensors here.
     mask = object.__new__(IntervalMask)
     mask.start, mask.end = children
-    mask.query_length = query_length
+    mask.query_length, mask.max_kept = settings
     return mask
 
 

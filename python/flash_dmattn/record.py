@@ -60,6 +60,8 @@ class AttentionInputs(NamedTuple):
     causal: bool = False
     softcap: float = 0.0
     deterministic: bool = False
+    # Of start and end, 0 where it is not known: see IntervalMask.max_kept.
+    max_kept: int = 0
 
     @property
     def packed(self) -> bool:

@@ -109,7 +109,10 @@ static const fdm_pack table = {
     .arch = DEVICE_TYPE == FDM_CUDA ? 90 : 0,
     .max_head_dim = 256,
     .dtypes = 1 << FDM_FLOAT32 | 1 << FDM_FLOAT16,
-    .plan_layouts = {{0, 0, 0, 0, 0, 1}, {64, 8, 4, 0, 0, 1}, {64, 16, 12, 2, 0, 32}, {64, 0, 0, 128, 5, 32}},
+    .plan_layouts = {{0, 0, 0, 0, 0, 1, 0},
+                     {64, 8, 4, 0, 0, 1, 0},
+                     {64, 16, 12, 2, 3, 32, 4},
+                     {64, 0, 0, 128, 5, 32, INT64_MAX}},
     .workspace_bytes = workspace_bytes,
     .plan = plan,
 #ifndef NO_FORWARD

@@ -123,7 +123,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   int64_t bytes;
   BackwardParams params = lay_out(p, workspace, &bytes);
   params.a = args;
-  params.plan = plan;
+  params.plan = plan_of(p, plan);
   params.aligned =
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   params.dout_aligned = rows_are_aligned(args.dout, p.head_dim);

@@ -15,7 +15,7 @@
 
 #include <cstdint>
 
-#include "../../pack.h"
+#include "../plan/plan.cuh"
 
 namespace fdm::cuda {
 
@@ -63,7 +63,7 @@ constexpr int64_t kWantedItems = 352, kLeastSteps = 16;
 struct BackwardParams {
   fdm_problem p;
   fdm_backward_args a;
-  const void *plan;
+  Plan plan;
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   KeyWork keys;
   float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries

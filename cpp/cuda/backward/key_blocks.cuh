@@ -30,8 +30,7 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   place.kv_head = head % p.kv_heads;
   place.s = sequence(p, place.sequence_index);
   if (!params.keys.listed) return place;
-  int64_t bytes;
-  const Plan plan = lay_out_plan(p, const_cast<void *>(params.plan), &bytes);
+  const Plan &plan = params.plan;
   const int64_t list = list_number(p, plan, place.s, place.kv_head * group_size(p));
   place.list_sequence = is_varlen(p) ? list * p.batch + place.sequence_index : list;
   place.list_base = list * plan.list_keys + place.s.k_begin;
@@ -177,9 +176,7 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
   }
 
   __device__ const RowWord *words(const KeyStep &step, int tile_rows) const {
-    int64_t bytes;
-    const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
-    return tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, head(step),
+    return tile_words(params.p, params.plan, shared.task.s, shared.task.sequence_index, head(step),
                       int64_t(step.tile) * tile_rows / kTileRows);
   }
 
@@ -228,11 +225,7 @@ private:
     own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
     own_task.same_rows = params.keys.listed || !is_interval_plan(kind);
     own_task.test_all = kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias);
-    own_task.words = nullptr;
-    if (kind == FDM_MASK_ROWS) {
-      int64_t bytes;
-      own_task.words = lay_out_plan(p, const_cast<void *>(params.plan), &bytes).words;
-    }
+    own_task.words = params.plan.words;
     own_task.slot =
         item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
     shared.max_first = 0;
@@ -304,8 +297,7 @@ private:
   __device__ void map_tiles(int64_t query_head) {
     if (query_head == mapped_head) return;
     mapped_head = query_head;
-    int64_t bytes;
-    const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
+    const Plan &plan = params.plan;
     const int64_t list = list_number(params.p, plan, shared.task.s, query_head);
     if (list == mapped_list) return;
     mapped_list = list;

@@ -41,8 +41,7 @@ __global__ void __launch_bounds__(kThreads) order_keys(const __grid_constant__ B
   ptx::start_dependents();
   const fdm_problem &p = params.p;
   const KeyWork &keys = params.keys;
-  int64_t bytes;
-  const Plan plan = lay_out_plan(p, const_cast<void *>(params.plan), &bytes);
+  const Plan &plan = params.plan;
   const int64_t bucket = blockIdx.x % keys.buckets, list_sequence = blockIdx.x / keys.buckets;
   const int64_t sequences = list_sequences(p), list = list_sequence / sequences;
   const int64_t base = list * plan.list_keys + sequence(p, list_sequence % sequences).k_begin + bucket * kBucketKeys;

@@ -6,18 +6,18 @@
 
 #include <cstdint>
 
-#include "../../pack.h"
+#include "plan.cuh"
 
 namespace fdm::cuda {
 
 int64_t plan_workspace_bytes(const fdm_problem &p);
 
 // Enqueues what turns the problem's mask into `plan`; nothing for a problem without a mask.
-cudaError_t make_plan(const fdm_problem &p, void *plan, void *workspace, cudaStream_t stream);
+cudaError_t make_plan(const fdm_problem &p, const Plan &plan, void *workspace, cudaStream_t stream);
 
 // The two kinds of plans.
 int64_t interval_plan_workspace_bytes(const fdm_problem &p);
-cudaError_t make_interval_plan(const fdm_problem &p, void *plan, void *workspace, cudaStream_t stream);
-cudaError_t make_row_plan(const fdm_problem &p, void *plan, cudaStream_t stream);
+cudaError_t make_interval_plan(const fdm_problem &p, const Plan &plan, void *workspace, cudaStream_t stream);
+cudaError_t make_row_plan(const fdm_problem &p, const Plan &plan, cudaStream_t stream);
 
 } // namespace fdm::cuda

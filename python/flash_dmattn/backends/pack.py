@@ -48,7 +48,8 @@ class PackBackend(Backend):
         else:
             kind = "rows" if mask.shape[-2] > 1 else "keys"
             lists = _product(mask.shape[:-2])
-        fixed, per_list, per_key, per_tile, per_tile_key, tile_rows = self._layouts[kind]
+        *sizes, tile_rows, tile_keys = self._layouts[kind]
+        fixed, per_list, per_key, per_tile, per_tile_key = sizes
         if not inputs.packed:
             sequences, rows = 1, inputs.query.shape[1]
             keys = row_keys = inputs.key.shape[1]
@@ -59,6 +60,9 @@ class PackBackend(Backend):
             keys = inputs.key.shape[0] if mask is None or kind == "rows" else mask.shape[-1]
             row_keys = inputs.max_seqlen_k
         tiles = rows // tile_rows + sequences
+        if kind == "intervals" and inputs.max_kept:
+            tile_keys = inputs.max_kept + tile_rows - 1
+        row_keys = torch.sym_min(row_keys, tile_keys)
         return fixed + lists * (
             per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key)
         )
