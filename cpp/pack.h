@@ -193,6 +193,10 @@ typedef struct fdm_pack {
                       char *message, size_t message_bytes);
   int32_t (*selection_workspace_bytes)(const fdm_selection *, int64_t *bytes, char *message, size_t message_bytes);
   int32_t (*select)(const fdm_selection *, fdm_buffer workspace, char *message, size_t message_bytes);
+  /* Does what select and then plan do, where start and end of the selection are those of the problem. The workspace is
+   * as large as the larger of theirs. */
+  int32_t (*select_and_plan)(const fdm_selection *, const fdm_problem *, fdm_buffer plan, fdm_buffer workspace,
+                             char *message, size_t message_bytes);
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

@@ -33,7 +33,8 @@ void check_table(const std::string &path, const fdm_pack *table) {
   if (table->name == nullptr || table->version == nullptr || table->compiler == nullptr || table->features == nullptr)
     refuse(path, "the kernel pack's table lacks its name, version, compiler or features");
   if (table->workspace_bytes == nullptr || table->plan == nullptr || table->forward == nullptr ||
-      table->backward == nullptr || table->selection_workspace_bytes == nullptr || table->select == nullptr)
+      table->backward == nullptr || table->selection_workspace_bytes == nullptr || table->select == nullptr ||
+      table->select_and_plan == nullptr)
     refuse(path, "the kernel pack's table lacks an entry point");
 }
 

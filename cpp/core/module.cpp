@@ -104,6 +104,28 @@ void bind_attend(nb::module_ &module) {
       "pack"_a, "threads"_a, "out"_a, "lse"_a.none(), "inputs"_a);
 }
 
+void bind_training(nb::module_ &module) {
+  module.def(
+      "attend_and_keep",
+      [](const Pack &pack, int32_t threads, nb::handle out, nb::handle lse, nb::handle allocate, nb::handle inputs) {
+        const auto record = read_record<AttentionRecord>(inputs);
+        Problem problem(pack.table(), record, {threads});
+        nb::object plan = nb::borrow(record.given_plan);
+        const bool done = problem.attend_and_keep(Exchange(record.query), out, lse, allocate, plan);
+        return nb::make_tuple(done, plan);
+      },
+      "pack"_a, "threads"_a, "out"_a, "lse"_a, "allocate"_a, "inputs"_a);
+  module.def(
+      "differentiate",
+      [](const Pack &pack, int32_t threads, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse,
+         nb::dict gradients, nb::handle inputs) {
+        const auto record = read_record<AttentionRecord>(inputs);
+        Problem problem(pack.table(), record, {threads});
+        return problem.backward(Exchange(record.query), {dout, dlse, out, lse, gradients}, record.given_plan);
+      },
+      "pack"_a, "threads"_a, "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "gradients"_a, "inputs"_a);
+}
+
 void bind_selection(nb::module_ &module) {
   nb::class_<Selection>(module, "Selection")
       .def(
@@ -163,6 +185,7 @@ NB_MODULE(_core, module) {
   module.def("load_pack", [](std::string path) { return new Pack(std::move(path)); }, "path"_a);
   bind_problem(module);
   bind_attend(module);
+  bind_training(module);
   bind_selection(module);
   bind_select(module);
   bind_checks(module);

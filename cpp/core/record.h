@@ -24,6 +24,7 @@ struct AttentionRecord {
   CuSeqlens cu_seqlens;
   nb::handle block_table, given_plan;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0, max_kept = 0;
+  int64_t window = -1;
   double scale = 1, softcap = 0;
   bool causal = false, deterministic = false;
 
@@ -46,6 +47,7 @@ struct AttentionRecord {
     visit("softcap", softcap);
     visit("deterministic", deterministic);
     visit("max_kept", max_kept);
+    visit("window", window);
   }
 };
 

@@ -74,6 +74,10 @@ struct CudaPack {
   static cudaError_t select(const fdm_selection &s, void *workspace) {
     return select_keys(s, workspace, static_cast<cudaStream_t>(s.context.stream));
   }
+  static cudaError_t select_and_plan(const fdm_selection &s, const fdm_problem &p, void *plan_base, void *workspace) {
+    if (cudaError_t error = select(s, workspace)) return error;
+    return plan(p, plan_base, workspace);
+  }
 };
 
 #define FDM_TEXT_OF(x) #x

@@ -11,7 +11,7 @@ Failures of a pack raise ValueError (invalid argument, buffer too small), NotImp
 (unsupported), MemoryError or RuntimeError.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from .record import AttentionInputs, SelectionInputs
@@ -104,6 +104,8 @@ class Problem:
     given_plan: not read here.
     max_kept: of start and end; any n queries in a row keep at most max_kept + n - 1 keys together.
         0: not known. A plan is made for so many; more of them are right, but slower.
+    window: keys to select by the bias, which must be per key, and the problem causal; -1: none.
+        The plan begins with their start and end.
     threads: of cpu packs. stream: CUstream as an integer, of GPU packs.
     """
 
@@ -170,6 +172,31 @@ def attend(
     The scratch memory is from that library's allocator. False, with nothing done, where query's
     type has no DLPack C exchange API, or the allocator refuses.
     """
+
+def attend_and_keep(
+    pack: Pack,
+    threads: int,
+    out: TensorLike,
+    lse: TensorLike,
+    allocate: Callable[[int], Any],
+    inputs: AttentionInputs,
+) -> tuple[bool, Any]:
+    """Does what attend does for a call whose plan backward needs, and returns that plan too.
+
+    allocate: returns a uint8 tensor of so many bytes, for a plan where none is given.
+    """
+
+def differentiate(
+    pack: Pack,
+    threads: int,
+    dout: TensorLike,
+    dlse: TensorLike | None,
+    out: TensorLike,
+    lse: TensorLike,
+    gradients: dict[str, Any],
+    inputs: AttentionInputs,
+) -> bool:
+    """Makes a Problem and does what its backward does; else as attend."""
 
 class Selection:
     """A validated selection of the window keys with the largest bias.

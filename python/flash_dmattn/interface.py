@@ -36,6 +36,7 @@ from .selection import (
     call_shape,
     composable_mask,
     is_one_row,
+    is_per_key,
     keeps_all,
     select,
     selectable_bias,
@@ -306,7 +307,7 @@ def _attention(
             attn_mask.check_query_length(query.shape[1], "attn_mask")
         else:
             attn_mask = _to_4d("attn_mask", attn_mask, query, key)
-    causal = flag("is_causal", is_causal)
+    causal, window = flag("is_causal", is_causal), -1
     if window_size is None:
         parts = mask_parts(attn_mask)
     else:
@@ -317,7 +318,10 @@ def _attention(
         else:
             shape = call_shape(query, key, packing)
             limited = causal and not (dense and is_one_row(shape.queries))
-            parts = select(bias, parts.mask, packing, shape, window_size, limited, name)
+            if limited and is_per_key(bias, parts.mask, dense):
+                window = window_size
+            else:
+                parts = select(bias, parts.mask, packing, shape, window_size, limited, name)
     # Of packed tensors only the head dimension: the size of the next one tells whether a mask is
     # per key or per query.
     expandable = 4 if dense else 1
@@ -340,13 +344,23 @@ def _attention(
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
         parts.max_kept,
+        window,
     )
     return_probabilities = flag("return_attn_probs", return_attn_probs)
     need_lse = flag("return_lse", return_lse) or return_probabilities
-    out, lse = ops.attention(inputs, name, need_lse=need_lse)
+    out, lse = ops.attention(inputs, name, _selected, need_lse=need_lse)
     if lse is None or not need_lse:
         return out
     return (out, lse, attention_probabilities(inputs)) if return_probabilities else (out, lse)
+
+
+def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:
+    """Return a call with a mask in place of its window, for who does not select in the call."""
+    packing = Packing(*(getattr(inputs, name) for name in Packing._fields))
+    shape = call_shape(inputs.query, inputs.key, packing)
+    assert inputs.bias is not None
+    parts = select(inputs.bias, inputs.mask, packing, shape, inputs.window, True, backend)
+    return inputs._replace(window=-1, **parts._asdict())
 
 
 def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

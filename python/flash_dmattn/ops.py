@@ -40,18 +40,33 @@ _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyp
 
 
 def attention(
-    inputs: AttentionInputs, backend: str, *, need_lse: bool
+    inputs: AttentionInputs,
+    backend: str,
+    select: Callable[[AttentionInputs, str], AttentionInputs],
+    *,
+    need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return out and lse, differentiable; lse may be None where it is not needed."""
+    """Return out and lse, differentiable; lse may be None where it is not needed.
+
+    Args:
+        inputs, backend: of the call.
+        select: returns a call with a mask in place of its window.
+        need_lse: whether lse is wanted.
+    """
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
+        chosen = select_backend(inputs.query.device, backend)
+        if inputs.window >= 0 and not chosen.selects:
+            inputs = select(inputs, backend)
         if (
             not (torch.is_grad_enabled() and _requires_grad(inputs))
             or dispatch_state.is_below_autograd()
         ):
-            chosen = select_backend(inputs.query.device, backend)
             return chosen.attend(inputs, need_lse=need_lse)
-        out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
+        given = (inputs[place] for place in ATTENTION.places)
+        out, lse = _Attention.apply(*given, inputs, backend)  # type: ignore[no-untyped-call]
         return out, lse
+    if inputs.window >= 0:
+        inputs = select(inputs, backend)
     if backend == "reference" and (
         dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled()
     ):
@@ -185,7 +200,7 @@ def _as_outputs(inputs: AttentionInputs, gradients: Gradients) -> tuple[Tensor, 
 def _gradients(
     inputs: AttentionInputs,
     backend: str,
-    results: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None],
     wanted: tuple[str, ...],
 ) -> Gradients:
     """Run a backend's backward pass.
@@ -219,12 +234,23 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
+    flags = tuple(bool(ctx.needs_input_grad[place]) for place in ATTENTION.places)
+    slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
+    for place, gradient in zip(
+        ATTENTION.places, _saved_gradients(ctx, flags, dout, dlse), strict=True
+    ):
+        slots[place] = gradient
+    return tuple(slots)
+
+
+def _saved_gradients(
+    ctx: Any, flags: tuple[bool, ...], dout: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of the differentiable fields, None where a flag does not want one."""
     *tensors, out, lse, plan = ctx.saved_tensors
     *settings, backend = ctx.settings
-    slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
-    flags = tuple(bool(ctx.needs_input_grad[place]) for place in ATTENTION.places)
     if (dout is None and dlse is None) or not any(flags):
-        return tuple(slots)
+        return [None] * len(flags)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
     results = (dout, dlse, out, lse, plan)
@@ -240,28 +266,37 @@ def _differentiate(
             if dispatch_state.is_transformed()
             else torch.ops.flash_dmattn.attention_backward.default
         )
-        outputs = differentiate(*results, *inputs, backend, *flags)
+        *others, plan = results
+        plan = _no_plan(inputs) if plan is None else plan
+        outputs = differentiate(*others, plan, *inputs, backend, *flags)
         gradients = dict(zip(ATTENTION.differentiable, outputs, strict=True))
-    for (name, place), wanted in zip(_DIFFERENTIABLE, flags, strict=True):
-        if wanted:
-            slots[place] = gradients[name]
-    return tuple(slots)
+    return [
+        gradients[name] if wanted else None
+        for name, wanted in zip(ATTENTION.differentiable, flags, strict=True)
+    ]
 
 
 class _Attention(torch.autograd.Function):
-    """What register_autograd makes of the operator, without the dispatcher between its halves."""
+    """What register_autograd makes of the operator, without the dispatcher between its halves.
+
+    Each argument and each result costs a small call time: the arguments are the differentiable
+    fields, which autograd looks at, and the whole call.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = AttentionInputs(*arguments[:-1])
-        out, lse, made = select_backend(inputs.query.device, arguments[-1]).forward(inputs)
-        plan = _no_plan(inputs) if made is None or made is inputs.given_plan else made
-        _save_for_backward(ctx, arguments, (out, lse, plan))
-        return out, lse, plan
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        inputs, backend = arguments[-2:]
+        out, lse, plan = select_backend(inputs.query.device, backend).forward(inputs)
+        plan = None if plan is inputs.given_plan else plan
+        ctx.save_for_backward(*inputs[:_TENSOR_COUNT], out, lse, plan)
+        ctx.settings = (*inputs[_TENSOR_COUNT:], backend)
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, *gradients)
+        flags = ctx.needs_input_grad[: len(ATTENTION.places)]
+        return (*_saved_gradients(ctx, flags, *gradients), None, None)
 
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:

@@ -29,6 +29,7 @@ __all__ = [
     "composable_mask",
     "dynamic_mask",
     "is_one_row",
+    "is_per_key",
     "keeps_all",
     "select",
     "selectable_bias",
@@ -181,6 +182,14 @@ def select(
         # A window of 0 keeps no more than one of 1; 0 stands for what is not known.
         return MaskParts(None, *ops.select_intervals(selection, backend), max(1, window))
     return MaskParts(ops.select_keep(selection, backend))
+
+
+def is_per_key(bias: Tensor, mask: Tensor | None, dense: bool) -> bool:
+    """Say whether attention may select by itself from a bias that is the same for every query."""
+    rank = 4 if dense else 3
+    if bias.dim() != rank or bias.shape[-2] != 1 or bias.dtype == torch.float64:
+        return False
+    return mask is None or (mask.dim() == rank and mask.shape[-2] == 1)
 
 
 def is_one_row(queries: int) -> bool:

@@ -97,6 +97,12 @@ static int32_t do_select(const fdm_selection *selection, fdm_buffer workspace, c
   return finish(message, message_bytes);
 }
 
+static int32_t select_and_plan(const fdm_selection *selection, const fdm_problem *problem, fdm_buffer plan_buffer,
+                               fdm_buffer workspace, char *message, size_t message_bytes) {
+  recorded_selection = *selection;
+  return plan(problem, plan_buffer, workspace, message, message_bytes);
+}
+
 static const fdm_pack table = {
     .abi_version = ABI_VERSION,
     .struct_size = STRUCT_SIZE,
@@ -121,6 +127,7 @@ static const fdm_pack table = {
     .backward = backward,
     .selection_workspace_bytes = selection_workspace_bytes,
     .select = do_select,
+    .select_and_plan = select_and_plan,
 };
 
 EXPORT const fdm_pack *ENTRY_NAME(void) { return NO_TABLE ? NULL : &table; }

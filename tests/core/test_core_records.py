@@ -18,7 +18,13 @@ COUNT = f"{len(FIELDS)} fields"
 def values(**changes: Any) -> tuple[Any, ...]:
     """All fields of a good call."""
     named = {name: to_core(value) for name, value in batch_call().arguments.items()}
-    defaults = {"max_seqlen_q": 0, "max_seqlen_k": 0, "deterministic": False, "max_kept": 0}
+    defaults = {
+        "max_seqlen_q": 0,
+        "max_seqlen_k": 0,
+        "deterministic": False,
+        "max_kept": 0,
+        "window": -1,
+    }
     return tuple({**dict.fromkeys(FIELDS), **defaults, **named, **changes}[n] for n in FIELDS)
 
 
