@@ -6,6 +6,7 @@
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../tile/block_scan.cuh"
+#include "key_tile_counts.cuh"
 #include "list_rows.cuh"
 #include "make_plan.h"
 
@@ -27,8 +28,6 @@ __device__ void read_chunk(const ListRows &reader, int64_t first, int64_t keys, 
   }
 }
 
-__device__ bool is_kept(const RowInterval &rows) { return rows.start < rows.end; }
-
 __device__ int32_t *chunk_counts(int32_t *counts, const fdm_problem &p, const ListWork &work, int64_t chunks) {
   return counts + (work.list * list_sequences(p) + work.sequence_index) * chunks;
 }
@@ -45,7 +44,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   read_chunk<kChunkThreads>(ListRows(p, work), first, work.s.k_count, rows);
   uint32_t own = 0, total;
 #pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) own += is_kept(rows[i]);
+  for (int i = 0; i < kChunkItems; ++i) own += rows[i].any();
   sums.exclusive(own, &total);
   if (threadIdx.x == 0) chunk_counts(counts, p, work, chunks)[work.part] = static_cast<int32_t>(total);
 }
@@ -57,42 +56,6 @@ __device__ int32_t count_before(const int32_t *counts, int64_t part) {
   return __reduce_add_sync(kAllLanes, before);
 }
 
-// The columns of the tiles of a key mask are the first kept keys of the list: those that the tile's last row sees, and
-// as full columns those that its first row sees.
-struct KeyTileCounts {
-  TileCounts *counts; // of the sequence's first tile; null: no key mask
-  int64_t causal_off;
-  int32_t queries;
-  bool causal;
-
-  __device__ KeyTileCounts(const fdm_problem &p, const Plan &plan, const ListWork &work)
-      : counts(nullptr), causal_off(work.s.causal_off), queries(static_cast<int32_t>(work.s.q_count)),
-        causal(is_causal(p)) {
-    if (mask_kind(p) == FDM_MASK_KEYS)
-      counts = plan.counts + work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
-  }
-
-  // Key j is the last that a row sees; up to it there are `kept` keys. Each key is given once.
-  __device__ void pass(int64_t j, int32_t kept) const {
-    if (!counts || !causal) return;
-    const int64_t row = j - causal_off;
-    if (row < 0 || row >= queries) return;
-    if (row % kTileRows == 0) counts[row / kTileRows].full = kept;
-    if (row % kTileRows == kTileRows - 1 || row == queries - 1) counts[row / kTileRows].columns = kept;
-  }
-
-  // What no key tells: tiles that see no key, or without a causal limit all of them. A block of threads calls this.
-  __device__ void finish(int32_t kept, int threads) const {
-    if (!counts) return;
-    const int32_t tiles = (queries + kTileRows - 1) / kTileRows;
-    for (int32_t tile = threadIdx.x; tile < tiles; tile += threads) {
-      const int64_t first = int64_t(tile) * kTileRows, last = min64(queries, first + kTileRows) - 1;
-      if (!causal || first + causal_off < 0) counts[tile].full = causal ? 0 : kept;
-      if (!causal || last + causal_off < 0) counts[tile].columns = causal ? 0 : kept;
-    }
-  }
-};
-
 // Compacts a chunk of keys from `first` on, and returns how many of it are kept.
 template <int kThreads, int kItems>
 __device__ int32_t compact_chunk(BlockRanks<kThreads, kItems> &ranks, const Plan &plan, const ListWork &work,
@@ -102,7 +65,7 @@ __device__ int32_t compact_chunk(BlockRanks<kThreads, kItems> &ranks, const Plan
   uint32_t rank[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    kept[i] = is_kept(rows[i]);
+    kept[i] = rows[i].any();
     none[i] = false;
   }
   const uint32_t total = ranks.rank(kept, none, rank);
@@ -240,6 +203,7 @@ int64_t interval_plan_workspace_bytes(const fdm_problem &p) {
 
 cudaError_t make_interval_plan(const fdm_problem &p, const Plan &plan, void *workspace, cudaStream_t stream) {
   const int64_t lists = plan.lists * list_sequences(p);
+  if (fits_short_lists(p)) return launch_short_lists(p, plan, stream);
   cudaError_t error;
   if (p.keys <= kListKeys) {
     error = launch(compact_lists, lists, kTileThreads, 0, stream, p, plan);

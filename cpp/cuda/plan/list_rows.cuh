@@ -9,6 +9,8 @@ namespace fdm::cuda {
 // Rows of the own sequence: start <= row < end.
 struct RowInterval {
   int32_t start, end;
+
+  __device__ bool any() const { return start < end; }
 };
 
 // Reads the rows that keep a key, the causal limit included.
