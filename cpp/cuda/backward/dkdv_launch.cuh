@@ -12,6 +12,7 @@
 #include "../host/launch_sm90.cuh"
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/dkdv.cuh"
+#include "sm90/fused.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -48,14 +49,19 @@ cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t strea
 }
 
 #if FDM_TILE_ARCH == 90
-// This kernel also serves calls that want one gradient alone. A kernel for that would not take half the time, and
+// These kernels also serve calls that want one gradient alone. A kernel for that would not take half the time, and
 // would not be small.
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
-  constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
   const auto launch = [&](auto has_softcap) {
-    using Config = sm90::DkdvConfig<Element, kHeadDim, tile.rows, tile.stages, has_softcap>;
+    constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim), fused = sm90::fused_tile(kHeadDim);
+    using Config = sm90::KeyStationaryConfig<Element, kHeadDim, tile.rows, tile.stages, has_softcap>;
+    using Fused = sm90::KeyStationaryConfig<Element, kHeadDim, fused.rows, fused.stages, has_softcap>;
     static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
-    return sm90::launch<sm90::DkdvShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items, stream);
+    static_assert(fused_rows(90, kHeadDim) == Fused::kRows);
+    const int64_t items = params.keys.max_items;
+    if (params.query_sums.data)
+      return sm90::launch<sm90::FusedShared<Fused>, sm90::fused_kernel<Fused>>(params, items, stream);
+    return sm90::launch<sm90::KeyStationaryShared<Config>, sm90::dkdv_kernel<Config>>(params, items, stream);
   };
   return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
 }

@@ -90,6 +90,12 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   return arch == 80 ? DkdvTileChoice{64, 32, 4, 1, false} : DkdvTileChoice{128, 32, 8, 1, false};
 }
 
+// All gradients at once: rows of a step; 0: there is no such kernel.
+constexpr int fused_rows(int arch, int head_dim) {
+  if (arch != 90 || head_dim > 128) return 0;
+  return head_dim <= 64 ? 128 : 64;
+}
+
 // The gradient of a bias with a row for each query: 16 rows a warp, and the buffers that RowBiasConfig describes.
 struct RowBiasTileChoice {
   int columns, warps, query_buffers, key_buffers;

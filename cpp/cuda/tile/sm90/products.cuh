@@ -2,6 +2,7 @@
 // Products of tiles by wgmma. They are started here; who needs the sums waits for them.
 #pragma once
 
+#include "../../ptx/store.cuh"
 #include "panel_tile.cuh"
 
 namespace fdm::cuda {
@@ -16,7 +17,18 @@ __device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], uint
     ptx::wgmma_ss<Element>(sums, left + LeftTile::offset(0, d), right + RightTile::offset(0, d), accumulate || d > 0);
 }
 
-// The same, sums = A B', with A in registers.
+// sums = A' B, or sums += A' B where `accumulate`, summed over kDepth rows of a LeftTile and a RightTile. `left`
+// describes 64 columns, `right` as many as sums has.
+template <class Element, class LeftTile, class RightTile, int kDepth, int kTiles>
+__device__ __forceinline__ void warpgroup_gemm_of_columns(float (&sums)[kTiles][4], uint64_t left, uint64_t right,
+                                                          bool accumulate) {
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 16)
+    ptx::wgmma_ss<Element, true>(sums, left + LeftTile::offset(k, 0), right + RightTile::offset(k, 0),
+                                 accumulate || k > 0);
+}
+
+// sums = A B', with A in registers.
 template <class Element, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_rs_transposed(float (&sums)[kTiles][4],
                                                              const uint32_t (&left)[kDepth][4], uint64_t right) {
@@ -32,6 +44,15 @@ __device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t 
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
     ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
+}
+
+// Stores a left operand as load_left loads it.
+template <class LeftTile, int kDepth>
+__device__ __forceinline__ void store_left(const uint32_t (&left)[kDepth][4], uint32_t base, int row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k)
+    ptx::stmatrix(LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16), left[k]);
 }
 
 // Rounds accumulators to Element, as a left operand.
