@@ -24,10 +24,12 @@ bool takes_listed_keys(const fdm_problem &p) {
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
-// May one kernel compute all gradients? It adds to dq in no fixed order. Every query head of a group must keep the same
+// May one kernel compute all gradients, if all are wanted? It adds to dq in no fixed order. Every query head of a group must keep the same
 // keys there, since K of a block serves all of them, and what a key that a head drops holds must not reach that head.
 bool may_fuse(const fdm_problem &p) {
-  if (p.flags & FDM_DETERMINISTIC || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
+  const bool exists = with_head_dim(p.head_dim, InstantiatedHeadDims{},
+                                    [](auto dim) { return fused_tile(FDM_TILE_ARCH, decltype(dim)::value).keys > 0; });
+  if (!exists || p.flags & FDM_DETERMINISTIC || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
   const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
   return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
 }
@@ -38,16 +40,17 @@ template <class T> T *take(char *base, int64_t *used, int64_t count) {
   return pointer;
 }
 
-// Fills in what depends on the problem alone; `bytes` becomes the size of the workspace.
-BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
+// Fills in what depends on the problem and on whether one kernel computes all gradients; `bytes` becomes the size of the
+// workspace.
+BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_t *bytes) {
   BackwardParams params{};
   params.p = p;
   KeyWork &keys = params.keys;
   keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
     constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    keys.block_keys = tile.keys;
-    keys.tile_rows = tile.rows;
-    params.query_sums.tile_rows = fused_rows(FDM_TILE_ARCH, decltype(dim)::value);
+    constexpr FusedTileChoice fused_choice = fused_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    keys.block_keys = fused ? fused_choice.keys : tile.keys;
+    keys.tile_rows = fused ? fused_choice.rows : tile.rows;
     return int32_t(decltype(dim)::value);
   });
   keys.listed = takes_listed_keys(p);
@@ -61,8 +64,9 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
   int64_t used = 0;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
   params.statistics = take<RowStatistics>(base, &used, batches * p.heads * total_rows(p));
-  if (params.query_sums.tile_rows > 0 && may_fuse(p)) {
+  if (fused) {
     QuerySums &sums = params.query_sums;
+    sums.tile_rows = keys.tile_rows;
     sums.head_rows = query_sum_rows(p, sums.tile_rows);
     sums.dim = keys.slot_dim;
     sums.data = take<float>(base, &used, query_sum_count(p, sums));
@@ -131,25 +135,27 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
 } // namespace
 
 int64_t backward_workspace_bytes(const fdm_problem &p) {
-  int64_t bytes;
-  lay_out(p, nullptr, &bytes);
-  return bytes;
+  int64_t bytes, fused_bytes = 0;
+  lay_out(p, false, nullptr, &bytes);
+  if (may_fuse(p)) lay_out(p, true, nullptr, &fused_bytes);
+  return std::max(bytes, fused_bytes);
 }
 
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
+  const bool wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
+  const bool row_bias = present(args.dbias) && !wants_bias_sums;
+  const bool key_gradients = present(args.dk) || present(args.dv) || wants_bias_sums;
+  const bool aligned =
+      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  const bool dout_aligned = rows_are_aligned(args.dout, p.head_dim);
+  const bool fused = aligned && dout_aligned && present(args.dq) && key_gradients && may_fuse(p);
   int64_t bytes;
-  BackwardParams params = lay_out(p, workspace, &bytes);
+  BackwardParams params = lay_out(p, fused, workspace, &bytes);
   params.a = args;
   params.plan = plan;
-  params.aligned =
-      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
-  params.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
-  params.wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
-  const bool row_bias = present(args.dbias) && !params.wants_bias_sums;
-  const bool key_gradients = present(args.dk) || present(args.dv) || params.wants_bias_sums;
-  if (!present(args.dq) || !key_gradients || needs_general_kernel(params)) params.query_sums.data = nullptr;
-  const bool fused = params.query_sums.data;
-  if (fused) params.keys.tile_rows = params.query_sums.tile_rows;
+  params.aligned = aligned;
+  params.dout_aligned = dout_aligned;
+  params.wants_bias_sums = wants_bias_sums;
   params.beside_dq = present(args.dq) && !fused;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 

@@ -44,9 +44,10 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
       const auto &stage = shared.stages[state.index];
-      if (!stage.step.valid) break;
-      if (sums.keys.concerns(Roles::consumer_group(), stage.step, kRows)) run_step(state.index);
-      if (params.bias_heads > 1 && stage.head_ends) sums.write_bias(stage.step.head);
+      const KeyStep &step = stage.parts[0].step;
+      if (!step.valid) break;
+      if (sums.keys.concerns(Roles::consumer_group(), step, kRows)) run_step(state.index);
+      if (params.bias_heads > 1 && stage.head_ends) sums.write_bias(step.head);
       Roles::consumer_release(shared.empty[state.index]);
     }
     if (params.bias_heads == 1) sums.write_bias(0);

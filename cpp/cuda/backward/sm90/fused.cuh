@@ -74,7 +74,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
         KeyTile::descriptor(ptx::shared_address(shared.sK)) + KeyTile::offset(0, kRowsDivided ? 0 : 64) * group;
     ptx::warpgroup_arrive();
     const auto add = [&](uint64_t a, uint64_t b, auto keys) {
-      warpgroup_gemm_of_columns<Element, typename Shared::Tile, KeyTile, decltype(keys)::value>(dq, a, b, false);
+      warpgroup_gemm_ss_columns<Element, typename Shared::Tile, true, KeyTile, decltype(keys)::value>(dq, a, b, false);
     };
     if (before.past_key - before.first_key == 128)
       add(ds, k, std::integral_constant<int, 128>{});
@@ -104,7 +104,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
     Roles::producer_acquire(shared.ds_empty[ds_state.index], ds_state.phase);
-    store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[ds_state.index]), threadIdx.x / 32 * 16);
+    store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[ds_state.index]), threadIdx.x / 32 * 16, 0);
     ptx::fence_async_proxy();
     ptx::arrive(shared.ds_full[ds_state.index]);
     auto &dq = reinterpret_cast<float (&)[kColumns / 8][4]>(scores[0]);
@@ -143,11 +143,11 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     PipelineState<Shared::kStages> ds_state;
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
-      const auto &stage = shared.stages[state.index];
-      if (!stage.step.valid) break;
-      const bool low = sums.keys.concerns(0, stage.step, kRows), high = sums.keys.concerns(1, stage.step, kRows);
+      const KeyStep &rows = this->own_rows(state.index).step;
+      if (!rows.valid) break;
+      const bool low = sums.keys.concerns(0, rows, kRows), high = sums.keys.concerns(1, rows, kRows);
       if (low || high) {
-        const Step step{own_sums(stage.step), low ? 0 : 64, high ? 128 : 64, ds_state.index, ds_state.phase};
+        const Step step{own_sums(rows), low ? 0 : 64, high ? 128 : 64, ds_state.index, ds_state.phase};
         if (group ? high : low) {
           run_step(state.index, ds_state);
         } else {
@@ -164,23 +164,5 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     sums.write();
   }
 };
-
-template <class Config>
-__global__ void __launch_bounds__(Roles::kThreads, 1) fused_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<FusedShared<Config> *>(dynamic_shared);
-  if (threadIdx.x == 0) shared.init();
-  __syncthreads();
-  ptx::wait_for_kernel_ahead();
-  if (int(blockIdx.x) >= *params.keys.item_count) return;
-  using Registers = RoleRegisters<224, 56>;
-  if (Roles::is_producer()) {
-    Registers::produce();
-    RowProducer<Config>(params, shared).run(params.keys.items[blockIdx.x]);
-  } else {
-    Registers::consume();
-    FusedConsumer<Config>(params, shared).run();
-  }
-}
 
 } // namespace fdm::cuda::sm90

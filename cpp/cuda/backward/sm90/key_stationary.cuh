@@ -16,21 +16,28 @@ struct Producers {
   __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
 };
 
-template <class ElementType, int kHeadDimension, int kRowCount, int kStageCount, bool kHasSoftcap>
+// With 128 keys, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do not fit
+// the registers of one, each computes the scores of half of a step's rows, and half of the columns of the gradients.
+template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, bool kHasSoftcap>
 struct KeyStationaryConfig {
   using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kKeys = 128, kRows = kRowCount, kStages = kStageCount;
-  static constexpr bool kSoftcap = kHasSoftcap;
-  static_assert(kKeys == 64 * Roles::kConsumerGroups && kKeys == Roles::kProducerThreads);
+  static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kStages = kStageCount;
+  static constexpr bool kSoftcap = kHasSoftcap, kShared = kKeys == 64;
+  static_assert(kShared || (kKeys == 64 * Roles::kConsumerGroups && kKeys == Roles::kProducerThreads));
+  // The rows of a step whose scores a warpgroup computes, the columns of its gradients, and the number of such parts.
+  static constexpr int kScoreRows = kShared ? kRows / 2 : kRows, kColumns = kShared ? 128 : kHeadDim;
+  static constexpr int kParts = kRows / kScoreRows;
+  static_assert(!kShared || (kHeadDim > 128 && kHeadDim % 64 == 0));
   using KeyTile = PanelTile<kHeadDim, kKeys>;
   using RowTile = PanelTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
   using Keys = KeyBlock<kKeys, Producers, kStages + 2>;
-  using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, true, true, false, Keys>;
+  using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, true, true, false, Keys>;
 };
 
 // What is known of a tile of rows while it is in shared memory.
-template <int kKeys, int kRows> struct PassingRows : RowStage<kKeys, kRows> {
+template <class Config> struct PassingRows {
+  RowStage<Config::kKeys, Config::kScoreRows> parts[Config::kParts]; // the tiles of their steps count parts
   bool careful[Roles::kProducerWarps]; // rows of very large lse, by the warp that loaded them
   bool head_ends;
 };
@@ -39,7 +46,7 @@ template <class Config> struct KeyStationaryShared {
   alignas(1024) char sK[Config::KeyTile::kBytes];
   char sV[Config::KeyTile::kBytes];
   char sQ[Config::kStages][Config::RowTile::kBytes], sdO[Config::kStages][Config::RowTile::kBytes];
-  PassingRows<Config::kKeys, Config::kRows> stages[Config::kStages]; // a step that is not valid ends the steps
+  PassingRows<Config> stages[Config::kStages]; // a step that is not valid ends the steps
   typename Config::Keys::Shared keys;
   uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
 
@@ -70,10 +77,12 @@ template <class Config> struct RowProducer {
   __device__ static int row() { return warp() * kOwnRows + threadIdx.x % 32; }
 
   __device__ void load_keys() {
-    const int r = Roles::producer_thread();
+    constexpr int kOwnKeys = Config::kKeys / Roles::kProducerWarps;
+    const int r = warp() * kOwnKeys + threadIdx.x % 32;
+    const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
     const auto load = [&](const fdm_tensor &t, char *tile) {
       const uint16_t *row = kZeroRow;
-      if (shared.keys.readable[r]) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
+      if (readable) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
       Config::KeyTile::template gather<Roles::kProducerWarps>(ptx::shared_address(tile), warp(), row,
                                                               int(params.p.head_dim));
     };
@@ -95,22 +104,36 @@ template <class Config> struct RowProducer {
   __device__ void load_rows(const KeyStep &step, const RowStatistics &statistics, bool head_ends) {
     auto &stage = shared.stages[state.index];
     if (has_row()) {
-      stage.lse[row()] = statistics.lse;
-      stage.delta[row()] = statistics.delta;
+      auto &part = stage.parts[row() / Config::kScoreRows];
+      part.lse[row() % Config::kScoreRows] = statistics.lse;
+      part.delta[row() % Config::kScoreRows] = statistics.delta;
     }
     const uint32_t used = __ballot_sync(0xffffffffu, !statistics.empty());
     const bool careful = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
     if (threadIdx.x % 32 == 0) stage.careful[warp()] = careful;
     if (Roles::producer_thread() == 0) {
-      stage.step = step;
+      set_step(step);
       stage.head_ends = head_ends;
     }
     copy_rows(params.p.q, step, used, shared.sQ[state.index]);
     copy_rows(params.a.dout, step, used, shared.sdO[state.index]);
-    if (keys.task().words) {
-      const int r = Roles::producer_thread();
-      const int32_t key = shared.keys.key[r];
-      ptx::cp_async_16(ptx::shared_address(&stage.words[r]), keys.words(step, kRows) + max(key, 0), key >= 0);
+    if constexpr (!Config::kShared) {
+      if (keys.task().words) {
+        const int r = Roles::producer_thread();
+        const int32_t key = shared.keys.key[r];
+        ptx::cp_async_16(ptx::shared_address(&stage.parts[0].words[r]), keys.words(step, kRows) + max(key, 0),
+                         key >= 0);
+      }
+    }
+  }
+
+  // Tells the consumers which step the stage is for; one that is not valid ends the steps.
+  __device__ void set_step(const KeyStep &step) const {
+#pragma unroll
+    for (int n = 0; n < Config::kParts; ++n) {
+      KeyStep &own_step = shared.stages[state.index].parts[n].step;
+      own_step = step;
+      own_step.tile = step.tile * Config::kParts + n;
     }
   }
 
@@ -146,18 +169,17 @@ template <class Config> struct RowProducer {
       statistics = next_statistics;
     }
     Roles::producer_acquire(shared.empty[state.index], state.phase);
-    if (Roles::producer_thread() == 0) shared.stages[state.index].step = step;
+    if (Roles::producer_thread() == 0) set_step(step);
     Roles::producer_commit(shared.full[state.index]);
   }
 };
 
-// A consumer warpgroup, which owns 64 keys of the block.
 template <class Config> struct KeyConsumer {
   using Element = typename Config::Element;
   using KeyTile = typename Config::KeyTile;
   using RowTile = typename Config::RowTile;
-  static constexpr int kRows = Config::kRows, kHeadDim = Config::kHeadDim;
-  using Scores = float[1][kRows / 8][4];
+  static constexpr int kRows = Config::kRows, kScoreRows = Config::kScoreRows, kHeadDim = Config::kHeadDim;
+  using Scores = float[1][kScoreRows / 8][4];
 
   const BackwardParams &params;
   KeyStationaryShared<Config> &shared;
@@ -166,16 +188,23 @@ template <class Config> struct KeyConsumer {
 
   __device__ KeyConsumer(const BackwardParams &parameters, KeyStationaryShared<Config> &memory)
       : params(parameters), shared(memory), sums(parameters, memory.keys) {
-    const uint64_t own_keys = KeyTile::offset(64 * Roles::consumer_group(), 0);
+    const uint64_t own_keys = Config::kShared ? 0 : KeyTile::offset(64, 0) * Roles::consumer_group();
     k_desc = KeyTile::descriptor(ptx::shared_address(shared.sK)) + own_keys;
     v_desc = KeyTile::descriptor(ptx::shared_address(shared.sV)) + own_keys;
   }
 
+  // What is known of the rows whose scores this warpgroup computes.
+  __device__ const auto &own_rows(int stage) const {
+    return shared.stages[stage].parts[Config::kShared ? Roles::consumer_group() : 0];
+  }
+
   // Starts the products S' and dP'.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage) const {
+    const uint64_t part = Config::kShared ? RowTile::offset(kScoreRows, 0) * Roles::consumer_group() : 0;
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]), false);
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]), false);
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part, false);
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]) + part,
+                                                           false);
     ptx::warpgroup_commit_batch();
   }
 
@@ -193,9 +222,8 @@ template <class Config> struct KeyConsumer {
   __device__ void make(Scores &scores, Scores &gradients, int number) {
     ptx::warpgroup_fence_operand(scores[0]);
     ptx::warpgroup_fence_operand(gradients[0]);
-    const auto &stage = shared.stages[number];
-    const auto &careful = stage.careful;
-    sums.template make<Config::kSoftcap>(stage, careful[0] || careful[1] || careful[2] || careful[3], scores,
+    const auto &careful = shared.stages[number].careful;
+    sums.template make<Config::kSoftcap>(own_rows(number), careful[0] || careful[1] || careful[2] || careful[3], scores,
                                          gradients);
   }
 };

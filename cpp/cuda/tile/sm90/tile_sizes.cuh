@@ -39,11 +39,7 @@ constexpr int kMostDkdvHeadDim = 128;
 
 constexpr RowTileChoice dkdv_tile(int) { return {64, 3}; }
 
-// All gradients at once. Each consumer warpgroup computes 64 rows and at most 64 columns of a step's dQ, in the registers
-// in which its scores were. Wide products read less shared memory for each operation, so there are as many rows as the
-// registers hold: accumulators take head_dim + rows of them, P and dS in 16 bit rows / 2.
-constexpr RowTileChoice fused_tile(int head_dim) {
-  return head_dim <= 64 ? RowTileChoice{128, 3} : RowTileChoice{64, 3};
-}
+// All gradients at once: the stages that shared memory has room for.
+constexpr int fused_stages(int head_dim) { return head_dim <= 128 ? 3 : 2; }
 
 } // namespace fdm::cuda::sm90
