@@ -10,6 +10,7 @@
 #include "../host/dispatch.h"
 #include "../plan/list_work.cuh"
 #include "../tile/tile_sizes.cuh"
+#include "query_sums.cuh"
 #include "row_statistics.cuh"
 
 namespace fdm::cuda {
@@ -23,21 +24,33 @@ bool takes_listed_keys(const fdm_problem &p) {
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
+// May one kernel compute all gradients, if all are wanted? It adds to dq in no fixed order. Every query head of a group must keep the same
+// keys there, since K of a block serves all of them, and what a key that a head drops holds must not reach that head.
+bool may_fuse(const fdm_problem &p) {
+  const bool exists = with_head_dim(p.head_dim, InstantiatedHeadDims{},
+                                    [](auto dim) { return fused_tile(FDM_TILE_ARCH, decltype(dim)::value).keys > 0; });
+  if (!exists || p.flags & FDM_DETERMINISTIC || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
+  const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
+}
+
 template <class T> T *take(char *base, int64_t *used, int64_t count) {
   T *pointer = reinterpret_cast<T *>(base + *used);
   *used += align_256(count * int64_t(sizeof(T)));
   return pointer;
 }
 
-// Fills in what depends on the problem alone; `bytes` becomes the size of the workspace.
-BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
+// Fills in what depends on the problem and on whether one kernel computes all gradients; `bytes` becomes the size of the
+// workspace.
+BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_t *bytes) {
   BackwardParams params{};
   params.p = p;
   KeyWork &keys = params.keys;
   keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
     constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    keys.block_keys = tile.keys;
-    keys.tile_rows = tile.rows;
+    constexpr FusedTileChoice fused_choice = fused_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    keys.block_keys = fused ? fused_choice.keys : tile.keys;
+    keys.tile_rows = fused ? fused_choice.rows : tile.rows;
     return int32_t(decltype(dim)::value);
   });
   keys.listed = takes_listed_keys(p);
@@ -51,6 +64,13 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
   int64_t used = 0;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
   params.statistics = take<RowStatistics>(base, &used, batches * p.heads * total_rows(p));
+  if (fused) {
+    QuerySums &sums = params.query_sums;
+    sums.tile_rows = keys.tile_rows;
+    sums.head_rows = query_sum_rows(p, sums.tile_rows);
+    sums.dim = keys.slot_dim;
+    sums.data = take<float>(base, &used, query_sum_count(p, sums));
+  }
   if (sums_bias_of_keys(p))
     params.bias_sums = take<float>(base, &used, batches * p.kv_heads * params.bias_heads * list_keys(p));
   if (keys.listed) {
@@ -107,6 +127,7 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
           return launch_dkdv<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
         });
       },
+      [&] { return params.query_sums.data ? launch_query_sums(params, stream) : cudaSuccess; },
       [&] { return launch_key_sum(params, stream); },
       [&] { return params.wants_bias_sums ? launch_bias_reduce(params, stream) : cudaSuccess; });
 }
@@ -114,23 +135,28 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
 } // namespace
 
 int64_t backward_workspace_bytes(const fdm_problem &p) {
-  int64_t bytes;
-  lay_out(p, nullptr, &bytes);
-  return bytes;
+  int64_t bytes, fused_bytes = 0;
+  lay_out(p, false, nullptr, &bytes);
+  if (may_fuse(p)) lay_out(p, true, nullptr, &fused_bytes);
+  return std::max(bytes, fused_bytes);
 }
 
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
+  const bool wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
+  const bool row_bias = present(args.dbias) && !wants_bias_sums;
+  const bool key_gradients = present(args.dk) || present(args.dv) || wants_bias_sums;
+  const bool aligned =
+      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  const bool dout_aligned = rows_are_aligned(args.dout, p.head_dim);
+  const bool fused = aligned && dout_aligned && present(args.dq) && key_gradients && may_fuse(p);
   int64_t bytes;
-  BackwardParams params = lay_out(p, workspace, &bytes);
+  BackwardParams params = lay_out(p, fused, workspace, &bytes);
   params.a = args;
   params.plan = plan_of(p, plan);
-  params.aligned =
-      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
-  params.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
-  params.wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
-  params.beside_dq = present(args.dq);
-  const bool row_bias = present(args.dbias) && !params.wants_bias_sums;
-  const bool key_gradients = present(args.dk) || present(args.dv) || params.wants_bias_sums;
+  params.aligned = aligned;
+  params.dout_aligned = dout_aligned;
+  params.wants_bias_sums = wants_bias_sums;
+  params.beside_dq = present(args.dq) && !fused;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
@@ -145,7 +171,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   return run_all([&] { return key_gradients ? prepare_keys(params, stream) : cudaSuccess; },
                  [&] { return launch_row_statistics(params, key_gradients, stream); },
                  [&] {
-                   if (!present(args.dq)) return cudaSuccess;
+                   if (!present(args.dq) || fused) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
                      return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
                    });

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The backward pass: what the host hands to its kernels.
 //
-// Nothing is added by two blocks of threads, so equal inputs give equal bits:
+// Unless dq is summed as below, nothing is added by two blocks of threads, so equal inputs give equal bits:
 //   1. key_order.cu, key_schedule.cu  blocks of keys that are kept by similar rows, and their division into parts;
 //      row_statistics.cu       statistics of each row, at the same time;
 //   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
 //   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;
+//      sm90/fused.cuh          all of these at once, where equal bits are not asked for: blocks of keys add to float32
+//                              sums of dq, in no fixed order, which query_sums.cu rounds;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
 //      row_bias.cuh            a bias with a row for each query.
 #pragma once
@@ -60,12 +62,21 @@ constexpr int kBucketKeys = 2048;
 // fewer than kLeastSteps steps is not worth its own partial sums.
 constexpr int64_t kWantedItems = 352, kLeastSteps = 16;
 
+// The float32 sums of dq to which all blocks of keys add. See query_sums.cuh.
+struct QuerySums {
+  float *data;       // null: dq has a kernel of its own
+  int64_t head_rows; // rows of a head, those that no sequence has included
+  int32_t tile_rows; // a sequence begins at a multiple of these
+  int32_t dim;       // D of the instantiation
+};
+
 struct BackwardParams {
   fdm_problem p;
   fdm_backward_args a;
   Plan plan;
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   KeyWork keys;
+  QuerySums query_sums;
   float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
@@ -82,6 +93,7 @@ cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys
 cudaError_t launch_key_order(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
 // Fills the whole of a tensor of any strides with zeros; does nothing if it is absent.
 cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream);

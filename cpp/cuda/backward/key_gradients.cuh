@@ -38,8 +38,9 @@ struct KeyGradients {
     for (int m = 0; m < kKeyTiles; ++m) dbias[m][0] = dbias[m][1] = 0.0f;
   }
 
+  // Two warpgroups may have different rows or columns of the same keys.
   __device__ static int key_row(int m, int half) {
-    return threadIdx.x / 32 * (16 * kKeyTiles) + 16 * m + accumulator_row(half);
+    return threadIdx.x / 32 * (16 * kKeyTiles) % kKeys + 16 * m + accumulator_row(half);
   }
   __device__ bool wants_score_gradients() const {
     return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
@@ -144,8 +145,9 @@ struct KeyGradients {
     }
   }
 
-  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise.
-  __device__ void write() const {
+  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: the kHeadDim
+  // columns from `first` on.
+  __device__ void write(int first = 0) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -157,11 +159,12 @@ struct KeyGradients {
           if (float *partial = keys.partial_sums(which, key)) {
 #pragma unroll
             for (int d = 0; d < kHeadDim / 8; ++d)
-              *reinterpret_cast<float2 *>(partial + 8 * d + accumulator_column()) =
-                  make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
+              if (first + 8 * d < params.keys.slot_dim)
+                *reinterpret_cast<float2 *>(partial + first + 8 * d + accumulator_column()) =
+                    make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
           } else {
-            write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key), t.stride[3], int(params.p.head_dim),
-                      sums, half, factor);
+            write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key) + first * t.stride[3], t.stride[3],
+                      int(params.p.head_dim) - first, sums, half, factor);
           }
         };
         if constexpr (kKeyGradient) write(params.a.dk, dk[m], params.p.scale, 0);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Computes the statistics of each row, lse to base 2 and delta = dO . O - dlse, with eight threads for each row of
-// each head.
+// each head. Also clears the sums of dq, if there are any.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../tile/products.cuh"
+#include "query_sums.cuh"
 #include "row_statistics.cuh"
 
 namespace fdm::cuda {
@@ -71,6 +72,12 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
   if (exists && threadIdx.x % kLanes == 0) {
     if (!empty && present(dlse)) delta -= value_of(dlse);
     params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
+  }
+  if (params.query_sums.data) {
+    const int64_t count = query_sum_count(p, params.query_sums) / 4;
+    auto *sums = reinterpret_cast<float4 *>(params.query_sums.data);
+    for (int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x; n < count; n += int64_t(gridDim.x) * kThreads)
+      sums[n] = float4{};
   }
   if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }
