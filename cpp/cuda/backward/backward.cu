@@ -40,6 +40,10 @@ template <class T> T *take(char *base, int64_t *used, int64_t count) {
   return pointer;
 }
 
+// Of problems with so many keys the parts of a block are chosen by the host, which knows neither how many keys are kept
+// nor for how long. Waiting for the device to make a schedule takes longer than unequal parts do.
+constexpr int64_t kMostUnscheduledKeys = 4096;
+
 // Fills in what depends on the problem and on whether one kernel computes all gradients; `bytes` becomes the size of the
 // workspace.
 BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_t *bytes) {
@@ -55,8 +59,8 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   });
   keys.listed = takes_listed_keys(p);
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
-  keys.blocks =
-      keys.listed ? keys.buckets * (kBucketKeys / keys.block_keys) : int32_t(ceil_div(p.keys, keys.block_keys));
+  keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
+                                    : ceil_div(p.keys, keys.block_keys));
   keys.heads = int32_t(p.batch * p.kv_heads);
   params.bias_heads = sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
 
@@ -71,8 +75,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
     sums.dim = keys.slot_dim;
     sums.data = take<float>(base, &used, query_sum_count(p, sums));
   }
-  if (sums_bias_of_keys(p))
-    params.bias_sums = take<float>(base, &used, batches * p.kv_heads * params.bias_heads * list_keys(p));
+  if (sums_bias_of_keys(p)) params.bias_sums = take<float>(base, &used, bias_sum_count(params));
   if (keys.listed) {
     const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
     keys.ordered = take<KeyRows>(base, &used, lists * list_keys(p));
@@ -83,10 +86,16 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   // slots that there are.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
   const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
-  keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
-  keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
-  keys.items = take<KeyItem>(base, &used, keys.max_items);
-  keys.item_count = take<int32_t>(base, &used, 1);
+  if (is_varlen(p) || p.keys > kMostUnscheduledKeys) {
+    keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
+    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
+    keys.items = take<KeyItem>(base, &used, keys.max_items);
+    keys.item_count = take<int32_t>(base, &used, 1);
+  } else {
+    keys.parts = int32_t(std::max<int64_t>(1, std::min(parts, kWantedItems / std::max<int64_t>(1, blocks))));
+    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks * keys.parts));
+    keys.slot_count = keys.parts > 1 ? keys.max_items : 0;
+  }
   keys.slot_floats = int64_t(keys.block_keys) * (2 * keys.slot_dim + params.bias_heads);
   keys.slots = take<float>(base, &used, keys.slot_count * keys.slot_floats);
   *bytes = used;
@@ -100,26 +109,6 @@ template <class... Steps> cudaError_t run_all(const Steps &...steps) {
   return error;
 }
 
-cudaError_t clear_gradients(const BackwardParams &params, bool rows, bool keys, bool bias, cudaStream_t stream) {
-  const auto clear = [&](bool wanted, const fdm_tensor &t) {
-    return wanted ? launch_fill_zero(t, stream) : cudaSuccess;
-  };
-  return run_all([&] { return clear(rows, params.a.dq); }, [&] { return clear(keys, params.a.dk); },
-                 [&] { return clear(keys, params.a.dv); }, [&] { return clear(bias, params.a.dbias); });
-}
-
-cudaError_t prepare_keys(const BackwardParams &params, cudaStream_t stream) {
-  const fdm_problem &p = params.p;
-  return run_all(
-      [&] {
-        if (!params.wants_bias_sums) return cudaSuccess;
-        const int64_t rows = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * params.bias_heads;
-        return cudaMemsetAsync(params.bias_sums, 0, size_t(rows * list_keys(p)) * sizeof(float), stream);
-      },
-      [&] { return params.keys.listed ? launch_key_order(params, stream) : cudaSuccess; },
-      [&] { return launch_key_schedule(params, stream); });
-}
-
 cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream) {
   return run_all(
       [&] {
@@ -128,7 +117,7 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
         });
       },
       [&] { return params.query_sums.data ? launch_query_sums(params, stream) : cudaSuccess; },
-      [&] { return launch_key_sum(params, stream); },
+      [&] { return params.keys.slot_count > 0 ? launch_key_sum(params, stream) : cudaSuccess; },
       [&] { return params.wants_bias_sums ? launch_bias_reduce(params, stream) : cudaSuccess; });
 }
 
@@ -160,16 +149,19 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
-  // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
-  if (cudaError_t error =
-          clear_gradients(params, nothing || is_varlen(p), nothing || is_varlen(p) || params.keys.listed,
-                          nothing || (is_varlen(p) && row_bias), stream))
-    return error;
-  if (nothing) return cudaSuccess;
+  if (nothing)
+    return run_all([&] { return launch_fill_zero(args.dq, stream); }, [&] { return launch_fill_zero(args.dk, stream); },
+                   [&] { return launch_fill_zero(args.dv, stream); },
+                   [&] { return launch_fill_zero(args.dbias, stream); });
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
+  // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
+  params.clears_keys = is_varlen(p) || params.keys.listed;
+  const bool scheduled = key_gradients && params.keys.parts == 0;
 
-  return run_all([&] { return key_gradients ? prepare_keys(params, stream) : cudaSuccess; },
-                 [&] { return launch_row_statistics(params, key_gradients, stream); },
+  return run_all([&] { return is_varlen(p) ? launch_fill_zero(args.dq, stream) : cudaSuccess; },
+                 [&] { return is_varlen(p) && row_bias ? launch_fill_zero(args.dbias, stream) : cudaSuccess; },
+                 [&] { return launch_prepare(params, key_gradients, stream); },
+                 [&] { return scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
                  [&] {
                    if (!present(args.dq) || fused) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {

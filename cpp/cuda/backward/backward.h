@@ -2,8 +2,8 @@
 // The backward pass: what the host hands to its kernels.
 //
 // Unless dq is summed as below, nothing is added by two blocks of threads, so equal inputs give equal bits:
-//   1. key_order.cu, key_schedule.cu  blocks of keys that are kept by similar rows, and their division into parts;
-//      row_statistics.cu       statistics of each row, at the same time;
+//   1. prepare.cu              blocks of keys that are kept by similar rows; statistics of each row;
+//      key_schedule.cu         the division of many blocks of keys into parts;
 //   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
 //   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;
@@ -45,6 +45,8 @@ struct KeyWork {
   // heads are counted over sequences too.
   int32_t blocks, heads;
   int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
+  // Above 0: every block has so many parts, and there is no schedule. Else `items` is the schedule.
+  int32_t parts;
   int32_t max_items;
   KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block
@@ -80,17 +82,22 @@ struct BackwardParams {
   float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
+  bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
   bool beside_dq;             // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
 };
+
+// The floats of bias_sums.
+FDM_INLINE int64_t bias_sum_count(const BackwardParams &params) {
+  return (is_varlen(params.p) ? 1 : params.p.batch) * params.p.kv_heads * params.bias_heads * list_keys(params.p);
+}
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardParams &params, cudaStream_t stream);
 
-// `beside_keys` says that the schedule of the keys is launched right before, and may still be running.
-cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys, cudaStream_t stream);
-cudaError_t launch_key_order(const BackwardParams &params, cudaStream_t stream);
+// `key_gradients` says that gradients of keys, values or a bias of keys are wanted.
+cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream);
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream);

@@ -53,6 +53,20 @@ __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params,
   return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
 }
 
+// The item of a block of threads. Without a schedule the blocks of keys come one after the other, each with its parts;
+// those that have no keys are left out.
+__device__ __forceinline__ bool has_key_item(const BackwardParams &params, int64_t number) {
+  const KeyWork &keys = params.keys;
+  if (keys.parts == 0) return number < *keys.item_count;
+  const RowRange rows = key_block_rows(params, key_block_place(params, number / keys.parts));
+  return rows.past >= rows.first;
+}
+__device__ __forceinline__ KeyItem key_item(const KeyWork &keys, int32_t number) {
+  if (keys.parts == 0) return keys.items[number];
+  const int32_t part = number % keys.parts;
+  return {number / keys.parts, part, keys.parts, number - part};
+}
+
 struct KeySteps {
   int32_t first_tile, tiles; // counted in tiles of the dkdv kernel
   int64_t count;             // tiles * query heads of the group

@@ -44,8 +44,8 @@ template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const 
 __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ BackwardParams params) {
   const KeyWork &keys = params.keys;
   ptx::wait_for_kernel_ahead();
-  if (int(blockIdx.x) >= *keys.item_count) return;
-  const KeyItem item = keys.items[blockIdx.x];
+  if (!has_key_item(params, blockIdx.x)) return;
+  const KeyItem item = key_item(keys, int32_t(blockIdx.x));
   if (item.parts == 1 || item.part != 0) return;
   const fdm_problem &p = params.p;
   const KeyBlockPlace place = key_block_place(params, item.block);

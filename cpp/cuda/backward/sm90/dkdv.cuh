@@ -64,7 +64,7 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
   using Registers = std::conditional_t<Config::kHeadDim <= 96, RoleRegisters<200, 104>, RoleRegisters<224, 56>>;
   if (Roles::is_producer()) {
     Registers::produce();
-    RowProducer<Config>(params, shared).run(params.keys.items[blockIdx.x]);
+    RowProducer<Config>(params, shared).run(key_item(params.keys, int32_t(blockIdx.x)));
   } else {
     Registers::consume();
     DkdvConsumer<Config>(params, shared).run();
@@ -75,7 +75,7 @@ template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel(const __grid_constant__ BackwardParams params) {
   // All that is read here was there when dq started, so blocks may start while others are still at dq.
   if (!params.beside_dq) ptx::wait_for_kernel_ahead();
-  if (int(blockIdx.x) < *params.keys.item_count) run_item<Config>(params);
+  if (has_key_item(params, blockIdx.x)) run_item<Config>(params);
   if (params.beside_dq && blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }
 

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the backward pass needs before it computes, in one launch whose blocks of threads have different work:
+//   the kept keys of each bucket are ordered;
+//   the statistics of each row, lse to base 2 and delta = dO . O - dlse, are computed with eight threads for each row
+//   of each head, and the sums of dq, if there are any, cleared;
+//   dk, dv and the sums of the bias gradient are cleared where no other kernel writes all of them.
+#include <cuda_runtime.h>
+
+#include "../host/launch.cuh"
+#include "../ptx/dependent.cuh"
+#include "../tile/products.cuh"
+#include "key_order.cuh"
+#include "query_sums.cuh"
+#include "row_statistics.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kLanes = 8; // the lanes of a row read one line of the cache at a time
+// Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
+// of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
+constexpr float kUnusableLse = 1e30f;
+
+template <class Element> __device__ float to_float(Element x) {
+  if constexpr (__is_same(Element, __half))
+    return __half2float(x);
+  else
+    return __bfloat162float(x);
+}
+
+// kAligned reads eight elements at a time. The head dimension is then a multiple of 8.
+template <class Element, bool kAligned>
+__device__ float dot(const Element *a, int64_t a_stride, const Element *b, int64_t b_stride, int head_dim) {
+  constexpr int kStep = kAligned ? 8 : 1;
+  float sum = 0.0f;
+#pragma unroll 2
+  for (int d = threadIdx.x % kLanes * kStep; d < head_dim; d += kLanes * kStep) {
+    if constexpr (kAligned) {
+      const uint4 x = *reinterpret_cast<const uint4 *>(a + d), y = *reinterpret_cast<const uint4 *>(b + d);
+      const auto *u = reinterpret_cast<const Element *>(&x), *v = reinterpret_cast<const Element *>(&y);
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) sum = fmaf(to_float(u[i]), to_float(v[i]), sum);
+    } else {
+      sum = fmaf(to_float(a[d * a_stride]), to_float(b[d * b_stride]), sum);
+    }
+  }
+  return sum;
+}
+
+// Sums over the threads of a row. All threads of the warp call it.
+__device__ float row_total(float sum) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  return sum;
+}
+
+// Blocks of threads for each work.
+struct Division {
+  int64_t order, statistics, clearing;
+  bool dk_aligned, dv_aligned; // what rows_are_aligned says of them
+};
+
+template <class Element, bool kAligned>
+__device__ void make_statistics(const BackwardParams &params, int64_t block, int64_t blocks) {
+  const fdm_problem &p = params.p;
+  const fdm_tensor &out = params.a.out, &dout = params.a.dout, &lse = params.a.lse, &dlse = params.a.dlse;
+  const int64_t rows = total_rows(p), number = block * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const int64_t head = number % p.heads, i = number / p.heads % rows, batch = number / p.heads / rows;
+  const bool exists = batch < (is_varlen(p) ? 1 : p.batch);
+  const auto row_of = [&](const fdm_tensor &t) {
+    return static_cast<const Element *>(t.data) + batch * t.stride[0] + i * t.stride[1] + head * t.stride[2];
+  };
+  const auto value_of = [&](const fdm_tensor &t) {
+    return static_cast<const float *>(t.data)[batch * t.stride[0] + head * t.stride[1] + i * t.stride[2]];
+  };
+  const float natural = exists ? value_of(lse) : INFINITY;
+  const bool empty = fabsf(natural) > kUnusableLse;
+  float delta = 0.0f;
+  if (!empty) delta = dot<Element, kAligned>(row_of(dout), dout.stride[3], row_of(out), out.stride[3], int(p.head_dim));
+  delta = row_total(delta);
+  if (exists && threadIdx.x % kLanes == 0) {
+    if (!empty && present(dlse)) delta -= value_of(dlse);
+    params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
+  }
+  if (!params.query_sums.data) return;
+  const int64_t count = query_sum_count(p, params.query_sums) / 4;
+  auto *sums = reinterpret_cast<float4 *>(params.query_sums.data);
+  for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) sums[n] = float4{};
+}
+
+// Clears this block's share of a tensor of 16-bit elements.
+__device__ void clear(const fdm_tensor &t, bool wide, int64_t block, int64_t blocks) {
+  if (!present(t)) return;
+  const int64_t width = wide ? 8 : 1, chunks = t.shape[3] / width;
+  const int64_t count = t.shape[0] * t.shape[1] * t.shape[2] * chunks;
+  for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) {
+    const int64_t d = n % chunks * width, c = n / chunks % t.shape[2], row = n / chunks / t.shape[2];
+    auto *element = static_cast<uint16_t *>(t.data) + row / t.shape[1] * t.stride[0] + row % t.shape[1] * t.stride[1] +
+                    c * t.stride[2] + d * t.stride[3];
+    if (wide)
+      *reinterpret_cast<uint4 *>(element) = uint4{};
+    else
+      *element = 0;
+  }
+}
+
+__device__ void clear_gradients(const BackwardParams &params, const Division &division, int64_t block) {
+  const int64_t blocks = division.clearing;
+  if (params.clears_keys) {
+    clear(params.a.dk, division.dk_aligned, block, blocks);
+    clear(params.a.dv, division.dv_aligned, block, blocks);
+  }
+  if (!params.wants_bias_sums) return;
+  const int64_t count = bias_sum_count(params);
+  for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) params.bias_sums[n] = 0.0f;
+}
+
+template <class Element, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    prepare_backward(const __grid_constant__ BackwardParams params, Division division) {
+  __shared__ typename KeyOrder<kThreads>::Shared shared;
+  ptx::start_dependents();
+  int64_t block = blockIdx.x;
+  if (block < division.order) return KeyOrder<kThreads>{shared}.run(params, block);
+  block -= division.order;
+  if (block < division.statistics) return make_statistics<Element, kAligned>(params, block, division.statistics);
+  clear_gradients(params, division, block - division.statistics);
+}
+
+template <class Element>
+cudaError_t launch_for(const BackwardParams &params, const Division &division, cudaStream_t stream) {
+  const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, params.p.head_dim);
+  const auto kernel = aligned ? prepare_backward<Element, true> : prepare_backward<Element, false>;
+  const int64_t blocks = division.order + division.statistics + division.clearing;
+  return launch(kernel, blocks, kThreads, 0, stream, params, division);
+}
+
+} // namespace
+
+cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream) {
+  const fdm_problem &p = params.p;
+  Division division{};
+  division.dk_aligned = present(params.a.dk) && rows_are_aligned(params.a.dk, p.head_dim);
+  division.dv_aligned = present(params.a.dv) && rows_are_aligned(params.a.dv, p.head_dim);
+  division.statistics = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
+  if (key_gradients) {
+    if (params.keys.listed) division.order = params.plan.lists * list_sequences(p) * params.keys.buckets;
+    // As much for each thread as there is of a few rows.
+    constexpr int64_t kEach = 4 * kThreads;
+    const auto chunks = [](const fdm_tensor &t) {
+      return present(t) ? t.shape[0] * t.shape[1] * t.shape[2] * ceil_div(t.shape[3], 8) : 0;
+    };
+    const int64_t gradients = params.clears_keys ? chunks(params.a.dk) + chunks(params.a.dv) : 0;
+    division.clearing = ceil_div(gradients + (params.wants_bias_sums ? bias_sum_count(params) : 0), kEach);
+  }
+  return p.q.dtype == FDM_FLOAT16 ? launch_for<__half>(params, division, stream)
+                                  : launch_for<__nv_bfloat16>(params, division, stream);
+}
+
+} // namespace fdm::cuda
