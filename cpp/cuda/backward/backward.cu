@@ -75,7 +75,11 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
     sums.dim = keys.slot_dim;
     sums.data = take<float>(base, &used, query_sum_count(p, sums));
   }
-  if (sums_bias_of_keys(p)) params.bias_sums = take<float>(base, &used, bias_sum_count(params));
+  if (sums_bias_of_keys(p)) {
+    const int64_t heads = p.kv_heads * params.bias_heads, all_keys = list_keys(p);
+    float *sums = take<float>(base, &used, batches * heads * all_keys);
+    params.bias_sums = {sums, {batches, heads, 1, all_keys}, {heads * all_keys, all_keys, 0, 1}, FDM_FLOAT32, 0};
+  }
   if (keys.listed) {
     const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
     keys.ordered = take<KeyRows>(base, &used, lists * list_keys(p));
@@ -118,7 +122,7 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
       },
       [&] { return params.query_sums.data ? launch_query_sums(params, stream) : cudaSuccess; },
       [&] { return params.keys.slot_count > 0 ? launch_key_sum(params, stream) : cudaSuccess; },
-      [&] { return params.wants_bias_sums ? launch_bias_reduce(params, stream) : cudaSuccess; });
+      [&] { return params.reduces_bias ? launch_bias_reduce(params, stream) : cudaSuccess; });
 }
 
 } // namespace
@@ -145,6 +149,10 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   params.aligned = aligned;
   params.dout_aligned = dout_aligned;
   params.wants_bias_sums = wants_bias_sums;
+  if (wants_bias_sums) {
+    params.reduces_bias = !std::equal(args.dbias.shape, args.dbias.shape + 4, params.bias_sums.shape);
+    if (!params.reduces_bias) params.bias_sums = args.dbias;
+  }
   params.beside_dq = present(args.dq) && !fused;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 

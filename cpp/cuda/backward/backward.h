@@ -79,18 +79,16 @@ struct BackwardParams {
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   KeyWork keys;
   QuerySums query_sums;
-  float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
+  // Of a bias without rows for queries: [batch, or 1 for varlen][kv head][bias_heads][1][key]. This is dbias itself, or
+  // float32 sums for bias_reduce.cu where several of them share an element of the bias.
+  fdm_tensor bias_sums;
+  bool reduces_bias;
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
   bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
   bool beside_dq;             // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
 };
-
-// The floats of bias_sums.
-FDM_INLINE int64_t bias_sum_count(const BackwardParams &params) {
-  return (is_varlen(params.p) ? 1 : params.p.batch) * params.p.kv_heads * params.bias_heads * list_keys(params.p);
-}
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream);

@@ -3,6 +3,7 @@
 // query heads and tiles of rows.
 #pragma once
 
+#include "../tile/products.cuh"
 #include "row_statistics.cuh"
 
 namespace fdm::cuda {
@@ -36,6 +37,16 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   place.list_base = list * plan.list_keys + place.s.k_begin;
   place.kept = plan.kept_count[place.list_sequence];
   return place;
+}
+
+// Stores the sum of the bias gradient of a key over all rows, for a query head of a group or for all of them.
+__device__ __forceinline__ void store_bias_sum(const BackwardParams &params, const Sequence &s, int64_t kv_head,
+                                               int64_t head_of_group, int32_t key, float sum) {
+  const fdm_tensor &t = params.bias_sums;
+  store_element(t,
+                s.batch * t.stride[0] + (kv_head * params.bias_heads + head_of_group) * t.stride[1] +
+                    (s.k_begin + key) * t.stride[3],
+                sum);
 }
 
 // Where the keys of a block lie in the order of its list. Blocks are numbered across buckets: the first of every
@@ -216,11 +227,11 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
     if (!shared.task.slot) return nullptr;
     return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
   }
-  __device__ float *bias_sum(int64_t head_of_group, int r) const {
-    if (shared.task.slot) return slot_bias() + head_of_group * kKeys + r;
-    const KeyTask &own_task = shared.task;
-    const int64_t head = (own_task.s.batch * params.p.kv_heads + own_task.kv_head) * params.bias_heads + head_of_group;
-    return params.bias_sums + head * list_keys(params.p) + own_task.s.k_begin + shared.key[r];
+  __device__ void write_bias_sum(int64_t head_of_group, int r, float sum) const {
+    if (shared.task.slot)
+      slot_bias()[head_of_group * kKeys + r] = sum;
+    else
+      store_bias_sum(params, shared.task.s, shared.task.kv_head, head_of_group, shared.key[r], sum);
   }
 
 private:

@@ -140,7 +140,7 @@ struct KeyGradients {
           const float sum = ptx::row_sum(dbias[m][half]);
           dbias[m][half] = 0.0f;
           const int key = key_row(m, half);
-          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0) *keys.bias_sum(head_of_group, key) = sum;
+          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0) keys.write_bias_sum(head_of_group, key, sum);
         }
     }
   }

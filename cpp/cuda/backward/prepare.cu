@@ -89,6 +89,9 @@ __device__ void make_statistics(const BackwardParams &params, int64_t block, int
   for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) sums[n] = float4{};
 }
 
+// Of bias_sums, which have one row for all queries.
+FDM_INLINE int64_t element_count(const fdm_tensor &sums) { return sums.shape[0] * sums.shape[1] * sums.shape[3]; }
+
 // Clears this block's share of a tensor of 16-bit elements.
 __device__ void clear(const fdm_tensor &t, bool wide, int64_t block, int64_t blocks) {
   if (!present(t)) return;
@@ -112,8 +115,14 @@ __device__ void clear_gradients(const BackwardParams &params, const Division &di
     clear(params.a.dv, division.dv_aligned, block, blocks);
   }
   if (!params.wants_bias_sums) return;
-  const int64_t count = bias_sum_count(params);
-  for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) params.bias_sums[n] = 0.0f;
+  const fdm_tensor &sums = params.bias_sums;
+  for (int64_t n = block * kThreads + threadIdx.x; n < element_count(sums); n += blocks * kThreads) {
+    const int64_t row = n / sums.shape[3];
+    store_element(sums,
+                  row / sums.shape[1] * sums.stride[0] + row % sums.shape[1] * sums.stride[1] +
+                      n % sums.shape[3] * sums.stride[3],
+                  0.0f);
+  }
 }
 
 template <class Element, bool kAligned>
@@ -152,7 +161,7 @@ cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cud
       return present(t) ? t.shape[0] * t.shape[1] * t.shape[2] * ceil_div(t.shape[3], 8) : 0;
     };
     const int64_t gradients = params.clears_keys ? chunks(params.a.dk) + chunks(params.a.dv) : 0;
-    division.clearing = ceil_div(gradients + (params.wants_bias_sums ? bias_sum_count(params) : 0), kEach);
+    division.clearing = ceil_div(gradients + (params.wants_bias_sums ? element_count(params.bias_sums) : 0), kEach);
   }
   return p.q.dtype == FDM_FLOAT16 ? launch_for<__half>(params, division, stream)
                                   : launch_for<__nv_bfloat16>(params, division, stream);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Problems of few keys: one launch selects the keys, if they are to be selected, and makes the interval plan. A block of
 // threads has a list in its registers and shared memory; a warp of it writes the columns of a tile. Kernels for each of
-// these steps would take longer to start than to run.
+// these steps would take longer to start than to run. Where there are few lists, several blocks make each, and divide
+// its tiles: the first of them writes all else.
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../select/candidates.cuh"
@@ -22,6 +23,8 @@ struct ShortParams {
   fdm_problem p;
   Plan plan;
   bool plans;
+  uint32_t lists; // over all sequences
+  int32_t parts;  // blocks for each
 };
 
 // The kept keys of a list, in key order.
@@ -40,11 +43,11 @@ template <int kThreads> struct ShortShared {
 };
 
 // The place of a list of a selection's result, as list_work has it of a plan's.
-__device__ ListWork selected_list(const fdm_selection &s) {
+__device__ ListWork selected_list(const fdm_selection &s, uint32_t number) {
   const auto heads = static_cast<uint32_t>(s.start.shape[1]);
   const bool varlen = present(s.cu_seqlens_q);
-  const uint32_t sequences = varlen ? static_cast<uint32_t>(s.batch) : 1, list = blockIdx.x / sequences;
-  const int64_t index = blockIdx.x % sequences, batch = list / heads;
+  const uint32_t sequences = varlen ? static_cast<uint32_t>(s.batch) : 1, list = number / sequences;
+  const int64_t index = number % sequences, batch = list / heads;
   return {sequence(s, varlen ? index : batch), list, index, batch, list % heads, 0};
 }
 
@@ -58,9 +61,9 @@ __device__ void read_values(const fdm_selection &s, const SelectionRow &row, int
   }
 }
 
-// Selects the keys of a list, causally, and writes their intervals.
+// Selects the keys of a list, causally. The first part writes their intervals.
 template <int kThreads>
-__device__ void select_rows(ShortShared<kThreads> &shared, const fdm_selection &s, const ListWork &work,
+__device__ void select_rows(ShortShared<kThreads> &shared, const fdm_selection &s, const ListWork &work, bool writes,
                             RowInterval (&rows)[kItems]) {
   const SelectionRow row{work.s, work.list_head * (s.heads / s.start.shape[1])};
   uint32_t value[kItems];
@@ -97,6 +100,7 @@ __device__ void select_rows(ShortShared<kThreads> &shared, const fdm_selection &
     const int64_t first = max64(0, j - row.causal_off);
     const int64_t past = exit == ShortShared<kThreads>::kKeys ? row.q_count : max64(0, exit - row.causal_off);
     if (exit > j && first < past) rows[i] = {static_cast<int32_t>(first), static_cast<int32_t>(past)};
+    if (!writes) continue;
     start[j * start_stride] = rows[i].start;
     end[j * end_stride] = rows[i].end;
   }
@@ -106,7 +110,7 @@ __device__ void select_rows(ShortShared<kThreads> &shared, const fdm_selection &
 // Returns the number of kept keys.
 template <int kThreads>
 __device__ int32_t compact_list(ShortShared<kThreads> &shared, const fdm_problem &p, const Plan &plan,
-                                const ListWork &work, const RowInterval (&rows)[kItems]) {
+                                const ListWork &work, bool writes, const RowInterval (&rows)[kItems]) {
   bool kept[kItems], none[kItems];
   uint32_t rank[kItems];
 #pragma unroll
@@ -120,17 +124,20 @@ __device__ int32_t compact_list(ShortShared<kThreads> &shared, const fdm_problem
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x);
-    if (j < work.s.k_count) tile_counts.pass(j, static_cast<int32_t>(rank[i]) + kept[i]);
+    if (writes && j < work.s.k_count) tile_counts.pass(j, static_cast<int32_t>(rank[i]) + kept[i]);
     if (!kept[i]) continue;
     shared.kept.index[rank[i]] = static_cast<uint16_t>(j);
     shared.kept.start[rank[i]] = rows[i].start;
     shared.kept.end[rank[i]] = rows[i].end;
+    if (!writes) continue;
     plan.kept_index[base + rank[i]] = j;
     plan.kept_start[base + rank[i]] = rows[i].start;
     plan.kept_end[base + rank[i]] = rows[i].end;
   }
-  if (threadIdx.x == 0) plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = count;
-  tile_counts.finish(count, kThreads);
+  if (writes) {
+    if (threadIdx.x == 0) plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = count;
+    tile_counts.finish(count, kThreads);
+  }
   __syncthreads();
   return count;
 }
@@ -168,13 +175,15 @@ __global__ void __launch_bounds__(kThreads) short_lists(const __grid_constant__ 
   ptx::start_dependents();
   const fdm_problem &p = params.p;
   const Plan &plan = params.plan;
+  const uint32_t number = blockIdx.x % params.lists;
+  const auto part = static_cast<int32_t>(blockIdx.x / params.lists);
   RowInterval rows[kItems];
   if constexpr (kSelects) {
-    select_rows(shared, params.s, selected_list(params.s), rows);
+    select_rows(shared, params.s, selected_list(params.s, number), part == 0, rows);
     if (!params.plans) return;
   }
   const auto sequences = static_cast<uint32_t>(list_sequences(p));
-  const ListWork work = list_work(p, plan, blockIdx.x / sequences, blockIdx.x % sequences, 0);
+  const ListWork work = list_work(p, plan, number / sequences, number % sequences, part);
   if constexpr (!kSelects) {
     const ListRows reader(p, work);
 #pragma unroll
@@ -183,24 +192,31 @@ __global__ void __launch_bounds__(kThreads) short_lists(const __grid_constant__ 
       rows[i] = j < work.s.k_count ? reader(j) : RowInterval{0, 0};
     }
   }
-  const int32_t count = compact_list(shared, p, plan, work, rows);
+  const int32_t count = compact_list(shared, p, plan, work, part == 0, rows);
   if (!plan.columns) return;
   const auto queries = static_cast<int32_t>(work.s.q_count);
   const int32_t tiles = (queries + kTileRows - 1) / kTileRows;
   const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
-  for (int32_t tile = warp_id(); tile < tiles; tile += kThreads / 32) {
+  for (int32_t tile = part + params.parts * warp_id(); tile < tiles; tile += params.parts * (kThreads / 32)) {
     const int32_t past = min(queries, (tile + 1) * kTileRows);
     const int64_t visible = is_causal(p) ? past + work.s.causal_off : work.s.k_count;
     list_columns(shared.kept, count, plan, slot + tile, tile * kTileRows, past, visible);
   }
 }
 
-template <bool kSelects>
-cudaError_t launch_for(const ShortParams &params, int64_t lists, int64_t keys, cudaStream_t stream) {
-  if (keys <= 128 * kItems) return launch(short_lists<128, kSelects>, lists, 128, 0, stream, params);
-  if (keys <= 256 * kItems) return launch(short_lists<256, kSelects>, lists, 256, 0, stream, params);
-  if (keys <= 512 * kItems) return launch(short_lists<512, kSelects>, lists, 512, 0, stream, params);
-  return launch(short_lists<kMostThreads, kSelects>, lists, kMostThreads, 0, stream, params);
+template <int kThreads, bool kSelects> cudaError_t launch_with(const ShortParams &params, cudaStream_t stream) {
+  return launch(short_lists<kThreads, kSelects>, int64_t(params.lists) * params.parts, kThreads, 0, stream, params);
+}
+
+template <bool kSelects> cudaError_t launch_for(ShortParams params, int64_t lists, int64_t keys, cudaStream_t stream) {
+  constexpr int64_t kWantedBlocks = 128, kLeastTiles = 4; // for each part
+  const int64_t tiles = params.plans && params.plan.columns ? ceil_div(params.p.queries, kTileRows) : 1;
+  params.lists = uint32_t(lists);
+  params.parts = int32_t(clamp64(kWantedBlocks / max64(1, lists), 1, max64(1, tiles / kLeastTiles)));
+  if (keys <= 128 * kItems) return launch_with<128, kSelects>(params, stream);
+  if (keys <= 256 * kItems) return launch_with<256, kSelects>(params, stream);
+  if (keys <= 512 * kItems) return launch_with<512, kSelects>(params, stream);
+  return launch_with<kMostThreads, kSelects>(params, stream);
 }
 
 int64_t selected_lists(const fdm_selection &s) {
@@ -215,15 +231,15 @@ bool fits_short_lists(const fdm_selection &s) {
 }
 
 cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
-  return launch_for<false>({{}, p, plan, true}, plan.lists * list_sequences(p), p.keys, stream);
+  return launch_for<false>({{}, p, plan, true, 0, 1}, plan.lists * list_sequences(p), p.keys, stream);
 }
 
 cudaError_t launch_short_selection(const fdm_selection &s, cudaStream_t stream) {
-  return launch_for<true>({s, {}, {}, false}, selected_lists(s), s.keys, stream);
+  return launch_for<true>({s, {}, {}, false, 0, 1}, selected_lists(s), s.keys, stream);
 }
 
 cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
-  return launch_for<true>({s, p, plan, true}, selected_lists(s), s.keys, stream);
+  return launch_for<true>({s, p, plan, true, 0, 1}, selected_lists(s), s.keys, stream);
 }
 
 } // namespace fdm::cuda
