@@ -316,11 +316,11 @@ def _attention(
         if keeps_all(window_size, key.shape[1] if dense else max_seqlen_k):
             bias = without_nan(bias)
         else:
-            shape = call_shape(query, key, packing)
-            limited = causal and not (dense and is_one_row(shape.queries))
+            limited = causal and not (dense and is_one_row(query.shape[1]))
             if limited and is_per_key(bias, parts.mask, dense):
-                window = window_size
+                window = index("window_size", window_size, 0)
             else:
+                shape = call_shape(query, key, packing)
                 parts = select(bias, parts.mask, packing, shape, window_size, limited, name)
     # Of packed tensors only the head dimension: the size of the next one tells whether a mask is
     # per key or per query.
