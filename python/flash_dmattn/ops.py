@@ -63,8 +63,8 @@ def attention(
         ):
             return chosen.attend(inputs, need_lse=need_lse)
         given = (inputs[place] for place in ATTENTION.places)
-        out, lse = _Attention.apply(*given, inputs, backend)  # type: ignore[no-untyped-call]
-        return out, lse
+        made = _Attention.apply(*given, inputs, backend, need_lse)  # type: ignore[no-untyped-call]
+        return made if need_lse else (made, None)
     if inputs.window >= 0:
         inputs = select(inputs, backend)
     if backend == "reference" and (
@@ -211,7 +211,7 @@ def _gradients(
         wanted: the names of the fields whose gradients are wanted.
     """
     dout, dlse, out, lse, plan = results
-    if inputs.given_plan is None:
+    if inputs.given_plan is None and plan is not None:
         inputs = inputs._replace(given_plan=plan)
     chosen = select_backend(out.device, backend)
     return chosen.backward(inputs, dout, dlse, out, lse, wanted)
@@ -284,19 +284,19 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        inputs, backend = arguments[-2:]
+    def forward(ctx: Any, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+        inputs, backend, need_lse = arguments[-3:]
         out, lse, plan = select_backend(inputs.query.device, backend).forward(inputs)
         plan = None if plan is inputs.given_plan else plan
         ctx.save_for_backward(*inputs[:_TENSOR_COUNT], out, lse, plan)
         ctx.settings = (*inputs[_TENSOR_COUNT:], backend)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if need_lse else out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Tensor | None, ...]:
         flags = ctx.needs_input_grad[: len(ATTENTION.places)]
-        return (*_saved_gradients(ctx, flags, *gradients), None, None)
+        return (*_saved_gradients(ctx, flags, dout, dlse), None, None, None)
 
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:

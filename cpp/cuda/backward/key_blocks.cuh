@@ -57,7 +57,10 @@ FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
 
 // The rows that may keep a key of the block. There is no such block where past < first.
 __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
-  if (params.keys.listed) return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
+  if (params.keys.listed) {
+    if (ordered_position(params.keys, place.block) >= place.kept) return {0, -1};
+    return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
+  }
   const int64_t key = int64_t(place.block) * params.keys.block_keys;
   if (key >= place.s.k_count) return {0, -1};
   const int32_t past = static_cast<int32_t>(place.s.q_count);

@@ -36,33 +36,32 @@ template <int kThreads> struct KeyOrder {
     const Sequence s = sequence(p, list_sequence % sequences);
     const int64_t base = list * plan.list_keys + s.k_begin + bucket * kBucketKeys;
     const auto count = static_cast<int32_t>(min64(kBucketKeys, plan.kept_count[list_sequence] - bucket * kBucketKeys));
+    if (count <= 0) return;
     if (static_cast<int>(threadIdx.x) < kMaxBlocks) {
       shared.first[threadIdx.x] = INT32_MAX;
       shared.past[threadIdx.x] = -1;
     }
-    if (count > 0) {
-      sort_by_end(plan.kept_end + base, count, static_cast<uint32_t>(s.q_count));
-      uint32_t chunk[kItems], rank[kItems];
+    sort_by_end(plan.kept_end + base, count, static_cast<uint32_t>(s.q_count));
+    uint32_t chunk[kItems], rank[kItems];
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) chunk[i] = shared.chunk[i * kThreads + threadIdx.x];
-      shared.ranks.rank(chunk, rank);
+    for (int i = 0; i < kItems; ++i) chunk[i] = shared.chunk[i * kThreads + threadIdx.x];
+    shared.ranks.rank(chunk, rank);
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int32_t position = i * kThreads + static_cast<int32_t>(threadIdx.x);
-        if (position >= count) continue;
-        const KeyRows rows{plan.kept_index[base + position], plan.kept_start[base + position],
-                           plan.kept_end[base + position]};
-        keys.ordered[base + rank[i]] = rows;
-        const int block = static_cast<int>(rank[i]) / keys.block_keys;
-        atomicMin(&shared.first[block], rows.start);
-        atomicMax(&shared.past[block], rows.end);
-      }
+    for (int i = 0; i < kItems; ++i) {
+      const int32_t position = i * kThreads + static_cast<int32_t>(threadIdx.x);
+      if (position >= count) continue;
+      const KeyRows rows{plan.kept_index[base + position], plan.kept_start[base + position],
+                         plan.kept_end[base + position]};
+      keys.ordered[base + rank[i]] = rows;
+      const int block = static_cast<int>(rank[i]) / keys.block_keys;
+      atomicMin(&shared.first[block], rows.start);
+      atomicMax(&shared.past[block], rows.end);
     }
     __syncthreads();
-    const int blocks = keys.blocks / keys.buckets;
-    if (static_cast<int>(threadIdx.x) < blocks)
-      keys.ranges[list_sequence * keys.blocks + threadIdx.x * keys.buckets + bucket] = {
-          shared.past[threadIdx.x] < 0 ? 0 : shared.first[threadIdx.x], shared.past[threadIdx.x]};
+    const auto block = static_cast<int>(threadIdx.x);
+    if (block * keys.block_keys < count)
+      keys.ranges[list_sequence * keys.blocks + block * keys.buckets + bucket] = {shared.first[block],
+                                                                                  shared.past[block]};
   }
 
 private:

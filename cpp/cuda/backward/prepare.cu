@@ -55,18 +55,42 @@ __device__ float row_total(float sum) {
   return sum;
 }
 
+// How a tensor of 16-bit elements is cleared: all of it as one run of memory, or by rows, eight elements at a time where
+// these are aligned.
+struct Clearing {
+  int64_t chunks; // of `width` elements
+  int width;
+  bool dense;
+
+  static Clearing of(const fdm_tensor &t) {
+    if (!present(t)) return {};
+    const int64_t count = t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3];
+    const bool dense = t.stride[3] == 1 && t.stride[2] == t.shape[3] && t.stride[1] == t.shape[2] * t.stride[2] &&
+                       (t.shape[0] == 1 || t.stride[0] == t.shape[1] * t.stride[1]);
+    const int width = rows_are_aligned(t, t.shape[3]) ? 8 : 1;
+    return {count / width, width, dense};
+  }
+};
+
 // Blocks of threads for each work.
 struct Division {
   int64_t order, statistics, clearing;
-  bool dk_aligned, dv_aligned; // what rows_are_aligned says of them
+  Clearing dk, dv;
 };
+
+// Most numbers fit 32 bits, and divisions of those take a fifth of the time.
+__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d) {
+  if (((n | d) >> 32) == 0) return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
+  return n / d;
+}
 
 template <class Element, bool kAligned>
 __device__ void make_statistics(const BackwardParams &params, int64_t block, int64_t blocks) {
   const fdm_problem &p = params.p;
   const fdm_tensor &out = params.a.out, &dout = params.a.dout, &lse = params.a.lse, &dlse = params.a.dlse;
   const int64_t rows = total_rows(p), number = block * (kThreads / kLanes) + threadIdx.x / kLanes;
-  const int64_t head = number % p.heads, i = number / p.heads % rows, batch = number / p.heads / rows;
+  const int64_t row = quotient(number, p.heads), head = number - row * p.heads;
+  const int64_t batch = quotient(row, rows), i = row - batch * rows;
   const bool exists = batch < (is_varlen(p) ? 1 : p.batch);
   const auto row_of = [&](const fdm_tensor &t) {
     return static_cast<const Element *>(t.data) + batch * t.stride[0] + i * t.stride[1] + head * t.stride[2];
@@ -93,15 +117,16 @@ __device__ void make_statistics(const BackwardParams &params, int64_t block, int
 FDM_INLINE int64_t element_count(const fdm_tensor &sums) { return sums.shape[0] * sums.shape[1] * sums.shape[3]; }
 
 // Clears this block's share of a tensor of 16-bit elements.
-__device__ void clear(const fdm_tensor &t, bool wide, int64_t block, int64_t blocks) {
-  if (!present(t)) return;
-  const int64_t width = wide ? 8 : 1, chunks = t.shape[3] / width;
-  const int64_t count = t.shape[0] * t.shape[1] * t.shape[2] * chunks;
-  for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) {
-    const int64_t d = n % chunks * width, c = n / chunks % t.shape[2], row = n / chunks / t.shape[2];
-    auto *element = static_cast<uint16_t *>(t.data) + row / t.shape[1] * t.stride[0] + row % t.shape[1] * t.stride[1] +
-                    c * t.stride[2] + d * t.stride[3];
-    if (wide)
+__device__ void clear(const fdm_tensor &t, const Clearing &clearing, int64_t block, int64_t blocks) {
+  for (int64_t n = block * kThreads + threadIdx.x; n < clearing.chunks; n += blocks * kThreads) {
+    int64_t offset = n * clearing.width;
+    if (!clearing.dense) {
+      const int64_t c = quotient(offset, t.shape[3]), row = quotient(c, t.shape[2]), batch = quotient(row, t.shape[1]);
+      offset = batch * t.stride[0] + (row - batch * t.shape[1]) * t.stride[1] + (c - row * t.shape[2]) * t.stride[2] +
+               (offset - c * t.shape[3]) * t.stride[3];
+    }
+    auto *element = static_cast<uint16_t *>(t.data) + offset;
+    if (clearing.width == 8)
       *reinterpret_cast<uint4 *>(element) = uint4{};
     else
       *element = 0;
@@ -110,17 +135,15 @@ __device__ void clear(const fdm_tensor &t, bool wide, int64_t block, int64_t blo
 
 __device__ void clear_gradients(const BackwardParams &params, const Division &division, int64_t block) {
   const int64_t blocks = division.clearing;
-  if (params.clears_keys) {
-    clear(params.a.dk, division.dk_aligned, block, blocks);
-    clear(params.a.dv, division.dv_aligned, block, blocks);
-  }
+  clear(params.a.dk, division.dk, block, blocks);
+  clear(params.a.dv, division.dv, block, blocks);
   if (!params.wants_bias_sums) return;
   const fdm_tensor &sums = params.bias_sums;
   for (int64_t n = block * kThreads + threadIdx.x; n < element_count(sums); n += blocks * kThreads) {
-    const int64_t row = n / sums.shape[3];
+    const int64_t row = quotient(n, sums.shape[3]), batch = quotient(row, sums.shape[1]);
     store_element(sums,
-                  row / sums.shape[1] * sums.stride[0] + row % sums.shape[1] * sums.stride[1] +
-                      n % sums.shape[3] * sums.stride[3],
+                  batch * sums.stride[0] + (row - batch * sums.shape[1]) * sums.stride[1] +
+                      (n - row * sums.shape[3]) * sums.stride[3],
                   0.0f);
   }
 }
@@ -150,17 +173,16 @@ cudaError_t launch_for(const BackwardParams &params, const Division &division, c
 cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream) {
   const fdm_problem &p = params.p;
   Division division{};
-  division.dk_aligned = present(params.a.dk) && rows_are_aligned(params.a.dk, p.head_dim);
-  division.dv_aligned = present(params.a.dv) && rows_are_aligned(params.a.dv, p.head_dim);
   division.statistics = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
   if (key_gradients) {
     if (params.keys.listed) division.order = params.plan.lists * list_sequences(p) * params.keys.buckets;
     // As much for each thread as there is of a few rows.
     constexpr int64_t kEach = 4 * kThreads;
-    const auto chunks = [](const fdm_tensor &t) {
-      return present(t) ? t.shape[0] * t.shape[1] * t.shape[2] * ceil_div(t.shape[3], 8) : 0;
-    };
-    const int64_t gradients = params.clears_keys ? chunks(params.a.dk) + chunks(params.a.dv) : 0;
+    if (params.clears_keys) {
+      division.dk = Clearing::of(params.a.dk);
+      division.dv = Clearing::of(params.a.dv);
+    }
+    const int64_t gradients = division.dk.chunks + division.dv.chunks;
     division.clearing = ceil_div(gradients + (params.wants_bias_sums ? element_count(params.bias_sums) : 0), kEach);
   }
   return p.q.dtype == FDM_FLOAT16 ? launch_for<__half>(params, division, stream)

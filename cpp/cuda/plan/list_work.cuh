@@ -32,8 +32,9 @@ __device__ __forceinline__ ListWork part_of_list(const fdm_problem &p, const Pla
 // Each list has a part for each number of a tile. A sequence may have fewer tiles than numbers.
 __device__ __forceinline__ ListWork tile_of_list(const fdm_problem &p, const Plan &plan) {
   const auto lists = static_cast<uint32_t>(plan.lists);
-  const NumberedTile found = numbered_tile(p, plan.tiles - 1 - blockIdx.x / lists);
-  return list_work(p, plan, blockIdx.x % lists, found.sequence_index, found.tile);
+  const NumberedPart found =
+      numbered_part(p, plan.tiles - 1 - blockIdx.x / lists, kTileRows, [](const Sequence &s) { return s.q_begin; });
+  return list_work(p, plan, blockIdx.x % lists, found.sequence_index, found.part);
 }
 
 } // namespace fdm::cuda

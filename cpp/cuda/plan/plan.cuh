@@ -134,29 +134,38 @@ inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   }
 }
 
-// The number of a tile of a sequence among the tiles of its list. No two tiles have the same number, and no scan over
-// the sequences is needed. The numbers of a sequence follow those of the sequences before it.
-FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t tile) {
-  return is_varlen(p) ? s.q_begin / kTileRows + sequence_index + tile : tile;
-}
-
-// The tile that has a number, for kernels whose blocks of threads go by numbers: with a block for each tile that the
-// longest sequence has, and for each sequence, most would find nothing to do.
-struct NumberedTile {
-  int64_t sequence_index, tile;
+// Numbers for parts of a packed dimension, `size` each, of all sequences: those of a sequence follow those of the
+// sequences before it. Kernels whose blocks of threads go by them have no more of them than there is work, give or take
+// one for each sequence; with as many for each sequence as the longest has, most would find nothing to do.
+struct NumberedPart {
+  int64_t sequence_index, part;
 };
 
-FDM_INLINE NumberedTile numbered_tile(const fdm_problem &p, int64_t number) {
+FDM_INLINE int64_t first_number(int64_t begin, int64_t sequence_index, int64_t size) {
+  return begin / size + sequence_index;
+}
+
+// The number of a tile of a sequence among the tiles of its list. No two tiles have the same number, and no scan over
+// the sequences is needed.
+FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t tile) {
+  return is_varlen(p) ? first_number(s.q_begin, sequence_index, kTileRows) + tile : tile;
+}
+
+// begin_of(sequence) is where the sequence begins in the packed dimension.
+template <class Begin>
+__device__ __forceinline__ NumberedPart numbered_part(const fdm_problem &p, int64_t number, int64_t size,
+                                                      const Begin &begin_of) {
   if (!is_varlen(p)) return {0, number};
+  const auto first = [&](int64_t b) { return first_number(begin_of(sequence(p, b)), b, size); };
   int64_t low = 0, high = p.batch; // the sequence is in [low, high)
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    if (tile_number(p, sequence(p, middle), middle, 0) <= number)
+    if (first(middle) <= number)
       low = middle;
     else
       high = middle;
   }
-  return {low, number - tile_number(p, sequence(p, low), low, 0)};
+  return {low, number - first(low)};
 }
 
 FDM_INLINE int64_t list_number(const fdm_problem &p, const Plan &plan, const Sequence &s, int64_t head) {
