@@ -91,6 +91,13 @@ FDM_INLINE Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   return plan;
 }
 
+// The plan that lies at `base`; of a problem without a mask, none.
+FDM_INLINE Plan plan_of(const fdm_problem &p, const void *base) {
+  if (mask_kind(p) == FDM_MASK_NONE) return {};
+  int64_t bytes;
+  return lay_out_plan(p, const_cast<void *>(base), &bytes);
+}
+
 // The value of fdm_pack.plan_layouts: an upper bound of the above by pack.h's formula.
 FDM_INLINE fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   if (kind == FDM_MASK_NONE) return {0, 0, 0, 0, 0, kTileRows};

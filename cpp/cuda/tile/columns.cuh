@@ -18,7 +18,7 @@ struct TileColumns {
   bool causal;
 };
 
-__device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const void *plan_base, const Sequence &s,
+__device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const Plan &plan, const Sequence &s,
                                                     int64_t sequence_index, int64_t head, int64_t tile) {
   TileColumns t{};
   const int64_t first = tile * kTileRows, last = min64(s.q_count, first + kTileRows) - 1;
@@ -34,8 +34,6 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
     }
     return t;
   }
-  int64_t bytes;
-  const Plan plan = lay_out_plan(p, const_cast<void *>(plan_base), &bytes);
   const int64_t slot = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
   const TileCounts counts = plan.counts[slot];
   t.count = counts.columns;
