@@ -29,7 +29,6 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
   __device__ void run_step(int number) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, number);
-    ptx::warpgroup_wait<0>();
     this->make(scores, gradients, number);
     start_sum_of(sums.dv[0], scores, shared.sdO[number]);
     start_sum_of(sums.dk[0], gradients, shared.sQ[number]);

@@ -99,7 +99,6 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     Scores scores, gradients;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
     this->start_scores(scores, gradients, number);
-    ptx::warpgroup_wait<0>();
     this->make(scores, gradients, number);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);

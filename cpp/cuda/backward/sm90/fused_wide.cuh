@@ -86,7 +86,6 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   __device__ void run_step(int number) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, number);
-    ptx::warpgroup_wait<0>();
     this->make(scores, gradients, number);
     store(scores, gradients);
     float dq[kColumns / 8][4];

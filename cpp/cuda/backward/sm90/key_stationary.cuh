@@ -203,6 +203,7 @@ template <class Config> struct KeyConsumer {
     const uint64_t part = Config::kShared ? RowTile::offset(kScoreRows, 0) * Roles::consumer_group() : 0;
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part, false);
+    ptx::warpgroup_commit_batch();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]) + part,
                                                            false);
     ptx::warpgroup_commit_batch();
@@ -218,13 +219,31 @@ template <class Config> struct KeyConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // Puts P' in the place of the scores, and dS' in that of dP'.
+  // Puts P' in the place of the scores, and dS' in that of dP', of which the products were just started.
   __device__ void make(Scores &scores, Scores &gradients, int number) {
-    ptx::warpgroup_fence_operand(scores[0]);
-    ptx::warpgroup_fence_operand(gradients[0]);
     const auto &careful = shared.stages[number].careful;
-    sums.template make<Config::kSoftcap>(own_rows(number), careful[0] || careful[1] || careful[2] || careful[3], scores,
-                                         gradients);
+    const auto &rows = own_rows(number);
+    const bool any_careful = careful[0] || careful[1] || careful[2] || careful[3];
+    if constexpr (Config::kSoftcap) {
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(scores[0]);
+      ptx::warpgroup_fence_operand(gradients[0]);
+      sums.template make<true>(rows, any_careful, scores, gradients);
+    } else {
+      const bool test = any_careful || !sums.keys.covers(rows.step, kScoreRows);
+      ptx::warpgroup_wait<1>();
+      ptx::warpgroup_fence_operand(scores[0]);
+      if (test)
+        sums.template make_probabilities<true>(rows, scores);
+      else
+        sums.template make_probabilities<false>(rows, scores);
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(gradients[0]);
+      if (test)
+        sums.template make_score_gradients<true>(rows, scores, gradients);
+      else
+        sums.template make_score_gradients<false>(rows, scores, gradients);
+    }
   }
 };
 
