@@ -154,8 +154,8 @@ template <class Config> struct RowProducer {
     }
   }
 
-  __device__ void run(const KeyItem &item) {
-    keys.start(item, true);
+  // Loads the keys and the steps of the block or part that was started.
+  __device__ void run() {
     load_keys();
     KeyStep step = keys.first_step(kRows);
     RowStatistics statistics = find_statistics(step);
@@ -171,6 +171,7 @@ template <class Config> struct RowProducer {
     Roles::producer_acquire(shared.empty[state.index], state.phase);
     if (Roles::producer_thread() == 0) set_step(step);
     Roles::producer_commit(shared.full[state.index]);
+    ++state;
   }
 };
 
