@@ -152,10 +152,12 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   }
 
   // The products of a step that concerns this warpgroup's keys.
-  __device__ void run_step(int number) {
+  __device__ void run_step(int number, Step &step) {
     Scores scores, gradients;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
     this->start_scores(scores, gradients, number);
+    Turns::release();
+    step.dq = own_sums(this->own_rows(number).step);
     this->make(scores, gradients, number);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
@@ -163,6 +165,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[ds_state.index]), threadIdx.x / 32 * 16, 0);
     ptx::fence_async_proxy();
     ptx::arrive(shared.ds_full[ds_state.index]);
+    Turns::acquire();
     auto &dq = reinterpret_cast<float (&)[kColumns / 8][4]>(scores[0]);
     start_dq(dq);
     Base::start_sum(sums.dv[0], p, shared.sdO[number]);
@@ -196,17 +199,21 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     sums.start();
     before = {};
     const int group = Roles::consumer_group();
+    Turns::acquire();
     for (;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
       const KeyStep &rows = this->own_rows(state.index).step;
       if (!rows.valid) break;
       const bool low = sums.keys.concerns(0, rows, kRows), high = sums.keys.concerns(1, rows, kRows);
       if (low || high) {
-        const Step step{own_sums(rows), low ? 0 : 64, high ? 128 : 64, ds_state.index, ds_state.phase};
+        Step step{nullptr, low ? 0 : 64, high ? 128 : 64, ds_state.index, ds_state.phase};
         if (group ? high : low) {
-          run_step(state.index);
+          run_step(state.index, step);
         } else {
           ptx::arrive(shared.ds_full[ds_state.index]);
+          Turns::release();
+          step.dq = own_sums(rows);
+          Turns::acquire();
           finish_before();
         }
         before = step;
@@ -217,12 +224,15 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     Roles::consumer_release(shared.empty[state.index]);
     ++state;
     finish_before();
+    Turns::release();
     sums.write_bias(0);
     sums.write();
   }
 
   __device__ void run() {
+    Turns::start();
     consume_parts(shared, [&] { run_part(); });
+    Turns::end();
   }
 };
 
