@@ -114,6 +114,54 @@ struct KeyGradients {
       }
   }
 
+  // The same in two parts, for scores without a softcap: P' as soon as the scores are there, dS' when dP' is.
+  template <bool kTest>
+  __device__ void make_probabilities(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4]) {
+    const ScoreFactors factors(params.p);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = key_row(m, half);
+        const float bias = keys.shared.bias[stage.step.buffer][key];
+        uint32_t bits[kWordCount];
+        if constexpr (kTest) keep_bits(stage, key, bits);
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n) {
+          const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[8 * n + accumulator_column()]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float &score = scores[m][n][2 * half + i];
+            float slope, x = factors.score<false>(score, bias, &slope) - (i ? lse.y : lse.x);
+            if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
+            score = ptx::exp2_approximate(x);
+            if constexpr (kTest) score = bits[n / 4] >> (8 * (n % 4) + i) & 1 ? score : 0.0f;
+          }
+        }
+      }
+  }
+  template <bool kTest>
+  __device__ void make_score_gradients(const RowStage<kKeys, kRows> &stage,
+                                       const float (&probabilities)[kKeyTiles][kRowTiles][4],
+                                       float (&gradients)[kKeyTiles][kRowTiles][4]) {
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+      const float2 delta = *reinterpret_cast<const float2 *>(&stage.delta[8 * n + accumulator_column()]);
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float p = probabilities[m][n][2 * half + i];
+            float &gradient = gradients[m][n][2 * half + i];
+            gradient = p * (gradient - (i ? delta.y : delta.x));
+            if constexpr (kTest) gradient = p == 0.0f ? 0.0f : gradient;
+            dbias[m][half] += gradient;
+          }
+    }
+  }
+
   // kLargeLse tells what makes a tile `careful`.
   template <bool kCap, class RowBias>
   __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],

@@ -25,20 +25,33 @@ __device__ int64_t sequence_of(const fdm_problem &p, int32_t tile_rows, int64_t 
   return first;
 }
 
-// Writes eight neighbours of a row.
-template <class Element>
+// The four threads of a quad have four numbers each; thread i gives number j to thread j, and gets the i-th of each.
+__device__ void transpose(uint32_t (&x)[4]) {
+  const int lane = threadIdx.x;
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const bool upper = lane & distance;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n & distance) continue;
+      uint32_t &low = x[n], &high = x[n + distance];
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
+      (upper ? low : high) = other;
+    }
+  }
+}
+
+// Writes eight neighbours of a row, of 16 bits each.
 __device__ void write(const fdm_tensor &t, int64_t offset, int column, int head_dim, bool aligned,
-                      const float (&x)[8]) {
+                      const uint32_t (&pairs)[4]) {
+  auto *row = static_cast<uint16_t *>(t.data) + offset;
   if (aligned) {
-    if (column < head_dim)
-      *reinterpret_cast<uint4 *>(static_cast<Element *>(t.data) + offset + column) =
-          make_uint4(ptx::pack<Element>(x[0], x[1]), ptx::pack<Element>(x[2], x[3]), ptx::pack<Element>(x[4], x[5]),
-                     ptx::pack<Element>(x[6], x[7]));
+    if (column < head_dim) *reinterpret_cast<uint4 *>(row + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     return;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (column + i < head_dim) store_element(t, offset + (column + i) * t.stride[3], x[i]);
+    if (column + i < head_dim) row[(column + i) * t.stride[3]] = uint16_t(pairs[i / 2] >> (16 * (i % 2)));
 }
 
 template <class Element>
@@ -57,21 +70,23 @@ __global__ void __launch_bounds__(kThreads)
   const int quad = threadIdx.x % 32 / 4;
   const int64_t row = first - first_query_sum(p, sums.tile_rows, s.q_begin, sequence_index) + quad;
   const auto *band = reinterpret_cast<const float4 *>(sums.data + number * kBandRows * sums.dim);
-  // The four threads of a quad read the sums of four neighbouring tiles, each those of all the quad's columns.
-  for (int tile = threadIdx.x % 4; tile < sums.dim / 8; tile += 4) {
-    float4 x[4];
+  // A quad has the columns of four tiles, which its threads then write, a tile each.
+  const int lane = threadIdx.x % 32, tiles = sums.dim / 8;
+#pragma unroll 2
+  for (int first_tile = 0; first_tile < tiles; first_tile += 4) {
+    uint32_t pairs[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = band[tile * 32 + 4 * quad + i];
+    for (int i = 0; i < 4; ++i) {
+      const float4 x = band[(first_tile + i) * 32 + lane];
+      pairs[0][i] = ptx::pack<Element>(p.scale * x.x, p.scale * x.y);
+      pairs[1][i] = ptx::pack<Element>(p.scale * x.z, p.scale * x.w);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (row < 0 || row + 8 * half >= s.q_count) continue;
-      float values[8];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        values[2 * i] = p.scale * (half ? x[i].z : x[i].x);
-        values[2 * i + 1] = p.scale * (half ? x[i].w : x[i].y);
-      }
-      write<Element>(t, row_offset(t, s, row + 8 * half, head), 8 * tile, int(p.head_dim), aligned, values);
+      transpose(pairs[half]);
+      if (row >= 0 && row + 8 * half < s.q_count)
+        write(t, row_offset(t, s, row + 8 * half, head), 8 * (first_tile + lane % 4), int(p.head_dim), aligned,
+              pairs[half]);
     }
   }
 }

@@ -29,7 +29,6 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
   __device__ void run_step(int number) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, number);
-    ptx::warpgroup_wait<0>();
     this->make(scores, gradients, number);
     start_sum_of(sums.dv[0], scores, shared.sdO[number]);
     start_sum_of(sums.dk[0], gradients, shared.sQ[number]);
@@ -64,7 +63,9 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
   using Registers = std::conditional_t<Config::kHeadDim <= 96, RoleRegisters<200, 104>, RoleRegisters<224, 56>>;
   if (Roles::is_producer()) {
     Registers::produce();
-    RowProducer<Config>(params, shared).run(key_item(params.keys, int32_t(blockIdx.x)));
+    RowProducer<Config> producer(params, shared);
+    producer.keys.start(key_item(params.keys, int32_t(blockIdx.x)), true);
+    producer.run();
   } else {
     Registers::consume();
     DkdvConsumer<Config>(params, shared).run();

@@ -9,7 +9,7 @@
 
 namespace fdm::cuda::sm90 {
 
-template <class Config> struct WideShared : KeyStationaryShared<Config> {
+template <class Config> struct WideShared : ShareShared<Config> {
   // A row for each key, a column for each row of the step.
   using Tile = PanelTile<Config::kRows, Config::kKeys>;
 
@@ -27,6 +27,7 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   static constexpr int kColumns = Config::kColumns;
 
   Shared &shared;
+  PipelineState<Config::kStages> state;
 
   __device__ WideConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory) {}
@@ -86,7 +87,6 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   __device__ void run_step(int number) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, number);
-    ptx::warpgroup_wait<0>();
     this->make(scores, gradients, number);
     store(scores, gradients);
     float dq[kColumns / 8][4];
@@ -117,17 +117,22 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
     sums.write_bias(0);
   }
 
-  __device__ void run() {
+  __device__ void run_part() {
     sums.start();
-    Roles::consumer_wait(shared.keys_full, 0);
-    for (PipelineState<Config::kStages> state;; ++state) {
+    for (;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
       if (!this->own_rows(state.index).step.valid) break;
       run_step(state.index);
       Roles::consumer_release(shared.empty[state.index]);
     }
+    Roles::consumer_release(shared.empty[state.index]);
+    ++state;
     write_bias();
     sums.write(first_column());
+  }
+
+  __device__ void run() {
+    consume_parts(shared, [&] { run_part(); });
   }
 };
 

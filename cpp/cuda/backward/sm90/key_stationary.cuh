@@ -154,8 +154,8 @@ template <class Config> struct RowProducer {
     }
   }
 
-  __device__ void run(const KeyItem &item) {
-    keys.start(item, true);
+  // Loads the keys and the steps of the block or part that was started.
+  __device__ void run() {
     load_keys();
     KeyStep step = keys.first_step(kRows);
     RowStatistics statistics = find_statistics(step);
@@ -171,6 +171,28 @@ template <class Config> struct RowProducer {
     Roles::producer_acquire(shared.empty[state.index], state.phase);
     if (Roles::producer_thread() == 0) set_step(step);
     Roles::producer_commit(shared.full[state.index]);
+    ++state;
+  }
+};
+
+// The consumer warpgroups' turns to start products (FlashAttention-3's ping-pong scheduling, from the second warpgroup's
+// point of view a turn later): one computes exponentials while the tensor cores work for the other. Left to themselves,
+// both would wait for their products at the same time, and then leave the tensor cores idle together.
+struct Turns {
+  static constexpr int kFirstBarrier = 2; // of those that bar.sync numbers
+
+  // All consumer threads call these two once, before their first turn and after their last.
+  __device__ static __forceinline__ void start() {
+    if (Roles::consumer_group() == 1) release();
+  }
+  __device__ static __forceinline__ void end() {
+    if (Roles::consumer_group() == 0) acquire();
+  }
+  __device__ static __forceinline__ void acquire() {
+    ptx::sync_threads(kFirstBarrier + Roles::consumer_group(), Roles::kConsumerThreads);
+  }
+  __device__ static __forceinline__ void release() {
+    ptx::arrive_threads(kFirstBarrier + 1 - Roles::consumer_group(), Roles::kConsumerThreads);
   }
 };
 
@@ -203,6 +225,7 @@ template <class Config> struct KeyConsumer {
     const uint64_t part = Config::kShared ? RowTile::offset(kScoreRows, 0) * Roles::consumer_group() : 0;
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part, false);
+    ptx::warpgroup_commit_batch();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]) + part,
                                                            false);
     ptx::warpgroup_commit_batch();
@@ -218,13 +241,31 @@ template <class Config> struct KeyConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // Puts P' in the place of the scores, and dS' in that of dP'.
+  // Puts P' in the place of the scores, and dS' in that of dP', of which the products were just started.
   __device__ void make(Scores &scores, Scores &gradients, int number) {
-    ptx::warpgroup_fence_operand(scores[0]);
-    ptx::warpgroup_fence_operand(gradients[0]);
     const auto &careful = shared.stages[number].careful;
-    sums.template make<Config::kSoftcap>(own_rows(number), careful[0] || careful[1] || careful[2] || careful[3], scores,
-                                         gradients);
+    const auto &rows = own_rows(number);
+    const bool any_careful = careful[0] || careful[1] || careful[2] || careful[3];
+    if constexpr (Config::kSoftcap) {
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(scores[0]);
+      ptx::warpgroup_fence_operand(gradients[0]);
+      sums.template make<true>(rows, any_careful, scores, gradients);
+    } else {
+      const bool test = any_careful || !sums.keys.covers(rows.step, kScoreRows);
+      ptx::warpgroup_wait<1>();
+      ptx::warpgroup_fence_operand(scores[0]);
+      if (test)
+        sums.template make_probabilities<true>(rows, scores);
+      else
+        sums.template make_probabilities<false>(rows, scores);
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(gradients[0]);
+      if (test)
+        sums.template make_score_gradients<true>(rows, scores, gradients);
+      else
+        sums.template make_score_gradients<false>(rows, scores, gradients);
+    }
   }
 };
 
