@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import checks
-from .checks import MOST_ROWS
+from .mask_checks import check_integers, checked_length, checked_side, last_bound
 
 __all__ = ["IntervalMask", "intervals_to_bool"]
 
@@ -80,7 +80,9 @@ class IntervalMask:
             )
         self.start = start
         self.end = end
-        self.query_length = None if query_length is None else _length("query_length", query_length)
+        self.query_length = (
+            None if query_length is None else checked_length("query_length", query_length)
+        )
         self.max_kept = None if max_kept is None else checks.index("max_kept", max_kept, 1)
 
     def __repr__(self) -> str:
@@ -145,7 +147,7 @@ class IntervalMask:
             ValueError: the mask is a varlen one, whose boolean form depends on the cu_seqlens; or
                 query_length is not the one that the mask was made for.
         """
-        query_length = _length("query_length", query_length)
+        query_length = checked_length("query_length", query_length)
         if self.start.dim() == 2:
             raise ValueError(
                 f"to_bool cannot convert a varlen IntervalMask of shape {tuple(self.start.shape)}, "
@@ -176,7 +178,7 @@ class IntervalMask:
             raise TypeError(f"mask must be a tensor of dtype torch.bool, got {mask.dtype}")
         if mask.dim() != 2:
             raise ValueError(f"mask must have shape (B, K), got {tuple(mask.shape)}")
-        query_length = _length("query_length", query_length)
+        query_length = checked_length("query_length", query_length)
         end = (mask * query_length).to(torch.int32).unsqueeze(1)
         return cls(torch.zeros_like(end), end, query_length=query_length)
 
@@ -200,9 +202,9 @@ class IntervalMask:
             ValueError: a length or a side is negative, or too large for int32; or no device has
                 this name.
         """
-        left, right = _side("left", left), _side("right", right)
-        query_length = _length("query_length", query_length)
-        key_length = _length("key_length", key_length)
+        left, right = checked_side("left", left), checked_side("right", right)
+        query_length = checked_length("query_length", query_length)
+        key_length = checked_length("key_length", key_length)
         device = checks.device("device", device)
         # The row that stands at the position of key j.
         row = torch.arange(key_length, device=device) - (key_length - query_length)
@@ -247,11 +249,11 @@ class IntervalMask:
                     f"length must be None with document_ids, which tell it, got "
                     f"{checks.described(length)}"
                 )
-            _check_integers("document_ids", document_ids, 2, "(B, N)")
+            check_integers("document_ids", document_ids, 2, "(B, N)")
             return cls._of_runs(document_ids)
         assert cu_seqlens is not None
-        _check_integers("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
-        length = _last(cu_seqlens) if length is None else _length("length", length)
+        check_integers("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
+        length = last_bound(cu_seqlens) if length is None else checked_length("length", length)
         bounds = cu_seqlens.to(torch.int64)
         following = torch.searchsorted(
             bounds, torch.arange(length, device=bounds.device), right=True
@@ -293,9 +295,9 @@ class IntervalMask:
             TypeError: prefix_lengths is not an integer tensor.
             ValueError: prefix_lengths is not 1-D, or a length is negative.
         """
-        _check_integers("prefix_lengths", prefix_lengths, 1, "(B,)")
-        query_length = _length("query_length", query_length)
-        key_length = _length("key_length", key_length)
+        check_integers("prefix_lengths", prefix_lengths, 1, "(B,)")
+        query_length = checked_length("query_length", query_length)
+        key_length = checked_length("key_length", key_length)
         key = torch.arange(key_length, device=prefix_lengths.device)
         row = _clamped(key - (key_length - query_length), query_length)
         start = torch.where(key < prefix_lengths.unsqueeze(1), 0, row).to(torch.int32).unsqueeze(1)
@@ -341,38 +343,6 @@ def _refuse_to_combine(other: object) -> NoReturn:
     raise TypeError(
         f"& of an IntervalMask needs another IntervalMask, got {checks.described(other)}{hint}"
     )
-
-
-def _length(name: str, length: int) -> int:
-    return checks.index(name, length, 0, MOST_ROWS)
-
-
-def _side(name: str, side: int | None) -> int | None:
-    if side is None:
-        return None
-    side = checks.index(name, side)
-    if side < 0:
-        raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
-    # Of any length it is no limit; and what it is added to must not overflow.
-    return side if torch.compiler.is_compiling() else min(side, MOST_ROWS)
-
-
-def _last(cu_seqlens: Tensor) -> int:
-    """Return the last value, which is the length."""
-    if cu_seqlens.shape[0] == 0 or cu_seqlens.is_meta:
-        what = "a meta tensor" if cu_seqlens.is_meta else f"shape {tuple(cu_seqlens.shape)}"
-        raise ValueError(
-            f"cu_seqlens must have a last value that can be read unless length is given, got {what}"
-        )
-    return checks.index("the last value of cu_seqlens", int(cu_seqlens[-1]), 0, MOST_ROWS)
-
-
-def _check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
-    checks.tensor(name, tensor, "a torch.Tensor of integers")
-    if tensor.dtype not in checks.INTEGERS:
-        raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
-    if tensor.dim() != dimensions:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
 
 
 # A list, which torch.export.load makes of a tuple too.

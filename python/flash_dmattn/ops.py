@@ -8,7 +8,7 @@ times as much a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .backends import select_backend
 from .backends.base import interval_shape, keep_shape, lse_dtype, lse_shape
 from .backends.reference import ReferenceBackend
 from .record import ATTENTION, SELECTION, AttentionInputs, Gradients, SelectionInputs, no_gradient
+from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
 
 __all__ = ["attention", "make_plan", "select_intervals", "select_keep"]
 
@@ -30,10 +31,6 @@ _TENSOR_COUNT = ATTENTION.tensor_count
 _SELECTION_TENSOR_COUNT = SELECTION.tensor_count
 _DIFFERENTIABLE = tuple(zip(ATTENTION.differentiable, ATTENTION.places, strict=True))
 
-_USE_REFERENCE = (
-    "pass backend='reference', the formula in plain PyTorch operations and O(Q x K) memory, which "
-    "does"
-)
 _REFERENCE = ReferenceBackend()
 
 _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
@@ -76,7 +73,7 @@ def attention(
         out, lse, _ = _TransformedAttention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
         return out, lse
     if dispatch_state.forward_mode_is_compiled():
-        _refuse_forward_mode()
+        refuse_forward_mode()
     out, lse, _ = torch.ops.flash_dmattn.attention_forward.default(*inputs, backend)
     return out, lse
 
@@ -299,27 +296,6 @@ class _Attention(torch.autograd.Function):
         return (*_saved_gradients(ctx, flags, dout, dlse), None, None, None)
 
 
-def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        "flash_dmattn: double backward is not supported, kernels have no second derivative; "
-        f"{_USE_REFERENCE}"
-    )
-
-
-def _refuse_forward_mode(ctx: Any = None, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        "flash_dmattn does not support forward-mode differentiation (torch.func.jvp, jacfwd, "
-        f"hessian and linearize, torch.autograd.forward_ad); {_USE_REFERENCE}"
-    )
-
-
-def _refuse_vmap(*_: Any) -> NoReturn:
-    raise RuntimeError(
-        "flash_dmattn does not support torch.vmap, which torch.func.jacrev and gradients for each "
-        f"sample use; give the mapped dimension as a batch dimension, or {_USE_REFERENCE}"
-    )
-
-
 class _TransformedAttention(torch.autograd.Function):
     """`_Attention` in the form that torch.func wants, which costs more a call."""
 
@@ -332,8 +308,8 @@ class _TransformedAttention(torch.autograd.Function):
 
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
-    jvp = staticmethod(_refuse_forward_mode)
-    vmap = staticmethod(_refuse_vmap)
+    jvp = staticmethod(refuse_forward_mode)
+    vmap = staticmethod(refuse_vmap)
 
 
 class _TransformedGradients(torch.autograd.Function):
@@ -350,9 +326,9 @@ class _TransformedGradients(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep nothing: there is no further derivative."""
 
-    backward = staticmethod(_refuse_double_backward)
-    jvp = staticmethod(_refuse_forward_mode)
-    vmap = staticmethod(_refuse_vmap)
+    backward = staticmethod(refuse_double_backward)
+    jvp = staticmethod(refuse_forward_mode)
+    vmap = staticmethod(refuse_vmap)
 
 
 def _select_intervals(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -418,6 +394,6 @@ torch.library.register_autograd(
     lib=_library,
 )
 torch.library.register_autograd(
-    "flash_dmattn::attention_backward", _refuse_double_backward, lib=_library
+    "flash_dmattn::attention_backward", refuse_double_backward, lib=_library
 )
 dispatch_state.watch_kernels(_library)
