@@ -115,6 +115,11 @@ typedef struct fdm_problem {
   fdm_tensor block_table; /* int32 (B, max pages of a sequence, 1, 1): k and v are paged; forward only, varlen only */
 
   fdm_tensor sink; /* q's dtype or float32 (H, 1, 1, 1) */
+
+  /* Of start and end, if it is above 0: any n queries in a row keep at most max_kept + n - 1 keys together, as after a
+   * causal selection of max_kept keys. A plan has room for no more. Where it is not so, results are right all the same,
+   * but take longer. 0: not known. */
+  int64_t max_kept;
 } fdm_problem;
 
 typedef struct fdm_forward_args {
@@ -157,13 +162,15 @@ typedef struct fdm_selection {
 
 /* An upper bound of the bytes of a plan, as data, so that it can be evaluated on symbolic sizes too:
  *
- *   fixed + lists * (per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key))
+ *   fixed + lists * (per_list + keys * per_key + tiles * (per_tile + tile_keys * per_tile_key))
  *
  * lists = mask.shape[0] * mask.shape[1] (of start for intervals); keys = K (total_k for varlen);
- * row_keys = K (the longest sequence's for varlen); tiles = rows / tile_rows + sequences, rounded down, with rows = Q
- * and sequences = 1 (total_q and B for varlen). */
+ * tiles = rows / tile_rows + sequences, rounded down, with rows = Q and sequences = 1 (total_q and B for varlen);
+ * tile_keys = min(K, most_tile_keys), with the K of the longest sequence for varlen, and max_kept + tile_rows - 1 in
+ * place of most_tile_keys where max_kept is above 0. */
 typedef struct fdm_plan_layout {
   int64_t fixed, per_list, per_key, per_tile, per_tile_key, tile_rows;
+  int64_t most_tile_keys; /* INT64_MAX: a tile has room for all keys, whatever max_kept */
 } fdm_plan_layout;
 
 typedef struct fdm_pack {
@@ -193,6 +200,10 @@ typedef struct fdm_pack {
                       char *message, size_t message_bytes);
   int32_t (*selection_workspace_bytes)(const fdm_selection *, int64_t *bytes, char *message, size_t message_bytes);
   int32_t (*select)(const fdm_selection *, fdm_buffer workspace, char *message, size_t message_bytes);
+  /* Does what select and then plan do, where start and end of the selection are those of the problem. The workspace is
+   * as large as the larger of theirs. */
+  int32_t (*select_and_plan)(const fdm_selection *, const fdm_problem *, fdm_buffer plan, fdm_buffer workspace,
+                             char *message, size_t message_bytes);
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

@@ -8,7 +8,7 @@
 //   is_filled(p, plan)                                         may forward and backward read this plan?
 //   run(context, message, work)                                calls work where the pack computes; returns a status
 //   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
-//   select(s, workspace)                                       the work; `run` knows what they return
+//   select(s, workspace), select_and_plan(s, p, plan, workspace)  the work; `run` knows what they return
 #pragma once
 
 #include "pack_calls.h"
@@ -60,6 +60,16 @@ template <class Pack> struct PackEntries {
     return Pack::run(s->context, message, [&] { return Pack::select(*s, workspace.data); });
   }
 
+  static int32_t select_and_plan(const fdm_selection *s, const fdm_problem *p, fdm_buffer plan, fdm_buffer workspace,
+                                 char *text, size_t text_bytes) {
+    const Message message{text, text_bytes};
+    if (int32_t status = check_selection(s, message)) return status;
+    if (int32_t status = check(p, FDM_PASS_PLAN, plan, workspace, message)) return status;
+    const int64_t needed = Pack::selection_workspace_bytes(*s);
+    if (int32_t status = check_buffer("workspace", workspace, needed, message)) return status;
+    return Pack::run(s->context, message, [&] { return Pack::select_and_plan(*s, *p, plan.data, workspace.data); });
+  }
+
   // A table with the entry points, the limits and the layouts; the pack adds what it is called and where it runs.
   static fdm_pack table() {
     fdm_pack table{};
@@ -76,6 +86,7 @@ template <class Pack> struct PackEntries {
     table.backward = backward;
     table.selection_workspace_bytes = selection_workspace_bytes;
     table.select = select;
+    table.select_and_plan = select_and_plan;
     return table;
   }
 

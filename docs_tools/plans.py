@@ -121,7 +121,7 @@ def key_order(folder: Path) -> Path:
 
 
 def _scheduled(kept: numpy.ndarray, end: numpy.ndarray) -> numpy.ndarray:
-    """Kept keys as key_order.cu puts them: in buckets, by the end, then in chunks by position."""
+    """Kept keys as key_order.cuh puts them: in buckets, by the end, then in chunks by position."""
     ordered = []
     for bucket in numpy.split(kept, range(BUCKET_KEYS, len(kept), BUCKET_KEYS)):
         longest_first = bucket[numpy.argsort(-end[bucket].astype(numpy.int64), kind="stable")]

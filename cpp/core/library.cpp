@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "error.h"
@@ -32,7 +33,8 @@ void check_table(const std::string &path, const fdm_pack *table) {
   if (table->name == nullptr || table->version == nullptr || table->compiler == nullptr || table->features == nullptr)
     refuse(path, "the kernel pack's table lacks its name, version, compiler or features");
   if (table->workspace_bytes == nullptr || table->plan == nullptr || table->forward == nullptr ||
-      table->backward == nullptr || table->selection_workspace_bytes == nullptr || table->select == nullptr)
+      table->backward == nullptr || table->selection_workspace_bytes == nullptr || table->select == nullptr ||
+      table->select_and_plan == nullptr)
     refuse(path, "the kernel pack's table lacks an entry point");
 }
 
@@ -53,11 +55,21 @@ Pack::Pack(std::string path) : path_(std::move(path)), table_(nullptr) {
   check_table(path_, table_);
 }
 
+namespace {
+
+int64_t most_tile_keys(const fdm_plan_layout &layout, int64_t max_kept) {
+  if (max_kept <= 0 || layout.most_tile_keys == INT64_MAX) return layout.most_tile_keys;
+  return std::min<int64_t>(max_kept, INT32_MAX) + layout.tile_rows - 1;
+}
+
+} // namespace
+
 int64_t plan_bytes(const fdm_plan_layout &layout, int64_t lists, int64_t keys, int64_t row_keys, int64_t rows,
-                   int64_t sequences) {
+                   int64_t sequences, int64_t max_kept) {
   const int64_t tiles = layout.tile_rows > 0 ? rows / layout.tile_rows + sequences : 0;
-  return layout.fixed +
-         lists * (layout.per_list + keys * layout.per_key + tiles * (layout.per_tile + row_keys * layout.per_tile_key));
+  const int64_t tile_keys = std::min(row_keys, most_tile_keys(layout, max_kept));
+  return layout.fixed + lists * (layout.per_list + keys * layout.per_key +
+                                 tiles * (layout.per_tile + tile_keys * layout.per_tile_key));
 }
 
 } // namespace fdm

@@ -26,21 +26,22 @@ nb::dict plan_layouts_of(const Pack &pack) {
   for (int kind = 0; kind < FDM_MASK_KIND_COUNT; ++kind) {
     const fdm_plan_layout &l = pack.table().plan_layouts[kind];
     layouts[mask_kind_names[kind]] =
-        nb::make_tuple(l.fixed, l.per_list, l.per_key, l.per_tile, l.per_tile_key, l.tile_rows);
+        nb::make_tuple(l.fixed, l.per_list, l.per_key, l.per_tile, l.per_tile_key, l.tile_rows, l.most_tile_keys);
   }
   return layouts;
 }
 
 int64_t plan_bytes_of(const Pack &pack, const std::string &kind, int64_t lists, int64_t keys, int64_t row_keys,
-                      int64_t rows, int64_t sequences) {
+                      int64_t rows, int64_t sequences, int64_t max_kept) {
   require_at_least(lists, "lists", 0);
   require_at_least(keys, "keys", 0);
   require_at_least(row_keys, "row_keys", 0);
   require_at_least(rows, "rows", 0);
   require_at_least(sequences, "sequences", 0);
+  require_at_least(max_kept, "max_kept", 0);
   for (int i = 0; i < FDM_MASK_KIND_COUNT; ++i)
     if (kind == mask_kind_names[i])
-      return plan_bytes(pack.table().plan_layouts[i], lists, keys, row_keys, rows, sequences);
+      return plan_bytes(pack.table().plan_layouts[i], lists, keys, row_keys, rows, sequences, max_kept);
   value_error("kind is '", kind, "', but must be 'none', 'keys', 'intervals' or 'rows'");
 }
 
@@ -58,7 +59,8 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("max_head_dim", [](const Pack &pack) { return pack.table().max_head_dim; })
       .def_prop_ro("dtypes", &dtypes_of)
       .def_prop_ro("plan_layouts", &plan_layouts_of)
-      .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a)
+      .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a,
+           "max_kept"_a = 0)
       .def("__repr__", [](const Pack &pack) {
         return "<flash_dmattn kernel pack " + std::string(pack.table().name) + " from " + pack.path() + ">";
       });
@@ -100,6 +102,28 @@ void bind_attend(nb::module_ &module) {
         return problem.attend(Exchange(record.query), out, lse, record.given_plan);
       },
       "pack"_a, "threads"_a, "out"_a, "lse"_a.none(), "inputs"_a);
+}
+
+void bind_training(nb::module_ &module) {
+  module.def(
+      "attend_and_keep",
+      [](const Pack &pack, int32_t threads, nb::handle out, nb::handle lse, nb::handle allocate, nb::handle inputs) {
+        const auto record = read_record<AttentionRecord>(inputs);
+        Problem problem(pack.table(), record, {threads});
+        nb::object plan = nb::borrow(record.given_plan);
+        const bool done = problem.attend_and_keep(Exchange(record.query), out, lse, allocate, plan);
+        return nb::make_tuple(done, plan);
+      },
+      "pack"_a, "threads"_a, "out"_a, "lse"_a, "allocate"_a, "inputs"_a);
+  module.def(
+      "differentiate",
+      [](const Pack &pack, int32_t threads, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse,
+         nb::dict gradients, nb::handle inputs) {
+        const auto record = read_record<AttentionRecord>(inputs);
+        Problem problem(pack.table(), record, {threads});
+        return problem.backward(Exchange(record.query), {dout, dlse, out, lse, gradients}, record.given_plan);
+      },
+      "pack"_a, "threads"_a, "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "gradients"_a, "inputs"_a);
 }
 
 void bind_selection(nb::module_ &module) {
@@ -161,6 +185,7 @@ NB_MODULE(_core, module) {
   module.def("load_pack", [](std::string path) { return new Pack(std::move(path)); }, "path"_a);
   bind_problem(module);
   bind_attend(module);
+  bind_training(module);
   bind_selection(module);
   bind_select(module);
   bind_checks(module);

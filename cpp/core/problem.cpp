@@ -18,7 +18,7 @@ constexpr const char *paged_form = "(pages, page size, heads, head_dim) with blo
 } // namespace
 
 Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution)
-    : pack_(pack), problem_{}, extents_{} {
+    : pack_(pack), problem_{}, extents_{}, selection_{} {
   problem_.struct_size = sizeof(fdm_problem);
   extents_.varlen = is_varlen(record.cu_seqlens);
   paged_ = !is_absent(record.block_table);
@@ -38,6 +38,7 @@ Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Exec
   read_bias(record);
   read_sink(record);
   read_settings(record, execution);
+  read_window(record.window);
   measure_plan();
 }
 
@@ -132,6 +133,8 @@ void Problem::read_mask(const AttentionRecord &record) {
                   " like attn_mask.start");
     mask_kind_ = FDM_MASK_INTERVALS;
   }
+  require_at_least(record.max_kept, "max_kept", 0);
+  problem_.max_kept = record.max_kept;
 }
 
 void Problem::read_bias(const AttentionRecord &record) {
@@ -164,12 +167,39 @@ void Problem::read_settings(const AttentionRecord &record, const Execution &exec
   problem_.context = {device_.index, execution.threads, reinterpret_cast<void *>(execution.stream)};
 }
 
+void Problem::read_window(int64_t window) {
+  require_at_least(window, "window", -1);
+  // Where there are no keys, or no sequences, nothing is selected.
+  selects_ = window >= 0 && extents_.batch > 0 && extents_.keys > 0 && problem_.bias.data != nullptr;
+  if (!selects_) return;
+  selection_ = selection_of(problem_, extents_, window);
+  problem_.mask = absent_tensor();
+  problem_.start = selection_.start;
+  problem_.start.data = this; // what is present has an address, which placed() replaces
+  problem_.end = problem_.start;
+  problem_.max_kept = std::max<int64_t>(1, window);
+  mask_kind_ = FDM_MASK_INTERVALS;
+}
+
+Problem::Placed Problem::placed(fdm_buffer plan) const {
+  Placed placed{problem_, selection_, plan};
+  if (!selects_) return placed;
+  const int64_t bytes = bound_bytes(selection_);
+  placed.selection.context = problem_.context;
+  std::byte *const base = static_cast<std::byte *>(plan.data);
+  placed.problem.start.data = placed.selection.start.data = base;
+  placed.problem.end.data = placed.selection.end.data = base + bytes;
+  placed.plan = {base + 2 * bytes, plan.bytes - 2 * bytes};
+  return placed;
+}
+
 void Problem::measure_plan() {
   const fdm_tensor &mask = mask_kind_ == FDM_MASK_INTERVALS ? problem_.start : problem_.mask;
   const int64_t lists = mask_kind_ == FDM_MASK_NONE ? 0 : mask.shape[0] * mask.shape[1];
   const int64_t keys = extents_.total_keys == Extents::unknown ? mask.shape[3] : extents_.total_keys;
   plan_bytes_ = fdm::plan_bytes(pack_.plan_layouts[mask_kind_], lists, keys, extents_.keys, extents_.total_queries,
-                                extents_.varlen ? extents_.batch : 1);
+                                extents_.varlen ? extents_.batch : 1, problem_.max_kept);
+  if (selects_) plan_bytes_ += 2 * bound_bytes(selection_);
 }
 
 int64_t Problem::workspace_bytes(fdm_pass pass) const {
@@ -177,7 +207,12 @@ int64_t Problem::workspace_bytes(fdm_pass pass) const {
   call_pack<Gil::hold>(pack_, "workspace_bytes", [&](char *message, size_t message_bytes) {
     return pack_.workspace_bytes(&problem_, pass, &bytes, message, message_bytes);
   });
-  return bytes;
+  if (!selects_ || pass != FDM_PASS_PLAN) return bytes;
+  int64_t selection_bytes = 0;
+  call_pack<Gil::hold>(pack_, "selection_workspace_bytes", [&](char *message, size_t message_bytes) {
+    return pack_.selection_workspace_bytes(&selection_, &selection_bytes, message, message_bytes);
+  });
+  return std::max(bytes, selection_bytes);
 }
 
 fdm_tensor Problem::read_like(nb::handle object, const char *name, const fdm_tensor &model,
@@ -204,8 +239,11 @@ void Problem::plan(nb::handle plan, nb::handle workspace) const {
 }
 
 void Problem::run_plan(fdm_buffer plan, fdm_buffer workspace) const {
-  call_pack<Gil::release>(pack_, "plan", [&](char *message, size_t message_bytes) {
-    return pack_.plan(&problem_, plan, workspace, message, message_bytes);
+  const Placed own = placed(plan);
+  call_pack<Gil::release>(pack_, selects_ ? "select_and_plan" : "plan", [&](char *message, size_t message_bytes) {
+    if (selects_)
+      return pack_.select_and_plan(&own.selection, &own.problem, own.plan, workspace, message, message_bytes);
+    return pack_.plan(&own.problem, own.plan, workspace, message, message_bytes);
   });
 }
 
@@ -226,8 +264,9 @@ void Problem::run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t 
   args.splits = splits;
   args.out = out;
   args.lse = lse;
+  const Placed own = placed(plan);
   call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
-    return pack_.forward(&problem_, &args, plan, workspace, message, message_bytes);
+    return pack_.forward(&own.problem, &args, own.plan, workspace, message, message_bytes);
   });
 }
 
@@ -263,6 +302,23 @@ bool Problem::attend(const Exchange &exchange, nb::handle out, nb::handle lse, n
   return true;
 }
 
+bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle allocate,
+                              nb::object &plan) {
+  if (!exchange.current_stream(device_, problem_.context.stream)) return false;
+  const bool makes_plan = is_absent(plan) && plan_bytes_ > 0;
+  const int64_t bytes =
+      std::max(workspace_bytes(FDM_PASS_FORWARD), makes_plan ? workspace_bytes(FDM_PASS_PLAN) : int64_t{0});
+  const DeviceBytes memory(exchange, bytes, device_);
+  if (memory.data() == nullptr && bytes > 0) return false;
+  const fdm_tensor out_tensor = read_out(out), lse_tensor = read_lse(lse, "lse");
+  require_distinct_elements(lse_tensor, "lse");
+  if (makes_plan) plan = allocate(plan_bytes_);
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_), workspace{memory.data(), bytes};
+  if (makes_plan) run_plan(plan_buffer, workspace);
+  run_forward(out_tensor, lse_tensor, 0, plan_buffer, workspace);
+  return true;
+}
+
 void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::handle lse, nb::handle plan) const {
   const bool has_lse = !is_absent(lse);
   std::byte *const begin = static_cast<std::byte *>(memory);
@@ -281,6 +337,30 @@ void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::
 }
 
 void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const {
+  const fdm_backward_args args = read_gradients(arguments);
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  run_backward(args, plan_buffer, read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_BACKWARD), device_));
+}
+
+bool Problem::backward(const Exchange &exchange, const BackwardArguments &arguments, nb::handle plan) {
+  if (!exchange.current_stream(device_, problem_.context.stream)) return false;
+  const fdm_backward_args args = read_gradients(arguments);
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const int64_t bytes = workspace_bytes(FDM_PASS_BACKWARD);
+  const DeviceBytes memory(exchange, bytes, device_);
+  if (memory.data() == nullptr && bytes > 0) return false;
+  run_backward(args, plan_buffer, {memory.data(), bytes});
+  return true;
+}
+
+void Problem::run_backward(const fdm_backward_args &args, fdm_buffer plan, fdm_buffer workspace) const {
+  const Placed own = placed(plan);
+  call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {
+    return pack_.backward(&own.problem, &args, own.plan, workspace, message, message_bytes);
+  });
+}
+
+fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments) const {
   if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
   fdm_backward_args args{};
   args.struct_size = sizeof args;
@@ -327,11 +407,7 @@ void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::
   if (read != PyDict_Size(arguments.gradients.ptr()))
     value_error("gradients are wanted of ", nb::str(arguments.gradients.keys()).c_str(),
                 ", but there are those of query, key, value, bias and sink only");
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
-  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_BACKWARD), device_);
-  call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {
-    return pack_.backward(&problem_, &args, plan_buffer, workspace_buffer, message, message_bytes);
-  });
+  return args;
 }
 
 } // namespace fdm

@@ -7,6 +7,7 @@
 #include "library.h"
 #include "record.h"
 #include "varlen.h"
+#include "window.h"
 
 namespace fdm {
 
@@ -33,7 +34,11 @@ public:
   // The same on the current stream of a tensor library, and in memory of its allocator. False, with nothing done, where
   // it does not offer both.
   bool attend(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan);
+  // As attend, for a call whose plan is kept for backward: where none is given, allocate(bytes) returns what it is
+  // written to, and `plan` becomes that.
+  bool attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle allocate, nb::object &plan);
   void backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const;
+  bool backward(const Exchange &exchange, const BackwardArguments &arguments, nb::handle plan);
 
 private:
   // The bytes of each part of attend's scratch memory, where it is needed.
@@ -50,6 +55,7 @@ private:
   void read_bias(const AttentionRecord &record);
   void read_sink(const AttentionRecord &record);
   void read_settings(const AttentionRecord &record, const Execution &execution);
+  void read_window(int64_t window);
   void measure_plan();
 
   // A tensor of the shape and dtype of query, key or value.
@@ -57,10 +63,20 @@ private:
   fdm_tensor read_lse(nb::handle object, const char *name) const;
   fdm_tensor read_out(nb::handle object) const;
   Scratch scratch_of(bool has_lse, bool has_plan) const;
+  fdm_backward_args read_gradients(const BackwardArguments &arguments) const;
+
+  // What a pack is given: where the problem selects its keys, start and end are the first part of the plan's memory.
+  struct Placed {
+    fdm_problem problem;
+    fdm_selection selection;
+    fdm_buffer plan;
+  };
+  Placed placed(fdm_buffer plan) const;
   void attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::handle lse, nb::handle plan) const;
   void run_plan(fdm_buffer plan, fdm_buffer workspace) const;
   void run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan,
                    fdm_buffer workspace) const;
+  void run_backward(const fdm_backward_args &args, fdm_buffer plan, fdm_buffer workspace) const;
 
   const fdm_pack &pack_;
   fdm_problem problem_;
@@ -68,6 +84,8 @@ private:
   Device device_;
   bool paged_;
   bool has_bias_, has_sink_;
+  bool selects_; // its keys, by its bias; start and end of problem_ then say no more than that there are intervals
+  fdm_selection selection_;
   fdm_mask_kind mask_kind_;
   int64_t plan_bytes_;
 };

@@ -23,7 +23,8 @@ struct AttentionRecord {
   nb::handle query, key, value, mask, start, end, bias;
   CuSeqlens cu_seqlens;
   nb::handle block_table, given_plan, sink;
-  int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0, max_kept = 0;
+  int64_t window = -1;
   double scale = 1, softcap = 0;
   bool causal = false, deterministic = false;
 
@@ -46,6 +47,8 @@ struct AttentionRecord {
     visit("causal", causal);
     visit("softcap", softcap);
     visit("deterministic", deterministic);
+    visit("max_kept", max_kept);
+    visit("window", window);
   }
 };
 

@@ -41,6 +41,10 @@ struct CpuPack {
     backward_pass(p, args, plan, workspace);
   }
   static void select(const fdm_selection &s, void *workspace) { select_keys(s, workspace); }
+  static void select_and_plan(const fdm_selection &s, const fdm_problem &p, void *plan, void *workspace) {
+    select_keys(s, workspace);
+    make_plan(p, plan, workspace);
+  }
 };
 
 #if defined(__clang__)

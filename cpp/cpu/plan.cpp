@@ -211,12 +211,12 @@ fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   case FDM_MASK_KEYS:
   case FDM_MASK_INTERVALS:
     // 12 bytes and two summaries of 4 bytes for each 64 keys, rounded up to 64.
-    return {sizeof(PlanHeader), 128, 13, 0, 0, kMinTileRows};
+    return {sizeof(PlanHeader), 128, 13, 0, 0, kMinTileRows, 0};
   case FDM_MASK_ROWS:
     // Tiles of 8 rows: an index and a word of one byte for each key; counts, and rounding up to 64 bytes.
-    return {sizeof(PlanHeader), 0, 0, 128, 5, kMinTileRows};
+    return {sizeof(PlanHeader), 0, 0, 128, 5, kMinTileRows, INT64_MAX};
   default:
-    return {0, 0, 0, 0, 0, kMinTileRows};
+    return {0, 0, 0, 0, 0, kMinTileRows, 0};
   }
 }
 

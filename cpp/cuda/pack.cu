@@ -39,7 +39,6 @@ struct CudaPack {
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) {
-    if (mask_kind(p) == FDM_MASK_NONE) return 0;
     int64_t bytes;
     lay_out_plan(p, nullptr, &bytes);
     return bytes;
@@ -64,7 +63,7 @@ struct CudaPack {
   }
 
   static cudaError_t plan(const fdm_problem &p, void *plan, void *workspace) {
-    return make_plan(p, plan, workspace, static_cast<cudaStream_t>(p.context.stream));
+    return make_plan(p, plan_of(p, plan), workspace, static_cast<cudaStream_t>(p.context.stream));
   }
   static cudaError_t forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
     return run_forward(p, args, plan, workspace);
@@ -74,6 +73,12 @@ struct CudaPack {
   }
   static cudaError_t select(const fdm_selection &s, void *workspace) {
     return select_keys(s, workspace, static_cast<cudaStream_t>(s.context.stream));
+  }
+  static cudaError_t select_and_plan(const fdm_selection &s, const fdm_problem &p, void *plan_base, void *workspace) {
+    const auto stream = static_cast<cudaStream_t>(s.context.stream);
+    if (fits_short_lists(s)) return launch_short_lists(s, p, plan_of(p, plan_base), stream);
+    if (cudaError_t error = select(s, workspace)) return error;
+    return plan(p, plan_base, workspace);
   }
 };
 

@@ -11,7 +11,7 @@ Failures of a pack raise ValueError (invalid argument, buffer too small), NotImp
 (unsupported), MemoryError or RuntimeError.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from .record import AttentionInputs, SelectionInputs
@@ -59,16 +59,27 @@ class Pack:
     def dtypes(self) -> list[str]:
         """The dtypes that query may have."""
     @property
-    def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int]]:
-        """For each MaskKind: fixed, per_list, per_key, per_tile, per_tile_key, tile_rows."""
+    def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int, int]]:
+        """For each MaskKind the fields of fdm_plan_layout.
+
+        They are fixed, per_list, per_key, per_tile, per_tile_key, tile_rows and most_tile_keys.
+        """
     def plan_bytes(
-        self, kind: MaskKind, lists: int, keys: int, row_keys: int, rows: int, sequences: int
+        self,
+        kind: MaskKind,
+        lists: int,
+        keys: int,
+        row_keys: int,
+        rows: int,
+        sequences: int,
+        max_kept: int = 0,
     ) -> int:
         """An upper bound of the bytes of a plan.
 
         lists: the mask's first two sizes in 4 dimensions, multiplied; 0 without a mask.
         keys: K, for varlen total_k. row_keys: K, for varlen the longest sequence's.
         rows: Q, for varlen total_q. sequences: 1, for varlen the number of sequences.
+        max_kept: as in Problem.
         """
 
 def load_pack(path: str) -> Pack:
@@ -92,6 +103,10 @@ class Problem:
     block_table: int32 (B, pages of a sequence); packed and forward only.
     given_plan: not read here.
     sink: query's dtype or float32 (H,).
+    max_kept: of start and end; any n queries in a row keep at most max_kept + n - 1 keys together.
+        0: not known. A plan is made for so many; more of them are right, but slower.
+    window: keys to select by the bias, which must be per key, and the problem causal; -1: none.
+        The plan begins with their start and end.
     threads: of cpu packs. stream: CUstream as an integer, of GPU packs.
     """
 
@@ -158,6 +173,31 @@ def attend(
     The scratch memory is from that library's allocator. False, with nothing done, where query's
     type has no DLPack C exchange API, or the allocator refuses.
     """
+
+def attend_and_keep(
+    pack: Pack,
+    threads: int,
+    out: TensorLike,
+    lse: TensorLike,
+    allocate: Callable[[int], Any],
+    inputs: AttentionInputs,
+) -> tuple[bool, Any]:
+    """Does what attend does for a call whose plan backward needs, and returns that plan too.
+
+    allocate: returns a uint8 tensor of so many bytes, for a plan where none is given.
+    """
+
+def differentiate(
+    pack: Pack,
+    threads: int,
+    dout: TensorLike,
+    dlse: TensorLike | None,
+    out: TensorLike,
+    lse: TensorLike,
+    gradients: dict[str, Any],
+    inputs: AttentionInputs,
+) -> bool:
+    """Makes a Problem and does what its backward does; else as attend."""
 
 class Selection:
     """A validated selection of the window keys with the largest bias.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -194,19 +194,24 @@ def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, k
     return tensor.unsqueeze(2) if rank == 3 else tensor.view(sizes[0], 1, 1, sizes[1])
 
 
-# The operator's mask, start and end: a mask, or start and end, or none of them.
-MaskParts: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+class MaskParts(NamedTuple):
+    """A mask in the fields of a record: a mask, or start and end, or none of them."""
+
+    mask: Tensor | None = None
+    start: Tensor | None = None
+    end: Tensor | None = None
+    max_kept: int = 0  # of start and end
 
 
 def mask_parts(mask: Tensor | IntervalMask | None) -> MaskParts:
-    """Return the operator's mask, start and end."""
+    """Return the fields of a mask."""
     if isinstance(mask, IntervalMask):
-        return None, mask.start, mask.end
+        return MaskParts(None, mask.start, mask.end, mask.max_kept or 0)
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(
             f"attn_mask must have dtype torch.bool (True keeps the key), got {mask.dtype}"
         )
-    return mask, None, None
+    return MaskParts(mask)
 
 
 @overload

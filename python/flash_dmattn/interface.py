@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ops
 from .arguments import (
+    MaskParts,
     autocast,
     backend_name,
     check_dtypes,
@@ -35,6 +36,7 @@ from .selection import (
     call_shape,
     composable_mask,
     is_one_row,
+    is_per_key,
     keeps_all,
     select,
     selectable_bias,
@@ -313,19 +315,21 @@ def _attention(
             attn_mask.check_query_length(query.shape[1], "attn_mask")
         else:
             attn_mask = _to_4d("attn_mask", attn_mask, query, key)
-    causal = flag("is_causal", is_causal)
+    causal, window = flag("is_causal", is_causal), -1
     if window_size is None:
-        mask, start, end = mask_parts(attn_mask)
+        parts = mask_parts(attn_mask)
     else:
-        start = end = None
         bias = selectable_bias(bias, query.shape[0] if dense else None)
-        mask = composable_mask(attn_mask)
+        parts = MaskParts(composable_mask(attn_mask))
         if keeps_all(window_size, key.shape[1] if dense else max_seqlen_k):
             bias = without_nan(bias)
         else:
-            shape = call_shape(query, key, packing)
-            limited = causal and not (dense and is_one_row(shape.queries))
-            mask, start, end = select(bias, mask, packing, shape, window_size, limited, name)
+            limited = causal and not (dense and is_one_row(query.shape[1]))
+            if limited and is_per_key(bias, parts.mask, dense):
+                window = index("window_size", window_size, 0)
+            else:
+                shape = call_shape(query, key, packing)
+                parts = select(bias, parts.mask, packing, shape, window_size, limited, name)
     # Of packed tensors only the head dimension: the size of the next one tells whether a mask is
     # per key or per query.
     expandable = 4 if dense else 1
@@ -333,9 +337,9 @@ def _attention(
         query,
         key,
         value,
-        without_expansion(mask, expandable),
-        start,
-        end,
+        without_expansion(parts.mask, expandable),
+        parts.start,
+        parts.end,
         without_expansion(bias, expandable),
         cu_seqlens_q,
         cu_seqlens_k,
@@ -348,13 +352,24 @@ def _attention(
         causal,
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
+        parts.max_kept,
+        window,
     )
     return_probabilities = flag("return_attn_probs", return_attn_probs)
     need_lse = flag("return_lse", return_lse) or return_probabilities
-    out, lse = ops.attention(inputs, name, need_lse=need_lse)
+    out, lse = ops.attention(inputs, name, _selected, need_lse=need_lse)
     if lse is None or not need_lse:
         return out
     return (out, lse, attention_probabilities(inputs)) if return_probabilities else (out, lse)
+
+
+def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:
+    """Return a call with a mask in place of its window, for who does not select in the call."""
+    packing = Packing(*(getattr(inputs, name) for name in Packing._fields))
+    shape = call_shape(inputs.query, inputs.key, packing)
+    assert inputs.bias is not None
+    parts = select(inputs.bias, inputs.mask, packing, shape, inputs.window, True, backend)
+    return inputs._replace(window=-1, **parts._asdict())
 
 
 def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

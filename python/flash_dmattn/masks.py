@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import checks
-from .checks import MOST_ROWS
+from .mask_checks import check_integers, checked_length, checked_side, last_bound
 
 __all__ = ["IntervalMask", "intervals_to_bool"]
 
@@ -34,19 +34,31 @@ class IntervalMask:
         end: as ``start``, and of the same shape, one past the last row.
         query_length: the Q that the mask was made for, which attention over another Q refuses; None
             is not checked.
+        max_kept: any n queries in a row keep at most ``max_kept + n - 1`` keys together, as after a
+            causal selection of so many keys; None is not known. A plan has room for so many, so it
+            says how much memory attention takes. Where it is not so, results are right but slower.
     """
 
     start: Tensor
     end: Tensor
     query_length: int | None
+    max_kept: int | None
 
-    def __init__(self, start: Tensor, end: Tensor, *, query_length: int | None = None) -> None:
+    def __init__(
+        self,
+        start: Tensor,
+        end: Tensor,
+        *,
+        query_length: int | None = None,
+        max_kept: int | None = None,
+    ) -> None:
         """Make a mask of two int32 tensors.
 
         Raises:
-            TypeError: start or end is not a tensor, or not int32; query_length is no integer.
-            ValueError: the number of dimensions is not 2 or 3, shapes or devices differ, or
-                query_length is negative.
+            TypeError: start or end is not a tensor, or not int32; query_length or max_kept is no
+                integer.
+            ValueError: the number of dimensions is not 2 or 3, shapes or devices differ,
+                query_length is negative, or max_kept is below 1.
         """
         for name, tensor in (("start", start), ("end", end)):
             checks.tensor(name, tensor)
@@ -68,7 +80,10 @@ class IntervalMask:
             )
         self.start = start
         self.end = end
-        self.query_length = None if query_length is None else _length("query_length", query_length)
+        self.query_length = (
+            None if query_length is None else checked_length("query_length", query_length)
+        )
+        self.max_kept = None if max_kept is None else checks.index("max_kept", max_kept, 1)
 
     def __repr__(self) -> str:
         """Show the shape and the device; the values would need a transfer from the device."""
@@ -91,6 +106,7 @@ class IntervalMask:
             torch.maximum(self.start, other.start),
             torch.minimum(self.end, other.end),
             query_length=other.query_length if self.query_length is None else self.query_length,
+            max_kept=_least(self.max_kept, other.max_kept),
         )
 
     def __rand__(self, other: object) -> NoReturn:
@@ -118,7 +134,10 @@ class IntervalMask:
             checks.refuse_type("device", "a torch.device or its name", device)
         checks.device("device", device)
         return IntervalMask(
-            self.start.to(device), self.end.to(device), query_length=self.query_length
+            self.start.to(device),
+            self.end.to(device),
+            query_length=self.query_length,
+            max_kept=self.max_kept,
         )
 
     def to_bool(self, query_length: int) -> Tensor:
@@ -128,7 +147,7 @@ class IntervalMask:
             ValueError: the mask is a varlen one, whose boolean form depends on the cu_seqlens; or
                 query_length is not the one that the mask was made for.
         """
-        query_length = _length("query_length", query_length)
+        query_length = checked_length("query_length", query_length)
         if self.start.dim() == 2:
             raise ValueError(
                 f"to_bool cannot convert a varlen IntervalMask of shape {tuple(self.start.shape)}, "
@@ -159,7 +178,7 @@ class IntervalMask:
             raise TypeError(f"mask must be a tensor of dtype torch.bool, got {mask.dtype}")
         if mask.dim() != 2:
             raise ValueError(f"mask must have shape (B, K), got {tuple(mask.shape)}")
-        query_length = _length("query_length", query_length)
+        query_length = checked_length("query_length", query_length)
         end = (mask * query_length).to(torch.int32).unsqueeze(1)
         return cls(torch.zeros_like(end), end, query_length=query_length)
 
@@ -183,9 +202,9 @@ class IntervalMask:
             ValueError: a length or a side is negative, or too large for int32; or no device has
                 this name.
         """
-        left, right = _side("left", left), _side("right", right)
-        query_length = _length("query_length", query_length)
-        key_length = _length("key_length", key_length)
+        left, right = checked_side("left", left), checked_side("right", right)
+        query_length = checked_length("query_length", query_length)
+        key_length = checked_length("key_length", key_length)
         device = checks.device("device", device)
         # The row that stands at the position of key j.
         row = torch.arange(key_length, device=device) - (key_length - query_length)
@@ -194,6 +213,7 @@ class IntervalMask:
         return cls(
             *(_clamped(bound, query_length)[None, None] for bound in (start, end)),
             query_length=query_length,
+            max_kept=None if left is None or right is None else left + right + 1,
         )
 
     @classmethod
@@ -229,11 +249,11 @@ class IntervalMask:
                     f"length must be None with document_ids, which tell it, got "
                     f"{checks.described(length)}"
                 )
-            _check_integers("document_ids", document_ids, 2, "(B, N)")
+            check_integers("document_ids", document_ids, 2, "(B, N)")
             return cls._of_runs(document_ids)
         assert cu_seqlens is not None
-        _check_integers("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
-        length = _last(cu_seqlens) if length is None else _length("length", length)
+        check_integers("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
+        length = last_bound(cu_seqlens) if length is None else checked_length("length", length)
         bounds = cu_seqlens.to(torch.int64)
         following = torch.searchsorted(
             bounds, torch.arange(length, device=bounds.device), right=True
@@ -275,9 +295,9 @@ class IntervalMask:
             TypeError: prefix_lengths is not an integer tensor.
             ValueError: prefix_lengths is not 1-D, or a length is negative.
         """
-        _check_integers("prefix_lengths", prefix_lengths, 1, "(B,)")
-        query_length = _length("query_length", query_length)
-        key_length = _length("key_length", key_length)
+        check_integers("prefix_lengths", prefix_lengths, 1, "(B,)")
+        query_length = checked_length("query_length", query_length)
+        key_length = checked_length("key_length", key_length)
         key = torch.arange(key_length, device=prefix_lengths.device)
         row = _clamped(key - (key_length - query_length), query_length)
         start = torch.where(key < prefix_lengths.unsqueeze(1), 0, row).to(torch.int32).unsqueeze(1)
@@ -286,6 +306,12 @@ class IntervalMask:
 
 def _clamped(bound: Tensor, query_length: int) -> Tensor:
     return bound.clamp(0, query_length).to(torch.int32)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
 
 
 def _check_combinable(one: IntervalMask, other: IntervalMask) -> None:
@@ -319,55 +345,27 @@ def _refuse_to_combine(other: object) -> NoReturn:
     )
 
 
-def _length(name: str, length: int) -> int:
-    return checks.index(name, length, 0, MOST_ROWS)
+# A list, which torch.export.load makes of a tuple too.
+_Settings: TypeAlias = list[int | None]
 
 
-def _side(name: str, side: int | None) -> int | None:
-    if side is None:
-        return None
-    side = checks.index(name, side)
-    if side < 0:
-        raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
-    # Of any length it is no limit; and what it is added to must not overflow.
-    return side if torch.compiler.is_compiling() else min(side, MOST_ROWS)
-
-
-def _last(cu_seqlens: Tensor) -> int:
-    """Return the last value, which is the length."""
-    if cu_seqlens.shape[0] == 0 or cu_seqlens.is_meta:
-        what = "a meta tensor" if cu_seqlens.is_meta else f"shape {tuple(cu_seqlens.shape)}"
-        raise ValueError(
-            f"cu_seqlens must have a last value that can be read unless length is given, got {what}"
-        )
-    return checks.index("the last value of cu_seqlens", int(cu_seqlens[-1]), 0, MOST_ROWS)
-
-
-def _check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
-    checks.tensor(name, tensor, "a torch.Tensor of integers")
-    if tensor.dtype not in checks.INTEGERS:
-        raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
-    if tensor.dim() != dimensions:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-
-
-def _flatten(mask: IntervalMask) -> tuple[list[Any], int | None]:
-    return [mask.start, mask.end], mask.query_length
+def _flatten(mask: IntervalMask) -> tuple[list[Any], _Settings]:
+    return [mask.start, mask.end], [mask.query_length, mask.max_kept]
 
 
 def _flatten_with_keys(
     mask: IntervalMask,
-) -> tuple[list[tuple[pytree.KeyEntry, Any]], int | None]:
-    children, query_length = _flatten(mask)
+) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Settings]:
+    children, settings = _flatten(mask)
     keys = (pytree.GetAttrKey(name) for name in ("start", "end"))
-    return list(zip(keys, children, strict=True)), query_length
+    return list(zip(keys, children, strict=True)), settings
 
 
-def _unflatten(children: Any, query_length: int | None) -> IntervalMask:
+def _unflatten(children: Any, settings: _Settings) -> IntervalMask:
     # Not by the constructor: tree maps put things that are no tensors here.
     mask = object.__new__(IntervalMask)
     mask.start, mask.end = children
-    mask.query_length = query_length
+    mask.query_length, mask.max_kept = settings
     return mask
 
 

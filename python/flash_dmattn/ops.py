@@ -8,7 +8,7 @@ times as much a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .backends import select_backend
 from .backends.base import interval_shape, keep_shape, lse_dtype, lse_shape
 from .backends.reference import ReferenceBackend
 from .record import ATTENTION, SELECTION, AttentionInputs, Gradients, SelectionInputs, no_gradient
+from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
 
 __all__ = ["attention", "make_plan", "select_intervals", "select_keep"]
 
@@ -30,28 +31,39 @@ _TENSOR_COUNT = ATTENTION.tensor_count
 _SELECTION_TENSOR_COUNT = SELECTION.tensor_count
 _DIFFERENTIABLE = tuple(zip(ATTENTION.differentiable, ATTENTION.places, strict=True))
 
-_USE_REFERENCE = (
-    "pass backend='reference', the formula in plain PyTorch operations and O(Q x K) memory, which "
-    "does"
-)
 _REFERENCE = ReferenceBackend()
 
 _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
 
 
 def attention(
-    inputs: AttentionInputs, backend: str, *, need_lse: bool
+    inputs: AttentionInputs,
+    backend: str,
+    select: Callable[[AttentionInputs, str], AttentionInputs],
+    *,
+    need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return out and lse, differentiable; lse may be None where it is not needed."""
+    """Return out and lse, differentiable; lse may be None where it is not needed.
+
+    Args:
+        inputs, backend: of the call.
+        select: returns a call with a mask in place of its window.
+        need_lse: whether lse is wanted.
+    """
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
+        chosen = select_backend(inputs.query.device, backend)
+        if inputs.window >= 0 and not chosen.selects:
+            inputs = select(inputs, backend)
         if (
             not (torch.is_grad_enabled() and _requires_grad(inputs))
             or dispatch_state.is_below_autograd()
         ):
-            chosen = select_backend(inputs.query.device, backend)
             return chosen.attend(inputs, need_lse=need_lse)
-        out, lse, _ = _Attention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
-        return out, lse
+        given = (inputs[place] for place in ATTENTION.places)
+        made = _Attention.apply(*given, inputs, backend, need_lse)  # type: ignore[no-untyped-call]
+        return made if need_lse else (made, None)
+    if inputs.window >= 0:
+        inputs = select(inputs, backend)
     if backend == "reference" and (
         dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled()
     ):
@@ -61,7 +73,7 @@ def attention(
         out, lse, _ = _TransformedAttention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
         return out, lse
     if dispatch_state.forward_mode_is_compiled():
-        _refuse_forward_mode()
+        refuse_forward_mode()
     out, lse, _ = torch.ops.flash_dmattn.attention_forward.default(*inputs, backend)
     return out, lse
 
@@ -185,7 +197,7 @@ def _as_outputs(inputs: AttentionInputs, gradients: Gradients) -> tuple[Tensor, 
 def _gradients(
     inputs: AttentionInputs,
     backend: str,
-    results: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None],
     wanted: tuple[str, ...],
 ) -> Gradients:
     """Run a backend's backward pass.
@@ -196,7 +208,7 @@ def _gradients(
         wanted: the names of the fields whose gradients are wanted.
     """
     dout, dlse, out, lse, plan = results
-    if inputs.given_plan is None:
+    if inputs.given_plan is None and plan is not None:
         inputs = inputs._replace(given_plan=plan)
     chosen = select_backend(out.device, backend)
     return chosen.backward(inputs, dout, dlse, out, lse, wanted)
@@ -219,12 +231,23 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
+    flags = tuple(bool(ctx.needs_input_grad[place]) for place in ATTENTION.places)
+    slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
+    for place, gradient in zip(
+        ATTENTION.places, _saved_gradients(ctx, flags, dout, dlse), strict=True
+    ):
+        slots[place] = gradient
+    return tuple(slots)
+
+
+def _saved_gradients(
+    ctx: Any, flags: tuple[bool, ...], dout: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of the differentiable fields, None where a flag does not want one."""
     *tensors, out, lse, plan = ctx.saved_tensors
     *settings, backend = ctx.settings
-    slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
-    flags = tuple(bool(ctx.needs_input_grad[place]) for place in ATTENTION.places)
     if (dout is None and dlse is None) or not any(flags):
-        return tuple(slots)
+        return [None] * len(flags)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
     results = (dout, dlse, out, lse, plan)
@@ -240,49 +263,37 @@ def _differentiate(
             if dispatch_state.is_transformed()
             else torch.ops.flash_dmattn.attention_backward.default
         )
-        outputs = differentiate(*results, *inputs, backend, *flags)
+        *others, plan = results
+        plan = _no_plan(inputs) if plan is None else plan
+        outputs = differentiate(*others, plan, *inputs, backend, *flags)
         gradients = dict(zip(ATTENTION.differentiable, outputs, strict=True))
-    for (name, place), wanted in zip(_DIFFERENTIABLE, flags, strict=True):
-        if wanted:
-            slots[place] = gradients[name]
-    return tuple(slots)
+    return [
+        gradients[name] if wanted else None
+        for name, wanted in zip(ATTENTION.differentiable, flags, strict=True)
+    ]
 
 
 class _Attention(torch.autograd.Function):
-    """What register_autograd makes of the operator, without the dispatcher between its halves."""
+    """What register_autograd makes of the operator, without the dispatcher between its halves.
+
+    Each argument and each result costs a small call time: the arguments are the differentiable
+    fields, which autograd looks at, and the whole call.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = AttentionInputs(*arguments[:-1])
-        out, lse, made = select_backend(inputs.query.device, arguments[-1]).forward(inputs)
-        plan = _no_plan(inputs) if made is None or made is inputs.given_plan else made
-        _save_for_backward(ctx, arguments, (out, lse, plan))
-        return out, lse, plan
+    def forward(ctx: Any, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+        inputs, backend, need_lse = arguments[-3:]
+        out, lse, plan = select_backend(inputs.query.device, backend).forward(inputs)
+        plan = None if plan is inputs.given_plan else plan
+        ctx.save_for_backward(*inputs[:_TENSOR_COUNT], out, lse, plan)
+        ctx.settings = (*inputs[_TENSOR_COUNT:], backend)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if need_lse else out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, *gradients)
-
-
-def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        "flash_dmattn: double backward is not supported, kernels have no second derivative; "
-        f"{_USE_REFERENCE}"
-    )
-
-
-def _refuse_forward_mode(ctx: Any = None, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        "flash_dmattn does not support forward-mode differentiation (torch.func.jvp, jacfwd, "
-        f"hessian and linearize, torch.autograd.forward_ad); {_USE_REFERENCE}"
-    )
-
-
-def _refuse_vmap(*_: Any) -> NoReturn:
-    raise RuntimeError(
-        "flash_dmattn does not support torch.vmap, which torch.func.jacrev and gradients for each "
-        f"sample use; give the mapped dimension as a batch dimension, or {_USE_REFERENCE}"
-    )
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Tensor | None, ...]:
+        flags = ctx.needs_input_grad[: len(ATTENTION.places)]
+        return (*_saved_gradients(ctx, flags, dout, dlse), None, None, None)
 
 
 class _TransformedAttention(torch.autograd.Function):
@@ -297,8 +308,8 @@ class _TransformedAttention(torch.autograd.Function):
 
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
-    jvp = staticmethod(_refuse_forward_mode)
-    vmap = staticmethod(_refuse_vmap)
+    jvp = staticmethod(refuse_forward_mode)
+    vmap = staticmethod(refuse_vmap)
 
 
 class _TransformedGradients(torch.autograd.Function):
@@ -315,9 +326,9 @@ class _TransformedGradients(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep nothing: there is no further derivative."""
 
-    backward = staticmethod(_refuse_double_backward)
-    jvp = staticmethod(_refuse_forward_mode)
-    vmap = staticmethod(_refuse_vmap)
+    backward = staticmethod(refuse_double_backward)
+    jvp = staticmethod(refuse_forward_mode)
+    vmap = staticmethod(refuse_vmap)
 
 
 def _select_intervals(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -383,6 +394,6 @@ torch.library.register_autograd(
     lib=_library,
 )
 torch.library.register_autograd(
-    "flash_dmattn::attention_backward", _refuse_double_backward, lib=_library
+    "flash_dmattn::attention_backward", refuse_double_backward, lib=_library
 )
 dispatch_state.watch_kernels(_library)

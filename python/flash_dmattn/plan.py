@@ -155,10 +155,10 @@ def make_plan(
         elif mask is not None:
             batch, _, heads, keys, kv_heads = sizes
             mask = to_4d("attn_mask", mask, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
-    plain, start, end = mask_parts(mask)
-    plain = without_expansion(plain, 4 if packing.is_dense else 1)
+    parts = mask_parts(mask)
+    parts = parts._replace(mask=without_expansion(parts.mask, 4 if packing.is_dense else 1))
     # A plan is the same for any values and settings but these.
-    inputs = AttentionInputs(query, key, key, plain, start, end, causal=causal, **packing._asdict())
+    inputs = AttentionInputs(query, key, key, causal=causal, **parts._asdict(), **packing._asdict())
     return AttentionPlan(attn_mask, causal, name, ops.make_plan(inputs, name), sizes, packing)
 
 

@@ -97,8 +97,8 @@ def _inputs(
             mask = to_4d("attn_mask", mask, **sizes)
         if bias is not None:
             bias = to_4d("attn_bias", bias, **sizes)
-    plain, start, end = mask_parts(mask)
-    return AttentionInputs(query, key, value, plain, start, end, bias, **packing._asdict())
+    parts = mask_parts(mask)._asdict()
+    return AttentionInputs(query, key, value, bias=bias, **parts, **packing._asdict())
 
 
 def _in_query_dtype(inputs: AttentionInputs) -> AttentionInputs:

@@ -29,6 +29,7 @@ __all__ = [
     "composable_mask",
     "dynamic_mask",
     "is_one_row",
+    "is_per_key",
     "keeps_all",
     "select",
     "selectable_bias",
@@ -115,11 +116,12 @@ def dynamic_mask(
     if mask is not None:
         _check_mask(mask, bias, shape)
     causal, name = flag("is_causal", is_causal), backend_name(backend)
-    keep, start, end = select(bias, mask, packing, shape, window_size, causal, name)
+    keep, start, end, max_kept = select(bias, mask, packing, shape, window_size, causal, name)
     if start is None or end is None:
         assert keep is not None
         return keep
-    return IntervalMask(start, end, query_length=shape.queries if packing.is_dense else None)
+    query_length = shape.queries if packing.is_dense else None
+    return IntervalMask(start, end, query_length=query_length, max_kept=max_kept)
 
 
 class CallShape(NamedTuple):
@@ -154,7 +156,7 @@ def select(
     """Do what `dynamic_mask` does, with its bias and mask in 4 dimensions, or 3 of a packed batch.
 
     Returns:
-        A mask, or start and end, as an operator takes them.
+        A mask, or start and end, as fields of a record.
 
     Raises:
         TypeError, ValueError: as `dynamic_mask`.
@@ -177,8 +179,17 @@ def select(
         bias, mask = without_expansion(bias, 3), without_expansion(mask, 4)
     selection = SelectionInputs(bias, mask, *packing[:2], *shape, window, causal)
     if causal and bias.shape[-2] == 1 and (mask is None or mask.shape[-2] == 1):
-        return None, *ops.select_intervals(selection, backend)
-    return ops.select_keep(selection, backend), None, None
+        # A window of 0 keeps no more than one of 1; 0 stands for what is not known.
+        return MaskParts(None, *ops.select_intervals(selection, backend), max(1, window))
+    return MaskParts(ops.select_keep(selection, backend))
+
+
+def is_per_key(bias: Tensor, mask: Tensor | None, dense: bool) -> bool:
+    """Say whether attention may select by itself from a bias that is the same for every query."""
+    rank = 4 if dense else 3
+    if bias.dim() != rank or bias.shape[-2] != 1 or bias.dtype == torch.float64:
+        return False
+    return mask is None or (mask.dim() == rank and mask.shape[-2] == 1)
 
 
 def is_one_row(queries: int) -> bool:
@@ -233,7 +244,7 @@ def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
             "dynamic_mask and combine the masks with &, which drops what the window kept of other "
             "keys"
         )
-    return mask_parts(mask)[0]
+    return mask_parts(mask).mask
 
 
 def _dense_tensors(

@@ -100,6 +100,12 @@ static int32_t do_select(const fdm_selection *selection, fdm_buffer workspace, c
   return finish(message, message_bytes);
 }
 
+static int32_t select_and_plan(const fdm_selection *selection, const fdm_problem *problem, fdm_buffer plan_buffer,
+                               fdm_buffer workspace, char *message, size_t message_bytes) {
+  recorded_selection = *selection;
+  return plan(problem, plan_buffer, workspace, message, message_bytes);
+}
+
 static const fdm_pack table = {
     .abi_version = ABI_VERSION,
     .struct_size = STRUCT_SIZE,
@@ -112,7 +118,10 @@ static const fdm_pack table = {
     .arch = DEVICE_TYPE == FDM_CUDA ? 90 : 0,
     .max_head_dim = 256,
     .dtypes = DTYPES,
-    .plan_layouts = {{0, 0, 0, 0, 0, 1}, {64, 8, 4, 0, 0, 1}, {64, 16, 12, 2, 0, 32}, {64, 0, 0, 128, 5, 32}},
+    .plan_layouts = {{0, 0, 0, 0, 0, 1, 0},
+                     {64, 8, 4, 0, 0, 1, 0},
+                     {64, 16, 12, 2, 3, 32, 4},
+                     {64, 0, 0, 128, 5, 32, INT64_MAX}},
     .workspace_bytes = workspace_bytes,
     .plan = plan,
 #ifndef NO_FORWARD
@@ -121,6 +130,7 @@ static const fdm_pack table = {
     .backward = backward,
     .selection_workspace_bytes = selection_workspace_bytes,
     .select = do_select,
+    .select_and_plan = select_and_plan,
 };
 
 EXPORT const fdm_pack *ENTRY_NAME(void) { return NO_TABLE ? NULL : &table; }

@@ -31,23 +31,28 @@ def test_pack_attributes(pack: _core.Pack, recording_path: Path) -> None:
     )
     assert (pack.max_head_dim, pack.dtypes) == (256, ["float32", "float16"])
     assert list(pack.plan_layouts) == ["none", "keys", "intervals", "rows"]
-    assert pack.plan_layouts["intervals"] == (64, 16, 12, 2, 0, 32)
+    assert pack.plan_layouts["intervals"] == (64, 16, 12, 2, 3, 32, 4)
     assert "recording" in repr(pack)
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "intervals", "rows"])
 def test_plan_bytes_is_the_formula_of_the_layout(pack: _core.Pack, kind: Any) -> None:
-    fixed, per_list, per_key, per_tile, per_tile_key, tile_rows = pack.plan_layouts[kind]
-    for lists, keys, row_keys, rows, sequences in [
-        (0, 7, 7, 5, 2),
-        (4, 100, 90, 65, 3),
-        (1, 0, 0, 0, 0),
+    *sizes, tile_rows, most_tile_keys = pack.plan_layouts[kind]
+    fixed, per_list, per_key, per_tile, per_tile_key = sizes
+    for lists, keys, row_keys, rows, sequences, max_kept in [
+        (0, 7, 7, 5, 2, 0),
+        (4, 100, 90, 65, 3, 0),
+        (4, 100, 90, 65, 3, 20),
+        (4, 100, 90, 65, 3, 2**62),
+        (1, 0, 0, 0, 0, 0),
     ]:
         tiles = rows // tile_rows + sequences
+        most = most_tile_keys if max_kept == 0 or kind == "rows" else max_kept + tile_rows - 1
+        tile_keys = min(row_keys, most)
         expected = fixed + lists * (
-            per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key)
+            per_list + keys * per_key + tiles * (per_tile + tile_keys * per_tile_key)
         )
-        assert pack.plan_bytes(kind, lists, keys, row_keys, rows, sequences) == expected
+        assert pack.plan_bytes(kind, lists, keys, row_keys, rows, sequences, max_kept) == expected
 
 
 def test_plan_bytes_refuses(pack: _core.Pack) -> None:
@@ -55,6 +60,8 @@ def test_plan_bytes_refuses(pack: _core.Pack) -> None:
         pack.plan_bytes("columns", 1, 1, 1, 1, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="row_keys is -3"):
         pack.plan_bytes("rows", 1, 1, -3, 1, 1)
+    with pytest.raises(ValueError, match="max_kept is -1"):
+        batch_call(max_kept=-1).problem(pack)
 
 
 def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
@@ -64,6 +71,7 @@ def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
         (batch_call(mask=zeros(B, K, dtype="bool")), ("keys", B, K, K, Q, 1)),
         (batch_call(mask=zeros(1, H, Q, K, dtype="bool")), ("rows", H, K, K, Q, 1)),
         (batch_call(start=start, end=start), ("intervals", HK, K, K, Q, 1)),
+        (batch_call(start=start, end=start, max_kept=2), ("intervals", HK, K, K, Q, 1, 2)),
         (varlen_call(mask=zeros(H, 1, 9, dtype="bool")), ("keys", H, 9, 6, 6, 2)),
         (varlen_call(mask=zeros(1, 6, 6, dtype="bool")), ("rows", 1, 9, 6, 6, 2)),
     ]

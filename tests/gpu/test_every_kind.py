@@ -19,18 +19,24 @@ from .kinds import KINDS, Draw
 HEAD_DIMS = (1, 32, 64, 96, 100, 128, 192, 200, 256)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_every_kind(kind: str, dtype: torch.dtype, pack_target: Target, seed: int) -> None:
+def test_every_kind(
+    kind: str, dtype: torch.dtype, deterministic: bool, pack_target: Target, seed: int
+) -> None:
     call = KINDS[kind](Draw(seed, dtype)).to(pack_target.device)
-    expected(call).check(call.results())
+    expected(call).check(call.results(deterministic=deterministic))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("form", ["causal", "intervals", "row_mask", "decode", "packed_key_mask"])
-def test_every_head_dim(form: str, head_dim: int, pack_target: Target, seed: int) -> None:
+def test_every_head_dim(
+    form: str, head_dim: int, deterministic: bool, pack_target: Target, seed: int
+) -> None:
     most = loader.pack_for(pack_target.device).max_head_dim
     if head_dim > most:
         pytest.skip(f"the pack was built for head dimensions up to {most}")
     call = KINDS[form](Draw(seed, HALF_TYPES[head_dim % 3 == 1], head_dim))
     call = call.to(pack_target.device)
-    expected(call).check(call.results())
+    expected(call).check(call.results(deterministic=deterministic))

@@ -10,6 +10,7 @@
 #include "../host/dispatch.h"
 #include "../plan/list_work.cuh"
 #include "../tile/tile_sizes.cuh"
+#include "query_sums.cuh"
 #include "row_statistics.cuh"
 
 namespace fdm::cuda {
@@ -23,27 +24,43 @@ bool takes_listed_keys(const fdm_problem &p) {
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
+// May one kernel compute all gradients, if all are wanted? It adds to dq in no fixed order. Every query head of a group must keep the same
+// keys there, since K of a block serves all of them, and what a key that a head drops holds must not reach that head.
+bool may_fuse(const fdm_problem &p) {
+  const bool exists = with_head_dim(p.head_dim, InstantiatedHeadDims{},
+                                    [](auto dim) { return fused_tile(FDM_TILE_ARCH, decltype(dim)::value).keys > 0; });
+  if (!exists || p.flags & FDM_DETERMINISTIC || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
+  const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
+}
+
 template <class T> T *take(char *base, int64_t *used, int64_t count) {
   T *pointer = reinterpret_cast<T *>(base + *used);
   *used += align_256(count * int64_t(sizeof(T)));
   return pointer;
 }
 
-// Fills in what depends on the problem alone; `bytes` becomes the size of the workspace.
-BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
+// Of problems with so many keys the parts of a block are chosen by the host, which knows neither how many keys are kept
+// nor for how long. Waiting for the device to make a schedule takes longer than unequal parts do.
+constexpr int64_t kMostUnscheduledKeys = 4096;
+
+// Fills in what depends on the problem and on whether one kernel computes all gradients; `bytes` becomes the size of the
+// workspace.
+BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_t *bytes) {
   BackwardParams params{};
   params.p = p;
   KeyWork &keys = params.keys;
   keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
     constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    keys.block_keys = tile.keys;
-    keys.tile_rows = tile.rows;
+    constexpr FusedTileChoice fused_choice = fused_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    keys.block_keys = fused ? fused_choice.keys : tile.keys;
+    keys.tile_rows = fused ? fused_choice.rows : tile.rows;
     return int32_t(decltype(dim)::value);
   });
   keys.listed = takes_listed_keys(p);
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
-  keys.blocks =
-      keys.listed ? keys.buckets * (kBucketKeys / keys.block_keys) : int32_t(ceil_div(p.keys, keys.block_keys));
+  keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
+                                    : ceil_div(p.keys, keys.block_keys));
   keys.heads = int32_t(p.batch * p.kv_heads);
   params.bias_heads = sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
 
@@ -52,22 +69,45 @@ BackwardParams lay_out(const fdm_problem &p, void *workspace, int64_t *bytes) {
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
   params.statistics = take<RowStatistics>(base, &used, batches * p.heads * total_rows(p));
   if (present(p.sink)) params.sink_shares = take<float>(base, &used, p.heads * batches * total_rows(p));
-  if (sums_bias_of_keys(p))
-    params.bias_sums = take<float>(base, &used, batches * p.kv_heads * params.bias_heads * list_keys(p));
+  if (fused) {
+    QuerySums &sums = params.query_sums;
+    sums.tile_rows = keys.tile_rows;
+    sums.head_rows = query_sum_rows(p, sums.tile_rows);
+    sums.dim = keys.slot_dim;
+    sums.data = take<float>(base, &used, query_sum_count(p, sums));
+  }
+  if (sums_bias_of_keys(p)) {
+    const int64_t heads = p.kv_heads * params.bias_heads, all_keys = list_keys(p);
+    float *sums = take<float>(base, &used, batches * heads * all_keys);
+    params.bias_sums = {sums, {batches, heads, 1, all_keys}, {heads * all_keys, all_keys, 0, 1}, FDM_FLOAT32, 0};
+  }
   if (keys.listed) {
     const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
     keys.ordered = take<KeyRows>(base, &used, lists * list_keys(p));
     keys.ranges = take<RowRange>(base, &used, lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
-  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. The schedule makes do with the
-  // slots that there are.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
-  const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
-  keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
-  keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
-  keys.items = take<KeyItem>(base, &used, keys.max_items);
-  keys.item_count = take<int32_t>(base, &used, 1);
+  if (fused) {
+    keys.max_items = int32_t(std::min(kMostShares, ceil_div(blocks * (steps + kBlockSteps), kLeastSteps)));
+    keys.slot_count = 2 * keys.max_items;
+  } else {
+    // No part is shorter than two thirds of kLeastSteps, so few steps need no slots.
+    const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
+    if (is_varlen(p) || p.keys > kMostUnscheduledKeys) {
+      // The schedule makes do with the slots that there are.
+      keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
+      keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
+    } else {
+      keys.parts = int32_t(std::max<int64_t>(1, std::min(parts, kWantedItems / std::max<int64_t>(1, blocks))));
+      keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks * keys.parts));
+      keys.slot_count = keys.parts > 1 ? keys.max_items : 0;
+    }
+  }
+  if (keys.parts == 0) {
+    keys.items = take<KeyItem>(base, &used, keys.max_items);
+    keys.item_count = take<int32_t>(base, &used, 1);
+  }
   keys.slot_floats = int64_t(keys.block_keys) * (2 * keys.slot_dim + params.bias_heads);
   keys.slots = take<float>(base, &used, keys.slot_count * keys.slot_floats);
   *bytes = used;
@@ -81,28 +121,6 @@ template <class... Steps> cudaError_t run_all(const Steps &...steps) {
   return error;
 }
 
-cudaError_t clear_gradients(const BackwardParams &params, bool rows, bool keys, bool bias, bool sink,
-                            cudaStream_t stream) {
-  const auto clear = [&](bool wanted, const fdm_tensor &t) {
-    return wanted ? launch_fill_zero(t, stream) : cudaSuccess;
-  };
-  return run_all([&] { return clear(rows, params.a.dq); }, [&] { return clear(keys, params.a.dk); },
-                 [&] { return clear(keys, params.a.dv); }, [&] { return clear(bias, params.a.dbias); },
-                 [&] { return clear(sink, params.a.dsink); });
-}
-
-cudaError_t prepare_keys(const BackwardParams &params, cudaStream_t stream) {
-  const fdm_problem &p = params.p;
-  return run_all(
-      [&] {
-        if (!params.wants_bias_sums) return cudaSuccess;
-        const int64_t rows = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * params.bias_heads;
-        return cudaMemsetAsync(params.bias_sums, 0, size_t(rows * list_keys(p)) * sizeof(float), stream);
-      },
-      [&] { return params.keys.listed ? launch_key_order(params, stream) : cudaSuccess; },
-      [&] { return launch_key_schedule(params, stream); });
-}
-
 cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream) {
   return run_all(
       [&] {
@@ -110,45 +128,60 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
           return launch_dkdv<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
         });
       },
-      [&] { return launch_key_sum(params, stream); },
-      [&] { return params.wants_bias_sums ? launch_bias_reduce(params, stream) : cudaSuccess; });
+      [&] { return params.query_sums.data ? launch_query_sums(params, stream) : cudaSuccess; },
+      [&] { return params.keys.slot_count > 0 ? launch_key_sum(params, stream) : cudaSuccess; },
+      [&] { return params.reduces_bias ? launch_bias_reduce(params, stream) : cudaSuccess; });
 }
 
 } // namespace
 
 int64_t backward_workspace_bytes(const fdm_problem &p) {
-  int64_t bytes;
-  lay_out(p, nullptr, &bytes);
-  return bytes;
+  int64_t bytes, fused_bytes = 0;
+  lay_out(p, false, nullptr, &bytes);
+  if (may_fuse(p)) lay_out(p, true, nullptr, &fused_bytes);
+  return std::max(bytes, fused_bytes);
 }
 
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
-  int64_t bytes;
-  BackwardParams params = lay_out(p, workspace, &bytes);
-  params.a = args;
-  params.plan = plan;
-  params.aligned =
+  const bool wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
+  const bool row_bias = present(args.dbias) && !wants_bias_sums;
+  const bool key_gradients = present(args.dk) || present(args.dv) || wants_bias_sums;
+  const bool aligned =
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
-  params.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
-  params.wants_bias_sums = present(args.dbias) && sums_bias_of_keys(p);
-  params.beside_dq = present(args.dq);
-  const bool row_bias = present(args.dbias) && !params.wants_bias_sums;
-  const bool key_gradients = present(args.dk) || present(args.dv) || params.wants_bias_sums;
+  const bool dout_aligned = rows_are_aligned(args.dout, p.head_dim);
+  const bool fused = aligned && dout_aligned && present(args.dq) && key_gradients && may_fuse(p);
+  int64_t bytes;
+  BackwardParams params = lay_out(p, fused, workspace, &bytes);
+  params.a = args;
+  params.plan = plan_of(p, plan);
+  params.aligned = aligned;
+  params.dout_aligned = dout_aligned;
+  params.wants_bias_sums = wants_bias_sums;
+  if (wants_bias_sums) {
+    params.reduces_bias = !std::equal(args.dbias.shape, args.dbias.shape + 4, params.bias_sums.shape);
+    if (!params.reduces_bias) params.bias_sums = args.dbias;
+  }
+  params.beside_dq = present(args.dq) && !fused;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
-  // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
-  if (cudaError_t error =
-          clear_gradients(params, nothing || is_varlen(p), nothing || is_varlen(p) || params.keys.listed,
-                          nothing || (is_varlen(p) && row_bias), nothing, stream))
-    return error;
-  if (nothing) return cudaSuccess;
+  if (nothing)
+    return run_all([&] { return launch_fill_zero(args.dq, stream); }, [&] { return launch_fill_zero(args.dk, stream); },
+                   [&] { return launch_fill_zero(args.dv, stream); },
+                   [&] { return launch_fill_zero(args.dbias, stream); },
+                   [&] { return launch_fill_zero(args.dsink, stream); });
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
+  // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
+  params.clears_keys = is_varlen(p) || params.keys.listed;
+  // A persistent kernel finds its shares itself.
+  const bool scheduled = key_gradients && !fused && params.keys.parts == 0;
 
-  return run_all([&] { return key_gradients ? prepare_keys(params, stream) : cudaSuccess; },
-                 [&] { return launch_row_statistics(params, key_gradients, stream); },
+  return run_all([&] { return is_varlen(p) ? launch_fill_zero(args.dq, stream) : cudaSuccess; },
+                 [&] { return is_varlen(p) && row_bias ? launch_fill_zero(args.dbias, stream) : cudaSuccess; },
+                 [&] { return launch_prepare(params, key_gradients, stream); },
+                 [&] { return scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
                  [&] {
-                   if (!present(args.dq)) return cudaSuccess;
+                   if (!present(args.dq) || fused) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
                      return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
                    });

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The backward pass: what the host hands to its kernels.
 //
-// Nothing is added by two blocks of threads, so equal inputs give equal bits:
-//   1. key_order.cu, key_schedule.cu  blocks of keys that are kept by similar rows, and their division into parts;
-//      row_statistics.cu       statistics of each row, at the same time;
+// Unless dq is summed as below, nothing is added by two blocks of threads, so equal inputs give equal bits:
+//   1. prepare.cu              blocks of keys that are kept by similar rows; statistics of each row;
+//      key_schedule.cu         the division of many blocks of keys into parts;
 //   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
 //   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;
+//      sm90/fused.cuh          all of these at once, where equal bits are not asked for: blocks of keys add to float32
+//                              sums of dq, in no fixed order, which query_sums.cu rounds;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
 //      row_bias.cuh            a bias with a row for each query;
 //      sink_reduce.cu          the sink of each head.
@@ -16,7 +18,7 @@
 
 #include <cstdint>
 
-#include "../../pack.h"
+#include "../plan/plan.cuh"
 
 namespace fdm::cuda {
 
@@ -44,6 +46,8 @@ struct KeyWork {
   // heads are counted over sequences too.
   int32_t blocks, heads;
   int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
+  // Above 0: every block has so many parts, and there is no schedule. Else `items` is the schedule.
+  int32_t parts;
   int32_t max_items;
   KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block
@@ -60,17 +64,33 @@ constexpr int kBucketKeys = 2048;
 // largest GPUs, which then end together. More parts would cost more partial sums, and memory for them. A part with
 // fewer than kLeastSteps steps is not worth its own partial sums.
 constexpr int64_t kWantedItems = 352, kLeastSteps = 16;
+// A persistent kernel cuts the work into shares instead (key_shares.cuh), one for each SM, and no more than these. A
+// block of keys counts as kBlockSteps steps more than it has: finding it, loading its keys, writing its gradients.
+constexpr int64_t kMostShares = 160, kBlockSteps = 4;
+
+// The float32 sums of dq to which all blocks of keys add. See query_sums.cuh.
+struct QuerySums {
+  float *data;       // null: dq has a kernel of its own
+  int64_t head_rows; // rows of a head, those that no sequence has included
+  int32_t tile_rows; // a sequence begins at a multiple of these
+  int32_t dim;       // D of the instantiation
+};
 
 struct BackwardParams {
   fdm_problem p;
   fdm_backward_args a;
-  const void *plan;
+  Plan plan;
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   float *sink_shares;        // [head][batch, or 1 for varlen][row]: what each row adds to the gradient of its sink
   KeyWork keys;
-  float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
+  QuerySums query_sums;
+  // Of a bias without rows for queries: [batch, or 1 for varlen][kv head][bias_heads][1][key]. This is dbias itself, or
+  // float32 sums for bias_reduce.cu where several of them share an element of the bias.
+  fdm_tensor bias_sums;
+  bool reduces_bias;
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
+  bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
   bool beside_dq;             // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
 };
@@ -79,11 +99,11 @@ template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParam
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardParams &params, cudaStream_t stream);
 
-// `beside_keys` says that the schedule of the keys is launched right before, and may still be running.
-cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys, cudaStream_t stream);
-cudaError_t launch_key_order(const BackwardParams &params, cudaStream_t stream);
+// `key_gradients` says that gradients of keys, values or a bias of keys are wanted.
+cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream);
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_sink_reduce(const BackwardParams &params, cudaStream_t stream);
 // Fills the whole of a tensor of any strides with zeros; does nothing if it is absent.

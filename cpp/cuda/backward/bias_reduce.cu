@@ -18,7 +18,8 @@ struct SharedSums {
   int64_t heads, keys; // the sizes of bias_sums
   int64_t first_batch, past_batch, first_head, past_head;
 
-  __device__ SharedSums(const BackwardParams &params, int64_t batch, int64_t head) : sums(params.bias_sums) {
+  __device__ SharedSums(const BackwardParams &params, int64_t batch, int64_t head)
+      : sums(static_cast<const float *>(params.bias_sums.data)) {
     const fdm_problem &p = params.p;
     const fdm_tensor &t = params.a.dbias;
     heads = p.kv_heads * params.bias_heads;

@@ -237,9 +237,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dkdv_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DkdvShared<Config> *>(dynamic_shared);
-  if (int(blockIdx.x) >= *params.keys.item_count) return;
+  if (!has_key_item(params, blockIdx.x)) return;
   DkdvBlock<Config> block(params, shared);
-  block.keys.start(params.keys.items[blockIdx.x], Config::kKeyGradient);
+  block.keys.start(key_item(params.keys, blockIdx.x), Config::kKeyGradient);
   block.run();
   block.write();
 }

@@ -12,6 +12,7 @@
 #include "../host/launch_sm90.cuh"
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/dkdv.cuh"
+#include "sm90/fused_kernel.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -48,20 +49,38 @@ cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t strea
 }
 
 #if FDM_TILE_ARCH == 90
+// Calls launch(std::true_type or std::false_type), which says whether there is a softcap.
+template <class Launch> cudaError_t launch_with_softcap(const BackwardParams &params, const Launch &launch) {
+  return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
+}
+
+template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
+  return launch_with_softcap(params, [&](auto has_softcap) {
+    constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
+    using Config =
+        sm90::KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, sm90::fused_stages(kHeadDim), has_softcap>;
+    return sm90::launch_persistent<sm90::FusedMemory<Config>, sm90::fused_kernel<Config>>(params, params.keys.max_items,
+                                                                                          stream);
+  });
+}
+
 // This kernel also serves calls that want one gradient alone. A kernel for that would not take half the time, and
 // would not be small.
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
-  constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
-  const auto launch = [&](auto has_softcap) {
-    using Config = sm90::DkdvConfig<Element, kHeadDim, tile.rows, tile.stages, has_softcap>;
+  return launch_with_softcap(params, [&](auto has_softcap) {
+    constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
+    using Config = sm90::KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, has_softcap>;
     static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
-    return sm90::launch<sm90::DkdvShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items, stream);
-  };
-  return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
+    return sm90::launch<sm90::KeyStationaryShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items,
+                                                                                      stream);
+  });
 }
 #endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream) {
+#if FDM_TILE_ARCH == 90
+  if (params.query_sums.data) return launch_fused<Element, kHeadDim>(params, stream);
+#endif
   if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
 #if FDM_TILE_ARCH == 90
   if constexpr (kHeadDim <= sm90::kMostDkdvHeadDim)

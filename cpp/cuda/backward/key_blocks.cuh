@@ -3,6 +3,7 @@
 // query heads and tiles of rows.
 #pragma once
 
+#include "../tile/products.cuh"
 #include "row_statistics.cuh"
 
 namespace fdm::cuda {
@@ -30,13 +31,22 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   place.kv_head = head % p.kv_heads;
   place.s = sequence(p, place.sequence_index);
   if (!params.keys.listed) return place;
-  int64_t bytes;
-  const Plan plan = lay_out_plan(p, const_cast<void *>(params.plan), &bytes);
+  const Plan &plan = params.plan;
   const int64_t list = list_number(p, plan, place.s, place.kv_head * group_size(p));
   place.list_sequence = is_varlen(p) ? list * p.batch + place.sequence_index : list;
   place.list_base = list * plan.list_keys + place.s.k_begin;
   place.kept = plan.kept_count[place.list_sequence];
   return place;
+}
+
+// Stores the sum of the bias gradient of a key over all rows, for a query head of a group or for all of them.
+__device__ __forceinline__ void store_bias_sum(const BackwardParams &params, const Sequence &s, int64_t kv_head,
+                                               int64_t head_of_group, int32_t key, float sum) {
+  const fdm_tensor &t = params.bias_sums;
+  store_element(t,
+                s.batch * t.stride[0] + (kv_head * params.bias_heads + head_of_group) * t.stride[1] +
+                    (s.k_begin + key) * t.stride[3],
+                sum);
 }
 
 // Where the keys of a block lie in the order of its list. Blocks are numbered across buckets: the first of every
@@ -47,11 +57,28 @@ FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
 
 // The rows that may keep a key of the block. There is no such block where past < first.
 __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
-  if (params.keys.listed) return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
+  if (params.keys.listed) {
+    if (ordered_position(params.keys, place.block) >= place.kept) return {0, -1};
+    return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
+  }
   const int64_t key = int64_t(place.block) * params.keys.block_keys;
   if (key >= place.s.k_count) return {0, -1};
   const int32_t past = static_cast<int32_t>(place.s.q_count);
   return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
+}
+
+// The item of a block of threads. Without a schedule the blocks of keys come one after the other, each with its parts;
+// those that have no keys are left out.
+__device__ __forceinline__ bool has_key_item(const BackwardParams &params, int64_t number) {
+  const KeyWork &keys = params.keys;
+  if (keys.parts == 0) return number < *keys.item_count;
+  const RowRange rows = key_block_rows(params, key_block_place(params, number / keys.parts));
+  return rows.past >= rows.first;
+}
+__device__ __forceinline__ KeyItem key_item(const KeyWork &keys, int32_t number) {
+  if (keys.parts == 0) return keys.items[number];
+  const int32_t part = number % keys.parts;
+  return {number / keys.parts, part, keys.parts, number - part};
 }
 
 struct KeySteps {
@@ -177,9 +204,7 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
   }
 
   __device__ const RowWord *words(const KeyStep &step, int tile_rows) const {
-    int64_t bytes;
-    const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
-    return tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, head(step),
+    return tile_words(params.p, params.plan, shared.task.s, shared.task.sequence_index, head(step),
                       int64_t(step.tile) * tile_rows / kTileRows);
   }
 
@@ -205,11 +230,11 @@ template <int kKeys, class Team, int kBuffers> struct KeyBlock {
     if (!shared.task.slot) return nullptr;
     return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
   }
-  __device__ float *bias_sum(int64_t head_of_group, int r) const {
-    if (shared.task.slot) return slot_bias() + head_of_group * kKeys + r;
-    const KeyTask &own_task = shared.task;
-    const int64_t head = (own_task.s.batch * params.p.kv_heads + own_task.kv_head) * params.bias_heads + head_of_group;
-    return params.bias_sums + head * list_keys(params.p) + own_task.s.k_begin + shared.key[r];
+  __device__ void write_bias_sum(int64_t head_of_group, int r, float sum) const {
+    if (shared.task.slot)
+      slot_bias()[head_of_group * kKeys + r] = sum;
+    else
+      store_bias_sum(params, shared.task.s, shared.task.kv_head, head_of_group, shared.key[r], sum);
   }
 
 private:
@@ -228,11 +253,7 @@ private:
     own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
     own_task.same_rows = params.keys.listed || !is_interval_plan(kind);
     own_task.test_all = kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias);
-    own_task.words = nullptr;
-    if (kind == FDM_MASK_ROWS) {
-      int64_t bytes;
-      own_task.words = lay_out_plan(p, const_cast<void *>(params.plan), &bytes).words;
-    }
+    own_task.words = params.plan.words;
     own_task.slot =
         item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
     shared.max_first = 0;
@@ -304,8 +325,7 @@ private:
   __device__ void map_tiles(int64_t query_head) {
     if (query_head == mapped_head) return;
     mapped_head = query_head;
-    int64_t bytes;
-    const Plan plan = lay_out_plan(params.p, const_cast<void *>(params.plan), &bytes);
+    const Plan &plan = params.plan;
     const int64_t list = list_number(params.p, plan, shared.task.s, query_head);
     if (list == mapped_list) return;
     mapped_list = list;

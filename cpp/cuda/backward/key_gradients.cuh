@@ -38,8 +38,9 @@ struct KeyGradients {
     for (int m = 0; m < kKeyTiles; ++m) dbias[m][0] = dbias[m][1] = 0.0f;
   }
 
+  // Two warpgroups may have different rows or columns of the same keys.
   __device__ static int key_row(int m, int half) {
-    return threadIdx.x / 32 * (16 * kKeyTiles) + 16 * m + accumulator_row(half);
+    return threadIdx.x / 32 * (16 * kKeyTiles) % kKeys + 16 * m + accumulator_row(half);
   }
   __device__ bool wants_score_gradients() const {
     return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
@@ -113,6 +114,54 @@ struct KeyGradients {
       }
   }
 
+  // The same in two parts, for scores without a softcap: P' as soon as the scores are there, dS' when dP' is.
+  template <bool kTest>
+  __device__ void make_probabilities(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4]) {
+    const ScoreFactors factors(params.p);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = key_row(m, half);
+        const float bias = keys.shared.bias[stage.step.buffer][key];
+        uint32_t bits[kWordCount];
+        if constexpr (kTest) keep_bits(stage, key, bits);
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n) {
+          const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[8 * n + accumulator_column()]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float &score = scores[m][n][2 * half + i];
+            float slope, x = factors.score<false>(score, bias, &slope) - (i ? lse.y : lse.x);
+            if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
+            score = ptx::exp2_approximate(x);
+            if constexpr (kTest) score = bits[n / 4] >> (8 * (n % 4) + i) & 1 ? score : 0.0f;
+          }
+        }
+      }
+  }
+  template <bool kTest>
+  __device__ void make_score_gradients(const RowStage<kKeys, kRows> &stage,
+                                       const float (&probabilities)[kKeyTiles][kRowTiles][4],
+                                       float (&gradients)[kKeyTiles][kRowTiles][4]) {
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+      const float2 delta = *reinterpret_cast<const float2 *>(&stage.delta[8 * n + accumulator_column()]);
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float p = probabilities[m][n][2 * half + i];
+            float &gradient = gradients[m][n][2 * half + i];
+            gradient = p * (gradient - (i ? delta.y : delta.x));
+            if constexpr (kTest) gradient = p == 0.0f ? 0.0f : gradient;
+            dbias[m][half] += gradient;
+          }
+    }
+  }
+
   // kLargeLse tells what makes a tile `careful`.
   template <bool kCap, class RowBias>
   __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
@@ -139,13 +188,14 @@ struct KeyGradients {
           const float sum = ptx::row_sum(dbias[m][half]);
           dbias[m][half] = 0.0f;
           const int key = key_row(m, half);
-          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0) *keys.bias_sum(head_of_group, key) = sum;
+          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0) keys.write_bias_sum(head_of_group, key, sum);
         }
     }
   }
 
-  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise.
-  __device__ void write() const {
+  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: the kHeadDim
+  // columns from `first` on.
+  __device__ void write(int first = 0) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -157,11 +207,12 @@ struct KeyGradients {
           if (float *partial = keys.partial_sums(which, key)) {
 #pragma unroll
             for (int d = 0; d < kHeadDim / 8; ++d)
-              *reinterpret_cast<float2 *>(partial + 8 * d + accumulator_column()) =
-                  make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
+              if (first + 8 * d < params.keys.slot_dim)
+                *reinterpret_cast<float2 *>(partial + first + 8 * d + accumulator_column()) =
+                    make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
           } else {
-            write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key), t.stride[3], int(params.p.head_dim),
-                      sums, half, factor);
+            write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key) + first * t.stride[3], t.stride[3],
+                      int(params.p.head_dim) - first, sums, half, factor);
           }
         };
         if constexpr (kKeyGradient) write(params.a.dk, dk[m], params.p.scale, 0);

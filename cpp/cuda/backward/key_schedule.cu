@@ -97,9 +97,7 @@ __global__ void __launch_bounds__(kThreads) schedule_keys(const __grid_constant_
 } // namespace
 
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream) {
-  // The order of the keys, if there is one, is launched right before.
-  if (params.keys.listed) return launch<Overlap::kernel_ahead>(schedule_keys, 1, kThreads, 0, stream, params);
-  return launch(schedule_keys, 1, kThreads, 0, stream, params);
+  return launch<Overlap::kernel_ahead>(schedule_keys, 1, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

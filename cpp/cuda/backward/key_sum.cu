@@ -44,8 +44,8 @@ template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const 
 __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ BackwardParams params) {
   const KeyWork &keys = params.keys;
   ptx::wait_for_kernel_ahead();
-  if (int(blockIdx.x) >= *keys.item_count) return;
-  const KeyItem item = keys.items[blockIdx.x];
+  if (!has_key_item(params, blockIdx.x)) return;
+  const KeyItem item = key_item(keys, int32_t(blockIdx.x));
   if (item.parts == 1 || item.part != 0) return;
   const fdm_problem &p = params.p;
   const KeyBlockPlace place = key_block_place(params, item.block);
@@ -70,9 +70,8 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ Ba
     const int r = first + i % rows, head_of_group = i / rows;
     const int32_t key = key_of_row(params, place, r);
     if (key < 0) continue;
-    const int64_t head = (place.s.batch * p.kv_heads + place.kv_head) * params.bias_heads + head_of_group;
-    params.bias_sums[head * list_keys(p) + place.s.k_begin + key] = sum_of_parts<float>(
-        keys, item, int64_t(2) * keys.block_keys * keys.slot_dim + int64_t(head_of_group) * keys.block_keys + r);
+    const int64_t offset = (int64_t(2) * keys.slot_dim + head_of_group) * keys.block_keys + r;
+    store_bias_sum(params, place.s, place.kv_head, head_of_group, key, sum_of_parts<float>(keys, item, offset));
   }
 }
 

@@ -134,9 +134,7 @@ template <class Config> struct RowBiasBlock {
     stored.kv_head = int(kv_head_of(p, stored.head));
     stored.words = nullptr;
     if (mask_kind(p) != FDM_MASK_ROWS) return;
-    int64_t bytes;
-    const Plan plan = lay_out_plan(p, const_cast<void *>(params.plan), &bytes);
-    stored.words = tile_words(p, plan, stored.s, stored.sequence_index, stored.head, task.first_row / kTileRows);
+    stored.words = tile_words(p, params.plan, stored.s, stored.sequence_index, stored.head, task.first_row / kTileRows);
   }
   __device__ static int row(int half) { return threadIdx.x / 32 * 16 + accumulator_row(half); }
   __device__ int row_count(const Sequence &s) const { return int(min64(kRows, s.q_count - shared.task.first_row)); }

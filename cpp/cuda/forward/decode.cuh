@@ -44,7 +44,7 @@ template <class Warp> struct LoadedRowBias {
   __device__ __forceinline__ float2 elements(int m, int half, int, int2 pair) const {
     const int r = warp.row(m, half);
     if (!warp.exists(r)) return {0.0f, 0.0f};
-    const auto load = [&](int32_t key) { return key < 0 ? 0.0f : warp.task.bias.load(warp.query(r), key); };
+    const auto load = [&](int32_t key) { return key < 0 ? 0.0f : warp.task->bias.load(warp.query(r), key); };
     return {load(pair.x), load(pair.y)};
   }
 };
@@ -68,13 +68,13 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ DecodeWarp(const ForwardParams &parameters, DecodeShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring[threadIdx.x / 32]), warp(threadIdx.x / 32),
         lane(threadIdx.x % 32) {
-    const int blocks = (task.columns.count + kColumns - 1) / kColumns;
+    const int blocks = (task->columns.count + kColumns - 1) / kColumns;
     workers = params.splits * Config::kWarps;
-    worker = task.split * Config::kWarps + warp;
+    worker = task->split * Config::kWarps + warp;
     steps = worker < blocks ? (blocks - worker + workers - 1) / workers : 0;
   }
 
-  __device__ int row_count() const { return int(task.s.q_count) * params.heads_per_tile; }
+  __device__ int row_count() const { return int(task->s.q_count) * params.heads_per_tile; }
 
   __device__ void load_queries() const {
     const fdm_tensor &q = params.p.q;
@@ -82,7 +82,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
                                                    int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
                                                      if (!this->exists(r)) return kZeroRow;
                                                      return static_cast<const uint16_t *>(q.data) +
-                                                            row_offset(q, task.s, this->query(r), this->head(r));
+                                                            row_offset(q, task->s, this->query(r), this->head(r));
                                                    });
   }
 
@@ -92,15 +92,15 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ int own_column(int step) const { return first_column(own_step(step)) + lane % kColumns; }
 
   __device__ int32_t fetch_own_key(int step) const {
-    return own_step(step) < steps ? fetch_key(task.columns, own_column(step)) : -1;
+    return own_step(step) < steps ? fetch_key(task->columns, own_column(step)) : -1;
   }
   __device__ ColumnEntry fetch_own_column(int step, int32_t key) const {
-    return fetch_column(task.columns, task.bias, own_column(step), key);
+    return fetch_column(task->columns, task->bias, own_column(step), key);
   }
   __device__ void store(int step, const ColumnEntry &entry) {
     if (own_step(step) < steps)
-      store_column<kColumns>(ring.at(own_step(step)), params.p, task.s, task.sequence_index, task.kv_head, task.columns,
-                             task.bias, own_column(step), entry);
+      store_column<kColumns>(ring.at(own_step(step)), params.p, task->s, task->sequence_index, task->kv_head,
+                             task->columns, task->bias, own_column(step), entry);
     __syncwarp();
   }
 
@@ -151,9 +151,9 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void attend(int step) {
     clear(scores);
     gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.sQ), 0), Tile::right_rows(stage(step, 0)));
-    this->finish_scores(ring.at(step), first_column(step) + kColumns > task.columns.full,
+    this->finish_scores(ring.at(step), first_column(step) + kColumns > task->columns.full,
                         LoadedRowBias<DecodeWarp>{*this, ring.at(step).key});
-    if (task.bias.rows) clear_dead_values(step);
+    if (task->bias.rows) clear_dead_values(step);
 #pragma unroll
     for (int half = 0; half < 2; ++half) this->rescale(0, half, this->softmax(0, half));
     gemm_rs<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));
@@ -233,10 +233,10 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 
   __device__ void write(int r, int d, float value, float largest, float total) const {
     const fdm_tensor &t = params.a.out;
-    store_element(t, row_offset(t, task.s, this->query(r), this->head(r)) + d * t.stride[3],
+    store_element(t, row_offset(t, task->s, this->query(r), this->head(r)) + d * t.stride[3],
                   total == 0.0f ? 0.0f : value * row_factor(this->sink(r), largest, total));
     if (d == 0)
-      static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task.s, this->query(r), this->head(r))] =
+      static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, this->query(r), this->head(r))] =
           total == 0.0f ? -INFINITY : (largest + log2f(total)) / kLog2E;
   }
 
@@ -244,7 +244,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     const fdm_problem &p = params.p;
     const int64_t rows = p.batch * p.heads * p.queries;
     const int64_t partial_row =
-        task.split * rows + (task.sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
+        task->split * rows + (task->sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
     params.partial_out[partial_row * p.head_dim + d] = value;
     if (d == 0) {
       params.partial_max[partial_row] = largest;

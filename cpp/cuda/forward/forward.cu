@@ -91,7 +91,8 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   ForwardParams params{};
   params.p = p;
   params.a = args;
-  params.plan = plan;
+  params.plan = plan_of(p, plan);
+  params.factors = ScoreFactors(p);
   params.heads_per_tile = division.heads_per_tile;
   params.tiles = int32_t(division.tiles);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);

@@ -74,7 +74,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     copy_rows<Tile, Config::kRows, Config::kThreads>(
         q_base, aligned(), int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
           if (!this->exists(r)) return kZeroRow;
-          return static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, this->query(r), this->head(r));
+          return static_cast<const uint16_t *>(q.data) + row_offset(q, task->s, this->query(r), this->head(r));
         });
   }
 
@@ -87,15 +87,15 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.at(block).key);
+    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, *task, ring.at(block).key);
   }
 
   __device__ void finish_scores(int block) {
     const typename Ring::Slot &slot = ring.at(block);
-    const bool partial = (block + 1) * kColumns > task.columns.full;
+    const bool partial = (block + 1) * kColumns > task->columns.full;
     if constexpr (Config::kGeneral) {
-      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.sBias, slot.key,
-                                                                task.first_row, this->row(0, 0));
+      const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task->bias}, shared.sBias, slot.key,
+                                                                task->first_row, this->row(0, 0));
       Rows::finish_scores(slot, partial, row_bias);
     } else {
       Rows::finish_scores(slot, partial);
@@ -105,16 +105,16 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   // The column that this thread fetches of the batch of blocks that begins with `block`.
   __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
   __device__ void store(int block, const ColumnEntry &entry) {
-    store_column<kColumns>(ring.at(block + int(threadIdx.x) / kColumns), params.p, task.s, task.sequence_index,
-                           task.kv_head, task.columns, task.bias, column(block), entry);
+    store_column<kColumns>(ring.at(block + int(threadIdx.x) / kColumns), params.p, task->s, task->sequence_index,
+                           task->kv_head, task->columns, task->bias, column(block), entry);
   }
 
   // The prologue loads Q and starts the copies of the first block; the mainloop goes through the blocks [begin, end).
   __device__ void run(int begin, int end) {
     this->start();
     load_queries();
-    const TileColumns &columns = task.columns;
-    store(begin, fetch_column(columns, task.bias, column(begin), fetch_key(columns, column(begin))));
+    const TileColumns &columns = task->columns;
+    store(begin, fetch_column(columns, task->bias, column(begin), fetch_key(columns, column(begin))));
     int32_t next_key = fetch_key(columns, column(begin + Ring::kBatch));
     __syncthreads();
     if (begin < end) load_keys<false>(begin);
@@ -132,7 +132,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       const bool fetch_ahead = (block - begin) % Ring::kBatch == 0 && ahead < end;
       ColumnEntry entry;
       if (fetch_ahead) {
-        entry = fetch_column(columns, task.bias, column(ahead), next_key);
+        entry = fetch_column(columns, task->bias, column(ahead), next_key);
         next_key = fetch_key(columns, column(ahead + Ring::kBatch));
       }
       clear(scores);

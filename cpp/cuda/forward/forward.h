@@ -6,14 +6,16 @@
 
 #include <cstdint>
 
-#include "../../pack.h"
+#include "../plan/plan.cuh"
+#include "../tile/score.cuh"
 
 namespace fdm::cuda {
 
 struct ForwardParams {
   fdm_problem p;
   fdm_forward_args a;
-  const void *plan;
+  Plan plan;
+  ScoreFactors factors;   // made once, since a division on the device takes registers throughout the mainloop
   int32_t tiles;          // tiles of the longest sequence
   int32_t heads_per_tile; // 1, or the heads of a group
   int32_t splits;

@@ -27,32 +27,39 @@ struct ForwardTask {
   float sink; // of `head`, as sink_score has it: loaded here, it is there when the epilogue needs it
 };
 
-// kSharedRows says that all warps of the block have the same rows, and each its own columns.
+// kSharedRows says that all warps of the block have the same rows, and each its own columns; kOneHead, that
+// heads_per_tile is 1 and the block's tile is the plan's.
 template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, bool kGeneral,
-          bool kSharedRows = false>
+          bool kSharedRows = false, bool kOneHead = false>
 struct ForwardRows {
   static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount, kDimTiles = kDimTileCount;
   static constexpr float kSlack = 8.0f;
 
   const ForwardParams &params;
-  const ForwardTask &task;
+  const ForwardTask *task;
   float scores[kRowTiles][kColumnTiles][4];
   float out[kRowTiles][kDimTiles][4];
   float maximum[kRowTiles][2], sum[kRowTiles][2];
 
   __device__ ForwardRows(const ForwardParams &parameters, const ForwardTask &own_task)
-      : params(parameters), task(own_task) {}
+      : params(parameters), task(&own_task) {}
 
   // Row r of the block is query r / heads_per_tile of head r % heads_per_tile.
-  __device__ int64_t query(int r) const { return task.first_row + r / params.heads_per_tile; }
-  __device__ int64_t head(int r) const { return task.head + r % params.heads_per_tile; }
-  __device__ bool exists(int r) const { return query(r) < task.s.q_count; }
+  __device__ int64_t query(int r) const { return task->first_row + (kOneHead ? r : r / params.heads_per_tile); }
+  __device__ int64_t head(int r) const { return task->head + (kOneHead ? 0 : r % params.heads_per_tile); }
+  // The same row in the plan's tile, which several blocks may share.
+  __device__ int row_of_tile(int r) const { return kOneHead ? r : int(query(r) - task->columns.first_row); }
+  __device__ bool exists(int r) const { return query(r) < task->s.q_count; }
   // The row of the block that this thread accumulates in tile m of the warp, half 0 or 1.
   __device__ static int row(int m, int half) {
     return (kSharedRows ? 0 : threadIdx.x / 32 * (16 * kRowTiles)) + 16 * m + accumulator_row(half);
   }
 
   __device__ void start() {
+    start_sums();
+    clear(out);
+  }
+  __device__ void start_sums() {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -60,7 +67,6 @@ struct ForwardRows {
         maximum[m][half] = -INFINITY;
         sum[m][half] = 0.0f;
       }
-    clear(out);
   }
 
   // Makes the scores scaled, capped and biased, to base 2, and -inf where a pair is not kept. `partial` says that some
@@ -73,7 +79,7 @@ struct ForwardRows {
     else
       add_column_bias<false>(slot);
     if constexpr (kGeneral)
-      if (task.bias.rows) add_row_bias(row_bias);
+      if (task->bias.rows) add_row_bias(row_bias);
     if (partial) drop_columns(slot);
   }
   template <class Slot> __device__ void finish_scores(const Slot &slot, bool partial) {
@@ -82,7 +88,6 @@ struct ForwardRows {
   }
 
   template <bool kCap, class Slot> __device__ void add_column_bias(const Slot &slot) {
-    const ScoreFactors factors(params.p);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[8 * n + accumulator_column()]);
@@ -91,7 +96,7 @@ struct ForwardRows {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float slope;
-          scores[m][n][i] = factors.score<kCap>(scores[m][n][i], i % 2 ? bias.y : bias.x, &slope);
+          scores[m][n][i] = params.factors.score<kCap>(scores[m][n][i], i % 2 ? bias.y : bias.x, &slope);
         }
     }
   }
@@ -115,18 +120,22 @@ struct ForwardRows {
 
   template <class Slot> __device__ void drop_columns(const Slot &slot) {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int rows[2] = {row_of_tile(row(m, 0)), row_of_tile(row(m, 1))};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // This row of the plan's tile, which several blocks may share.
-        const int r = int(query(row(m, half)) - task.columns.first_row);
+      for (int n = 0; n < kColumnTiles; ++n) {
+        uint2 word;
 #pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n) {
-          const uint2 word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32 % 4][8 * n + accumulator_column()]);
+        for (int half = 0; half < 2; ++half) {
+          const int r = rows[half];
+          // Of one head, both rows are in the same word.
+          if (half == 0 || !kOneHead)
+            word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32 % 4][8 * n + accumulator_column()]);
           if (!(word.x >> (r % 32) & 1)) scores[m][n][2 * half] = -INFINITY;
           if (!(word.y >> (r % 32) & 1)) scores[m][n][2 * half + 1] = -INFINITY;
         }
       }
+    }
   }
 
   // Turns the scores of a row into probabilities, relative to its running maximum. Returns the factor that scales what
@@ -186,23 +195,23 @@ struct ForwardRows {
 
   // Does row r keep a key? Where it does, the first column mostly tells.
   __device__ bool keeps_any(int r) const {
-    const TileColumns &columns = task.columns;
-    const int row_of_tile = int(query(r) - columns.first_row), part = row_of_tile / 32;
+    const TileColumns &columns = task->columns;
+    const int tile_row = row_of_tile(r), part = tile_row / 32;
 #pragma unroll 1
     for (int32_t c = 0; exists(r) && c < columns.count; ++c) {
       const int32_t key = column_key(columns, c);
-      if (task.bias.data && task.bias.load(query(r), key) == -INFINITY) continue;
-      const ColumnEntry entry = fetch_column(columns, task.bias, c, key);
+      if (task->bias.data && task->bias.load(query(r), key) == -INFINITY) continue;
+      const ColumnEntry entry = fetch_column(columns, task->bias, c, key);
       const RowWord word = column_word(columns, c, key, entry.start, entry.end, entry.word);
       uint32_t bits = 0;
 #pragma unroll
       for (int p = 0; p < kTileRows / 32; ++p) bits = p == part ? word.part[p] : bits;
-      if (bits >> (row_of_tile % 32) & 1) return true;
+      if (bits >> (tile_row % 32) & 1) return true;
     }
     return false;
   }
 
-  __device__ float sink(int r) const { return params.heads_per_tile == 1 ? task.sink : sink_score(params.p, head(r)); }
+  __device__ float sink(int r) const { return params.heads_per_tile == 1 ? task->sink : sink_score(params.p, head(r)); }
 
   // The epilogue writes normalized rows and their lse.
   __device__ void write() const {
@@ -215,10 +224,10 @@ struct ForwardRows {
         const int r = row(m, half);
         if (!exists(r)) continue;
         const float total = sum[m][half], inverse = row_factor(sink(r), maximum[m][half], total);
-        auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task.s, query(r), head(r));
+        auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task->s, query(r), head(r));
         write_row(out_row, t.stride[3], head_dim, out[m], half, inverse);
         if (threadIdx.x % 4 == 0)
-          static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task.s, query(r), head(r))] =
+          static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, query(r), head(r))] =
               total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
       }
   }
@@ -234,7 +243,7 @@ struct ForwardRows {
         const int r = row(m, half);
         if (!exists(r)) continue;
         const int64_t partial_row =
-            task.split * rows + (task.sequence_index * params.p.heads + head(r)) * params.p.queries + query(r);
+            task->split * rows + (task->sequence_index * params.p.heads + head(r)) * params.p.queries + query(r);
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d)
 #pragma unroll

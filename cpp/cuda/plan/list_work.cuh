@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the work of making a plan is divided over blocks of threads: each list and sequence has a number of parts.
+// How the work of making a plan is divided over blocks of threads.
 #pragma once
 
 #include "plan.cuh"
 
 namespace fdm::cuda {
 
+// A part of a list and sequence; what a part is, the kernel says.
 struct ListWork {
   Sequence s;
   int64_t list, sequence_index;
@@ -13,20 +14,27 @@ struct ListWork {
   int64_t part;
 };
 
-// Parts count down: the last of every list, which have the most to do with a causal limit, start first.
-__device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &plan, int64_t parts) {
+__device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &plan, uint32_t list,
+                                              int64_t sequence_index, int64_t part) {
+  const auto heads = static_cast<uint32_t>(plan.batch_lists);
+  return {sequence(p, sequence_index), list, sequence_index, list / heads, list % heads, part};
+}
+
+// Each list and sequence has a number of parts. They count down: the last of every list, which have the most to do with
+// a causal limit, start first.
+__device__ __forceinline__ ListWork part_of_list(const fdm_problem &p, const Plan &plan, int64_t parts) {
   // A grid has fewer than 2^31 blocks, and divisions of 64 bits would take longer than some of the work.
-  const auto sequences = static_cast<uint32_t>(list_sequences(p)), heads = static_cast<uint32_t>(plan.batch_lists);
+  const auto sequences = static_cast<uint32_t>(list_sequences(p));
   const uint32_t each = static_cast<uint32_t>(plan.lists) * sequences, list_sequence = blockIdx.x % each;
-  const uint32_t list = list_sequence / sequences;
-  ListWork work;
-  work.part = parts - 1 - blockIdx.x / each;
-  work.list = list;
-  work.sequence_index = list_sequence % sequences;
-  work.list_batch = list / heads;
-  work.list_head = list % heads;
-  work.s = sequence(p, work.sequence_index);
-  return work;
+  return list_work(p, plan, list_sequence / sequences, list_sequence % sequences, parts - 1 - blockIdx.x / each);
+}
+
+// Each list has a part for each number of a tile. A sequence may have fewer tiles than numbers.
+__device__ __forceinline__ ListWork tile_of_list(const fdm_problem &p, const Plan &plan) {
+  const auto lists = static_cast<uint32_t>(plan.lists);
+  const NumberedPart found =
+      numbered_part(p, plan.tiles - 1 - blockIdx.x / lists, kTileRows, [](const Sequence &s) { return s.q_begin; });
+  return list_work(p, plan, blockIdx.x % lists, found.sequence_index, found.part);
 }
 
 } // namespace fdm::cuda

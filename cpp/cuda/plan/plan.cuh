@@ -9,6 +9,11 @@
 // also have, for each list, the keys that any query keeps, in key order, each with its first and past-the-last row. Row
 // plans (a boolean mask with a row for each query) have a word of kTileRows bits for each tile and key instead. The
 // backward pass, which goes by keys, can look up any of them.
+//
+// Memory is linear in the keys, other than in row plans. A tile has room for as many columns as a selection leaves it
+// (fdm_problem.max_kept), or for kMostTileKeys. A tile that keeps more overflows: its columns are then all kept keys of
+// the list from the tile's first to its last, as partial ones, of which some may be kept by no row. With a key mask the
+// columns of a tile are the first kept keys of the list, and need no memory of their own.
 #pragma once
 
 #include <cstdint>
@@ -24,23 +29,34 @@ struct alignas(16) RowWord {
   uint32_t part[kTileRows / 32];
 };
 
+// Columns of a tile, and how many of them are full. In a tile that overflows none is, and `full` is ~n, with n the
+// position of its first column among the kept keys.
 struct TileCounts {
   int32_t columns, full;
+
+  __host__ __device__ bool overflows() const { return full < 0; }
 };
 
-// Pointers into a plan. K stands for list_keys below.
+// Room for the columns of a tile where nothing is known of how many keys it keeps. It takes 128 bytes for each query of
+// a list, as a query of head dimension 64 does. Plans for up to as many keys never overflow.
+constexpr int kMostTileKeys = 4096;
+
+// Pointers into a plan. The host makes this, and kernels get it by value: laying it out takes divisions and 64-bit
+// products, which are no work for each block of threads.
 struct Plan {
-  int64_t lists, batch_lists; // lists = shape[0] * shape[1] of the list tensor; batch_lists = shape[1]
-  int64_t list_keys;          // keys of a list: K, for varlen total_k
-  int64_t tiles;              // tiles of a list over all sequences
-  int64_t tile_keys;          // slots of a tile: K, for varlen the longest sequence's
+  int64_t lists;       // shape[0] * shape[1] of the list tensor
+  int64_t list_keys;   // keys of a list: K, for varlen total_k
+  int32_t batch_lists; // shape[1] of the list tensor
+  int32_t tiles;       // tiles of a list over all sequences
+  int32_t tile_keys;   // slots of a tile
 
   int32_t *kept_count; // [list][sequence of the batch, or 1]: kept keys of the sequence
   int32_t *kept_index; // [list][list_keys]: those of a sequence from its k_begin on, keys of the own sequence
   int32_t *kept_start, *kept_end; // rows of the own sequence, causal limit included: start <= row < end
 
   TileCounts *counts; // [list][tile]
-  int32_t *columns;   // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed
+  int32_t *columns;   // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
+                      // Null: those of a tile are the first kept keys of its list
   RowWord *words;     // [list][tile][tile_keys]: of every key, in key order; row plans only
 };
 
@@ -55,53 +71,101 @@ FDM_INLINE int64_t list_keys(const fdm_problem &p) {
 
 FDM_INLINE bool is_interval_plan(fdm_mask_kind kind) { return kind == FDM_MASK_KEYS || kind == FDM_MASK_INTERVALS; }
 
-// The pointers of the plan of a problem that has a mask, and the plan's size.
-FDM_INLINE Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
+// Takes consecutive parts of a buffer. Without one, `used` still tells how long it must be.
+struct BufferParts {
+  char *base;
+  int64_t used = 0;
+
+  template <class T> T *take(int64_t count) {
+    T *part = base ? reinterpret_cast<T *>(base + used) : nullptr;
+    used += align_256(count * int64_t(sizeof(T)));
+    return part;
+  }
+};
+
+// The pointers of the plan of a problem, and the plan's size: none without a mask.
+inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
+  *bytes = 0;
+  const fdm_mask_kind kind = mask_kind(p);
+  if (kind == FDM_MASK_NONE) return {};
   const fdm_tensor &mask = list_tensor(p);
-  const bool intervals = is_interval_plan(mask_kind(p));
   Plan plan{};
   plan.lists = mask.shape[0] * mask.shape[1];
-  plan.batch_lists = mask.shape[1];
+  plan.batch_lists = int32_t(mask.shape[1]);
   plan.list_keys = list_keys(p);
-  plan.tiles = total_rows(p) / kTileRows + list_sequences(p);
-  plan.tile_keys = p.keys;
-  int64_t used = 0;
-  char *memory = static_cast<char *>(base);
-  const int64_t kept_bytes = align_256(4 * plan.lists * plan.list_keys);
-  if (intervals) {
-    plan.kept_count = reinterpret_cast<int32_t *>(memory + used);
-    used += align_256(4 * plan.lists * list_sequences(p));
-    plan.kept_index = reinterpret_cast<int32_t *>(memory + used);
-    used += kept_bytes;
-    plan.kept_start = reinterpret_cast<int32_t *>(memory + used);
-    used += kept_bytes;
-    plan.kept_end = reinterpret_cast<int32_t *>(memory + used);
-    used += kept_bytes;
+  plan.tiles = int32_t(total_rows(p) / kTileRows + list_sequences(p));
+  plan.tile_keys = int32_t(p.keys);
+  if (kind == FDM_MASK_INTERVALS)
+    plan.tile_keys =
+        int32_t(min64(p.keys, p.max_kept > 0 ? min64(p.max_kept, INT32_MAX) + kTileRows - 1 : kMostTileKeys));
+  BufferParts parts{static_cast<char *>(base)};
+  if (is_interval_plan(kind)) {
+    plan.kept_count = parts.take<int32_t>(plan.lists * list_sequences(p));
+    plan.kept_index = parts.take<int32_t>(plan.lists * plan.list_keys);
+    plan.kept_start = parts.take<int32_t>(plan.lists * plan.list_keys);
+    plan.kept_end = parts.take<int32_t>(plan.lists * plan.list_keys);
   }
   const int64_t slots = plan.lists * plan.tiles;
-  plan.counts = reinterpret_cast<TileCounts *>(memory + used);
-  used += align_256(8 * slots);
-  plan.columns = reinterpret_cast<int32_t *>(memory + used);
-  used += align_256(4 * slots * plan.tile_keys);
-  if (!intervals) {
-    plan.words = reinterpret_cast<RowWord *>(memory + used);
-    used += align_256(16 * slots * plan.tile_keys);
-  }
-  *bytes = used;
+  plan.counts = parts.take<TileCounts>(slots);
+  if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(slots * plan.tile_keys);
+  if (kind == FDM_MASK_ROWS) plan.words = parts.take<RowWord>(slots * plan.tile_keys);
+  *bytes = parts.used;
   return plan;
 }
 
+// The plan that lies at `base`; of a problem without a mask, none.
+inline Plan plan_of(const fdm_problem &p, const void *base) {
+  int64_t bytes;
+  return lay_out_plan(p, const_cast<void *>(base), &bytes);
+}
+
 // The value of fdm_pack.plan_layouts: an upper bound of the above by pack.h's formula.
-FDM_INLINE fdm_plan_layout plan_layout(fdm_mask_kind kind) {
-  if (kind == FDM_MASK_NONE) return {0, 0, 0, 0, 0, kTileRows};
-  if (kind == FDM_MASK_ROWS) return {4 * 256, 0, 0, 8, 20, kTileRows};
-  return {7 * 256, 4, 12, 8 + 4, 4, kTileRows}; // a tile for each sequence pays for its kept_count
+inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
+  switch (kind) {
+  case FDM_MASK_ROWS:
+    return {3 * 256, 0, 0, sizeof(TileCounts), sizeof(int32_t) + sizeof(RowWord), kTileRows, INT64_MAX};
+  case FDM_MASK_KEYS: // a tile for each sequence pays for its kept_count
+    return {5 * 256, 0, 3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t), 0, kTileRows, 0};
+  case FDM_MASK_INTERVALS:
+    return {6 * 256,         0,         3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t),
+            sizeof(int32_t), kTileRows, kMostTileKeys};
+  default:
+    return {0, 0, 0, 0, 0, kTileRows, 0};
+  }
+}
+
+// Numbers for parts of a packed dimension, `size` each, of all sequences: those of a sequence follow those of the
+// sequences before it. Kernels whose blocks of threads go by them have no more of them than there is work, give or take
+// one for each sequence; with as many for each sequence as the longest has, most would find nothing to do.
+struct NumberedPart {
+  int64_t sequence_index, part;
+};
+
+FDM_INLINE int64_t first_number(int64_t begin, int64_t sequence_index, int64_t size) {
+  return begin / size + sequence_index;
 }
 
 // The number of a tile of a sequence among the tiles of its list. No two tiles have the same number, and no scan over
 // the sequences is needed.
 FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t tile) {
-  return is_varlen(p) ? s.q_begin / kTileRows + sequence_index + tile : tile;
+  return is_varlen(p) ? first_number(s.q_begin, sequence_index, kTileRows) + tile : tile;
+}
+
+// begin_of(sequence) is where the sequence begins in the packed dimension.
+template <class Begin>
+__device__ __forceinline__ NumberedPart numbered_part(const fdm_problem &p, int64_t number, int64_t size,
+                                                      const Begin &begin_of) {
+  if (!is_varlen(p)) return {0, number};
+  const auto first = [&](int64_t b) { return first_number(begin_of(sequence(p, b)), b, size); };
+  int64_t low = 0, high = p.batch; // the sequence is in [low, high)
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (first(middle) <= number)
+      low = middle;
+    else
+      high = middle;
+  }
+  return {low, number - first(low)};
 }
 
 FDM_INLINE int64_t list_number(const fdm_problem &p, const Plan &plan, const Sequence &s, int64_t head) {

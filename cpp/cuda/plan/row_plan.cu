@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     list_row_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
   __shared__ uint4 words[kParts][kStepKeys / kKeysPerThread];
   __shared__ BlockRanks<kRowThreads, 1> ranks;
-  const ListWork work = list_work(p, plan, tiles);
+  const ListWork work = part_of_list(p, plan, tiles);
   const int64_t first_row = work.part * kTileRows;
   if (first_row >= work.s.q_count) return;
   const int rows = static_cast<int>(min64(kTileRows, work.s.q_count - first_row));
@@ -136,9 +136,7 @@ bool rows_are_aligned(const fdm_tensor &mask) {
 
 } // namespace
 
-cudaError_t make_row_plan(const fdm_problem &p, void *base, cudaStream_t stream) {
-  int64_t bytes;
-  const Plan plan = lay_out_plan(p, base, &bytes);
+cudaError_t make_row_plan(const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
   const int64_t tiles = ceil_div(p.queries, kTileRows);
   const auto kernel = rows_are_aligned(p.mask) ? list_row_columns<true> : list_row_columns<false>;
   return launch(kernel, plan.lists * list_sequences(p) * tiles, kRowThreads, 0, stream, p, plan, tiles);

@@ -44,6 +44,21 @@ template <int kNumber, int kThreads> __device__ __forceinline__ void sync_thread
   asm volatile("bar.sync %0, %1;\n" ::"n"(kNumber), "n"(kThreads) : "memory");
 }
 
+// The same for a barrier that is known at run time only, and for threads that need not wait for the others.
+template <int kThreads> __device__ __forceinline__ void sync_threads(int number) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(number), "n"(kThreads) : "memory");
+}
+template <int kThreads> __device__ __forceinline__ void arrive_threads(int number) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "n"(kThreads) : "memory");
+}
+// The same with a number that is not known before, and without waiting for the others.
+__device__ __forceinline__ void sync_threads(int number, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_threads(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
+}
+
 // These set how many registers each thread of this warpgroup has from here on, a multiple of 8. All its warps must
 // call them.
 template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_dealloc() {

@@ -62,13 +62,13 @@ template <int kPending> __device__ __forceinline__ void warpgroup_wait() {
   FDM_TILES_32, FDM_TILE(8), FDM_TILE(9), FDM_TILE(10), FDM_TILE(11), FDM_TILE(12), FDM_TILE(13), FDM_TILE(14),        \
       FDM_TILE(15)
 
-#define FDM_PRODUCT_OF_SHARED(N, COUNT, A, B, ACCUMULATE, TYPE)                                                        \
+#define FDM_PRODUCT_OF_SHARED(N, COUNT, A, B, ACCUMULATE, LEFT, RIGHT, TYPE)                                           \
   asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE ", 0;\n"                             \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FDM_ACCUMULATORS_##COUNT           \
                "}, "                                                                                                   \
-               "%" #A ", %" #B ", accumulate, 1, 1, 0, 0;\n}\n"                                                        \
+               "%" #A ", %" #B ", accumulate, 1, 1, %" #LEFT ", %" #RIGHT ";\n}\n"                                     \
                : FDM_TILES_##COUNT                                                                                     \
-               : "l"(a), "l"(b), "r"(int(accumulate)))
+               : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kLeftTransposed)), "n"(int(kRightTransposed)))
 
 #define FDM_PRODUCT_OF_REGISTERS(N, COUNT, A0, A1, A2, A3, B, ACCUMULATE, TRANSPOSED, TYPE)                            \
   asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE ", 0;\n"                             \
@@ -78,17 +78,18 @@ template <int kPending> __device__ __forceinline__ void warpgroup_wait() {
                : FDM_TILES_##COUNT                                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)))
 
-// c = A B', or c += A B' where `accumulate`; A is 64 x 16 and B kN x 16, both given by descriptors.
-template <class Element, int kTiles>
+// c = A B', or c += A B' where `accumulate`; A is 64 x 16 and B kN x 16, both given by descriptors. A is transposed
+// where it lies as 16 x 64, and B where it lies as 16 x kN.
+template <class Element, bool kLeftTransposed, bool kRightTransposed, int kTiles>
 __device__ __forceinline__ void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);
   static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
-  if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, "f16");
-  if constexpr (kTiles == 4 && !kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, "bf16");
-  if constexpr (kTiles == 8 && kHalf) FDM_PRODUCT_OF_SHARED(64, 32, 32, 33, 34, "f16");
-  if constexpr (kTiles == 8 && !kHalf) FDM_PRODUCT_OF_SHARED(64, 32, 32, 33, 34, "bf16");
-  if constexpr (kTiles == 16 && kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, "f16");
-  if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, "bf16");
+  if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, 19, 20, "f16");
+  if constexpr (kTiles == 4 && !kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, 19, 20, "bf16");
+  if constexpr (kTiles == 8 && kHalf) FDM_PRODUCT_OF_SHARED(64, 32, 32, 33, 34, 35, 36, "f16");
+  if constexpr (kTiles == 8 && !kHalf) FDM_PRODUCT_OF_SHARED(64, 32, 32, 33, 34, 35, 36, "bf16");
+  if constexpr (kTiles == 16 && kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, 67, 68, "f16");
+  if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, 67, 68, "bf16");
 }
 
 // The same with A in registers, as mma.sync has it. With kTransposed c = A B instead, with B 16 x kN.

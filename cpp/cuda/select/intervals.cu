@@ -12,6 +12,7 @@
 // Each key's interval is written by exactly one block: that of its own chunk if it never enters, leaves within the
 // chunk or stays to the end, else that of the chunk in which it leaves.
 #include "../host/launch.cuh"
+#include "../plan/make_plan.h"
 #include "radix_select.cuh"
 #include "select.h"
 
@@ -214,6 +215,7 @@ cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream
   const Chunks chunks = chunks_of(s);
   const int64_t lists = s.start.shape[1] * selection_sequences(s, s.start), blocks = lists * chunks.count;
   if (s.keys == 0) return cudaSuccess;
+  if (fits_short_lists(s)) return launch_short_selection(s, stream);
   auto *windows = static_cast<Window *>(workspace);
   return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
     constexpr int kDtype = decltype(dtype)::value;

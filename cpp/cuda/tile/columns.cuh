@@ -11,14 +11,15 @@ struct TileColumns {
   int32_t first_row; // the first row of the tile of kTileRows rows, in its sequence
   int32_t causal_off;
   const int32_t *slots; // null: column c is key c
-  int32_t slot_count;
+  int32_t
+      slot_count; // slots[slot_count - 1] is the first partial column, and they go backwards; 0: slots[c] is column c
   const RowWord *words;       // a word for every key of the sequence; null: there is no row plan
   const int32_t *start, *end; // the rows of each key; null: there are no intervals
   int64_t start_stride, end_stride;
   bool causal;
 };
 
-__device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const void *plan_base, const Sequence &s,
+__device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const Plan &plan, const Sequence &s,
                                                     int64_t sequence_index, int64_t head, int64_t tile) {
   TileColumns t{};
   const int64_t first = tile * kTileRows, last = min64(s.q_count, first + kTileRows) - 1;
@@ -34,14 +35,17 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
     }
     return t;
   }
-  int64_t bytes;
-  const Plan plan = lay_out_plan(p, const_cast<void *>(plan_base), &bytes);
-  const int64_t slot = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
+  const int64_t list = list_number(p, plan, s, head);
+  const int64_t slot = list * plan.tiles + tile_number(p, s, sequence_index, tile);
   const TileCounts counts = plan.counts[slot];
   t.count = counts.columns;
-  t.full = counts.full;
-  t.slots = plan.columns + slot * plan.tile_keys;
-  t.slot_count = static_cast<int32_t>(plan.tile_keys);
+  t.full = max(0, counts.full);
+  if (plan.columns && !counts.overflows()) {
+    t.slots = plan.columns + slot * plan.tile_keys;
+    t.slot_count = plan.tile_keys;
+  } else {
+    t.slots = plan.kept_index + list * plan.list_keys + s.k_begin + (counts.overflows() ? ~counts.full : 0);
+  }
   if (kind == FDM_MASK_ROWS) {
     t.words = plan.words + slot * plan.tile_keys;
   } else if (kind == FDM_MASK_INTERVALS) {
@@ -60,7 +64,7 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
 // The key of column c < count.
 __device__ __forceinline__ int32_t column_key(const TileColumns &t, int32_t c) {
   if (!t.slots) return c;
-  return t.slots[c < t.full ? c : t.slot_count - 1 - (c - t.full)];
+  return t.slots[c < t.full || t.slot_count == 0 ? c : t.slot_count - 1 - (c - t.full)];
 }
 
 // The rows of a tile that keep a column, as a word for each 32 rows: from the key's rows [start, end) if there are

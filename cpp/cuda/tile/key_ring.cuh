@@ -113,12 +113,17 @@ __device__ __forceinline__ int32_t store_facts(ColumnFacts<kColumns> &facts, con
   const int i = c % kColumns;
   float column_bias = entry.key < 0 ? -INFINITY : 0.0f;
   if (entry.key >= 0 && bias.data && !bias.rows) column_bias = to_base_2(bias.convert(entry.bias_bits));
-  facts.bias[i] = column_bias;
   if (c / kColumns * kColumns + kColumns > t.full) {
     const RowWord word = column_word(t, c, entry.key, entry.start, entry.end, entry.word);
+    uint32_t any = 0;
 #pragma unroll
-    for (int part = 0; part < kTileRows / 32; ++part) facts.word[part][i] = word.part[part];
+    for (int part = 0; part < kTileRows / 32; ++part) {
+      facts.word[part][i] = word.part[part];
+      any |= word.part[part];
+    }
+    if (any == 0) column_bias = -INFINITY; // of a tile that overflows
   }
+  facts.bias[i] = column_bias;
   return column_bias == -INFINITY ? -1 : entry.key;
 }
 

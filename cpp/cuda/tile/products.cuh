@@ -74,11 +74,42 @@ __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 
 // The first of this thread's two columns in an 8-column tile.
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
 
-// Writes this thread's part of a row of accumulators, times a factor.
+// The four lanes that share rows have a word each of four tiles; afterwards each has the four words of one tile.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t quad = 0xfu << (lane & ~3);
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool upper = lane & distance;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      uint32_t &low = words[i], &high = words[i + distance];
+      const uint32_t received = __shfl_xor_sync(quad, upper ? low : high, distance);
+      (upper ? low : high) = received;
+    }
+  }
+}
+
+// Writes this thread's part of a row of accumulators, times a factor. All lanes that share the row call it.
 template <class Element, int kDimTiles>
 __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
                                           int half, float factor) {
+  static_assert(kDimTiles % 4 == 0);
   const bool pairs = stride == 1 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
+  if (stride == 1 && reinterpret_cast<uintptr_t>(row) % 16 == 0 && head_dim % 8 == 0) {
+#pragma unroll
+    for (int d = 0; d < kDimTiles; d += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        words[i] = ptx::pack<Element>(sums[d + i][2 * half] * factor, sums[d + i][2 * half + 1] * factor);
+      transpose_quad(words);
+      const int column = 8 * (d + int(threadIdx.x) % 4);
+      if (column < head_dim) *reinterpret_cast<uint4 *>(row + column) = {words[0], words[1], words[2], words[3]};
+    }
+    return;
+  }
   auto *halves = reinterpret_cast<uint16_t *>(row);
 #pragma unroll
   for (int d = 0; d < kDimTiles; ++d) {

@@ -16,7 +16,8 @@ struct ScoreFactors {
   float scale; // multiplies q.k: for tanh where there is a softcap, else to base 2
   float cap;   // the softcap to base 2
 
-  __device__ explicit ScoreFactors(const fdm_problem &p)
+  ScoreFactors() = default;
+  __host__ __device__ explicit ScoreFactors(const fdm_problem &p)
       : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E), cap(p.softcap * kLog2E) {}
 
   // Returns the score to base 2. `slope` becomes the derivative of the capped score with respect to the one without a

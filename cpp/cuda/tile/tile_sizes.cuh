@@ -90,6 +90,19 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   return arch == 80 ? DkdvTileChoice{64, 32, 4, 1, false} : DkdvTileChoice{128, 32, 8, 1, false};
 }
 
+// All gradients at once: keys of a block and rows of a step; 0: there is no such kernel.
+struct FusedTileChoice {
+  int keys, rows;
+};
+
+constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
+  if (arch != 90) return {0, 0};
+  // Accumulators of dk and dv take head_dim registers of a thread for 128 keys, and as many as 128 for 64. P and dP take
+  // as many as there are rows; wide products read less shared memory for each operation.
+  if (head_dim <= 64) return {128, 128};
+  return head_dim <= 128 ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
+}
+
 // The gradient of a bias with a row for each query: 16 rows a warp, and the buffers that RowBiasConfig describes.
 struct RowBiasTileChoice {
   int columns, warps, query_buffers, key_buffers;

@@ -26,6 +26,8 @@ class Backend(Protocol):
     """One way to run attention on one device."""
 
     name: str
+    # Whether it takes calls that select by themselves (`AttentionInputs.window`).
+    selects: bool = False
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Return the length of a plan; sizes may be symbolic."""

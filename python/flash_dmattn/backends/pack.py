@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 class PackBackend(Backend):
     """Runs calls on the device that a kernel pack was loaded for."""
 
+    selects = True
+
     def __init__(self, pack: _core.Pack) -> None:
         """Keep the pack, which outlives every call."""
         self.pack = pack
@@ -48,7 +51,8 @@ class PackBackend(Backend):
         else:
             kind = "rows" if mask.shape[-2] > 1 else "keys"
             lists = _product(mask.shape[:-2])
-        fixed, per_list, per_key, per_tile, per_tile_key, tile_rows = self._layouts[kind]
+        *sizes, tile_rows, tile_keys = self._layouts[kind]
+        fixed, per_list, per_key, per_tile, per_tile_key = sizes
         if not inputs.packed:
             sequences, rows = 1, inputs.query.shape[1]
             keys = row_keys = inputs.key.shape[1]
@@ -59,9 +63,13 @@ class PackBackend(Backend):
             keys = inputs.key.shape[0] if mask is None or kind == "rows" else mask.shape[-1]
             row_keys = inputs.max_seqlen_k
         tiles = rows // tile_rows + sequences
-        return fixed + lists * (
+        if kind == "intervals" and inputs.max_kept:
+            tile_keys = inputs.max_kept + tile_rows - 1
+        row_keys = torch.sym_min(row_keys, tile_keys)  # type: ignore[no-untyped-call]
+        size: int = fixed + lists * (
             per_list + keys * per_key + tiles * (per_tile + row_keys * per_tile_key)
         )
+        return size
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Turn the mask into columns."""
@@ -76,9 +84,17 @@ class PackBackend(Backend):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward pass, and plan it first if no plan is given."""
         query, plan = inputs.query, inputs.given_plan
-        problem, device = self._problem(inputs), query.device
+        device = query.device
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=device)
+        if _CORE_READS_TENSORS:
+            allocate = partial(_bytes, device=device)
+            done, made = _core.attend_and_keep(
+                self.pack, self._threads(), out, lse, allocate, inputs
+            )
+            if done:
+                return out, lse, made
+        problem = self._problem(inputs)
         workspace_bytes = problem.forward_workspace_bytes
         if plan is None and (plan_bytes := problem.plan_bytes):
             plan = _bytes(plan_bytes, device)
@@ -115,12 +131,16 @@ class PackBackend(Backend):
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
-        problem, device = self._problem(inputs), out.device
         gradients: Gradients = {}
         for name in wanted:
             like: Tensor = getattr(inputs, name)
-            gradients[name] = torch.empty(like.shape, dtype=like.dtype, device=device)
-        workspace = _scratch(problem.backward_workspace_bytes, device)
+            gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        if _CORE_READS_TENSORS and _core.differentiate(
+            self.pack, self._threads(), dout, dlse, out, lse, gradients, inputs
+        ):
+            return gradients
+        problem = self._problem(inputs)
+        workspace = _scratch(problem.backward_workspace_bytes, out.device)
         problem.backward(
             exchanged(dout),
             exchanged(dlse),

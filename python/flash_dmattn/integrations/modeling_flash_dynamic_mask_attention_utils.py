@@ -176,7 +176,7 @@ def _tells_of_queries(mask: Mask) -> bool:
 def _sliding(
     mask: Mask, size: int, queries: int, keys: int, device: torch.device, is_causal: bool
 ) -> IntervalMask:
-    right = None if is_causal else size - 1
+    right = 0 if is_causal else size - 1
     near = IntervalMask.sliding_window(size - 1, right, queries, keys, device=device)
     if isinstance(mask, Documents):
         return mask.intervals() & near

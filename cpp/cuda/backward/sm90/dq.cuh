@@ -53,27 +53,32 @@ __device__ void load_rows(const BackwardParams &params, const DqTask &task, cons
 
 template <class Config> __device__ void produce_dq(const BackwardParams &params, DqShared<Config> &shared) {
   const fdm_problem &p = params.p;
-  TaskProducer<DqTask> scheduler(shared.tasks);
+  const Plan plan = plan_of(p, params.plan);
+  const auto make = [&](const HeadTile &t) -> DqTask {
+    return {t.s,
+            t.sequence_index,
+            t.head,
+            kv_head_of(p, t.head),
+            t.tile * Config::kRows,
+            tile_columns(p, plan, t.s, t.sequence_index, t.head, t.tile),
+            score_view(p, p.bias, t.s, t.head)};
+  };
+  TaskProducer<DqTask, decltype(make)> scheduler(p, shared.tasks, make);
   KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
-  for_each_tile<Config::kRows>(p, [&](const Sequence &s, int64_t sequence_index, int64_t head, int64_t tile) {
-    const DqTask &task = scheduler.prepare([&]() -> DqTask {
-      return {s,
-              sequence_index,
-              head,
-              head / group_size(p),
-              tile * Config::kRows,
-              tile_columns(p, params.plan, s, sequence_index, head, tile),
-              score_view(p, p.bias, s, head)};
-    });
-    keys.start(task);
+  keys.start(scheduler.current());
+  for (; !scheduler.at_end(); scheduler.advance()) {
+    const DqTask &task = scheduler.current(), &next = scheduler.next();
     const int64_t i = task.first_row + Roles::producer_thread();
     RowStatistics statistics{INFINITY, 0.0f};
-    if (i < s.q_count) statistics = row_statistics(params, s, head, i);
+    if (i < task.s.q_count) statistics = row_statistics(params, task.s, task.head, i);
+    keys.begin(task, next);
     scheduler.producer_acquire();
     load_rows<Config>(params, task, statistics, shared);
     scheduler.producer_commit();
-    keys.run(task);
-  });
+    scheduler.prepare_ahead();
+    keys.run(task, next);
+  }
+  keys.finish();
   scheduler.producer_tail();
 }
 
@@ -199,7 +204,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel(const __grid_con
   } else {
     Registers::consume();
     DqConsumer<Config> consumer(params, shared);
-    for_each_task(shared.tasks, [&](const DqTask &task) { consumer.run_task(task); });
+    for (TaskConsumer<DqTask> tasks(shared.tasks); tasks.wait(); tasks.advance()) consumer.run_task(tasks.current());
   }
 }
 

@@ -20,7 +20,7 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kKStages,
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
   using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kKStages, kVStages>;
   using QTile = PanelTile<kHeadDim, kRows>;
-  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
 };
 
@@ -42,117 +42,171 @@ template <class Config> __device__ void load_queries(const ForwardParams &params
 
 template <class Config> __device__ void produce_forward(const ForwardParams &params, ForwardShared<Config> &shared) {
   const fdm_problem &p = params.p;
-  TaskProducer<ForwardTask> scheduler(shared.tasks);
+  const auto make = [&](const HeadTile &t) -> ForwardTask {
+    return {t.s,
+            t.sequence_index,
+            t.head,
+            kv_head_of(p, t.head),
+            t.tile * Config::kRows,
+            0,
+            tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
+            score_view(p, p.bias, t.s, t.head),
+            sink_score(p, t.head)};
+  };
+  TaskProducer<ForwardTask, decltype(make)> scheduler(p, shared.tasks, make);
   KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
-  for_each_tile<Config::kRows>(p, [&](const Sequence &s, int64_t sequence_index, int64_t head, int64_t tile) {
-    const ForwardTask &task = scheduler.prepare([&]() -> ForwardTask {
-      return {s,
-              sequence_index,
-              head,
-              head / group_size(p),
-              tile * Config::kRows,
-              0,
-              tile_columns(p, params.plan, s, sequence_index, head, tile),
-              score_view(p, p.bias, s, head),
-              sink_score(p, head)};
-    });
-    keys.start(task);
+  keys.start(scheduler.current());
+  for (; !scheduler.at_end(); scheduler.advance()) {
+    const ForwardTask &task = scheduler.current(), &next = scheduler.next();
+    keys.begin(task, next);
     scheduler.producer_acquire();
     load_queries<Config>(params, task, shared.sQ);
     scheduler.producer_commit();
-    keys.run(task);
-  });
+    scheduler.prepare_ahead();
+    keys.run(task, next);
+  }
+  keys.finish();
   scheduler.producer_tail();
 }
 
+// The blocks of all tiles are one stream. A step starts the scores of a block and the product of the block before with
+// V, then turns the scores into probabilities while that product is computed. So the last product of a tile goes along
+// with the first scores of the next tile, and a tile is written out in the first step of the next.
 template <class Config> struct ForwardConsumer {
   using Element = typename Config::Element;
   using Pipeline = typename Config::Pipeline;
   using QTile = typename Config::QTile;
   using KeyTile = typename Pipeline::Tile;
+  using Rows = typename Config::Rows;
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
 
   const ForwardParams &params;
   ForwardShared<Config> &shared;
   typename Pipeline::KPipelineState k_state;
   typename Pipeline::VPipelineState v_state;
+  int group;
   uint64_t q_desc;
+  uint32_t probabilities[kColumns / 16][4];
+  Rows rows;
 
   __device__ ForwardConsumer(const ForwardParams &parameters, ForwardShared<Config> &memory)
-      : params(parameters), shared(memory) {
-    q_desc = QTile::descriptor(ptx::shared_address(shared.sQ)) + QTile::offset(64 * Roles::consumer_group(), 0);
+      : params(parameters), shared(memory), group(Roles::consumer_group()), rows(parameters, memory.tasks.tasks[0]) {
+    q_desc = QTile::descriptor(ptx::shared_address(shared.sQ)) + QTile::offset(64 * group, 0);
+    if (group == 1) Roles::pass_turn(group);
   }
 
-  __device__ void start_scores(typename Config::Rows &rows, int stage) const {
-    const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sK[stage]));
+  __device__ void start_scores() {
+    const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sK[k_state.index]));
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(rows.scores[0], q_desc, k, false);
     ptx::warpgroup_commit_batch();
   }
 
-  __device__ void start_output(typename Config::Rows &rows, const uint32_t (&probabilities)[kColumns / 16][4],
-                               int stage) const {
-    const uint64_t v = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sV[stage]));
+  __device__ void start_output() {
+    const uint64_t v = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sV[v_state.index]));
+    Roles::consumer_wait(shared.pipeline.v_full[v_state.index], v_state.phase);
     ptx::warpgroup_arrive();
     warpgroup_gemm_rs<Element, KeyTile>(rows.out[0], probabilities, v);
     ptx::warpgroup_commit_batch();
   }
 
-  // Turns scores into probabilities, relative to the rows' running maxima, which have grown by the factors.
-  __device__ void make_probabilities(typename Config::Rows &rows, int block, float (&factors)[2]) {
-    const ForwardTask &task = rows.task;
-    ptx::warpgroup_fence_operand(rows.scores[0]);
-    Roles::consumer_release(shared.pipeline.k_empty[k_state.index]);
-    rows.finish_scores(shared.pipeline.facts[k_state.facts], (block + 1) * kColumns > task.columns.full);
-    factors[0] = rows.softmax(0, 0);
-    factors[1] = rows.softmax(0, 1);
-  }
-
-  __device__ void mainloop(typename Config::Rows &rows, int blocks) {
-    Pipeline &pipeline = shared.pipeline;
-    uint32_t probabilities[kColumns / 16][4];
-    float factors[2];
-    Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
-    start_scores(rows, k_state.index);
-    ptx::warpgroup_wait<0>();
-    make_probabilities(rows, 0, factors);
-    pack_left<Element>(probabilities, rows.scores[0]);
-    for (int block = 1; block < blocks; ++block) {
-      ++k_state;
-      Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
-      start_scores(rows, k_state.index);
-      Roles::consumer_wait(pipeline.v_full[v_state.index], v_state.phase);
-      start_output(rows, probabilities, v_state.index);
-      ptx::warpgroup_wait<1>();
-      make_probabilities(rows, block, factors);
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(rows.out[0]);
-      ptx::warpgroup_fence_operand(probabilities);
-      Roles::consumer_release(pipeline.v_empty[v_state.index]);
-      ++v_state;
-      rows.rescale(0, 0, factors[0]);
-      rows.rescale(0, 1, factors[1]);
-      pack_left<Element>(probabilities, rows.scores[0]);
-    }
-    Roles::consumer_release(shared.tasks.empty);
-    Roles::consumer_wait(pipeline.v_full[v_state.index], v_state.phase);
-    start_output(rows, probabilities, v_state.index);
+  __device__ void finish_output() {
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(rows.out[0]);
-    Roles::consumer_release(pipeline.v_empty[v_state.index]);
-    ++k_state;
+    ptx::warpgroup_fence_operand(probabilities);
+    Roles::consumer_release(shared.pipeline.v_empty[v_state.index]);
     ++v_state;
   }
 
-  __device__ void run_task(const ForwardTask &task) {
-    typename Config::Rows rows(params, task);
-    rows.start();
-    if (const int blocks = (task.columns.count + kColumns - 1) / kColumns)
-      mainloop(rows, blocks);
-    else
-      Roles::consumer_release(shared.tasks.empty);
+  // What comes before a block: nothing, the last block of the tile before, or a block of the same tile.
+  enum class After { nothing, tile, block };
+
+  template <After kAfter> __device__ void step(const TaskConsumer<ForwardTask> &tasks, int block, int blocks) {
+    Pipeline &pipeline = shared.pipeline;
+    Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
+    Roles::take_turn(group);
+    start_scores();
+    if constexpr (kAfter != After::nothing) start_output();
+    Roles::pass_turn(group);
+    ptx::warpgroup_wait<kAfter == After::nothing ? 0 : 1>();
+    ptx::warpgroup_fence_operand(rows.scores[0]);
+    Roles::consumer_release(pipeline.k_empty[k_state.index]);
+    if (block + 1 == blocks) Roles::consumer_release(shared.tasks.empty); // Q of the next tile may come
+    rows.finish_scores(pipeline.facts[k_state.facts], (block + 1) * kColumns > tasks.current().columns.full);
+    ++k_state;
+    [[maybe_unused]] const RowSums before = take_sums();
+    if constexpr (kAfter != After::block) rows.start_sums();
+    const float factors[2] = {rows.softmax(0, 0), rows.softmax(0, 1)};
+    if constexpr (kAfter != After::nothing) finish_output();
+    pack_left<Element>(probabilities, rows.scores[0]);
+    if constexpr (kAfter == After::block) {
+      rows.rescale(0, 0, factors[0]);
+      rows.rescale(0, 1, factors[1]);
+    } else {
+      if constexpr (kAfter == After::tile) write(tasks.before(), before);
+      clear(rows.out);
+    }
+  }
+
+  struct RowSums {
+    float maximum[2], sum[2];
+  };
+  __device__ RowSums take_sums() const {
+    return {{rows.maximum[0][0], rows.maximum[0][1]}, {rows.sum[0][0], rows.sum[0][1]}};
+  }
+  __device__ void put_sums(const RowSums &sums) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows.maximum[0][half] = sums.maximum[half];
+      rows.sum[0][half] = sums.sum[half];
+    }
+  }
+
+  // The epilogue of a task, whose sums have made room for those of the next tile.
+  __device__ void write(const ForwardTask &task, const RowSums &sums) {
+    const RowSums next = take_sums();
+    put_sums(sums);
+    rows.task = &task;
     rows.finish();
     rows.write();
+    put_sums(next);
+  }
+
+  // Goes through all tasks.
+  __device__ void run() {
+    TaskConsumer<ForwardTask> tasks(shared.tasks);
+    while (tasks.wait()) {
+      if (blocks_of(tasks.current()) > 0) {
+        run_stream(tasks);
+        continue;
+      }
+      Roles::consumer_release(shared.tasks.empty);
+      rows.task = &tasks.current();
+      rows.start();
+      rows.write();
+      tasks.advance();
+    }
+  }
+
+  // Goes through tasks up to one without columns.
+  __device__ void run_stream(TaskConsumer<ForwardTask> &tasks) {
+    int blocks = blocks_of(tasks.current());
+    step<After::nothing>(tasks, 0, blocks);
+    for (;;) {
+      for (int block = 1; block < blocks; ++block) step<After::block>(tasks, block, blocks);
+      tasks.advance();
+      if (!tasks.wait()) break;
+      blocks = blocks_of(tasks.current());
+      if (blocks == 0) break;
+      step<After::tile>(tasks, 0, blocks);
+    }
+    start_output();
+    finish_output();
+    write(tasks.before(), take_sums());
+  }
+
+  __device__ static int blocks_of(const ForwardTask &task) {
+    return int(uint32_t(uniform(task.columns.count + kColumns - 1)) / kColumns);
   }
 };
 
@@ -173,7 +227,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) forward_kernel(const __gri
   } else {
     Registers::consume();
     ForwardConsumer<Config> consumer(params, shared);
-    for_each_task(shared.tasks, [&](const ForwardTask &task) { consumer.run_task(task); });
+    consumer.run();
   }
 }
 

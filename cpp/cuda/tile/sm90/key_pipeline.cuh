@@ -43,7 +43,8 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   }
 };
 
-// A producer thread, which knows one column of each block, or none.
+// A producer thread, which knows one column of each block, or none. The blocks of all tasks are one stream: V of a
+// task's last block is loaded among the blocks of the next, whose first columns were asked for before.
 template <class Pipeline> struct KeyProducer {
   static constexpr int kColumns = Pipeline::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
   using Tile = typename Pipeline::Tile;
@@ -57,6 +58,7 @@ template <class Pipeline> struct KeyProducer {
   typename Pipeline::VPipelineState v_state;
   ColumnEntry entry;
   int32_t next_key;
+  const uint16_t *v_row = nullptr; // of the block whose K was loaded last; null once its V is loaded too
 
   __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared) : p(problem), pipeline(shared) {}
 
@@ -65,15 +67,42 @@ template <class Pipeline> struct KeyProducer {
     const int lane = threadIdx.x % 32;
     return lane < kOwnColumns ? block * kColumns + warp() * kOwnColumns + lane : INT32_MAX;
   }
+  template <class Task> __device__ static int blocks_of(const Task &task) {
+    return (task.columns.count + kColumns - 1) / kColumns;
+  }
 
-  // The prologue asks for what is known of the first columns, which is then there when run() needs it.
+  // Asks for what is known of the first columns, which is then there when they are loaded.
   template <class Task> __device__ void start(const Task &task) {
     entry = fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0)));
     next_key = fetch_key(task.columns, column(1));
   }
 
+  // Loads K of a task's first block, so that what comes between begin() and run() need not be waited for first.
+  template <class Task> __device__ void begin(const Task &task, const Task &next) {
+    if (blocks_of(task) > 0)
+      load_block(task, next, 0);
+    else
+      load_values();
+  }
+  // Loads the other blocks, but for V of the last.
+  template <class Task> __device__ void run(const Task &task, const Task &next) {
+    const int blocks = blocks_of(task);
+    for (int block = 1; block < blocks; ++block) load_block(task, next, block);
+    if (blocks < 2) start(next); // load_block() asked for too little ahead
+  }
+  // Loads V of the last block of all.
+  __device__ void finish() { load_values(); }
+
+private:
+  template <class Task> __device__ void load_block(const Task &task, const Task &next, int block) {
+    if constexpr (!kValuesLag) load_values();
+    const uint16_t *row = load_keys(task, next, block);
+    if constexpr (kValuesLag) load_values();
+    v_row = row;
+  }
+
   // Loads K and the facts of a block. Returns this lane's row of V.
-  template <class Task> __device__ const uint16_t *load_keys(const Task &task, int block) {
+  template <class Task> __device__ const uint16_t *load_keys(const Task &task, const Task &next, int block) {
     const int stage = k_state.index;
     Roles::producer_acquire(pipeline.k_empty[stage], k_state.phase);
     int32_t key = -1;
@@ -82,37 +111,32 @@ template <class Pipeline> struct KeyProducer {
     const auto row_of = [&](const fdm_tensor &t) {
       return key < 0 ? kZeroRow : key_row(p, t, task.s, task.sequence_index, task.kv_head, key);
     };
-    const uint16_t *k_row = row_of(p.k), *v_row = row_of(p.v);
-    entry = fetch_column(task.columns, task.bias, column(block + 1), next_key);
-    next_key = fetch_key(task.columns, column(block + 2));
+    const uint16_t *k_row = row_of(p.k), *row = row_of(p.v);
+    ask_ahead(task, next, block);
     Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(pipeline.sK[stage]), warp(), k_row,
                                                  int(p.head_dim));
     Roles::producer_commit(pipeline.k_full[stage]);
     ++k_state;
-    return v_row;
+    return row;
   }
 
-  __device__ void load_values(const uint16_t *v_row) {
+  // Asks for the column of the block after this one, and for the key of the one after that.
+  template <class Task> __device__ void ask_ahead(const Task &task, const Task &next, int block) {
+    const int left = blocks_of(task) - block; // 1: this is the last
+    const Task &after = left > 1 ? task : next, &second = left > 2 ? task : next;
+    entry = fetch_column(after.columns, after.bias, column(left > 1 ? block + 1 : 0), next_key);
+    next_key = fetch_key(second.columns, column(left > 2 ? block + 2 : 2 - left));
+  }
+
+  __device__ void load_values() {
+    if (!v_row) return;
     const int stage = v_state.index;
     Roles::producer_acquire(pipeline.v_empty[stage], v_state.phase);
     Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(pipeline.sV[stage]), warp(), v_row,
                                                  int(p.head_dim));
     Roles::producer_commit_copies(pipeline.v_full[stage]);
     ++v_state;
-  }
-
-  template <class Task> __device__ void run(const Task &task) {
-    const int blocks = (task.columns.count + kColumns - 1) / kColumns;
-    const uint16_t *v_row = nullptr;
-    for (int block = 0; block < blocks; ++block) {
-      const uint16_t *next_row = load_keys(task, block);
-      if (!kValuesLag)
-        load_values(next_row);
-      else if (block > 0)
-        load_values(v_row);
-      v_row = next_row;
-    }
-    if (kValuesLag && blocks > 0) load_values(v_row);
+    v_row = nullptr;
   }
 };
 

@@ -30,18 +30,31 @@ template <int kHeadDim, int kRows> struct PanelTile {
 
   // The warps of a group of kWarps copy kRows rows from global memory, and this warp those from first_row() on. Lane i
   // gives the address of row first_row() + i; columns from head_dim on become zeros.
+  //
+  // A step copies a panel of several rows. A lane has the same chunk of each panel in all steps, so most addresses are
+  // constants away from two, which are swizzled for rows of either half of eight.
   template <int kWarps> __device__ static __forceinline__ int first_row(int warp) { return kRows / kWarps * warp; }
   template <int kWarps>
   __device__ static __forceinline__ void gather(uint32_t base, int warp, const uint16_t *row_of_lane, int head_dim) {
-    constexpr int kOwnRows = kRows / kWarps, kTotal = kOwnRows * kChunks;
-    static_assert(kRows % kWarps == 0 && kOwnRows <= 32 && kTotal % 32 == 0);
-    const int lane = threadIdx.x % 32;
+    constexpr int kOwnRows = kRows / kWarps, kPanels = (kChunks + 7) / 8;
+    constexpr int kRowLanes = kChunks < 8 ? kChunks : 8, kStepRows = 32 / kRowLanes;
+    static_assert(kRows % kWarps == 0 && kOwnRows <= 32 && kOwnRows % 8 == 0 && 8 % kRowLanes == 0);
+    const int lane = threadIdx.x % 32, own_row = lane / kRowLanes, own_chunk = lane % kRowLanes;
     const auto row_bits = reinterpret_cast<unsigned long long>(row_of_lane);
-#pragma unroll 4 // all would need an address each
-    for (int begin = 0; begin < kTotal; begin += 32) {
-      const int i = begin + lane, r = i / kChunks, chunk = i % kChunks;
-      const auto *row = reinterpret_cast<const uint16_t *>(__shfl_sync(0xffffffffu, row_bits, r));
-      ptx::cp_async_16(chunk_address(base, first_row<kWarps>(warp) + r, chunk), row + chunk * 8, chunk * 8 < head_dim);
+    uint32_t own_address[2]; // of the first row, and of the fourth after it
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      own_address[half] = chunk_address(base, first_row<kWarps>(warp) + own_row + 4 * half, own_chunk) - 4 * half * 128;
+#pragma unroll 4 // more would need a register pair each
+    for (int r = 0; r < kOwnRows; r += kStepRows) {
+      const auto *row =
+          reinterpret_cast<const uint16_t *>(__shfl_sync(0xffffffffu, row_bits, r + own_row)) + own_chunk * 8;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        const int chunk = 8 * panel + own_chunk;
+        const uint32_t address = own_address[r / 4 % 2] + r * 128 + panel * kPanelBytes;
+        if (chunk < kChunks) ptx::cp_async_16(address, row + 64 * panel, chunk * 8 < head_dim);
+      }
     }
   }
 };

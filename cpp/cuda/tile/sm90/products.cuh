@@ -2,6 +2,7 @@
 // Products of tiles by wgmma. They are started here; who needs the sums waits for them.
 #pragma once
 
+#include "../../ptx/store.cuh"
 #include "panel_tile.cuh"
 
 namespace fdm::cuda {
@@ -13,10 +14,23 @@ __device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], uint
                                                   bool accumulate) {
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += 16)
-    ptx::wgmma_ss<Element>(sums, left + LeftTile::offset(0, d), right + RightTile::offset(0, d), accumulate || d > 0);
+    ptx::wgmma_ss<Element, false, false>(sums, left + LeftTile::offset(0, d), right + RightTile::offset(0, d),
+                                         accumulate || d > 0);
 }
 
-// The same, sums = A B', with A in registers.
+// sums = A B, or sums += A B where `accumulate`, summed over kDepth rows of a RightTile, of which `right` describes as
+// many columns as sums has. `left` describes 64 rows of a LeftTile, or where it is transposed, 64 columns.
+template <class Element, class LeftTile, bool kLeftTransposed, class RightTile, int kDepth, int kTiles>
+__device__ __forceinline__ void warpgroup_gemm_ss_columns(float (&sums)[kTiles][4], uint64_t left, uint64_t right,
+                                                          bool accumulate) {
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 16)
+    ptx::wgmma_ss<Element, kLeftTransposed, true>(
+        sums, left + (kLeftTransposed ? LeftTile::offset(k, 0) : LeftTile::offset(0, k)),
+        right + RightTile::offset(k, 0), accumulate || k > 0);
+}
+
+// sums = A B', with A in registers.
 template <class Element, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_rs_transposed(float (&sums)[kTiles][4],
                                                              const uint32_t (&left)[kDepth][4], uint64_t right) {
@@ -32,6 +46,15 @@ __device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t 
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
     ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
+}
+
+// Stores a left operand as load_left loads it, from a column on.
+template <class LeftTile, int kDepth>
+__device__ __forceinline__ void store_left(const uint32_t (&left)[kDepth][4], uint32_t base, int row, int column) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k)
+    ptx::stmatrix(LeftTile::chunk_address(base, row + lane % 16, column / 8 + 2 * k + lane / 16), left[k]);
 }
 
 // Rounds accumulators to Element, as a left operand.

@@ -6,20 +6,33 @@
 
 namespace fdm::cuda {
 
+// A value that all lanes of a warp have. Lane 0's tells the compiler so: what follows from it takes uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // The roles of the warps of a block of threads: two consumer warpgroups of 64 rows each come first, then the producers.
 // The functions have the names of CUTLASS's pipelines, but take a stage's barriers.
 struct Roles {
   static constexpr int kConsumerGroups = 2, kConsumerWarps = 8, kProducerWarps = 4;
   static constexpr int kProducerThreads = 32 * kProducerWarps, kThreads = 32 * (kConsumerWarps + kProducerWarps);
   __device__ static __forceinline__ bool is_producer() { return threadIdx.x / 32 >= kConsumerWarps; }
-  __device__ static __forceinline__ int consumer_group() { return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); }
+  __device__ static __forceinline__ int consumer_group() { return uniform(threadIdx.x / 128); }
   // The index of this thread among the producers.
   __device__ static __forceinline__ int producer_thread() { return int(threadIdx.x) - 32 * kConsumerWarps; }
   __device__ static __forceinline__ void sync_producers() { ptx::sync_threads<1, kProducerThreads>(); }
   // Every consumer thread arrives. One thread for each warp is no faster, and compute-sanitizer's racecheck does not
   // see that it stands for the others.
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  static constexpr int kFirstTurnBarrier = 2; // 0 is that of __syncthreads, 1 that of sync_producers()
   __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
+
+  // Consumer warpgroups may take turns (ping-pong): while one starts products, the other works with its scores. Group 0
+  // is first once group 1 has passed its turn on. Both must take as many turns.
+  __device__ static __forceinline__ void take_turn(int group) {
+    ptx::sync_threads<kConsumerThreads>(kFirstTurnBarrier + group);
+  }
+  __device__ static __forceinline__ void pass_turn(int group) {
+    ptx::arrive_threads<kConsumerThreads>(kFirstTurnBarrier + (1 - group));
+  }
 
   // A producer waits until the consumers have released a stage. All stages are empty at first.
   __device__ static __forceinline__ void producer_acquire(uint64_t &empty, uint32_t phase) {

@@ -1,16 +1,66 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile scheduler of persistent kernels: the producers find tasks and load what belongs to a task as a
-// whole; the consumers take them one after the other.
+// The tile scheduler of persistent kernels: producer warps take turns at making tasks, two tiles before they are loaded;
+// the consumers take them one after the other.
 #pragma once
 
 #include "../../../indexing.h"
+#include "../../plan/plan.cuh"
 #include "roles.cuh"
 
 namespace fdm::cuda {
 
+// A tile of kTileRows query rows of one head. The rows may lie beyond the sequence.
+struct HeadTile {
+  Sequence s;
+  int64_t sequence_index, head, tile;
+
+  __device__ bool has_rows() const { return tile >= 0 && tile * kTileRows < s.q_count; }
+};
+
+// Tiles of all sequences, for one head. Packed sequences have no more than their rows need, and one more each.
+__device__ __forceinline__ int64_t sequence_tiles(const fdm_problem &p) {
+  return is_varlen(p) ? total_rows(p) / kTileRows + p.batch : p.batch * ceil_div(p.queries, kTileRows);
+}
+
+// The packed sequence to which tile_number() gave a number: the last whose own numbers begin at it or before. A warp
+// looks at 32 sequences at a time.
+__device__ __forceinline__ int64_t find_packed_sequence(const fdm_problem &p, int64_t number) {
+  const int lane = threadIdx.x % 32;
+  int32_t first = 0, count = static_cast<int32_t>(p.batch);
+  while (count > 1) {
+    const int32_t step = (count + 31) / 32, ahead = lane * step;
+    const bool begins = ahead < count && cu_bound(p.cu_seqlens_q, first + ahead) / kTileRows + first + ahead <= number;
+    const int32_t taken = max(__popc(__ballot_sync(0xffffffffu, begins)) - 1, 0) * step;
+    first += taken;
+    count = min(step, count - taken);
+  }
+  return first;
+}
+
+// The tile of a number below sequence_tiles() * heads. Heads go fastest, and those of a group meet in L2. The last tiles
+// of a sequence, which a causal mask makes the longest, come first. All lanes of a warp call this.
+__device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, uint32_t number) {
+  const auto heads = static_cast<uint32_t>(p.heads);
+  HeadTile found;
+  found.head = number % heads;
+  if (is_varlen(p)) {
+    const int64_t tile = sequence_tiles(p) - 1 - number / heads;
+    found.sequence_index = find_packed_sequence(p, tile);
+    found.s = sequence(p, found.sequence_index);
+    found.tile = tile - tile_number(p, found.s, found.sequence_index, 0);
+  } else {
+    const auto tiles = static_cast<uint32_t>(ceil_div(p.queries, kTileRows));
+    found.sequence_index = number / heads / tiles;
+    found.s = sequence(p, found.sequence_index);
+    found.tile = tiles - 1 - number / heads % tiles;
+  }
+  return found;
+}
+
 template <class Task> struct TaskPipeline {
-  // A task is written while consumers may still work on the one before, of which nothing is loaded any more.
-  static constexpr int kSlots = 3;
+  // Consumers may still write out a task when they have released the next, of one block; then come the one that is
+  // loaded, the next, and the one that is made meanwhile.
+  static constexpr int kSlots = 8;
 
   Task tasks[kSlots];
   bool end[kSlots]; // there are no more tasks from this slot on
@@ -23,57 +73,75 @@ template <class Task> struct TaskPipeline {
   }
 };
 
-template <class Task> struct TaskProducer {
+// make(HeadTile) returns a Task. A tile without rows becomes an empty one.
+template <class Task, class Make> struct TaskProducer {
+  static constexpr int kSlots = TaskPipeline<Task>::kSlots;
+
+  const fdm_problem &p;
   TaskPipeline<Task> &pipeline;
-  int number = 0;
+  const Make &make;
+  uint32_t number = 0; // of this block's tasks
 
-  __device__ explicit TaskProducer(TaskPipeline<Task> &shared) : pipeline(shared) {}
-
-  // Makes a new task, which the producers know before the consumers do.
-  template <class Make> __device__ const Task &prepare(const Make &make) {
-    const int slot = number % TaskPipeline<Task>::kSlots;
-    if (Roles::producer_thread() == 0) {
-      pipeline.tasks[slot] = make();
-      pipeline.end[slot] = false;
-    }
+  __device__ TaskProducer(const fdm_problem &problem, TaskPipeline<Task> &shared, const Make &make_task)
+      : p(problem), pipeline(shared), make(make_task) {
+#pragma unroll 1 // the code is long
+    for (uint32_t index = 0; index < 2; ++index) prepare(index);
     Roles::sync_producers();
-    return pipeline.tasks[slot];
   }
+
+  __device__ const Task &current() const { return pipeline.tasks[number % kSlots]; }
+  // It keeps no keys where there is none.
+  __device__ const Task &next() const { return pipeline.tasks[(number + 1) % kSlots]; }
+  __device__ bool at_end() const { return pipeline.end[number % kSlots]; }
+
   // Waits until the consumers no longer need what was loaded for the previous task.
   __device__ void producer_acquire() const { Roles::producer_acquire(pipeline.empty, number % 2); }
   // Hands the task to the consumers. The copies that belong to it have been started.
-  __device__ void producer_commit() {
-    Roles::producer_commit(pipeline.full);
+  __device__ void producer_commit() { Roles::producer_commit(pipeline.full); }
+
+  // Comes after producer_acquire(): then nobody needs the slot any more.
+  __device__ void prepare_ahead() { prepare(number + 2); }
+  __device__ void advance() {
     ++number;
+    Roles::sync_producers();
   }
   __device__ void producer_tail() {
     producer_acquire();
-    if (Roles::producer_thread() == 0) pipeline.end[number % TaskPipeline<Task>::kSlots] = true;
     producer_commit();
+  }
+
+private:
+  __device__ void prepare(uint32_t index) {
+    if (uint32_t(Roles::producer_thread()) / 32 != index % Roles::kProducerWarps) return;
+    const int64_t tile_index = blockIdx.x + int64_t(index) * gridDim.x;
+    const bool end = tile_index >= sequence_tiles(p) * p.heads;
+    HeadTile tile{};
+    if (!end) tile = find_tile(p, static_cast<uint32_t>(tile_index));
+    if (threadIdx.x % 32 != 0) return;
+    Task &task = pipeline.tasks[index % kSlots];
+    pipeline.end[index % kSlots] = end;
+    if (tile.has_rows())
+      task = make(tile);
+    else
+      task = {};
   }
 };
 
-// Calls function(task) for each task. It must release pipeline.empty once, when it needs nothing more that was loaded.
-template <class Task, class Function>
-__device__ void for_each_task(TaskPipeline<Task> &pipeline, const Function &function) {
-  for (int number = 0;; ++number) {
-    Roles::consumer_wait(pipeline.full, number % 2);
-    const int slot = number % TaskPipeline<Task>::kSlots;
-    if (pipeline.end[slot]) return;
-    function(pipeline.tasks[slot]);
-  }
-}
+// A consumer releases pipeline.empty once for each task, when it needs nothing more that was loaded.
+template <class Task> struct TaskConsumer {
+  TaskPipeline<Task> &pipeline;
+  uint32_t number = 0;
 
-// Calls function(sequence, its index, head, tile of kRows rows) for this block's share of the tiles. Heads go fastest,
-// and those of a group meet in L2. The last tiles, which a causal mask makes the longest, come first.
-template <int kRows, class Function> __device__ void for_each_tile(const fdm_problem &p, const Function &function) {
-  const int64_t tiles = ceil_div(p.queries, kRows), count = p.batch * tiles * p.heads;
-  for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
-    const int64_t tile_index = number / p.heads, sequence_index = tile_index / tiles;
-    const int64_t tile = tiles - 1 - tile_index % tiles;
-    const Sequence s = sequence(p, sequence_index);
-    if (tile * kRows < s.q_count) function(s, sequence_index, number % p.heads, tile);
+  __device__ explicit TaskConsumer(TaskPipeline<Task> &shared) : pipeline(shared) {}
+
+  // Waits until a task is loaded. Returns false if there are no more.
+  __device__ bool wait() const {
+    Roles::consumer_wait(pipeline.full, number % 2);
+    return !uniform(pipeline.end[number % TaskPipeline<Task>::kSlots]);
   }
-}
+  __device__ const Task &current() const { return pipeline.tasks[number % TaskPipeline<Task>::kSlots]; }
+  __device__ const Task &before() const { return pipeline.tasks[(number - 1) % TaskPipeline<Task>::kSlots]; }
+  __device__ void advance() { ++number; }
+};
 
 } // namespace fdm::cuda

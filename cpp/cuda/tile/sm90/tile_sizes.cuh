@@ -39,4 +39,7 @@ constexpr int kMostDkdvHeadDim = 128;
 
 constexpr RowTileChoice dkdv_tile(int) { return {64, 3}; }
 
+// All gradients at once: the stages that shared memory has room for.
+constexpr int fused_stages(int head_dim) { return head_dim <= 128 ? 3 : 2; }
+
 } // namespace fdm::cuda::sm90

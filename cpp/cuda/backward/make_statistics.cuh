@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Computes the statistics of each row, and its share of the gradient of a sink, with eight threads for each row of each
-// head.
+// head. Also clears the sums of dq, if there are any.
 //
 // With a sink, P = exp(score - lse') with lse' = log(exp(lse) + exp(sink)), and the P of a row sum to
 // exp(lse - lse') < 1. The gradient of lse, which is without the sink, reaches a score as dlse exp(score - lse)
 // = dlse P exp(lse' - lse), so delta = dO . O - dlse exp(lse' - lse). The sink has P too, and a dP of 0: its gradient is
 // the sum over the rows of -exp(sink - lse') dO . O.
-#include <cuda_runtime.h>
+#pragma once
 
-#include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "../tile/products.cuh"
 #include "../tile/sink.cuh"
+#include "query_sums.cuh"
 #include "row_statistics.cuh"
 
 namespace fdm::cuda {
-namespace {
 
-constexpr int kThreads = 256, kLanes = 8; // the lanes of a row read one line of the cache at a time
+constexpr int kLanes = 8; // the lanes of a row read one line of the cache at a time
 // Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
 // of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
 constexpr float kUnusableLse = 1e30f;
@@ -49,7 +47,7 @@ __device__ float dot(const Element *a, int64_t a_stride, const Element *b, int64
 }
 
 // Sums over the threads of a row. All threads of the warp call it.
-__device__ float row_total(float sum) {
+__device__ __forceinline__ float row_total(float sum) {
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   return sum;
@@ -70,13 +68,19 @@ __device__ SinkShare sink_share(const fdm_problem &p, int64_t head, float lse) {
   return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
 }
 
-template <class Element, bool kAligned>
-__global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_constant__ BackwardParams params) {
-  ptx::start_dependents();
+// Most numbers fit 32 bits, and divisions of those take a fifth of the time.
+__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d) {
+  if (((n | d) >> 32) == 0) return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
+  return n / d;
+}
+
+template <int kThreads, class Element, bool kAligned>
+__device__ void make_statistics(const BackwardParams &params, int64_t block, int64_t blocks) {
   const fdm_problem &p = params.p;
   const fdm_tensor &out = params.a.out, &dout = params.a.dout, &lse = params.a.lse, &dlse = params.a.dlse;
-  const int64_t rows = total_rows(p), number = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
-  const int64_t head = number % p.heads, i = number / p.heads % rows, batch = number / p.heads / rows;
+  const int64_t rows = total_rows(p), number = block * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const int64_t row = quotient(number, p.heads), head = number - row * p.heads;
+  const int64_t batch = quotient(row, rows), i = row - batch * rows;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
   const bool exists = batch < batches;
   const auto row_of = [&](const fdm_tensor &t) {
@@ -102,24 +106,10 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
     if (!empty && present(dlse)) row.delta -= value_of(dlse) * dlse_factor;
     params.statistics[(batch * p.heads + head) * rows + i] = row;
   }
-  if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
-}
-
-template <class Element>
-cudaError_t launch_for(const BackwardParams &params, bool beside_keys, int64_t blocks, cudaStream_t stream) {
-  const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, params.p.head_dim);
-  const auto kernel = aligned ? row_statistics_kernel<Element, true> : row_statistics_kernel<Element, false>;
-  if (beside_keys) return launch<Overlap::kernel_ahead>(kernel, blocks, kThreads, 0, stream, params);
-  return launch(kernel, blocks, kThreads, 0, stream, params);
-}
-
-} // namespace
-
-cudaError_t launch_row_statistics(const BackwardParams &params, bool beside_keys, cudaStream_t stream) {
-  const fdm_problem &p = params.p;
-  const int64_t blocks = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
-  return p.q.dtype == FDM_FLOAT16 ? launch_for<__half>(params, beside_keys, blocks, stream)
-                                  : launch_for<__nv_bfloat16>(params, beside_keys, blocks, stream);
+  if (!params.query_sums.data) return;
+  const int64_t count = query_sum_count(p, params.query_sums) / 4;
+  auto *sums = reinterpret_cast<float4 *>(params.query_sums.data);
+  for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) sums[n] = float4{};
 }
 
 } // namespace fdm::cuda

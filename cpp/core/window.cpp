@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "window.h"
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace fdm {
+
+namespace {
+
+// Batches or heads that repeat the same memory have the same selection, which one list serves.
+fdm_tensor without_expansion(fdm_tensor tensor) {
+  for (int i = 0; i < 2; ++i)
+    if (tensor.stride[i] == 0) tensor.shape[i] = 1;
+  return tensor;
+}
+
+int64_t larger_of(int64_t bias, int64_t mask, int64_t most) {
+  if (bias == most || mask == most) return most;
+  return std::max(bias, mask);
+}
+
+} // namespace
+
+fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, int64_t window) {
+  if ((problem.flags & FDM_CAUSAL) == 0 || problem.bias.data == nullptr || is_per_query(problem.bias) ||
+      is_per_query(problem.mask) || problem.start.data != nullptr)
+    value_error("window is ", window,
+                ", but only a causal problem with a bias per key, and at most a mask per key, selects by itself");
+  fdm_selection selection{};
+  selection.struct_size = sizeof selection;
+  selection.flags = FDM_CAUSAL;
+  selection.context = problem.context;
+  selection.batch = problem.batch;
+  selection.heads = problem.heads;
+  selection.kv_heads = problem.kv_heads;
+  selection.queries = problem.queries;
+  selection.keys = problem.keys;
+  selection.window = window;
+  selection.bias = without_expansion(problem.bias);
+  selection.mask = without_expansion(problem.mask);
+  selection.cu_seqlens_q = problem.cu_seqlens_q;
+  selection.cu_seqlens_k = problem.cu_seqlens_k;
+  selection.keep = absent_tensor();
+  if (selection.bias.shape[3] == 1 && !extents.varlen) {
+    selection.bias.shape[3] = extents.keys; // equal biases, of which the first are kept
+    selection.bias.stride[3] = 0;
+  }
+  const int64_t batch = larger_of(selection.bias.shape[0], selection.mask.shape[0], problem.batch);
+  const int64_t heads = larger_of(selection.bias.shape[1], selection.mask.shape[1], problem.heads);
+  const int64_t keys = selection.bias.shape[3];
+  selection.start = {nullptr, {batch, heads, 1, keys}, {heads * keys, keys, keys, 1}, FDM_INT32, 0};
+  selection.end = selection.start;
+  return selection;
+}
+
+int64_t bound_bytes(const fdm_selection &selection) {
+  const int64_t *shape = selection.start.shape;
+  return (shape[0] * shape[1] * shape[3] * static_cast<int64_t>(sizeof(int32_t)) + 255) / 256 * 256;
+}
+
+} // namespace fdm

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How the float32 sums of dq lie in memory.
+//
+// Each head has bands of 16 rows, and a band has tiles of 8 columns. A tile lies as the threads of a warp hold it in
+// their accumulators (ptx/matrix.cuh): thread t's four numbers, then those of t + 1. Each thread adds them at once, and
+// a warp adds to whole lines of the cache.
+#pragma once
+
+#include "../../indexing.h"
+#include "backward.h"
+
+namespace fdm::cuda {
+
+constexpr int kBandRows = 16;
+
+// Where the rows of a sequence begin among those of a head.
+FDM_INLINE int64_t first_query_sum(const fdm_problem &p, int32_t tile_rows, int64_t q_begin, int64_t sequence_index) {
+  return is_varlen(p) ? (q_begin / tile_rows + sequence_index) * tile_rows : 0;
+}
+
+// No two sequences share a tile: the next one of n rows begins at least ceil(n / tile_rows) tiles further.
+FDM_INLINE int64_t query_sum_rows(const fdm_problem &p, int32_t tile_rows) {
+  return is_varlen(p) ? (total_rows(p) / tile_rows + p.batch) * tile_rows : round_up(p.queries, tile_rows);
+}
+
+FDM_INLINE int64_t query_sum_count(const fdm_problem &p, const QuerySums &sums) {
+  return (is_varlen(p) ? 1 : p.batch) * p.heads * sums.head_rows * sums.dim;
+}
+
+// The sums of the rows of a head from `row` on, a multiple of kBandRows.
+__device__ __forceinline__ float *query_sums(const BackwardParams &params, const Sequence &s, int64_t sequence_index,
+                                             int64_t head, int64_t row) {
+  const QuerySums &sums = params.query_sums;
+  const int64_t first = first_query_sum(params.p, sums.tile_rows, s.q_begin, sequence_index) + row;
+  return sums.data + ((s.batch * params.p.heads + head) * sums.head_rows + first) * sums.dim;
+}
+
+} // namespace fdm::cuda

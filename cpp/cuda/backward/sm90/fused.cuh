@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// All gradients at once, with Hopper's wgmma: five products for each block of keys and tile of rows, where kernels for
+// dq and for dk and dv take seven. Persistent blocks of threads take equal shares of the steps (../key_shares.cuh).
+//
+// dQ of a tile of rows is a sum over all blocks of keys, each of which adds its own part to float32 sums in global
+// memory: FlashAttention-3's way, whose order is not fixed. The keys of a block belong to two consumer warpgroups, which
+// give each other their dS through shared memory. Each then computes half of the step's dQ, a step later: so the one
+// may be half a step ahead, and one's products keep the tensor cores busy while the other makes P' and dS'.
+#pragma once
+
+#include <type_traits>
+
+#include "../key_shares.cuh"
+#include "../query_sums.cuh"
+#include "key_stationary.cuh"
+
+namespace fdm::cuda::sm90 {
+
+// What blocks of threads with shares have in shared memory.
+template <class Config> struct ShareShared : KeyStationaryShared<Config> {
+  KeyShareFinder<Roles::kThreads> finder;
+  KeyShare share;
+  KeyPart next;
+  bool end; // there are no more parts
+  uint64_t keys_empty;
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    KeyStationaryShared<Config>::init();
+    ptx::init_barrier(keys_empty, Roles::kConsumerThreads);
+  }
+};
+
+template <class Config> __device__ void produce_parts(const BackwardParams &params, ShareShared<Config> &shared) {
+  RowProducer<Config> producer(params, shared);
+  const bool first_thread = Roles::producer_thread() == 0;
+  // Of the block whose first part is the last of this share, if there is one, key_sum.cu learns here.
+  if (first_thread) {
+    params.keys.items[blockIdx.x] = {0, 0, 1, 0};
+    if (blockIdx.x == 0) *params.keys.item_count = int32_t(gridDim.x);
+  }
+  for (uint32_t phase = 0;; phase ^= 1) {
+    // The consumers still work on the part before.
+    if (first_thread) shared.next = next_part(params, shared.share);
+    Roles::producer_acquire(shared.keys_empty, phase);
+    Roles::sync_producers();
+    if (!shared.next.valid) break;
+    producer.keys.start({shared.next.item.block, 0, 1, 0}, false);
+    if (first_thread) {
+      const KeyItem &item = shared.next.item;
+      KeyTask &task = shared.keys.task;
+      task.begin = shared.next.begin;
+      task.end = shared.next.end;
+      if (item.parts > 1) task.slot = params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats;
+      if (item.parts > 1 && item.part == 0) params.keys.items[blockIdx.x] = item;
+    }
+    Roles::sync_producers();
+    producer.run();
+  }
+  if (first_thread) shared.end = true;
+  Roles::producer_commit(shared.keys_full);
+}
+
+// Calls function() for each part of the share, when its keys are there.
+template <class Shared, class Function> __device__ void consume_parts(Shared &shared, const Function &function) {
+  for (uint32_t phase = 0;; phase ^= 1) {
+    Roles::consumer_wait(shared.keys_full, phase);
+    if (shared.end) return;
+    function();
+    Roles::consumer_release(shared.keys_empty);
+  }
+}
+
+// dS' of the steps: a row for each key, a column for each row of the step.
+template <class Config> struct FusedShared : ShareShared<Config> {
+  static constexpr int kStages = 2;
+  using Tile = PanelTile<Config::kRows, Config::kKeys>;
+
+  alignas(1024) char sdS[kStages][Tile::kBytes];
+  uint64_t ds_full[kStages], ds_empty[kStages];
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    ShareShared<Config>::init();
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::init_barrier(ds_full[stage], Roles::kConsumerThreads);
+      ptx::init_barrier(ds_empty[stage], Roles::kConsumerThreads);
+    }
+  }
+};
+
+template <class Config> struct FusedConsumer : KeyConsumer<Config> {
+  using Base = KeyConsumer<Config>;
+  using Shared = FusedShared<Config>;
+  using Base::kRows, Base::kHeadDim, Base::sums;
+  using typename Base::Element, typename Base::KeyTile, typename Base::Scores;
+  // A warpgroup computes 64 rows of all columns, or the 64 rows of one or two panels of 64 columns.
+  static constexpr bool kRowsDivided = kRows == 128;
+  static constexpr int kColumns = kHeadDim < 64 ? kHeadDim : 64;
+  static_assert(kRowsDivided ? kHeadDim <= 64 : kRows == 64 && kHeadDim > 64 && kHeadDim <= 128);
+
+  // What is to be known of a step until its dQ is computed.
+  struct Step {
+    float *dq;                       // this warp's part of the sums
+    int first_key = 0, past_key = 0; // the keys that concern it, a multiple of 64; none before the first step
+    int stage;
+    uint32_t phase;
+  };
+
+  Shared &shared;
+  PipelineState<Config::kStages> state;
+  PipelineState<Shared::kStages> ds_state;
+  Step before;
+
+  __device__ FusedConsumer(const BackwardParams &parameters, Shared &memory)
+      : Base(parameters, memory), shared(memory) {}
+
+  // How many tiles of 8 columns of dQ are this warpgroup's.
+  __device__ static int own_tiles() {
+    if (kHeadDim == 96) return Roles::consumer_group() ? 4 : 8;
+    return kColumns / 8;
+  }
+
+  // Starts this warpgroup's part of dQ of the step before.
+  __device__ void start_dq(float (&dq)[kColumns / 8][4]) const {
+    if (before.past_key > 0) Roles::consumer_wait(shared.ds_full[before.stage], before.phase);
+    const int group = Roles::consumer_group();
+    const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[before.stage])) +
+                        Shared::Tile::offset(0, kRowsDivided ? 64 : 0) * group;
+    const uint64_t k =
+        KeyTile::descriptor(ptx::shared_address(shared.sK)) + KeyTile::offset(0, kRowsDivided ? 0 : 64) * group;
+    ptx::warpgroup_arrive();
+    const auto add = [&](uint64_t a, uint64_t b, auto keys) {
+      warpgroup_gemm_ss_columns<Element, typename Shared::Tile, true, KeyTile, decltype(keys)::value>(dq, a, b, false);
+    };
+    if (before.past_key - before.first_key == 128)
+      add(ds, k, std::integral_constant<int, 128>{});
+    else
+      add(ds + Shared::Tile::offset(8, 0) * (before.first_key / 8), k + KeyTile::offset(8, 0) * (before.first_key / 8),
+          std::integral_constant<int, 64>{});
+    ptx::warpgroup_commit_batch();
+  }
+
+  // Adds this warpgroup's part of dQ of the step before, which is there, to the sums.
+  __device__ void add_dq(float (&dq)[kColumns / 8][4]) const {
+    ptx::warpgroup_fence_operand(dq);
+    if (before.past_key == 0) return;
+    ptx::arrive(shared.ds_empty[before.stage]);
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n)
+      if (n < own_tiles()) ptx::add_global(before.dq + n * 128, dq[n]);
+  }
+
+  // The products of a step that concerns this warpgroup's keys.
+  __device__ void run_step(int number, Step &step) {
+    Scores scores, gradients;
+    uint32_t p[kRows / 16][4], ds[kRows / 16][4];
+    this->start_scores(scores, gradients, number);
+    Turns::release();
+    step.dq = own_sums(this->own_rows(number).step);
+    this->make(scores, gradients, number);
+    pack_left<Element>(p, scores[0]);
+    pack_left<Element>(ds, gradients[0]);
+    Roles::producer_acquire(shared.ds_empty[ds_state.index], ds_state.phase);
+    store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[ds_state.index]), threadIdx.x / 32 * 16, 0);
+    ptx::fence_async_proxy();
+    ptx::arrive(shared.ds_full[ds_state.index]);
+    Turns::acquire();
+    auto &dq = reinterpret_cast<float (&)[kColumns / 8][4]>(scores[0]);
+    start_dq(dq);
+    Base::start_sum(sums.dv[0], p, shared.sdO[number]);
+    Base::start_sum(sums.dk[0], ds, shared.sQ[number]);
+    ptx::warpgroup_wait<2>();
+    add_dq(dq);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(sums.dv[0]);
+    ptx::warpgroup_fence_operand(sums.dk[0]);
+    ptx::warpgroup_fence_operand(p);
+    ptx::warpgroup_fence_operand(ds);
+  }
+
+  __device__ void finish_before() const {
+    float dq[kColumns / 8][4];
+    start_dq(dq);
+    ptx::warpgroup_wait<0>();
+    add_dq(dq);
+  }
+
+  // Where this thread's part of dQ of a step is added.
+  __device__ float *own_sums(const KeyStep &step) const {
+    const int warp = threadIdx.x / 32, band = kRowsDivided ? warp : warp % 4;
+    const int panel = kRowsDivided ? 0 : warp / 4;
+    const KeyTask &task = sums.keys.task();
+    float *rows = query_sums(this->params, task.s, task.sequence_index, sums.keys.head(step), step.tile * kRows);
+    return rows + (band * (kHeadDim / 8) + panel * 8) * 128 + threadIdx.x % 32 * 4;
+  }
+
+  __device__ void run_part() {
+    sums.start();
+    before = {};
+    const int group = Roles::consumer_group();
+    Turns::acquire();
+    for (;; ++state) {
+      Roles::consumer_wait(shared.full[state.index], state.phase);
+      const KeyStep &rows = this->own_rows(state.index).step;
+      if (!rows.valid) break;
+      const bool low = sums.keys.concerns(0, rows, kRows), high = sums.keys.concerns(1, rows, kRows);
+      if (low || high) {
+        Step step{nullptr, low ? 0 : 64, high ? 128 : 64, ds_state.index, ds_state.phase};
+        if (group ? high : low) {
+          run_step(state.index, step);
+        } else {
+          ptx::arrive(shared.ds_full[ds_state.index]);
+          Turns::release();
+          step.dq = own_sums(rows);
+          Turns::acquire();
+          finish_before();
+        }
+        before = step;
+        ++ds_state;
+      }
+      Roles::consumer_release(shared.empty[state.index]);
+    }
+    Roles::consumer_release(shared.empty[state.index]);
+    ++state;
+    finish_before();
+    Turns::release();
+    sums.write_bias(0);
+    sums.write();
+  }
+
+  __device__ void run() {
+    Turns::start();
+    consume_parts(shared, [&] { run_part(); });
+    Turns::end();
+  }
+};
+
+} // namespace fdm::cuda::sm90

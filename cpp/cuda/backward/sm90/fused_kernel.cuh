@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The kernel that computes all gradients at once: fused.cuh or fused_wide.cuh, by the head dimension.
+#pragma once
+
+#include "../../ptx/dependent.cuh"
+#include "fused.cuh"
+#include "fused_wide.cuh"
+
+namespace fdm::cuda::sm90 {
+
+template <class Config>
+using FusedMemory = std::conditional_t<Config::kShared, WideShared<Config>, FusedShared<Config>>;
+
+template <class Config>
+__global__ void __launch_bounds__(Roles::kThreads, 1) fused_kernel(const __grid_constant__ BackwardParams params) {
+  using Consumer = std::conditional_t<Config::kShared, WideConsumer<Config>, FusedConsumer<Config>>;
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<FusedMemory<Config> *>(dynamic_shared);
+  if (threadIdx.x == 0) {
+    shared.init();
+    shared.end = false;
+  }
+  ptx::wait_for_kernel_ahead();
+  shared.finder.find(params, shared.share);
+  __syncthreads();
+  using Registers = RoleRegisters<224, 56>;
+  if (Roles::is_producer()) {
+    Registers::produce();
+    produce_parts<Config>(params, shared);
+  } else {
+    Registers::consume();
+    Consumer(params, shared).run();
+  }
+}
+
+} // namespace fdm::cuda::sm90

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the key-stationary Hopper kernels share. K and V of a block of keys stay in shared memory, 64 keys for each of
+// two consumer warpgroups; a producer warpgroup loads them once, then finds the steps and loads their rows of Q and dO,
+// a pipeline stage for each step.
+#pragma once
+
+#include "../../tile/sm90/products.cuh"
+#include "../../tile/sm90/roles.cuh"
+#include "../key_gradients.cuh"
+
+namespace fdm::cuda::sm90 {
+
+struct Producers {
+  static constexpr int kThreads = Roles::kProducerThreads;
+  __device__ static __forceinline__ int thread() { return Roles::producer_thread(); }
+  __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
+};
+
+// With 128 keys, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do not fit
+// the registers of one, each computes the scores of half of a step's rows, and half of the columns of the gradients.
+template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, bool kHasSoftcap>
+struct KeyStationaryConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kStages = kStageCount;
+  static constexpr bool kSoftcap = kHasSoftcap, kShared = kKeys == 64;
+  static_assert(kShared || (kKeys == 64 * Roles::kConsumerGroups && kKeys == Roles::kProducerThreads));
+  // The rows of a step whose scores a warpgroup computes, the columns of its gradients, and the number of such parts.
+  static constexpr int kScoreRows = kShared ? kRows / 2 : kRows, kColumns = kShared ? 128 : kHeadDim;
+  static constexpr int kParts = kRows / kScoreRows;
+  static_assert(!kShared || (kHeadDim > 128 && kHeadDim % 64 == 0));
+  using KeyTile = PanelTile<kHeadDim, kKeys>;
+  using RowTile = PanelTile<kHeadDim, kRows>;
+  // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
+  using Keys = KeyBlock<kKeys, Producers, kStages + 2>;
+  using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, true, true, false, Keys>;
+};
+
+// What is known of a tile of rows while it is in shared memory.
+template <class Config> struct PassingRows {
+  RowStage<Config::kKeys, Config::kScoreRows> parts[Config::kParts]; // the tiles of their steps count parts
+  bool careful[Roles::kProducerWarps]; // rows of very large lse, by the warp that loaded them
+  bool head_ends;
+};
+
+template <class Config> struct KeyStationaryShared {
+  alignas(1024) char sK[Config::KeyTile::kBytes];
+  char sV[Config::KeyTile::kBytes];
+  char sQ[Config::kStages][Config::RowTile::kBytes], sdO[Config::kStages][Config::RowTile::kBytes];
+  PassingRows<Config> stages[Config::kStages]; // a step that is not valid ends the steps
+  typename Config::Keys::Shared keys;
+  uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    ptx::init_barrier(keys_full, 2 * Roles::kProducerThreads);
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
+    }
+  }
+};
+
+template <class Config> struct RowProducer {
+  static constexpr int kRows = Config::kRows, kOwnRows = kRows / Roles::kProducerWarps;
+
+  const BackwardParams &params;
+  KeyStationaryShared<Config> &shared;
+  typename Config::Keys keys;
+  PipelineState<Config::kStages> state;
+
+  __device__ RowProducer(const BackwardParams &parameters, KeyStationaryShared<Config> &memory)
+      : params(parameters), shared(memory), keys(parameters, memory.keys) {}
+
+  __device__ static int warp() { return Roles::producer_thread() / 32; }
+  // Each lane of a producer warp knows one row of a tile, or none.
+  __device__ static bool has_row() { return threadIdx.x % 32 < kOwnRows; }
+  __device__ static int row() { return warp() * kOwnRows + threadIdx.x % 32; }
+
+  __device__ void load_keys() {
+    constexpr int kOwnKeys = Config::kKeys / Roles::kProducerWarps;
+    const int r = warp() * kOwnKeys + threadIdx.x % 32;
+    const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
+    const auto load = [&](const fdm_tensor &t, char *tile) {
+      const uint16_t *row = kZeroRow;
+      if (readable) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
+      Config::KeyTile::template gather<Roles::kProducerWarps>(ptx::shared_address(tile), warp(), row,
+                                                              int(params.p.head_dim));
+    };
+    load(params.p.k, shared.sK);
+    load(params.p.v, shared.sV);
+    Roles::producer_commit(shared.keys_full);
+  }
+
+  // The statistics of this lane's row of a step, found while the step before is loaded. lse = inf: there is no such row,
+  // or it has no gradient.
+  __device__ RowStatistics find_statistics(const KeyStep &step) const {
+    const Sequence &s = keys.task().s;
+    const int i = step.tile * kRows + row();
+    if (!step.valid || !has_row() || i >= s.q_count) return {INFINITY, 0.0f};
+    return row_statistics(params, s, keys.head(step), i);
+  }
+
+  // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
+  __device__ void load_rows(const KeyStep &step, const RowStatistics &statistics, bool head_ends) {
+    auto &stage = shared.stages[state.index];
+    if (has_row()) {
+      auto &part = stage.parts[row() / Config::kScoreRows];
+      part.lse[row() % Config::kScoreRows] = statistics.lse;
+      part.delta[row() % Config::kScoreRows] = statistics.delta;
+    }
+    const uint32_t used = __ballot_sync(0xffffffffu, !statistics.empty());
+    const bool careful = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
+    if (threadIdx.x % 32 == 0) stage.careful[warp()] = careful;
+    if (Roles::producer_thread() == 0) {
+      set_step(step);
+      stage.head_ends = head_ends;
+    }
+    copy_rows(params.p.q, step, used, shared.sQ[state.index]);
+    copy_rows(params.a.dout, step, used, shared.sdO[state.index]);
+    if constexpr (!Config::kShared) {
+      if (keys.task().words) {
+        const int r = Roles::producer_thread();
+        const int32_t key = shared.keys.key[r];
+        ptx::cp_async_16(ptx::shared_address(&stage.parts[0].words[r]), keys.words(step, kRows) + max(key, 0),
+                         key >= 0);
+      }
+    }
+  }
+
+  // Tells the consumers which step the stage is for; one that is not valid ends the steps.
+  __device__ void set_step(const KeyStep &step) const {
+#pragma unroll
+    for (int n = 0; n < Config::kParts; ++n) {
+      KeyStep &own_step = shared.stages[state.index].parts[n].step;
+      own_step = step;
+      own_step.tile = step.tile * Config::kParts + n;
+    }
+  }
+
+  // Copies this warp's rows of a step, of which bit r of `used` tells whether row r is used.
+  __device__ void copy_rows(const fdm_tensor &t, const KeyStep &step, uint32_t used, const char *tile) const {
+    using RowTile = typename Config::RowTile;
+    constexpr int kTotal = kOwnRows * RowTile::kChunks;
+    static_assert(kOwnRows <= 32 && kTotal % 32 == 0);
+    const int first = warp() * kOwnRows;
+    const uint32_t base = ptx::shared_address(tile);
+    const auto *rows = static_cast<const uint16_t *>(t.data) +
+                       row_offset(t, keys.task().s, int64_t(step.tile) * kRows + first, keys.head(step));
+#pragma unroll 4 // all would need an address each
+    for (int i = threadIdx.x % 32; i < kTotal; i += 32) {
+      const int r = i / RowTile::kChunks, chunk = i % RowTile::kChunks;
+      ptx::cp_async_16(RowTile::chunk_address(base, first + r, chunk), rows + r * t.stride[1] + chunk * 8,
+                       used >> r & 1 && chunk * 8 < params.p.head_dim);
+    }
+  }
+
+  // Loads the keys and the steps of the block or part that was started.
+  __device__ void run() {
+    load_keys();
+    KeyStep step = keys.first_step(kRows);
+    RowStatistics statistics = find_statistics(step);
+    for (; step.valid; ++state) {
+      const KeyStep next = keys.next_step(step, kRows);
+      const RowStatistics next_statistics = find_statistics(next);
+      Roles::producer_acquire(shared.empty[state.index], state.phase);
+      load_rows(step, statistics, !next.valid || next.head != step.head);
+      Roles::producer_commit(shared.full[state.index]);
+      step = next;
+      statistics = next_statistics;
+    }
+    Roles::producer_acquire(shared.empty[state.index], state.phase);
+    if (Roles::producer_thread() == 0) set_step(step);
+    Roles::producer_commit(shared.full[state.index]);
+    ++state;
+  }
+};
+
+// The consumer warpgroups' turns to start products (FlashAttention-3's ping-pong scheduling, from the second warpgroup's
+// point of view a turn later): one computes exponentials while the tensor cores work for the other. Left to themselves,
+// both would wait for their products at the same time, and then leave the tensor cores idle together.
+struct Turns {
+  static constexpr int kFirstBarrier = 2; // of those that bar.sync numbers
+
+  // All consumer threads call these two once, before their first turn and after their last.
+  __device__ static __forceinline__ void start() {
+    if (Roles::consumer_group() == 1) release();
+  }
+  __device__ static __forceinline__ void end() {
+    if (Roles::consumer_group() == 0) acquire();
+  }
+  __device__ static __forceinline__ void acquire() {
+    ptx::sync_threads(kFirstBarrier + Roles::consumer_group(), Roles::kConsumerThreads);
+  }
+  __device__ static __forceinline__ void release() {
+    ptx::arrive_threads(kFirstBarrier + 1 - Roles::consumer_group(), Roles::kConsumerThreads);
+  }
+};
+
+template <class Config> struct KeyConsumer {
+  using Element = typename Config::Element;
+  using KeyTile = typename Config::KeyTile;
+  using RowTile = typename Config::RowTile;
+  static constexpr int kRows = Config::kRows, kScoreRows = Config::kScoreRows, kHeadDim = Config::kHeadDim;
+  using Scores = float[1][kScoreRows / 8][4];
+
+  const BackwardParams &params;
+  KeyStationaryShared<Config> &shared;
+  typename Config::Gradients sums;
+  uint64_t k_desc, v_desc;
+
+  __device__ KeyConsumer(const BackwardParams &parameters, KeyStationaryShared<Config> &memory)
+      : params(parameters), shared(memory), sums(parameters, memory.keys) {
+    const uint64_t own_keys = Config::kShared ? 0 : KeyTile::offset(64, 0) * Roles::consumer_group();
+    k_desc = KeyTile::descriptor(ptx::shared_address(shared.sK)) + own_keys;
+    v_desc = KeyTile::descriptor(ptx::shared_address(shared.sV)) + own_keys;
+  }
+
+  // What is known of the rows whose scores this warpgroup computes.
+  __device__ const auto &own_rows(int stage) const {
+    return shared.stages[stage].parts[Config::kShared ? Roles::consumer_group() : 0];
+  }
+
+  // Starts the products S' and dP'.
+  __device__ void start_scores(Scores &scores, Scores &gradients, int stage) const {
+    const uint64_t part = Config::kShared ? RowTile::offset(kScoreRows, 0) * Roles::consumer_group() : 0;
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part, false);
+    ptx::warpgroup_commit_batch();
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]) + part,
+                                                           false);
+    ptx::warpgroup_commit_batch();
+  }
+
+  __device__ static uint64_t row_desc(const char *tile) { return RowTile::descriptor(ptx::shared_address(tile)); }
+
+  // Starts sum += left * tile, for which `left` has a column for each row of the tile.
+  __device__ static void start_sum(float (&sum)[kHeadDim / 8][4], const uint32_t (&left)[kRows / 16][4],
+                                   const char *tile) {
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_rs<Element, RowTile>(sum, left, row_desc(tile));
+    ptx::warpgroup_commit_batch();
+  }
+
+  // Puts P' in the place of the scores, and dS' in that of dP', of which the products were just started.
+  __device__ void make(Scores &scores, Scores &gradients, int number) {
+    const auto &careful = shared.stages[number].careful;
+    const auto &rows = own_rows(number);
+    const bool any_careful = careful[0] || careful[1] || careful[2] || careful[3];
+    if constexpr (Config::kSoftcap) {
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(scores[0]);
+      ptx::warpgroup_fence_operand(gradients[0]);
+      sums.template make<true>(rows, any_careful, scores, gradients);
+    } else {
+      const bool test = any_careful || !sums.keys.covers(rows.step, kScoreRows);
+      ptx::warpgroup_wait<1>();
+      ptx::warpgroup_fence_operand(scores[0]);
+      if (test)
+        sums.template make_probabilities<true>(rows, scores);
+      else
+        sums.template make_probabilities<false>(rows, scores);
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(gradients[0]);
+      if (test)
+        sums.template make_score_gradients<true>(rows, scores, gradients);
+      else
+        sums.template make_score_gradients<false>(rows, scores, gradients);
+    }
+  }
+};
+
+} // namespace fdm::cuda::sm90

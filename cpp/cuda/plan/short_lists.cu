@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Problems of few keys: one launch selects the keys, if they are to be selected, and makes the interval plan. A block of
+// threads has a list in its registers and shared memory; a warp of it writes the columns of a tile. Kernels for each of
+// these steps would take longer to start than to run. Where there are few lists, several blocks make each, and divide
+// its tiles: the first of them writes all else.
+#include "../host/launch.cuh"
+#include "../ptx/dependent.cuh"
+#include "../select/candidates.cuh"
+#include "../select/window_exits.cuh"
+#include "key_tile_counts.cuh"
+#include "list_rows.cuh"
+#include "make_plan.h"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kItems = 4, kMostThreads = 1024, kMostKeys = kMostThreads * kItems;
+// Beyond this the warps of one block would have too many tiles each.
+constexpr int64_t kMostRows = 4 * kMostKeys;
+
+struct ShortParams {
+  fdm_selection s;
+  fdm_problem p;
+  Plan plan;
+  bool plans;
+  uint32_t lists; // over all sequences
+  int32_t parts;  // blocks for each
+};
+
+// The kept keys of a list, in key order.
+template <int kKeys> struct KeptKeys {
+  uint16_t index[kKeys];
+  int32_t start[kKeys], end[kKeys];
+};
+
+template <int kThreads> struct ShortShared {
+  static constexpr int kKeys = kThreads * kItems;
+  union {
+    typename WindowExits<kThreads, kItems>::Shared selecting;
+    KeptKeys<kKeys> kept;
+  };
+  BlockRanks<kThreads, kItems> ranks;
+};
+
+// The place of a list of a selection's result, as list_work has it of a plan's.
+__device__ ListWork selected_list(const fdm_selection &s, uint32_t number) {
+  const auto heads = static_cast<uint32_t>(s.start.shape[1]);
+  const bool varlen = present(s.cu_seqlens_q);
+  const uint32_t sequences = varlen ? static_cast<uint32_t>(s.batch) : 1, list = number / sequences;
+  const int64_t index = number % sequences, batch = list / heads;
+  return {sequence(s, varlen ? index : batch), list, index, batch, list % heads, 0};
+}
+
+template <int kDtype>
+__device__ void read_values(const fdm_selection &s, const SelectionRow &row, int threads, uint32_t (&value)[kItems]) {
+  const Candidates<kDtype> source(s, row, 0);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t j = i * threads + static_cast<int32_t>(threadIdx.x);
+    value[i] = j < row.k_count ? source(j) : 0;
+  }
+}
+
+// Selects the keys of a list, causally. The first part writes their intervals.
+template <int kThreads>
+__device__ void select_rows(ShortShared<kThreads> &shared, const fdm_selection &s, const ListWork &work, bool writes,
+                            RowInterval (&rows)[kItems]) {
+  const SelectionRow row{work.s, work.list_head * (s.heads / s.start.shape[1])};
+  uint32_t value[kItems];
+  int unused = 16;
+  if (s.bias.dtype == FDM_FLOAT32) {
+    read_values<FDM_FLOAT32>(s, row, kThreads, value);
+    unused = 0;
+  } else if (s.bias.dtype == FDM_FLOAT16) {
+    read_values<FDM_FLOAT16>(s, row, kThreads, value);
+  } else {
+    read_values<FDM_BFLOAT16>(s, row, kThreads, value);
+  }
+  auto &dividing = shared.selecting.dividing;
+  WindowExits<kThreads, kItems> exits;
+  exits.sort(shared.selecting.sorting, value, unused);
+  exits.divide(dividing, shared.ranks);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i)
+    dividing.exit[exits.key[i]] = static_cast<int32_t>(exits.exit_of(dividing, i, s.window));
+  __syncthreads();
+
+  const int64_t start_stride = s.start.stride[3], end_stride = s.end.stride[3];
+  const bool varlen = present(s.cu_seqlens_q);
+  const auto list_of = [&](const fdm_tensor &t, int64_t stride) {
+    return static_cast<int32_t *>(t.data) + (varlen ? 0 : work.list_batch) * t.stride[0] +
+           work.list_head * t.stride[1] + row.k_begin * stride;
+  };
+  int32_t *start = list_of(s.start, start_stride), *end = list_of(s.end, end_stride);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x), exit = dividing.exit[j];
+    rows[i] = {0, 0};
+    if (j >= row.k_count) continue;
+    const int64_t first = max64(0, j - row.causal_off);
+    const int64_t past = exit == ShortShared<kThreads>::kKeys ? row.q_count : max64(0, exit - row.causal_off);
+    if (exit > j && first < past) rows[i] = {static_cast<int32_t>(first), static_cast<int32_t>(past)};
+    if (!writes) continue;
+    start[j * start_stride] = rows[i].start;
+    end[j * end_stride] = rows[i].end;
+  }
+  __syncthreads(); // the kept keys will lie where the exits are
+}
+
+// Returns the number of kept keys.
+template <int kThreads>
+__device__ int32_t compact_list(ShortShared<kThreads> &shared, const fdm_problem &p, const Plan &plan,
+                                const ListWork &work, bool writes, const RowInterval (&rows)[kItems]) {
+  bool kept[kItems], none[kItems];
+  uint32_t rank[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    kept[i] = rows[i].any();
+    none[i] = false;
+  }
+  const auto count = static_cast<int32_t>(shared.ranks.rank(kept, none, rank));
+  const KeyTileCounts tile_counts(p, plan, work);
+  const int64_t base = work.list * plan.list_keys + work.s.k_begin;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x);
+    if (writes && j < work.s.k_count) tile_counts.pass(j, static_cast<int32_t>(rank[i]) + kept[i]);
+    if (!kept[i]) continue;
+    shared.kept.index[rank[i]] = static_cast<uint16_t>(j);
+    shared.kept.start[rank[i]] = rows[i].start;
+    shared.kept.end[rank[i]] = rows[i].end;
+    if (!writes) continue;
+    plan.kept_index[base + rank[i]] = j;
+    plan.kept_start[base + rank[i]] = rows[i].start;
+    plan.kept_end[base + rank[i]] = rows[i].end;
+  }
+  if (writes) {
+    if (threadIdx.x == 0) plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = count;
+    tile_counts.finish(count, kThreads);
+  }
+  __syncthreads();
+  return count;
+}
+
+// A warp writes the columns of the tile of rows [first, past), which see so many keys.
+template <int kKeys>
+__device__ void list_columns(const KeptKeys<kKeys> &kept, int32_t count, const Plan &plan, int64_t slot, int32_t first,
+                             int32_t past, int64_t visible) {
+  const uint32_t below = (1u << lane_id()) - 1;
+  int32_t *columns = plan.columns + slot * plan.tile_keys;
+  int32_t full_count = 0, partial_count = 0, first_found = -1, past_found = 0;
+#pragma unroll 2
+  for (int32_t step = 0; step < count && kept.index[step] < visible; step += 32) {
+    const int32_t n = step + lane_id();
+    const TileKey key(n < count ? RowInterval{kept.start[n], kept.end[n]} : RowInterval{0, 0}, first, past);
+    const uint32_t full = __ballot_sync(kAllLanes, key.full), partial = __ballot_sync(kAllLanes, key.partial);
+    if ((full | partial) == 0) continue;
+    if (first_found < 0) first_found = step + __ffs(full | partial) - 1;
+    past_found = step + 32 - __clz(full | partial);
+    const int32_t column =
+        key.full ? full_count + __popc(full & below) : plan.tile_keys - 1 - partial_count - __popc(partial & below);
+    full_count += __popc(full);
+    partial_count += __popc(partial);
+    if ((key.full || key.partial) && full_count + partial_count <= plan.tile_keys) columns[column] = kept.index[n];
+  }
+  if (lane_id() == 0)
+    plan.counts[slot] = full_count + partial_count > plan.tile_keys
+                            ? TileCounts{past_found - first_found, ~first_found}
+                            : TileCounts{full_count + partial_count, full_count};
+}
+
+template <int kThreads, bool kSelects>
+__global__ void __launch_bounds__(kThreads) short_lists(const __grid_constant__ ShortParams params) {
+  __shared__ ShortShared<kThreads> shared;
+  ptx::start_dependents();
+  const fdm_problem &p = params.p;
+  const Plan &plan = params.plan;
+  const uint32_t number = blockIdx.x % params.lists;
+  const auto part = static_cast<int32_t>(blockIdx.x / params.lists);
+  RowInterval rows[kItems];
+  if constexpr (kSelects) {
+    select_rows(shared, params.s, selected_list(params.s, number), part == 0, rows);
+    if (!params.plans) return;
+  }
+  const auto sequences = static_cast<uint32_t>(list_sequences(p));
+  const ListWork work = list_work(p, plan, number / sequences, number % sequences, part);
+  if constexpr (!kSelects) {
+    const ListRows reader(p, work);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int64_t j = i * kThreads + threadIdx.x;
+      rows[i] = j < work.s.k_count ? reader(j) : RowInterval{0, 0};
+    }
+  }
+  const int32_t count = compact_list(shared, p, plan, work, part == 0, rows);
+  if (!plan.columns) return;
+  const auto queries = static_cast<int32_t>(work.s.q_count);
+  const int32_t tiles = (queries + kTileRows - 1) / kTileRows;
+  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
+  for (int32_t tile = part + params.parts * warp_id(); tile < tiles; tile += params.parts * (kThreads / 32)) {
+    const int32_t past = min(queries, (tile + 1) * kTileRows);
+    const int64_t visible = is_causal(p) ? past + work.s.causal_off : work.s.k_count;
+    list_columns(shared.kept, count, plan, slot + tile, tile * kTileRows, past, visible);
+  }
+}
+
+template <int kThreads, bool kSelects> cudaError_t launch_with(const ShortParams &params, cudaStream_t stream) {
+  return launch(short_lists<kThreads, kSelects>, int64_t(params.lists) * params.parts, kThreads, 0, stream, params);
+}
+
+template <bool kSelects> cudaError_t launch_for(ShortParams params, int64_t lists, int64_t keys, cudaStream_t stream) {
+  constexpr int64_t kWantedBlocks = 128, kLeastTiles = 4; // for each part
+  const int64_t tiles = params.plans && params.plan.columns ? ceil_div(params.p.queries, kTileRows) : 1;
+  params.lists = uint32_t(lists);
+  params.parts = int32_t(clamp64(kWantedBlocks / max64(1, lists), 1, max64(1, tiles / kLeastTiles)));
+  if (keys <= 128 * kItems) return launch_with<128, kSelects>(params, stream);
+  if (keys <= 256 * kItems) return launch_with<256, kSelects>(params, stream);
+  if (keys <= 512 * kItems) return launch_with<512, kSelects>(params, stream);
+  return launch_with<kMostThreads, kSelects>(params, stream);
+}
+
+int64_t selected_lists(const fdm_selection &s) {
+  return s.start.shape[0] * s.start.shape[1] * (present(s.cu_seqlens_q) ? s.batch : 1);
+}
+
+} // namespace
+
+bool fits_short_lists(const fdm_problem &p) { return p.keys <= kMostKeys && p.queries <= kMostRows; }
+bool fits_short_lists(const fdm_selection &s) {
+  return s.keys <= kMostKeys && s.queries <= kMostRows && (s.flags & FDM_CAUSAL);
+}
+
+cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
+  return launch_for<false>({{}, p, plan, true, 0, 1}, plan.lists * list_sequences(p), p.keys, stream);
+}
+
+cudaError_t launch_short_selection(const fdm_selection &s, cudaStream_t stream) {
+  return launch_for<true>({s, {}, {}, false, 0, 1}, selected_lists(s), s.keys, stream);
+}
+
+cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
+  return launch_for<true>({s, p, plan, true, 0, 1}, selected_lists(s), s.keys, stream);
+}
+
+} // namespace fdm::cuda

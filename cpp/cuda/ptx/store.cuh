@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Stores that Hopper has (PTX ISA: stmatrix, red with vectors of float32; sm_90).
+#pragma once
+
+#include <cstdint>
+
+namespace fdm::ptx {
+
+// Stores four 8 x 8 matrices of 16-bit elements, as ldmatrix loads them; thread t gives the address of row t % 8 of
+// matrix t / 8.
+__device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+// Adds to four neighbours in global memory, 16-byte aligned, in whichever order threads come.
+__device__ __forceinline__ void add_global(float *sums, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(sums), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
+} // namespace fdm::ptx

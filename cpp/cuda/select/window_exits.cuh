@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which keys leave a causal window, and with whose arrival, for a row of keys that a block of threads holds.
+//
+// Keys arrive in order. A key leaves when the window-th key better than it arrives; if that one came before it, it
+// never enters. So the keys are sorted, the best first, and of the key with rank r the window-th smallest position
+// among the first r in that order is looked for. A wavelet matrix of the positions finds it in a step for each bit of a
+// position: level by level the positions are divided by a bit, those with 0 first, and how many ones come before each
+// place is kept.
+#pragma once
+
+#include "../tile/block_sort.cuh"
+
+namespace fdm::cuda {
+
+template <int kThreads, int kItems> struct WindowExits {
+  static constexpr int kKeys = kThreads * kItems, kWords = kKeys / 32;
+  static constexpr int kLevels = kKeys <= 512 ? 9 : (kKeys <= 1024 ? 10 : (kKeys <= 2048 ? 11 : 12));
+  static_assert(kKeys <= 1 << kLevels && kLevels <= 16, "positions have 16 bits here");
+
+  // 32 places of a level: which of them have a 1, and how many ones come before.
+  struct Word {
+    uint32_t bits, before;
+  };
+  struct Sorting {
+    uint64_t items[kKeys];
+    DigitRanks<kThreads, kItems> ranks;
+  };
+  struct Dividing {
+    Word words[kLevels][kWords + 1]; // the last one is behind all places
+    uint32_t zeros[kLevels];
+    uint16_t positions[kKeys];
+    int32_t exit[kKeys]; // of each key, for the caller
+  };
+  union Shared {
+    Sorting sorting;
+    Dividing dividing;
+  };
+
+  // What is known of the key of each rank that a thread has: rank i * kThreads + t.
+  uint32_t key[kItems];
+  bool candidate[kItems];
+
+  // value[i] belongs to key i * kThreads + t: the larger the better, ties to the lower key; 0 is never selected. The
+  // lower bits, of which there are `unused`, are all 0.
+  __device__ void sort(Sorting &shared, const uint32_t (&value)[kItems], int unused) {
+    uint64_t item[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) item[i] = static_cast<uint64_t>(~value[i]) << 32 | (i * kThreads + threadIdx.x);
+    for (int shift = 32 + unused; shift < 64; shift += DigitRanks<kThreads, kItems>::kDigitBits) {
+      uint32_t digit[kItems], rank[kItems];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i)
+        digit[i] = static_cast<uint32_t>(item[i] >> shift) % DigitRanks<kThreads, kItems>::kDigits;
+      shared.ranks.rank(digit, rank);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) shared.items[rank[i]] = item[i];
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) item[i] = shared.items[i * kThreads + threadIdx.x];
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      key[i] = static_cast<uint32_t>(item[i]);
+      candidate[i] = static_cast<uint32_t>(item[i] >> 32) != ~0u;
+    }
+    __syncthreads();
+  }
+
+  __device__ void divide(Dividing &shared, BlockRanks<kThreads, kItems> &ranks) const {
+    uint32_t position[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) position[i] = key[i];
+    for (int level = 0; level < kLevels; ++level) {
+      bool one[kItems], zero[kItems];
+      uint32_t rank[kItems];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        one[i] = position[i] >> (kLevels - 1 - level) & 1;
+        zero[i] = !one[i];
+      }
+      const uint32_t total = ranks.rank(one, zero, rank), zeros = ranks.second_of(total);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const uint32_t ones_before = ranks.first_of(rank[i]), bits = __ballot_sync(kAllLanes, one[i]);
+        if (lane_id() == 0) shared.words[level][i * (kThreads / 32) + warp_id()] = {bits, ones_before};
+        shared.positions[one[i] ? zeros + ones_before : ranks.second_of(rank[i])] = position[i];
+      }
+      if (threadIdx.x == 0) {
+        shared.words[level][kWords] = {0, ranks.first_of(total)};
+        shared.zeros[level] = zeros;
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) position[i] = shared.positions[i * kThreads + threadIdx.x];
+    }
+    __syncthreads();
+  }
+
+  // The position of the key with whose arrival key[i] leaves a window of `size`; kKeys if it stays; no more than key[i]
+  // if it never enters.
+  __device__ uint32_t exit_of(const Dividing &shared, int i, int64_t size) const {
+    const uint32_t rank = i * kThreads + threadIdx.x;
+    if (size == 0 || !candidate[i]) return 0;
+    if (rank < size) return kKeys;
+    uint32_t low = 0, high = rank, wanted = static_cast<uint32_t>(size) - 1, position = 0;
+#pragma unroll
+    for (int level = 0; level < kLevels; ++level) {
+      const uint32_t ones_low = ones_before(shared, level, low), ones_high = ones_before(shared, level, high);
+      const uint32_t zeros = high - low - (ones_high - ones_low);
+      const bool one = wanted >= zeros;
+      wanted -= one ? zeros : 0;
+      low = one ? shared.zeros[level] + ones_low : low - ones_low;
+      high = one ? shared.zeros[level] + ones_high : high - ones_high;
+      position = 2 * position + one;
+    }
+    return position;
+  }
+
+private:
+  __device__ static uint32_t ones_before(const Dividing &shared, int level, uint32_t place) {
+    const Word word = shared.words[level][place / 32];
+    return word.before + __popc(word.bits & ((1u << place % 32) - 1));
+  }
+};
+
+} // namespace fdm::cuda

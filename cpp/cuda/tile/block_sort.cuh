@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Stable ranks of items by a digit, over a block of threads: a pass of a radix sort. All threads must call them.
+#pragma once
+
+#include "block_scan.cuh"
+
+namespace fdm::cuda {
+
+// Item i of thread t is number i * kThreads + t.
+template <int kThreads, int kItems> struct DigitRanks {
+  static constexpr int kDigitBits = 4, kDigits = 1 << kDigitBits;
+  static constexpr int kGroups = kThreads / 32 * kItems, kCounts = kDigits * kGroups, kPerThread = kCounts / kThreads;
+  static_assert(kCounts % kThreads == 0);
+
+  uint32_t counts[kCounts]; // [digit][group of 32 items]: how many items come before those of the digit in the group
+  BlockSum<kThreads> sum;
+
+  // Sets rank[i] to the place of item i when all are sorted by digit, equal ones as they were.
+  __device__ void rank(const uint32_t (&digit)[kItems], uint32_t (&rank)[kItems]) {
+    uint32_t peers[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) peers[i] = __match_any_sync(kAllLanes, digit[i]);
+    __syncthreads(); // readers of an earlier call are done
+#pragma unroll
+    for (int n = 0; n < kPerThread; ++n) counts[n * kThreads + threadIdx.x] = 0;
+    __syncthreads();
+    const uint32_t below = (1u << lane_id()) - 1;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if ((peers[i] & below) == 0) counts[place(digit[i], i)] = __popc(peers[i]);
+    __syncthreads();
+    uint32_t own[kPerThread], total = 0, all;
+#pragma unroll
+    for (int n = 0; n < kPerThread; ++n) {
+      own[n] = counts[threadIdx.x * kPerThread + n];
+      total += own[n];
+    }
+    uint32_t before = sum.exclusive(total, &all);
+#pragma unroll
+    for (int n = 0; n < kPerThread; ++n) {
+      counts[threadIdx.x * kPerThread + n] = before;
+      before += own[n];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) rank[i] = counts[place(digit[i], i)] + __popc(peers[i] & below);
+  }
+
+private:
+  __device__ static int place(uint32_t digit, int item) { return digit * kGroups + item * (kThreads / 32) + warp_id(); }
+};
+
+} // namespace fdm::cuda

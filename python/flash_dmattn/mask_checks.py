@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of what masks are made from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .checks import MOST_ROWS
+
+__all__ = ["check_integers", "checked_length", "checked_side", "last_bound"]
+
+
+def checked_length(name: str, length: int) -> int:
+    """Return a number of queries or keys."""
+    return checks.index(name, length, 0, MOST_ROWS)
+
+
+def checked_side(name: str, side: int | None) -> int | None:
+    """Return how far a window reaches to a side, None being no limit."""
+    if side is None:
+        return None
+    side = checks.index(name, side)
+    if side < 0:
+        raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
+    # Of any length it is no limit; and what it is added to must not overflow.
+    return side if torch.compiler.is_compiling() else min(side, MOST_ROWS)
+
+
+def last_bound(cu_seqlens: Tensor) -> int:
+    """Return the last value, which is the length."""
+    if cu_seqlens.shape[0] == 0 or cu_seqlens.is_meta:
+        what = "a meta tensor" if cu_seqlens.is_meta else f"shape {tuple(cu_seqlens.shape)}"
+        raise ValueError(
+            f"cu_seqlens must have a last value that can be read unless length is given, got {what}"
+        )
+    return checks.index("the last value of cu_seqlens", int(cu_seqlens[-1]), 0, MOST_ROWS)
+
+
+def check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
+    """Raise unless a tensor holds integers, in so many dimensions."""
+    checks.tensor(name, tensor, "a torch.Tensor of integers")
+    if tensor.dtype not in checks.INTEGERS:
+        raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
+    if tensor.dim() != dimensions:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

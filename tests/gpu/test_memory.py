@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The memory of a training step: linear in the length, and a few times that of the queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func
+
+WINDOW = 1024
+
+
+def bytes_over_query(length: int, heads: int, kv_heads: int, head_dim: int, device: str) -> float:
+    """Return what forward and backward allocate, over the bytes of the query."""
+    query, dout = (
+        torch.randn(1, length, heads, head_dim, device=device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    key, value = (
+        torch.randn(1, length, kv_heads, head_dim, device=device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    bias = torch.randn(1, kv_heads, length, device=device, dtype=torch.bfloat16)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value, bias)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = flash_dmattn_func(query, key, value, attn_bias=bias, is_causal=True, window_size=WINDOW)
+    torch.autograd.grad(out, inputs, dout)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / (query.numel() * query.element_size())
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 64), (8, 2, 128)], ids=str)
+def test_memory_is_linear(sizes: tuple[int, int, int], gpu: str) -> None:
+    bytes_over_query(4096, *sizes, gpu)  # what is allocated once
+    short, long = (bytes_over_query(1 << power, *sizes, gpu) for power in (17, 19))
+    assert long <= 6
+    assert long <= 1.1 * short
