@@ -215,6 +215,33 @@ def test_detach_cuts_gradients_off() -> None:
     assert gradient[:, 20:].any()
 
 
+def test_states_share_no_memory() -> None:
+    """What is made of a state stays what it is when that is changed in place, and the other way."""
+    stream = make_stream(30)
+    state = KeptKeys(5, start=3)
+    in_chunks(stream, 5, [10, 1], state, backend="reference")
+    copies = [state.detach(), state.clone(), KeptKeys(5).merged(state), state.merged(KeptKeys(5))]
+    held = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    in_chunks(stream.part(11, 20), 5, [1] * 9, state, backend="reference")
+    for other in copies:
+        assert other.length == 14
+        assert all(torch.equal(other.tensors[name], tensor) for name, tensor in held.items())
+        other.reset()
+        assert other.length == 3
+    assert state.length == 23
+
+
+def test_a_state_of_training_is_reset() -> None:
+    leaves = [t.clone().requires_grad_() for t in make_stream(20)[1:4]]
+    state = KeptKeys(5).updated(*leaves, backend="reference")
+    kept = state.tensors["key"]
+    state.reset()
+    assert state.length == 0
+    kept.sum().backward()  # what was computed before still has its gradients
+    assert leaves[0].grad is not None
+    assert not KeptKeys(5).tensors
+
+
 def test_tokens_are_taken_back() -> None:
     stream = make_stream(60, padded=True)
     state = KeptKeys(5, rollback=4)

@@ -360,7 +360,9 @@ def _attention(
     out, lse = ops.attention(inputs, name, _selected, need_lse=need_lse)
     if lse is None or not need_lse:
         return out
-    return (out, lse, attention_probabilities(inputs)) if return_probabilities else (out, lse)
+    if not return_probabilities:
+        return out, lse
+    return out, lse, attention_probabilities(inputs if window < 0 else _selected(inputs, name))
 
 
 def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:

@@ -104,13 +104,8 @@ class HeldRows:
         return following + (self._start if self._counter is None else self._counter[0])
 
     def detach(self) -> Self:
-        """Return the same state, in the same memory, without what gradients need."""
-        result = self._like(self)
-        for name in ("_kept", "_recent"):
-            rows = getattr(self, name)
-            if rows is not None:
-                setattr(result, name, Rows(*(tensor.detach() for tensor in rows)))
-        return result
+        """Return the same state in memory of its own, without what gradients need."""
+        return self._mapped(lambda tensor, _: tensor.detach().clone())
 
     def clone(self) -> Self:
         """Return the same state in memory of its own."""
@@ -180,7 +175,9 @@ class HeldRows:
             )
 
     def reset(self) -> None:
-        """Forget everything; the memory stays."""
+        """Forget everything; the memory stays, unless gradients need what is in it."""
+        if any(t.requires_grad for part in (self._kept, self._recent) for t in part or ()):
+            self._kept = self._recent = self._counter = None
         for part in (self._kept, self._recent):
             if part is not None:
                 part.bias.fill_(-torch.inf)
@@ -282,7 +279,7 @@ class HeldRows:
 
     def _followed_by(self, columns: Rows, added: int, backend: str) -> Self:
         """Return the state that is left of what the last tokens have seen."""
-        result = self._like(self)
+        result = copy.copy(self)
         older = columns
         if self.rollback:
             columns = concatenated(empty_rows(columns, self.rollback), columns)
@@ -319,12 +316,9 @@ class HeldRows:
             if self._counter is not None and other._counter is not None:
                 self._counter.copy_(other._counter)
 
-    def _like(self, other: Self) -> Self:
-        return copy.copy(other)
-
     def _mapped(self, change: Callable[[Tensor, bool], Tensor]) -> Self:
         """Return the state whose tensors are made of this one's; the counter has no batch."""
-        result = self._like(self)
+        result = copy.copy(self)
         with torch.inference_mode(False):
             for name in ("_kept", "_recent"):
                 rows = getattr(self, name)

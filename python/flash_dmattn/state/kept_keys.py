@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -189,7 +191,7 @@ class KeptKeys(HeldRows):
         self._replace_by(self.merged(other, backend=backend))
 
     def merged(self, other: KeptKeys, *, backend: str | None = None) -> KeptKeys:
-        """Return the state of the tokens that either has seen.
+        """Return the state of the tokens that either has seen, in memory of its own.
 
         Args:
             other, backend: as in `merge`.
@@ -207,11 +209,11 @@ class KeptKeys(HeldRows):
             if rollback:
                 raise ValueError(f"merge needs states of rollback=0, but {name} has {rollback}")
         if other._kept is None or self._kept is None:
-            return self._like(other if self._kept is None else self)
+            return (other if self._kept is None else self).clone()
         check_like(self._kept, other._kept, "other")
         assert self._counter is not None
         assert other._counter is not None
-        result = self._like(self)
+        result = copy.copy(self)
         every = in_order(concatenated(self._kept, other._kept))
         result._kept = best(every, self.window_size, self._kept.size, backend_name(backend))
         result._counter = torch.maximum(self._counter, other._counter)
