@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "../dense/dense.h"
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../plan/list_work.cuh"
@@ -114,6 +115,7 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
 } // namespace
 
 int64_t backward_workspace_bytes(const fdm_problem &p) {
+  if (is_dense(p)) return dense_backward_workspace_bytes(p);
   int64_t bytes;
   lay_out(p, nullptr, &bytes);
   return bytes;
@@ -136,10 +138,12 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
   // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
   if (cudaError_t error =
-          clear_gradients(params, nothing || is_varlen(p), nothing || is_varlen(p) || params.keys.listed,
+          clear_gradients(params, nothing || is_varlen(p),
+                          nothing || is_varlen(p) || (params.keys.listed && !is_dense(p)),
                           nothing || (is_varlen(p) && row_bias), stream))
     return error;
   if (nothing) return cudaSuccess;
+  if (is_dense(p)) return run_dense_backward(p, args, workspace);
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
 
   return run_all([&] { return key_gradients ? prepare_keys(params, stream) : cudaSuccess; },

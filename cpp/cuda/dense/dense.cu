@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Dense blocks on the host: which problems they serve, and how the work is divided.
+#include "dense.h"
+
+#include <algorithm>
+
+#include "../backward/backward.h"
+#include "../backward/row_statistics.cuh"
+#include "../forward/decode.h"
+#include "../forward/forward.h"
+#include "../host/device.h"
+#include "../host/dispatch.h"
+#include "../plan/plan.cuh"
+#include "../tile/shared_tile.cuh"
+#include "dbias_tiles.cuh"
+#include "tile_sizes.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kMostSms = 256; // of any device: what depends on the device has room for so many
+constexpr int64_t kMaxSplits = 32, kBlocksOfSplit = 4; // as in forward.cu
+
+struct RowTiles {
+  int rows;  // of a block of threads, over all slots
+  int least; // of a slot
+};
+
+template <class Choice> RowTiles row_tiles(const Choice &choice) {
+  return {16 * choice.tiles * choice.warps, 16 * choice.tiles};
+}
+
+RowTiles forward_rows(const fdm_problem &p) {
+  return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
+    constexpr DenseTileChoice choice = dense_forward_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    return row_tiles(choice);
+  });
+}
+RowTiles dq_rows(const fdm_problem &p) {
+  return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
+    constexpr DenseTileChoice choice = dense_dq_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    return row_tiles(choice);
+  });
+}
+RowTiles dkdv_keys(const fdm_problem &p) {
+  return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
+    constexpr DenseTileChoice choice = dense_dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    return row_tiles(choice);
+  });
+}
+int dbias_warps(const fdm_problem &p) {
+  return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
+    constexpr DbiasTileChoice choice = dbias_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    return choice.warps;
+  });
+}
+
+// Can the rows of a mask or bias be copied 16 bytes at a time?
+bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
+  if (!present(t)) return false;
+  const int64_t elements = 16 / element_bytes;
+  bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.shape[3] > 1 && t.stride[3] == 1;
+  for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % elements == 0;
+  return aligned;
+}
+
+// Do all sources of an element of the bias have the same rows of mask, or intervals?
+bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
+  const auto shared = [&](const fdm_tensor &t) {
+    return (batches == 1 || t.shape[0] == 1) &&
+           (heads == 1 || t.shape[1] == 1 || (t.shape[1] == p.kv_heads && p.bias.shape[1] == p.kv_heads));
+  };
+  if (has_rows(p.mask)) return shared(p.mask);
+  return !present(p.start) || shared(p.start);
+}
+
+DenseCall make_call(const fdm_problem &p) {
+  DenseCall call{};
+  call.p = p;
+  call.batches = int32_t(p.bias.shape[0] == 1 ? p.batch : 1);
+  call.heads = int32_t(p.heads / p.bias.shape[1]);
+  call.shares_mask = shares_mask(p, call.batches, call.heads);
+  call.bias_chunks = has_chunks(p.bias, p.bias.dtype == FDM_FLOAT32 ? 4 : 2);
+  call.mask_chunks = has_rows(p.mask) && has_chunks(p.mask, 1);
+  call.aligned =
+      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  return call;
+}
+
+// As many slots as keep the rows or keys of a tile busy, and no more than there are sources.
+int choose_slots(const RowTiles &tiles, int64_t length, int64_t sources, bool shares) {
+  int slots = 1;
+  while (shares && 2 * slots <= sources && tiles.rows / slots > tiles.least && tiles.rows / slots / 2 >= length) slots *= 2;
+  return slots;
+}
+
+int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.heads; }
+
+DenseForward divide_forward(const DenseCall &call) {
+  const fdm_problem &p = call.p;
+  const RowTiles rows = forward_rows(p);
+  DenseForward work{};
+  work.call = call;
+  work.slots = choose_slots(rows, p.queries, sources_of(call), call.shares_mask);
+  work.tiles = int32_t(ceil_div(p.queries, rows.rows / work.slots));
+  work.groups = int32_t(ceil_div(sources_of(call), work.slots));
+  return work;
+}
+
+int64_t forward_blocks(const DenseForward &work) {
+  return work.call.p.bias.shape[0] * work.call.p.bias.shape[1] * work.groups * work.tiles;
+}
+
+// Few rows leave most of the chip idle, unless the keys are divided.
+int64_t choose_splits(const DenseForward &work, int sms) {
+  const int64_t most = std::clamp<int64_t>(work.call.p.keys / (kDenseKeys * kBlocksOfSplit), 1, kMaxSplits);
+  return std::clamp<int64_t>(2 * sms / std::max<int64_t>(1, forward_blocks(work)), 1, most);
+}
+
+int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+
+DbiasWork divide_dbias(const DenseCall &call, int sms) {
+  const fdm_problem &p = call.p;
+  DbiasWork work{};
+  // Tiles of 32 or 64 rows and 64 keys where there are no more; then there are slots for several sources, if they have
+  // the tile of the bias in common.
+  const int64_t elements = int64_t(dbias_warps(p)) * kDbiasWarpRows * kDbiasWarpKeys;
+  const bool small = call.shares_mask;
+  work.tile_rows = small && p.queries <= 32 ? 32 : (small && p.queries <= 64 ? 64 : 128);
+  work.tile_keys = small && p.keys <= 64 ? 64 : 128;
+  while (int64_t(work.tile_rows) * work.tile_keys > elements)
+    (work.tile_rows > 64 ? work.tile_rows : work.tile_keys) /= 2;
+  work.slots = int32_t(elements / (int64_t(work.tile_rows) * work.tile_keys));
+  work.row_tiles = int32_t(ceil_div(p.queries, work.tile_rows));
+  work.key_tiles = int32_t(ceil_div(p.keys, work.tile_keys));
+  work.groups = int32_t(ceil_div(sources_of(call), work.slots));
+  work.tiles = int64_t(work.row_tiles) * work.key_tiles;
+  if (is_causal(p)) {
+    work.tiles = 0;
+    for (int64_t tile = 0; tile < work.row_tiles; ++tile) work.tiles += live_key_tiles(p, work, tile);
+  }
+  work.steps = p.bias.shape[0] * p.bias.shape[1] * work.tiles * work.groups;
+  work.blocks = int32_t(std::clamp<int64_t>(work.steps, 1, sms));
+  return work;
+}
+
+bool has_one_source(const DenseCall &call) { return sources_of(call) == 1; }
+
+struct BackwardLayout {
+  DenseBackward work;
+  RowStatistics *statistics;
+  int64_t bytes;
+};
+
+BackwardLayout lay_out_backward(const fdm_problem &p, void *workspace, int sms) {
+  BackwardLayout layout{};
+  DenseBackward &work = layout.work;
+  work.call = make_call(p);
+  char *memory = static_cast<char *>(workspace);
+  layout.statistics = reinterpret_cast<RowStatistics *>(memory);
+  work.statistics = layout.statistics;
+  int64_t used = align_256(partial_rows(p) * int64_t(sizeof(RowStatistics)));
+  work.dbias = divide_dbias(work.call, sms);
+  work.dbias.parts = reinterpret_cast<float *>(memory + used);
+  if (!has_one_source(work.call))
+    used += align_256(2 * int64_t(work.dbias.blocks) * work.dbias.tile_rows * work.dbias.tile_keys *
+                      int64_t(sizeof(float)));
+  layout.bytes = used;
+  return layout;
+}
+
+template <class Function> auto with_dense_types(const fdm_problem &p, const Function &function) {
+  return with_head_dim(p.head_dim, DenseHeadDims{}, [&](auto dim) {
+    return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
+  });
+}
+
+} // namespace
+
+bool is_dense(const fdm_problem &p) {
+  return has_rows(p.bias) && p.bias.shape[3] == p.keys && p.queries > kDecodeRows && !is_varlen(p) &&
+         p.head_dim <= kMaxDenseHeadDim;
+}
+
+int64_t dense_forward_workspace_bytes(const fdm_problem &p) {
+  const int64_t splits = choose_splits(divide_forward(make_call(p)), kMostSms);
+  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+}
+
+cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args, void *workspace) {
+  if (p.batch == 0 || p.queries == 0) return cudaSuccess;
+  int count;
+  if (cudaError_t error = sm_count(&count)) return error;
+  DenseForward work = divide_forward(make_call(p));
+  work.a = args;
+  const int64_t room = choose_splits(work, kMostSms), wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
+  work.splits = int32_t(std::clamp<int64_t>(wanted, 1, room));
+  work.partial_out = static_cast<float *>(workspace);
+  work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;
+  work.partial_sum = work.partial_max + work.splits * partial_rows(p);
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  const cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
+    return launch_dense_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+  });
+  if (error || work.splits == 1) return error;
+  ForwardParams merge{};
+  merge.p = p;
+  merge.a = args;
+  merge.splits = work.splits;
+  merge.partial_out = work.partial_out;
+  merge.partial_max = work.partial_max;
+  merge.partial_sum = work.partial_sum;
+  return launch_combine(merge, stream);
+}
+
+int64_t dense_backward_workspace_bytes(const fdm_problem &p) { return lay_out_backward(p, nullptr, kMostSms).bytes; }
+
+cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &args, void *workspace) {
+  int count;
+  if (cudaError_t error = sm_count(&count)) return error;
+  const BackwardLayout layout = lay_out_backward(p, workspace, count);
+  DenseBackward work = layout.work;
+  work.a = args;
+  work.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
+  const fdm_tensor &dbias = args.dbias;
+  if (present(dbias)) {
+    const int64_t bytes = dbias.dtype == FDM_FLOAT32 ? 8 : 4;
+    work.dbias_pairs = reinterpret_cast<uintptr_t>(dbias.data) % bytes == 0 && dbias.stride[3] == 1;
+    for (int d = 0; d < 3; ++d) work.dbias_pairs &= dbias.shape[d] <= 1 || dbias.stride[d] % 2 == 0;
+  }
+  work.writes_dbias = present(dbias) && has_one_source(work.call);
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+
+  BackwardParams rows{};
+  rows.p = p;
+  rows.a = args;
+  rows.statistics = layout.statistics;
+  rows.dout_aligned = work.dout_aligned;
+  if (cudaError_t error = launch_row_statistics(rows, false, stream)) return error;
+  if (present(args.dq) || work.writes_dbias) {
+    const RowTiles tiles = dq_rows(p);
+    work.slots = choose_slots(tiles, p.queries, sources_of(work.call), work.call.shares_mask);
+    work.tiles = int32_t(ceil_div(p.queries, tiles.rows / work.slots));
+    work.groups = int32_t(ceil_div(sources_of(work.call), work.slots));
+    if (cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
+          return launch_dense_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+        }))
+      return error;
+  }
+  if (present(args.dk) || present(args.dv)) {
+    const RowTiles tiles = dkdv_keys(p);
+    // Sequences side by side read the same bias and mask.
+    const bool shares = p.bias.shape[0] == 1 && (!has_rows(p.mask) || p.mask.shape[0] == 1) &&
+                        (!present(p.start) || p.start.shape[0] == 1);
+    work.slots = choose_slots(tiles, p.keys, p.batch, shares);
+    work.tiles = int32_t(ceil_div(p.keys, tiles.rows / work.slots));
+    work.groups = int32_t(ceil_div(p.batch, work.slots));
+    if (cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
+          return launch_dense_dkdv<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+        }))
+      return error;
+  }
+  if (!present(dbias) || work.writes_dbias) return cudaSuccess;
+  if (cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
+        return launch_dense_dbias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+      }))
+    return error;
+  return work.dbias.blocks == 1 ? cudaSuccess : launch_dense_dbias_sum(work, stream);
+}
+
+} // namespace fdm::cuda
