@@ -65,6 +65,7 @@ struct BackwardParams {
   fdm_backward_args a;
   const void *plan;
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
+  float *deltas;             // where it is not null, delta alone is wanted, in the same places
   KeyWork keys;
   float *bias_sums;   // [batch, or 1 for varlen][kv head][bias_heads][key]; of a bias without rows for queries
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes the statistics of each row, lse to base 2 and delta = dO . O - dlse, with eight threads for each row of
-// each head.
+// Computes the statistics of each row, lse to base 2 and delta = dO . O - dlse, or delta alone, with eight threads for
+// each row of each head.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -12,10 +12,6 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 256, kLanes = 8; // the lanes of a row read one line of the cache at a time
-// Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
-// of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
-constexpr float kUnusableLse = 1e30f;
-
 template <class Element> __device__ float to_float(Element x) {
   if constexpr (__is_same(Element, __half))
     return __half2float(x);
@@ -70,7 +66,11 @@ __global__ void __launch_bounds__(kThreads) row_statistics_kernel(const __grid_c
   delta = row_total(delta);
   if (exists && threadIdx.x % kLanes == 0) {
     if (!empty && present(dlse)) delta -= value_of(dlse);
-    params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
+    const int64_t place = (batch * p.heads + head) * rows + i;
+    if (params.deltas)
+      params.deltas[place] = delta;
+    else
+      params.statistics[place] = {empty ? INFINITY : natural * kLog2E, delta};
   }
   if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }

@@ -35,9 +35,10 @@ struct DbiasTile {
   }
 };
 
-// The steps of a block of threads.
+// Block b has the steps from first_step(b) to first_step(b + 1). The products exceed 64 bits only where no GPU could do
+// the work.
 FDM_INLINE int64_t first_step(const DbiasWork &work, int64_t block) {
-  // The product may exceed 64 bits only where no GPU could do the work.
+  if (work.whole) return work.steps / work.groups * block / work.blocks * work.groups;
   return work.steps * block / work.blocks;
 }
 

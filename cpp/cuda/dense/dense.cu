@@ -64,6 +64,14 @@ bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
   return aligned;
 }
 
+// Can two neighbours of a row be stored at once?
+bool has_pairs(const fdm_tensor &t) {
+  const int64_t bytes = t.dtype == FDM_FLOAT32 ? 8 : 4;
+  bool pairs = reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[3] == 1;
+  for (int d = 0; d < 3; ++d) pairs &= t.shape[d] <= 1 || t.stride[d] % 2 == 0;
+  return pairs;
+}
+
 // Do all sources of an element of the bias have the same rows of mask, or intervals?
 bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
   const auto shared = [&](const fdm_tensor &t) {
@@ -144,34 +152,80 @@ DbiasWork divide_dbias(const DenseCall &call, int sms) {
   return work;
 }
 
-bool has_one_source(const DenseCall &call) { return sources_of(call) == 1; }
-
-struct BackwardLayout {
-  DenseBackward work;
-  RowStatistics *statistics;
-  int64_t bytes;
-};
-
-BackwardLayout lay_out_backward(const fdm_problem &p, void *workspace, int sms) {
-  BackwardLayout layout{};
-  DenseBackward &work = layout.work;
-  work.call = make_call(p);
-  char *memory = static_cast<char *>(workspace);
-  layout.statistics = reinterpret_cast<RowStatistics *>(memory);
-  work.statistics = layout.statistics;
-  int64_t used = align_256(partial_rows(p) * int64_t(sizeof(RowStatistics)));
-  work.dbias = divide_dbias(work.call, sms);
-  work.dbias.parts = reinterpret_cast<float *>(memory + used);
-  if (!has_one_source(work.call))
-    used += align_256(2 * int64_t(work.dbias.blocks) * work.dbias.tile_rows * work.dbias.tile_keys *
-                      int64_t(sizeof(float)));
-  layout.bytes = used;
-  return layout;
+int64_t parts_bytes(const DbiasWork &work) {
+  return align_256(2 * int64_t(work.blocks) * work.tile_rows * work.tile_keys * int64_t(sizeof(float)));
 }
 
-template <class Function> auto with_dense_types(const fdm_problem &p, const Function &function) {
-  return with_head_dim(p.head_dim, DenseHeadDims{}, [&](auto dim) {
-    return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
+// The bytes of a gradient that fill memory without a gap, which can hold something else until it is written.
+int64_t contiguous_bytes(const fdm_tensor &t) {
+  if (!present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return 0;
+  int64_t elements = 1, last = 0;
+  for (int d = 0; d < 4; ++d) {
+    if (t.stride[d] < 0) return 0;
+    elements *= t.shape[d];
+    last += (t.shape[d] - 1) * t.stride[d];
+  }
+  return last + 1 == elements ? elements * 2 : 0;
+}
+
+bool has_one_source(const DenseCall &call) { return sources_of(call) == 1; }
+
+// Where dk is large, it holds the parts until it is written, so that they take no memory of their own.
+bool lends_dk(const fdm_problem &p) {
+  const int64_t dk_bytes = p.batch * p.keys * p.kv_heads * p.head_dim * 2;
+  return dk_bytes >= parts_bytes(divide_dbias(make_call(p), kMostSms));
+}
+
+int64_t deltas_bytes(const fdm_problem &p) { return align_256(partial_rows(p) * int64_t(sizeof(float))); }
+
+template <class Function> cudaError_t with_dense_types(const fdm_problem &p, const Function &function) {
+  if constexpr (kMaxDenseHeadDim == 0)
+    return cudaErrorInvalidConfiguration;
+  else
+    return with_head_dim(p.head_dim, DenseHeadDims{}, [&](auto dim) {
+      return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
+    });
+}
+
+// The gradient of a bias with several sources.
+cudaError_t run_dbias(DenseBackward &work, void *workspace, int sms, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  work.dbias = divide_dbias(work.call, sms);
+  if (!lends_dk(p))
+    work.dbias.parts = reinterpret_cast<float *>(static_cast<char *>(workspace) + deltas_bytes(p));
+  else if (contiguous_bytes(work.a.dk) >= parts_bytes(work.dbias))
+    work.dbias.parts = static_cast<float *>(work.a.dk.data);
+  else
+    work.dbias.whole = true;
+  if (cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
+        return launch_dense_dbias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+      }))
+    return error;
+  return work.dbias.whole || work.dbias.blocks == 1 ? cudaSuccess : launch_dense_dbias_sum(work, stream);
+}
+
+cudaError_t run_dq(DenseBackward &work, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  const RowTiles tiles = dq_rows(p);
+  work.slots = choose_slots(tiles, p.queries, sources_of(work.call), work.call.shares_mask);
+  work.tiles = int32_t(ceil_div(p.queries, tiles.rows / work.slots));
+  work.groups = int32_t(ceil_div(sources_of(work.call), work.slots));
+  return with_dense_types(p, [&](auto element, auto dim) {
+    return launch_dense_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+  });
+}
+
+cudaError_t run_dkdv(DenseBackward &work, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  const RowTiles tiles = dkdv_keys(p);
+  // Sequences side by side read the same bias and mask.
+  const bool shares = p.bias.shape[0] == 1 && (!has_rows(p.mask) || p.mask.shape[0] == 1) &&
+                      (!present(p.start) || p.start.shape[0] == 1);
+  work.slots = choose_slots(tiles, p.keys, p.batch, shares);
+  work.tiles = int32_t(ceil_div(p.keys, tiles.rows / work.slots));
+  work.groups = int32_t(ceil_div(p.batch, work.slots));
+  return with_dense_types(p, [&](auto element, auto dim) {
+    return launch_dense_dkdv<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
   });
 }
 
@@ -213,59 +267,37 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
   return launch_combine(merge, stream);
 }
 
-int64_t dense_backward_workspace_bytes(const fdm_problem &p) { return lay_out_backward(p, nullptr, kMostSms).bytes; }
+int64_t dense_backward_workspace_bytes(const fdm_problem &p) {
+  const DenseCall call = make_call(p);
+  const bool parts = !has_one_source(call) && !lends_dk(p);
+  return deltas_bytes(p) + (parts ? parts_bytes(divide_dbias(call, kMostSms)) : 0);
+}
 
 cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &args, void *workspace) {
   int count;
   if (cudaError_t error = sm_count(&count)) return error;
-  const BackwardLayout layout = lay_out_backward(p, workspace, count);
-  DenseBackward work = layout.work;
+  DenseBackward work{};
+  work.call = make_call(p);
   work.a = args;
+  work.deltas = static_cast<float *>(workspace);
   work.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
   const fdm_tensor &dbias = args.dbias;
-  if (present(dbias)) {
-    const int64_t bytes = dbias.dtype == FDM_FLOAT32 ? 8 : 4;
-    work.dbias_pairs = reinterpret_cast<uintptr_t>(dbias.data) % bytes == 0 && dbias.stride[3] == 1;
-    for (int d = 0; d < 3; ++d) work.dbias_pairs &= dbias.shape[d] <= 1 || dbias.stride[d] % 2 == 0;
-  }
   work.writes_dbias = present(dbias) && has_one_source(work.call);
+  work.dbias_pairs = present(dbias) && has_pairs(dbias);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   BackwardParams rows{};
   rows.p = p;
   rows.a = args;
-  rows.statistics = layout.statistics;
+  rows.deltas = work.deltas;
   rows.dout_aligned = work.dout_aligned;
   if (cudaError_t error = launch_row_statistics(rows, false, stream)) return error;
-  if (present(args.dq) || work.writes_dbias) {
-    const RowTiles tiles = dq_rows(p);
-    work.slots = choose_slots(tiles, p.queries, sources_of(work.call), work.call.shares_mask);
-    work.tiles = int32_t(ceil_div(p.queries, tiles.rows / work.slots));
-    work.groups = int32_t(ceil_div(sources_of(work.call), work.slots));
-    if (cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
-          return launch_dense_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
-        }))
-      return error;
-  }
-  if (present(args.dk) || present(args.dv)) {
-    const RowTiles tiles = dkdv_keys(p);
-    // Sequences side by side read the same bias and mask.
-    const bool shares = p.bias.shape[0] == 1 && (!has_rows(p.mask) || p.mask.shape[0] == 1) &&
-                        (!present(p.start) || p.start.shape[0] == 1);
-    work.slots = choose_slots(tiles, p.keys, p.batch, shares);
-    work.tiles = int32_t(ceil_div(p.keys, tiles.rows / work.slots));
-    work.groups = int32_t(ceil_div(p.batch, work.slots));
-    if (cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
-          return launch_dense_dkdv<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
-        }))
-      return error;
-  }
-  if (!present(dbias) || work.writes_dbias) return cudaSuccess;
-  if (cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
-        return launch_dense_dbias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
-      }))
-    return error;
-  return work.dbias.blocks == 1 ? cudaSuccess : launch_dense_dbias_sum(work, stream);
+  // First, since it may have its parts in dk.
+  if (present(dbias) && !work.writes_dbias)
+    if (cudaError_t error = run_dbias(work, workspace, count, stream)) return error;
+  if (present(args.dq) || work.writes_dbias)
+    if (cudaError_t error = run_dq(work, stream)) return error;
+  return present(args.dk) || present(args.dv) ? run_dkdv(work, stream) : cudaSuccess;
 }
 
 } // namespace fdm::cuda

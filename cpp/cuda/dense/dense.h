@@ -23,8 +23,6 @@
 
 namespace fdm::cuda {
 
-struct RowStatistics;
-
 // Keys of a block.
 constexpr int kDenseKeys = 64;
 
@@ -52,15 +50,15 @@ struct DbiasWork {
   int32_t groups;     // steps of a tile
   int64_t tiles;      // of a unit, those without a visible key left out, but one of each row of tiles
   int64_t steps;      // of all tiles
-  int32_t blocks;     // of threads; block b has the steps from steps * b / blocks on
-  float *parts;       // [2 * blocks][tile_rows * tile_keys]: of the first tile of a block, if it is not its own, and of
-                      // the last
+  int32_t blocks;     // of threads
+  bool whole;         // no tile is divided
+  float *parts;       // [2 * blocks][tile_rows * tile_keys]: of a block's first and last tile, where these are divided
 };
 
 struct DenseBackward {
   DenseCall call;
   fdm_backward_args a;
-  const RowStatistics *statistics; // [batch][head][row]
+  float *deltas; // [batch][head][row]: delta of RowStatistics
   bool dout_aligned;
   bool dbias_pairs; // two neighbours of a row of dbias can be stored at once
   int32_t slots, tiles, groups; // of dq: as in the forward pass; of dkdv: tiles of keys, and groups of sequences

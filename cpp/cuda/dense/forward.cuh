@@ -42,37 +42,60 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
     return largest == -INFINITY ? 0.0f : fminf(fmaxf(largest * -kLog2E, -3.4e38f), 3.4e38f);
   }
 
-  // Turns the scores of a row into probabilities, relative to its running maximum, and scales what was summed before.
-  __device__ void softmax(Scores &scores, int m, int half) {
-    float largest = maximum[m][half];
-#pragma unroll
-    for (int n = 0; n < kSubTiles; ++n)
-      largest = fmaxf(largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-    largest = ptx::row_max(largest);
-    if (largest <= maximum[m][half] + kSlack) largest = maximum[m][half];
-    const bool changed = largest != maximum[m][half];
-    const float shift = shift_of(largest);
-    if (__any_sync(0xffffffffu, changed)) {
-      const float factor =
-          maximum[m][half] == -INFINITY ? 0.0f : ptx::exp2_approximate(shift - shift_of(maximum[m][half]));
-      maximum[m][half] = largest;
-      sum[m][half] *= factor;
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d) {
-        out[m][d][2 * half] *= factor;
-        out[m][d][2 * half + 1] *= factor;
-      }
-    }
-    float added = 0.0f;
+  // The largest score of this thread's part of a row.
+  __device__ static float largest_of(const Scores &scores, int m, int half) {
+    float largest = scores[m][0][2 * half];
 #pragma unroll
     for (int n = 0; n < kSubTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float &score = scores[m][n][2 * half + i];
-        score = ptx::exp2_approximate(fmaf(score, kLog2E, shift));
-        added += score;
+      for (int i = 0; i < 2; ++i) largest = fmaxf(largest, scores[m][n][2 * half + i]);
+    return largest;
+  }
+
+  // Lets the maxima of the rows follow their scores, and scales what was summed before.
+  __device__ void raise_maxima(const Scores &scores) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float before = maximum[m][half], largest = fmaxf(before, ptx::row_max(largest_of(scores, m, half)));
+        const float factor = before == -INFINITY ? 0.0f : ptx::exp2_approximate(shift_of(largest) - shift_of(before));
+        maximum[m][half] = largest;
+        sum[m][half] *= factor;
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 8; ++d) {
+          out[m][d][2 * half] *= factor;
+          out[m][d][2 * half + 1] *= factor;
+        }
       }
-    sum[m][half] += added;
+  }
+
+  // Turns scores into probabilities, relative to the running maximum of their row. That follows only where a row of the
+  // warp falls behind by kSlack, so most blocks need no exchange between threads.
+  __device__ void softmax(Scores &scores) {
+    bool behind = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        behind |= largest_of(scores, m, half) > maximum[m][half] + kSlack;
+    if (__any_sync(0xffffffffu, behind)) raise_maxima(scores);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float shift = shift_of(maximum[m][half]);
+        float added = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kSubTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float &score = scores[m][n][2 * half + i];
+            score = ptx::exp2_approximate(fmaf(score, kLog2E, shift));
+            added += score;
+          }
+        sum[m][half] += added;
+      }
   }
 
   __device__ void add(int block, const Half &half, bool exact) {
@@ -82,10 +105,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
     this->finish_scores(scores, block, half, exact);
     uint32_t live = 0;
     if (exact) live = live_columns(scores, -INFINITY, [&](int m, int part) { return exists(m, part); });
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int part = 0; part < 2; ++part) softmax(scores, m, part);
+    softmax(scores);
     const uint32_t right = Tile::fragment_address(Tile::right_columns(this->values_at(block)), half.key, 0);
     if (exact)
       gemm_rs_live<Element, kHeadDim>(out, scores, right, live);

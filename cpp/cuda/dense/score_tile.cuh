@@ -101,10 +101,11 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     }
   }
 
-  // The bias of the accumulators of a 16 x 16 tile of scores whose first row and key these are.
-  __device__ __forceinline__ void read(int row, int key, float (&values)[2][4]) const {
-    if (wide()) {
-      const int lane = threadIdx.x % 32;
+  // The bias of the accumulators of a 16 x 16 tile of scores whose first row and key these are; kWide says that it is
+  // float32.
+  template <bool kWide> __device__ __forceinline__ void read(int row, int key, float (&values)[2][4]) const {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kWide) {
       const auto *words = reinterpret_cast<const float *>(bias) + (row + lane / 4) * kPitch + key + 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < 2; ++n)
@@ -115,7 +116,6 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
           values[n][2 * half + 1] = pair.y;
         }
     } else {
-      const int lane = threadIdx.x % 32;
       uint32_t pairs[4];
       ptx::ldmatrix(pairs, Halves::chunk_address(ptx::shared_address(bias), row + lane % 16, key / 8 + lane / 16));
 #pragma unroll
@@ -124,9 +124,9 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   }
 
   // The same for scores with a key to a row: accumulators of keys `key` ... key + 15 and rows `row` ... row + 15.
-  __device__ __forceinline__ void read_transposed(int row, int key, float (&values)[2][4]) const {
+  template <bool kWide> __device__ __forceinline__ void read_transposed(int row, int key, float (&values)[2][4]) const {
     const int lane = threadIdx.x % 32;
-    if (wide()) {
+    if constexpr (kWide) {
       const auto *words = reinterpret_cast<const float *>(bias) + (row + 2 * (lane % 4)) * kPitch + key + lane / 4;
 #pragma unroll
       for (int n = 0; n < 2; ++n)

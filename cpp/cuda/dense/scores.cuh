@@ -57,10 +57,6 @@ struct DenseFactors {
   __device__ explicit DenseFactors(const fdm_problem &p)
       : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale), cap(p.softcap) {}
 
-  template <bool kCap> __device__ __forceinline__ float score(float product, float bias) const {
-    if constexpr (kCap) return fmaf(tanh_of(product * scale), cap, bias);
-    return fmaf(product, scale, bias);
-  }
   // The derivative of a capped score with respect to the one without a cap.
   __device__ __forceinline__ float slope(float product) const {
     const float t = tanh_of(product * scale);
@@ -70,7 +66,7 @@ struct DenseFactors {
 
 // Calls function(score, bias) for all scores of a warp. `row` and `key` are those of the first in the tile of the bias;
 // transposed scores have a key to a row of accumulators.
-template <bool kTransposed, int kLeftTiles, int kRightTiles, class Tile, class Function>
+template <bool kTransposed, bool kWide, int kLeftTiles, int kRightTiles, class Tile, class Function>
 __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRightTiles][4], const Tile &tile, int row,
                                               int key, const Function &function) {
 #pragma unroll
@@ -79,12 +75,31 @@ __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRight
     for (int n = 0; n < kRightTiles; n += 2) {
       float bias[2][4];
       if constexpr (kTransposed)
-        tile.read_transposed(row + 8 * n, key + 16 * m, bias);
+        tile.template read_transposed<kWide>(row + 8 * n, key + 16 * m, bias);
       else
-        tile.read(row + 16 * m, key + 8 * n, bias);
+        tile.template read<kWide>(row + 16 * m, key + 8 * n, bias);
 #pragma unroll
       for (int i = 0; i < 8; ++i) function(scores[m][n + i / 4][i % 4], bias[i / 4][i % 4]);
     }
+}
+
+template <bool kTransposed, bool kWide, int kLeftTiles, int kRightTiles, class Tile>
+__device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTiles][4], const DenseFactors &factors,
+                                            const Tile &tile, int row, int key, bool exact) {
+  if (factors.cap > 0)
+#pragma unroll
+    for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kRightTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = tanh_of(scores[m][n][i] * factors.scale);
+  const float factor = factors.cap > 0 ? factors.cap : factors.scale;
+  for_each_bias<kTransposed, kWide>(scores, tile, row, key,
+                                    [&](float &score, float bias) { score = fmaf(score, factor, bias); });
+  if (exact)
+    for_each_bias<kTransposed, kWide>(scores, tile, row, key, [&](float &score, float bias) {
+      score = bias == -INFINITY ? bias : ptx::max_or_nan(score, kLowestBias);
+    });
 }
 
 // Turns products of rows and keys into scores. `exact` says that a pair that its bias drops may have any product, and
@@ -92,16 +107,10 @@ __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRight
 template <bool kTransposed, int kLeftTiles, int kRightTiles, class Tile>
 __device__ __forceinline__ void add_bias(float (&scores)[kLeftTiles][kRightTiles][4], const DenseFactors &factors,
                                          const Tile &tile, int row, int key, bool exact) {
-  if (factors.cap > 0)
-    for_each_bias<kTransposed>(scores, tile, row, key,
-                               [&](float &score, float bias) { score = factors.score<true>(score, bias); });
+  if (tile.wide())
+    add_bias_of<kTransposed, true>(scores, factors, tile, row, key, exact);
   else
-    for_each_bias<kTransposed>(scores, tile, row, key,
-                               [&](float &score, float bias) { score = factors.score<false>(score, bias); });
-  if (exact)
-    for_each_bias<kTransposed>(scores, tile, row, key, [&](float &score, float bias) {
-      score = bias == -INFINITY ? bias : ptx::max_or_nan(score, kLowestBias);
-    });
+    add_bias_of<kTransposed, false>(scores, factors, tile, row, key, exact);
 }
 
 // Multiplies gradients of capped scores by the slope at their products; what is 0 stays so.

@@ -51,28 +51,33 @@ template <int kMostSlots, int kTensors> struct SlotTable {
 };
 
 // Starts the copies of `count` rows for each slot to a tile, those of slot n from n * count on. rows_of(n) gives the
-// SlotRows of a slot; count is a power of two. Where rows cannot be copied 16 bytes at a time, elements are stored one by one. That loop is not
+// SlotRows of a slot. Where rows cannot be copied 16 bytes at a time, elements are stored one by one. That loop is not
 // unrolled, and no call: a call in the mainloop would cost it registers.
 template <class Tile, int kThreads, class RowsOf>
 __device__ __forceinline__ void copy_slot_rows(uint32_t base, int slots, int count, bool aligned, int head_dim,
                                                int64_t row_stride, int64_t stride, const RowsOf &rows_of) {
-  const int chunks = slots * count * Tile::kChunks, shift = __ffs(count) - 1;
-  if (aligned) {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < chunks; i += kThreads) {
-      const int r = i / Tile::kChunks, chunk = i % Tile::kChunks, row = r & (count - 1);
-      const SlotRows rows = rows_of(r >> shift);
-      ptx::cp_async_16(Tile::chunk_address(base, r, chunk), rows.first + row * row_stride + chunk * 8,
-                       row < rows.count && chunk * 8 < head_dim);
-    }
-    return;
-  }
+  constexpr int kAcross = Tile::kPitch / 8, kDown = kThreads / kAcross; // threads of a row, and rows at a time
+  const int chunk = threadIdx.x % kAcross, first = threadIdx.x / kAcross;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < chunks * 8; i += kThreads) {
-    const int r = i / (Tile::kChunks * 8), d = i % (Tile::kChunks * 8), row = r & (count - 1);
-    const SlotRows rows = rows_of(r >> shift);
-    const uint16_t element = row < rows.count && d < head_dim ? rows.first[row * row_stride + d * stride] : 0;
-    ptx::store_shared_16(Tile::chunk_address(base, r, d / 8) + d % 8 * 2, element);
+  for (int slot = 0; slot < slots; ++slot) {
+    const SlotRows rows = rows_of(slot);
+    if (aligned) {
+      const uint16_t *source = rows.first + first * row_stride + chunk * 8;
+      const bool exists = chunk * 8 < head_dim;
+#pragma unroll
+      for (int r = first; r < count; r += kDown) {
+        if (chunk < Tile::kChunks)
+          ptx::cp_async_16(Tile::chunk_address(base, slot * count + r, chunk), source, exists && r < rows.count);
+        source += kDown * row_stride;
+      }
+    } else {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < count * Tile::kChunks * 8; i += kThreads) {
+        const int r = i / (Tile::kChunks * 8), d = i % (Tile::kChunks * 8);
+        const uint16_t element = r < rows.count && d < head_dim ? rows.first[r * row_stride + d * stride] : 0;
+        ptx::store_shared_16(Tile::chunk_address(base, slot * count + r, d / 8) + d % 8 * 2, element);
+      }
+    }
   }
 }
 

@@ -8,7 +8,12 @@
 namespace fdm::cuda {
 
 __device__ __forceinline__ RowStatistics statistics_of(const DenseBackward &work, const Source &source, int64_t row) {
-  return work.statistics[(source.batch * work.call.p.heads + source.head) * work.call.p.queries + row];
+  const fdm_problem &p = work.call.p;
+  const fdm_tensor &lse = work.a.lse;
+  const float natural =
+      static_cast<const float *>(lse.data)[lse_offset(lse, dense_sequence(p, source.batch), row, source.head)];
+  return {fabsf(natural) > kUnusableLse ? INFINITY : natural * kLog2E,
+          work.deltas[(source.batch * p.heads + source.head) * p.queries + row]};
 }
 
 __device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
