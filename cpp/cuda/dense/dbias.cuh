@@ -15,8 +15,7 @@ namespace fdm::cuda {
 template <class ElementType, int kHeadDimension> struct DbiasConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension;
-  static constexpr DbiasTileChoice kChoice = dbias_tile(FDM_TILE_ARCH, kHeadDim);
-  static constexpr int kWarps = kChoice.warps, kThreads = 32 * kWarps, kStages = kChoice.stages;
+  static constexpr int kWarps = dbias_warps(FDM_TILE_ARCH, kHeadDim), kThreads = 32 * kWarps;
   static constexpr bool kHoldsRows = false;
   static constexpr int kPitch = kDenseKeys + 8;      // of a float32 bias: four rows of pairs meet all banks
   using Tile = SharedTile<kHeadDim>;
@@ -30,13 +29,13 @@ template <class ElementType, int kHeadDimension> struct DbiasConfig {
     return Bias::bytes(work.tile_rows, wide) + (mask ? Bias::mask_bytes(work.tile_rows) : 0);
   }
   static constexpr int shared_bytes(const DbiasWork &work, bool wide, bool mask) {
-    return kStages * stage_bytes(work) + work.tile_keys / kDenseKeys * panel_bytes(work, wide, mask);
+    return work.stages * stage_bytes(work) + work.tile_keys / kDenseKeys * panel_bytes(work, wide, mask);
   }
 };
 
 template <class Config> struct DbiasShared {
   KeptKeys<Config::kWarps> kept;
-  Source source[2][Config::kWarps]; // of a step and the next
+  SlotTable<Config::kWarps, 4> slots[2]; // of a step and the next: q, dout, k and v
 };
 
 template <class Config> struct DbiasBlock {
@@ -50,71 +49,76 @@ template <class Config> struct DbiasBlock {
   const DenseFactors factors;
   char *const memory;
   const int slot, warp_row, warp_key; // of the warp's part of its slot's tile
+  const int stage_bytes;
+  const bool wide, causal;
   float sums[kRowTiles][kKeyTiles][4];
 
   __device__ DbiasBlock(const DenseBackward &own_work, DbiasShared<Config> &small, char *tiles)
       : work(own_work), division(own_work.dbias), shared(small), factors(own_work.call.p), memory(tiles),
         slot(int(threadIdx.x) / 32 / warps_of_slot()),
         warp_row(dbias_place(division, int(threadIdx.x) / 32 % warps_of_slot()).row),
-        warp_key(dbias_place(division, int(threadIdx.x) / 32 % warps_of_slot()).key) {}
+        warp_key(dbias_place(division, int(threadIdx.x) / 32 % warps_of_slot()).key),
+        stage_bytes(Config::stage_bytes(division)), wide(own_work.call.p.bias.dtype == FDM_FLOAT32),
+        causal(is_causal(own_work.call.p)) {}
 
   __device__ int warps_of_slot() const { return Config::kWarps / division.slots; }
   __device__ const fdm_problem &problem() const { return work.call.p; }
 
-  __device__ char *stage(int64_t step) const { return memory + step % Config::kStages * Config::stage_bytes(division); }
-  __device__ uint32_t rows_at(int64_t step, int which) const {
-    return ptx::shared_address(stage(step)) + which * Tile::bytes(division.slots * division.tile_rows);
+  __device__ int stage(int step) const { return division.stages == 1 ? 0 : (step & 1) * stage_bytes; }
+  __device__ uint32_t rows_at(int step, int which) const {
+    return ptx::shared_address(memory) + stage(step) + which * Tile::bytes(division.slots * division.tile_rows);
   }
-  __device__ uint32_t keys_at(int64_t step, int which) const {
+  __device__ uint32_t keys_at(int step, int which) const {
     return rows_at(step, 2) + which * Tile::bytes(division.slots * division.tile_keys);
   }
   // The shifts, -lse to base 2, of the rows of all slots, and then their deltas.
-  __device__ float *statistics_at(int64_t step) const {
-    return reinterpret_cast<float *>(stage(step) + 2 * Tile::bytes(division.slots * division.tile_rows) +
-                                     2 * Tile::bytes(division.slots * division.tile_keys));
+  __device__ float *statistics_at(int step) const {
+    return reinterpret_cast<float *>(memory + stage(step) + stage_bytes -
+                                     division.slots * division.tile_rows * 2 * int(sizeof(float)));
   }
   __device__ typename Config::Bias bias_at(int panel) const {
-    const bool wide = problem().bias.dtype == FDM_FLOAT32, mask = has_rows(problem().mask);
-    char *bias = memory + Config::kStages * Config::stage_bytes(division) +
-                 panel * Config::panel_bytes(division, wide, mask);
-    return {work.call, bias, bias + Config::Bias::bytes(division.tile_rows, wide)};
+    const int bias = division.stages * stage_bytes + panel * Config::panel_bytes(division, wide, has_rows(problem().mask));
+    return {work.call, memory, bias, bias + Config::Bias::bytes(division.tile_rows, wide), wide};
   }
 
-  __device__ void set_sources(const DbiasTile &tile, int64_t step) const {
-    if (int(threadIdx.x) < division.slots)
-      shared.source[step & 1][threadIdx.x] =
-          source_of(work.call, tile.unit, step * division.slots + int(threadIdx.x));
+  __device__ void set_sources(const DbiasTile &tile, int step) const {
+    const int slot_of_thread = int(threadIdx.x);
+    if (slot_of_thread >= division.slots) return;
+    const fdm_problem &p = problem();
+    SlotTable<Config::kWarps, 4> &table = shared.slots[step & 1];
+    const Source from = source_of(work.call, tile.unit, int64_t(step) * division.slots + slot_of_thread);
+    table.source[slot_of_thread] = from;
+    table.set_kept(slot_of_thread, p);
+    table.set(0, slot_of_thread, p.q, from.head);
+    table.set(1, slot_of_thread, work.a.dout, from.head);
+    table.set(2, slot_of_thread, p.k, kv_head_of(p, from.head));
+    table.set(3, slot_of_thread, p.v, kv_head_of(p, from.head));
   }
 
   // Starts the copies of a step. Returns whether a row of it needs care (`large`).
-  __device__ bool load(const DbiasTile &tile, int64_t step) const {
+  __device__ bool load(const DbiasTile &tile, int step) const {
     const fdm_problem &p = problem();
-    const Source *sources = shared.source[step & 1];
-    const int64_t first_row = int64_t(tile.row_tile) * division.tile_rows;
-    const int64_t first_key = int64_t(tile.key_tile) * division.tile_keys;
-    const int rows = int(clamp64(p.queries - first_row, 0, division.tile_rows));
-    const int keys = int(clamp64(p.keys - first_key, 0, division.tile_keys));
-    const auto copy = [&](uint32_t base, const fdm_tensor &t, bool aligned, bool of_keys) {
-      const auto *first = static_cast<const uint16_t *>(t.data) + (of_keys ? first_key : first_row) * t.stride[1];
-      copy_slot_rows<Tile, Config::kThreads>(
-          base, division.slots, of_keys ? division.tile_keys : division.tile_rows, aligned, int(p.head_dim),
-          t.stride[1], t.stride[3], [&](int n) -> SlotRows {
-            const Source &from = sources[n];
-            const int64_t head = of_keys ? kv_head_of(p, from.head) : from.head;
-            return {first + from.batch * t.stride[0] + head * t.stride[2], from.exists ? (of_keys ? keys : rows) : 0};
-          });
+    const SlotTable<Config::kWarps, 4> &table = shared.slots[step & 1];
+    const int first_row = tile.row_tile * division.tile_rows, first_key = tile.key_tile * division.tile_keys;
+    const int rows = min(division.tile_rows, int(p.queries) - first_row);
+    const int keys = min(division.tile_keys, int(p.keys) - first_key);
+    const auto copy = [&](int which, uint32_t base, const fdm_tensor &t, bool aligned, int first, int count, int there) {
+#pragma unroll 1
+      for (int n = 0; n < division.slots; ++n)
+        copy_tile_rows<Tile, Config::kThreads>(base, n * count, table.first[which][n] + first * t.stride[1], count,
+                                               table.source[n].exists ? there : 0, RowCopy(t, p.head_dim, aligned));
     };
-    copy(rows_at(step, 0), p.q, work.call.aligned, false);
-    copy(rows_at(step, 1), work.a.dout, work.dout_aligned, false);
-    copy(keys_at(step, 0), p.k, work.call.aligned, true);
-    copy(keys_at(step, 1), p.v, work.call.aligned, true);
+    copy(0, rows_at(step, 0), p.q, work.call.aligned, first_row, division.tile_rows, rows);
+    copy(1, rows_at(step, 1), work.a.dout, work.dout_aligned, first_row, division.tile_rows, rows);
+    copy(2, keys_at(step, 0), p.k, work.call.aligned, first_key, division.tile_keys, keys);
+    copy(3, keys_at(step, 1), p.v, work.call.aligned, first_key, division.tile_keys, keys);
     bool large = false;
     float *statistics = statistics_at(step);
     const int count = division.slots * division.tile_rows;
     for (int i = threadIdx.x; i < count; i += Config::kThreads) {
-      const int n = i / division.tile_rows, r = i % division.tile_rows;
+      const int n = division.slots == 1 ? 0 : i / division.tile_rows, r = i - n * division.tile_rows;
       RowStatistics row{INFINITY, 0.0f};
-      if (sources[n].exists && r < rows) row = statistics_of(work, sources[n], first_row + r);
+      if (table.source[n].exists && r < rows) row = statistics_of(work, table.source[n], first_row + r);
       statistics[i] = -row.lse;
       statistics[count + i] = row.delta;
       large |= is_large(row);
@@ -122,24 +126,24 @@ template <class Config> struct DbiasBlock {
     return large;
   }
 
-  __device__ void load_bias(const DbiasTile &tile, int64_t step) const {
+  __device__ void load_bias(const DbiasTile &tile, int step) const {
     for (int panel = 0; panel < division.tile_keys / kDenseKeys; ++panel)
-      bias_at(panel).copy(shared.source[step & 1][0], division.tile_rows, int64_t(tile.row_tile) * division.tile_rows,
-                          int64_t(tile.key_tile) * division.tile_keys + panel * kDenseKeys);
+      bias_at(panel).copy(shared.slots[step & 1].source[0], division.tile_rows, tile.row_tile * division.tile_rows,
+                          tile.key_tile * division.tile_keys + panel * kDenseKeys);
   }
-  __device__ void fold_bias(const DbiasTile &tile, int64_t step) const {
+  __device__ void fold_bias(const DbiasTile &tile, int step) const {
     for (int panel = 0; panel < division.tile_keys / kDenseKeys; ++panel)
-      bias_at(panel).fold(shared.source[step & 1][0], division.tile_rows, int64_t(tile.row_tile) * division.tile_rows,
-                          int64_t(tile.key_tile) * division.tile_keys + panel * kDenseKeys);
+      bias_at(panel).fold(shared.slots[step & 1].source[0], division.tile_rows, tile.row_tile * division.tile_rows,
+                          tile.key_tile * division.tile_keys + panel * kDenseKeys);
   }
 
-  __device__ uint32_t fetch_kept(const DbiasTile &tile, int64_t step) const {
+  __device__ uint32_t fetch_kept(const DbiasTile &tile, int step) const {
     return KeptKeys<Config::kWarps>::fetch(problem(), division.slots, division.tile_keys / 32,
-                                           int64_t(tile.key_tile) * division.tile_keys, shared.source[step & 1]);
+                                           tile.key_tile * division.tile_keys, shared.slots[step & 1]);
   }
 
   // A step of one slot.
-  __device__ void add(const DbiasTile &tile, int64_t step, bool exact) {
+  __device__ void add(const DbiasTile &tile, int step, bool exact) {
     const float *statistics = statistics_at(step) + slot * division.tile_rows + warp_row;
     const int count = division.slots * division.tile_rows;
     float shift[kRowTiles][2], delta[kRowTiles][2];
@@ -155,14 +159,13 @@ template <class Config> struct DbiasBlock {
     dout.left = Tile::left(rows_at(step, 1), slot * division.tile_rows + warp_row);
     queries.load();
     dout.load();
-    const int64_t behind = problem().keys - problem().queries + int64_t(tile.row_tile) * division.tile_rows + warp_row -
-                           int64_t(tile.key_tile) * division.tile_keys - warp_key;
+    const int behind = int(problem().keys - problem().queries) + tile.row_tile * division.tile_rows + warp_row -
+                       tile.key_tile * division.tile_keys - warp_key;
 #pragma unroll
     for (int part = 0; part < kDbiasWarpKeys / kSubKeys; ++part) {
       const int key = warp_key + part * kSubKeys;
       const uint32_t word = shared.kept.word[step & 1][slot * (division.tile_keys / 32) + key / 32];
-      const int limit =
-          is_causal(problem()) ? int(clamp64(behind - part * kSubKeys, -kDbiasWarpRows, kSubKeys)) : kSubKeys;
+      const int limit = causal ? max(-kDbiasWarpRows, min(behind - part * kSubKeys, kSubKeys)) : kSubKeys;
       if (word == 0 || limit + kDbiasWarpRows <= 0) continue;
       const uint32_t right = Tile::right_rows(0);
       const int row_of_keys = slot * division.tile_keys + key;
@@ -194,23 +197,23 @@ template <class Config> struct DbiasBlock {
   }
 
   // The steps [begin, end) of a tile.
-  __device__ void run(const DbiasTile &tile, int64_t begin, int64_t end, bool exact) {
+  __device__ void run(const DbiasTile &tile, int begin, int end, bool exact) {
     clear(sums);
     // The bias of a mask that the sources do not share differs from step to step.
     const bool stays = work.call.shares_mask;
     bool large = false;
     // The first turn does nothing but start the copies of the first step.
 #pragma unroll 1
-    for (int64_t step = begin - 1; step < end; ++step) {
+    for (int step = begin - 1; step < end; ++step) {
       const bool another = step + 1 < end;
       ptx::cp_async_wait<0>();
       if (another) set_sources(tile, step + 1);
       const bool step_large = __syncthreads_or(large); // this step is there; nobody reads the one before any more
       if (step < begin || !stays) {
-        if (step < begin || step > begin) load_bias(tile, max64(step, begin));
+        if (step < begin || step > begin) load_bias(tile, max(step, begin));
         ptx::cp_async_fence();
       }
-      if (step >= begin && bias_at(0).folds() && (step == begin || !stays)) {
+      if (step >= begin && folds_mask(problem()) && (step == begin || !stays)) {
         if (!stays) {
           ptx::cp_async_wait<0>();
           __syncthreads();
@@ -218,12 +221,12 @@ template <class Config> struct DbiasBlock {
         fold_bias(tile, step);
         __syncthreads();
       }
-      if (Config::kStages > 1 && another) large = load(tile, step + 1);
+      if (division.stages > 1 && another) large = load(tile, step + 1);
       ptx::cp_async_fence();
       const uint32_t next_kept = another ? fetch_kept(tile, step + 1) : 0;
       if (step >= begin) add(tile, step, exact || step_large);
-      shared.kept.store((step + 1) & 1, next_kept);
-      if (Config::kStages == 1 && another) {
+      shared.kept.store((step + 1) & 1, division.slots * (division.tile_keys / 32), next_kept);
+      if (division.stages == 1 && another) {
         __syncthreads();
         large = load(tile, step + 1);
         ptx::cp_async_fence();
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(Config::kThreads) dbias_kernel(const __grid_co
     const int64_t past = min64(division.groups, first + end - step);
     const DbiasTile tile(work, number);
     bool exact = false;
-    do block.run(tile, first, past, exact);
+    do block.run(tile, int(first), int(past), exact);
     while (!exact && (exact = __syncthreads_or(block.is_odd())));
     const bool whole = first == 0 && past == division.groups;
     const int64_t slot = 2 * int64_t(blockIdx.x) + (step == begin ? 0 : 1);

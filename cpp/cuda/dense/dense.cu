@@ -12,8 +12,10 @@
 #include "../host/dispatch.h"
 #include "../plan/plan.cuh"
 #include "../tile/shared_tile.cuh"
-#include "dbias_tiles.cuh"
-#include "tile_sizes.cuh"
+#include "dbias.cuh"
+#include "dense_launch.cuh"
+#include "dkdv.cuh"
+#include "row_block.cuh"
 
 namespace fdm::cuda {
 namespace {
@@ -21,39 +23,24 @@ namespace {
 constexpr int kMostSms = 256; // of any device: what depends on the device has room for so many
 constexpr int64_t kMaxSplits = 32, kBlocksOfSplit = 4; // as in forward.cu
 
-struct RowTiles {
-  int rows;  // of a block of threads, over all slots
-  int least; // of a slot
+// The tiles of a kernel: rows or keys of a block of threads, over all slots, and the least of a slot; and the shared
+// memory for a number of slots.
+struct Tiles {
+  int rows, least;
+  int (*shared_bytes)(int slots, bool wide, bool mask);
 };
 
-template <class Choice> RowTiles row_tiles(const Choice &choice) {
-  return {16 * choice.tiles * choice.warps, 16 * choice.tiles};
-}
-
-RowTiles forward_rows(const fdm_problem &p) {
+template <template <int> class Config> Tiles tiles_of(const fdm_problem &p) {
   return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
-    constexpr DenseTileChoice choice = dense_forward_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    return row_tiles(choice);
+    using Chosen = Config<decltype(dim)::value>;
+    constexpr DenseTileChoice choice = Chosen::kChoice;
+    return Tiles{16 * choice.tiles * choice.warps, 16 * choice.tiles, Chosen::shared_bytes};
   });
 }
-RowTiles dq_rows(const fdm_problem &p) {
-  return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
-    constexpr DenseTileChoice choice = dense_dq_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    return row_tiles(choice);
-  });
-}
-RowTiles dkdv_keys(const fdm_problem &p) {
-  return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
-    constexpr DenseTileChoice choice = dense_dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    return row_tiles(choice);
-  });
-}
-int dbias_warps(const fdm_problem &p) {
-  return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
-    constexpr DbiasTileChoice choice = dbias_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    return choice.warps;
-  });
-}
+// Sizes do not depend on the dtype.
+template <int kDim> using ForwardSizes = RowBlockConfig<__half, kDim, 1, DenseForward>;
+template <int kDim> using DqSizes = RowBlockConfig<__half, kDim, 2, DenseBackward>;
+template <int kDim> using DkdvSizes = DenseDkdvConfig<__half, kDim>;
 
 // Can the rows of a mask or bias be copied 16 bytes at a time?
 bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
@@ -95,10 +82,16 @@ DenseCall make_call(const fdm_problem &p) {
   return call;
 }
 
-// As many slots as keep the rows or keys of a tile busy, and no more than there are sources.
-int choose_slots(const RowTiles &tiles, int64_t length, int64_t sources, bool shares) {
+// As many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than there are
+// sources.
+int choose_slots(const Tiles &tiles, const fdm_problem &p, int64_t length, int64_t sources) {
+  const auto fits = [&](int slots) {
+    return tiles.shared_bytes(slots, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask)) <= kMostShared;
+  };
   int slots = 1;
-  while (shares && 2 * slots <= sources && tiles.rows / slots > tiles.least && tiles.rows / slots / 2 >= length) slots *= 2;
+  while (2 * slots <= sources && tiles.rows / slots > tiles.least && tiles.rows / slots / 2 >= length &&
+         fits(2 * slots))
+    slots *= 2;
   return slots;
 }
 
@@ -106,10 +99,10 @@ int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.
 
 DenseForward divide_forward(const DenseCall &call) {
   const fdm_problem &p = call.p;
-  const RowTiles rows = forward_rows(p);
+  const Tiles rows = tiles_of<ForwardSizes>(p);
   DenseForward work{};
   work.call = call;
-  work.slots = choose_slots(rows, p.queries, sources_of(call), call.shares_mask);
+  work.slots = choose_slots(rows, p, p.queries, call.shares_mask ? sources_of(call) : 1);
   work.tiles = int32_t(ceil_div(p.queries, rows.rows / work.slots));
   work.groups = int32_t(ceil_div(sources_of(call), work.slots));
   return work;
@@ -127,18 +120,35 @@ int64_t choose_splits(const DenseForward &work, int sms) {
 
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 
+// Gives a tile its slots and stages. False if it does not fit shared memory.
+bool fit_dbias_tile(const fdm_problem &p, DbiasWork *work) {
+  return with_head_dim(p.head_dim, DenseHeadDims{}, [&](auto dim) {
+    using Config = DbiasConfig<__half, decltype(dim)::value>;
+    work->slots = Config::kWarps * kDbiasWarpRows * kDbiasWarpKeys / (work->tile_rows * work->tile_keys);
+    for (work->stages = 2; work->stages > 0; --work->stages)
+      if (Config::shared_bytes(*work, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask)) <= kMostShared) return true;
+    return false;
+  });
+}
+
 DbiasWork divide_dbias(const DenseCall &call, int sms) {
   const fdm_problem &p = call.p;
   DbiasWork work{};
-  // Tiles of 32 or 64 rows and 64 keys where there are no more; then there are slots for several sources, if they have
-  // the tile of the bias in common.
-  const int64_t elements = int64_t(dbias_warps(p)) * kDbiasWarpRows * kDbiasWarpKeys;
-  const bool small = call.shares_mask;
-  work.tile_rows = small && p.queries <= 32 ? 32 : (small && p.queries <= 64 ? 64 : 128);
-  work.tile_keys = small && p.keys <= 64 ? 64 : 128;
-  while (int64_t(work.tile_rows) * work.tile_keys > elements)
-    (work.tile_rows > 64 ? work.tile_rows : work.tile_keys) /= 2;
-  work.slots = int32_t(elements / (int64_t(work.tile_rows) * work.tile_keys));
+  // The largest tile has one slot. Where there are fewer rows and keys, and the sources have the tile of the bias in
+  // common, smaller tiles of several sources leave less of a block idle.
+  const int elements = with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
+    return dbias_warps(FDM_TILE_ARCH, decltype(dim)::value) * kDbiasWarpRows * kDbiasWarpKeys;
+  });
+  const int most_keys = elements >= 64 * 128 ? 128 : 64, most_rows = elements / most_keys;
+  work.tile_keys = call.shares_mask && p.keys <= 64 ? 64 : most_keys;
+  work.tile_rows = most_rows;
+  while (call.shares_mask && work.tile_rows / 2 >= std::max<int64_t>(p.queries, kDbiasWarpRows)) work.tile_rows /= 2;
+  while (!fit_dbias_tile(p, &work)) {
+    if (work.tile_keys < most_keys)
+      work.tile_keys *= 2;
+    else
+      work.tile_rows *= 2;
+  }
   work.row_tiles = int32_t(ceil_div(p.queries, work.tile_rows));
   work.key_tiles = int32_t(ceil_div(p.keys, work.tile_keys));
   work.groups = int32_t(ceil_div(sources_of(call), work.slots));
@@ -206,8 +216,8 @@ cudaError_t run_dbias(DenseBackward &work, void *workspace, int sms, cudaStream_
 
 cudaError_t run_dq(DenseBackward &work, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
-  const RowTiles tiles = dq_rows(p);
-  work.slots = choose_slots(tiles, p.queries, sources_of(work.call), work.call.shares_mask);
+  const Tiles tiles = tiles_of<DqSizes>(p);
+  work.slots = choose_slots(tiles, p, p.queries, work.call.shares_mask ? sources_of(work.call) : 1);
   work.tiles = int32_t(ceil_div(p.queries, tiles.rows / work.slots));
   work.groups = int32_t(ceil_div(sources_of(work.call), work.slots));
   return with_dense_types(p, [&](auto element, auto dim) {
@@ -217,11 +227,11 @@ cudaError_t run_dq(DenseBackward &work, cudaStream_t stream) {
 
 cudaError_t run_dkdv(DenseBackward &work, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
-  const RowTiles tiles = dkdv_keys(p);
+  const Tiles tiles = tiles_of<DkdvSizes>(p);
   // Sequences side by side read the same bias and mask.
   const bool shares = p.bias.shape[0] == 1 && (!has_rows(p.mask) || p.mask.shape[0] == 1) &&
                       (!present(p.start) || p.start.shape[0] == 1);
-  work.slots = choose_slots(tiles, p.keys, p.batch, shares);
+  work.slots = choose_slots(tiles, p, p.keys, shares ? p.batch : 1);
   work.tiles = int32_t(ceil_div(p.keys, tiles.rows / work.slots));
   work.groups = int32_t(ceil_div(p.batch, work.slots));
   return with_dense_types(p, [&](auto element, auto dim) {

@@ -47,6 +47,7 @@ struct DenseForward {
 // one group of sources.
 struct DbiasWork {
   int32_t slots, tile_rows, tile_keys, row_tiles, key_tiles;
+  int32_t stages;     // of copies: 1 or 2
   int32_t groups;     // steps of a tile
   int64_t tiles;      // of a unit, those without a visible key left out, but one of each row of tiles
   int64_t steps;      // of all tiles

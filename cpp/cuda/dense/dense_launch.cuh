@@ -4,15 +4,15 @@
 
 #include "../host/launch.cuh"
 #include "sources.cuh"
+#include "tile_sizes.cuh"
 
 namespace fdm::cuda {
 
 template <auto kKernel, class Params>
 cudaError_t launch_dense(const Params &params, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
-  if (shared_bytes > shared_limit(FDM_TILE_ARCH)) return cudaErrorInvalidConfiguration;
-  constexpr int kStatic = 4 * 1024; // at most, beside the tiles
-  if (cudaError_t error = allow_shared(kKernel, shared_limit(FDM_TILE_ARCH) - kStatic, allowed)) return error;
+  if (shared_bytes > kMostShared) return cudaErrorInvalidConfiguration;
+  if (cudaError_t error = allow_shared(kKernel, kMostShared, allowed)) return error;
   return launch(kKernel, blocks, threads, shared_bytes, stream, params);
 }
 

@@ -17,10 +17,9 @@ constexpr int kStepRows = 64;
 template <class ElementType, int kHeadDimension> struct DenseDkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension;
-  static constexpr DenseTileChoice kChoice = dense_dkdv_tile(FDM_TILE_ARCH, kHeadDim);
+  static constexpr DenseTileChoice kChoice = dense_dkdv_tile(kHeadDim);
   static constexpr int kWarps = kChoice.warps, kThreads = 32 * kWarps, kBlocks = kChoice.blocks;
   static constexpr int kKeyTiles = kChoice.tiles, kWarpKeys = 16 * kKeyTiles, kKeys = kWarps * kWarpKeys;
-  static constexpr int kStages = kChoice.stages;
   static constexpr bool kHoldsKeys = kHeadDim <= 32; // K and V in registers
   static constexpr int kSubRows = kHoldsKeys ? 16 : kHeadDim <= 64 ? 32 : 16;
   static constexpr int kPitch = kDenseKeys + 4; // of a float32 bias: two words of a row's pair, and eight keys, meet all banks
@@ -36,8 +35,11 @@ template <class ElementType, int kHeadDimension> struct DenseDkdvConfig {
   static constexpr int stage_bytes(int slots, bool wide, bool mask) {
     return 2 * Tile::bytes(slots * kStepRows) + panels(slots) * panel_bytes(wide, mask) + statistics_bytes(slots);
   }
+  static constexpr int stages(int slots, bool wide, bool mask) {
+    return 2 * key_bytes() + 2 * stage_bytes(slots, wide, mask) <= kMostShared ? 2 : 1;
+  }
   static constexpr int shared_bytes(int slots, bool wide, bool mask) {
-    return 2 * key_bytes() + kStages * stage_bytes(slots, wide, mask);
+    return 2 * key_bytes() + stages(slots, wide, mask) * stage_bytes(slots, wide, mask);
   }
 };
 
@@ -58,6 +60,8 @@ template <class Config> struct DenseDkdvBlock {
   char *const memory;
   const int slots, keys, slot, warp_key; // warp_key: the warp's first key in its sequence's tile
   const int first_key, kv_head, first_tile, tiles; // tiles of kStepRows rows of a query head
+  const int group, stage_bytes, stages, panel_bytes;
+  const bool wide, causal;
   LeftOperand<Element, kHeadDim, kKeyTiles, Config::kHoldsKeys> key_operand, value_operand;
   uint32_t kept = 0; // bit 2 m + half: this thread's key of that accumulator row
   float dk[kKeyTiles][kHeadDim / 8][4], dv[kKeyTiles][kHeadDim / 8][4];
@@ -66,51 +70,57 @@ template <class Config> struct DenseDkdvBlock {
                             int own_kv_head, int own_first_tile)
       : work(own_work), shared(small), factors(own_work.call.p), memory(tile_memory), slots(own_work.slots),
         keys(Config::kKeys / own_work.slots), slot(int(threadIdx.x) / 32 * kWarpKeys / keys),
-        warp_key(int(threadIdx.x) / 32 * kWarpKeys % keys), first_key(key), kv_head(own_kv_head),
-        first_tile(own_first_tile), tiles(int(ceil_div(own_work.call.p.queries, kStepRows)) - own_first_tile) {}
+        warp_key(int(threadIdx.x) / 32 * kWarpKeys - slot * keys), first_key(key), kv_head(own_kv_head),
+        first_tile(own_first_tile), tiles(int(ceil_div(own_work.call.p.queries, kStepRows)) - own_first_tile),
+        group(int(group_size(own_work.call.p))),
+        stage_bytes(Config::stage_bytes(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
+                                        has_rows(own_work.call.p.mask))),
+        stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
+                              has_rows(own_work.call.p.mask))),
+        panel_bytes(Config::panel_bytes(own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
+        wide(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
   __device__ const Source &source() const { return shared.slots.source[slot]; }
   __device__ int key(int m, int half) const { return first_key + warp_key + 16 * m + accumulator_row(half); }
-  __device__ bool exists(int m, int half) const { return source().exists && key(m, half) < problem().keys; }
+  __device__ bool exists(int m, int half) const { return source().exists && key(m, half) < int(problem().keys); }
 
   struct Step {
     int head;      // of the group
     int first_row; // of its tile
   };
   __device__ Step step_of(int number) const {
-    const int head = number / tiles;
+    const int head = group == 1 ? 0 : number / tiles;
     return {head, (first_tile + number - head * tiles) * kStepRows};
   }
-  __device__ int64_t query_head(const Step &step) const { return kv_head * group_size(problem()) + step.head; }
+  __device__ int query_head(const Step &step) const { return kv_head * group + step.head; }
 
   // Where the tiles lie: K and V, then the stages, each with Q, dO, the bias and the statistics.
-  __device__ bool wide() const { return problem().bias.dtype == FDM_FLOAT32; }
   __device__ uint32_t keys_at(int which) const { return ptx::shared_address(memory) + which * Config::key_bytes(); }
-  __device__ char *stage(int number) const {
-    return memory + 2 * Config::key_bytes() +
-           number % Config::kStages * Config::stage_bytes(slots, wide(), has_rows(problem().mask));
+  __device__ int stage(int number) const {
+    return 2 * Config::key_bytes() + (stages == 1 ? 0 : (number & 1) * stage_bytes);
   }
   __device__ uint32_t rows_at(int number, int which) const {
-    return ptx::shared_address(stage(number)) + which * Tile::bytes(slots * kStepRows);
+    return ptx::shared_address(memory) + stage(number) + which * Tile::bytes(slots * kStepRows);
   }
   __device__ typename Config::Bias bias_at(int number, int panel) const {
-    char *bias = stage(number) + 2 * Tile::bytes(slots * kStepRows) +
-                 panel * Config::panel_bytes(wide(), has_rows(problem().mask));
-    return {work.call, bias, bias + Config::Bias::bytes(kStepRows, wide())};
+    const int bias = stage(number) + 2 * Tile::bytes(slots * kStepRows) + panel * panel_bytes;
+    return {work.call, memory, bias, bias + Config::Bias::bytes(kStepRows, wide), wide};
   }
   // For each slot the shifts, -lse to base 2, and then the deltas of the rows.
   __device__ float *statistics_at(int number) const {
-    return reinterpret_cast<float *>(stage(number) + 2 * Tile::bytes(slots * kStepRows) +
-                                     Config::panels(slots) *
-                                         Config::panel_bytes(wide(), has_rows(problem().mask)));
+    return reinterpret_cast<float *>(memory + stage(number) + stage_bytes - Config::statistics_bytes(slots));
   }
 
   __device__ void load_keys() const {
+    const int there = min(keys, int(problem().keys) - first_key);
     const auto copy = [&](int which, const fdm_tensor &t) {
-      copy_slot_rows<Tile, Config::kThreads>(
-          keys_at(which), slots, keys, work.call.aligned, int(problem().head_dim), t.stride[1], t.stride[3],
-          [&](int n) { return shared.slots.rows(which, n, t, first_key, problem().keys, keys); });
+#pragma unroll 1
+      for (int n = 0; n < slots; ++n)
+        copy_tile_rows<Tile, Config::kThreads>(keys_at(which), n * keys,
+                                               shared.slots.first[which][n] + first_key * t.stride[1], keys,
+                                               shared.slots.source[n].exists ? there : 0,
+                                               RowCopy(t, problem().head_dim, work.call.aligned));
     };
     copy(0, problem().k);
     copy(1, problem().v);
@@ -120,16 +130,16 @@ template <class Config> struct DenseDkdvBlock {
   __device__ bool load(int number) const {
     const fdm_problem &p = problem();
     const Step step = step_of(number);
-    const int there = int(min64(kStepRows, p.queries - step.first_row));
-    const int64_t head = query_head(step);
+    const int there = min(kStepRows, int(p.queries) - step.first_row);
+    const int head = query_head(step);
     const auto copy = [&](int which, const fdm_tensor &t, bool aligned) {
       const auto *first = static_cast<const uint16_t *>(t.data) + step.first_row * t.stride[1] + head * t.stride[2];
-      copy_slot_rows<Tile, Config::kThreads>(
-          rows_at(number, which), slots, kStepRows, aligned, int(p.head_dim), t.stride[1], t.stride[3],
-          [&](int n) -> SlotRows {
-            const Source &from = shared.slots.source[n];
-            return {first + from.batch * t.stride[0], from.exists ? there : 0};
-          });
+#pragma unroll 1
+      for (int n = 0; n < slots; ++n) {
+        const Source &from = shared.slots.source[n];
+        copy_tile_rows<Tile, Config::kThreads>(rows_at(number, which), n * kStepRows, first + from.batch * t.stride[0],
+                                               kStepRows, from.exists ? there : 0, RowCopy(t, p.head_dim, aligned));
+      }
     };
     copy(0, p.q, work.call.aligned);
     copy(1, work.a.dout, work.dout_aligned);
@@ -144,13 +154,14 @@ template <class Config> struct DenseDkdvBlock {
       statistics[2 * kStepRows * n + kStepRows + r] = row.delta;
       large |= is_large(row);
     }
+#pragma unroll 1
     for (int panel = 0; panel < Config::panels(slots); ++panel)
       bias_at(number, panel)
           .copy({shared.slots.source[0].batch, head, true}, kStepRows, step.first_row, first_key + panel * kDenseKeys);
     return large;
   }
 
-  __device__ void find_kept(int64_t head) {
+  __device__ void find_kept(int head) {
     const fdm_problem &p = problem();
     kept = 0;
 #pragma unroll
@@ -168,9 +179,8 @@ template <class Config> struct DenseDkdvBlock {
 
   // A part of a step: kSubRows rows from `row` of its tile on.
   __device__ void add(int number, const Step &step, int row, bool exact) {
-    const int64_t behind = problem().keys - problem().queries + step.first_row + row; // the last key that its row 0 sees
+    const int behind = int(problem().keys - problem().queries) + step.first_row + row; // the last key its row 0 sees
     const int own_first = first_key + warp_key;
-    const bool causal = is_causal(problem());
     if (causal && behind + kSubRows <= own_first) return;
     const int row_of_tile = slot * kStepRows + row;
     const uint32_t queries = Tile::fragment_address(Tile::right_rows(rows_at(number, 0)), row_of_tile, 0);
@@ -179,7 +189,7 @@ template <class Config> struct DenseDkdvBlock {
     key_operand.multiply(scores, queries);
     add_bias<true>(scores, factors, bias_at(number, warp_key / kDenseKeys), row, warp_key % kDenseKeys, exact);
     const bool diagonal = causal && behind < own_first + kWarpKeys - 1;
-    if (diagonal || kept != (1u << (2 * kKeyTiles)) - 1) drop(scores, diagonal ? int(behind) - own_first : kWarpKeys);
+    if (diagonal || kept != (1u << (2 * kKeyTiles)) - 1) drop(scores, diagonal ? behind - own_first : kWarpKeys);
     const float *statistics = statistics_at(number) + 2 * kStepRows * slot + row + accumulator_column();
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
@@ -251,7 +261,7 @@ template <class Config> struct DenseDkdvBlock {
     // Heads of a group may have masks of their own.
     if (number == 0 || (mask_kind(problem()) == FDM_MASK_KEYS && step.first_row == first_tile * kStepRows))
       find_kept(query_head(step));
-    if (bias_at(number, 0).folds()) {
+    if (folds_mask(problem())) {
       for (int panel = 0; panel < Config::panels(slots); ++panel)
         bias_at(number, panel)
             .fold({shared.slots.source[0].batch, query_head(step), true}, kStepRows, step.first_row,
@@ -263,7 +273,7 @@ template <class Config> struct DenseDkdvBlock {
   }
 
   __device__ void run(bool exact) {
-    const int steps = tiles * int(group_size(problem()));
+    const int steps = tiles * group;
     clear(dk);
     clear(dv);
     const int first = int(threadIdx.x) / 32 * kWarpKeys;
@@ -277,10 +287,10 @@ template <class Config> struct DenseDkdvBlock {
       const bool step_large = __syncthreads_or(large); // this step is there; nobody reads the one before any more
       const bool another = number + 1 < steps;
       if (number < 0) load_keys();
-      if (Config::kStages > 1 && another) large = load(number + 1);
+      if (stages > 1 && another) large = load(number + 1);
       ptx::cp_async_fence();
       if (number >= 0) step_of_rows(number, exact || step_large);
-      if (Config::kStages == 1 && another) {
+      if (stages == 1 && another) {
         __syncthreads();
         large = load(number + 1);
         ptx::cp_async_fence();

@@ -15,10 +15,9 @@ template <class ElementType, int kHeadDimension, int kRowTensorCount, class Work
   using Work = WorkType;
   static constexpr int kHeadDim = kHeadDimension, kRowTensors = kRowTensorCount;
   static constexpr DenseTileChoice kChoice =
-      kRowTensors == 1 ? dense_forward_tile(FDM_TILE_ARCH, kHeadDim) : dense_dq_tile(FDM_TILE_ARCH, kHeadDim);
+      kRowTensors == 1 ? dense_forward_tile(kHeadDim) : dense_dq_tile(kHeadDim);
   static constexpr int kWarps = kChoice.warps, kThreads = 32 * kWarps, kBlocks = kChoice.blocks;
   static constexpr int kRowTiles = kChoice.tiles, kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
-  static constexpr int kStages = kChoice.stages;
   static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
   using Tile = SharedTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
@@ -28,8 +27,11 @@ template <class ElementType, int kHeadDimension, int kRowTensorCount, class Work
     return 2 * Tile::bytes(slots * kDenseKeys) + Bias::bytes(kRows / slots, wide) +
            (mask ? Bias::mask_bytes(kRows / slots) : 0);
   }
+  static constexpr int stages(int slots, bool wide, bool mask) {
+    return kRowTensors * row_bytes() + 2 * stage_bytes(slots, wide, mask) <= kMostShared ? 2 : 1;
+  }
   static constexpr int shared_bytes(int slots, bool wide, bool mask) {
-    return kRowTensors * row_bytes() + kStages * stage_bytes(slots, wide, mask);
+    return kRowTensors * row_bytes() + stages(slots, wide, mask) * stage_bytes(slots, wide, mask);
   }
 };
 
@@ -41,7 +43,7 @@ template <class Config> struct RowBlockShared {
 // The tile of a block of threads, and its part of the keys.
 struct RowBlockTask {
   int unit, group, split;
-  int64_t first_row;
+  int first_row;
   int begin, end; // blocks of keys
 };
 
@@ -58,8 +60,8 @@ __device__ __forceinline__ RowBlockTask row_block_task(const typename Config::Wo
   task.unit = number / work.groups;
   task.group = number % work.groups;
   const int rows = Config::kRows / work.slots;
-  task.first_row = int64_t(tile) * rows;
-  const int64_t last_row = min64(task.first_row + rows, p.queries) - 1;
+  task.first_row = tile * rows;
+  const int64_t last_row = min64(int64_t(task.first_row) + rows, p.queries) - 1;
   const int64_t visible = is_causal(p) ? clamp64(last_row + p.keys - p.queries + 1, 0, p.keys) : p.keys;
   const int64_t blocks = ceil_div(visible, kDenseKeys);
   task.begin = int(blocks * task.split / splits);
@@ -79,52 +81,64 @@ template <class Config> struct RowBlock {
   char *const memory;
   const int slots, rows, slot, warp_row; // warp_row: of the warp's first row in its source's tile
   const int first_row;
+  const int stage_bytes, stages;
+  const bool wide, causal;
 
-  __device__ RowBlock(const typename Config::Work &own_work, RowBlockShared<Config> &small, char *tiles, int64_t row)
+  __device__ RowBlock(const typename Config::Work &own_work, RowBlockShared<Config> &small, char *tiles, int row)
       : work(own_work), shared(small), factors(own_work.call.p), memory(tiles), slots(own_work.slots),
         rows(Config::kRows / own_work.slots), slot(int(threadIdx.x) / 32 * kWarpRows / rows),
-        warp_row(int(threadIdx.x) / 32 * kWarpRows % rows), first_row(int(row)) {}
+        warp_row(int(threadIdx.x) / 32 * kWarpRows - slot * rows), first_row(row),
+        stage_bytes(Config::stage_bytes(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
+                                        has_rows(own_work.call.p.mask))),
+        stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
+                              has_rows(own_work.call.p.mask))),
+        wide(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
   __device__ const Source &source() const { return shared.slots.source[slot]; } // of this warp
   __device__ int row(int m, int half) const { return first_row + warp_row + 16 * m + accumulator_row(half); }
-  __device__ bool exists(int m, int half) const { return source().exists && row(m, half) < problem().queries; }
+  __device__ bool exists(int m, int half) const { return source().exists && row(m, half) < int(problem().queries); }
 
   // Where the tiles lie: the row tensors, then the stages, each with K, V and the bias.
   __device__ uint32_t rows_at(int which) const { return ptx::shared_address(memory) + which * Config::row_bytes(); }
   __device__ uint32_t warp_rows_at(int which) const {
     return Tile::left(rows_at(which), int(threadIdx.x) / 32 * kWarpRows);
   }
-  __device__ char *stage(int block) const {
-    const int bytes = Config::stage_bytes(slots, problem().bias.dtype == FDM_FLOAT32, has_rows(problem().mask));
-    return memory + Config::kRowTensors * Config::row_bytes() + block % Config::kStages * bytes;
+  __device__ int stage(int block) const {
+    return Config::kRowTensors * Config::row_bytes() + (stages == 1 ? 0 : (block & 1) * stage_bytes);
   }
-  __device__ uint32_t keys_at(int block) const { return ptx::shared_address(stage(block)); }
+  __device__ uint32_t keys_at(int block) const { return ptx::shared_address(memory) + stage(block); }
   __device__ uint32_t values_at(int block) const { return keys_at(block) + Tile::bytes(slots * kDenseKeys); }
   __device__ typename Config::Bias bias_at(int block) const {
-    char *bias = stage(block) + 2 * Tile::bytes(slots * kDenseKeys);
-    return {work.call, bias, bias + Config::Bias::bytes(rows, problem().bias.dtype == FDM_FLOAT32)};
+    const int bias = stage(block) + 2 * Tile::bytes(slots * kDenseKeys);
+    return {work.call, memory, bias, bias + Config::Bias::bytes(rows, wide), wide};
   }
 
   __device__ void load_rows(int which, const fdm_tensor &t, bool aligned) const {
-    copy_slot_rows<Tile, Config::kThreads>(
-        rows_at(which), slots, rows, aligned, int(problem().head_dim), t.stride[1], t.stride[3],
-        [&](int n) { return shared.slots.rows(2 + which, n, t, first_row, problem().queries, rows); });
+    const int there = min(rows, int(problem().queries) - first_row);
+#pragma unroll 1
+    for (int n = 0; n < slots; ++n)
+      copy_tile_rows<Tile, Config::kThreads>(rows_at(which), n * rows,
+                                             shared.slots.first[2 + which][n] + first_row * t.stride[1], rows,
+                                             shared.slots.source[n].exists ? there : 0,
+                                             RowCopy(t, problem().head_dim, aligned));
   }
   __device__ void load_keys(int block) const {
-    const int64_t first_key = int64_t(block) * kDenseKeys;
+    const int first_key = block * kDenseKeys, there = min(kDenseKeys, int(problem().keys) - first_key);
     const auto copy = [&](int which, const fdm_tensor &t, uint32_t tile) {
-      copy_slot_rows<Tile, Config::kThreads>(
-          tile, slots, kDenseKeys, work.call.aligned, int(problem().head_dim), t.stride[1], t.stride[3],
-          [&](int n) { return shared.slots.rows(which, n, t, first_key, problem().keys, kDenseKeys); });
+#pragma unroll 1
+      for (int n = 0; n < slots; ++n)
+        copy_tile_rows<Tile, Config::kThreads>(tile, n * kDenseKeys,
+                                               shared.slots.first[which][n] + first_key * t.stride[1], kDenseKeys,
+                                               shared.slots.source[n].exists ? there : 0,
+                                               RowCopy(t, problem().head_dim, work.call.aligned));
     };
     copy(0, problem().k, keys_at(block));
     copy(1, problem().v, values_at(block));
     bias_at(block).copy(shared.slots.source[0], rows, first_row, first_key);
   }
   __device__ uint32_t fetch_kept(int block) const {
-    return KeptKeys<Config::kWarps>::fetch(problem(), slots, kDenseKeys / 32, int64_t(block) * kDenseKeys,
-                                           shared.slots.source);
+    return KeptKeys<Config::kWarps>::fetch(problem(), slots, kDenseKeys / 32, block * kDenseKeys, shared.slots);
   }
 
   // What a warp knows of half a block of keys.
@@ -142,10 +156,10 @@ template <class Config> struct RowBlock {
     half.key_of_block = n * kSubKeys;
     half.key = slot * kDenseKeys + half.key_of_block;
     half.limit = kSubKeys;
-    if (is_causal(problem())) {
+    if (causal) {
       const int first_key = block * kDenseKeys + half.key_of_block;
-      const int64_t behind = problem().keys - problem().queries + first_row + warp_row - first_key;
-      half.limit = int(clamp64(behind, -kWarpRows, kSubKeys));
+      const int behind = int(problem().keys - problem().queries) + first_row + warp_row - first_key;
+      half.limit = max(-kWarpRows, min(behind, kSubKeys));
     }
     return half;
   }
@@ -167,12 +181,12 @@ template <class Config> struct RowBlock {
       __syncthreads(); // this block is there; nobody reads the one before any more
       const bool another = block + 1 < end;
       if (block < begin) start();
-      if (Config::kStages > 1 && another) load_keys(block + 1);
+      if (stages > 1 && another) load_keys(block + 1);
       ptx::cp_async_fence();
       const uint32_t next_kept = another ? fetch_kept(block + 1) : 0;
       if (block == begin) ready();
-      if (block >= begin && bias_at(block).folds()) {
-        bias_at(block).fold(shared.slots.source[0], rows, first_row, int64_t(block) * kDenseKeys);
+      if (block >= begin && folds_mask(problem())) {
+        bias_at(block).fold(shared.slots.source[0], rows, first_row, block * kDenseKeys);
         __syncthreads();
       }
 #pragma unroll 1
@@ -183,8 +197,8 @@ template <class Config> struct RowBlock {
         else
           add(block, half);
       }
-      shared.kept.store((block + 1) & 1, next_kept);
-      if (Config::kStages == 1 && another) {
+      shared.kept.store((block + 1) & 1, slots * (kDenseKeys / 32), next_kept);
+      if (stages == 1 && another) {
         __syncthreads();
         load_keys(block + 1);
         ptx::cp_async_fence();
@@ -203,6 +217,7 @@ __device__ __forceinline__ void set_slots(RowBlockShared<Config> &shared, const 
   const fdm_problem &p = work.call.p;
   const Source source = source_of(work.call, task.unit, task.group * work.slots + slot);
   shared.slots.source[slot] = source;
+  shared.slots.set_kept(slot, p);
   shared.slots.set(0, slot, p.k, kv_head_of(p, source.head));
   shared.slots.set(1, slot, p.v, kv_head_of(p, source.head));
   shared.slots.set(2, slot, p.q, source.head);

@@ -23,29 +23,29 @@ template <int kWarps> struct KeptKeys {
   uint32_t word[2][kReads * kWarps];
 
   // Bit n of the result is this thread's key of the n-th word of its warp.
-  __device__ static __forceinline__ uint32_t fetch(const fdm_problem &p, int slots, int per_slot, int64_t first_key,
-                                                   const Source *sources) {
+  template <class Table>
+  __device__ static __forceinline__ uint32_t fetch(const fdm_problem &p, int slots, int per_slot, int first_key,
+                                                   const Table &table) {
     uint32_t kept = 0;
 #pragma unroll
     for (int n = 0; n < kReads; ++n) {
       const int number = threadIdx.x / 32 + n * kWarps;
-      if (number >= slots * per_slot) continue;
-      const int64_t key = first_key + number % per_slot * 32 + threadIdx.x % 32;
-      const Source &source = sources[number / per_slot];
-      bool keeps = key < p.keys && source.exists;
-      if (keeps && mask_kind(p) == FDM_MASK_KEYS) {
-        const Matrix m = score_matrix(p, p.mask, dense_sequence(p, source.batch), source.head, 1);
-        keeps = static_cast<const uint8_t *>(m.base)[key * m.col] != 0;
-      }
+      if (number >= slots * per_slot) break;
+      const int slot = slots == 1 ? 0 : number / per_slot;
+      const int key = first_key + (number - slot * per_slot) * 32 + threadIdx.x % 32;
+      bool keeps = key < int(p.keys) && table.source[slot].exists;
+      if (keeps && mask_kind(p) == FDM_MASK_KEYS) keeps = table.kept[slot][p.mask.shape[3] == 1 ? 0 : key * p.mask.stride[3]] != 0;
       kept |= uint32_t(keeps) << n;
     }
     return kept;
   }
-  __device__ __forceinline__ void store(int buffer, uint32_t kept) {
+  __device__ __forceinline__ void store(int buffer, int words, uint32_t kept) {
 #pragma unroll
     for (int n = 0; n < kReads; ++n) {
+      const int number = threadIdx.x / 32 + n * kWarps;
+      if (number >= words) break;
       const uint32_t bits = __ballot_sync(0xffffffffu, kept >> n & 1);
-      if (threadIdx.x % 32 == 0) word[buffer][threadIdx.x / 32 + n * kWarps] = bits;
+      if (threadIdx.x % 32 == 0) word[buffer][number] = bits;
     }
   }
 };
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTi
 template <bool kTransposed, int kLeftTiles, int kRightTiles, class Tile>
 __device__ __forceinline__ void add_bias(float (&scores)[kLeftTiles][kRightTiles][4], const DenseFactors &factors,
                                          const Tile &tile, int row, int key, bool exact) {
-  if (tile.wide())
+  if (tile.wide)
     add_bias_of<kTransposed, true>(scores, factors, tile, row, key, exact);
   else
     add_bias_of<kTransposed, false>(scores, factors, tile, row, key, exact);
@@ -129,26 +129,35 @@ __device__ __forceinline__ void multiply_slopes(float (&gradients)[kLeftTiles][k
       }
 }
 
-// The bits of 32 keys up to the last one that a row sees, which is `limit` behind the first.
-__device__ __forceinline__ uint32_t bits_up_to(int limit) {
-  if (limit < 0) return 0;
-  return limit >= 31 ? ~0u : (2u << limit) - 1;
-}
-
-// Makes -inf of the scores of keys that are not in `word`, or behind the causal limit: row r of the warp sees the keys
-// up to `limit` + r, counted from the first. Rows go down the accumulators.
+// Makes -inf of the scores of keys that are not in `word`, and of those behind the causal limit: row r of the warp sees
+// the keys up to `limit` + r, counted from the first. Rows go down the accumulators.
 template <int kRowTiles>
 __device__ __forceinline__ void drop_keys(float (&scores)[kRowTiles][kSubTiles][4], uint32_t word, int limit) {
+  if (word != ~0u) {
+    const uint32_t bits = word >> accumulator_column();
+#pragma unroll
+    for (int n = 0; n < kSubTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool keeps = bits >> (8 * n + i) & 1;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (!keeps) scores[m][n][2 * half + i] = -INFINITY;
+      }
+  }
+  if (limit >= kSubKeys - 1) return;
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t bits = (word & bits_up_to(limit + 16 * m + accumulator_row(half))) >> accumulator_column();
+      const int last = limit + 16 * m + accumulator_row(half) - accumulator_column();
 #pragma unroll
       for (int n = 0; n < kSubTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (!(bits >> (8 * n + i) & 1)) scores[m][n][2 * half + i] = -INFINITY;
+          if (8 * n + i > last) scores[m][n][2 * half + i] = -INFINITY;
     }
 }
 
