@@ -57,13 +57,14 @@ def head_dims_source(head_dims: list[int]) -> str:
     """Return the header that lists the instantiated head dimensions for the dispatch."""
     listed = ", ".join(map(str, head_dims))
     dense = [dim for dim in head_dims if dim <= MOST_DENSE_HEAD_DIM]
+    listed_dense = ", ".join(map(str, dense or head_dims[:1]))
     return (
         f"{HEADER}#pragma once\n\nnamespace fdm::cuda {{\n"
         "template <int... kDims> struct HeadDims {};\n"
         f"using InstantiatedHeadDims = HeadDims<{listed}>;\n"
         f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
-        "// Of the kernels of dense blocks.\n"
-        f"using DenseHeadDims = HeadDims<{', '.join(map(str, dense))}>;\n"
+        "// Of the kernels of dense blocks. Where the largest is 0, there are none.\n"
+        f"using DenseHeadDims = HeadDims<{listed_dense}>;\n"
         f"constexpr int kMaxDenseHeadDim = {dense[-1] if dense else 0};\n"
         "} // namespace fdm::cuda\n"
     )

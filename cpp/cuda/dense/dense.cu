@@ -115,7 +115,7 @@ int64_t forward_blocks(const DenseForward &work) {
 // Few rows leave most of the chip idle, unless the keys are divided.
 int64_t choose_splits(const DenseForward &work, int sms) {
   const int64_t most = std::clamp<int64_t>(work.call.p.keys / (kDenseKeys * kBlocksOfSplit), 1, kMaxSplits);
-  return std::clamp<int64_t>(2 * sms / std::max<int64_t>(1, forward_blocks(work)), 1, most);
+  return std::clamp<int64_t>(sms / std::max<int64_t>(1, forward_blocks(work)), 1, most);
 }
 
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }

@@ -61,6 +61,9 @@ template <class Config> struct DenseDkdvBlock {
   const int slots, keys, slot, warp_key; // warp_key: the warp's first key in its sequence's tile
   const int first_key, kv_head, first_tile, tiles; // tiles of kStepRows rows of a query head
   const int group, stage_bytes, stages, panel_bytes;
+  // Query heads of the group have masks of their own. Otherwise what is summed for keys that are not kept is left out in
+  // the end.
+  const bool drops_keys;
   const bool wide, causal;
   LeftOperand<Element, kHeadDim, kKeyTiles, Config::kHoldsKeys> key_operand, value_operand;
   uint32_t kept = 0; // bit 2 m + half: this thread's key of that accumulator row
@@ -78,6 +81,7 @@ template <class Config> struct DenseDkdvBlock {
         stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
                               has_rows(own_work.call.p.mask))),
         panel_bytes(Config::panel_bytes(own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
+        drops_keys(mask_kind(own_work.call.p) == FDM_MASK_KEYS && own_work.call.p.mask.shape[1] > own_work.call.p.kv_heads),
         wide(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
@@ -188,8 +192,8 @@ template <class Config> struct DenseDkdvBlock {
     clear(scores);
     key_operand.multiply(scores, queries);
     add_bias<true>(scores, factors, bias_at(number, warp_key / kDenseKeys), row, warp_key % kDenseKeys, exact);
-    const bool diagonal = causal && behind < own_first + kWarpKeys - 1;
-    if (diagonal || kept != (1u << (2 * kKeyTiles)) - 1) drop(scores, diagonal ? behind - own_first : kWarpKeys);
+    if (drops_keys) drop_keys_of_head(scores);
+    if (causal && behind < own_first + kWarpKeys - 1) drop_unseen(scores, behind - own_first);
     const float *statistics = statistics_at(number) + 2 * kStepRows * slot + row + accumulator_column();
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
@@ -207,7 +211,7 @@ template <class Config> struct DenseDkdvBlock {
     uint32_t live = 0;
     if (exact) {
       settle(scores, gradients, [&](int, int n, int i) { return statistics[8 * n + i % 2]; });
-      live = live_columns(scores, -INFINITY, [&](int m, int half) { return exists(m, half); });
+      live = live_columns(scores, -INFINITY, [&](int m, int half) { return matters(m, half); });
     }
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
@@ -235,20 +239,30 @@ template <class Config> struct DenseDkdvBlock {
       gemm_rs<Element, kHeadDim>(dk, gradients, columns);
   }
 
-  // Makes -inf of the scores of keys that are not kept, or behind the causal limit: row r sees the warp's keys up to
-  // `limit` + r.
-  __device__ void drop(Scores &scores, int limit) const {
+  // Makes -inf of the scores of keys that are not kept.
+  __device__ void drop_keys_of_head(Scores &scores) const {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (!(kept >> (2 * m + half) & 1))
+#pragma unroll
+          for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) scores[m][n][2 * half + i] = -INFINITY;
+  }
+  // The same for keys behind the causal limit: row r sees the warp's keys up to `limit` + r.
+  __device__ void drop_unseen(Scores &scores, int limit) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool keeps = kept >> (2 * m + half) & 1;
-        const int first = keeps ? 16 * m + accumulator_row(half) - limit : kSubRows; // the first row that sees the key
+        const int first = 16 * m + accumulator_row(half) - limit - accumulator_column(); // the first row that sees the key
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
           for (int i = 0; i < 2; ++i)
-            if (8 * n + accumulator_column() + i < first) scores[m][n][2 * half + i] = -INFINITY;
+            if (8 * n + i < first) scores[m][n][2 * half + i] = -INFINITY;
       }
   }
 
@@ -258,9 +272,7 @@ template <class Config> struct DenseDkdvBlock {
       key_operand.load();
       value_operand.load();
     }
-    // Heads of a group may have masks of their own.
-    if (number == 0 || (mask_kind(problem()) == FDM_MASK_KEYS && step.first_row == first_tile * kStepRows))
-      find_kept(query_head(step));
+    if (number == 0 || (drops_keys && step.first_row == first_tile * kStepRows)) find_kept(query_head(step));
     if (folds_mask(problem())) {
       for (int panel = 0; panel < Config::panels(slots); ++panel)
         bias_at(number, panel)
@@ -300,11 +312,24 @@ template <class Config> struct DenseDkdvBlock {
   }
 
   __device__ bool is_odd() const {
-    const auto own = [&](int m, int half) { return exists(m, half); };
+    const auto own = [&](int m, int half) { return matters(m, half); };
     return has_nan(dk, own) || has_nan(dv, own);
   }
 
-  __device__ void write() const {
+  // Is what is summed for a key a result?
+  __device__ bool matters(int m, int half) const {
+    return exists(m, half) && (drops_keys || (kept >> (2 * m + half) & 1));
+  }
+
+  __device__ void write() {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (!matters(m, half))
+#pragma unroll
+          for (int d = 0; d < kHeadDim / 8; ++d)
+            dk[m][d][2 * half] = dk[m][d][2 * half + 1] = dv[m][d][2 * half] = dv[m][d][2 * half + 1] = 0.0f;
     const auto write_to = [&](const fdm_tensor &t, const float (&sums)[kKeyTiles][kHeadDim / 8][4], float factor) {
       if (!present(t)) return;
       const int64_t base = source().batch * t.stride[0] + kv_head * t.stride[2];
