@@ -42,6 +42,7 @@ template <class Config> struct DbiasBlock {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   static constexpr int kHeadDim = Config::kHeadDim, kRowTiles = kDbiasWarpRows / 16, kKeyTiles = kDbiasWarpKeys / 8;
+  static constexpr int kMostRows = 128; // and keys of a tile
 
   const DenseBackward &work;
   const DbiasWork &division;
@@ -103,10 +104,14 @@ template <class Config> struct DbiasBlock {
     const int rows = min(division.tile_rows, int(p.queries) - first_row);
     const int keys = min(division.tile_keys, int(p.keys) - first_key);
     const auto copy = [&](int which, uint32_t base, const fdm_tensor &t, bool aligned, int first, int count, int there) {
+      const RowCopy rows_of(t, p.head_dim, aligned);
+      if (count == kMostRows && division.slots == 1) // the loop over the rows is unrolled
+        return copy_tile_rows<Tile, Config::kThreads>(base, 0, table.first[which][0] + first * t.stride[1], kMostRows,
+                                                      there, rows_of);
 #pragma unroll 1
       for (int n = 0; n < division.slots; ++n)
         copy_tile_rows<Tile, Config::kThreads>(base, n * count, table.first[which][n] + first * t.stride[1], count,
-                                               table.source[n].exists ? there : 0, RowCopy(t, p.head_dim, aligned));
+                                               table.source[n].exists ? there : 0, rows_of);
     };
     copy(0, rows_at(step, 0), p.q, work.call.aligned, first_row, division.tile_rows, rows);
     copy(1, rows_at(step, 1), work.a.dout, work.dout_aligned, first_row, division.tile_rows, rows);

@@ -20,8 +20,8 @@ template <class ElementType, int kHeadDimension> struct DenseDkdvConfig {
   static constexpr DenseTileChoice kChoice = dense_dkdv_tile(kHeadDim);
   static constexpr int kWarps = kChoice.warps, kThreads = 32 * kWarps, kBlocks = kChoice.blocks;
   static constexpr int kKeyTiles = kChoice.tiles, kWarpKeys = 16 * kKeyTiles, kKeys = kWarps * kWarpKeys;
-  static constexpr bool kHoldsKeys = kHeadDim <= 32; // K and V in registers
-  static constexpr int kSubRows = kHoldsKeys ? 16 : kHeadDim <= 64 ? 32 : 16;
+  static constexpr bool kHoldsKeys = false; // K and V in registers
+  static constexpr int kSubRows = kHeadDim <= 32 ? 16 : kHeadDim <= 64 ? 32 : 16;
   static constexpr int kPitch = kDenseKeys + 4; // of a float32 bias: two words of a row's pair, and eight keys, meet all banks
   using Tile = SharedTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;

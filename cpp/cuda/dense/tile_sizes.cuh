@@ -27,6 +27,7 @@ constexpr DenseTileChoice dense_dq_tile(int head_dim) {
 
 constexpr DenseTileChoice dense_dkdv_tile(int head_dim) {
   // The accumulators of dk and dv and of two products leave no registers for a third block.
+  if (head_dim <= 32) return {2, 4, 3};
   return head_dim <= 64 ? DenseTileChoice{2, 4, 2} : DenseTileChoice{1, 4, 1};
 }
 
