@@ -137,10 +137,9 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
   // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
-  if (cudaError_t error =
-          clear_gradients(params, nothing || is_varlen(p),
-                          nothing || is_varlen(p) || (params.keys.listed && !is_dense(p)),
-                          nothing || (is_varlen(p) && row_bias), stream))
+  if (cudaError_t error = clear_gradients(params, nothing || is_varlen(p),
+                                          nothing || is_varlen(p) || (params.keys.listed && !is_dense(p)),
+                                          nothing || (is_varlen(p) && row_bias), stream))
     return error;
   if (nothing) return cudaSuccess;
   if (is_dense(p)) return run_dense_backward(p, args, workspace);

@@ -17,7 +17,7 @@ template <class ElementType, int kHeadDimension> struct DbiasConfig {
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kWarps = dbias_warps(FDM_TILE_ARCH, kHeadDim), kThreads = 32 * kWarps;
   static constexpr bool kHoldsRows = false;
-  static constexpr int kPitch = kDenseKeys + 8;      // of a float32 bias: four rows of pairs meet all banks
+  static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
   using Tile = SharedTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
@@ -78,7 +78,8 @@ template <class Config> struct DbiasBlock {
                                      division.slots * division.tile_rows * 2 * int(sizeof(float)));
   }
   __device__ typename Config::Bias bias_at(int panel) const {
-    const int bias = division.stages * stage_bytes + panel * Config::panel_bytes(division, wide, has_rows(problem().mask));
+    const int bias =
+        division.stages * stage_bytes + panel * Config::panel_bytes(division, wide, has_rows(problem().mask));
     return {work.call, memory, bias, bias + Config::Bias::bytes(division.tile_rows, wide), wide};
   }
 
@@ -103,9 +104,10 @@ template <class Config> struct DbiasBlock {
     const int first_row = tile.row_tile * division.tile_rows, first_key = tile.key_tile * division.tile_keys;
     const int rows = min(division.tile_rows, int(p.queries) - first_row);
     const int keys = min(division.tile_keys, int(p.keys) - first_key);
-    const auto copy = [&](int which, uint32_t base, const fdm_tensor &t, bool aligned, int first, int count, int there) {
+    const auto copy = [&](int which, uint32_t base, const fdm_tensor &t, bool aligned, int first, int count,
+                          int there) {
       const RowCopy rows_of(t, p.head_dim, aligned);
-      if (count == kMostRows && division.slots == 1) // the loop over the rows is unrolled
+      if (Config::kWarps >= 8 && count == kMostRows && division.slots == 1) // the loop over the rows is unrolled
         return copy_tile_rows<Tile, Config::kThreads>(base, 0, table.first[which][0] + first * t.stride[1], kMostRows,
                                                       there, rows_of);
 #pragma unroll 1
@@ -251,7 +253,7 @@ template <class Config> struct DbiasBlock {
     if (slot > 0)
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
-        const float(&own)[4] = sums[i / kKeyTiles][i % kKeyTiles];
+        const float (&own)[4] = sums[i / kKeyTiles][i % kKeyTiles];
         others[((slot - 1) * kSums + i) * threads] = {own[0], own[1], own[2], own[3]};
       }
     __syncthreads();
@@ -261,7 +263,7 @@ template <class Config> struct DbiasBlock {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
           const float4 other = others[(n * kSums + i) * threads];
-          float(&own)[4] = sums[i / kKeyTiles][i % kKeyTiles];
+          float (&own)[4] = sums[i / kKeyTiles][i % kKeyTiles];
           own[0] += other.x, own[1] += other.y, own[2] += other.z, own[3] += other.w;
         }
     __syncthreads();
@@ -278,7 +280,7 @@ template <class Config> struct DbiasBlock {
     if (slot == 0)
 #pragma unroll
       for (int i = 0; i < 2 * kRowTiles * kKeyTiles; ++i) {
-        const float(&own)[4] = sums[i / 2 / kKeyTiles][i / 2 % kKeyTiles];
+        const float (&own)[4] = sums[i / 2 / kKeyTiles][i / 2 % kKeyTiles];
         pairs[i * threads + int(threadIdx.x)] = {own[i % 2 * 2], own[i % 2 * 2 + 1]};
       }
     if (part) return;

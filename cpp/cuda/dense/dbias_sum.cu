@@ -36,8 +36,7 @@ __global__ void __launch_bounds__(kThreads) dbias_sum_kernel(const __grid_consta
 } // namespace
 
 cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream) {
-  const auto kernel =
-      work.call.p.q.dtype == FDM_FLOAT16 ? dbias_sum_kernel<__half> : dbias_sum_kernel<__nv_bfloat16>;
+  const auto kernel = work.call.p.q.dtype == FDM_FLOAT16 ? dbias_sum_kernel<__half> : dbias_sum_kernel<__nv_bfloat16>;
   return launch(kernel, Grid(work.dbias.blocks - 1, 8), kThreads, 0, stream, work);
 }
 

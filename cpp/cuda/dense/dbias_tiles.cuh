@@ -88,7 +88,8 @@ __device__ __forceinline__ void store_dbias(const DenseBackward &work, const Dbi
     const int row = 2 * i / division.tile_keys, key = 2 * i % division.tile_keys;
     if (row >= rows) continue;
     const float2 pair = sum(pair_index(division, row, key));
-    store_pair<Element>(t, work.dbias_pairs, offset + row * t.stride[2] + key * t.stride[3], pair.x, pair.y, keys - key);
+    store_pair<Element>(t, work.dbias_pairs, offset + row * t.stride[2] + key * t.stride[3], pair.x, pair.y,
+                        keys - key);
   }
 }
 

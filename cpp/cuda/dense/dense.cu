@@ -20,7 +20,7 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kMostSms = 256; // of any device: what depends on the device has room for so many
+constexpr int kMostSms = 256;                          // of any device: what depends on the device has room for so many
 constexpr int64_t kMaxSplits = 32, kBlocksOfSplit = 4; // as in forward.cu
 
 // The tiles of a kernel: rows or keys of a block of threads, over all slots, and the least of a slot; and the shared
@@ -257,7 +257,8 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
   if (cudaError_t error = sm_count(&count)) return error;
   DenseForward work = divide_forward(make_call(p));
   work.a = args;
-  const int64_t room = choose_splits(work, kMostSms), wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
+  const int64_t room = choose_splits(work, kMostSms),
+                wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
   work.splits = int32_t(std::clamp<int64_t>(wanted, 1, room));
   work.partial_out = static_cast<float *>(workspace);
   work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;

@@ -29,8 +29,8 @@ constexpr int kDenseKeys = 64;
 // What all dense kernels are told.
 struct DenseCall {
   fdm_problem p;
-  int32_t batches, heads; // sequences and query heads that share an element of the bias
-  bool shares_mask;       // the sources of a bias have the mask in common, as far as it has rows
+  int32_t batches, heads;        // sequences and query heads that share an element of the bias
+  bool shares_mask;              // the sources of a bias have the mask in common, as far as it has rows
   bool bias_chunks, mask_chunks; // rows can be copied 16 bytes at a time
   bool aligned;                  // what rows_are_aligned says of q, k and v
 };
@@ -47,13 +47,13 @@ struct DenseForward {
 // one group of sources.
 struct DbiasWork {
   int32_t slots, tile_rows, tile_keys, row_tiles, key_tiles;
-  int32_t stages;     // of copies: 1 or 2
-  int32_t groups;     // steps of a tile
-  int64_t tiles;      // of a unit, those without a visible key left out, but one of each row of tiles
-  int64_t steps;      // of all tiles
-  int32_t blocks;     // of threads
-  bool whole;         // no tile is divided
-  float *parts;       // [2 * blocks][tile_rows * tile_keys]: of a block's first and last tile, where these are divided
+  int32_t stages; // of copies: 1 or 2
+  int32_t groups; // steps of a tile
+  int64_t tiles;  // of a unit, those without a visible key left out, but one of each row of tiles
+  int64_t steps;  // of all tiles
+  int32_t blocks; // of threads
+  bool whole;     // no tile is divided
+  float *parts;   // [2 * blocks][tile_rows * tile_keys]: of a block's first and last tile, where these are divided
 };
 
 struct DenseBackward {
@@ -61,7 +61,7 @@ struct DenseBackward {
   fdm_backward_args a;
   float *deltas; // [batch][head][row]: delta of RowStatistics
   bool dout_aligned;
-  bool dbias_pairs; // two neighbours of a row of dbias can be stored at once
+  bool dbias_pairs;             // two neighbours of a row of dbias can be stored at once
   int32_t slots, tiles, groups; // of dq: as in the forward pass; of dkdv: tiles of keys, and groups of sequences
   bool writes_dbias;            // dq writes the gradient of the bias
   DbiasWork dbias;

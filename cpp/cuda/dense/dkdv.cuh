@@ -22,7 +22,8 @@ template <class ElementType, int kHeadDimension> struct DenseDkdvConfig {
   static constexpr int kKeyTiles = kChoice.tiles, kWarpKeys = 16 * kKeyTiles, kKeys = kWarps * kWarpKeys;
   static constexpr bool kHoldsKeys = false; // K and V in registers
   static constexpr int kSubRows = kHeadDim <= 32 ? 16 : kHeadDim <= 64 ? 32 : 16;
-  static constexpr int kPitch = kDenseKeys + 4; // of a float32 bias: two words of a row's pair, and eight keys, meet all banks
+  static constexpr int kPitch =
+      kDenseKeys + 4; // of a float32 bias: two words of a row's pair, and eight keys, meet all banks
   using Tile = SharedTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
@@ -58,7 +59,7 @@ template <class Config> struct DenseDkdvBlock {
   DenseDkdvShared<Config> &shared;
   const DenseFactors factors;
   char *const memory;
-  const int slots, keys, slot, warp_key; // warp_key: the warp's first key in its sequence's tile
+  const int slots, keys, slot, warp_key;           // warp_key: the warp's first key in its sequence's tile
   const int first_key, kv_head, first_tile, tiles; // tiles of kStepRows rows of a query head
   const int group, stage_bytes, stages, panel_bytes;
   // Query heads of the group have masks of their own. Otherwise what is summed for keys that are not kept is left out in
@@ -78,10 +79,11 @@ template <class Config> struct DenseDkdvBlock {
         group(int(group_size(own_work.call.p))),
         stage_bytes(Config::stage_bytes(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
                                         has_rows(own_work.call.p.mask))),
-        stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
-                              has_rows(own_work.call.p.mask))),
+        stages(
+            Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
         panel_bytes(Config::panel_bytes(own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
-        drops_keys(mask_kind(own_work.call.p) == FDM_MASK_KEYS && own_work.call.p.mask.shape[1] > own_work.call.p.kv_heads),
+        drops_keys(mask_kind(own_work.call.p) == FDM_MASK_KEYS &&
+                   own_work.call.p.mask.shape[1] > own_work.call.p.kv_heads),
         wide(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
@@ -121,10 +123,9 @@ template <class Config> struct DenseDkdvBlock {
     const auto copy = [&](int which, const fdm_tensor &t) {
 #pragma unroll 1
       for (int n = 0; n < slots; ++n)
-        copy_tile_rows<Tile, Config::kThreads>(keys_at(which), n * keys,
-                                               shared.slots.first[which][n] + first_key * t.stride[1], keys,
-                                               shared.slots.source[n].exists ? there : 0,
-                                               RowCopy(t, problem().head_dim, work.call.aligned));
+        copy_tile_rows<Tile, Config::kThreads>(
+            keys_at(which), n * keys, shared.slots.first[which][n] + first_key * t.stride[1], keys,
+            shared.slots.source[n].exists ? there : 0, RowCopy(t, problem().head_dim, work.call.aligned));
     };
     copy(0, problem().k);
     copy(1, problem().v);
@@ -257,7 +258,8 @@ template <class Config> struct DenseDkdvBlock {
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int first = 16 * m + accumulator_row(half) - limit - accumulator_column(); // the first row that sees the key
+        const int first =
+            16 * m + accumulator_row(half) - limit - accumulator_column(); // the first row that sees the key
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll

@@ -77,8 +77,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        behind |= largest_of(scores, m, half) > maximum[m][half] + kSlack;
+      for (int half = 0; half < 2; ++half) behind |= largest_of(scores, m, half) > maximum[m][half] + kSlack;
     if (__any_sync(0xffffffffu, behind)) raise_maxima(scores);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)

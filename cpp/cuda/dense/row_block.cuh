@@ -14,8 +14,7 @@ template <class ElementType, int kHeadDimension, int kRowTensorCount, class Work
   using Element = ElementType;
   using Work = WorkType;
   static constexpr int kHeadDim = kHeadDimension, kRowTensors = kRowTensorCount;
-  static constexpr DenseTileChoice kChoice =
-      kRowTensors == 1 ? dense_forward_tile(kHeadDim) : dense_dq_tile(kHeadDim);
+  static constexpr DenseTileChoice kChoice = kRowTensors == 1 ? dense_forward_tile(kHeadDim) : dense_dq_tile(kHeadDim);
   static constexpr int kWarps = kChoice.warps, kThreads = 32 * kWarps, kBlocks = kChoice.blocks;
   static constexpr int kRowTiles = kChoice.tiles, kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
   static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
@@ -90,8 +89,8 @@ template <class Config> struct RowBlock {
         warp_row(int(threadIdx.x) / 32 * kWarpRows - slot * rows), first_row(row),
         stage_bytes(Config::stage_bytes(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
                                         has_rows(own_work.call.p.mask))),
-        stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
-                              has_rows(own_work.call.p.mask))),
+        stages(
+            Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
         wide(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
@@ -118,20 +117,18 @@ template <class Config> struct RowBlock {
     const int there = min(rows, int(problem().queries) - first_row);
 #pragma unroll 1
     for (int n = 0; n < slots; ++n)
-      copy_tile_rows<Tile, Config::kThreads>(rows_at(which), n * rows,
-                                             shared.slots.first[2 + which][n] + first_row * t.stride[1], rows,
-                                             shared.slots.source[n].exists ? there : 0,
-                                             RowCopy(t, problem().head_dim, aligned));
+      copy_tile_rows<Tile, Config::kThreads>(
+          rows_at(which), n * rows, shared.slots.first[2 + which][n] + first_row * t.stride[1], rows,
+          shared.slots.source[n].exists ? there : 0, RowCopy(t, problem().head_dim, aligned));
   }
   __device__ void load_keys(int block) const {
     const int first_key = block * kDenseKeys, there = min(kDenseKeys, int(problem().keys) - first_key);
     const auto copy = [&](int which, const fdm_tensor &t, uint32_t tile) {
 #pragma unroll 1
       for (int n = 0; n < slots; ++n)
-        copy_tile_rows<Tile, Config::kThreads>(tile, n * kDenseKeys,
-                                               shared.slots.first[which][n] + first_key * t.stride[1], kDenseKeys,
-                                               shared.slots.source[n].exists ? there : 0,
-                                               RowCopy(t, problem().head_dim, work.call.aligned));
+        copy_tile_rows<Tile, Config::kThreads>(
+            tile, n * kDenseKeys, shared.slots.first[which][n] + first_key * t.stride[1], kDenseKeys,
+            shared.slots.source[n].exists ? there : 0, RowCopy(t, problem().head_dim, work.call.aligned));
     };
     copy(0, problem().k, keys_at(block));
     copy(1, problem().v, values_at(block));

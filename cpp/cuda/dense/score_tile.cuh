@@ -16,7 +16,7 @@ namespace fdm::cuda {
 // Copies a tile of elements one by one, for rows that cannot be copied 16 bytes at a time. Absent ones become 0.
 template <class Integer, int kThreads, class Address>
 __device__ __forceinline__ void copy_scores_by_elements(const Integer *first, int64_t row, int64_t col, int rows,
-                                                     int rows_there, int keys_there, const Address &address) {
+                                                        int rows_there, int keys_there, const Address &address) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * kDenseKeys; i += kThreads) {
     const int r = i / kDenseKeys, c = i % kDenseKeys;
@@ -81,7 +81,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * kHalfChunks; i += kThreads) {
       const int r = i / kHalfChunks, c = i % kHalfChunks;
-      const uint2 kept = has_mask_rows() ? kept_of_mask(r, c) : kept_of_intervals(source, first_row + r, first_key + 8 * c);
+      const uint2 kept =
+          has_mask_rows() ? kept_of_mask(r, c) : kept_of_intervals(source, first_row + r, first_key + 8 * c);
       if (kept.x == ~0u && kept.y == ~0u) continue;
       if (wide) {
         auto *words = reinterpret_cast<uint32_t *>(memory + bias) + r * kPitch + 8 * c;
@@ -107,7 +108,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   template <bool kWide> __device__ __forceinline__ void read(int row, int key, float (&values)[2][4]) const {
     const int lane = threadIdx.x % 32;
     if constexpr (kWide) {
-      const auto *words = reinterpret_cast<const float *>(memory + bias) + (row + lane / 4) * kPitch + key + 2 * (lane % 4);
+      const auto *words =
+          reinterpret_cast<const float *>(memory + bias) + (row + lane / 4) * kPitch + key + 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -118,7 +120,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
         }
     } else {
       uint32_t pairs[4];
-      ptx::ldmatrix(pairs, Halves::chunk_address(ptx::shared_address(memory) + bias, row + lane % 16, key / 8 + lane / 16));
+      ptx::ldmatrix(pairs,
+                    Halves::chunk_address(ptx::shared_address(memory) + bias, row + lane % 16, key / 8 + lane / 16));
 #pragma unroll
       for (int i = 0; i < 4; ++i) unpack(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
     }
@@ -128,7 +131,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   template <bool kWide> __device__ __forceinline__ void read_transposed(int row, int key, float (&values)[2][4]) const {
     const int lane = threadIdx.x % 32;
     if constexpr (kWide) {
-      const auto *words = reinterpret_cast<const float *>(memory + bias) + (row + 2 * (lane % 4)) * kPitch + key + lane / 4;
+      const auto *words =
+          reinterpret_cast<const float *>(memory + bias) + (row + 2 * (lane % 4)) * kPitch + key + lane / 4;
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -179,11 +183,11 @@ private:
     const uint32_t base = ptx::shared_address(memory) + mask;
     if (call.mask_chunks)
       copy_chunks<1, kByteChunks, kDenseKeys>(first, m.row, rows, rows_there, keys_there,
-                                  [&](int r, int c) { return base + r * kDenseKeys + c * 16; });
+                                              [&](int r, int c) { return base + r * kDenseKeys + c * 16; });
     else
-      copy_scores_by_elements<uint8_t, kThreads>(
-          first, m.row, m.col, rows, rows_there, keys_there,
-          [&](int r, int c) { return reinterpret_cast<uint8_t *>(memory + mask) + r * kDenseKeys + c; });
+      copy_scores_by_elements<uint8_t, kThreads>(first, m.row, m.col, rows, rows_there, keys_there, [&](int r, int c) {
+        return reinterpret_cast<uint8_t *>(memory + mask) + r * kDenseKeys + c;
+      });
   }
 
   // A byte of ones for each of eight keys that are kept, else of zeros. Booleans may have any bits set.

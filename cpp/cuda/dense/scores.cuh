@@ -34,7 +34,8 @@ template <int kWarps> struct KeptKeys {
       const int slot = slots == 1 ? 0 : number / per_slot;
       const int key = first_key + (number - slot * per_slot) * 32 + threadIdx.x % 32;
       bool keeps = key < int(p.keys) && table.source[slot].exists;
-      if (keeps && mask_kind(p) == FDM_MASK_KEYS) keeps = table.kept[slot][p.mask.shape[3] == 1 ? 0 : key * p.mask.stride[3]] != 0;
+      if (keeps && mask_kind(p) == FDM_MASK_KEYS)
+        keeps = table.kept[slot][p.mask.shape[3] == 1 ? 0 : key * p.mask.stride[3]] != 0;
       kept |= uint32_t(keeps) << n;
     }
     return kept;

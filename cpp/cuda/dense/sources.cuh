@@ -34,8 +34,7 @@ template <int kMostSlots, int kTensors> struct SlotTable {
   const uint8_t *kept[kMostSlots]; // the first byte of a mask of keys
 
   __device__ __forceinline__ void set(int which, int slot, const fdm_tensor &t, int64_t head) {
-    first[which][slot] =
-        static_cast<const uint16_t *>(t.data) + source[slot].batch * t.stride[0] + head * t.stride[2];
+    first[which][slot] = static_cast<const uint16_t *>(t.data) + source[slot].batch * t.stride[0] + head * t.stride[2];
   }
   __device__ __forceinline__ void set_kept(int slot, const fdm_problem &p) {
     if (mask_kind(p) != FDM_MASK_KEYS) return;
