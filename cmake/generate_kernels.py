@@ -17,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not edit.\n"
+# The registers do not hold more: beyond it the general kernels take a bias for each query.
+MOST_DENSE_HEAD_DIM = 128
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -27,6 +29,7 @@ class Family:
     name: str
     header: str
     params: str
+    most_head_dim: int = 256
 
     def source(self, dtype: str, head_dim: int) -> str:
         """Return the file that instantiates one kernel."""
@@ -43,17 +46,26 @@ FAMILIES = (
     Family("dq", "backward/dq_launch.cuh", "BackwardParams"),
     Family("dkdv", "backward/dkdv_launch.cuh", "BackwardParams"),
     Family("row_bias", "backward/row_bias_launch.cuh", "BackwardParams"),
+    Family("dense_forward", "dense/forward_launch.cuh", "DenseForward", MOST_DENSE_HEAD_DIM),
+    Family("dense_dq", "dense/dq_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
+    Family("dense_dkdv", "dense/dkdv_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
+    Family("dense_dbias", "dense/dbias_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
 )
 
 
 def head_dims_source(head_dims: list[int]) -> str:
     """Return the header that lists the instantiated head dimensions for the dispatch."""
     listed = ", ".join(map(str, head_dims))
+    dense = [dim for dim in head_dims if dim <= MOST_DENSE_HEAD_DIM]
+    listed_dense = ", ".join(map(str, dense or head_dims[:1]))
     return (
         f"{HEADER}#pragma once\n\nnamespace fdm::cuda {{\n"
         "template <int... kDims> struct HeadDims {};\n"
         f"using InstantiatedHeadDims = HeadDims<{listed}>;\n"
         f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
+        "// Of the kernels of dense blocks. Where the largest is 0, there are none.\n"
+        f"using DenseHeadDims = HeadDims<{listed_dense}>;\n"
+        f"constexpr int kMaxDenseHeadDim = {dense[-1] if dense else 0};\n"
         "} // namespace fdm::cuda\n"
     )
 
@@ -92,6 +104,8 @@ def main() -> None:
     for family in FAMILIES:
         for dtype in table["dtypes"]:
             for head_dim in head_dims:
+                if head_dim > family.most_head_dim:
+                    continue
                 path = options.output / f"{family.name}_{dtype}_{head_dim}.cu"
                 write(path, family.source(dtype, head_dim))
                 sources.append(path.as_posix())

@@ -108,6 +108,64 @@ def test_dropped_pairs_and_keys_may_hold_anything(target: Target) -> None:
             assert torch.equal(value, want[name]), name
 
 
+@pytest.mark.parametrize("length", [17, 33, 49, 64, 100, 129])
+@pytest.mark.parametrize("mask_kind", ["none", "keys", "keys of heads", "rows", "rows of batches"])
+def test_many_short_sequences_share_a_bias(mask_kind: str, length: int, target: Target) -> None:
+    """As windows of an image do: several sequences lie side by side in a block of threads."""
+    shapes = {
+        "keys": (9, 1, 1, length),
+        "keys of heads": (9, 4, 1, length),
+        "rows": (1, 2, length, length),
+        "rows of batches": (9, 1, length, length),
+    }
+    for dtype in target.dtypes:
+        for bias_dtype in {dtype, torch.float32}:
+            problem = simple_problem(
+                dtype, batch=9, queries=length, keys=length, group=2, head_dim=24
+            )
+            problem.bias = randn(1, 4, length, length, dtype=bias_dtype)
+            if mask_kind in shapes:
+                problem.mask = rand_bool(*shapes[mask_kind], density=0.6, seed=length)
+            check(problem, target)
+
+
+@pytest.mark.parametrize("bias_batch", [1, 3])
+def test_dropped_keys_and_empty_rows_hold_anything(bias_batch: int, target: Target) -> None:
+    """Dropped by the bias or by a mask of keys; other sources of the same bias keep them."""
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, batch=3, queries=70, keys=90, group=2, head_dim=32)
+        problem.bias = randn(bias_batch, 4, 70, 90, dtype=dtype)
+        problem.bias[..., 7] = -torch.inf
+        problem.bias[:, :, 11] = -torch.inf
+        problem.mask = rand_bool(3, 1, 1, 90, density=0.7)
+        problem.mask[..., 40] = False
+        dout = randn(*problem.query.shape, dtype=dtype, seed=5)
+        want = problem.results(target, dout=dout)
+        dropped = ~problem.mask[:, 0, 0]
+        dropped[:, 7] = True
+        problem.key[dropped], problem.value[dropped] = torch.nan, torch.inf
+        problem.query[:, 11], dout[:, 11] = torch.nan, torch.nan
+        got = problem.results(target, dout=dout)
+        for name, value in got.items():
+            assert torch.equal(value, want[name]), name
+
+
+def test_rows_of_lowest_biases(target: Target) -> None:
+    """They give the mean of the values of their keys, and have no gradient."""
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, batch=2, queries=40, keys=50, group=1, head_dim=32)
+        problem.bias = randn(1, 2, 40, 50, dtype=torch.float32)
+        problem.bias[:, :, 3] = torch.finfo(torch.float32).min
+        problem.bias[:, :, 5, :49] = torch.finfo(torch.float32).min
+        got = problem.results(target, dout=randn(*problem.query.shape, dtype=dtype, seed=5))
+        mean, last = problem.value.double().mean(1), problem.value[:, 49].double()
+        tolerance = 4 * torch.finfo(dtype).eps
+        assert torch.allclose(got["out"][:, 3].double(), mean, rtol=tolerance, atol=tolerance)
+        assert torch.allclose(got["out"][:, 5].double(), last, rtol=tolerance, atol=tolerance)
+        assert not got["dquery"][:, 3].any()
+        assert all(value.isfinite().all() for value in got.values())
+
+
 @pytest.mark.parametrize("queries", [2, 9, 33])
 def test_few_queries_of_a_group(queries: int, target: Target) -> None:
     for dtype in target.dtypes:

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "../dense/dense.h"
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../plan/list_work.cuh"
@@ -136,6 +137,7 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
 } // namespace
 
 int64_t backward_workspace_bytes(const fdm_problem &p) {
+  if (is_dense(p)) return dense_backward_workspace_bytes(p);
   int64_t bytes, fused_bytes = 0;
   lay_out(p, false, nullptr, &bytes);
   if (may_fuse(p)) lay_out(p, true, nullptr, &fused_bytes);
@@ -170,6 +172,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                    [&] { return launch_fill_zero(args.dv, stream); },
                    [&] { return launch_fill_zero(args.dbias, stream); },
                    [&] { return launch_fill_zero(args.dsink, stream); });
+  if (is_dense(p)) return run_dense_backward(p, args, workspace);
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
   // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
   params.clears_keys = is_varlen(p) || params.keys.listed;

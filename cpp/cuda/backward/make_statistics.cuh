@@ -16,10 +16,6 @@
 namespace fdm::cuda {
 
 constexpr int kLanes = 8; // the lanes of a row read one line of the cache at a time
-// Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
-// of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
-constexpr float kUnusableLse = 1e30f;
-
 template <class Element> __device__ float to_float(Element x) {
   if constexpr (__is_same(Element, __half))
     return __half2float(x);
@@ -104,7 +100,11 @@ __device__ void make_statistics(const BackwardParams &params, int64_t block, int
       dlse_factor = exp2f(share.added);
     }
     if (!empty && present(dlse)) row.delta -= value_of(dlse) * dlse_factor;
-    params.statistics[(batch * p.heads + head) * rows + i] = row;
+    const int64_t place = (batch * p.heads + head) * rows + i;
+    if (params.deltas)
+      params.deltas[place] = row.delta;
+    else
+      params.statistics[place] = row;
   }
   if (!params.query_sums.data) return;
   const int64_t count = query_sum_count(p, params.query_sums) / 4;

@@ -46,7 +46,8 @@ __device__ void write(const fdm_tensor &t, int64_t offset, int column, int head_
                       const uint32_t (&pairs)[4]) {
   auto *row = static_cast<uint16_t *>(t.data) + offset;
   if (aligned) {
-    if (column < head_dim) *reinterpret_cast<uint4 *>(row + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    if (column < head_dim)
+      *reinterpret_cast<uint4 *>(row + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     return;
   }
 #pragma unroll

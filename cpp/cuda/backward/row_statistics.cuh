@@ -12,6 +12,10 @@ namespace fdm::cuda {
 // off at 1.
 constexpr float kLargeLse = 65536.0f;
 
+// Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
+// of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
+constexpr float kUnusableLse = 1e30f;
+
 // Does a problem need the kernels that know the rare cases too?
 inline bool needs_general_kernel(const BackwardParams &params) {
   return has_rows(params.p.bias) || !params.aligned || !params.dout_aligned;

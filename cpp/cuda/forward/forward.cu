@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../../indexing.h"
+#include "../dense/dense.h"
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../tile/shared_tile.cuh"
@@ -79,12 +80,14 @@ ForwardTileSize forward_tile_size(int64_t head_dim) {
 }
 
 int64_t forward_workspace_bytes(const fdm_problem &p) {
+  if (is_dense(p)) return dense_forward_workspace_bytes(p);
   const int64_t splits = room_for_splits(divide(p));
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
   if (p.batch == 0 || p.queries == 0) return cudaSuccess;
+  if (is_dense(p)) return run_dense_forward(p, args, workspace);
   int count;
   if (cudaError_t error = sm_count(&count)) return error;
   const Division division = divide(p);

@@ -10,10 +10,12 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies 16 bytes. Where `valid` is false it writes zeros, and does not read the source.
-__device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem, bool valid) {
-  const int bytes = valid ? 16 : 0;
+// Copies `bytes` bytes, at most 16, and writes zeros behind them. Where that is 0 it does not read the source.
+__device__ __forceinline__ void cp_async_up_to_16(uint32_t smem, const void *gmem, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem, bool valid) {
+  cp_async_up_to_16(smem, gmem, valid ? 16 : 0);
 }
 
 __device__ __forceinline__ void cp_async_4(uint32_t smem, const void *gmem) {
@@ -22,6 +24,10 @@ __device__ __forceinline__ void cp_async_4(uint32_t smem, const void *gmem) {
 // An ordinary store, for what has fewer than four bytes in global memory.
 __device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(smem), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t smem, uint16_t value) {
+  asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(smem), "h"(value) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_fence() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }

@@ -3,7 +3,8 @@
 // conflicts.
 //
 // A row is a multiple of 128 bytes, eight chunks of 16; chunk c of row r lies where chunk c ^ (r % 8) of its group of
-// eight would. Eight rows of one chunk then cover all banks.
+// eight would. Eight rows of one chunk then cover all banks. Up to head dimension 32 two rows share 128 bytes, and the
+// chunk lies where chunk c ^ (r / 2 % 4) of its row would.
 #pragma once
 
 #include "../../indexing.h"
@@ -13,13 +14,14 @@
 namespace fdm::cuda {
 
 template <int kHeadDim> struct SharedTile {
-  static constexpr int kPitch = (kHeadDim + 63) / 64 * 64; // elements
+  static constexpr bool kPairs = kHeadDim <= 32;
+  static constexpr int kPitch = kPairs ? 32 : (kHeadDim + 63) / 64 * 64; // elements
   static constexpr int kChunks = kHeadDim / 8;
 
   static constexpr int bytes(int rows) { return rows * kPitch * 2; }
 
   __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int row, int chunk) {
-    const int swizzled = (chunk & ~7) | ((chunk ^ row) & 7);
+    const int swizzled = kPairs ? (chunk ^ (row / 2)) & 3 : (chunk & ~7) | ((chunk ^ row) & 7);
     return base + row * (kPitch * 2) + swizzled * 16;
   }
 

@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Dense blocks on the host: which problems they serve, and how the work is divided.
+#include "dense.h"
+
+#include <algorithm>
+
+#include "../backward/backward.h"
+#include "../backward/row_statistics.cuh"
+#include "../forward/decode.h"
+#include "../forward/forward.h"
+#include "../host/device.h"
+#include "../host/dispatch.h"
+#include "../plan/plan.cuh"
+#include "../tile/shared_tile.cuh"
+#include "dbias.cuh"
+#include "dense_launch.cuh"
+#include "dkdv.cuh"
+#include "row_block.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kMostSms = 256; // of any device: what depends on the device has room for so many
+// A bias that nothing is summed over needs no third pass over the keys, and for more keys than these the kernels that
+// gather columns are faster: on one H200, forward and backward with a boolean mask of 1024 keys for each of 8192 queries,
+// 2.7 ms against 5.0 ms of dense blocks.
+constexpr int64_t kMostKeysOfOneSource = 2048;
+constexpr int64_t kMaxSplits = 32, kBlocksOfSplit = 4; // as in forward.cu
+
+// The tiles of a kernel: rows or keys of a block of threads, over all slots, and the least of a slot; and the shared
+// memory for a number of slots.
+struct Tiles {
+  int rows, least;
+  int (*shared_bytes)(int slots, bool wide, bool mask);
+};
+
+template <template <int> class Config> Tiles tiles_of(const fdm_problem &p) {
+  return with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
+    using Chosen = Config<decltype(dim)::value>;
+    constexpr DenseTileChoice choice = Chosen::kChoice;
+    return Tiles{16 * choice.tiles * choice.warps, 16 * choice.tiles, Chosen::shared_bytes};
+  });
+}
+// Sizes do not depend on the dtype.
+template <int kDim> using ForwardSizes = RowBlockConfig<__half, kDim, 1, DenseForward>;
+template <int kDim> using DqSizes = RowBlockConfig<__half, kDim, 2, DenseBackward>;
+template <int kDim> using DkdvSizes = DenseDkdvConfig<__half, kDim>;
+
+// Can the rows of a mask or bias be copied 16 bytes at a time?
+bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
+  if (!present(t)) return false;
+  const int64_t elements = 16 / element_bytes;
+  bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.shape[3] > 1 && t.stride[3] == 1;
+  for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % elements == 0;
+  return aligned;
+}
+
+// Can two neighbours of a row be stored at once?
+bool has_pairs(const fdm_tensor &t) {
+  const int64_t bytes = t.dtype == FDM_FLOAT32 ? 8 : 4;
+  bool pairs = reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[3] == 1;
+  for (int d = 0; d < 3; ++d) pairs &= t.shape[d] <= 1 || t.stride[d] % 2 == 0;
+  return pairs;
+}
+
+// Do all sources of an element of the bias have the same rows of mask, or intervals?
+bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
+  const auto shared = [&](const fdm_tensor &t) {
+    return (batches == 1 || t.shape[0] == 1) &&
+           (heads == 1 || t.shape[1] == 1 || (t.shape[1] == p.kv_heads && p.bias.shape[1] == p.kv_heads));
+  };
+  if (has_rows(p.mask)) return shared(p.mask);
+  return !present(p.start) || shared(p.start);
+}
+
+DenseCall make_call(const fdm_problem &p) {
+  DenseCall call{};
+  call.p = p;
+  call.batches = int32_t(p.bias.shape[0] == 1 ? p.batch : 1);
+  call.heads = int32_t(p.heads / p.bias.shape[1]);
+  call.shares_mask = shares_mask(p, call.batches, call.heads);
+  call.bias_chunks = has_chunks(p.bias, p.bias.dtype == FDM_FLOAT32 ? 4 : 2);
+  call.mask_chunks = has_rows(p.mask) && has_chunks(p.mask, 1);
+  call.aligned =
+      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  return call;
+}
+
+// As many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than there are
+// sources.
+int choose_slots(const Tiles &tiles, const fdm_problem &p, int64_t length, int64_t sources) {
+  const auto fits = [&](int slots) {
+    return tiles.shared_bytes(slots, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask)) <= kMostShared;
+  };
+  int slots = 1;
+  while (2 * slots <= sources && tiles.rows / slots > tiles.least && tiles.rows / slots / 2 >= length &&
+         fits(2 * slots))
+    slots *= 2;
+  return slots;
+}
+
+int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.heads; }
+
+DenseForward divide_forward(const DenseCall &call) {
+  const fdm_problem &p = call.p;
+  const Tiles rows = tiles_of<ForwardSizes>(p);
+  DenseForward work{};
+  work.call = call;
+  work.slots = choose_slots(rows, p, p.queries, call.shares_mask ? sources_of(call) : 1);
+  work.tiles = int32_t(ceil_div(p.queries, rows.rows / work.slots));
+  work.groups = int32_t(ceil_div(sources_of(call), work.slots));
+  return work;
+}
+
+int64_t forward_blocks(const DenseForward &work) {
+  return work.call.p.bias.shape[0] * work.call.p.bias.shape[1] * work.groups * work.tiles;
+}
+
+// Few rows leave most of the chip idle, unless the keys are divided.
+int64_t choose_splits(const DenseForward &work, int sms) {
+  const int64_t most = std::clamp<int64_t>(work.call.p.keys / (kDenseKeys * kBlocksOfSplit), 1, kMaxSplits);
+  return std::clamp<int64_t>(sms / std::max<int64_t>(1, forward_blocks(work)), 1, most);
+}
+
+int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+
+// Gives a tile its slots and stages. False if it does not fit shared memory.
+bool fit_dbias_tile(const fdm_problem &p, DbiasWork *work) {
+  return with_head_dim(p.head_dim, DenseHeadDims{}, [&](auto dim) {
+    using Config = DbiasConfig<__half, decltype(dim)::value>;
+    work->slots = Config::kWarps * kDbiasWarpRows * kDbiasWarpKeys / (work->tile_rows * work->tile_keys);
+    for (work->stages = 2; work->stages > 0; --work->stages)
+      if (Config::shared_bytes(*work, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask)) <= kMostShared) return true;
+    return false;
+  });
+}
+
+DbiasWork divide_dbias(const DenseCall &call, int sms) {
+  const fdm_problem &p = call.p;
+  DbiasWork work{};
+  // The largest tile has one slot. Where there are fewer rows and keys, and the sources have the tile of the bias in
+  // common, smaller tiles of several sources leave less of a block idle.
+  const int elements = with_head_dim(p.head_dim, DenseHeadDims{}, [](auto dim) {
+    return dbias_warps(FDM_TILE_ARCH, decltype(dim)::value) * kDbiasWarpRows * kDbiasWarpKeys;
+  });
+  const int most_keys = elements >= 64 * 128 ? 128 : 64, most_rows = elements / most_keys;
+  work.tile_keys = call.shares_mask && p.keys <= 64 ? 64 : most_keys;
+  work.tile_rows = most_rows;
+  while (call.shares_mask && work.tile_rows / 2 >= std::max<int64_t>(p.queries, kDbiasWarpRows)) work.tile_rows /= 2;
+  while (!fit_dbias_tile(p, &work)) {
+    if (work.tile_keys < most_keys)
+      work.tile_keys *= 2;
+    else
+      work.tile_rows *= 2;
+  }
+  work.row_tiles = int32_t(ceil_div(p.queries, work.tile_rows));
+  work.key_tiles = int32_t(ceil_div(p.keys, work.tile_keys));
+  work.groups = int32_t(ceil_div(sources_of(call), work.slots));
+  work.tiles = int64_t(work.row_tiles) * work.key_tiles;
+  if (is_causal(p)) {
+    work.tiles = 0;
+    for (int64_t tile = 0; tile < work.row_tiles; ++tile) work.tiles += live_key_tiles(p, work, tile);
+  }
+  work.steps = p.bias.shape[0] * p.bias.shape[1] * work.tiles * work.groups;
+  work.blocks = int32_t(std::clamp<int64_t>(work.steps, 1, sms));
+  return work;
+}
+
+int64_t parts_bytes(const DbiasWork &work) {
+  return align_256(2 * int64_t(work.blocks) * work.tile_rows * work.tile_keys * int64_t(sizeof(float)));
+}
+
+// The bytes of a gradient that fill memory without a gap, which can hold something else until it is written.
+int64_t contiguous_bytes(const fdm_tensor &t) {
+  if (!present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return 0;
+  int64_t elements = 1, last = 0;
+  for (int d = 0; d < 4; ++d) {
+    if (t.stride[d] < 0) return 0;
+    elements *= t.shape[d];
+    last += (t.shape[d] - 1) * t.stride[d];
+  }
+  return last + 1 == elements ? elements * 2 : 0;
+}
+
+bool has_one_source(const DenseCall &call) { return sources_of(call) == 1; }
+
+// Where dk is large, it holds the parts until it is written, so that they take no memory of their own.
+bool lends_dk(const fdm_problem &p) {
+  const int64_t dk_bytes = p.batch * p.keys * p.kv_heads * p.head_dim * 2;
+  return dk_bytes >= parts_bytes(divide_dbias(make_call(p), kMostSms));
+}
+
+int64_t deltas_bytes(const fdm_problem &p) { return align_256(partial_rows(p) * int64_t(sizeof(float))); }
+
+template <class Function> cudaError_t with_dense_types(const fdm_problem &p, const Function &function) {
+  if constexpr (kMaxDenseHeadDim == 0)
+    return cudaErrorInvalidConfiguration;
+  else
+    return with_head_dim(p.head_dim, DenseHeadDims{}, [&](auto dim) {
+      return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
+    });
+}
+
+// The gradient of a bias with several sources.
+cudaError_t run_dbias(DenseBackward &work, void *workspace, int sms, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  work.dbias = divide_dbias(work.call, sms);
+  if (!lends_dk(p))
+    work.dbias.parts = reinterpret_cast<float *>(static_cast<char *>(workspace) + deltas_bytes(p));
+  else if (contiguous_bytes(work.a.dk) >= parts_bytes(work.dbias))
+    work.dbias.parts = static_cast<float *>(work.a.dk.data);
+  else
+    work.dbias.whole = true;
+  if (cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
+        return launch_dense_dbias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+      }))
+    return error;
+  return work.dbias.whole || work.dbias.blocks == 1 ? cudaSuccess : launch_dense_dbias_sum(work, stream);
+}
+
+cudaError_t run_dq(DenseBackward &work, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  const Tiles tiles = tiles_of<DqSizes>(p);
+  work.slots = choose_slots(tiles, p, p.queries, work.call.shares_mask ? sources_of(work.call) : 1);
+  work.tiles = int32_t(ceil_div(p.queries, tiles.rows / work.slots));
+  work.groups = int32_t(ceil_div(sources_of(work.call), work.slots));
+  return with_dense_types(p, [&](auto element, auto dim) {
+    return launch_dense_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+  });
+}
+
+cudaError_t run_dkdv(DenseBackward &work, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  const Tiles tiles = tiles_of<DkdvSizes>(p);
+  // Sequences side by side read the same bias and mask.
+  const bool shares = p.bias.shape[0] == 1 && (!has_rows(p.mask) || p.mask.shape[0] == 1) &&
+                      (!present(p.start) || p.start.shape[0] == 1);
+  work.slots = choose_slots(tiles, p, p.keys, shares ? p.batch : 1);
+  work.tiles = int32_t(ceil_div(p.keys, tiles.rows / work.slots));
+  work.groups = int32_t(ceil_div(p.batch, work.slots));
+  return with_dense_types(p, [&](auto element, auto dim) {
+    return launch_dense_dkdv<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+  });
+}
+
+} // namespace
+
+bool is_dense(const fdm_problem &p) {
+  if (!has_rows(p.bias) || p.bias.shape[3] != p.keys || p.queries <= kDecodeRows || is_varlen(p)) return false;
+  if (p.head_dim > kMaxDenseHeadDim || present(p.sink)) return false;
+  const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
+  return !one_source || p.keys <= kMostKeysOfOneSource;
+}
+
+int64_t dense_forward_workspace_bytes(const fdm_problem &p) {
+  const int64_t splits = choose_splits(divide_forward(make_call(p)), kMostSms);
+  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+}
+
+cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args, void *workspace) {
+  if (p.batch == 0 || p.queries == 0) return cudaSuccess;
+  int count;
+  if (cudaError_t error = sm_count(&count)) return error;
+  DenseForward work = divide_forward(make_call(p));
+  work.a = args;
+  const int64_t room = choose_splits(work, kMostSms),
+                wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
+  work.splits = int32_t(std::clamp<int64_t>(wanted, 1, room));
+  work.partial_out = static_cast<float *>(workspace);
+  work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;
+  work.partial_sum = work.partial_max + work.splits * partial_rows(p);
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  const cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
+    return launch_dense_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+  });
+  if (error || work.splits == 1) return error;
+  ForwardParams merge{};
+  merge.p = p;
+  merge.a = args;
+  merge.splits = work.splits;
+  merge.partial_out = work.partial_out;
+  merge.partial_max = work.partial_max;
+  merge.partial_sum = work.partial_sum;
+  return launch_combine(merge, stream);
+}
+
+int64_t dense_backward_workspace_bytes(const fdm_problem &p) {
+  const DenseCall call = make_call(p);
+  const bool parts = !has_one_source(call) && !lends_dk(p);
+  return deltas_bytes(p) + (parts ? parts_bytes(divide_dbias(call, kMostSms)) : 0);
+}
+
+cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &args, void *workspace) {
+  int count;
+  if (cudaError_t error = sm_count(&count)) return error;
+  DenseBackward work{};
+  work.call = make_call(p);
+  work.a = args;
+  work.deltas = static_cast<float *>(workspace);
+  work.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
+  const fdm_tensor &dbias = args.dbias;
+  work.writes_dbias = present(dbias) && has_one_source(work.call);
+  work.dbias_pairs = present(dbias) && has_pairs(dbias);
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+
+  BackwardParams rows{};
+  rows.p = p;
+  rows.a = args;
+  rows.deltas = work.deltas;
+  rows.dout_aligned = work.dout_aligned;
+  if (cudaError_t error = launch_prepare(rows, false, stream)) return error;
+  // First, since it may have its parts in dk.
+  if (present(dbias) && !work.writes_dbias)
+    if (cudaError_t error = run_dbias(work, workspace, count, stream)) return error;
+  if (present(args.dq) || work.writes_dbias)
+    if (cudaError_t error = run_dq(work, stream)) return error;
+  return present(args.dk) || present(args.dv) ? run_dkdv(work, stream) : cudaSuccess;
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the dense kernels of the backward pass have in common.
+#pragma once
+
+#include "../backward/row_statistics.cuh"
+#include "scores.cuh"
+
+namespace fdm::cuda {
+
+__device__ __forceinline__ RowStatistics statistics_of(const DenseBackward &work, const Source &source, int64_t row) {
+  const fdm_problem &p = work.call.p;
+  const fdm_tensor &lse = work.a.lse;
+  const float natural =
+      static_cast<const float *>(lse.data)[lse_offset(lse, dense_sequence(p, source.batch), row, source.head)];
+  return {fabsf(natural) > kUnusableLse ? INFINITY : natural * kLog2E,
+          work.deltas[(source.batch * p.heads + source.head) * p.queries + row]};
+}
+
+__device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
+  return !statistics.empty() && fabsf(statistics.lse) > kLargeLse;
+}
+
+// Settles what an ordinary run leaves to chance: the exponents of pairs that are dropped, by their score or by their row
+// whose shift(row tile, column tile, element) is -inf, become -inf and their gradients 0; no probability exceeds 1.
+template <int kLeftTiles, int kRightTiles, class Shift>
+__device__ __forceinline__ void settle(float (&exponents)[kLeftTiles][kRightTiles][4],
+                                       float (&gradients)[kLeftTiles][kRightTiles][4], const Shift &shift) {
+#pragma unroll
+  for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kRightTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float &exponent = exponents[m][n][i];
+        const bool dropped = exponent == -INFINITY || shift(m, n, i) == -INFINITY;
+        exponent = dropped ? -INFINITY : ptx::min_or_nan(exponent, 0.0f);
+        if (dropped) gradients[m][n][i] = 0.0f;
+      }
+}
+
+// Stores two neighbours of a row of dbias, or as many as are `left`.
+template <class Element>
+__device__ __forceinline__ void store_pair(const fdm_tensor &t, bool pairs, int64_t offset, float low, float high,
+                                           int64_t left) {
+  if (left <= 0) return;
+  if (pairs && left >= 2) {
+    if (t.dtype == FDM_FLOAT32)
+      *reinterpret_cast<float2 *>(static_cast<float *>(t.data) + offset) = {low, high};
+    else
+      *reinterpret_cast<uint32_t *>(static_cast<Element *>(t.data) + offset) = ptx::pack<Element>(low, high);
+    return;
+  }
+  store_element(t, offset, low);
+  if (left >= 2) store_element(t, offset + t.stride[3], high);
+}
+
+} // namespace fdm::cuda
