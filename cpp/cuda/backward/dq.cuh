@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    head,
                    head / group_size(p),
                    first_row,
-                   tile_columns(p, plan_of(p, params.plan), s, sequence_index, head, first_row / kTileRows),
+                   tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
                    score_view(p, p.bias, s, head)};
   }
   __syncthreads();
