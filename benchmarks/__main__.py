@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import engine, equivalence, generate
+from . import engine, equivalence, generate, train
 from .bars import bars_table, verdicts
 from .cases import shape_text
 from .entrants import ENTRANTS
 from .environment import describe_environment, gpu_state
 from .pages import RESULTS, ROOT, rendered, tables_of, write_figures
 from .plot import drawings, load_pyplot, write_plots
-from .quantities import GENERATE_QUANTITIES, QUANTITIES
+from .quantities import GENERATE_QUANTITIES, QUANTITIES, TRAIN_QUANTITIES
 from .results import Results, Step, read, short_reason
 from .sets import SET_NAMES, density_map, workload_set
 from .table import Table
@@ -113,6 +113,14 @@ def _parser() -> argparse.ArgumentParser:
         ("repeats", "generations that are timed"),
     ):
         add(f"--{name}", type=_positive, help=text)
+    add = command("train", "steps of a language model, and with dense attention", _train)
+    _add_measuring(add)
+    add("--contestants", nargs="+", choices=[*train.METHODS], default=[*train.METHODS])
+    add("--lengths", nargs="+", type=_positive, help="tokens of a sequence")
+    add("--tokens", type=_positive, help="of a step, all sequences together")
+    add("--window", type=_positive, help="keys that each query keeps")
+    add("--layers", type=_positive, help="of the model")
+    add("--seconds", type=float, default=2.0, help="of timing each (default: 2)")
     add = command("show", "tables, bars and plots of results", _show)
     add("results", type=Path, nargs="+", help="the JSON that --output wrote")
     _add_presentation(add)
@@ -314,6 +322,25 @@ def _generate(options: argparse.Namespace) -> int:
     expected: dict[str, torch.Tensor] = {}
     steps = (generate.step(name, setting, expected) for name in options.contestants)
     return _present([_run(steps, len(options.contestants), results, options)], options)
+
+
+def _train(options: argparse.Namespace) -> int:
+    device = options.device = _device(options)
+    clock = clock_for(device, cpu_time=options.cpu_time)
+    setting = train.GPU if device.startswith("cuda") else train.CPU
+    given = {n: getattr(options, n) for n in ("layers", "tokens", "lengths") if getattr(options, n)}
+    window = options.window or setting.shape.window
+    setting = replace(setting, shape=replace(setting.shape, device=device, window=window), **given)
+    cases = [setting.case(length) for length in setting.lengths]
+    taken = {"contestants": options.contestants, "layers": setting.layers}
+    results = Results(
+        describe_environment(device, clock.description, options.commit, options.note),
+        {name: quantity.about for name, quantity in TRAIN_QUANTITIES.items()},
+        {case.name: {**asdict(case), **taken} for case in cases},
+    )
+    steps = train.steps(setting, options.contestants, clock, options.seconds)
+    count = len(cases) * len(options.contestants)
+    return _present([_run(steps, count, results, options)], options)
 
 
 def _show(options: argparse.Namespace) -> int:

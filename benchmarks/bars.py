@@ -126,6 +126,11 @@ CPU_BARS = (
     ),
 )
 GENERATE_BARS = (Bar("generate-16k flash_dmattn attention", 0.25, "of eager attention's", "eager"),)
+_TRAIN = ("speed of the same model with dense attention", "dense")
+TRAIN_BARS = tuple(
+    Bar(f"train-{length} flash_dmattn train_step", limit, *_TRAIN, speed=True)
+    for length, limit in {"2k": 1.0, "4k": 1.1, "16k": 1.8, "64k": 5.0}.items()
+)
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -133,6 +138,8 @@ def verdicts(results: Results) -> list[Verdict]:
     bars: Sequence[Bar] = BARS if results.environment["gpu"] else CPU_BARS
     if any(name.startswith("generate") for name in results.cases):
         bars = GENERATE_BARS
+    if any(name.startswith("train") for name in results.cases):
+        bars = TRAIN_BARS
     return [_verdict(bar, results.values) for bar in bars]
 
 

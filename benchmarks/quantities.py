@@ -64,4 +64,8 @@ GENERATE_QUANTITIES = {
     "generate": Quantity("both, the whole model", "all ms"),
     "memory_generate": Quantity("peak extra memory of both", "extra MiB", unit="MiB"),
 }
-COLUMNS = {**QUANTITIES, **GENERATE_QUANTITIES}
+TRAIN_QUANTITIES = {
+    "train_step": Quantity("forward, backward and AdamW of a whole model", "step ms"),
+    "memory_train": Quantity("peak memory of a step, beyond weights", "extra MiB", unit="MiB"),
+}
+COLUMNS = {**QUANTITIES, **GENERATE_QUANTITIES, **TRAIN_QUANTITIES}

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 1
+#define FDM_PACK_ABI_VERSION 2
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 enum fdm_status {
@@ -88,7 +88,11 @@ typedef struct fdm_context {
  *   s_ij = scale * q_i.k_j;  s_ij = softcap * tanh(s_ij / softcap) where softcap > 0;  s_ij = s_ij + bias_ij
  *   p = softmax over the kept keys;  o_i = sum_j p_ij v_j;  lse_i = log(sum_j exp(s_ij)) over the kept keys
  *
- * all in float32. A row that keeps nothing gives o = 0 and lse = -inf. A bias of -inf means "not kept". */
+ * all in float32. A row that keeps nothing gives o = 0 and lse = -inf. A bias of -inf means "not kept".
+ *
+ * The sink of a head is one more score in the sum that p is divided by, with nothing to attend to; lse is without it:
+ *
+ *   p_ij = exp(s_ij) / (exp(lse_i) + exp(sink)) */
 typedef struct fdm_problem {
   uint32_t struct_size; /* sizeof(fdm_problem) */
   uint32_t flags;       /* bits of enum fdm_flag */
@@ -109,6 +113,8 @@ typedef struct fdm_problem {
 
   fdm_tensor cu_seqlens_q, cu_seqlens_k; /* int32 (B + 1, 1, 1, 1), both or none: none means not varlen */
   fdm_tensor block_table; /* int32 (B, max pages of a sequence, 1, 1): k and v are paged; forward only, varlen only */
+
+  fdm_tensor sink; /* q's dtype or float32 (H, 1, 1, 1) */
 
   /* Of start and end, if it is above 0: any n queries in a row keep at most max_kept + n - 1 keys together, as after a
    * causal selection of max_kept keys. A plan has room for no more. Where it is not so, results are right all the same,
@@ -132,6 +138,7 @@ typedef struct fdm_backward_args {
   fdm_tensor dlse;       /* as lse, or absent */
   fdm_tensor dq, dk, dv; /* the shapes and dtypes of q, k, v */
   fdm_tensor dbias;      /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
+  fdm_tensor dsink;      /* the shape and dtype of sink */
 } fdm_backward_args;
 
 /* Selection of the window keys with the largest bias, by (bias descending, key index ascending), among the keys that

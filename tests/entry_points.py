@@ -13,6 +13,7 @@ from flash_dmattn import (
     AttentionCache,
     DynamicMaskAttention,
     IntervalMask,
+    KeptKeys,
     attention_reference,
     dynamic_mask,
     flash_dmattn_func,
@@ -55,7 +56,7 @@ _BOUNDS = {
 _BOUND_KINDS = {
     **_of("tensor", "cu_seqlens_q cu_seqlens_k"), **_of("integer", "max_seqlen_q max_seqlen_k"),
 }  # fmt: skip
-_TENSORS = _of("tensor", "query key value attn_mask attn_bias")
+_TENSORS = _of("tensor", "query key value attn_mask attn_bias sink")
 _BIAS = {"attn_bias": randn(2, 2, 1, 7), "attn_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)}
 _PACKED_BIAS = {"attn_bias": randn(2, 1, 10), "attn_mask": torch.ones(1, 1, 10, dtype=torch.bool)}
 _LAYER = DynamicMaskAttention(16, 4, 2, window_size=3)
@@ -73,6 +74,12 @@ def _filled() -> AttentionCache:
     return cache
 
 
+def _kept() -> KeptKeys:
+    state = KeptKeys(3, rollback=2)
+    state.update(torch.zeros(2, 3, 2, 4), torch.zeros(2, 3, 2, 4), torch.zeros(2, 2, 1, 3))
+    return state
+
+
 def _auto(**arguments: Any) -> Any:
     return flash_dmattn.flash_dmattn_func_auto(**arguments)(**_DENSE)
 
@@ -85,7 +92,7 @@ def _layer(**arguments: Any) -> Any:
 ENTRIES: dict[str, Entry] = {
     "flash_dmattn_func": Entry(
         flash_dmattn_func,
-        {**_DENSE, **_BIAS, "window_size": 3},
+        {**_DENSE, **_BIAS, "window_size": 3, "sink": randn(4)},
         {**_TENSORS, **_SETTINGS, "window_size": "integer"},
     ),
     "flash_dmattn_func of the reference": Entry(
@@ -95,7 +102,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "flash_dmattn_func with gradients": Entry(
         lambda **arguments: flash_dmattn_func(**arguments),
-        {**_DENSE, "query": randn(2, 5, 4, 8).requires_grad_(), **_BIAS},
+        {**_DENSE, "query": randn(2, 5, 4, 8).requires_grad_(), **_BIAS, "sink": randn(4)},
         {**_TENSORS, **_SETTINGS},
     ),
     "flash_dmattn_func_auto": Entry(
@@ -103,13 +110,13 @@ ENTRIES: dict[str, Entry] = {
     ),
     "flash_dmattn_varlen_func": Entry(
         flash_dmattn_varlen_func,
-        {**_PACKED, **_BOUNDS, **_PACKED_BIAS, "window_size": 3},
+        {**_PACKED, **_BOUNDS, **_PACKED_BIAS, "window_size": 3, "sink": randn(4)},
         {**_TENSORS, **_BOUND_KINDS, **_SETTINGS, "block_table": "tensor",
          "window_size": "integer"},
     ),
     "flash_dmattn_varlen_func of the reference": Entry(
         lambda **arguments: flash_dmattn_varlen_func(**{"backend": "reference", **arguments}),
-        {**_PACKED, **_BOUNDS, **_PACKED_BIAS},
+        {**_PACKED, **_BOUNDS, **_PACKED_BIAS, "sink": randn(4)},
         {**_TENSORS, **_BOUND_KINDS, **_SETTINGS},
     ),
     "pages": Entry(
@@ -211,7 +218,7 @@ ENTRIES: dict[str, Entry] = {
     "DynamicMaskAttention.forward": Entry(
         _layer,
         {"hidden_states": randn(2, 7, 16)},
-        {**_of("tensor", "hidden_states attn_mask position_ids"), "cache": "object"},
+        {**_of("tensor", "hidden_states attn_mask position_ids padding"), "cache": "object"},
     ),
     "DynamicMaskAttention.forward of packed sequences": Entry(
         _layer,
@@ -219,7 +226,12 @@ ENTRIES: dict[str, Entry] = {
         {**_of("tensor", "hidden_states attn_mask cu_seqlens position_ids"),
          "max_seqlen": "integer"},
     ),
-    "AttentionCache": Entry(AttentionCache, {}, {"max_length": "integer"}),
+    "AttentionCache": Entry(
+        AttentionCache,
+        {},
+        {**_of("integer", "max_length rollback"), "every_key": "flag"},
+        right=frozenset({("rollback", "zero")}),
+    ),
     "AttentionCache.append": Entry(
         lambda **arguments: _filled().append(**arguments),
         {"key": torch.zeros(2, 1, 2, 4), "value": torch.zeros(2, 1, 2, 4),
@@ -240,6 +252,33 @@ ENTRIES: dict[str, Entry] = {
     ),
     "AttentionCache.truncate": Entry(
         lambda **arguments: _filled().truncate(**arguments), {"length": 2}, {"length": "integer"}
+    ),
+    "KeptKeys": Entry(
+        KeptKeys,
+        {"window_size": 3},
+        _of("integer", "window_size rollback start"),
+    ),
+    "KeptKeys.attend": Entry(
+        lambda **arguments: _kept().attend(**arguments),
+        {"query": torch.zeros(2, 1, 4, 4), "key": torch.zeros(2, 1, 2, 4),
+         "value": torch.zeros(2, 1, 2, 4), "bias": torch.zeros(2, 2, 1, 1)},
+        {**_of("tensor", "query key value bias padding"), **_of("flag", "update return_lse"),
+         **_of("number", "softmax_scale softcap"), "backend": "name"},
+    ),
+    "KeptKeys.update": Entry(
+        lambda **arguments: _kept().update(**arguments),
+        {"key": torch.zeros(2, 1, 2, 4), "value": torch.zeros(2, 1, 2, 4),
+         "bias": torch.zeros(2, 2, 1, 1)},
+        _of("tensor", "key value bias padding"),
+    ),
+    "KeptKeys.reorder": Entry(
+        lambda **arguments: _kept().reorder(**arguments),
+        {"indices": torch.tensor([1, 0])},
+        {"indices": "tensor"},
+        right=frozenset({("indices", "of other sizes")}),
+    ),
+    "KeptKeys.forget": Entry(
+        lambda **arguments: _kept().forget(**arguments), {"count": 1}, {"count": "integer"}
     ),
     "utils.mask.dynamic_mask": Entry(
         utils_mask.dynamic_mask,

@@ -92,7 +92,11 @@ def plain_forward(
             scores = module.softcap * torch.tanh(scores / module.softcap)
         scores = (scores + bias[:, None, :, kv_head]).masked_fill(~kept, -torch.inf)
         empty = ~kept.any(-1, keepdim=True)
-        weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+        scores = scores.masked_fill(empty, 0)
+        if "sink" in parameters:
+            sink = parameters["sink"][head].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.softmax(-1)[..., :rows].masked_fill(empty, 0)
         head_value = value.view(batch, rows, kv_heads, dim)[:, :, kv_head]
         out[:, :, head] = weights @ head_value
     return project("o_proj", out.flatten(2))

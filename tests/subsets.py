@@ -56,6 +56,11 @@ _ESSENTIAL = frozenset(
         "test_fake_tensors_take_the_fake_kernel",
         "test_several_calls_share_a_plan[keys-True]",
         "test_backward_keeps_the_plan_and_no_copy",
+        "test_dense_sinks[rows-near]",
+        "test_dense_sinks[intervals-far]",
+        "test_packed_sinks",
+        "test_pages_and_sinks",
+        "test_rows_that_keep_nothing_but_the_sink",
     }
 )
 # Small cases of every kind of mask, bias and call for Triton's interpreter, which runs with

@@ -83,3 +83,19 @@ def test_block_diagonal_boolean_mask(target: Target) -> None:
         problem.mask = (block[:, None] == block)[None, None]
         problem.bias = randn(1, 1, 256, 256, dtype=dtype, seed=4)
         check(problem, target)
+
+
+@pytest.mark.parametrize("head_dim", [192, 256], ids=["cpu-cpu-192", "cpu-cpu-256"])
+def test_scores_of_long_head_dimensions(head_dim: int) -> None:
+    """The cpu pack adds up parts of a score, which rounds less than one running sum does."""
+    query, key = randn(1, 2000, 1, head_dim), randn(1, 1, 1, head_dim, seed=1)
+    # The log-sum-exp of one key is its score.
+    _, lse = flash_dmattn.flash_dmattn_func(
+        query, key, key, softmax_scale=1.0, return_lse=True, backend="cpu"
+    )
+    running = torch.zeros(2000)
+    for product in (query * key)[0, :, 0].unbind(-1):
+        running += product
+    exact = (query.double() * key.double()).sum(-1)[0, :, 0]
+    error, running_error = ((x - exact).square().mean() for x in (lse[0, 0], running))
+    assert error < 0.6 * running_error

@@ -58,6 +58,9 @@ DENSE_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"attn_bias .*float64",
     ),
+    "sink of another dtype": ({"sink": randn(4).double()}, TypeError, r"sink .*float64"),
+    "sink of other heads": ({"sink": randn(2)}, ValueError, r"sink .*\(2,\).*\(4,\)"),
+    "sink of two dimensions": ({"sink": randn(1, 4)}, ValueError, r"sink .*\(1, 4\)"),
     "key elsewhere": (
         {"key": torch.empty(2, 7, 2, 8, device="meta")},
         ValueError,

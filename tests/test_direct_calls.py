@@ -307,7 +307,7 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
     assert isinstance(backend, pack.PackBackend)
     out = torch.full_like(given["query"], 7.0)
     names = ("query", "key", "value", "attn_mask")
-    tensors = (*(as_tuple(given[name]) for name in names), *(None,) * 7)
+    tensors = (*(as_tuple(given[name]) for name in names), *(None,) * 8)
     settings = (0, 0, 0.3, False, 0.0, False, 0, -1)
     assert not _core.attend(backend.pack, 1, as_tuple(out), None, (*tensors, *settings))
     assert (out == 7.0).all()

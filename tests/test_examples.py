@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +28,15 @@ RUNS = {
     ),
     "decode_with_cache.py": (
         ["--prompt", "300", "--tokens", "9", "--window", "40"],
-        [r"\d of 9 bytes are the same", r"AttentionCache\(length=309, capacity=309"],
+        [r"\d of 9 bytes are the same", r"AttentionCache\(length=309, capacity=40"],
+    ),
+    "stream_a_million_tokens.py": (
+        ["--tokens", "16384", "--chunk", "512", "--window", "32", "--steps", "10"],
+        [r"Logits of 3 chunks differ", r"length=16384, capacity=32", r"Eight times the length"],
+    ),
+    "train_context_parallel.py": (
+        ["--steps", "6", "--context", "300", "--window", "16"],
+        [r"1 ranks, on \w+: loss", r"gradients differ by \S+ of their norm"],
     ),
     "convert_from_sdpa.py": (
         ["--steps", "15", "--context", "96", "--window", "12"],
@@ -52,6 +61,24 @@ def test_example_runs(name: str) -> None:
     done = run(name, *arguments)
     assert done.returncode == 0, done.stderr
     assert [line for line in lines if not re.search(line, done.stdout)] == []
+
+
+def test_ranks_share_a_sequence() -> None:
+    """As torchrun starts it."""
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    name = "train_context_parallel.py"
+    arguments, lines = RUNS[name]
+    done = subprocess.run(
+        [*started, str(FOLDER / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = [lines[0].replace("1 ranks", "2 ranks"), *lines[1:]]
+    assert [line for line in wanted if not re.search(line, done.stdout)] == []
 
 
 def test_every_example_is_run_and_listed() -> None:

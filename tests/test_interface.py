@@ -116,6 +116,22 @@ def test_probabilities_are_true_and_differentiable(mask_kind: str, target: Targe
     assert bias.grad.any()
 
 
+@pytest.mark.parametrize("mask_kind", ["none", "padding"])
+def test_probabilities_of_a_window(mask_kind: str, target: Target) -> None:
+    """Of the keys that a call selects, as of those that a mask keeps."""
+    query, key, value = inputs(target)
+    bias = randn(2, 2, 1, 23).to(query)
+    mask = None if mask_kind == "none" else rand_bool(2, 1, 1, 23).to(target.device)
+    out, _, probabilities = flash_dmattn_func(
+        query, key, value, mask, bias, None, True,
+        window_size=5, return_attn_probs=True, backend=target.backend,
+    )  # fmt: skip
+    assert (probabilities > 0).sum(-1).max() == 5
+    repeated = value.repeat_interleave(2, 2).float()
+    expected = torch.einsum("bhqk,bkhd->bqhd", probabilities.float(), repeated)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+
+
 def test_defaults_are_not_causal_and_not_capped(target: Target) -> None:
     query, key, value = inputs(target)
     out = flash_dmattn_func(query, key, value, backend=target.backend)

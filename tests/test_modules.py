@@ -28,6 +28,7 @@ SETTINGS = {
     "window_of_all": {"window_size": 17},
     "window_beyond_all": {"window_size": 1000},
     "no_window": {"window_size": None},
+    "sink": {"sink": True},
 }
 
 

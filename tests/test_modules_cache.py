@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -84,14 +85,25 @@ def test_reorder_follows_the_sequences(target: Target) -> None:
 def test_truncate_takes_tokens_back(target: Target) -> None:
     module = make_module(target)
     x = make_input(module, 2, 14)
-    cache = AttentionCache(14)
-    decode(module, x[:, :8], cache, [8])
-    module(make_input(module, 2, 4, seed=7), cache=cache)  # proposed, and not accepted
-    cache.truncate(8)
-    assert cache.length == 8
-    assert_same(decode(module, x[:, 8:], cache, [1] * 6), module(x)[:, 8:])
-    cache.truncate(0)
-    assert_same(decode(module, x, cache, [14]), module(x))
+    for cache in (AttentionCache(14, rollback=4), AttentionCache(14, every_key=True)):
+        decode(module, x[:, :8], cache, [8])
+        module(make_input(module, 2, 4, seed=7), cache=cache)  # proposed, and not accepted
+        cache.truncate(8)
+        assert cache.length == 8
+        assert_same(decode(module, x[:, 8:], cache, [1] * 6), module(x)[:, 8:])
+        cache.truncate(0)
+        assert_same(decode(module, x, cache, [14]), module(x))
+
+
+def test_what_is_forgotten_is_not_taken_back() -> None:
+    module = make_module(Target("cpu", "cpu"))
+    for rollback, least in ((0, 9), (3, 6)):
+        cache = AttentionCache(rollback=rollback)
+        decode(module, make_input(module, 2, 9), cache, [8, 1])
+        text = rf"0 or at least {least}, .*AttentionCache\(rollback={rollback}\) can .*, got 5"
+        with pytest.raises(ValueError, match=text):
+            cache.truncate(5)
+        assert cache.length == 9
 
 
 def test_copies_are_independent(target: Target) -> None:
@@ -228,7 +240,104 @@ def test_wrong_arguments_are_explained() -> None:
     assert cache.length == 6
 
 
-def test_gradients_are_refused() -> None:
-    module = DynamicMaskAttention(24, 4)
+def test_memory_is_that_of_the_window(target: Target) -> None:
+    module = make_module(target)
+    cache = AttentionCache()
+    x = make_input(module, 2, 40)
+    decode(module, x[:, :10], cache, [9, 1])
+    assert cache.kept is not None
+    addresses = [tensor.data_ptr() for tensor in cache.kept._kept or ()]
+    decode(module, x[:, 10:], cache, [1, 9, *[1] * 20])
+    assert [tensor.data_ptr() for tensor in cache.kept._kept or ()] == addresses
+    assert (cache.capacity, cache.length) == (5, 40)
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("settings", [{}, {"window_size": None}], ids=str)
+def test_padding_is_given_for_new_tokens(make: type[AttentionCache], settings: Any) -> None:
+    """Alone, beside a mask of all keys, and without a cache."""
+    module = make_module(Target("cpu", "cpu"), **settings)
+    x = make_input(module, 3, 20)
+    padding = torch.arange(20) >= torch.tensor([[0], [4], [11]])
+    want = module(x, padding)
+    assert_same(module(x, padding=padding), want)
+    cache, outs, every = make(), [], torch.ones(3, 20, dtype=torch.bool)
+    for start, end in ((0, 12), (12, 12), (12, 13), (13, 20)):
+        mask = every[:, :end] if start else None
+        outs.append(module(x[:, start:end], mask, cache=cache, padding=padding[:, start:end]))
+    assert_same(torch.cat(outs, 1), want)
+    with pytest.raises(ValueError, match=r"padding must have shape \(3, 20\), of the tokens of"):
+        module(x, padding=padding[:, :19])
+    with pytest.raises(TypeError, match=r"padding must have dtype torch\.bool"):
+        module(x, padding=padding.float())
+
+
+def test_masks_that_change_need_every_key() -> None:
+    module = make_module(Target("cpu", "cpu"))
+    x = make_input(module, 2, 12)
+    rows = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(3)) < 0.7
+    want = module(x, rows)
+    for cache in (AttentionCache(), AttentionCache(every_key=True)):
+        first = module(x[:, :8], rows[:, :, :8, :8], cache=cache)
+        assert_same(torch.cat([first, module(x[:, 8:], rows[:, :, 8:], cache=cache)], 1), want)
+        assert cache.kept is None
+    cache = AttentionCache()
+    module(x[:, :8], cache=cache)
+    with pytest.raises(
+        ValueError, match=r"forgotten: use AttentionCache\(every_key=True\) with it"
+    ):
+        module(x[:, 8:], rows[:, :, 8:], cache=cache)
+    with pytest.raises(
+        ValueError, match="window_size must be 5, whose keys the cache keeps, got 4"
+    ):
+        cache.append(*(torch.randn(2, 1, 2, 6),) * 2, torch.randn(2, 2, 1, 1), window_size=4)
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_caches_are_pickled(make: type[AttentionCache]) -> None:
+    module = make_module(Target("cpu", "cpu"))
+    x = make_input(module, 1, 9)
+    cache = make()
+    module(x[:, :8], cache=cache)
+    other = pickle.loads(pickle.dumps(cache))
+    module(x[:, 8:], cache=cache)
+    assert other.length == 8
+    assert_same(module(x[:, 8:], cache=other), module(x)[:, 8:])
+
+
+def test_pickles_of_the_first_release_are_read() -> None:
+    old = {"length": 3, "max_length": 16, "_buffers": {}}
+    cache = AttentionCache()
+    cache.append(*tokens(3))
+    old["_buffers"] = cache._buffers
+    other = AttentionCache.__new__(AttentionCache)
+    other.__setstate__(old)
+    assert (other.length, other.max_length, other.capacity) == (3, 16, 3)
+    assert len(other.append(*tokens(1))[0][0]) == 4
+
+
+def test_a_stream_is_trained_in_chunks(target: Target) -> None:
+    """The gradients are those of one pass; `detach` limits them to a chunk."""
+    module = make_module(target, dtype=torch.float32) if target.device == "cpu" else None
+    if module is None:
+        pytest.skip("kernels of GPUs do not compute in float32")
+    x = make_input(module, 2, 30)
+    with torch.enable_grad():
+        parameters = list(module.parameters())
+        want = torch.autograd.grad(module(x).square().sum(), parameters)
+        cache, loss = AttentionCache(), torch.zeros(())
+        for start, end in ((0, 11), (11, 12), (12, 30)):
+            loss = loss + module(x[:, start:end], cache=cache).square().sum()
+        got = torch.autograd.grad(loss, parameters)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+        cache.detach()
+        assert cache.kept is not None
+        assert not any(tensor.requires_grad for tensor in cache.kept.tensors.values())
+    assert_same(module(x[:, :3], cache=cache), module(torch.cat([x, x[:, :3]], 1))[:, 30:])
+
+
+def test_gradients_are_refused_without_a_window() -> None:
+    module = DynamicMaskAttention(24, 4, window_size=None)
     with torch.enable_grad(), pytest.raises(ValueError, match=r"call under torch\.no_grad\(\)"):
         module(torch.randn(1, 3, 24), cache=AttentionCache())

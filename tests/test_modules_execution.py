@@ -163,19 +163,19 @@ def test_defaults() -> None:
     module = DynamicMaskAttention(64, 4)
     assert (module.num_kv_heads, module.head_dim, module.window_size) == (4, 16, 2048)
     assert "window_size=2048, is_causal=True, bias_form='softplus'" in repr(module)
-    assert "rotary_base=10000.0, softcap=0.0" in repr(module)
+    assert "rotary_base=10000.0, softcap=0.0, sink=False" in repr(module)
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
 def test_reset_parameters_draws_anew() -> None:
-    module = DynamicMaskAttention(64, 4, projection_bias=True, init_std=0.5)
+    module = DynamicMaskAttention(64, 4, projection_bias=True, sink=True, init_std=0.5)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(7)
     torch.manual_seed(0)
     module.reset_parameters()
     for name, parameter in module.named_parameters():
-        if name.endswith("proj.weight") or name == "A":
+        if name.endswith("proj.weight") or name in ("A", "sink"):
             assert not (parameter == 7).any(), name
         else:
             assert (parameter == float(name.endswith("norm.weight"))).all(), name

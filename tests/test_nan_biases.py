@@ -152,8 +152,8 @@ def test_layer(form: str, target: Target) -> None:
 
 
 @pytest.mark.parametrize("form", ["none", "padding", "rows", "intervals", "documents"])
-def test_integration(form: str, target: Target) -> None:
-    tensors, _ = problem(target, "keys")
+def test_integration(form: str, pack_target: Target) -> None:
+    tensors, _ = problem(pack_target, "keys")
     query, key, value, bias = (*(t.transpose(1, 2) for t in tensors[:3]), poisoned(tensors[3]))
     module = torch.nn.Module()
     module.is_causal = True

@@ -52,7 +52,8 @@ def forward_arguments(target: Target, kind: str) -> tuple[object, ...]:
         )
         longest_q, longest_k = 10, 10
     settings = (longest_q, longest_k, 0.3, True, 0.0, True, 0, -1, target.backend)
-    return (query, key, value, mask, start, end, bias, cu_q, cu_k, None, None, *settings)
+    sink = randn(4, seed=5).to(target.device).requires_grad_()
+    return (query, key, value, mask, start, end, bias, cu_q, cu_k, None, None, sink, *settings)
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
@@ -72,7 +73,7 @@ def test_opcheck_of_plans(kind: str, target: Target) -> None:
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     torch.library.opcheck(
         OPS.attention_backward.default,
-        (*cotangents, out, lse, made, *inputs, *(inputs[6] is not None,) * 4),
+        (*cotangents, out, lse, made, *inputs, *(inputs[6] is not None,) * 5),
     )
 
 
@@ -81,13 +82,14 @@ def test_opcheck_of_a_plan_in_pages_of_its_own(pack_target: Target) -> None:
     query, key, value = (t.to(pack_target.dtypes[0]) for t in (query, key, value))
     mask = rand_bool(1, 1, 1200, 1200).to(pack_target.device)
     settings = (0, 0, 0.3, True, 0.0, True, 0, -1, pack_target.backend)
-    arguments = (query, key, value, mask, None, None, None, None, None, None, None, *settings)
+    arguments = (query, key, value, mask, *(None,) * 8, *settings)
     assert OPS.attention_forward(*arguments)[2].numel() > 1 << 17
     torch.library.opcheck(OPS.attention_forward.default, arguments)
 
 
 @pytest.mark.parametrize(
-    "wanted", [(True,) * 4, (False, False, False, True), (True, False, True, False)]
+    "wanted",
+    [(True,) * 5, (False, False, False, True, False), (True, False, True, False, True)],
 )
 def test_opcheck_of_backward(wanted: tuple[bool, ...], target: Target) -> None:
     inputs = [a.detach() if isinstance(a, Tensor) else a for a in forward_arguments(target, "rows")]

@@ -16,15 +16,15 @@ from flash_dmattn.record import ATTENTION, AttentionInputs, Packing
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? start, Tensor? end, "
     "Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, "
-    "Tensor? given_plan, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, bool causal, "
-    "float softcap, bool deterministic, SymInt max_kept, SymInt window"
+    "Tensor? given_plan, Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, "
+    "bool causal, float softcap, bool deterministic, SymInt max_kept, SymInt window"
 )
-GRADIENTS = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias"
+GRADIENTS = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsink"
 
 
 def test_operators_follow_from_the_record() -> None:
     assert ATTENTION.text == SCHEMA
-    assert ATTENTION.differentiable == ("query", "key", "value", "bias")
+    assert ATTENTION.differentiable == ("query", "key", "value", "bias", "sink")
     assert ops.__all__  # imported: it defines the operators
     forward = str(torch.ops.flash_dmattn.attention_forward.default._schema)
     assert forward.startswith(f"flash_dmattn::attention_forward({SCHEMA}, str backend) ->")

@@ -36,13 +36,19 @@ Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Exec
   problem_.keys = extents_.keys;
   read_mask(record);
   read_bias(record);
+  read_sink(record);
   read_settings(record, execution);
   read_window(record.window);
   measure_plan();
 }
 
 void Problem::read_query(const AttentionRecord &record) {
-  const TensorView query = read_argument(record.query, "query", pack_.dtypes);
+  const TensorView query = read_argument(record.query, "query", pack_.dtypes | only(FDM_FLOAT32));
+  if ((only(query.dtype->pack_code) & pack_.dtypes) == 0)
+    type_error("query has dtype float32, but kernel pack ", pack_.name,
+               " multiplies 16-bit numbers: convert query, key ",
+               "and value to float16 or bfloat16, or pass backend='triton', which multiplies float32 as it is, without "
+               "TF32");
   require_pack_device(query, "query", pack_);
   device_ = query.device;
   if (extents_.varlen) {
@@ -137,6 +143,16 @@ void Problem::read_bias(const AttentionRecord &record) {
   if (!has_bias_) return;
   const TensorView bias = read_argument(record.bias, "attn_bias", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
   problem_.bias = map_scores(bias, "attn_bias", extents_);
+}
+
+void Problem::read_sink(const AttentionRecord &record) {
+  problem_.sink = absent_tensor();
+  has_sink_ = !is_absent(record.sink);
+  if (!has_sink_) return;
+  const TensorView sink = read_argument(record.sink, "sink", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
+  if (sink.rank != 1 || sink.shape[0] != extents_.heads)
+    value_error("sink has shape ", shape_of(sink), ", but must have shape (heads,) = (", extents_.heads, ",)");
+  problem_.sink = with_axes(sink, {0, new_axis, new_axis, new_axis});
 }
 
 void Problem::read_settings(const AttentionRecord &record, const Execution &execution) {
@@ -379,9 +395,18 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments) co
                   shape_of(problem_.bias));
     require_distinct_elements(args.dbias, "dbias");
   }
+  args.dsink = absent_tensor();
+  if (const nb::handle object = find("sink"); !is_absent(object)) {
+    if (!has_sink_) value_error("dsink is given, but the problem has no sink");
+    const TensorView dsink = read_argument(object, "dsink", only(problem_.sink.dtype), device_);
+    if (dsink.rank != 1 || dsink.shape[0] != extents_.heads)
+      value_error("dsink has shape ", shape_of(dsink), ", but must have shape (", extents_.heads, ",) like sink");
+    args.dsink = with_axes(dsink, {0, new_axis, new_axis, new_axis});
+    require_distinct_elements(args.dsink, "dsink");
+  }
   if (read != PyDict_Size(arguments.gradients.ptr()))
     value_error("gradients are wanted of ", nb::str(arguments.gradients.keys()).c_str(),
-                ", but there are those of query, key, value and bias only");
+                ", but there are those of query, key, value, bias and sink only");
   return args;
 }
 

@@ -53,6 +53,7 @@ private:
   void read_sequences(const AttentionRecord &record);
   void read_mask(const AttentionRecord &record);
   void read_bias(const AttentionRecord &record);
+  void read_sink(const AttentionRecord &record);
   void read_settings(const AttentionRecord &record, const Execution &execution);
   void read_window(int64_t window);
   void measure_plan();
@@ -82,7 +83,7 @@ private:
   Extents extents_;
   Device device_;
   bool paged_;
-  bool has_bias_;
+  bool has_bias_, has_sink_;
   bool selects_; // its keys, by its bias; start and end of problem_ then say no more than that there are intervals
   fdm_selection selection_;
   fdm_mask_kind mask_kind_;

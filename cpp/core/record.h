@@ -22,7 +22,7 @@ struct CuSeqlens {
 struct AttentionRecord {
   nb::handle query, key, value, mask, start, end, bias;
   CuSeqlens cu_seqlens;
-  nb::handle block_table, given_plan;
+  nb::handle block_table, given_plan, sink;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0, max_kept = 0;
   int64_t window = -1;
   double scale = 1, softcap = 0;
@@ -40,6 +40,7 @@ struct AttentionRecord {
     visit("cu_seqlens_k", cu_seqlens.k);
     visit("block_table", block_table);
     visit("given_plan", given_plan);
+    visit("sink", sink);
     visit("max_seqlen_q", max_seqlen_q);
     visit("max_seqlen_k", max_seqlen_k);
     visit("scale", scale);

@@ -22,6 +22,7 @@ struct BackwardLayout {
   int64_t slots, slot_bytes;   // accumulators: one for each unit, or for each thread where a unit is a whole head
   int64_t bias_heads;          // rows of per-key bias that a key/value head has
   int64_t bias_sums;           // float64 sums of the bias gradient, before those over the batch and over heads
+  int64_t sink_sums;           // float64 sums of the gradients of sinks: for each unit those of its query heads
   int64_t scratch;             // bytes of each thread
 
   explicit BackwardLayout(const fdm_problem &p) {
@@ -34,12 +35,13 @@ struct BackwardLayout {
     const int64_t key_floats = 2 * p.keys * padded_head_dim(p), key_sums = wants_key_bias(p) ? bias_heads * p.keys : 0;
     slot_bytes = round_up(key_floats * int64_t(sizeof(float)) + key_sums * int64_t(sizeof(double)), 64);
     bias_sums = wants_key_bias(p) ? (is_varlen(p) ? 1 : p.batch) * p.kv_heads * bias_heads * total_keys(p) : 0;
+    sink_sums = present(p.sink) ? units * group_size(p) : 0;
     scratch = tile_scratch_bytes(p, true);
     if (present(p.bias) && per_query(p.bias)) scratch += kMaxTileRows * p.keys * int64_t(sizeof(float));
     scratch = round_up(scratch, 64);
   }
   int64_t bytes(const fdm_problem &p) const {
-    return p.context.threads * scratch + slots * slot_bytes + bias_sums * int64_t(sizeof(double));
+    return p.context.threads * scratch + slots * slot_bytes + (bias_sums + sink_sums) * int64_t(sizeof(double));
   }
 };
 
@@ -51,14 +53,16 @@ public:
     scratch_ = static_cast<char *>(workspace);
     slots_ = scratch_ + p.context.threads * layout_.scratch;
     bias_sums_ = reinterpret_cast<double *>(slots_ + layout_.slots * layout_.slot_bytes);
+    sink_sums_ = bias_sums_ + layout_.bias_sums;
     needs_key_bias_ = present(args.dbias) && wants_key_bias(p);
   }
 
   void run() {
     const bool needs_keys = present(args_.dk) || present(args_.dv) || needs_key_bias_;
-    if (needs_keys || present(args_.dq))
+    if (needs_keys || present(args_.dq) || present(args_.dsink))
       parallel([&](int64_t unit, int worker) { run_unit(unit, worker); }, layout_.units);
     if (layout_.parts > 1 && needs_keys) sum_parts();
+    if (present(args_.dsink)) write_sinks();
     if (!present(args_.dbias)) return;
     if (needs_key_bias_)
       parallel([&](int64_t row, int) { write_key_bias(row); }, args_.dbias.shape[0] * args_.dbias.shape[1]);
@@ -77,7 +81,7 @@ private:
     auto *base = reinterpret_cast<float *>(slots_ + number * layout_.slot_bytes);
     const int64_t size = p_.keys * dim_;
     return {present(args_.dk) ? base : nullptr, present(args_.dv) ? base + size : nullptr,
-            needs_key_bias_ ? reinterpret_cast<double *>(base + 2 * size) : nullptr};
+            needs_key_bias_ ? reinterpret_cast<double *>(base + 2 * size) : nullptr, nullptr};
   }
 
   void clear(const KeyGradients &g, int64_t keys) const {
@@ -95,6 +99,8 @@ private:
     task.sequence = sequence(p_, task.sequence_index);
     task.heads = heads_per_task(p_);
     clear(sums, task.sequence.k_count);
+    double *const dsink = present(args_.dsink) ? sink_sums_ + unit * group_size(p_) : nullptr;
+    if (dsink) std::memset(dsink, 0, size_t(group_size(p_)) * sizeof(double));
     for (int64_t tile = part; tile * rows_ < task.sequence.q_count; tile += layout_.parts) {
       task.first_row = tile * rows_;
       task.rows = min64(rows_, task.sequence.q_count - task.first_row);
@@ -102,6 +108,7 @@ private:
         task.head = kv_head * group_size(p_) + g;
         KeyGradients to = sums;
         if (to.dbias && layout_.bias_heads > 1) to.dbias += g * p_.keys;
+        if (dsink) to.dsink = dsink + g;
         kernels_.backward_tile(p_, args_, plan_, task, to, scratch(worker));
       }
     }
@@ -181,6 +188,19 @@ private:
     }
   }
 
+  // Sums the gradient of each sink over the sequences and the parts of its key/value head.
+  void write_sinks() const {
+    for (int64_t h = 0; h < p_.heads; ++h) {
+      double sum = 0.0;
+      for (int64_t b = 0; b < p_.batch; ++b)
+        for (int64_t part = 0; part < layout_.parts; ++part) {
+          const int64_t unit = (b * p_.kv_heads + kv_head_of(p_, h)) * layout_.parts + part;
+          sum += sink_sums_[unit * group_size(p_) + h % group_size(p_)];
+        }
+      store_scalar(args_.dsink.data, args_.dsink.dtype, h * args_.dsink.stride[0], float(sum));
+    }
+  }
+
   // dbias with a row for each query: each task owns a tile of rows of one (batch, head) of it, and recomputes the score
   // gradients of all the heads and batches that share them.
   void run_row_bias() {
@@ -232,7 +252,7 @@ private:
   const Kernels &kernels_;
   const int64_t dim_, rows_;
   char *scratch_, *slots_;
-  double *bias_sums_;
+  double *bias_sums_, *sink_sums_;
   bool needs_key_bias_;
 };
 

@@ -25,11 +25,12 @@ struct TileTask {
   int64_t first_row, rows;
 };
 
-// Where a backward task adds its gradients of keys, values and per-key bias, of all keys of one sequence. What is summed
-// over all rows for a bias mostly cancels, so it is summed in float64.
+// Where a backward task adds its gradients of keys, values and per-key bias, of all keys of one sequence, and of sinks.
+// What is summed over all rows for a bias mostly cancels, so it is summed in float64.
 struct KeyGradients {
   float *dk, *dv; // K rows of padded_head_dim floats, dk without the scale; null if not wanted
   double *dbias;  // for each head of the task's bias rows: K sums; null if not wanted
+  double *dsink;  // for each head of the task: a sum; null if not wanted
 };
 
 struct Kernels {

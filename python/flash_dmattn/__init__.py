@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     )
     from .masks import IntervalMask
     from .modules import AttentionCache, DynamicMaskAttention
+    from .pair_bias import pair_bias_attention
     from .plan import AttentionPlan, make_plan
     from .reference import attention_reference
     from .selection import dynamic_mask
+    from .state import KeptKeys
 
     CUDA_AVAILABLE: bool
     TRITON_AVAILABLE: bool
@@ -41,6 +43,7 @@ __all__ = [
     "AttentionPlan",
     "DynamicMaskAttention",
     "IntervalMask",
+    "KeptKeys",
     "__version__",
     "attention_reference",
     "dynamic_mask",
@@ -50,6 +53,7 @@ __all__ = [
     "flex_dmattn_func",
     "get_available_backends",
     "make_plan",
+    "pair_bias_attention",
     "triton_dmattn_func",
 ]
 

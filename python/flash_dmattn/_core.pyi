@@ -102,6 +102,7 @@ class Problem:
     cu_seqlens: int32 (B + 1,), contiguous; each max_seqlen at least the longest sequence.
     block_table: int32 (B, pages of a sequence); packed and forward only.
     given_plan: not read here.
+    sink: query's dtype or float32 (H,).
     max_kept: of start and end; any n queries in a row keep at most max_kept + n - 1 keys together.
         0: not known. A plan is made for so many; more of them are right, but slower.
     window: keys to select by the bias, which must be per key, and the problem causal; -1: none.

@@ -106,21 +106,22 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def autocast(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Cast as torch.autocast does, where it is enabled: query, key, value, and a bias that is not
-    float32.
+def autocast(query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None) -> tuple[Any, ...]:
+    """Cast as torch.autocast does, where it is enabled: query, key, value, and of what is added to
+    scores, a bias and a sink, what is not float32.
 
     float64, integers and booleans are left alone, as autocast leaves them everywhere.
     """
     dtype = autocast_dtype(query)
     if dtype is None:
-        return query, key, value, bias
+        return query, key, value, *added
     query, key, value = (_cast(t, dtype) for t in (query, key, value))
-    if bias is not None and bias.dtype != torch.float32:
-        bias = _cast(bias, dtype)
-    return query, key, value, bias
+    return (
+        query,
+        key,
+        value,
+        *(t if t is None or t.dtype == torch.float32 else _cast(t, dtype) for t in added),
+    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

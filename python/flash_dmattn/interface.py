@@ -67,6 +67,7 @@ def flash_dmattn_func(
     *,
     window_size: int | None = None,
     plan: AttentionPlan | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Output:
@@ -97,14 +98,16 @@ def flash_dmattn_func(
             whose bias is NaN are never kept; without a window NaN propagates.
         plan: of `make_plan`, for a mask that serves several calls. Then ``attn_mask`` and
             ``is_causal`` are the plan's.
-        return_lse: also return the log-sum-exp of each row's scores.
+        sink: ``(H,)``, query's dtype or float32: one more score in the sum that a row's softmax
+            divides by, with nothing to attend to.
+        return_lse: also return the log-sum-exp of each row's scores, without the sink.
         backend: None or "auto" follows the device; or a name of `get_available_backends`.
 
     Returns:
         ``out`` of query's shape and dtype; ``(out, lse)`` with return_lse; ``(out, lse,
         probabilities)`` with return_attn_probs. lse is float32 ``(B, H, Q)``, natural logarithm;
         probabilities are ``(B, H, Q, K)`` in query's dtype. All are differentiable with respect to
-        query, key, value and attn_bias.
+        query, key, value, attn_bias and sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -114,7 +117,7 @@ def flash_dmattn_func(
         RuntimeError: the backend cannot run here; on double backward, forward-mode
             differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
-    check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
+    check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
     # By position, which costs half of what names do.
     return _attention(
         DENSE,
@@ -130,6 +133,7 @@ def flash_dmattn_func(
         return_attn_probs,
         window_size,
         plan,
+        sink,
         return_lse,
         backend,
     )
@@ -154,6 +158,7 @@ def flash_dmattn_varlen_func(
     attn_bias: Tensor | None = None,
     window_size: int | None = None,
     plan: AttentionPlan | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Output:
@@ -164,8 +169,8 @@ def flash_dmattn_varlen_func(
         key, value: ``(total_k, Hk, D)``; or pages ``(pages, page, Hk, D)`` with ``block_table``.
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each sequence ends.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
-        softmax_scale, is_causal, softcap, deterministic, window_size, plan, return_lse, backend: as
-            in `flash_dmattn_func`, for each sequence by itself.
+        softmax_scale, is_causal, softcap, deterministic, window_size, plan, sink, return_lse,
+            backend: as in `flash_dmattn_func`, for each sequence by itself.
         return_attn_probs: also return the probabilities.
         block_table: int32 ``(B, pages of a sequence)``, the number of each page of a sequence.
             Forward only.
@@ -190,12 +195,13 @@ def flash_dmattn_varlen_func(
         block_table=block_table,
         attn_mask=attn_mask,
         attn_bias=attn_bias,
+        sink=sink,
     )
     for argument, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is None:
             raise TypeError(f"{argument} must be an int32 tensor of shape (B + 1,), got None")
     if block_table is not None:
-        _refuse_paged_gradients(query, key, value, attn_bias)
+        _refuse_paged_gradients(query, key, value, attn_bias, sink)
     packing = Packing(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -217,6 +223,7 @@ def flash_dmattn_varlen_func(
         return_attn_probs,
         window_size,
         plan,
+        sink,
         return_lse,
         backend,
     )
@@ -283,12 +290,13 @@ def _attention(
     return_attn_probs: bool | None,
     window_size: int | None,
     plan: AttentionPlan | None,
+    sink: Tensor | None,
     return_lse: bool,
     backend: str | None,
 ) -> Output:
     """Compute a call of either form, whose tensors are on one device."""
     name = backend_name(backend)
-    query, key, value, bias = autocast(query, key, value, attn_bias)
+    query, key, value, bias, sink = autocast(query, key, value, attn_bias, sink)
     check_dtypes(query, key, value, name)
     cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k = packing
     dense = cu_seqlens_q is None
@@ -339,6 +347,7 @@ def _attention(
         cu_seqlens_k,
         block_table,
         None if plan is None else plan.columns,
+        sink,
         max_seqlen_q,
         max_seqlen_k,
         _scale(softmax_scale, query),
@@ -352,7 +361,9 @@ def _attention(
     out, lse = ops.attention(inputs, name, _selected, need_lse=need_lse)
     if lse is None or not need_lse:
         return out
-    return (out, lse, attention_probabilities(inputs)) if return_probabilities else (out, lse)
+    if not return_probabilities:
+        return out, lse
+    return out, lse, attention_probabilities(inputs if window < 0 else _selected(inputs, name))
 
 
 def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:

@@ -14,6 +14,7 @@ _MODULES = {
     "AttentionPlan": "plan",
     "DynamicMaskAttention": "modules",
     "IntervalMask": "masks",
+    "KeptKeys": "state",
     "attention_reference": "reference",
     "dynamic_mask": "selection",
     "flash_dmattn_func": "interface",
@@ -21,6 +22,7 @@ _MODULES = {
     "flash_dmattn_varlen_func": "interface",
     "get_available_backends": "interface",
     "make_plan": "plan",
+    "pair_bias_attention": "pair_bias",
 }
 _AVAILABILITY = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
 # None where the backend is absent, as callers of 1.2.2 test for.

@@ -145,7 +145,7 @@ def make_plan(
         block_table=block_table,
     )
     name, causal = backend_name(backend), flag("is_causal", is_causal)
-    query, key, _, _ = autocast(query.detach(), key.detach(), key.detach(), None)
+    query, key, _ = autocast(query.detach(), key.detach(), key.detach())
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     sizes = _sizes(query, key, packing)
     mask: Tensor | IntervalMask | None = attn_mask

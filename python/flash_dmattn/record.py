@@ -37,7 +37,7 @@ class AttentionInputs(NamedTuple):
     """One attention call: its tensors, then its settings.
 
     Dense: query ``(B, Q, H, D)``, key and value ``(B, K, Hk, D)``, mask and bias 4-D, start and end
-    3-D.
+    3-D. The sink is ``(H,)``.
     Packed (varlen), when the cu_seqlens are there: query ``(total_q, H, D)``, key and value
     ``(total_k, Hk, D)`` or paged ``(pages, page, Hk, D)``, mask and bias 3-D, start and end 2-D.
     """
@@ -54,6 +54,7 @@ class AttentionInputs(NamedTuple):
     block_table: Tensor | None = None
     # Made by the backend for the same mask and sizes; None: forward makes one.
     given_plan: Tensor | None = None
+    sink: Differentiable | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     scale: float = 1.0

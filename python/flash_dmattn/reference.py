@@ -36,8 +36,8 @@ class Attended(NamedTuple):
     """What one dense problem gives, in the computing dtype."""
 
     out: Tensor  # (B, H, Q, D)
-    lse: Tensor  # (B, H, Q)
-    probabilities: Tensor  # (B, H, Q, K)
+    lse: Tensor  # (B, H, Q), without the sink
+    probabilities: Tensor  # (B, H, Q, K); with a sink, a row sums to less than 1
 
 
 def attention_reference(
@@ -50,6 +50,7 @@ def attention_reference(
     scale: float | None = None,
     causal: bool = False,
     softcap: float = 0.0,
+    sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -69,12 +70,14 @@ def attention_reference(
         causal: row i sees keys ``j <= i + K - Q``.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
             added.
+        sink: ``(H,)``, one more score in the sum of each row's softmax, with nothing to attend to.
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``, where each packed sequence begins.
         block_table: int32 ``(B, pages of a sequence)``, where each page of a sequence lies.
 
     Returns:
         ``out`` of query's shape and dtype, and ``lse`` ``(B, H, Q)`` (varlen ``(H, total_q)``),
-        float32 or float64, natural logarithm. A row that keeps nothing has output 0 and lse -inf.
+        float32 or float64, natural logarithm, without the sink. A row that keeps nothing has output
+        0 and lse -inf.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -92,6 +95,7 @@ def attention_reference(
             scale,
             causal,
             softcap,
+            sink,
             Packing(cu_seqlens_q, cu_seqlens_k, block_table),
         )
     )
@@ -205,7 +209,7 @@ def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:
 def attend(part: Sequence, inputs: AttentionInputs) -> Attended:
     """Compute one dense problem of a call, in full precision even where autocast is enabled."""
     with without_autocast(part.query.device.type):
-        return _attend(part, inputs.scale, inputs.causal, inputs.softcap)
+        return _attend(part, inputs.scale, inputs.causal, inputs.softcap, inputs.sink)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -215,7 +219,20 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _attend(part: Sequence, scale: float, causal: bool, softcap: float) -> Attended:
+def sink_share(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the parts of a softmax that are of the keys and of the sink; they sum to 1.
+
+    Args:
+        sink: ``(H,)``.
+        lse: ``(B, H, Q)``, of the keys alone.
+    """
+    margin = lse - sink.to(lse.dtype).unsqueeze(-1)
+    return torch.sigmoid(margin), torch.sigmoid(-margin)
+
+
+def _attend(
+    part: Sequence, scale: float, causal: bool, softcap: float, sink: Tensor | None
+) -> Attended:
     query, key, value, kept, bias = computing_inputs(part, causal)
     row_kept = kept.any(-1)
     scores = scale * (query @ key.transpose(-1, -2))
@@ -226,8 +243,12 @@ def _attend(part: Sequence, scale: float, causal: bool, softcap: float) -> Atten
     # An empty row takes part as a row of zeros, since softmax and logsumexp of -inf alone have no
     # gradient.
     scores = scores.masked_fill(~kept, -torch.inf).masked_fill(~row_kept.unsqueeze(-1), 0)
-    probabilities = torch.softmax(scores, -1).masked_fill(~kept, 0)
-    lse = torch.logsumexp(scores, -1).masked_fill(~row_kept, -torch.inf)
+    probabilities, lse = torch.softmax(scores, -1), torch.logsumexp(scores, -1)
+    if sink is not None:
+        share, _ = sink_share(sink, lse.masked_fill(~row_kept, 0))
+        probabilities = probabilities * share.unsqueeze(-1)
+    probabilities = probabilities.masked_fill(~kept, 0)
+    lse = lse.masked_fill(~row_kept, -torch.inf)
     out = (probabilities @ value).masked_fill(~row_kept.unsqueeze(-1), 0)
     return Attended(out, lse, probabilities)
 

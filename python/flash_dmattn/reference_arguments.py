@@ -27,6 +27,7 @@ def check_reference(
     scale: float | None,
     causal: bool,
     softcap: float,
+    sink: Tensor | None,
     packing: Packing,
 ) -> AttentionInputs:
     """Return the record of a call; raise where the formula would fail or mean nothing.
@@ -38,7 +39,7 @@ def check_reference(
     given = packing._asdict()
     bounds = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
     checks.tensor("query", query)
-    named = {"key": key, "value": value, "attn_mask": mask, "bias": bias}
+    named = {"key": key, "value": value, "attn_mask": mask, "bias": bias, "sink": sink}
     try:
         check_together("query", query, {**named, **bounds, "block_table": packing.block_table})
         for name, tensor in bounds.items():
@@ -59,8 +60,9 @@ def check_reference(
             scale=scale,
             causal=checks.flag("causal", causal),
             softcap=checks.number("softcap", softcap, ""),
+            sink=sink,
         )
-        check_attention(_with_bias_of_query_dtype(inputs))
+        check_attention(_in_query_dtype(inputs))
     except (TypeError, ValueError) as error:
         # The rules are those of attention, whose arguments have other names.
         text = str(error)
@@ -99,12 +101,16 @@ def _inputs(
     return AttentionInputs(query, key, value, bias=bias, **parts, **packing._asdict())
 
 
-def _with_bias_of_query_dtype(inputs: AttentionInputs) -> AttentionInputs:
-    """Return a call in which the dtype of bias is allowed: the formula computes with any."""
-    bias, dtype = inputs.bias, inputs.query.dtype
-    if bias is None or bias.dtype not in _FLOATS or dtype not in _FLOATS:
+def _in_query_dtype(inputs: AttentionInputs) -> AttentionInputs:
+    """Return a call with allowed dtypes of bias and sink: the formula computes with any."""
+    dtype = inputs.query.dtype
+    if dtype not in _FLOATS:
         return inputs
-    return inputs._replace(bias=bias.to(dtype))
+    bias, sink = (
+        t.to(dtype) if t is not None and t.dtype in _FLOATS else t
+        for t in (inputs.bias, inputs.sink)
+    )
+    return inputs._replace(bias=bias, sink=sink)
 
 
 def _longest(cu_seqlens: Tensor) -> int:

@@ -80,7 +80,7 @@ class ProblemStruct(ctypes.Structure):
             for name in ("batch", "heads", "kv_heads", "head_dim", "queries", "keys")
         ],
         *_tensors("q", "k", "v", "mask", "start", "end", "bias"),
-        *_tensors("cu_seqlens_q", "cu_seqlens_k", "block_table"),
+        *_tensors("cu_seqlens_q", "cu_seqlens_k", "block_table", "sink"),
     ]
 
 
@@ -96,7 +96,7 @@ class BackwardStruct(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
-        *_tensors("out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias"),
+        *_tensors("out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsink"),
     ]
 
 

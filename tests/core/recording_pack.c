@@ -25,6 +25,9 @@
 #ifndef ENTRY_NAME
 #define ENTRY_NAME flash_dmattn_pack
 #endif
+#ifndef DTYPES
+#define DTYPES (1 << FDM_FLOAT32 | 1 << FDM_FLOAT16)
+#endif
 #ifndef NO_TABLE
 #define NO_TABLE 0
 #endif
@@ -114,7 +117,7 @@ static const fdm_pack table = {
     .cuda_version = DEVICE_TYPE == FDM_CUDA ? 13000 : 0,
     .arch = DEVICE_TYPE == FDM_CUDA ? 90 : 0,
     .max_head_dim = 256,
-    .dtypes = 1 << FDM_FLOAT32 | 1 << FDM_FLOAT16,
+    .dtypes = DTYPES,
     .plan_layouts = {{0, 0, 0, 0, 0, 1, 0},
                      {64, 8, 4, 0, 0, 1, 0},
                      {64, 16, 12, 2, 3, 32, 4},

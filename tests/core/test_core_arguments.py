@@ -128,19 +128,22 @@ def test_paged_problem(pack: _core.Pack, recording: Recording) -> None:
 
 def test_backward(pack: _core.Pack, recording: Recording) -> None:
     recording.set_next(workspace_bytes=10)
-    problem = batch_call(bias=zeros(B, HK, K)).problem(pack)
+    sink, dsink = zeros(H), zeros(2 * H)[::2]
+    problem = batch_call(bias=zeros(B, HK, K), sink=sink).problem(pack)
     sizes = problem.plan_workspace_bytes, problem.forward_workspace_bytes
     assert (*sizes, problem.backward_workspace_bytes) == (10, 20, 30)
     out, lse, dbias = zeros(B, Q, H, D), zeros(B, H, Q), zeros(B, HK, 1, K)
     dout = np.broadcast_to(zeros(1, 1, 1, 1), out.shape)
     dq, workspace = zeros(B, Q, H, D), zeros(32, dtype="uint8")
     dout_, out_, lse_, dq_, dbias_ = map(as_tuple, (dout, out, lse, dq, dbias))
-    gradients = {"query": dq_, "bias": dbias_}
+    gradients = {"query": dq_, "bias": dbias_, "sink": as_tuple(dsink)}
     problem.backward(dout_, lse_, out_, lse_, gradients, None, as_tuple(workspace))
     args = recording.backward
     assert args.dout.summary() == (dout.ctypes.data, out.shape, (0, 0, 0, 0))
     assert args.dq.data == dq.ctypes.data
     assert args.dbias.summary()[:2] == (dbias.ctypes.data, (B, HK, 1, K))
+    assert recording.problem.sink.summary()[:2] == (sink.ctypes.data, (H, 1, 1, 1))
+    assert args.dsink.summary() == (dsink.ctypes.data, (H, 1, 1, 1), (2, 0, 0, 0))
     assert args.dk.absent
     assert args.dv.absent
     assert not args.dlse.absent

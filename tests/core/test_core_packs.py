@@ -84,7 +84,7 @@ def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
     ("macros", "reason"),
     [
         ({"ENTRY_NAME": "something_else"}, "no symbol flash_dmattn_pack"),
-        ({"ABI_VERSION": 77}, "ABI version 77, but .* needs ABI version 1"),
+        ({"ABI_VERSION": 77}, "ABI version 77, but .* needs ABI version 2"),
         ({"STRUCT_SIZE": 16}, "table has 16 bytes"),
         ({"NO_TABLE": 1}, "returned no table"),
         ({"NO_FORWARD": 1}, "lacks an entry point"),
@@ -150,3 +150,10 @@ def test_threads_are_inside_a_pack_together(pack: _core.Pack, recording: Recordi
         thread.join()
     recording.set_next()
     assert not failures
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_packs_without_float32_name_the_backend_that_has_it(tmp_path: Path) -> None:
+    pack = _core.load_pack(str(compile_pack(tmp_path / "libhalf.so", DTYPES="(1 << FDM_FLOAT16)")))
+    with pytest.raises(TypeError, match=r"query has dtype float32, .* backend='triton', .* TF32"):
+        batch_call().problem(pack)

@@ -37,6 +37,7 @@ BACKWARD: dict[str, Any] = {
     "dout": zeros(B, Q, H, D),
     "dlse": None,
     "dbias": None,
+    "dsink": None,
     "dq": zeros(B, Q, H, D),
     "dk": zeros(B, K, HK, D),
     "dv": zeros(B, K, HK, D),
@@ -64,18 +65,22 @@ GRADIENTS = [
     ("dbias", zeros(B, 1, 1, K), ValueError, "dbias has shape (2, 1, 1, 7)", "(2, 2, 1, 7)"),
     ("dbias", zeros(B, HK, K, dtype="float16"), TypeError, "dbias has dtype float16"),
     ("dbias", np.broadcast_to(zeros(B, HK, 1), (B, HK, K)), ValueError, "dbias", "stride 0"),
+    ("dsink", zeros(HK), ValueError, "dsink has shape (2,)", "(4,) like sink"),
+    ("dsink", zeros(H, dtype="float16"), TypeError, "dsink has dtype float16", "float32"),
+    ("dsink", np.broadcast_to(zeros(1), (H,)), ValueError, "dsink", "stride 0"),
 ]
 
 
 def backward_arguments(**changes: Any) -> dict[str, Any]:
     arguments = {key: to_core(value) for key, value in {**BACKWARD, **changes}.items()}
-    fields = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
+    fields = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "sink": "dsink"}
     gradients = {field: arguments.pop(name) for field, name in fields.items()}
     return {**arguments, "gradients": gradients}
 
 
 def masked_problem(pack: _core.Pack) -> _core.Problem:
-    return batch_call(mask=zeros(B, K, dtype="bool"), bias=zeros(B, HK, K)).problem(pack)
+    tensors = {"mask": zeros(B, K, dtype="bool"), "bias": zeros(B, HK, K), "sink": zeros(H)}
+    return batch_call(**tensors).problem(pack)
 
 
 @pytest.mark.parametrize("case", [*RESULTS, ("out", SHARED, ValueError, "out has sizes", "(40,")])
@@ -99,6 +104,8 @@ def test_other_results(pack: _core.Pack) -> None:
     arguments = backward_arguments(dbias=zeros(B, K))
     with pytest.raises(ValueError, match="dbias is given, but the problem has no attn_bias"):
         batch_call().problem(pack).backward(**arguments)
+    with pytest.raises(ValueError, match="dsink is given, but the problem has no sink"):
+        batch_call().problem(pack).backward(**backward_arguments(dsink=zeros(H)))
     lse = as_tuple(zeros(B, H, Q))
     with pytest.raises(ValueError, match=re.escape("lse has shape (2, 4, 5)")):
         varlen_call().problem(pack).forward(as_tuple(zeros(TOTAL_Q, H, D)), lse, None, None)

@@ -237,6 +237,9 @@ PROBLEMS = [
         "(2, 4, 7, 5)",
         "{5|1}, {7|1}",
     ),
+    case("sink dtype", batch_call(sink=zeros(H, dtype="float64")), TypeError, "sink", "float64"),
+    case("sink shape", batch_call(sink=zeros(HK)), ValueError, "sink has shape (2,)", "(4,)"),
+    case("sink rank", batch_call(sink=zeros(1, H)), ValueError, "sink has shape (1, 4)"),
     # Numbers.
     case("scale", batch_call(scale=float("nan")), ValueError, "softmax_scale is nan", "finite"),
     case(

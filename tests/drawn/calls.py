@@ -17,7 +17,7 @@ from flash_dmattn.arguments import mask_parts, to_4d
 from flash_dmattn.record import AttentionInputs
 from support import moved
 
-GRADIENT_OF = ("query", "key", "value", "bias")
+GRADIENT_OF = ("query", "key", "value", "bias", "sink")
 
 
 @dataclasses.dataclass
@@ -31,6 +31,7 @@ class Call:
     dlse: Tensor
     mask: Tensor | IntervalMask | None = None
     bias: Tensor | None = None
+    sink: Tensor | None = None
     causal: bool = False
     softcap: float = 0.0
     window: int | None = None
@@ -100,10 +101,13 @@ class Call:
             return dict(zip(("out", "lse"), self.attend({}, **options), strict=True))
 
     def attend(self, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, bias = (leaves.get(name, getattr(self, name)) for name in GRADIENT_OF)
+        query, key, value, bias, sink = (
+            leaves.get(name, getattr(self, name)) for name in GRADIENT_OF
+        )
         options = {
             "attn_mask": self.mask,
             "attn_bias": bias,
+            "sink": sink,
             "softmax_scale": self.scale,
             "is_causal": self.causal,
             "softcap": self.softcap,

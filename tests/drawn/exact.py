@@ -34,6 +34,8 @@ LSE_TOLERANCE = 64 * EPS32
 TANH_ERROR = 4e-7
 # From there on lse has no digits for a sum of exponentials: such rows may have no gradient.
 LARGEST_LSE = 1e30
+# Where a sink is this many times what the keys of a row sum to, it need not be told from more.
+MOST_SINK = 2.0**63
 # GPU packs count a bias below about this as this: to base 2 a lower one would be -inf.
 LEAST_SCORE = -2.3e38
 
@@ -51,6 +53,7 @@ class Part(NamedTuple):
     dout: Tensor
     dlse: Tensor
     scale: float
+    sink: Tensor | None
 
 
 class Terms(NamedTuple):
@@ -62,6 +65,7 @@ class Terms(NamedTuple):
     dkey: Tensor
     dvalue: Tensor
     dbias: Tensor
+    dsink: Tensor  # (H,)
 
 
 def parts(call: Call) -> Iterator[Part]:
@@ -92,7 +96,8 @@ def parts(call: Call) -> Iterator[Part]:
         dlse = dlse.double() if "lse" in call.of else torch.zeros_like(query[..., 0])
         dout, dlse = dout.masked_fill(empty, 0), dlse.masked_fill(empty.squeeze(-1), 0)
         scale = part.query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        yield Part(part, query, key, value, bias, kept, spoiled, dout, dlse, scale)
+        sink = None if call.sink is None else call.sink.detach().double()
+        yield Part(part, query, key, value, bias, kept, spoiled, dout, dlse, scale, sink)
 
 
 def visible_pairs(call: Call, part: Sequence) -> Tensor:
@@ -142,16 +147,26 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
         error = error + 2 * EPS32 * part.bias.abs()
     error = (error + 2 * EPS32 * scores.abs()).masked_fill(~kept, 0)
     scores = scores.masked_fill(~kept, -torch.inf).masked_fill(empty.unsqueeze(-1), 0)
-    p = torch.softmax(scores, -1).masked_fill(~kept, 0)
-    lse = torch.logsumexp(scores, -1).masked_fill(empty, -torch.inf)
+    of_keys = torch.softmax(scores, -1).masked_fill(~kept, 0)
+    lse = torch.logsumexp(scores, -1)
+    p, sink_p, sink_error = of_keys, torch.zeros_like(lse), torch.zeros_like(lse)
+    if part.sink is not None:
+        margin = part.sink.unsqueeze(-1) - lse.masked_fill(empty, 0)
+        p, sink_p = of_keys * torch.sigmoid(-margin).unsqueeze(-1), torch.sigmoid(margin)
+        # Of the margin, which shifts what is less of the two shares by its error.
+        size = part.sink.abs().unsqueeze(-1) + lse.abs() + margin.abs()
+        sink_error = (4 * EPS32 * size).nan_to_num(0, 0, 0)
+    lse = lse.masked_fill(empty, -torch.inf)
     finite = lse.masked_fill(empty, 0).abs()
-    lse_error = (p * error).sum(-1) + 4 * EPS32 * (1 + finite)
-    relative = error + lse_error.unsqueeze(-1)
+    lse_error = (of_keys * error).sum(-1) + 4 * EPS32 * (1 + finite)
+    relative = error + (lse_error + sink_error).unsqueeze(-1)
     eps, tiny = unit(dtype), smallest(dtype)
 
     out = p @ value
     dp = dout @ value.transpose(-1, -2)
-    ds = p * (dp - ((dout * out).sum(-1) - part.dlse).unsqueeze(-1))
+    delta = (dout * out).sum(-1)
+    from_lse = of_keys * part.dlse.unsqueeze(-1)
+    ds = p * (dp - delta.unsqueeze(-1)) + from_lse
     capped_ds = ds * slope
     exact = Terms(
         out,
@@ -160,17 +175,26 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
         part.scale * (capped_ds.transpose(-1, -2) @ query),
         p.transpose(-1, -2) @ dout,
         ds,
+        -(sink_p * delta).sum((0, 2)),
     )
 
     least = kept * tiny
     p_error = p * (ALLOWED * eps + relative) + least
+    if part.sink is not None:
+        p_error = p_error + of_keys / MOST_SINK
     # The error of an out that cancels is that of the sum of its terms, rounded independently.
     rounded = eps * (out.abs() + (p.square() @ value.square()).sqrt())
     rounded = rounded + (p * relative) @ value.abs()
-    delta_error = (dout.abs() * rounded).sum(-1) + eps * part.dlse.abs()
+    delta_error = (dout.abs() * rounded).sum(-1)
     dp_abs = dout.abs() @ value.abs().transpose(-1, -2)
+    if part.sink is not None:
+        least = least + of_keys * dp_abs / MOST_SINK
+        # Probabilities that a sink has made so small may be flushed to 0, and with them what the
+        # gradient of lse, which is without the sink, leaves of a score.
+        flushed = smallest(torch.float32) * MOST_SINK
+        least = least + kept * flushed * part.dlse.abs().unsqueeze(-1)
     ds_error = (
-        ALLOWED * (eps * ds.abs() + p * delta_error.unsqueeze(-1))
+        ALLOWED * (eps * ds.abs() + p * delta_error.unsqueeze(-1) + eps * from_lse.abs())
         + ALLOWED * eps * p * dp.abs()
         + p * FLOAT32_SUM * dp_abs
         + ds.abs() * relative
@@ -185,6 +209,11 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
         scaled.transpose(-1, -2) @ query.abs(),
         p_error.transpose(-1, -2) @ dout.abs(),
         ds_error,
+        (
+            sink_p * (ALLOWED * delta_error + FLOAT32_SUM * (p * dp_abs).sum(-1))
+            + sink_p * delta.abs() * (FLOAT32_SUM + sink_error + lse_error)
+            + (of_keys * dp_abs).sum(-1) / MOST_SINK
+        ).sum((0, 2)),
     )
     return exact, bounds, p
 
@@ -220,6 +249,7 @@ def ignored(part: Part, lse: Tensor) -> Terms:
         spread(no_gradient, keys, part.query.shape[3]),
         spread(no_gradient, keys, part.query.shape[3]),
         spread(no_gradient, queries, keys),
+        no_gradient.amax(0),
     )
 
 
@@ -261,6 +291,8 @@ class Totals:
                 self.sums[name][where] += tensor[0]
             else:
                 self.sums[name] += tensor
+        if "dsink" in self.sums:
+            self.sums["dsink"] += some.dsink
         if "dbias" in self.sums and sequence.bias is not None:
             place, bias = self.sums["dbias"], sequence.bias
             if not self.packed:

@@ -120,13 +120,17 @@ def eager(call: Call) -> dict[str, Tensor]:
         bias = torch.zeros_like(kept, dtype=torch.float64) if part.bias is None else part.bias
         bias_dtype = dtype if call.bias is None else call.bias.dtype
         leaves.append(bias.to(bias_dtype).requires_grad_())
+        sink = torch.full(kept.shape[1:2], -torch.inf) if part.sink is None else part.sink
+        sink_dtype = dtype if call.sink is None else call.sink.dtype
+        leaves.append(sink.to(kept.device, sink_dtype).requires_grad_())
         scores = (query @ key.transpose(-1, -2)) * part.scale
         if call.softcap > 0:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         scores = (scores + leaves[3]).to(dtype)
         empty = ~kept.any(-1, keepdim=True)
         scores = scores.masked_fill(~kept, -torch.inf).masked_fill(empty, 0)
-        p = torch.softmax(scores, -1).masked_fill(~kept, 0)
+        sinks = leaves[4].to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        p = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1].masked_fill(~kept, 0)
         lse = torch.logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -torch.inf)
         out = p @ value
         gradients = torch.autograd.grad(

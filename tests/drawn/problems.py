@@ -38,7 +38,7 @@ class Drawn:
         """Return one line about what was drawn."""
         call = self.call
         words = [str(call.query.dtype).removeprefix("torch.")]
-        for name in ("query", "key", "mask", "bias"):
+        for name in ("query", "key", "mask", "bias", "sink"):
             words.append(f"{name} {_described(getattr(call, name))}")
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
             sides = (call.cu_seqlens_q, call.cu_seqlens_k)
@@ -101,6 +101,8 @@ def draw(
         )
     elif call.mask is None and source.chance(0.1):
         call.mask = draw_bool(source, draw_shape(source, sizes, longest[1]))
+    if source.chance(0.25):
+        call.sink = _draw_sink(source, sizes.heads, dtype)
     call.wanted = GRADIENT_OF
     if source.chance(0.25) or paged:
         call.wanted = () if paged else tuple(source.some(GRADIENT_OF))
@@ -134,9 +136,20 @@ def _tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:
     )
 
 
+def _draw_sink(source: Source, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return sinks near the log-sum-exp of some hundred keys, some of them far from it."""
+    sink = source.randn(heads) * source.choice([1.0, 3.0]) + source.weighted(
+        {0.0: 2, 5.0: 2, 60: 1}
+    )
+    for head in range(heads):
+        if source.chance(0.1):
+            sink[head] = source.choice([-torch.inf, torch.inf, -1e4, 1e4, 0.0])
+    return sink.to(source.choice([dtype, torch.float32]))
+
+
 def _lay_out(source: Source, call: Call, sizes: Sizes, expanded: dict[str, int]) -> None:
     """Give every tensor strides of its own, some of them 0."""
-    for name in ("query", "key", "value", "dout", "dlse", "mask", "bias"):
+    for name in ("query", "key", "value", "dout", "dlse", "mask", "bias", "sink"):
         tensor = getattr(call, name)
         if not isinstance(tensor, Tensor):
             continue

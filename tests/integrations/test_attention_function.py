@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import attention_reference
+from flash_dmattn import attention_reference, flash_dmattn_func
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )
@@ -264,8 +264,7 @@ def test_other_names_of_arguments() -> None:
         {"head_mask": torch.ones(H)},
         {"layer_head_mask": torch.ones(H)},
         {"dropout": 0.1},
-        {"s_aux": torch.zeros(H)},
-        {"sinks": torch.zeros(H)},
+        {"sinks": torch.zeros(2, H, Q, 1)},
         {"indices": torch.zeros(2, Q, 3, dtype=torch.long)},
         {"block_indices": torch.zeros(2, H, Q, 3, dtype=torch.long)},
         {"cache": object()},
@@ -277,6 +276,18 @@ def test_refusals_name_the_argument(given: dict[str, Any]) -> None:
     (name,) = given
     with pytest.raises(NotImplementedError, match=f"^{name} must be None, False or 0"):
         flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), None, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sinks_of_any_dtype(dtype: torch.dtype) -> None:
+    query, key, value = problem()
+    sink = torch.linspace(-1, 1, H)
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), query, key, value, None, s_aux=sink.to(dtype)
+    )
+    states = (t.transpose(1, 2) for t in (query, key, value))
+    want = flash_dmattn_func(*states, is_causal=True, sink=sink.to(dtype).float())
+    torch.testing.assert_close(out, want)
 
 
 def test_wrong_arguments() -> None:

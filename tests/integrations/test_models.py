@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flash_dmattn.integrations import choices, register
 from support import Target
 
 from .tiny_models import (
@@ -41,6 +42,45 @@ def test_encoder(case: str, pack_target: Target) -> None:
         model = tiny_model("bert", "named", device=pack_target.device, dtype=dtype)
         got = results(model, inputs_of(case))
         assert_as_accurate_as_eager("bert", got, inputs_of(case))
+
+
+@pytest.mark.parametrize("case", ["whole", "left", "right"])
+def test_sinks_and_sliding_windows(case: str, pack_target: Target) -> None:
+    """gpt-oss has a sink for each head, and a sliding window in every other layer."""
+    for dtype in dtypes_of(pack_target):
+        model = tiny_model("gpt_oss", "named", device=pack_target.device, dtype=dtype).eval()
+        got = results(model, inputs_of(case))
+        assert any("sinks" in name for name in got)
+        assert_as_accurate_as_eager("gpt_oss", got, inputs_of(case))
+
+
+@pytest.mark.parametrize("case", ["whole", "left", "right"])
+def test_biases_of_relative_positions(case: str, pack_target: Target) -> None:
+    """T5: encoder, decoder and cross attention, and the gradient of the table of biases."""
+    for dtype in dtypes_of(pack_target):
+        model = tiny_model("t5", "named", device=pack_target.device, dtype=dtype).eval()
+        got = results(model, inputs_of(case))
+        assert sum("relative_attention_bias" in name for name in got) == 2
+        assert_as_accurate_as_eager("t5", got, inputs_of(case))
+
+
+def test_dropout_of_probabilities_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5 trains with the dropout of all its other parts."""
+    monkeypatch.setattr(choices, "attention_dropout", "refuse")
+    model = tiny_model("t5", "named").train()
+    with pytest.raises(
+        NotImplementedError, match=r"dropout .* got 0\.1: .*attention_dropout='skip'"
+    ):
+        model(tokens(), labels=tokens())
+    register(attention_dropout="skip")
+    torch.manual_seed(0)
+    one, other = (model(tokens(), labels=tokens()) for _ in range(2))
+    assert not torch.equal(one.logits, other.logits)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.0
+    without = model(tokens(), labels=tokens()).logits
+    torch.testing.assert_close(without, tiny_model("t5").eval()(tokens(), labels=tokens()).logits)
 
 
 @pytest.mark.parametrize("family, way", WAYS)

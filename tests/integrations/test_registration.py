@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_dmattn.integrations import ATTENTION_NAME, register
+from flash_dmattn.integrations import ATTENTION_NAME, choices, register
 from flash_dmattn.integrations.flash_dynamic_mask_attention import REFUSED
 from flash_dmattn.integrations.import_utils import is_flash_dmattn_available
 from flash_dmattn.integrations.model_masks import model_mask
@@ -104,27 +104,6 @@ def test_blocks_of_rows_are_put_together(monkeypatch: pytest.MonkeyPatch) -> Non
 _TINY = {"vocab_size": 160, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def test_sinks_are_refused_by_name() -> None:
-    """transformers would put a kernel of flash attention in place of a name with "flash" in it."""
-    if not hasattr(transformers, "GptOssConfig"):
-        pytest.skip("this transformers has no gpt-oss")
-    config = transformers.GptOssConfig(
-        **_TINY, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
-    model = transformers.GptOssForCausalLM._from_config(
-        config, attn_implementation=ATTENTION_NAME
-    ).eval()
-    assert model.config._attn_implementation == ATTENTION_NAME
-    with pytest.raises(
-        NotImplementedError,
-        match=r"^s_aux .* sinks, as of gpt-oss, .* call model\.set_attn_implementation\('eager'\)",
-    ):
-        model(torch.arange(3, 9)[None])
-    model.set_attn_implementation("eager")  # what the text says works
-    model(torch.arange(3, 9)[None])
-
-
 def test_continuous_batching_is_refused_before_it_begins() -> None:
     if not hasattr(transformers, "ContinuousBatchingManager"):
         pytest.skip("this transformers has no continuous batching")
@@ -134,6 +113,23 @@ def test_continuous_batching_is_refused_before_it_begins() -> None:
     )
     with pytest.raises(NotImplementedError, match=r"continuous batching .* generate\(\)"):
         model.generate_batch(inputs=[[3, 4, 5], [6, 7]], generation_config=settings)
+
+
+def test_the_name_is_kept_where_transformers_knows_another_kernel() -> None:
+    """It would put a kernel of flash attention in place of a name with "flash" in it."""
+    model = tiny_model("gpt_oss", "named")
+    assert model.config._attn_implementation == ATTENTION_NAME
+
+
+def test_attention_dropout_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "attention_dropout", "refuse")
+    register()
+    assert choices.attention_dropout == "refuse"
+    register(attention_dropout="skip")
+    register()
+    assert choices.attention_dropout == "skip"
+    with pytest.raises(ValueError, match="attention_dropout must be None, 'refuse' or 'skip', got"):
+        register(attention_dropout="ignore")
 
 
 @pytest.mark.parametrize("name", ["GPTJ", "XLNet"])
@@ -154,8 +150,8 @@ def test_models_that_compute_attention_themselves_are_refused(name: str) -> None
 # What models hand to attention functions by name, beside what is refused.
 _COMPUTED_WITH = {
     "module", "query", "key", "value", "attention_mask", "scaling", "is_causal", "sliding_window",
-    "softcap", "position_bias", "position_ids", "deterministic", "cu_seq_lens_q", "cu_seq_lens_k",
-    "max_length_q", "max_length_k",
+    "softcap", "position_bias", "s_aux", "position_ids", "deterministic", "cu_seq_lens_q",
+    "cu_seq_lens_k", "max_length_q", "max_length_k",
 }  # fmt: skip
 
 

@@ -41,7 +41,25 @@ def _class_and_config(family: str, layers: int) -> tuple[Any, Any]:
             pytest.skip("BERT has no attention interface before transformers 5")
         no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
         return transformers.BertForMaskedLM, transformers.BertConfig(**sizes, **no_dropout)
+    if family == "t5":
+        sizes_of_t5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "dropout_rate": 0.1}
+        config = transformers.T5Config(
+            vocab_size=VOCABULARY, num_layers=layers, decoder_start_token_id=0, **sizes_of_t5
+        )
+        if not _calls_functions(transformers.T5ForConditionalGeneration):
+            pytest.skip("T5 of this transformers computes attention itself")
+        return transformers.T5ForConditionalGeneration, config
     sizes["num_key_value_heads"] = 2
+    if family == "gpt_oss":
+        if not hasattr(transformers, "GptOssConfig"):
+            pytest.skip("this transformers has no gpt-oss")
+        kinds = ["sliding_attention", "full_attention"]
+        config = transformers.GptOssConfig(
+            # One expert: in 16 bits it would be a rounding error which of several is chosen.
+            **sizes, head_dim=8, sliding_window=WINDOW, num_local_experts=1, num_experts_per_tok=1,
+            layer_types=[kinds[n % 2] for n in range(layers)],
+        )  # fmt: skip
+        return transformers.GptOssForCausalLM, config
     if family.startswith("doge"):
         window = WINDOW if family == "doge" else LENGTH
         config = transformers.DogeConfig(**sizes, keep_window_size=window)
@@ -50,6 +68,11 @@ def _class_and_config(family: str, layers: int) -> tuple[Any, Any]:
         config = transformers.MistralConfig(**sizes, sliding_window=WINDOW)
         return transformers.MistralForCausalLM, config
     return transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)
+
+
+def _calls_functions(model_class: Any) -> bool:
+    tells = getattr(model_class, "_can_set_attn_implementation", None)
+    return tells is not None and tells()
 
 
 @functools.cache
@@ -79,6 +102,8 @@ def tiny_model(
     attention = "flash_dmattn" if way == "named" else "eager"
     model = model_class._from_config(copy.deepcopy(config), attn_implementation=attention)
     model.load_state_dict(weights)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the only one that computes in float64
     model.to(device, dtype)
     return apply_flash_dmattn(model) if way == "applied" else model
 
@@ -133,7 +158,7 @@ def results(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
         added = torch.zeros(mask.shape, dtype=model.dtype)
         given = {"attention_mask": added.masked_fill(~mask, torch.finfo(model.dtype).min)}
     model.zero_grad()
-    options = {} if model.config.model_type == "bert" else {"use_cache": False}
+    options = {} if model.config.model_type in ("bert", "t5") else {"use_cache": False}
     out = model(
         tokens().to(device),
         labels=labels.to(device),
@@ -159,6 +184,8 @@ def _without_empty_rows(model: Any, given: dict[str, Tensor]) -> dict[str, Tenso
     if mask is None or mask.dim() == 4:
         return given
     kept = mask[:, None, None].bool() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    if model.config.model_type in ("gpt_oss", "t5"):
+        return given  # rows are never empty: of a sink, and of an encoder and its decoder
     if model.config.model_type == "mistral":
         kept = kept.triu(1 - WINDOW)
     return {"attention_mask": kept | torch.eye(LENGTH, dtype=torch.bool), "tokens_of": mask}

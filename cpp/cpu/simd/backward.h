@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Backward pass of one tile: dq of its rows, and what it adds to dk, dv and dbias of its columns.
 //
-// With dP = dO V', delta_i = sum_j P_ij dP_ij - dlse_i and dS = P (dP - delta), dV = P' dO, dbias = dS, and dQ = dS' K,
-// dK = dS'' Q with dS' = scale dS (1 - tanh^2).
+// With dP = dO V', delta_i = sum_j P_ij dP_ij - dlse_i / sum_j P_ij and dS = P (dP - delta), dV = P' dO, dbias = dS, and
+// dQ = dS' K, dK = dS'' Q with dS' = scale dS (1 - tanh^2). The P of a row sum to 1 unless it has a sink.
 #pragma once
 
 #include "looks.h"
@@ -61,7 +61,8 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
   Tile tile(p, plan, task, true, scratch);
   const TileBuffers &b = tile.buffers;
   const bool need_dq = present(args.dq), need_ds = need_dq || to.dk || to.dbias;
-  first_look(tile, args, need_ds);
+  first_look(tile, args, need_ds || to.dsink, to.dsink);
+  if (!need_ds && !to.dv) return;
   float *dq = b.out;
   zero(dq, tile.row_count() * tile.dim);
   for (int64_t number = 0; number < tile.block_count(); ++number) {
@@ -100,7 +101,7 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
 void bias_gradient_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
                         float *dbias, int64_t row_stride, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
-  first_look(tile, args, true);
+  first_look(tile, args, true, nullptr);
   for (int64_t number = 0; number < tile.block_count(); ++number) {
     load_again(tile, number, true);
     look_again(tile, number, 0, 1, true);

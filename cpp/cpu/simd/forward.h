@@ -27,6 +27,12 @@ inline float softmax_row(float *scores, int64_t count, float &row_max, float &ro
   return factor;
 }
 
+// What the sink of a head adds to a sum of exponentials relative to `row_max`.
+inline float sink_weight(const fdm_problem &p, int64_t head, float row_max) {
+  if (!present(p.sink)) return 0.0f;
+  return __builtin_expf(load_scalar(p.sink.data, p.sink.dtype, head * p.sink.stride[0]) - row_max);
+}
+
 inline void start_rows(const Tile &tile) {
   for (int64_t r = 0; r < tile.row_count(); ++r) tile.buffers.row_max[r] = -kInfinity, tile.buffers.row_sum[r] = 0.0f;
 }
@@ -55,7 +61,8 @@ void write_rows(const Tile &tile, const fdm_forward_args &args) {
       const int64_t r = g * task.rows + i, row = task.first_row + i;
       float *out = tile.buffers.out + r * tile.dim;
       const float sum = tile.buffers.row_sum[r];
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const float inverse =
+          sum == 0.0f ? 0.0f : 1.0f / (sum + sink_weight(tile.p, task.head + g, tile.buffers.row_max[r]));
       for (int64_t d = 0; d < tile.dim; ++d) out[d] *= inverse;
       store_row(args.out, row_offset(args.out, task.sequence, row, task.head + g), args.out.stride[3], tile.p.head_dim,
                 out);

@@ -60,9 +60,12 @@ void product_rows(int64_t vectors, int64_t depth, const Operand &a, const float 
   for (; v < vectors; ++v) product_block<Rows, 1>(depth, a, b + v * kLanes, b_row, c + v * kLanes, c_row, add);
 }
 
-// C (rows x columns) (+)= A (rows x depth) B (depth x columns)
-void product(int64_t rows, int64_t columns, int64_t depth, Operand a, const float *b, int64_t b_row, float *c,
-             int64_t c_row, bool add) {
+// The products of an element that are summed one after the other. The rounding of a running sum grows with its length;
+// sums of parts that are added up have about half the error at a head dimension of 256.
+constexpr int64_t kDepthBlock = 64;
+
+void product_part(int64_t rows, int64_t columns, int64_t depth, Operand a, const float *b, int64_t b_row, float *c,
+                  int64_t c_row, bool add) {
   const int64_t vectors = columns / kLanes;
   int64_t r = 0;
   for (; r + kRegisterRows <= rows; r += kRegisterRows, a.data += kRegisterRows * a.row, c += kRegisterRows * c_row)
@@ -80,6 +83,16 @@ void product(int64_t rows, int64_t columns, int64_t depth, Operand a, const floa
     return product_rows<1>(vectors, depth, a, b, b_row, c, c_row, add);
   default:
     return;
+  }
+}
+
+// C (rows x columns) (+)= A (rows x depth) B (depth x columns)
+void product(int64_t rows, int64_t columns, int64_t depth, Operand a, const float *b, int64_t b_row, float *c,
+             int64_t c_row, bool add) {
+  for (int64_t k = 0; k < depth; k += kDepthBlock) {
+    product_part(rows, columns, min64(kDepthBlock, depth - k), a, b, b_row, c, c_row, add || k > 0);
+    a.data += kDepthBlock * a.col;
+    b += kDepthBlock * b_row;
   }
 }
 

@@ -120,8 +120,17 @@ double exact_sum(const float *lanes) {
   return sum;
 }
 
-// Looks at all blocks of a tile, then puts the sums of P in row_sum and delta in row_delta.
-void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp) {
+// The sink's part of a row's sum. Beyond kMostSinkWeight times the rest of the sum it no longer counts exactly: P is then
+// nearly 0, but must not be, since P times the gradient of lse, which is without the sink, is divided by it again.
+double row_sink_weight(const Tile &tile, int64_t g, double sum, float row_max) {
+  constexpr double kMostSinkWeight = 0x1p64;
+  const double weight = sink_weight(tile.p, tile.task.head + g, row_max), most = kMostSinkWeight * sum;
+  return weight > most ? most : weight;
+}
+
+// Looks at all blocks of a tile, then puts the sums of P in row_sum and delta in row_delta. Where dsink is not null, adds
+// the gradients of the sinks of the task's heads: a sink has P too, and a dP of 0.
+void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double *dsink) {
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
   prepare(tile, args);
@@ -138,12 +147,14 @@ void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp) {
       const int64_t r = g * task.rows + i;
       const double sum = exact_sum(b.row_sums + r * kLanes), moment = exact_sum(b.row_moments + r * kLanes);
       const bool empty = b.row_max[r] == kInfinity || sum == 0.0;
-      double delta = empty ? 0.0 : b.row_delta[r] + moment / sum;
+      const double sink = empty ? 0.0 : row_sink_weight(tile, g, sum, b.row_max[r]), total = sum + sink;
+      double delta = empty ? 0.0 : (b.row_delta[r] * sum + moment) / total;
+      if (dsink && !empty) dsink[g] -= sink / total * delta;
       if (present(args.dlse) && !empty) {
         const int64_t at = lse_offset(args.dlse, task.sequence, task.first_row + i, task.head + g);
-        delta -= static_cast<const float *>(args.dlse.data)[at];
+        delta -= static_cast<const float *>(args.dlse.data)[at] * (total / sum);
       }
-      b.row_sum[r] = empty ? 1.0f : float(sum);
+      b.row_sum[r] = empty ? 1.0f : float(total);
       b.row_delta[r] = float(delta);
     }
 }

@@ -68,6 +68,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   int64_t used = 0;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
   params.statistics = take<RowStatistics>(base, &used, batches * p.heads * total_rows(p));
+  if (present(p.sink)) params.sink_shares = take<float>(base, &used, p.heads * batches * total_rows(p));
   if (fused) {
     QuerySums &sums = params.query_sums;
     sums.tile_rows = keys.tile_rows;
@@ -167,7 +168,8 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   if (nothing)
     return run_all([&] { return launch_fill_zero(args.dq, stream); }, [&] { return launch_fill_zero(args.dk, stream); },
                    [&] { return launch_fill_zero(args.dv, stream); },
-                   [&] { return launch_fill_zero(args.dbias, stream); });
+                   [&] { return launch_fill_zero(args.dbias, stream); },
+                   [&] { return launch_fill_zero(args.dsink, stream); });
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
   // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
   params.clears_keys = is_varlen(p) || params.keys.listed;
@@ -190,7 +192,8 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                    return with_kernel_types(p, [&](auto element, auto dim) {
                      return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
                    });
-                 });
+                 },
+                 [&] { return present(args.dsink) ? launch_sink_reduce(params, stream) : cudaSuccess; });
 }
 
 } // namespace fdm::cuda

@@ -10,7 +10,8 @@
 //      sm90/fused.cuh          all of these at once, where equal bits are not asked for: blocks of keys add to float32
 //                              sums of dq, in no fixed order, which query_sums.cu rounds;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
-//      row_bias.cuh            a bias with a row for each query.
+//      row_bias.cuh            a bias with a row for each query;
+//      sink_reduce.cu          the sink of each head.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -80,6 +81,7 @@ struct BackwardParams {
   fdm_backward_args a;
   Plan plan;
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
+  float *sink_shares;        // [head][batch, or 1 for varlen][row]: what each row adds to the gradient of its sink
   KeyWork keys;
   QuerySums query_sums;
   // Of a bias without rows for queries: [batch, or 1 for varlen][kv head][bias_heads][1][key]. This is dbias itself, or
@@ -103,6 +105,7 @@ cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t strea
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_sink_reduce(const BackwardParams &params, cudaStream_t stream);
 // Fills the whole of a tensor of any strides with zeros; does nothing if it is absent.
 cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream);
 

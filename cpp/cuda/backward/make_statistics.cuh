@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes the statistics of each row, lse to base 2 and delta = dO . O - dlse, with eight threads for each row of
-// each head. Also clears the sums of dq, if there are any.
+// Computes the statistics of each row, and its share of the gradient of a sink, with eight threads for each row of each
+// head. Also clears the sums of dq, if there are any.
+//
+// With a sink, P = exp(score - lse') with lse' = log(exp(lse) + exp(sink)), and the P of a row sum to
+// exp(lse - lse') < 1. The gradient of lse, which is without the sink, reaches a score as dlse exp(score - lse)
+// = dlse P exp(lse' - lse), so delta = dO . O - dlse exp(lse' - lse). The sink has P too, and a dP of 0: its gradient is
+// the sum over the rows of -exp(sink - lse') dO . O.
 #pragma once
 
 #include "../tile/products.cuh"
+#include "../tile/sink.cuh"
 #include "query_sums.cuh"
 #include "row_statistics.cuh"
 
@@ -47,6 +53,21 @@ __device__ __forceinline__ float row_total(float sum) {
   return sum;
 }
 
+struct SinkShare {
+  float added;   // lse' - lse, to base 2
+  float of_sink; // P of the sink
+};
+
+// For an lse to base 2. The sink adds at most kMostAdded: beyond that the P of keys are nearly 0, but must not be, since
+// the gradient of lse is multiplied by them after it was divided by them.
+__device__ SinkShare sink_share(const fdm_problem &p, int64_t head, float lse) {
+  constexpr float kMostAdded = 64.0f;
+  const float margin = sink_score(p, head) - lse;
+  if (margin > kMostAdded) return {kMostAdded, 1.0f};
+  const float weight = exp2f(margin);
+  return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
+}
+
 // Most numbers fit 32 bits, and divisions of those take a fifth of the time.
 __device__ __forceinline__ int64_t quotient(int64_t n, int64_t d) {
   if (((n | d) >> 32) == 0) return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
@@ -60,7 +81,8 @@ __device__ void make_statistics(const BackwardParams &params, int64_t block, int
   const int64_t rows = total_rows(p), number = block * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int64_t row = quotient(number, p.heads), head = number - row * p.heads;
   const int64_t batch = quotient(row, rows), i = row - batch * rows;
-  const bool exists = batch < (is_varlen(p) ? 1 : p.batch);
+  const int64_t batches = is_varlen(p) ? 1 : p.batch;
+  const bool exists = batch < batches;
   const auto row_of = [&](const fdm_tensor &t) {
     return static_cast<const Element *>(t.data) + batch * t.stride[0] + i * t.stride[1] + head * t.stride[2];
   };
@@ -73,8 +95,16 @@ __device__ void make_statistics(const BackwardParams &params, int64_t block, int
   if (!empty) delta = dot<Element, kAligned>(row_of(dout), dout.stride[3], row_of(out), out.stride[3], int(p.head_dim));
   delta = row_total(delta);
   if (exists && threadIdx.x % kLanes == 0) {
-    if (!empty && present(dlse)) delta -= value_of(dlse);
-    params.statistics[(batch * p.heads + head) * rows + i] = {empty ? INFINITY : natural * kLog2E, delta};
+    RowStatistics row{empty ? INFINITY : natural * kLog2E, delta};
+    float dlse_factor = 1.0f;
+    if (present(p.sink)) {
+      const SinkShare share = empty ? SinkShare{} : sink_share(p, head, row.lse);
+      params.sink_shares[(head * batches + batch) * rows + i] = -share.of_sink * delta;
+      row.lse += share.added;
+      dlse_factor = exp2f(share.added);
+    }
+    if (!empty && present(dlse)) row.delta -= value_of(dlse) * dlse_factor;
+    params.statistics[(batch * p.heads + head) * rows + i] = row;
   }
   if (!params.query_sums.data) return;
   const int64_t count = query_sum_count(p, params.query_sums) / 4;

@@ -9,6 +9,7 @@
 #include "../tile/block_scan.cuh"
 #include "../tile/key_ring.cuh"
 #include "../tile/products.cuh"
+#include "../tile/sink.cuh"
 
 namespace fdm::cuda {
 namespace {
@@ -37,17 +38,18 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const Sequence s = sequence(p, b);
   if (i >= s.q_count) return;
 
+  const float sink = sink_score(p, head);
+
   // Each lane has a split, the same in every warp.
   const int split = lane_id();
   float own_max = -INFINITY, own_sum = 0.0f;
   if (split < params.splits) {
-
     own_max = params.partial_max[split * rows + row];
     own_sum = params.partial_sum[split * rows + row];
   }
   const float largest = warp_max(own_max), shift = largest == -INFINITY ? 0.0f : largest;
   const float own_factor = exp2f(own_max - shift);
-  const float total = warp_sum(own_sum * own_factor), inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  const float total = warp_sum(own_sum * own_factor), inverse = row_factor(sink, largest, total);
   const uint32_t present = __ballot_sync(kAllLanes, own_sum != 0.0f);
 
   const fdm_tensor &out = params.a.out;

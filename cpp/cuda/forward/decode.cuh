@@ -99,8 +99,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   }
   __device__ void store(int step, const ColumnEntry &entry) {
     if (own_step(step) < steps)
-      store_column<kColumns>(ring.at(own_step(step)), params.p, task->s, task->sequence_index, task->kv_head, task->columns,
-                             task->bias, own_column(step), entry);
+      store_column<kColumns>(ring.at(own_step(step)), params.p, task->s, task->sequence_index, task->kv_head,
+                             task->columns, task->bias, own_column(step), entry);
     __syncwarp();
   }
 
@@ -234,7 +234,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void write(int r, int d, float value, float largest, float total) const {
     const fdm_tensor &t = params.a.out;
     store_element(t, row_offset(t, task->s, this->query(r), this->head(r)) + d * t.stride[3],
-                  total == 0.0f ? 0.0f : value / total);
+                  total == 0.0f ? 0.0f : value * row_factor(this->sink(r), largest, total));
     if (d == 0)
       static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, this->query(r), this->head(r))] =
           total == 0.0f ? -INFINITY : (largest + log2f(total)) / kLog2E;
@@ -276,7 +276,8 @@ __global__ void __launch_bounds__(Config::kThreads) decode_kernel(const __grid_c
                    0,
                    int(blockIdx.y),
                    tile_columns(p, params.plan, s, sequence_index, head, 0),
-                   score_view(p, p.bias, s, head)};
+                   score_view(p, p.bias, s, head),
+                   sink_score(p, head)};
   __syncthreads();
   DecodeWarp<Config> warp(params, shared);
   if (params.splits > 1 && shared.task.split * Config::kWarps * Config::kColumns >= shared.task.columns.count) {

@@ -188,7 +188,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    first_row,
                    split,
                    tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
-                   score_view(p, p.bias, s, head)};
+                   score_view(p, p.bias, s, head),
+                   sink_score(p, head)};
   }
   __syncthreads();
 

@@ -9,6 +9,7 @@
 #include "../tile/products.cuh"
 #include "../tile/row_bias_tile.cuh"
 #include "../tile/score.cuh"
+#include "../tile/sink.cuh"
 #include "forward.h"
 
 namespace fdm::cuda {
@@ -23,6 +24,7 @@ struct ForwardTask {
   int split;
   TileColumns columns;
   ScoreView bias;
+  float sink; // of `head`, as sink_score has it: loaded here, it is there when the epilogue needs it
 };
 
 // kSharedRows says that all warps of the block have the same rows, and each its own columns; kOneHead, that
@@ -209,6 +211,8 @@ struct ForwardRows {
     return false;
   }
 
+  __device__ float sink(int r) const { return params.heads_per_tile == 1 ? task->sink : sink_score(params.p, head(r)); }
+
   // The epilogue writes normalized rows and their lse.
   __device__ void write() const {
     const fdm_tensor &t = params.a.out;
@@ -219,7 +223,7 @@ struct ForwardRows {
       for (int half = 0; half < 2; ++half) {
         const int r = row(m, half);
         if (!exists(r)) continue;
-        const float total = sum[m][half], inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        const float total = sum[m][half], inverse = row_factor(sink(r), maximum[m][half], total);
         auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task->s, query(r), head(r));
         write_row(out_row, t.stride[3], head_dim, out[m], half, inverse);
         if (threadIdx.x % 4 == 0)

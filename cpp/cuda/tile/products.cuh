@@ -124,6 +124,13 @@ __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head
   }
 }
 
+// Loads an element of a tensor of any float dtype.
+__device__ __forceinline__ float load_element(const fdm_tensor &t, int64_t offset) {
+  if (t.dtype == FDM_FLOAT32) return static_cast<const float *>(t.data)[offset];
+  if (t.dtype == FDM_FLOAT16) return __half2float(static_cast<const __half *>(t.data)[offset]);
+  return __bfloat162float(static_cast<const __nv_bfloat16 *>(t.data)[offset]);
+}
+
 // Stores an element of a tensor of any float dtype.
 __device__ __forceinline__ void store_element(const fdm_tensor &t, int64_t offset, float value) {
   if (t.dtype == FDM_FLOAT32)

@@ -17,6 +17,7 @@ from flash_dmattn.reference import (
     per_query_head,
     recorded_gradients,
     sequences,
+    sink_share,
     without_autocast,
 )
 
@@ -98,6 +99,9 @@ class ReferenceBackend(Backend):
             places = _places(inputs, part)
             for name, total in totals.items():
                 gradient = gradients[name]
+                if name == "sink":
+                    total += gradient
+                    continue
                 total[places[name]] = gradient[0] if inputs.packed else gradient
         return {name: total.to(getattr(inputs, name).dtype) for name, total in totals.items()}
 
@@ -148,9 +152,17 @@ def _dense_gradients(
     dvalue = probabilities.transpose(-1, -2) @ dout
     dprobabilities = (dout @ value.transpose(-1, -2)).masked_fill(~kept, 0)
     # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
-    delta = (probabilities * dprobabilities).sum(-1) - dlse
-    dscores = (probabilities * (dprobabilities - delta.unsqueeze(-1))).masked_fill(~kept, 0)
+    delta = (probabilities * dprobabilities).sum(-1)
+    dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
     gradients: Gradients = {}
+    if inputs.sink is None:
+        dscores = dscores + probabilities * dlse.unsqueeze(-1)
+    else:
+        _, share = sink_share(inputs.sink, attended.lse)
+        gradients["sink"] = -(share * delta).masked_fill(~kept.any(3), 0).sum((0, 2))
+        without_sink = attend(part, inputs._replace(sink=None)).probabilities
+        dscores = dscores + without_sink * dlse.unsqueeze(-1)
+    dscores = dscores.masked_fill(~kept, 0)
     if bias is not None and part.bias is not None:
         by_kv_head = part.bias.shape[1] == part.key.shape[2]
         dbias = _group_sum(dscores, part) if by_kv_head else dscores

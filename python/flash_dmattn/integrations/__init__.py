@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash-dmattn in models of Hugging Face transformers.
+"""flash-dmattn in models of Hugging Face transformers, and in place of other packages' functions.
 
 Importing this package registers the attention implementation "flash_dmattn", where transformers is
 installed. Nothing else in flash_dmattn imports transformers.
@@ -10,8 +10,15 @@ from __future__ import annotations
 from .applying import apply_flash_dmattn
 from .import_utils import is_transformers_available
 from .registration import ATTENTION_NAME, register
+from .structural_biology import evoformer_attention, triangle_attention
 
-__all__ = ["ATTENTION_NAME", "apply_flash_dmattn", "register"]
+__all__ = [
+    "ATTENTION_NAME",
+    "apply_flash_dmattn",
+    "evoformer_attention",
+    "register",
+    "triangle_attention",
+]
 
 if is_transformers_available():
     register()

@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_dmattn import checks
 from flash_dmattn.masks import IntervalMask
 
+from . import choices
 from .dtypes import target_dtype_of
 from .key_bias import biased
 from .mask_forms import Mask
@@ -25,9 +26,12 @@ REFUSED = {
     "output_attentions": f"probabilities are never made; to look at them, {_USE_EAGER}",
     "head_mask": f"heads cannot be masked; {_USE_EAGER}",
     "layer_head_mask": f"heads cannot be masked; {_USE_EAGER}",
-    "dropout": "attention has no dropout; set the dropout of attention in the model's config to 0",
-    "s_aux": f"attention sinks, as of gpt-oss, are not computed; {_USE_EAGER}",
-    "sinks": f"attention sinks are not computed; {_USE_EAGER}",
+    "dropout": (
+        "probabilities are not dropped; set the dropout of attention in the model's config to 0, "
+        "or train without it, all other dropout kept, after "
+        "flash_dmattn.integrations.register(attention_dropout='skip')"
+    ),
+    "sinks": f"sinks that differ from token to token are not computed; {_USE_EAGER}",
     "indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
     "block_indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
     "cache": "paged caches of continuous batching are not read; call generate()",
@@ -61,15 +65,16 @@ def flash_dynamic_mask_attention_forward(
         window_size: keep the keys with the largest bias; ``keep_window_size`` means the same.
         softcap: as in `flash_dmattn_func`.
         **kwargs: ``is_causal``, in place of the module's; ``position_ids`` and the ``cu_seq_lens``
-            of packed sequences; ``sliding_window``; ``position_bias``, another bias; and what
-            other implementations of attention know.
+            of packed sequences; ``sliding_window``; ``position_bias``, another bias; ``s_aux``,
+            ``(H,)``, the sinks of gpt-oss and others; and what other implementations of attention
+            know.
 
     Returns:
         ``(B, Q, H, D)``, and None in place of the probabilities.
 
     Raises:
         NotImplementedError: something is asked for that is not computed here, such as
-            output_attentions, head_mask, dropout or attention sinks; or as `flash_dmattn_func`.
+            output_attentions, head_mask or dropout; or as `flash_dmattn_func`.
         TypeError, ValueError, RuntimeError: as `flash_dmattn_func`.
     """
     if not isinstance(module, torch.nn.Module):
@@ -85,6 +90,7 @@ def flash_dynamic_mask_attention_forward(
     if position_bias is not None:
         checks.tensor("position_bias", position_bias)
         attention_bias = position_bias if attention_bias is None else attention_bias + position_bias
+    sink = _sink(kwargs, query.dtype)
     is_causal = kwargs.pop("is_causal", None)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) and not _says_what_is_causal(attention_mask)
@@ -109,15 +115,25 @@ def flash_dynamic_mask_attention_forward(
         window_size=window_size,
         softcap=softcap,
         target_dtype=target_dtype_of(query, module),
+        sink=sink,
         **kwargs,
     )
     return out[..., :head_dim] if padded else out, None
 
 
+def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
+    """Take the sinks out of the arguments."""
+    sink: Tensor | None = kwargs.pop("s_aux", None)
+    if sink is None:
+        return None
+    checks.tensor("s_aux", sink)
+    return sink if sink.dtype in (dtype, torch.float32) else sink.to(torch.float32)
+
+
 def _refuse(kwargs: dict[str, Any]) -> None:
     for name, remedy in REFUSED.items():
         asked = kwargs.pop(name, None)
-        if asked is None or asked is False or (name == "dropout" and _is_zero(asked)):
+        if asked is None or asked is False or (name == "dropout" and _may_be_skipped(asked)):
             continue
         raise NotImplementedError(
             f"{name} must be None, False or 0 with attn_implementation='flash_dmattn', got "
@@ -125,8 +141,10 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _is_zero(dropout: Any) -> bool:
-    return isinstance(dropout, (int, float)) and dropout == 0
+def _may_be_skipped(dropout: Any) -> bool:
+    return isinstance(dropout, (int, float)) and (
+        dropout == 0 or choices.attention_dropout == "skip"
+    )
 
 
 def _says_what_is_causal(mask: Mask) -> bool:

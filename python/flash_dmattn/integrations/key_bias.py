@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from flash_dmattn import checks
 
 from .mask_forms import Mask
+
+if TYPE_CHECKING:
+    from .kept_layer import KeptLayer
 
 __all__ = ["KeyBias", "KeyBiasFunction", "biased", "give_bias", "is_doge_attention", "patch_doge"]
 
@@ -34,12 +39,17 @@ class DogeCall:
     mask: Mask
     bias: Tensor | None
     window_size: int | None
+    layer: KeptLayer | None
 
-    def __init__(self, mask: Mask) -> None:
-        """Keep the mask; the module adds the rest when it has computed it."""
-        self.mask = mask
+    def __init__(self, mask: Mask, layer: KeptLayer | None) -> None:
+        """Keep the mask; the module adds the rest when it has computed it.
+
+        Where a cache keeps only what can be seen, it has the padding, and the biases.
+        """
+        self.mask = mask if layer is None else None
         self.bias = None
         self.window_size = None
+        self.layer = layer
 
 
 def biased(
@@ -81,6 +91,9 @@ def patch_doge(module: Any, window_size: int | None) -> None:
     """
     if window_size is not None:
         module.keep_window_size = window_size
+    from .kept_layer import remember_recording
+
+    remember_recording()
     if module.prepare_dynamic_mask is not _take_key_bias:
         module.prepare_dynamic_mask = _take_key_bias
         module.register_forward_pre_hook(_hand_on_mask, with_kwargs=True)
@@ -91,11 +104,32 @@ def _hand_on_mask(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # (hidden_states, position_embeddings, attention_mask, ...), mostly given by name.
     mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
-    call = DogeCall(mask)
+    cache = args[3] if len(args) > 3 else kwargs.get("past_key_values")
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    call = DogeCall(mask, _kept_layer(module, cache, mask, hidden_states.shape[1]))
     if len(args) > 2:
         args = (*args[:2], call, *args[3:])
         return args, {**kwargs, _CALL: call}
     return args, {**kwargs, "attention_mask": call, _CALL: call}
+
+
+def _kept_layer(module: Any, cache: Any, mask: Mask, added: int) -> KeptLayer | None:
+    """Return the module's layer of a cache if it keeps only what can be seen, ready for a call."""
+    if cache is None:
+        return None
+    from .kept_layer import kept_layer_of
+
+    layer = kept_layer_of(cache, module.layer_idx, module.keep_window_size, mask)
+    if layer is not None:
+        padding = mask[:, mask.shape[1] - added :].bool() if isinstance(mask, Tensor) else None
+        layer.prepare(functools.partial(_doge_bias, module), padding)
+    return layer
+
+
+def _doge_bias(module: Any, value: Tensor) -> Tensor:
+    """Return the bias ``(B, Hk, 1, N)`` of values ``(B, N, Hk, D)``, by the model's operations."""
+    states = module.dt_proj(value.flatten(2))
+    return torch.exp(module.A * softplus(states)).transpose(-1, -2).unsqueeze(2)
 
 
 def _take_key_bias(
@@ -110,6 +144,8 @@ def _take_key_bias(
             "a Doge attention module changed by apply_flash_dmattn must be called as a module, "
             "not by its forward method"
         )
-    attention_mask.bias = dt_states.unsqueeze(2)
+    layer = attention_mask.layer
+    # What a cache keeps had its biases computed when it came.
+    attention_mask.bias = dt_states.unsqueeze(2) if layer is None else layer.bias
     attention_mask.window_size = keep_window_size
     return dt_states.new_empty(*dt_states.shape[:2], 0, 0)

@@ -57,6 +57,7 @@ def _flash_dynamic_mask_attention_forward(
     *,
     keep_window_size: int | None = None,
     sliding_window: int | None = None,
+    sink: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Compute attention; 1.2.2's function of this name, for all of its arguments together.
@@ -78,6 +79,7 @@ def _flash_dynamic_mask_attention_forward(
         target_dtype: cast float32 inputs to this.
         implementation: the registered name; that of another kind of attention is refused.
         sliding_window: keep the nearest keys only, this many on each side that is seen.
+        sink: as in `flash_dmattn_func`.
         **kwargs: what other implementations of attention know.
 
     Returns:
@@ -97,7 +99,12 @@ def _flash_dynamic_mask_attention_forward(
     window = _window(window_size, keep_window_size)
     if sliding_window is not None:
         sliding_window = checks.index("sliding_window", sliding_window, 1)
-    options = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    options = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "sink": sink,
+    }
     mask, bias, keys = mask_and_bias(attention_mask, attention_bias, key.shape[1], query.dtype)
     if keys != key.shape[1]:
         key, value = key[:, :keys], value[:, :keys]

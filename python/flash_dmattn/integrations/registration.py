@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from .choices import choose_attention_dropout
 from .import_utils import require_transformers
 
 __all__ = ["ATTENTION_NAME", "KEY_BIAS_ATTENTION_NAME", "register"]
@@ -16,13 +17,22 @@ KEY_BIAS_ATTENTION_NAME = "flash_dmattn_key_bias"
 _NAMES = (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME)
 
 
-def register() -> None:
+def register(attention_dropout: str | None = None) -> None:
     """Make ``attn_implementation="flash_dmattn"`` known to transformers. Repeating it is harmless.
+
+    Args:
+        attention_dropout: what becomes of a dropout of attention probabilities that a model in
+            training asks for, as T5 does by its ``dropout_rate``: "refuse" raises
+            NotImplementedError, "skip" trains without it and with all other dropout of the model.
+            None leaves what was chosen before, at first "refuse".
 
     Raises:
         ImportError: transformers is absent, or older than the ``transformers`` extra asks for.
+        ValueError: attention_dropout is something else.
     """
     require_transformers()
+    if attention_dropout is not None:
+        choose_attention_dropout(attention_dropout)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward

@@ -19,6 +19,7 @@ __all__ = [
     "check_cu_seqlens",
     "check_fits_projection",
     "check_keys",
+    "check_padding",
     "check_parameter_dtype",
     "check_positions",
     "check_positive",
@@ -120,6 +121,27 @@ def check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> No
         f"attn_mask must have all {cached + tokens} keys in its last dimension, here those of "
         f"{tokens} tokens{held}, got shape {tuple(given.shape)}"
     )
+
+
+def check_padding(padding: Tensor, hidden_states: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise unless there is a boolean for each token."""
+    if cu_seqlens is not None:
+        raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
+    if checks.tensor("padding", padding, "a boolean torch.Tensor or None").dtype != torch.bool:
+        raise TypeError(
+            f"padding must have dtype torch.bool (True is a token), got {padding.dtype}"
+        )
+    rows = tuple(hidden_states.shape[:-1])
+    if tuple(padding.shape) != rows:
+        raise ValueError(
+            f"padding must have shape {rows}, of the tokens of this call, got "
+            f"{tuple(padding.shape)}"
+        )
+    if padding.device != hidden_states.device:
+        raise ValueError(
+            f"padding must be on hidden_states' device {hidden_states.device}, got a tensor on "
+            f"{padding.device}"
+        )
 
 
 def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:

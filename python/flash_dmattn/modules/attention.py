@@ -20,6 +20,7 @@ from .arguments import (
     check_cu_seqlens,
     check_fits_projection,
     check_keys,
+    check_padding,
     check_parameter_dtype,
     check_positions,
     check_positive,
@@ -27,7 +28,8 @@ from .arguments import (
     finite,
 )
 from .cache import AttentionCache
-from .rotary import packed_positions, rotary_factors, rotate
+from .fusing import is_fused_step
+from .heads import prepared
 
 __all__ = ["DynamicMaskAttention"]
 
@@ -75,6 +77,7 @@ class DynamicMaskAttention(nn.Module):
         softcap: float = 0.0,
         softmax_scale: float | None = None,
         projection_bias: bool = False,
+        sink: bool = False,
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
         backend: str | None = None,
@@ -99,6 +102,8 @@ class DynamicMaskAttention(nn.Module):
             softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
             softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
             projection_bias: give all projections an additive bias.
+            sink: give each head a learned score ``sink``, ``(H,)``, that takes a part of each row's
+                softmax and has nothing to attend to. No Doge weights have it.
             norm_eps: added to the mean square in the norms.
             init_std: standard deviation of the initial weights.
             backend: as in `flash_dmattn_func`.
@@ -134,7 +139,7 @@ class DynamicMaskAttention(nn.Module):
         norm_eps = finite("norm_eps", norm_eps, least=0)
         init_std = finite("init_std", init_std, least=0)
         is_causal, qk_norm = flag("is_causal", is_causal), flag("qk_norm", qk_norm)
-        projection_bias = flag("projection_bias", projection_bias)
+        projection_bias, sink = flag("projection_bias", projection_bias), flag("sink", sink)
         check_backend(backend)
         check_parameter_dtype(dtype)
         device = checks.device("device", device)
@@ -160,10 +165,11 @@ class DynamicMaskAttention(nn.Module):
         self.o_proj = nn.Linear(width, embed_dim, projection_bias, **place)
         self.q_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
+        self.sink = nn.Parameter(torch.empty(num_heads, **place)) if sink else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights and A from a normal distribution; set biases to 0 and norms to 1."""
+        """Draw weights, A and sink from a normal distribution; set biases to 0 and norms to 1."""
         with torch.no_grad():
             for module in self.children():
                 if isinstance(module, nn.Linear):
@@ -173,6 +179,8 @@ class DynamicMaskAttention(nn.Module):
                 elif isinstance(module, nn.RMSNorm):
                     module.reset_parameters()
             nn.init.normal_(self.A, std=self.init_std)
+            if self.sink is not None:
+                nn.init.normal_(self.sink, std=self.init_std)
 
     def extra_repr(self) -> str:
         """Show what the projections do not."""
@@ -180,7 +188,8 @@ class DynamicMaskAttention(nn.Module):
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, window_size={self.window_size}, "
             f"is_causal={self.is_causal}, bias_form={self.bias_form!r}, "
-            f"rotary_base={self.rotary_base}, softcap={self.softcap}"
+            f"rotary_base={self.rotary_base}, softcap={self.softcap}, "
+            f"sink={self.sink is not None}"
         )
 
     def forward(
@@ -192,6 +201,7 @@ class DynamicMaskAttention(nn.Module):
         max_seqlen: int | None = None,
         position_ids: Tensor | None = None,
         cache: AttentionCache | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Attend from each token of a batch to the tokens of its own sequence.
 
@@ -209,6 +219,9 @@ class DynamicMaskAttention(nn.Module):
             position_ids: integers ``(N,)`` or ``(B, N)``, packed ``(total,)``, for the rotary
                 embedding; by default counted in each sequence, from the length of the cache on.
             cache: of this layer; the tokens are appended to it, and attend to all that it holds.
+                With a window it keeps what later tokens can see, and gradients flow to these.
+            padding: bool ``(B, N)``, of these tokens alone, True is a token; others are never seen,
+                by later calls with the cache either.
 
         Returns:
             A tensor of the shape of ``hidden_states``. A token that sees nothing, such as padding
@@ -218,20 +231,32 @@ class DynamicMaskAttention(nn.Module):
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape does not fit, or arguments exclude each other; the text says how.
         """
-        self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache)
+        self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache, padding)
+        others = attn_mask, position_ids, cu_seqlens, padding
+        if is_fused_step(self, DynamicMaskAttention, hidden_states, cache, *others):
+            from .step import step
+
+            assert cache is not None
+            assert cache.kept is not None
+            return step(self, hidden_states, cache.kept)
         heads, kv_heads = ((count, self.head_dim) for count in (self.num_heads, self.num_kv_heads))
-        query = _normalized(self.q_proj(hidden_states).unflatten(-1, heads), self.q_norm)
-        key = _normalized(self.k_proj(hidden_states).unflatten(-1, kv_heads), self.k_norm)
+        query = self.q_proj(hidden_states).unflatten(-1, heads)
+        key = self.k_proj(hidden_states).unflatten(-1, kv_heads)
         value = self.v_proj(hidden_states).unflatten(-1, kv_heads)
         bias = self.key_bias(value)
-        if self.rotary_base is not None:
-            if position_ids is None:
-                position_ids = _positions(hidden_states, cu_seqlens, cache)
-            compute_dtype = torch.promote_types(query.dtype, torch.float32)
-            factors = rotary_factors(position_ids, self.head_dim, self.rotary_base, compute_dtype)
-            query, key = rotate(query, *factors), rotate(key, *factors)
+        query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
+        window_size = None
+        if cache is not None and cache.keeps_window(self.window_size, attn_mask):
+            window_size = self.window_size
+            if isinstance(attn_mask, Tensor):
+                new = attn_mask[:, attn_mask.shape[1] - hidden_states.shape[1] :]
+                padding, attn_mask = new if padding is None else new & padding, None
+        if padding is not None:
+            bias = bias.masked_fill(~padding[:, None, None], -torch.inf)
         if cache is not None:
-            key, value, bias = cache.append(key, value, bias)
+            key, value, bias = cache.append(
+                key, value, bias, window_size=window_size, backend=self.backend
+            )
         out = self.attend(
             query, key, value, bias, attn_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
         )
@@ -284,6 +309,7 @@ class DynamicMaskAttention(nn.Module):
             "softmax_scale": self.softmax_scale,
             "is_causal": self.is_causal,
             "softcap": self.softcap,
+            "sink": self.sink,
             "backend": self.backend,
         }
         if cu_seqlens is None:
@@ -315,6 +341,7 @@ class DynamicMaskAttention(nn.Module):
         cu_seqlens: Tensor | None,
         position_ids: Tensor | None,
         cache: AttentionCache | None,
+        padding: Tensor | None,
     ) -> None:
         checks.tensor("hidden_states", hidden_states)
         form = "(B, N, embed_dim)" if cu_seqlens is None else "(total, embed_dim) with cu_seqlens"
@@ -338,28 +365,14 @@ class DynamicMaskAttention(nn.Module):
             if not self.is_causal:
                 raise ValueError("cache needs is_causal=True: earlier tokens see no later ones")
         if isinstance(attn_mask, (Tensor, IntervalMask)) and cu_seqlens is None:
-            check_keys(attn_mask, shape[1], 0 if cache is None else cache.length)
+            held = 0 if cache is None else cache.known_length
+            if held is not None:
+                check_keys(attn_mask, shape[1], held)
+        if padding is not None:
+            check_padding(padding, hidden_states, cu_seqlens)
         if position_ids is not None:
             check_positions(position_ids, hidden_states)
 
 
 def _longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-
-
-def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    if norm is None:
-        return heads
-    # Under autocast heads are of its dtype, and the weight is not.
-    normalized: Tensor = norm(heads.to(norm.weight.dtype))
-    return normalized.to(heads.dtype)
-
-
-def _positions(
-    hidden_states: Tensor, cu_seqlens: Tensor | None, cache: AttentionCache | None
-) -> Tensor:
-    rows = hidden_states.shape[-2]
-    if cu_seqlens is not None:
-        return packed_positions(cu_seqlens, rows)
-    start = 0 if cache is None else cache.length
-    return torch.arange(start, start + rows, device=hidden_states.device)

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..arguments import index
+from ..arguments import flag, index
+from ..state import KeptKeys
+from ..state.chunks import check_sequences
 
 __all__ = ["AttentionCache"]
 
@@ -17,29 +21,39 @@ _LENGTH_DIMENSION = {"key": 1, "value": 1, "bias": 3}
 
 
 class AttentionCache:
-    """Keys, values and biases of one layer's tokens, in the order in which they came.
+    """What one layer keeps of the tokens that it has seen, in the order in which they came.
 
-    A bias belongs to its key alone, so it is computed once and kept; the selection of the
-    ``window_size`` largest is made anew for each step, over all of them. For inference: what is
-    appended must not require a gradient.
-
-    With ``max_length`` the memory is allocated once, by the first `append`; without, it doubles
-    when it is full.
+    Where the layer is causal and has a window, these are the keys that later tokens can still see,
+    a `KeptKeys`: ``window_size`` of them for each head, however many tokens came. Memory and time
+    of a step are constant, and nothing that a step reads or writes moves. Otherwise, and where the
+    first call has a mask other than one of padding, these are all keys, values and biases; without
+    ``max_length`` their memory doubles when it is full.
 
     Attributes:
-        length: tokens that it holds.
-        max_length: tokens that it can hold, or None.
+        max_length: tokens that it can hold, or None. Where it keeps a window's keys, it can see any
+            number of tokens.
+        rollback: tokens at the end that `truncate` can take back where it keeps a window's keys.
+        every_key: whether it keeps all keys for a layer with a window too.
     """
 
-    length: int
     max_length: int | None
+    rollback: int
+    every_key: bool
 
-    def __init__(self, max_length: int | None = None) -> None:
+    def __init__(
+        self, max_length: int | None = None, *, rollback: int = 0, every_key: bool = False
+    ) -> None:
         """Make an empty cache.
 
+        Args:
+            max_length: allocate memory for so many tokens once, where all are kept.
+            rollback: the last tokens that `truncate` must be able to take back, such as drafts.
+            every_key: keep all keys, whatever the window, for masks that change what is seen of
+                earlier tokens.
+
         Raises:
-            TypeError: max_length is not an integer.
-            ValueError: max_length is less than 1.
+            TypeError: a number is not an integer, or every_key no boolean.
+            ValueError: max_length is less than 1, or rollback negative.
         """
         if max_length is not None:
             max_length = index("max_length", max_length, most=checks.MOST_ROWS)
@@ -47,9 +61,19 @@ class AttentionCache:
                 raise ValueError(
                     f"max_length must be at least 1, or None to grow, got {max_length}"
                 )
-        self.length = 0
         self.max_length = max_length
+        self.rollback = index("rollback", rollback, 0, checks.MOST_ROWS)
+        self.every_key = flag("every_key", every_key)
+        self._length = 0
         self._buffers: dict[str, Tensor] = {}
+        self._kept: KeptKeys | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled, by 2.0.0a1 too."""
+        if "length" in state:
+            self.__init__(state["max_length"])  # type: ignore[misc]
+            state = {"_length": state["length"], "_buffers": state["_buffers"]}
+        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         """Show how full it is."""
@@ -59,45 +83,105 @@ class AttentionCache:
         )
 
     @property
+    def length(self) -> int:
+        """Tokens that it has seen. Where it keeps a window's keys on a GPU, it waits for that."""
+        return self._length if self._kept is None else self._kept.length
+
+    @property
+    def known_length(self) -> int | None:
+        """The length, but None where compiled code would have to ask a device for it."""
+        return None if self._kept is not None and torch.compiler.is_compiling() else self.length
+
+    @property
     def capacity(self) -> int:
         """Tokens for which memory is allocated."""
+        if self._kept is not None:
+            return self._kept.capacity
         return self._buffers["key"].shape[1] if self._buffers else 0
 
-    def append(self, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the tokens that follow, and return key, value and bias of all.
+    @property
+    def kept(self) -> KeptKeys | None:
+        """The window's keys, where it keeps these alone."""
+        return self._kept
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Return int64 ``(count,)``: the positions of the tokens that follow."""
+        if self._kept is not None:
+            return self._kept.positions(count, device)
+        return torch.arange(self._length, self._length + count, device=device)
+
+    def keeps_window(self, window_size: int | None, attn_mask: object) -> bool:
+        """Say whether the tokens that follow will be kept only as long as they can be seen.
+
+        Args:
+            window_size: of the layer.
+            attn_mask: of the call, for all keys.
+
+        Raises:
+            ValueError: earlier tokens are forgotten, and this mask may show them again.
+        """
+        if self.every_key or window_size is None or self._buffers:
+            return False
+        is_padding = attn_mask is None or (isinstance(attn_mask, Tensor) and attn_mask.dim() == 2)
+        if self._kept is not None and not is_padding:
+            raise ValueError(
+                "attn_mask must be None or bool (B, K), padding that stays padding, for a cache "
+                "that keeps the window's keys alone; another mask may show a key that was "
+                "forgotten: use AttentionCache(every_key=True) with it"
+            )
+        return is_padding
+
+    def append(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        *,
+        window_size: int | None = None,
+        backend: str | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the tokens that follow, and return key, value and bias of all that they see.
 
         Args:
             key, value: ``(B, N, Hk, D)``.
-            bias: ``(B, Hk, 1, N)``.
+            bias: ``(B, Hk, 1, N)``; -inf for what is never seen, such as padding.
+            window_size: of a causal layer: keep only what it can still see. None keeps all.
+            backend: that selects, as in `flash_dmattn_func`.
 
         Returns:
-            Views ``(B, length, Hk, D)``, the same of value, and ``(B, Hk, 1, length)``. The next
-            `append` leaves them as they are; `truncate` and `append` after it may overwrite them.
+            Without a window views ``(B, length, Hk, D)``, the same of value, and ``(B, Hk, 1,
+            length)``. With one, the keys that the new tokens can see, which they attend to
+            causally, aligned to the bottom right, with that window. The next `append` leaves views
+            of all as they are; `truncate` and `append` after it may overwrite them, as the next
+            `append` may what it returned for a window.
 
         Raises:
             TypeError: an argument is not a tensor of floating-point numbers.
-            ValueError: a tensor requires a gradient, does not fit the others, differs in shape,
-                dtype or device from what the cache holds, or max_length is exceeded.
+            ValueError: a tensor does not fit the others, differs in shape, dtype or device from
+                what the cache holds, or max_length is exceeded; without a window, a tensor requires
+                a gradient; or the window is not that of earlier calls.
         """
         tokens = dict(zip(_NAMES, (key, value, bias), strict=True))
         _check_shapes(tokens)
+        if self._kept is not None or (window_size is not None and not self._holds_all()):
+            return self._append_kept(tokens, window_size, backend)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tokens.values()):
             raise ValueError(
-                "cache: cached keys and values are for inference, and have no gradient; call under "
-                "torch.no_grad() or torch.inference_mode()"
+                "cache: without a window cached keys and values are for inference, and have no "
+                "gradient; call under torch.no_grad() or torch.inference_mode()"
             )
         self._check(tokens)
-        length = self.length + key.shape[1]
+        length = self._length + key.shape[1]
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
-                f"cache has max_length={self.max_length} and holds {self.length} tokens; "
+                f"cache has max_length={self.max_length} and holds {self._length} tokens; "
                 f"{key.shape[1]} more do not fit"
             )
         if not self._buffers or length > self.capacity:
             self._grow(tokens, length)
         for name, added in tokens.items():
-            self._part(name, self.length, length).copy_(added)
-        self.length = length
+            self._part(name, self._length, length).copy_(added)
+        self._length = length
         every_key, every_value, every_bias = (self._part(name, 0, length) for name in _NAMES)
         return every_key, every_value, every_bias
 
@@ -112,16 +196,11 @@ class AttentionCache:
             ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
                 is none of a sequence.
         """
-        checks.tensor("indices", indices, "a torch.Tensor of integers")
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}"
-            )
-        if indices.dim() != 1:
-            raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
-        if indices.is_meta:
-            raise ValueError("indices must have values, got a meta tensor")
-        self._check_indices(indices)
+        held = self._buffers if self._kept is None else self._kept.tensors
+        check_sequences(indices, held["key"].shape[0] if held else None, "the cache")
+        if self._kept is not None:
+            self._kept.reorder(indices)
+            return
         with torch.inference_mode(False):
             self._buffers = {
                 name: buffer.index_select(0, indices.to(buffer.device))
@@ -132,24 +211,49 @@ class AttentionCache:
         """Forget all but the first ``length`` tokens; 0 empties the cache, its memory stays.
 
         Raises:
-            ValueError: length is negative, or more than the cache holds.
+            TypeError: length is not an integer.
+            ValueError: length is negative, more than the cache holds, or takes back more than
+                ``rollback`` tokens where it keeps a window's keys.
         """
-        length = index("length", length)
-        if not 0 <= length <= self.length:
-            raise ValueError(f"length must be from 0 to {self.length}, got {length}")
-        self.length = length
-
-    def _check_indices(self, indices: Tensor) -> None:
-        # Of a GPU they would have to be waited for; there index_select checks them itself.
-        if not self._buffers or indices.device.type != "cpu" or torch.compiler.is_compiling():
-            return
-        batch = self._buffers["key"].shape[0]
-        outside = indices[(indices < 0) | (indices >= batch)]
-        if outside.numel():
+        length, held = index("length", length), self.length
+        if not 0 <= length <= held:
+            raise ValueError(f"length must be from 0 to {held}, got {length}")
+        if self._kept is None:
+            self._length = length
+        elif length == 0:
+            self._kept.reset()
+        elif held - length > self._kept.revocable:
             raise ValueError(
-                f"indices must be from 0 to {batch - 1}, as the cache holds {batch} sequences, "
-                f"got {int(outside[0])}"
+                f"length must be 0 or at least {held - self._kept.revocable}, as of the {held} "
+                f"tokens that the cache has seen AttentionCache(rollback={self.rollback}) can take "
+                f"back {self._kept.revocable}, got {length}"
             )
+        else:
+            self._kept.forget(held - length)
+
+    def detach(self) -> None:
+        """Keep what is held without its gradients, between the steps of training on a stream."""
+        if self._kept is not None:
+            self._kept = self._kept.detach()
+
+    def _holds_all(self) -> bool:
+        return self.every_key or bool(self._buffers)
+
+    def _append_kept(
+        self, tokens: dict[str, Tensor], window_size: int | None, backend: str | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self._kept is None:
+            assert window_size is not None
+            self._kept = KeptKeys(window_size, rollback=self.rollback)
+        if window_size != self._kept.window_size:
+            raise ValueError(
+                f"window_size must be {self._kept.window_size}, whose keys the cache keeps, got "
+                f"{window_size}"
+            )
+        if self._kept.takes_in_place(**tokens):
+            return self._kept.update(**tokens, backend=backend)
+        seen, self._kept = self._kept.extended(**tokens, backend=backend)
+        return seen
 
     def _check(self, tokens: dict[str, Tensor]) -> None:
         for name, added in tokens.items():
@@ -178,8 +282,8 @@ class AttentionCache:
             with torch.inference_mode(False):
                 grown[name] = added.new_empty(shape)
             if self._buffers:
-                held = self._part(name, 0, self.length)
-                grown[name].narrow(_LENGTH_DIMENSION[name], 0, self.length).copy_(held)
+                held = self._part(name, 0, self._length)
+                grown[name].narrow(_LENGTH_DIMENSION[name], 0, self._length).copy_(held)
         self._buffers = grown
 
     def _part(self, name: str, start: int, end: int) -> Tensor:

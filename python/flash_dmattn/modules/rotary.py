@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["packed_positions", "rotary_factors", "rotate"]
+__all__ = ["frequencies", "packed_positions", "rotary_factors", "rotate"]
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -24,10 +24,16 @@ def rotary_factors(
     Made anew for each call and not kept as a buffer, which ``module.to(torch.bfloat16)`` would
     round: a bfloat16 holds no position above 256 exactly.
     """
-    half = head_dim // 2
-    exponent = torch.arange(half, device=positions.device, dtype=dtype) / half
-    angle = positions[..., None, None].to(dtype) * base**-exponent
+    angle = positions[..., None, None].to(dtype) * frequencies(
+        head_dim, base, dtype, positions.device
+    )
     return angle.cos(), angle.sin()
+
+
+def frequencies(head_dim: int, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``base ** (-2 i / D)``, ``(head_dim / 2,)``."""
+    half = head_dim // 2
+    return base ** -(torch.arange(half, device=device, dtype=dtype) / half)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

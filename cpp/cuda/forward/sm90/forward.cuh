@@ -50,7 +50,8 @@ template <class Config> __device__ void produce_forward(const ForwardParams &par
             t.tile * Config::kRows,
             0,
             tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
-            score_view(p, p.bias, t.s, t.head)};
+            score_view(p, p.bias, t.s, t.head),
+            sink_score(p, t.head)};
   };
   TaskProducer<ForwardTask, decltype(make)> scheduler(p, shared.tasks, make);
   KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
@@ -120,8 +121,7 @@ template <class Config> struct ForwardConsumer {
   // What comes before a block: nothing, the last block of the tile before, or a block of the same tile.
   enum class After { nothing, tile, block };
 
-  template <After kAfter>
-  __device__ void step(const TaskConsumer<ForwardTask> &tasks, int block, int blocks) {
+  template <After kAfter> __device__ void step(const TaskConsumer<ForwardTask> &tasks, int block, int blocks) {
     Pipeline &pipeline = shared.pipeline;
     Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
     Roles::take_turn(group);

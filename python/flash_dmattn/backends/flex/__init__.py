@@ -19,6 +19,8 @@ from flash_dmattn.backends.base import (
 )
 from flash_dmattn.backends.shapes import check_attention
 
+from . import sinks
+
 TORCH_FLOOR = (2, 6)
 _DEVICES = ("cuda", "cpu")
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
@@ -69,6 +71,8 @@ class FlexBackend(Backend):
             lse = query.new_full(lse_shape(query), -torch.inf, dtype=lse_dtype(query.dtype))
             return query.new_zeros(query.shape), lse, None
         out, lse = passes.forward(_detached(inputs))
+        if inputs.sink is not None:
+            out = sinks.with_sink(inputs.sink.detach(), out, lse)
         return out, lse, None
 
     def backward(
@@ -87,7 +91,7 @@ class FlexBackend(Backend):
             return {name: torch.zeros_like(getattr(inputs, name)) for name in wanted}
         if dlse is None:
             dlse = torch.zeros_like(lse)
-        return passes.backward(_detached(inputs), dout, dlse, lse, wanted)
+        return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select as the device's pack does."""

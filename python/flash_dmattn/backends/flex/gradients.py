@@ -15,12 +15,14 @@ from flash_dmattn.backends.base import Gradients
 from flash_dmattn.reference import computing_dtype, per_query_head
 
 from .problem import Problem
+from .sinks import shares
 
 
 def gradients(
     problem: Problem,
     scale: float,
     softcap: float,
+    sink: Tensor | None,
     dout: Tensor,
     dlse: Tensor,
     wanted: tuple[str, ...],
@@ -29,18 +31,17 @@ def gradients(
 
     Args:
         problem: with keys that nobody keeps, and rows that keep nothing, free of NaN and Inf.
-        scale, softcap: as in the call.
+        scale, softcap, sink: as in the call.
         dout: ``(B, H, Q, D)``, 0 in rows that keep nothing.
         dlse: ``(B, H, Q)``.
-        wanted: "query", "key", "value" and "bias", or some of them.
+        wanted: "query", "key", "value", "bias" and "sink", or some of them.
     """
     dtype = computing_dtype(problem.query.dtype)
     heads, kv_heads = problem.heads
     totals: Gradients = {}
     for name in wanted:
-        totals[name] = torch.zeros_like(
-            getattr(problem, name), dtype=dtype, memory_format=torch.contiguous_format
-        )
+        like: Tensor = sink if name == "sink" and sink is not None else getattr(problem, name)
+        totals[name] = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
     def grouped(tensor: Tensor) -> Tensor:
         return torch.unflatten(tensor.to(dtype), 1, (kv_heads, heads // kv_heads))
@@ -61,8 +62,12 @@ def gradients(
         dropped = ~problem.kept(rows, keys)
         # Not by lse, in whose rounding large scores lose more than in their own sum. All keys of
         # the rows are here; a row of nothing but -inf has no softmax.
-        probabilities = torch.softmax(scores.masked_fill(dropped, -torch.inf), -1)
-        probabilities = probabilities.masked_fill(dropped, 0)
+        scores = scores.masked_fill(dropped, -torch.inf)
+        of_keys = torch.softmax(scores, -1).masked_fill(dropped, 0)
+        probabilities = of_keys
+        if sink is not None:
+            share, rest = shares(sink, torch.logsumexp(scores, -1))
+            probabilities = of_keys * share.unsqueeze(-1)
         if "value" in wanted:
             product = grouped(probabilities).transpose(-1, -2) @ part_dout
             totals["value"][:, :, keys] += product.sum(2)
@@ -71,9 +76,11 @@ def gradients(
         dprobabilities = (part_dout @ value.transpose(-1, -2)).flatten(1, 2)
         dprobabilities = dprobabilities.masked_fill(dropped, 0)
         # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
-        delta = (probabilities * dprobabilities).sum(-1) - dlse[:, :, rows]
+        delta = (probabilities * dprobabilities).sum(-1)
+        if "sink" in wanted:
+            totals["sink"] -= (rest * delta).sum((0, 2))
         dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
-        dscores = dscores.masked_fill(dropped, 0)
+        dscores = (dscores + of_keys * dlse[:, :, rows].unsqueeze(-1)).masked_fill(dropped, 0)
         if "bias" in wanted:
             place = problem.columns(totals["bias"], rows, keys)
             place += _summed(dscores, place, heads, kv_heads)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_dmattn.backends.base import AttentionInputs, Gradients
 from flash_dmattn.reference import per_query_head, without_autocast
 
-from . import gradients, kernel
+from . import gradients, kernel, sinks
 from .blocks import Blocks, make_blocks, padded
 from .isolation import isolated
 from .problem import Problem, make_problem
@@ -29,11 +29,12 @@ def backward(
     inputs: AttentionInputs,
     dout: Tensor,
     dlse: Tensor,
+    out: Tensor,
     lse: Tensor,
     wanted: tuple[str, ...],
 ) -> Gradients:
     """Return the wanted gradients in the form of the call."""
-    return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, lse, wanted))
+    return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, out, lse, wanted))
 
 
 def _computed(device: torch.device, function: Callable[[], Result]) -> Result:
@@ -59,12 +60,13 @@ def _backward(
     inputs: AttentionInputs,
     dout: Tensor,
     dlse: Tensor,
+    out: Tensor,
     lse: Tensor,
     wanted: tuple[str, ...],
 ) -> Gradients:
     problem, blocks = _problem(inputs)
     if inputs.packed:
-        dout, dlse, lse = (t.unsqueeze(0) for t in (dout, dlse, lse))
+        dout, dlse, out, lse = (t.unsqueeze(0) for t in (dout, dlse, out, lse))
     empty = lse == -torch.inf
     # Such rows may hold anything, and their gradients have no meaning.
     dlse = dlse.masked_fill(empty, 0)
@@ -75,8 +77,13 @@ def _backward(
     by_formula = tuple(name for name in wanted if name not in by_kernel)
     found: Gradients = {}
     if by_formula:
-        found = gradients.gradients(problem, inputs.scale, inputs.softcap, dout, dlse, by_formula)
+        found = gradients.gradients(
+            problem, inputs.scale, inputs.softcap, inputs.sink, dout, dlse, by_formula
+        )
     if by_kernel:
+        if inputs.sink is not None:
+            inner = sinks.without_sink(inputs.sink, dout, dlse, out.transpose(1, 2), lse)
+            dout, dlse, found["sink"] = inner
         found |= _by_kernel(problem, blocks, inputs, dout, dlse)
     return {name: _as_given(found[name], name, inputs) for name in wanted}
 
@@ -137,6 +144,8 @@ def _by_kernel(
 
 def _as_given(gradient: Tensor, name: str, inputs: AttentionInputs) -> Tensor:
     like: Tensor = getattr(inputs, name)
+    if name == "sink":
+        return gradient.to(like.dtype)
     is_bias = name == "bias"
     heads = like.shape[-3] if is_bias else like.shape[-2]
     if gradient.shape[1] != heads:  # of a problem without groups

@@ -27,6 +27,7 @@ def run_forward(
             forward_kernel,
             problem.sequences * problem.heads * blocks(problem.queries, tiles.block_rows),
             arguments,
+            SINK=problem.inputs.sink is not None,
             STATISTICS=statistics,
             **tiles.constants,
             **problem.constants,

@@ -41,7 +41,8 @@ def gradients(
     views = plan_views(problem.layout, plan)
     arguments = problem.arguments | views._asdict()
     statistics = row_statistics(problem, plan, lse.contiguous())
-    arguments |= _prepared(problem, dout.contiguous(), dlse, out.contiguous(), *statistics)
+    prepared = _prepared(problem, dout.contiguous(), dlse, out.contiguous(), *statistics)
+    arguments |= prepared
     want_query, want_bias = "query" in wanted, "bias" in wanted
     constant_bias = want_bias and _is_constant_along_keys(problem)
     want_row_bias = want_bias and problem.bias_kind == ROW_BIAS and not constant_bias
@@ -58,6 +59,9 @@ def gradients(
         else:
             total = row_bias if want_row_bias else key_bias
         found["bias"] = total.to(inputs.bias.dtype)
+    if "sink" in wanted and inputs.sink is not None:
+        shares = prepared["sink_shares"].sum((0, 2) if inputs.query.dim() == 4 else 1)
+        found["sink"] = shares.to(inputs.sink.dtype)
     return {name: found[name] for name in wanted}
 
 
@@ -72,6 +76,8 @@ def _prepared(
     """Return query, the gradient of out, lse and delta as the kernels read them."""
     live_q, live_dout = torch.empty_like(dout), torch.empty_like(dout)
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+    has_sink = problem.inputs.sink is not None
+    sink_shares = torch.empty_like(lse) if has_sink else lse.new_empty(0)
     rows = problem.batches * problem.rows * problem.heads
     launch(
         prepare_kernel,
@@ -79,13 +85,16 @@ def _prepared(
         problem.arguments
         | {"out": out, "dout": dout, "lse": lse, "row_sums": row_sums, "total": rows}
         | {"dlse": None if dlse is None else dlse.float().contiguous()}
-        | {"live_q": live_q, "live_dout": live_dout, "log2_lse": log2_lse, "delta": delta},
+        | {"live_q": live_q, "live_dout": live_dout, "log2_lse": log2_lse, "delta": delta}
+        | {"sink_shares": sink_shares},
         HAS_DLSE=dlse is not None,
         HAS_SUMS=row_sums is not None,
+        SINK=has_sink,
         BLOCK_ROWS=_PREPARED_ROWS,
         **{name: problem.constants[name] for name in ("UNIT", "EVEN", "BLOCK_D")},
     )
-    return {"q": live_q, "dout": live_dout, "lse": log2_lse, "delta": delta}
+    found = {"q": live_q, "dout": live_dout, "lse": log2_lse, "delta": delta}
+    return found | {"sink_shares": sink_shares}
 
 
 def _row_gradients(

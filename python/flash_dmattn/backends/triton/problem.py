@@ -100,6 +100,7 @@ def describe(inputs: AttentionInputs) -> Problem:
         "list_tiles": layout.tiles,
         "sequences": layout.sequences,
         "lists": layout.lists,
+        "sink": None if inputs.sink is None else inputs.sink.float().contiguous(),
         "scale": inputs.scale,
         "softcap": inputs.softcap,
         **{name: length // unit for name, length in zip(names, lengths, strict=True)},

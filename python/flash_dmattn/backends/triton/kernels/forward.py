@@ -8,6 +8,7 @@ from .common import (
     INTERVALS,
     KEY_BIAS,
     LN2,
+    LOG2E,
     RANGE,
     ROW_BIAS,
     ROWS,
@@ -29,6 +30,7 @@ def forward_kernel(
     k,
     v,
     bias,
+    sink,
     out,
     lse,
     first,
@@ -79,6 +81,7 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    SINK: tl.constexpr,
     STATISTICS: tl.constexpr,
 ):
     """Write out and lse of a block of rows. The last rows, which may see the most, come first.
@@ -188,7 +191,10 @@ def forward_kernel(
             tl.store(out + lse_places, total, mask=valid_rows)
         else:
             tl.store(lse + lse_places, (top + tl.log2(total)) * LN2, mask=valid_rows)
-            out_tile = tl.where((total == 0)[:, None], 0.0, out_tile / total[:, None])
+            empty = total == 0
+            if SINK:  # lse is without it
+                total += tl.exp2(tl.load(sink + head) * LOG2E - top)
+            out_tile = tl.where(empty[:, None], 0.0, out_tile / total[:, None])
             out += (batch * rows * heads + head) * head_dim
             offsets = row_places * heads * head_dim
             store_tile(out, offsets, out_tile, valid_rows, head_dim, BLOCK_D)

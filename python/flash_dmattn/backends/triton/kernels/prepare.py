@@ -9,6 +9,10 @@ from .common import LOG2E, SIZES, load_tile, store_tile
 # Beyond it lse has lost the sum of a row to rounding: all that it keeps has a bias like finfo.min.
 # Such a row counts as one that keeps nothing.
 UNUSABLE_LSE = tl.constexpr(1e30)
+# Of the sink's part of a row's sum, to base 2, over that of the keys. Beyond it the probabilities
+# of keys are nearly 0, but must not be, since the gradient of lse is multiplied by them after it
+# was divided by them.
+MOST_SINK = tl.constexpr(64.0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -19,10 +23,12 @@ def prepare_kernel(
     lse,
     row_sums,
     dlse,
+    sink,
     live_q,
     live_dout,
     log2_lse,
     delta,
+    sink_shares,
     heads,
     rows,
     total,
@@ -32,6 +38,7 @@ def prepare_kernel(
     q_head,
     HAS_DLSE: tl.constexpr,
     HAS_SUMS: tl.constexpr,
+    SINK: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -45,6 +52,10 @@ def prepare_kernel(
 
     With HAS_SUMS, lse is the largest score, in units of ln 2. Then those kernels make of it
     probabilities that are too large by the factor row_sums, and their gradient is too small by it.
+
+    With SINK, the sums that probabilities are divided by have the sink's part too, and what each
+    row adds to the gradient of its head's sink is written. The gradient of lse, which is without
+    the sink, is divided by what the probabilities of keys sum to.
     """
     head_dim *= UNIT
     place = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -54,10 +65,18 @@ def prepare_kernel(
     row_lse = tl.load(lse + lse_place, mask=valid, other=float("-inf"))
     if HAS_SUMS:
         live = row_lse != float("-inf")
-        share = 1 / tl.load(row_sums + lse_place, mask=live, other=1.0)
+        sums = tl.load(row_sums + lse_place, mask=live, other=1.0)
     else:
         live = tl.abs(row_lse) < UNUSABLE_LSE
         row_lse *= LOG2E
+        sums = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+    whole = sums
+    if SINK:
+        margin = tl.load(sink + head, mask=valid, other=0.0) * LOG2E - row_lse
+        sink_weight = tl.exp2(tl.where(margin > MOST_SINK, MOST_SINK, margin))
+        whole = tl.where(live, sums + sink_weight, 1.0)
+        if not HAS_SUMS:
+            row_lse += tl.log2(whole)
     tl.store(log2_lse + lse_place, tl.where(live, row_lse, float("inf")), mask=valid)
     offsets = place * head_dim
     q_offsets = (batch * q_batch + row * q_row + head * q_head) * UNIT
@@ -66,10 +85,13 @@ def prepare_kernel(
     out_tile = load_tile(out, offsets, live, head_dim, False, EVEN, BLOCK_D)
     dout_tile = load_tile(dout, offsets, live, head_dim, False, EVEN, BLOCK_D)
     result = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if SINK:
+        sink_share = tl.where(live, sink_weight / whole * result, 0.0)
+        tl.store(sink_shares + lse_place, -sink_share, mask=valid)
     if HAS_DLSE:
-        result -= tl.load(dlse + lse_place, mask=live, other=0.0)
+        result -= tl.load(dlse + lse_place, mask=live, other=0.0) * (whole / sums)
     if HAS_SUMS:
-        result *= share
-        dout_tile = dout_tile.to(tl.float32) * share[:, None]
+        result /= whole
+        dout_tile = dout_tile.to(tl.float32) / whole[:, None]
     store_tile(live_dout, offsets, dout_tile, valid, head_dim, BLOCK_D)
     tl.store(delta + lse_place, result, mask=valid)

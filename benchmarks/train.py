@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Training steps of a language model, with dynamic masks and with dense causal attention.
+
+Both models have the same projections, norms, rotary embedding and feed-forward layers; the one with
+dynamic masks also learns biases, and selects keys by them. Parameters are float32, computing is in
+bfloat16 by autocast on a GPU, and a step is forward, backward and AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+from flash_dmattn import DynamicMaskAttention
+
+from .cases import Case
+from .entrants import ALL_KEYS, TOP_KEYS_OF_EACH_QUERY
+from .memory import peak_extra_memory
+from .results import Record, Step
+from .timing import Clock, summary
+
+_WORDS = 256  # one token per byte
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, and how many tokens a step has; the batch is what makes so many of a length."""
+
+    shape: Case
+    layers: int
+    tokens: int
+    lengths: tuple[int, ...]
+
+    def case(self, length: int) -> Case:
+        """The attention problem of a layer at a length."""
+        batch = max(1, self.tokens // length)
+        name = f"train-{length / 1024:g}k"
+        return replace(self.shape, name=name, batch=batch, length=length)
+
+
+GPU = Setting(
+    Case("", "bfloat16", heads=16, kv_heads=4, head_dim=64, window=1024),
+    layers=8,
+    tokens=65536,
+    lengths=(2048, 4096, 16384, 65536),
+)
+CPU = Setting(Case("", heads=4, kv_heads=2, head_dim=32, window=128), 2, 2048, (512, 2048))
+
+
+class DenseAttention(DynamicMaskAttention):
+    """The same layer without biases and masks, computed by PyTorch."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        del self.A, self.dt_proj
+
+    def key_bias(self, value: Tensor) -> Tensor:
+        """Return a tensor that `attend` does not read."""
+        return value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attend to all keys up to the query's own."""
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU (arXiv:2002.05202), each normalised before and added after."""
+
+    def __init__(self, attention: nn.Module, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = attention
+        self.up = nn.Linear(width, 6 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        gate, hidden = self.up(self.feed_forward_norm(x)).chunk(2, -1)
+        down: Tensor = self.down(silu(gate) * hidden)
+        return x + down
+
+
+METHODS: dict[str, tuple[type[DynamicMaskAttention], str, str]] = {
+    "flash_dmattn": (DynamicMaskAttention, "ours", TOP_KEYS_OF_EACH_QUERY),
+    "dense": (DenseAttention, "baseline", ALL_KEYS),
+}
+
+
+def make_model(name: str, case: Case, layers: int) -> nn.Module:
+    """A model of one method on the case's device, with random weights in float32."""
+    torch.manual_seed(case.seed)
+    width = case.heads * case.head_dim
+    attention = METHODS[name][0]
+    sizes = (width, case.heads, case.kv_heads)
+    blocks = [Block(attention(*sizes, window_size=case.window), width) for _ in range(layers)]
+    head = nn.Linear(width, _WORDS, bias=False)
+    model = nn.Sequential(nn.Embedding(_WORDS, width), *blocks, nn.RMSNorm(width), head)
+    return model.to(case.device)
+
+
+def make_step(name: str, case: Case, layers: int) -> Callable[[], Tensor]:
+    """What trains a model by one step, on random tokens, and returns the loss."""
+    model = make_model(name, case, layers)
+    on_gpu = case.device.startswith("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
+    shape = (case.batch, case.length + 1)
+    tokens = torch.randint(_WORDS, shape, device=case.device)
+
+    def step() -> Tensor:
+        with torch.autocast(case.device.partition(":")[0], torch.bfloat16, enabled=on_gpu):
+            logits = model(tokens[:, :-1])
+        loss = cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def steps(
+    setting: Setting, contestants: Sequence[str], clock: Clock, seconds: float
+) -> Iterator[Step]:
+    """The measuring of each method at each length."""
+    for case in map(setting.case, setting.lengths):
+        for name in contestants:
+            _, role, mask = METHODS[name]
+            record = partial(Record, case.name, name, role, mask)
+            run = partial(_measure, record, name, case, setting.layers, clock, seconds)
+            missing = partial(_missing, record)
+            yield Step(f"{case.name}: {name}", run, missing)
+
+
+def _missing(record: Callable[..., Record], reason: str) -> list[Record]:
+    return [record("train_step", reason=reason)]
+
+
+def _measure(
+    record: Callable[..., Record], name: str, case: Case, layers: int, clock: Clock, seconds: float
+) -> Iterator[Record]:
+    step = make_step(name, case, layers)
+    step()  # the optimizer's state is made here
+    yield record("memory_train", value=float(peak_extra_memory(step, case.device)), samples=1)
+    yield record("train_step", **summary(clock.sample(step, seconds)))

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A bias of the keys as further elements of query and key.
+
+A kernel adds one bias. Where a call has a bias for each query too, that of the keys goes through
+the product of query and key: query gets elements of 1, and key the bias, over the scale. Products
+are exact and summed in float32, so that three elements of 16 bits, each the rest of the one before,
+hold what float32 holds of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Extended", "with_bias_columns"]
+
+# So that rows of 16 bits stay aligned to 16 bytes.
+_UNIT = 8
+
+
+class Extended(NamedTuple):
+    """Query, key and value ``(..., D + more)``, the further elements of value 0."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def with_bias_columns(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
+) -> Extended:
+    """Put a bias of the keys into the product of query and key.
+
+    Args:
+        query: ``(..., Q, H, D)``.
+        key, value: ``(..., K, Hk, D)``.
+        bias: broadcasts to ``(..., K, Hk)``.
+        scale: of the scores; not 0.
+    """
+    full = key.shape[:-1]
+    pieces: Tensor = _Pieces.apply(bias, full, key.dtype, 1.0 / scale)  # type: ignore[no-untyped-call]
+    count = pieces.shape[-1]
+    head_dim = key.shape[-1]
+    more = -(-(head_dim + count) // _UNIT) * _UNIT - head_dim
+    rest = key.new_zeros(()).expand(*full, more - count)
+    ones = query.new_ones(()).expand(*query.shape[:-1], count)
+    zeros = query.new_zeros(()).expand(*query.shape[:-1], more - count)
+    return Extended(
+        torch.cat([query, ones, zeros], -1),
+        torch.cat([key, pieces, rest], -1),
+        torch.nn.functional.pad(value, (0, more)),
+    )
+
+
+class _Pieces(torch.autograd.Function):
+    """``(..., count)``: numbers of a dtype that sum to those of a bias, times a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bias: Tensor, shape: torch.Size, dtype: torch.dtype, factor: float
+    ) -> Any:
+        ctx.shape, ctx.dtype, ctx.factor = bias.shape, bias.dtype, factor
+        rest = bias.to(torch.promote_types(bias.dtype, torch.float32)) * factor
+        if dtype == rest.dtype:
+            pieces = [rest]
+        else:
+            limit, pieces = torch.finfo(dtype).max, []
+            for _ in range(3):
+                # A bias beyond the dtype stands for "masked" wherever there is one; NaN stays.
+                piece = torch.where(rest.isfinite(), rest.clamp(-limit, limit), rest).to(dtype)
+                pieces.append(piece)
+                rest = torch.where(rest.isfinite(), rest - piece.to(rest.dtype), 0.0)
+        return torch.stack(pieces, -1).expand(*shape, len(pieces))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # Each piece counts as the bias does.
+        first = gradient[..., 0].to(torch.promote_types(gradient.dtype, torch.float32))
+        total = first.sum_to_size(ctx.shape) * ctx.factor
+        return total.to(ctx.dtype), None, None, None

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention over a sequence whose shards lie on several ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import checks
+from ..arguments import backend_name, index
+from ..checks import MOST_ROWS
+from ..interface import Output, flash_dmattn_func
+from ..state.chunks import as_rows, check_heads
+from ..state.rows import Rows, best, concatenated, empty_rows
+from .exchange import exchanged, planned
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["checked_group", "context_parallel_dmattn"]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def context_parallel_dmattn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor,
+    window_size: int,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    padding: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Output:
+    """Compute causal attention over a sequence that is divided among ranks.
+
+    Each rank has consecutive tokens, those of rank 0 first, and any number of them. All that its
+    queries can see of the ranks before it is ``window_size`` keys for each head of the bias; these
+    are sent to it, and no others: at most ``B * window_size`` rows of key and value for each
+    key/value head, whatever the length. The gradients of these rows travel back, and are summed in
+    the order of the ranks; so equal inputs give equal bits.
+
+    Communication: an all-gather of the ``window_size`` best biases of each shard; an all-to-all of
+    the rows, before which the host waits once, for their numbers; and in the backward pass two of
+    their gradients. All ranks have to call it, also backward, with the same B, H, Hk, D, dtype and
+    window_size, and either all or none with inputs that require gradients.
+
+    Args:
+        query: ``(B, N, H, D)``, this rank's tokens.
+        key, value: ``(B, N, Hk, D)``.
+        attn_bias: a number for each key, ``({B|1}, {H|Hk|1}, 1, N)``, or as `flash_dmattn_func`
+            takes it for every query alike.
+        window_size: keys that a query keeps of all that it sees, at least 1.
+        group: of the ranks; a `DeviceMesh` of one dimension; None is the default group.
+        padding: bool ``(B, N)``, True for tokens; others are never seen.
+        softmax_scale, softcap, return_lse, backend: as in `flash_dmattn_func`.
+
+    Returns:
+        As `flash_dmattn_func`, for this rank's queries.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape does not fit, or a mask is given that does more than pad.
+        RuntimeError: torch.distributed is not initialized.
+    """
+    window = index("window_size", window_size, 1, MOST_ROWS)
+    ranks, name = checked_group(group), backend_name(backend)
+    check_heads("query", query)
+    check_heads("key", key)
+    local = torch.arange(key.shape[1], device=key.device)
+    shard = as_rows(key, value, attn_bias, padding, local, query.shape[2])
+    if dist.get_world_size(ranks) > 1:
+        # Of no tokens too: gradients of what was received travel through them.
+        some = shard if shard.size else concatenated(shard, empty_rows(shard, 1))
+        candidates = best(some, window, window * shard.sharing, name)
+        exchange = planned(candidates, window, ranks, name)
+        received = exchanged(candidates, exchange)
+        shard = concatenated(Rows(*received, exchange.places), shard)
+    return flash_dmattn_func(
+        query,
+        shard.key,
+        shard.value,
+        None,
+        shard.bias,
+        softmax_scale,
+        True,
+        softcap,
+        window_size=window,
+        return_lse=return_lse,
+        backend=backend,
+    )
+
+
+def checked_group(group: Any) -> dist.ProcessGroup:
+    """Return the process group of an argument."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group, and "
+            "start the program with torchrun"
+        )
+    if group is None:
+        default = dist.group.WORLD
+        assert default is not None
+        return default
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a DeviceMesh of one dimension, got {group.ndim}; mesh['name'] is "
+                "one of its dimensions"
+            )
+        of_mesh: dist.ProcessGroup = group.get_group()
+        return of_mesh
+    if not isinstance(group, dist.ProcessGroup):
+        checks.refuse_type("group", "a ProcessGroup, a DeviceMesh or None", group)
+    return group

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which rows go from which rank to which, and how they and their gradients travel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..record import DENSE
+from ..selection import CallShape, select
+from ..state.rows import Rows, selecting
+
+__all__ = ["Exchange", "exchanged", "planned"]
+
+
+class Exchange(NamedTuple):
+    """The part of one rank.
+
+    Rows are counted flat, ``(B, p, window rows)`` of the rank that they come from, and lie one rank
+    after another in what is sent and received.
+    """
+
+    group: dist.ProcessGroup
+    sent: list[Tensor]  # for each rank int64, which of the own candidates it is sent
+    received_counts: list[int]
+    # int64 (B, p, rows): which received row lies where; one past the last where none does
+    places: Tensor
+    bias: Tensor  # (B, h, 1, rows): of the rows that are received, without a gradient
+
+    @property
+    def sent_counts(self) -> list[int]:
+        """How many rows each rank is sent."""
+        return [len(index) for index in self.sent]
+
+    @property
+    def received(self) -> int:
+        """How many rows are received."""
+        return sum(self.received_counts)
+
+
+def planned(candidates: Rows, window: int, group: dist.ProcessGroup, backend: str) -> Exchange:
+    """Agree on the exchange: each rank gets the best rows of those before it.
+
+    The biases of all candidates are gathered, from which all ranks compute the same. The host waits
+    once, for the numbers of rows.
+
+    Args:
+        candidates: the best rows of this rank's shard, in order, as many on each rank.
+        window: rows that each head keeps.
+        group: of the ranks, in the order of their shards.
+        backend: that selects.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows, sets = candidates.size, candidates.position.shape[1]
+    own = candidates.bias.detach().contiguous()
+    gathered = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(gathered, own, group=group)
+    bias = torch.cat(gathered, 3)
+    device = bias.device
+    source = torch.arange(ranks, device=device).repeat_interleave(rows)
+    before = source < torch.arange(ranks, device=device).unsqueeze(1)
+    batch, heads, _, columns = bias.shape
+    kv_heads = candidates.key.shape[2]
+    shape = CallShape(batch, max(heads, kv_heads), kv_heads, ranks, columns)
+    by = selecting(candidates, backend)
+    keep, _, _ = select(bias, before[None, None], DENSE, shape, window, False, by)
+    assert keep is not None
+    # (B, p, heads that share rows, to, from * rows)
+    by_set = keep.reshape(batch, sets, heads // sets, ranks, columns).any(2)
+    wanted = by_set.view(batch, sets, ranks, ranks, rows).permute(2, 3, 0, 1, 4)
+    counts = wanted.sum((2, 3, 4)).tolist()
+    sent = [_places_of_true(wanted[to, rank].reshape(-1), counts[to][rank]) for to in range(ranks)]
+    # Of what this rank gets: the number of each row in the order of arrival, and where it goes.
+    mine = by_set[:, :, rank]
+    arrival = wanted[rank].reshape(-1).cumsum(0).view(ranks, batch, sets, rows) - 1
+    arrival = arrival.permute(1, 2, 0, 3).reshape(batch, sets, columns)
+    running = mine.cumsum(-1)
+    slot = torch.arange(1, rows + 1, device=device).expand(batch, sets, -1).contiguous()
+    column = torch.searchsorted(running, slot)
+    is_there = column < columns
+    column = column.clamp(max=columns - 1)
+    places = arrival.gather(2, column).masked_fill(~is_there, sum(counts[rank]))
+    by_bias, there = candidates.for_bias(column), candidates.for_bias(is_there)
+    own_keep = keep[:, :, rank : rank + 1].gather(3, by_bias)
+    kept_bias = bias.gather(3, by_bias).masked_fill(~(there & own_keep), -torch.inf)
+    return Exchange(group, sent, counts[rank], places, kept_bias)
+
+
+def exchanged(candidates: Rows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
+    """Return key, value ``(B, rows, Hk, D)`` and bias of what is received, with gradients."""
+    result: tuple[Tensor, Tensor, Tensor] = _Exchanged.apply(  # type: ignore[no-untyped-call]
+        candidates.key, candidates.value, candidates.bias, exchange
+    )
+    return result
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows travel to the ranks that keep them, and the gradients home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, bias: Tensor, exchange: Exchange
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.exchange = exchange
+        ctx.sharing = bias.shape[1] // exchange.places.shape[1]
+        sets = exchange.places.shape[1]
+        rows = torch.cat([_flat(key, sets), _flat(value, sets)], 1)
+        arrived = _all_to_all(
+            torch.cat([rows[index] for index in exchange.sent]), exchange, is_home=False
+        )
+        # The last row is for places where nothing lies.
+        arrived = torch.cat([arrived, arrived.new_zeros(1, arrived.shape[1])])
+        placed = arrived[exchange.places]  # (B, p, rows, 2 E)
+        half = placed.shape[-1] // 2
+        return (
+            _in_heads(placed[..., :half], key),
+            _in_heads(placed[..., half:], value),
+            exchange.bias.clone(),
+        )
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        dkey, dvalue, dbias = gradients
+        exchange: Exchange = ctx.exchange
+        batch, sets, rows = exchange.places.shape
+        where = exchange.places.flatten()
+        states = torch.cat([_flat(dkey, sets), _flat(dvalue, sets)], 1)
+        # (B, h, 1, rows) as (B p rows, heads that share them)
+        biases = dbias.view(batch, sets, ctx.sharing, rows).transpose(2, 3).flatten(0, 2)
+        home = []
+        for gradient in (states, biases):
+            # Each received row lies in one place, so nothing is added up here.
+            sorted_rows = gradient.new_zeros(exchange.received + 1, gradient.shape[1])
+            sorted_rows[where] = gradient
+            total = gradient.new_zeros(
+                batch * sets * rows,
+                gradient.shape[1],
+                dtype=torch.promote_types(gradient.dtype, torch.float32),
+            )
+            arrived = _all_to_all(sorted_rows[:-1], exchange, is_home=True)
+            # In the order of the ranks, each of which has sent a row at most once.
+            start = 0
+            for index in exchange.sent:
+                total[index] += arrived[start : start + len(index)]
+                start += len(index)
+            home.append(total.to(gradient.dtype))
+        half = home[0].shape[1] // 2
+        by_set = home[1].view(batch, sets, rows, ctx.sharing).transpose(2, 3)
+        return (
+            _in_heads(home[0][:, :half].view(batch, sets, rows, half), dkey),
+            _in_heads(home[0][:, half:].view(batch, sets, rows, half), dvalue),
+            by_set.reshape(dbias.shape),
+            None,
+        )
+
+
+def _all_to_all(rows: Tensor, exchange: Exchange, *, is_home: bool) -> Tensor:
+    counts = exchange.sent_counts, exchange.received_counts
+    given, wanted = counts[::-1] if is_home else counts
+    arrived = rows.new_empty(sum(wanted), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), wanted, given, group=exchange.group)
+    return arrived
+
+
+def _flat(rows: Tensor, sets: int) -> Tensor:
+    """Lay ``(B, rows, Hk, D)`` out as ``(B p rows, Hk / p D)``."""
+    batch, count, heads, dim = rows.shape
+    by_set = rows.reshape(batch, count, sets, heads // sets * dim)
+    return by_set.transpose(1, 2).reshape(batch * sets * count, heads // sets * dim)
+
+
+def _in_heads(by_set: Tensor, like: Tensor) -> Tensor:
+    """Lay ``(B, p, rows, Hk / p D)`` out as ``(B, rows, Hk, D)``."""
+    batch, _, count, _ = by_set.shape
+    return by_set.transpose(1, 2).reshape(batch, count, *like.shape[2:])
+
+
+def _places_of_true(flags: Tensor, count: int) -> Tensor:
+    """Return the places of the ``count`` True, without waiting for the device to count them."""
+    wanted = torch.arange(1, count + 1, device=flags.device)
+    return torch.searchsorted(flags.cumsum(0), wanted)

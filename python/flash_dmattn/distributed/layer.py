@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The layer for a sequence whose shards lie on several ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..masks import IntervalMask
+from ..modules import DynamicMaskAttention
+from .context_parallel import checked_group, context_parallel_dmattn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ContextParallelAttention"]
+
+
+class ContextParallelAttention(DynamicMaskAttention):
+    """A `DynamicMaskAttention` that is given a rank's consecutive tokens of each sequence.
+
+    Parameters, arguments and results are those of the layer that it extends; but it has no cache,
+    takes no packed sequences, and masks by ``padding`` alone. All ranks call it, forward and
+    backward. Positions are counted along all shards.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        """Make a layer with random weights, which must be made alike on all ranks.
+
+        Args:
+            *args: as `DynamicMaskAttention`.
+            process_group: of the ranks, in the order of their shards; a DeviceMesh of one
+                dimension; None is the default group.
+            **settings: as `DynamicMaskAttention`.
+
+        Raises:
+            ValueError: as `DynamicMaskAttention`; or there is no window, or no causality.
+        """
+        super().__init__(*args, **settings)
+        if self.window_size is None or not self.is_causal:
+            raise ValueError(
+                "ContextParallelAttention needs is_causal=True and a window_size, by which it "
+                f"knows what to send, got is_causal={self.is_causal} and "
+                f"window_size={self.window_size}"
+            )
+        self.process_group = process_group
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Attend from each token of a shard to those before it, on all ranks.
+
+        Args:
+            hidden_states: ``(B, N, embed_dim)``.
+            *args: none but an ``attn_mask`` of None.
+            **options: ``padding`` and ``position_ids``, as in `DynamicMaskAttention`.
+        """
+        if any(argument is not None for argument in (*args, options.get("attn_mask"))):
+            raise ValueError(
+                "attn_mask must be None in context parallelism, where keys of other ranks are "
+                "chosen by their biases alone; give padding, and each document to a call of its own"
+            )
+        if options.get("cache") is not None or options.get("cu_seqlens") is not None:
+            raise ValueError("cache and cu_seqlens must be None in context parallelism")
+        if self.rotary_base is not None and options.get("position_ids") is None:
+            options["position_ids"] = self._positions(hidden_states)
+        return super().forward(hidden_states, **options)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        attn_mask: Tensor | IntervalMask | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Compute the attention of a shard; see `context_parallel_dmattn`."""
+        assert self.window_size is not None
+        out = context_parallel_dmattn(
+            query,
+            key,
+            value,
+            bias,
+            self.window_size,
+            self.process_group,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
+            backend=self.backend,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _positions(self, hidden_states: Tensor) -> Tensor:
+        """Return int64 ``(N,)``: where the tokens stand behind those of the ranks before."""
+        group = checked_group(self.process_group)
+        own = torch.full((1,), hidden_states.shape[1], device=hidden_states.device)
+        lengths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(lengths, own, group=group)
+        start = torch.cat(lengths)[: dist.get_rank(group)].sum()
+        return start + torch.arange(hidden_states.shape[1], device=hidden_states.device)

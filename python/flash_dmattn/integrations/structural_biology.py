@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The attention functions of structural biology, with the arguments that models call them with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import checks
+from flash_dmattn.arguments import autocast_dtype
+from flash_dmattn.pair_bias import pair_bias_attention
+
+__all__ = ["evoformer_attention", "triangle_attention"]
+
+# What stands for the score of a masked key: it counts only where all keys are masked.
+_MASKED = -1e9
+# Elements of scores that are made at a time for their largest.
+_ELEMENTS_AT_ONCE = 1 << 24
+
+
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Compute what ``cuequivariance_torch.triangle_attention`` does, on CPUs too.
+
+    Any length has the same rule, and D is from 1 to 256. A row whose keys are all masked gives the
+    mean of its values, as there, where masked scores become -1e9. float32 tensors on a GPU are
+    computed by ``backend="triton"``, in products of float32 without TF32.
+
+    Args:
+        q: ``(B, N, H, Q, D)``; where B is 1 it may be left out, here and below.
+        k, v: ``(B, N, H, K, D)``.
+        bias: ``(B, 1, H, Q, K)``, added to the scaled scores.
+        mask: ``(B, N, 1, 1, K)``, nonzero for keys that are there.
+        scale: of the scores; ``D ** -0.5`` by default.
+        return_aux: also return the log-sum-exp of each row's scores and the largest of them.
+
+    Returns:
+        ``(B, N, H, Q, D)``; with return_aux also two float32 ``(B, N, H, Q)``, which have no
+        gradient. The largest is computed by plain PyTorch, some rows at a time.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    q, k, v, bias = (
+        _five(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias))
+    )
+    if bias.dtype not in (q.dtype, torch.float32):
+        bias = bias.to(torch.float32)
+    kept = None if mask is None else _five("mask", mask) != 0
+    found = pair_bias_attention(
+        q.transpose(2, 3),
+        k.transpose(2, 3),
+        v.transpose(2, 3),
+        attn_mask=kept,
+        attn_bias=bias,
+        softmax_scale=scale,
+        return_lse=return_aux,
+        backend=_backend(q),
+    )
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    out = out.transpose(2, 3)
+    if kept is not None and k.shape[3]:
+        any_kept = kept.any(-1, keepdim=True)
+        out = torch.where(any_kept, out, v.mean(3, keepdim=True))
+    if lse is None:
+        return out
+    with torch.no_grad():
+        return out, *_aux(q, k, bias, kept, scale, lse.detach())
+
+
+def evoformer_attention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    biases: Sequence[Tensor | None],
+) -> Tensor:
+    """Compute what DeepSpeed's ``DS4Sci_EvoformerAttention`` does, on CPUs too, at any length.
+
+    float32 tensors on a GPU are computed as by `triangle_attention`.
+
+    Args:
+        Q, K, V: ``(B, N, S, H, D)``.
+        biases: at most two, each of which may be None: of the keys ``(B, N, 1, 1, S)``, and of the
+            pairs ``(B, 1, H, S, S)``. Both have gradients. It is not changed.
+
+    Returns:
+        ``(B, N, S, H, D)``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    given = list(biases)
+    if len(given) > 2:
+        raise ValueError(f"biases must be at most two tensors, got {len(given)}")
+    of_keys, of_pairs = (*given, None, None)[:2]
+    checks.tensor("Q", Q)
+    if Q.dim() != 5:
+        raise ValueError(f"Q must have shape (B, N, S, H, D), got {tuple(Q.shape)}")
+    outer, inner, length, heads, _ = Q.shape
+    shapes = ((outer, inner, 1, 1, length), (outer, 1, heads, length, length))
+    for number, (tensor, shape) in enumerate(zip((of_keys, of_pairs), shapes, strict=True)):
+        if tensor is None:
+            continue
+        checks.tensor(f"biases[{number}]", tensor)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"biases[{number}] must have shape {shape}, got {tuple(tensor.shape)}")
+    if of_pairs is not None and of_pairs.dtype not in (Q.dtype, torch.float32):
+        of_pairs = of_pairs.to(torch.float32)
+    out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys, backend=_backend(Q))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _backend(query: Tensor) -> str | None:
+    """Return who computes: of float32 on a GPU no kernel pack does."""
+    is_wide = query.dtype == torch.float32 and autocast_dtype(query) is None
+    return "triton" if is_wide and query.is_cuda else None
+
+
+def _five(name: str, tensor: Tensor) -> Tensor:
+    checks.tensor(name, tensor)
+    if tensor.dim() not in (4, 5):
+        raise ValueError(
+            f"{name} must have five dimensions, or four where the batch is 1, got "
+            f"{tuple(tensor.shape)}"
+        )
+    return tensor.unsqueeze(0) if tensor.dim() == 4 else tensor
+
+
+def _aux(
+    q: Tensor, k: Tensor, bias: Tensor, kept: Tensor | None, scale: float | None, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return lse and the largest score of each row, as if masked scores were -1e9."""
+    queries, keys = q.shape[3], k.shape[3]
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    largest = torch.empty_like(lse)
+    if keys == 0:
+        return lse, largest.fill_(_MASKED)
+    rows = max(1, _ELEMENTS_AT_ONCE // max(1, lse.numel() // max(1, queries) * keys))
+    for begin in range(0, queries, rows):
+        part = slice(begin, begin + rows)
+        scores = q[:, :, :, part].float() @ k.float().transpose(-1, -2) * factor
+        scores = scores + bias[:, :, :, part]
+        if kept is not None:
+            scores = scores.masked_fill(~kept, _MASKED)
+        largest[:, :, :, part] = scores.amax(-1)
+    if kept is not None:
+        lse = torch.where(kept.any(-1), lse, _MASKED)
+    return lse, largest

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention with two batch dimensions, either of which masks and biases may share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .arguments import check_tensors, number, without_expansion
+from .bias_columns import with_bias_columns
+from .interface import flash_dmattn_func
+
+__all__ = ["pair_bias_attention"]
+
+
+class _Sizes(NamedTuple):
+    outer: int  # B
+    inner: int  # N
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+
+
+def pair_bias_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `flash_dmattn_func` for each element of two batch dimensions.
+
+    Masks and biases may have either of these, both or none; nothing is expanded. So one bias of
+    pairs, ``(B, 1, H, S, S)``, serves the N rows of a batch element, as in AlphaFold's attention,
+    and one mask of windows, ``(1, N, 1, S, S)``, all images of a batch, as in Swin. The gradient of
+    a bias has its shape, summed in float32 over what shares it.
+
+    Where one tensor has the first dimension and not the second, and B > 1, or the other way round,
+    there is a call for each element of the shorter dimension.
+
+    Args:
+        query: ``(B, N, Q, H, D)``.
+        key, value: ``(B, N, K, Hk, D)``.
+        attn_mask: bool ``({B|1}, {N|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps.
+        attn_bias: as ``attn_mask``, in query's dtype or float32; added to the scaled scores.
+        key_bias: ``({B|1}, {N|1}, {Hk|1}, 1, {K|1})``, any floating dtype: another bias, of each
+            key, beside an ``attn_bias`` for each query. It goes through the product of query and
+            key, as three further elements of 16 bits: D is at most 248 then, the scale not 0, and
+            its gradient is rounded as that of ``key`` is. Keys of -inf are added to ``attn_mask``,
+            which so gets the batch dimensions of both.
+        softmax_scale, is_causal, softcap, sink, deterministic, return_lse, backend: as in
+            `flash_dmattn_func`. With ``key_bias`` and an ``attn_bias`` for each query there is no
+            softcap.
+
+    Returns:
+        ``(B, N, Q, H, D)``, and with return_lse the log-sum-exp ``(B, N, H, Q)``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
+    sizes = _sizes(query, key, value)
+    for name, tensor in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
+        if tensor is not None:
+            _check_shape(name, tensor, sizes, sizes.queries)
+    head_dim = query.shape[-1]
+    if key_bias is not None:
+        checks.tensor("key_bias", key_bias)
+        _check_shape("key_bias", key_bias, sizes, 1)
+        if attn_bias is None or attn_bias.shape[3] == 1:
+            attn_bias = _sum(attn_bias, key_bias)
+        else:
+            scale = _scale(softmax_scale, head_dim, softcap)
+            # What it drops must be known as dropped, so that it reaches nothing.
+            kept = key_bias != -torch.inf
+            if attn_mask is None:
+                attn_mask = kept
+            else:
+                one, other = _of_equal_heads(attn_mask, kept)
+                attn_mask = one & other
+            columns = torch.where(kept, key_bias, 0).squeeze(3).transpose(2, 3)
+            query, key, value = with_bias_columns(query, key, value, columns, scale)
+            softmax_scale = scale
+    if softmax_scale is None and head_dim:
+        softmax_scale = float(head_dim**-0.5)
+    attn_mask, attn_bias = without_expansion(attn_mask, 2), without_expansion(attn_bias, 2)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "is_causal": is_causal,
+        "softcap": softcap,
+        "sink": sink,
+        "deterministic": deterministic,
+        "return_lse": True,
+        "backend": backend,
+    }
+
+    def attend(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = flash_dmattn_func(*tensors, **options)  # type: ignore[arg-type,misc]
+        return out, lse
+
+    out, lse = _over_batches(attend, (query, key, value), (attn_mask, attn_bias), sizes)
+    out = out if out.shape[-1] == head_dim else out[..., :head_dim]
+    return (out, lse) if return_lse else out
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Sizes:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 5:
+            raise ValueError(
+                f"{name} must have shape (B, N, rows, heads, D), got {tuple(tensor.shape)}"
+            )
+    outer, inner, queries, heads, _ = query.shape
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[:2] != query.shape[:2]:
+            raise ValueError(
+                f"{name} must have the batch {(outer, inner)} of query, got {tuple(tensor.shape)}"
+            )
+    return _Sizes(outer, inner, queries, key.shape[2], heads, key.shape[3])
+
+
+def _check_shape(name: str, tensor: Tensor, sizes: _Sizes, rows: int) -> None:
+    heads = {1, sizes.kv_heads} if name == "key_bias" else {1, sizes.kv_heads, sizes.heads}
+    allowed = ({1, sizes.outer}, {1, sizes.inner}, heads, {1, rows}, {1, sizes.keys})
+    if tensor.dim() == 5 and all(n in some for n, some in zip(tensor.shape, allowed, strict=True)):
+        return
+    choices = ("|".join(map(str, sorted(some, reverse=True))) for some in allowed)
+    wanted = ", ".join(f"{{{choice}}}" if "|" in choice else choice for choice in choices)
+    raise ValueError(f"{name} must have shape ({wanted}), got {tuple(tensor.shape)}")
+
+
+def _scale(softmax_scale: float | None, head_dim: int, softcap: float | None) -> float:
+    if softcap:
+        raise NotImplementedError(
+            "softcap must be 0 or None with key_bias and an attn_bias for each query, got "
+            f"{softcap}"
+        )
+    scale = head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+    if scale == 0:
+        raise ValueError(
+            "softmax_scale must not be 0 with key_bias and an attn_bias for each query"
+        )
+    return float(scale)
+
+
+def _sum(bias: Tensor | None, key_bias: Tensor) -> Tensor:
+    """Add what is no larger than keys."""
+    key_bias = key_bias.to(torch.float32)
+    if bias is None:
+        return key_bias
+    one, other = _of_equal_heads(bias.to(torch.float32), key_bias)
+    return one + other
+
+
+def _of_equal_heads(*tensors: Tensor) -> list[Tensor]:
+    """Repeat for query heads what has one entry for each key/value head."""
+    heads = max(t.shape[2] for t in tensors)
+    return [
+        t if t.shape[2] in (1, heads) else t.repeat_interleave(heads // t.shape[2], 2)
+        for t in tensors
+    ]
+
+
+def _over_batches(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    shared: tuple[Tensor | None, ...],
+    sizes: _Sizes,
+) -> tuple[Tensor, Tensor]:
+    """Call attention of one batch dimension, as often as what is shared asks for."""
+    batch = (sizes.outer, sizes.inner)
+    if 0 in batch:
+        shared = tuple(None if t is None else t.expand(*batch, *t.shape[2:]) for t in shared)
+    if not any(t is not None and _is_mixed(t, batch) for t in shared):
+        out, lse = attend(
+            *(t.flatten(0, 1) for t in tensors),
+            *(None if t is None else t.flatten(0, 1) for t in shared),
+        )
+        return torch.unflatten(out, 0, batch), torch.unflatten(lse, 0, batch)
+    along = 0 if sizes.outer <= sizes.inner else 1
+    whole = [None if t is None else _summed_in_float32(t, along) for t in shared]
+    results = [
+        attend(
+            *(t.select(along, n) for t in tensors),
+            *(
+                None if t is None else t.select(along, n if t.shape[along] > 1 else 0)
+                for t in whole
+            ),
+        )
+        for n in range(batch[along])
+    ]
+    outs, lses = zip(*results, strict=True)
+    return torch.stack(outs, along), torch.stack(lses, along)
+
+
+def _is_mixed(tensor: Tensor, batch: tuple[int, int]) -> bool:
+    """Say whether a tensor has one dimension of the batch, and is the same along the other."""
+    return tuple(tensor.shape[:2]) not in (batch, (1, 1))
+
+
+def _summed_in_float32(tensor: Tensor, along: int) -> Tensor:
+    """Return a tensor whose gradients of several calls are added in float32."""
+    if tensor.dtype == torch.bool or tensor.shape[along] > 1 or not tensor.requires_grad:
+        return tensor
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

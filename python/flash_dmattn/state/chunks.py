@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What callers give of the tokens that follow, as rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..arguments import to_4d
+from ..masks import IntervalMask
+from .rows import Rows
+
+__all__ = ["as_rows", "check_heads", "check_like", "check_sequences", "needs_gradient"]
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_GROWS_ONLY = (
+    "what a query sees must only grow, as the keys that are dropped are forgotten: sliding "
+    "windows, documents and other masks need all keys; use flash_dmattn_func with them, or a state "
+    "for each document"
+)
+
+
+def as_rows(
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    padding: Tensor | None,
+    positions: Tensor,
+    heads: int | None,
+) -> Rows:
+    """Return tokens as rows, with a bias of -inf where they are padding.
+
+    Args:
+        key, value, bias, padding: as in `KeptKeys.attend`.
+        positions: int64 ``(N,)``.
+        heads: H, where it is known.
+
+    Raises:
+        TypeError, ValueError: as `KeptKeys.attend`.
+    """
+    for name, tensor in (("key", key), ("value", value), ("bias", bias)):
+        if checks.tensor(name, tensor).dtype not in _DTYPES:
+            raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
+        if tensor.device != key.device:
+            raise ValueError(f"{name} must be on key's device {key.device}, got {tensor.device}")
+    if value.shape != key.shape:
+        raise ValueError(
+            f"value must have shape {tuple(key.shape)} to go with key, got {tuple(value.shape)}"
+        )
+    batch, count, kv_heads, _ = key.shape
+    query_heads = kv_heads if heads is None else heads
+    if bias.dim() == 3 and heads is None:
+        query_heads = bias.shape[1]
+    sizes = {"batch": batch, "heads": query_heads, "kv_heads": kv_heads, "keys": count}
+    bias = to_4d("bias", bias, **sizes)
+    _check_bias(bias, batch, count, kv_heads, heads)
+    bias = bias.expand(batch, -1, -1, -1)
+    if padding is not None:
+        bias = bias.masked_fill(~_checked_padding(padding, key)[:, None, None], -torch.inf)
+    sets = 1 if bias.shape[1] == 1 else kv_heads
+    return Rows(key, value, bias, positions.expand(batch, sets, count))
+
+
+def check_heads(name: str, heads: Tensor) -> None:
+    """Raise unless this is a tensor of four dimensions."""
+    if checks.tensor(name, heads).dim() != 4:
+        raise ValueError(f"{name} must have shape (B, N, heads, D), got {tuple(heads.shape)}")
+
+
+def check_like(held: Rows, others: Rows, name: str = "") -> None:
+    """Raise ValueError unless rows can lie beside those that are held."""
+    for field, dimension in zip(Rows._fields, (1, 1, 3, 2), strict=True):
+        one: Tensor = getattr(held, field)
+        other: Tensor = getattr(others, field)
+        wanted = list(one.shape)
+        wanted[dimension] = other.shape[dimension]
+        of = f"{field} of {name}" if name else "bias" if field == "position" else field
+        if list(other.shape) != wanted:
+            shape = list(one.shape)
+            raise ValueError(
+                f"{of} must have the shape {shape} that is held, but for the number of tokens, got "
+                f"{list(other.shape)}"
+            )
+        if (other.dtype, other.device) != (one.dtype, one.device):
+            raise ValueError(
+                f"{of} must be {one.dtype} on {one.device}, as what is held, got {other.dtype} on "
+                f"{other.device}"
+            )
+
+
+def check_sequences(indices: Tensor, batch: int | None, holder: str) -> None:
+    """Raise unless these number sequences of a batch; None is an unknown number of them.
+
+    Values on a GPU would have to be waited for; there index_select checks them itself.
+    """
+    checks.tensor("indices", indices, "a torch.Tensor of integers")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}")
+    if indices.dim() != 1:
+        raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
+    if indices.is_meta:
+        raise ValueError("indices must have values, got a meta tensor")
+    if batch is None or indices.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    outside = indices[(indices < 0) | (indices >= batch)]
+    if outside.numel():
+        raise ValueError(
+            f"indices must be from 0 to {batch - 1}, as {holder} holds {batch} sequences, got "
+            f"{int(outside[0])}"
+        )
+
+
+def needs_gradient(*parts: Rows | None) -> bool:
+    """Say whether a gradient would be lost by writing these rows in place."""
+    return torch.is_grad_enabled() and any(
+        tensor.requires_grad for rows in parts if rows is not None for tensor in rows
+    )
+
+
+def _check_bias(bias: Tensor, batch: int, count: int, kv_heads: int, heads: int | None) -> None:
+    got = tuple(bias.shape)
+    if bias.shape[2] != 1:
+        raise ValueError(
+            f"bias must have a number for each key, ({{B|1}}, {{H|Hk|1}}, 1, N), got {got}: with a "
+            "row for each query, later queries may see keys that earlier ones have dropped"
+        )
+    groups = bias.shape[1] // kv_heads * kv_heads
+    allowed = {1, kv_heads, groups if heads is None else heads}
+    if bias.shape[0] not in (1, batch) or bias.shape[1] not in allowed or bias.shape[3] != count:
+        raise ValueError(
+            f"bias must have shape ({{B|1}}, {{H|Hk|1}}, 1, N) with B={batch}, Hk={kv_heads}, "
+            f"N={count}, got {got}"
+        )
+
+
+def _checked_padding(padding: Any, key: Tensor) -> Tensor:
+    if isinstance(padding, IntervalMask):
+        raise TypeError(f"padding must be bool (B, N) or None, got an IntervalMask; {_GROWS_ONLY}")
+    if checks.tensor("padding", padding).dtype != torch.bool:
+        raise TypeError(
+            f"padding must have dtype torch.bool (True for tokens), got {padding.dtype}"
+        )
+    if padding.shape != key.shape[:2]:
+        raise ValueError(
+            f"padding must have shape {tuple(key.shape[:2])}, that of the new tokens, got "
+            f"{tuple(padding.shape)}; {_GROWS_ONLY}"
+        )
+    if padding.device != key.device:
+        raise ValueError(f"padding must be on key's device {key.device}, got {padding.device}")
+    checked: Tensor = padding
+    return checked

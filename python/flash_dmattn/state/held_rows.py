@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The rows that a state holds, and how they are changed, in place or not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..arguments import index
+from ..checks import MOST_ROWS
+from .chunks import as_rows, check_heads, check_like, check_sequences, needs_gradient
+from .rows import NOWHERE, Rows, best, concatenated, empty_rows, in_order, narrowed
+from .stepping import insert
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["HeldRows"]
+
+
+class HeldRows:
+    """What `KeptKeys` holds: rows, a counter, and everything but attention and merging."""
+
+    window_size: int
+    rollback: int
+
+    def __init__(self, window_size: int, *, rollback: int = 0, start: int = 0) -> None:
+        """Make a state that has seen nothing.
+
+        Args:
+            window_size: keys that a query keeps, at least 1.
+            rollback: the last tokens that `forget` must be able to take back. They are kept besides
+                the best of what is older, so memory is for ``window_size + rollback``.
+            start: the position of the first token, by which it is told from those of other states
+                in `merge`.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: window_size is less than 1, or another number negative.
+        """
+        self.window_size = index("window_size", window_size, 1, MOST_ROWS)
+        self.rollback = index("rollback", rollback, 0, MOST_ROWS)
+        self._start = index("start", start, 0)
+        # What is older than the last tokens, and those: as many as can be taken back.
+        self._kept: Rows | None = None
+        self._recent: Rows | None = None
+        # int64 (3,): the position of the next token; one that `forget` cannot go behind; and 0,
+        # which the kernel of a step counts its programs with. On the device, so that a graph which
+        # has captured a step counts on when it is replayed.
+        self._counter: Tensor | None = None
+        # Whether the rows are known to be in the order of their positions. Steps in place put a
+        # token anywhere, those of a replayed graph too, of which Python does not hear.
+        self._is_ordered = True
+
+    def __repr__(self) -> str:
+        """Show what it is for, and what it holds where that need not be asked of a device."""
+        text = f"KeptKeys(window_size={self.window_size}, rollback={self.rollback}"
+        if self._kept is None:
+            return f"{text})"
+        batch, _, heads, dim = self._kept.key.shape
+        device = self._kept.key.device
+        length = f", length={self.length}" if device.type == "cpu" else ""
+        return f"{text}{length}, B={batch}, Hk={heads}, D={dim}, device={str(device)!r})"
+
+    @property
+    def length(self) -> int:
+        """How many tokens were seen, those of `start` included. On a GPU it is waited for."""
+        return self._start if self._counter is None else int(self._counter[0])
+
+    @property
+    def counter(self) -> Tensor | None:
+        """int64 ``(3,)``, the first of which is `length`, on the device; None before any token."""
+        return self._counter
+
+    @property
+    def revocable(self) -> int:
+        """How many of the last tokens `forget` can take back. On a GPU it is waited for."""
+        if self._counter is None:
+            return 0
+        length, floor, _ = self._counter.tolist()
+        return min(int(length - floor), self.rollback)
+
+    @property
+    def capacity(self) -> int:
+        """Rows for which memory is allocated."""
+        return sum(part.size for part in (self._kept, self._recent) if part is not None)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is held, by name: key, value ``(B, rows, Hk, D)``, bias ``(B, h, 1, rows)``, where
+        -inf is a row that the head does not keep, and position, int64 ``(B, {1|Hk}, rows)``.
+        """
+        held = [part for part in (self._kept, self._recent) if part is not None]
+        return {} if not held else concatenated(*held)._asdict()
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Return int64 ``(count,)``: the positions of the tokens that follow, on the device."""
+        following = torch.arange(count, device=device)
+        return following + (self._start if self._counter is None else self._counter[0])
+
+    def detach(self) -> Self:
+        """Return the same state in memory of its own, without what gradients need."""
+        return self._mapped(lambda tensor, _: tensor.detach().clone())
+
+    def clone(self) -> Self:
+        """Return the same state in memory of its own."""
+        return self._mapped(lambda tensor, _: tensor.clone())
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return this state on a device."""
+        checks.device("device", device)
+        return self._mapped(lambda tensor, _: tensor.to(device))
+
+    def reorder(self, indices: Tensor) -> None:
+        """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
+
+        As many as before stay where they are in memory.
+
+        Args:
+            indices: int64 or int32 ``(new B,)``.
+
+        Raises:
+            TypeError: indices is not a tensor of integers.
+            ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
+                is none of a sequence.
+        """
+        batch = None if self._kept is None else self._kept.key.shape[0]
+        check_sequences(indices, batch, "the state")
+        if self._kept is None:
+            return
+
+        def chosen(tensor: Tensor, batched: bool) -> Tensor:
+            return tensor.index_select(0, indices.to(tensor.device)) if batched else tensor
+
+        result = self._mapped(chosen)
+        assert result._kept is not None
+        if result._kept.key.shape == self._kept.key.shape:
+            self._replace_by(result)
+        else:
+            self._kept, self._recent = result._kept, result._recent
+
+    def forget(self, count: int) -> None:
+        """Take back the last tokens, in place.
+
+        Args:
+            count: of the tokens, at most ``rollback`` of them, and of those that came since.
+
+        Raises:
+            TypeError: count is not an integer.
+            ValueError: it is negative, or more than can be taken back.
+        """
+        count, revocable = index("count", count), self.revocable
+        if not 0 <= count <= revocable:
+            raise ValueError(
+                f"count must be from 0 to {revocable}, which is what can be taken back with "
+                f"rollback={self.rollback}, got {count}"
+            )
+        if count == 0:
+            return
+        assert self._recent is not None
+        assert self._counter is not None
+        length, floor, _ = self._counter.tolist()
+        left = narrowed(self._recent, 0, self.rollback - count)
+        shifted = concatenated(empty_rows(self._recent, count), left)
+        with torch.inference_mode(False), torch.no_grad():
+            for held, tensor in zip(self._recent, shifted, strict=True):
+                held.copy_(tensor)
+            self._counter.copy_(
+                torch.tensor([length - count, max(floor, length - self.rollback), 0])
+            )
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays, unless gradients need what is in it."""
+        if any(t.requires_grad for part in (self._kept, self._recent) for t in part or ()):
+            self._kept = self._recent = self._counter = None
+        for part in (self._kept, self._recent):
+            if part is not None:
+                part.bias.fill_(-torch.inf)
+                part.position.fill_(NOWHERE)
+        if self._counter is not None:
+            self._counter[:2] = self._start
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` makes the same state of."""
+        state: dict[str, Any] = {
+            "window_size": self.window_size,
+            "rollback": self.rollback,
+            "start": self._start,
+        }
+        for prefix, rows in (("kept", self._kept), ("recent", self._recent)):
+            if rows is not None:
+                state |= {f"{prefix}.{name}": t.detach() for name, t in rows._asdict().items()}
+        if self._counter is not None:
+            state["counter"] = self._counter
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what `state_dict` was asked of.
+
+        Raises:
+            ValueError: it is of another window_size or rollback.
+        """
+        for name in ("window_size", "rollback"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"state must have {name}={getattr(self, name)}, as this KeptKeys, got "
+                    f"{state[name]}"
+                )
+        self._start = state["start"]
+        for prefix in ("kept", "recent"):
+            fields = {n: state.get(f"{prefix}.{n}") for n in Rows._fields}
+            given = {name: tensor.clone() for name, tensor in fields.items() if tensor is not None}
+            setattr(self, f"_{prefix}", Rows(**given) if given else None)
+        counter = state.get("counter")
+        self._counter = None if counter is None else counter.clone()
+        self._is_ordered = False
+
+    def _rows(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        padding: Tensor | None,
+        heads: int | None = None,
+    ) -> Rows:
+        check_heads("key", key)
+        added = key.shape[1]
+        if added == 1 and self._counter is not None:
+            positions = self._counter[:1]  # read before the counter goes on
+        else:
+            positions = self.positions(added, key.device)
+        chunk = as_rows(key, value, bias, padding, positions, heads)
+        if self._kept is not None:
+            check_like(self._kept, chunk)
+        return chunk
+
+    def _columns(self, chunk: Rows) -> Rows:
+        """Return all that the tokens of a chunk can see, in the order of the positions."""
+        if self._kept is None:
+            return chunk
+        kept = self._kept if self._is_ordered else in_order(self._kept)
+        recent = () if self._recent is None else (self._recent,)
+        return concatenated(kept, *recent, chunk)
+
+    def _extend(self, chunk: Rows, backend: str) -> Rows:
+        """Take tokens in, in place, and return what they see."""
+        if self._needs_gradient(chunk):
+            raise ValueError(
+                "keys that are kept in place have no gradient; call under torch.no_grad(), or use "
+                "updated()"
+            )
+        if self._kept is not None and chunk.size == 1 and not self.rollback:
+            with torch.no_grad():
+                return self.step(lambda *held: insert(held[0], chunk, self.window_size, held[1]))
+        columns = self._columns(chunk)
+        self._replace_by(self._followed_by(columns, chunk.size, backend))
+        return columns
+
+    def _needs_gradient(self, chunk: Rows) -> bool:
+        """Say whether a gradient would be lost by taking tokens in in place."""
+        return needs_gradient(chunk, self._kept, self._recent)
+
+    def step(self, write: Callable[[Rows, Tensor], None]) -> Rows:
+        """Let a token be written in place into the rows, and return these.
+
+        Args:
+            write: is given the rows and the `counter`.
+        """
+        assert self._kept is not None
+        assert self._counter is not None
+        self._is_ordered = False
+        write(self._kept, self._counter)
+        return self._kept
+
+    def _followed_by(self, columns: Rows, added: int, backend: str) -> Self:
+        """Return the state that is left of what the last tokens have seen."""
+        result = copy.copy(self)
+        older = columns
+        if self.rollback:
+            columns = concatenated(empty_rows(columns, self.rollback), columns)
+            recent = narrowed(columns, columns.size - self.rollback, columns.size)
+            result._recent = Rows(*(tensor.clone() for tensor in recent))
+            older = narrowed(columns, 0, columns.size - self.rollback)
+        capacity = self.window_size * columns.sharing
+        if older.size:
+            result._kept = best(older, self.window_size, capacity, backend)
+        else:
+            result._kept = empty_rows(older, capacity)
+        counter = self._counter
+        if counter is None:
+            counter = columns.position.new_zeros(3)
+            counter[:2] = self._start
+        result._counter = counter.clone()
+        result._counter[0] += added
+        result._is_ordered = True
+        return result
+
+    def _replace_by(self, other: Self) -> None:
+        """Write another state of as many sequences into this one's memory."""
+        # Tensors made in inference mode cannot be written to outside of it, others anywhere.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._kept is None and other._kept is not None:
+                self._kept = _allocated(other._kept)
+                self._recent = None if other._recent is None else _allocated(other._recent)
+                assert other._counter is not None
+                self._counter = torch.empty_like(other._counter)
+            for held, new in ((self._kept, other._kept), (self._recent, other._recent)):
+                if held is not None and new is not None:
+                    for tensor, source in zip(held, new, strict=True):
+                        tensor.copy_(source)
+            if self._counter is not None and other._counter is not None:
+                self._counter.copy_(other._counter)
+
+    def _mapped(self, change: Callable[[Tensor, bool], Tensor]) -> Self:
+        """Return the state whose tensors are made of this one's; the counter has no batch."""
+        result = copy.copy(self)
+        with torch.inference_mode(False):
+            for name in ("_kept", "_recent"):
+                rows = getattr(self, name)
+                if rows is not None:
+                    setattr(result, name, Rows(*(change(tensor, True) for tensor in rows)))
+            if self._counter is not None:
+                result._counter = change(self._counter, False)
+        return result
+
+
+def _allocated(rows: Rows) -> Rows:
+    return Rows(*(tensor.new_empty(tensor.shape) for tensor in rows))

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The start of the kernel that does what `.stepping` does in some thirty."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from ..backends.triton.kernels.insert import EXPONENTIAL, GIVEN, SOFTPLUS, insert
+from .rows import Rows
+
+__all__ = ["BiasOfValues", "launch_insert"]
+
+# Of a longer row of biases parts are looked at one after another.
+_MOST_ROWS_AT_ONCE = 4096
+
+
+class BiasOfValues(NamedTuple):
+    """How the bias of a key follows from the values of all its heads."""
+
+    weight: Tensor  # (Hk, Hk D), contiguous
+    states_bias: Tensor | None  # (Hk,)
+    amplitude: Tensor  # (Hk,)
+    is_exponential: bool
+
+
+def launch_insert(
+    held: Rows, key: Tensor, value: Tensor, bias: Tensor | BiasOfValues, counter: Tensor
+) -> None:
+    """Write one token into rows of which each set belongs to one head of the bias.
+
+    Args:
+        held: the rows, contiguous.
+        key, value: ``(B, 1, Hk, D)``; where the bias is computed value is contiguous.
+        bias: ``(B, h, 1, 1)``, or how it is computed.
+        counter: int64 ``(3,)``: the position of the token, which becomes the next one's; what is
+            left alone; and 0.
+    """
+    batch, rows, kv_heads, dim = held.key.shape
+    sets = held.position.shape[1]
+    if isinstance(bias, BiasOfValues):
+        kind = EXPONENTIAL if bias.is_exponential else SOFTPLUS
+        line, states_bias, amplitude, _ = bias
+        has_states_bias, strides = states_bias is not None, [0, 0]
+    else:
+        kind, line, states_bias, amplitude, has_states_bias = GIVEN, bias, None, bias, False
+        strides = list(bias.stride()[:2])
+    insert[(batch * sets,)](
+        *held,
+        key,
+        value,
+        line,
+        amplitude,
+        amplitude if states_bias is None else states_bias,
+        counter,
+        rows,
+        *key.stride()[::2],
+        *value.stride()[::2],
+        *strides,
+        KEY_BIAS=kind,
+        HAS_STATES_BIAS=has_states_bias,
+        VALUE_WIDTH=kv_heads * dim,
+        BLOCK_VALUE=triton.next_power_of_2(kv_heads * dim),
+        SETS=sets,
+        DIM=dim,
+        WIDTH=kv_heads // sets * dim,
+        BLOCK_ROWS=min(_MOST_ROWS_AT_ONCE, triton.next_power_of_2(rows)),
+        BLOCK_WIDTH=triton.next_power_of_2(kv_heads // sets * dim),
+        num_warps=4 if rows <= 1024 else 8,
+    )

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The window's keys of a prefix of any length."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..arguments import backend_name, flag
+from ..interface import Output, flash_dmattn_func
+from .chunks import check_heads, check_like
+from .held_rows import HeldRows
+from .rows import Rows, best, concatenated, in_order
+
+__all__ = ["KeptKeys"]
+
+
+class KeptKeys(HeldRows):
+    """The ``window_size`` keys with the largest bias among those so far: all that is still visible.
+
+    With a bias for each key and a causal selection, a key that has left the ``window_size`` best
+    never returns. So what later queries see of any prefix is in this object, exactly, in memory
+    that does not grow: keys, values, biases and positions of at most ``window_size`` tokens for
+    each head of the bias. Ties are decided by the position, as in `flash_dmattn_func`, and biases
+    of NaN and -inf are never kept.
+
+    That holds while what is visible only grows: causality, and padding that stays padding. It does
+    not hold for sliding windows and documents, where a key that is dropped would make room for one
+    that has been forgotten; use `flash_dmattn_func` for these.
+
+    `update` and `merge` change the object in place, in the same memory, which CUDA graphs and
+    compiled programs rely on; they are for inference. `updated` and `merged` return another object,
+    through whose keys, values and biases gradients flow; `detach` cuts them off.
+
+    Attributes:
+        window_size: keys that a query keeps.
+        rollback: tokens at the end that `forget` can take back.
+    """
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        padding: Tensor | None = None,
+        *,
+        update: bool = False,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        backend: str | None = None,
+    ) -> Output:
+        """Let the tokens that follow attend to what is held and, causally, to themselves.
+
+        Args:
+            query: ``(B, N, H, D)``.
+            key, value: ``(B, N, Hk, D)``.
+            bias: a number for each key, ``({B|1}, {H|Hk|1}, 1, N)``, or as `flash_dmattn_func`
+                takes it for every query alike.
+            padding: bool ``(B, N)``, True for tokens; others are never seen.
+            update: also do what `update` does, which the attention of a single token is then spared
+                part of its work for.
+            softmax_scale, softcap, return_lse, backend: as in `flash_dmattn_func`.
+
+        Returns:
+            As `flash_dmattn_func` for these queries and all keys so far, with ``is_causal=True``
+            and ``window_size``, equal within rounding.
+
+        Raises:
+            TypeError, ValueError: as `flash_dmattn_func`; or the tokens do not fit those held.
+        """
+        check_heads("query", query)
+        chunk = self._rows(key, value, bias, padding, heads=query.shape[2])
+        if flag("update", update):
+            seen = self._extend(chunk, backend_name(backend))
+        else:
+            seen = self._columns(chunk)
+        return flash_dmattn_func(
+            query,
+            seen.key,
+            seen.value,
+            None,
+            seen.bias,
+            softmax_scale,
+            True,
+            softcap,
+            window_size=self.window_size,
+            return_lse=return_lse,
+            backend=backend,
+        )
+
+    def update(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        padding: Tensor | None = None,
+        *,
+        backend: str | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Take in the tokens that follow, in place.
+
+        Args:
+            key, value, bias, padding, backend: as in `attend`.
+
+        Returns:
+            Key, value and bias of what the new tokens see, which they attend to causally, aligned
+            to the bottom right, with ``window_size``. The next `update` may overwrite them.
+
+        Raises:
+            TypeError, ValueError: as `attend`; or a gradient is required, which `updated` is for.
+        """
+        chunk = self._rows(key, value, bias, padding)
+        seen = self._extend(chunk, backend_name(backend))
+        return seen.key, seen.value, seen.bias
+
+    def visible(
+        self, key: Tensor, value: Tensor, bias: Tensor, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `update` returns for tokens that are not taken in.
+
+        Args:
+            key, value, bias, padding: as in `attend`.
+
+        Raises:
+            TypeError, ValueError: as `attend`.
+        """
+        seen = self._columns(self._rows(key, value, bias, padding))
+        return seen.key, seen.value, seen.bias
+
+    def updated(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        padding: Tensor | None = None,
+        *,
+        backend: str | None = None,
+    ) -> KeptKeys:
+        """Return the state after the tokens that follow, with gradients for those it keeps.
+
+        Args:
+            key, value, bias, padding, backend: as in `attend`.
+
+        Raises:
+            TypeError, ValueError: as `attend`.
+        """
+        return self.extended(key, value, bias, padding, backend=backend)[1]
+
+    def extended(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        padding: Tensor | None = None,
+        *,
+        backend: str | None = None,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
+        """Return what `update` returns, and the state that `updated` returns.
+
+        Args:
+            key, value, bias, padding, backend: as in `attend`.
+
+        Raises:
+            TypeError, ValueError: as `attend`.
+        """
+        chunk = self._rows(key, value, bias, padding)
+        seen = self._columns(chunk)
+        state = self._followed_by(seen, chunk.size, backend_name(backend))
+        return (seen.key, seen.value, seen.bias), state
+
+    def takes_in_place(self, key: Tensor, value: Tensor, bias: Tensor) -> bool:
+        """Say whether `update` takes these tokens, as no gradient would be lost."""
+        return not self._needs_gradient(Rows(key, value, bias, bias))
+
+    def merge(self, other: KeptKeys, *, backend: str | None = None) -> None:
+        """Take in what another state has seen, in place.
+
+        Args:
+            other: a state of other positions (``start``) and as many heads, in any order.
+            backend: that selects, as in `flash_dmattn_func`.
+
+        Raises:
+            TypeError: other is no KeptKeys.
+            ValueError: it does not fit, can take tokens back, or a gradient is required.
+        """
+        self._replace_by(self.merged(other, backend=backend))
+
+    def merged(self, other: KeptKeys, *, backend: str | None = None) -> KeptKeys:
+        """Return the state of the tokens that either has seen, in memory of its own.
+
+        Args:
+            other, backend: as in `merge`.
+
+        Raises:
+            TypeError, ValueError: as `merge`.
+        """
+        if not isinstance(other, KeptKeys):
+            checks.refuse_type("other", "a KeptKeys", other)
+        if other.window_size != self.window_size:
+            raise ValueError(
+                f"other must have window_size={self.window_size}, got {other.window_size}"
+            )
+        for name, rollback in (("this state", self.rollback), ("other", other.rollback)):
+            if rollback:
+                raise ValueError(f"merge needs states of rollback=0, but {name} has {rollback}")
+        if other._kept is None or self._kept is None:
+            return (other if self._kept is None else self).clone()
+        check_like(self._kept, other._kept, "other")
+        assert self._counter is not None
+        assert other._counter is not None
+        result = copy.copy(self)
+        every = in_order(concatenated(self._kept, other._kept))
+        result._kept = best(every, self.window_size, self._kept.size, backend_name(backend))
+        result._counter = torch.maximum(self._counter, other._counter)
+        result._is_ordered = True
+        return result

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One token more, in place: it is dropped, or takes the slot of what it replaces."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..backends.triton import why_unavailable
+from .rows import Rows
+
+__all__ = ["has_kernel", "insert", "insert_by_operations"]
+
+
+def insert(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
+    """Write one token, later than all others, into rows that keep ``window`` for each head.
+
+    Args:
+        rows: what is held.
+        new: the token.
+        window: rows that each head keeps.
+        counter: int64 ``(3,)``, whose first number is the token's position, and becomes the next's.
+    """
+    is_ranked = rows.sharing == 1 and rows.bias.dtype != torch.float64
+    if is_ranked and has_kernel(rows.key.device.type):
+        from .insert_kernel import launch_insert
+
+        launch_insert(rows, *new[:3], counter)
+    else:
+        insert_by_operations(rows, new, window, counter)
+
+
+_has_kernel = functools.cache(lambda device_type: why_unavailable(device_type) is None)
+
+
+def has_kernel(device_type: str) -> bool:
+    """Say whether Triton can compute on a type of device."""
+    return bool(_has_kernel(device_type))
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo: the answer does
+# not change while a program runs.
+has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def insert_by_operations(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
+    """Do what `insert` does by PyTorch's operations, for heads that share rows too.
+
+    Of equal biases the earlier token is kept. So the new one must be better than the worst, and the
+    worst is the latest of those with the smallest bias, whatever slot it lies in. Nothing is read
+    by the host.
+    """
+    bias, new_bias = rows.by_set(rows.bias), rows.by_set(new.bias)
+    held = bias > -torch.inf
+    is_full = held.sum(-1, keepdim=True) >= window
+    least = bias.masked_fill(~held, torch.inf).amin(-1, keepdim=True)
+    is_least = held & (bias == least)
+    worst = rows.position.unsqueeze(2).masked_fill(~is_least, -1).argmax(-1, keepdim=True)
+    takes = (new_bias > -torch.inf) & (~is_full | (new_bias > least))
+    is_worst = torch.arange(rows.size, device=worst.device) == worst
+    bias = bias.masked_fill(is_worst & is_full & takes, -torch.inf)
+    # Heads that share rows need a row where none of them keeps one. There is one: each keeps at
+    # most ``window``, and those that take the token have just dropped theirs.
+    slot = (bias == -torch.inf).all(2).to(torch.uint8).argmax(-1, keepdim=True)
+    is_taken = takes.any(2)
+    is_slot = torch.arange(rows.size, device=slot.device) == slot
+    bias = torch.where(is_slot.unsqueeze(2) & takes, new_bias, bias)
+    rows.bias.copy_(bias.view_as(rows.bias))
+    _write(rows.position, 2, slot, new.position, is_taken)
+    kv_heads, dim = rows.key.shape[2:]
+    by_row, is_written = (
+        t.transpose(1, 2).expand(-1, 1, kv_heads).unsqueeze(-1).expand(-1, 1, kv_heads, dim)
+        for t in (slot, is_taken)
+    )
+    _write(rows.key, 1, by_row, new.key, is_written)
+    _write(rows.value, 1, by_row, new.value, is_written)
+    counter[0] += 1
+
+
+def _write(held: Tensor, dimension: int, index: Tensor, new: Tensor, is_written: Tensor) -> None:
+    before = held.gather(dimension, index)
+    held.scatter_(dimension, index, torch.where(is_written, new, before))

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The benchmark of training at a tiny size: both models learn, and differ in attention alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks import train  # noqa: E402
+from benchmarks.__main__ import main  # noqa: E402
+from benchmarks.quantities import TRAIN_QUANTITIES  # noqa: E402
+from benchmarks.results import read  # noqa: E402
+
+CASE = replace(train.CPU.shape, batch=2, length=48, window=8)
+
+
+def test_both_are_measured_at_each_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.json"
+    sizes = ["--lengths", "32", "64", "--tokens", "64", "--window", "8", "--layers", "1"]
+    sizes += ["--seconds", "0.01"]
+    assert main(["train", "--device", "cpu", *sizes, "--bars", "--output", str(path)]) == 0
+    results = read(path)
+    assert [case["batch"] for case in results.cases.values()] == [2, 1]
+    assert {record.key for record in results.records if record.value} == {
+        (case, method, quantity)
+        for case in results.cases
+        for method in train.METHODS
+        for quantity in TRAIN_QUANTITIES
+    }
+    shown = capsys.readouterr().out
+    assert "step ms" in shown
+    assert "train-64k: flash_dmattn, train step" in shown
+
+
+@pytest.mark.parametrize("name", train.METHODS)
+def test_a_model_learns(name: str) -> None:
+    step = train.make_step(name, CASE, 1)
+    losses = [step() for _ in range(10)]
+    assert losses[-1] < losses[0]
+
+
+def test_with_every_key_kept_and_no_biases_the_models_are_the_same() -> None:
+    masked, dense = (train.make_model(name, replace(CASE, window=48), 2) for name in train.METHODS)
+    masked.load_state_dict(dense.state_dict(), strict=False)
+    for parameter_name, parameter in masked.named_parameters():
+        if parameter_name.endswith("attention.A"):
+            torch.nn.init.zeros_(parameter)
+    tokens = torch.randint(256, (2, 48))
+    torch.testing.assert_close(masked(tokens), dense(tokens), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run a function on several ranks of this machine, each in a process of its own."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def run_on_ranks(function: Callable[[str], None], ranks: int, folder: Path, device: str) -> None:
+    """Call the function, with the device's name, on all ranks; raise what one of them raised."""
+    torch.multiprocessing.spawn(
+        _enter, (function, ranks, str(folder / "meeting"), device), nprocs=ranks
+    )
+
+
+def _enter(
+    rank: int, function: Callable[[str], None], ranks: int, meeting: str, device: str
+) -> None:
+    torch.set_num_threads(1)
+    own = f"cuda:{rank}" if device == "cuda" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    try:
+        function(own)
+    except BaseException:
+        # The other ranks wait for this one until the group's time is up; they are not waited for.
+        traceback.print_exc()
+        os._exit(1)
+    dist.destroy_process_group()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A decoding step on a GPU: captured, compiled, without waiting, in memory that stays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import AttentionCache, DynamicMaskAttention
+
+WIDTH = 128
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def make_layer(gpu: str, seed: int, **settings: int) -> DynamicMaskAttention:
+    torch.manual_seed(seed)
+    made = {"num_kv_heads": 2, "window_size": 24, "init_std": 0.2, **settings}
+    layer = DynamicMaskAttention(WIDTH, 4, **made, device=gpu, dtype=torch.bfloat16)
+    layer.A.normal_()
+    return layer
+
+
+def tokens(gpu: str, count: int, batch: int = 1) -> Tensor:
+    return torch.randn(count, batch, 1, WIDTH, device=gpu, dtype=torch.bfloat16)
+
+
+def prompted(layer: DynamicMaskAttention, prompt: Tensor) -> AttentionCache:
+    cache = AttentionCache()
+    layer(prompt, cache=cache)
+    layer(prompt[:, :1], cache=cache)  # compiles what it launches
+    return cache
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6])
+def test_replays_go_on(batch: int, gpu: str, seed: int) -> None:
+    """Each replay counts on, and the tokens that follow otherwise see what it has kept."""
+    layer = make_layer(gpu, seed)
+    prompt = torch.randn(batch, 50, WIDTH, device=gpu, dtype=torch.bfloat16)
+    eager, captured = prompted(layer, prompt), prompted(layer, prompt)
+    given, token = tokens(gpu, 60, batch), tokens(gpu, 1, batch)[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(token, cache=captured)
+    for new in given:
+        want = layer(new, cache=eager)
+        token.copy_(new)
+        graph.replay()
+        assert torch.equal(out, want)
+    assert captured.length == eager.length == 111
+    rest = torch.randn(batch, 30, WIDTH, device=gpu, dtype=torch.bfloat16)
+    assert torch.equal(layer(rest, cache=captured), layer(rest, cache=eager))
+
+
+def test_a_step_waits_for_nothing(gpu: str, seed: int) -> None:
+    layer = make_layer(gpu, seed)
+    cache = prompted(layer, torch.randn(1, 50, WIDTH, device=gpu, dtype=torch.bfloat16))
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for new, count in itertools.product(tokens(gpu, 20), (1, 3)):
+            layer(new.expand(-1, count, -1).contiguous(), cache=cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_allocated() <= allocated + (1 << 20)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_steps_compile(mode: str, gpu: str, seed: int) -> None:
+    layer = make_layer(gpu, seed)
+    prompt = torch.randn(1, 50, WIDTH, device=gpu, dtype=torch.bfloat16)
+    eager, cache = prompted(layer, prompt), prompted(layer, prompt)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    for new in tokens(gpu, 12):
+        got, want = compiled(new, cache=cache).clone(), layer(new, cache=eager)
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+    assert cache.length == eager.length

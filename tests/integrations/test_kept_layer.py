@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A Doge generates with the window's keys alone, and says what it says with all of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from .tiny_models import WINDOW, padding, tiny_model, tokens, transformers
+
+kept_layer = pytest.importorskip("flash_dmattn.integrations.kept_layer")
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers.DynamicCache, "activate_past_recording"),
+    reason="this transformers takes drafts back without saying so first",
+)
+
+# Names of places where words may be repeated would be ties; see `tokens`.
+GREEDY = {"max_new_tokens": 30, "do_sample": False, "no_repeat_ngram_size": 1}
+WAYS = {
+    "greedy": GREEDY,
+    "sampling": {**GREEDY, "do_sample": True, "top_k": 5},
+    "beams": {**GREEDY, "num_beams": 3},
+    "several beams": {**GREEDY, "num_beams": 4, "num_return_sequences": 2},
+    "drafts of the prompt": {**GREEDY, "prompt_lookup_num_tokens": 3},
+    "prefill in parts": {**GREEDY, "prefill_chunk_size": 7},
+}
+
+
+def generated(way: str, options: dict[str, Any], **inputs: Any) -> Any:
+    torch.manual_seed(0)
+    model = tiny_model("doge", way).eval()
+    return model.generate(**inputs, **options, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_of_generating(name: str, padded: bool) -> None:
+    mask = padding("left") if padded else torch.ones_like(padding("left"))
+    inputs = {"inputs": tokens(), "attention_mask": mask}
+    if name.startswith("drafts"):
+        inputs = {key: value[:1] for key, value in inputs.items()}  # of a single sequence only
+    got = generated("applied", WAYS[name], **inputs)
+    want = generated("eager", WAYS[name], **inputs)
+    assert torch.equal(got.sequences, want.sequences)
+    for layer in got.past_key_values.layers:
+        assert isinstance(layer, kept_layer.KeptLayer)
+        assert layer.kept.capacity == WINDOW
+
+
+def test_drafts_of_another_model() -> None:
+    inputs = {"inputs": tokens()[:1], "attention_mask": padding("right")[1:]}
+    assistant = tiny_model("doge", "applied", layers=1).eval()
+    # Drafts that are right, and drafts that are not.
+    for draft in (assistant, tiny_model("doge", "applied").eval()):
+        options = {**GREEDY, "assistant_model": copy.deepcopy(draft)}
+        got = generated("applied", options, **inputs)
+        assert torch.equal(got.sequences, generated("eager", GREEDY, **inputs).sequences)
+
+
+def test_logits_in_parts_and_again() -> None:
+    model, eager = tiny_model("doge", "applied").eval(), tiny_model("doge").eval()
+    cache, outs, mask = transformers.DynamicCache(), [], padding("left")
+    with torch.no_grad():
+        want = eager(tokens(), attention_mask=mask).logits
+        for start, end in ((0, 15), (15, 16), (16, 33), (33, 40)):
+            part = {"attention_mask": mask[:, :end], "past_key_values": cache}
+            outs.append(model(tokens()[:, start:end], **part).logits)
+            assert cache.get_seq_length() == end
+    got = torch.cat(outs, 1)
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], atol=2e-5, rtol=1e-4)
+    cache.reset()
+    with torch.no_grad():
+        again = model(tokens(), attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(again[mask.bool()], want[mask.bool()], atol=2e-5, rtol=1e-4)
+
+
+def test_caches_that_keep_all() -> None:
+    """With gradients, with masks that do more than pad, and caches of other kinds."""
+    model = tiny_model("doge", "applied").eval()
+    rows = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
+    caches = [transformers.DynamicCache() for _ in range(3)]
+    model(tokens(), past_key_values=caches[0])
+    with torch.no_grad():
+        model(tokens(), attention_mask=rows, past_key_values=caches[1])
+        caches[2] = transformers.StaticCache(config=model.config, max_cache_len=64)
+        model(tokens(), past_key_values=caches[2])
+    for cache in caches:
+        assert not any(isinstance(layer, kept_layer.KeptLayer) for layer in cache.layers)
+
+
+def test_what_was_forgotten_is_not_shown_again() -> None:
+    model, cache = tiny_model("doge", "applied").eval(), transformers.DynamicCache()
+    with torch.no_grad():
+        model(tokens()[:, :39], past_key_values=cache)
+        rows = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+        with pytest.raises(ValueError, match="the cache keeps only what later tokens can see"):
+            model(tokens()[:, 39:], attention_mask=rows, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"tokens_to_remove must be from 0 to 0, .* got -1; call"):
+        cache.crop(-1)

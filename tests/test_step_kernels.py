@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The kernels of a decoding step do what PyTorch's operations do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import AttentionCache, DynamicMaskAttention, KeptKeys
+from flash_dmattn.backends.triton import why_unavailable
+from flash_dmattn.modules import fusing
+from flash_dmattn.state import stepping
+from flash_dmattn.state.rows import Rows, empty_rows
+
+
+@pytest.fixture(params=["cpu-triton", "cuda-triton"])
+def device(request: pytest.FixtureRequest) -> str:
+    name = str(request.param).partition("-")[0]
+    reason = why_unavailable(name)
+    if reason is not None:
+        pytest.skip(reason)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("bias_heads", "kv_heads", "window", "dim"),
+    [(2, 2, 7, 6), (1, 3, 5, 20), (1, 1, 40, 64), (4, 4, 1, 8)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_slot_is_written(
+    device: str, bias_heads: int, kv_heads: int, window: int, dim: int, dtype: torch.dtype
+) -> None:
+    """The same rows after each token, among ties, NaN and -inf."""
+    generator = torch.Generator().manual_seed(0)
+    batch, sets = 3, 1 if bias_heads == 1 else kv_heads
+
+    def token(position: int) -> Rows:
+        # Strided, as heads of a projection may be.
+        both = torch.randn(batch, 1, 2 * kv_heads, dim, generator=generator).to(dtype)
+        bias = torch.randint(0, 6, (batch, bias_heads, 1, 1), generator=generator).float()
+        bias[bias == 5] = torch.nan
+        bias[bias == 4] = -torch.inf
+        positions = torch.full((batch, sets, 1), position)
+        key, value = both.to(device).split(kv_heads, 2)
+        return Rows(key, value, bias.to(device), positions.to(device))
+
+    got = empty_rows(token(0), window)
+    want = Rows(*(tensor.clone() for tensor in got))
+    counters = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    for position in range(3 * window + 5):
+        new = token(position)
+        stepping.insert(got, new, window, counters[0])
+        stepping.insert_by_operations(want, new, window, counters[1])
+        assert torch.equal(counters[0], counters[1])
+        for name, one, other in zip(Rows._fields, got, want, strict=True):
+            assert torch.equal(one, other), (name, position)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"qk_norm": False},
+    {"rotary_base": None, "head_dim": 7},
+    {"projection_bias": True, "bias_form": "exp", "head_dim": 20},
+    {"norm_eps": 0.1, "softcap": 2.0, "softmax_scale": 0.3},
+]
+
+
+def decoded(layer: DynamicMaskAttention, x: Tensor, is_fused: bool) -> tuple[Tensor, KeptKeys]:
+    """Return what a layer gives, token by token after some, and what it keeps of them."""
+    cache = AttentionCache()
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusing, "has_kernel", lambda _: is_fused)
+        outs = [layer(x[:, :8], cache=cache)]
+        outs += [layer(x[:, i : i + 1], cache=cache) for i in range(8, x.shape[1])]
+    assert cache.kept is not None
+    return torch.cat(outs, 1), cache.kept
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_step_is_what_the_layer_computes(device: str, settings: dict[str, Any]) -> None:
+    for dtype in (torch.bfloat16,) if device == "cuda" else (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        made = {"window_size": 6, "init_std": 0.3, **settings}
+        layer = DynamicMaskAttention(48, 4, 2, backend=device, **made).to(device, dtype)
+        for name, parameter in layer.named_parameters():
+            if name.endswith(("norm.weight", "bias")):
+                torch.nn.init.normal_(parameter)
+        x = torch.randn(2, 20, 48).to(device, dtype)
+        got, kept = decoded(layer, x, is_fused=True)
+        want, other = decoded(layer, x, is_fused=False)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(got, want, atol=tolerance * 16, rtol=tolerance)
+        assert kept.length == other.length == 20
+        held = kept.tensors
+        assert torch.equal(held["position"], other.tensors["position"])
+        torch.testing.assert_close(held["bias"], other.tensors["bias"], atol=0, rtol=tolerance)
+
+
+def is_fused(layer: DynamicMaskAttention, *arguments: Any) -> bool:
+    return fusing.is_fused_step(layer, DynamicMaskAttention, *arguments)
+
+
+def test_parts_that_were_changed_are_called() -> None:
+    """What is hooked, replaced, overridden or given is not fused."""
+
+    class Louder(DynamicMaskAttention):
+        def key_bias(self, value: Tensor) -> Tensor:
+            return 2 * super().key_bias(value)
+
+    x, cache = torch.randn(1, 9, 16), AttentionCache()
+    layer, hooked, replaced, wide = (DynamicMaskAttention(16, 2, window_size=4) for _ in range(4))
+    hooked.o_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    replaced.v_proj = torch.nn.Sequential(replaced.v_proj)  # type: ignore[assignment]
+    wide.to(torch.float64)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusing, "has_kernel", lambda _: True)
+        layer(x[:, :8], cache=cache)
+        token, nothing = x[:, 8:], (None,) * 4
+        assert is_fused(layer, token, cache, *nothing)
+        for changed in (hooked, replaced, Louder(16, 2, window_size=4)):
+            assert not is_fused(changed, token, cache, *nothing)
+        assert not is_fused(wide, token.double(), cache, *nothing)
+        assert not is_fused(layer, x, cache, *nothing)
+        assert not is_fused(layer, token, None, *nothing)
+        assert not is_fused(layer, token, AttentionCache(), *nothing)
+        assert not is_fused(layer, token, cache, torch.ones(1, 1).bool())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not is_fused(layer, token, cache, *nothing)
+    assert not is_fused(layer, token, cache, *nothing)
