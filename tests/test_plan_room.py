@@ -122,3 +122,25 @@ def test_what_carries_the_bound() -> None:
     assert mask.to("cpu").max_kept == 7
     with pytest.raises(ValueError, match="max_kept must be at least 1, got 0"):
         IntervalMask(window.start, window.end, max_kept=0)
+
+
+def test_probabilities_of_a_selection(target: Target) -> None:
+    """Where attention selects by itself, what is beside it must see the same keys."""
+    dtype = target.dtypes[0]
+    query, key, value = (
+        randn(1, 20, 2, 16, dtype=dtype, seed=s).to(target.device) for s in range(3)
+    )
+    bias = randn(1, 2, 20, seed=3).to(target.device)
+    out, _, probabilities = flash_dmattn_func(
+        query,
+        key,
+        value,
+        attn_bias=bias,
+        is_causal=True,
+        window_size=3,
+        return_attn_probs=True,
+        backend=target.backend,
+    )
+    assert ((probabilities > 0).sum(-1) <= 3).all()
+    again = torch.einsum("bhqk,bkhd->bqhd", probabilities.float(), value.float())
+    torch.testing.assert_close(out.float(), again, rtol=2e-2, atol=2e-2)

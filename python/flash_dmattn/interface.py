@@ -316,6 +316,7 @@ def _attention(
         else:
             attn_mask = _to_4d("attn_mask", attn_mask, query, key)
     causal, window = flag("is_causal", is_causal), -1
+    return_probabilities = flag("return_attn_probs", return_attn_probs)
     if window_size is None:
         parts = mask_parts(attn_mask)
     else:
@@ -325,7 +326,8 @@ def _attention(
             bias = without_nan(bias)
         else:
             limited = causal and not (dense and is_one_row(query.shape[1]))
-            if limited and is_per_key(bias, parts.mask, dense):
+            # The plain formula of the probabilities takes a mask.
+            if limited and not return_probabilities and is_per_key(bias, parts.mask, dense):
                 window = index("window_size", window_size, 0)
             else:
                 shape = call_shape(query, key, packing)
@@ -355,7 +357,6 @@ def _attention(
         parts.max_kept,
         window,
     )
-    return_probabilities = flag("return_attn_probs", return_attn_probs)
     need_lse = flag("return_lse", return_lse) or return_probabilities
     out, lse = ops.attention(inputs, name, _selected, need_lse=need_lse)
     if lse is None or not need_lse:

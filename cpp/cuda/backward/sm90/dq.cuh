@@ -53,14 +53,13 @@ __device__ void load_rows(const BackwardParams &params, const DqTask &task, cons
 
 template <class Config> __device__ void produce_dq(const BackwardParams &params, DqShared<Config> &shared) {
   const fdm_problem &p = params.p;
-  const Plan plan = plan_of(p, params.plan);
   const auto make = [&](const HeadTile &t) -> DqTask {
     return {t.s,
             t.sequence_index,
             t.head,
             kv_head_of(p, t.head),
             t.tile * Config::kRows,
-            tile_columns(p, plan, t.s, t.sequence_index, t.head, t.tile),
+            tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
             score_view(p, p.bias, t.s, t.head)};
   };
   TaskProducer<DqTask, decltype(make)> scheduler(p, shared.tasks, make);
