@@ -120,6 +120,7 @@ def test_any_chunks_equal_the_whole(data: st.DataObject) -> None:
     options = {
         "softcap": draw(st.sampled_from([None, 2.0])),
         "softmax_scale": draw(st.sampled_from([None, 0.3])),
+        "sink": draw(st.sampled_from([None, torch.linspace(-1, 2, heads)])),
     }
     cuts = sorted(draw(st.lists(st.integers(0, stream.length), max_size=5)))
     bounds = [0, *cuts, stream.length]

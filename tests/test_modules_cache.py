@@ -49,7 +49,11 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 def test_prefill_and_decode_equal_one_pass(
     chunks: list[int], make: type[AttentionCache], target: Target
 ) -> None:
-    for settings in ({}, {"window_size": None}, {"window_size": 12, "bias_form": "exp"}):
+    for settings in (
+        {},
+        {"window_size": None},
+        {"window_size": 12, "bias_form": "exp", "sink": True},
+    ):
         module = make_module(target, **settings)
         x = make_input(module, 2, 30)
         cache = make()

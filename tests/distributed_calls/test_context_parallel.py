@@ -33,7 +33,7 @@ class Case(NamedTuple):
     window: int = 6
     levels: int = 4
     padded: bool = False
-    options: dict[str, float] = {}  # noqa: RUF012
+    options: dict[str, Any] = {}  # noqa: RUF012
     dtype: torch.dtype = torch.float64
 
 
@@ -45,6 +45,7 @@ CASES = {
     "one bias for all heads": Case((20, 5, 21, 14), batch=2, heads=4, kv_heads=2),
     "padding": Case((20, 7, 21, 14), batch=3, heads=4, kv_heads=2, bias_heads=2, padded=True),
     "softcap and scale": Case((9, 20, 9, 9), options={"softcap": 2.0, "softmax_scale": 0.4}),
+    "sink": Case((9, 20, 9, 9), options={"sink": torch.tensor([0.7, -0.4])}),
     "few survive": Case((40, 30, 5, 4), window=1, levels=1),
     "window of all": Case((9, 8, 7, 6), window=64, bias_heads=2),
     "float32": Case((30, 20, 33, 9), batch=2, heads=4, kv_heads=2, bias_heads=2,

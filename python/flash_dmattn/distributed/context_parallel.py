@@ -35,6 +35,7 @@ def context_parallel_dmattn(
     padding: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Output:
@@ -59,7 +60,7 @@ def context_parallel_dmattn(
         window_size: keys that a query keeps of all that it sees, at least 1.
         group: of the ranks; a `DeviceMesh` of one dimension; None is the default group.
         padding: bool ``(B, N)``, True for tokens; others are never seen.
-        softmax_scale, softcap, return_lse, backend: as in `flash_dmattn_func`.
+        softmax_scale, softcap, sink, return_lse, backend: as in `flash_dmattn_func`.
 
     Returns:
         As `flash_dmattn_func`, for this rank's queries.
@@ -92,6 +93,7 @@ def context_parallel_dmattn(
         True,
         softcap,
         window_size=window,
+        sink=sink,
         return_lse=return_lse,
         backend=backend,
     )

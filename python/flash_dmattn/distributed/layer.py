@@ -94,6 +94,7 @@ class ContextParallelAttention(DynamicMaskAttention):
             self.process_group,
             softmax_scale=self.softmax_scale,
             softcap=self.softcap,
+            sink=self.sink,
             backend=self.backend,
         )
         assert isinstance(out, Tensor)

@@ -32,6 +32,7 @@ class Fusable(Protocol):
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
     A: nn.Parameter
+    sink: nn.Parameter | None
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -58,6 +58,7 @@ def step(layer: Fusable, hidden_states: Tensor, kept: KeptKeys) -> Tensor:
         layer.softmax_scale,
         False,
         layer.softcap,
+        sink=layer.sink,
         backend=layer.backend,
     )
     assert isinstance(out, Tensor)

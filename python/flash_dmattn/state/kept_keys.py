@@ -51,6 +51,7 @@ class KeptKeys(HeldRows):
         update: bool = False,
         softmax_scale: float | None = None,
         softcap: float | None = None,
+        sink: Tensor | None = None,
         return_lse: bool = False,
         backend: str | None = None,
     ) -> Output:
@@ -64,7 +65,7 @@ class KeptKeys(HeldRows):
             padding: bool ``(B, N)``, True for tokens; others are never seen.
             update: also do what `update` does, which the attention of a single token is then spared
                 part of its work for.
-            softmax_scale, softcap, return_lse, backend: as in `flash_dmattn_func`.
+            softmax_scale, softcap, sink, return_lse, backend: as in `flash_dmattn_func`.
 
         Returns:
             As `flash_dmattn_func` for these queries and all keys so far, with ``is_causal=True``
@@ -89,6 +90,7 @@ class KeptKeys(HeldRows):
             True,
             softcap,
             window_size=self.window_size,
+            sink=sink,
             return_lse=return_lse,
             backend=backend,
         )
