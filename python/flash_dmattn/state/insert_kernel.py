@@ -41,11 +41,11 @@ def launch_insert(
     batch, rows, kv_heads, dim = held.key.shape
     sets = held.position.shape[1]
     if isinstance(bias, BiasOfValues):
-        kind = EXPONENTIAL if bias.is_exponential else SOFTPLUS
+        kind = (EXPONENTIAL if bias.is_exponential else SOFTPLUS).value
         line, states_bias, amplitude, _ = bias
         has_states_bias, strides = states_bias is not None, [0, 0]
     else:
-        kind, line, states_bias, amplitude, has_states_bias = GIVEN, bias, None, bias, False
+        kind, line, states_bias, amplitude, has_states_bias = GIVEN.value, bias, None, bias, False
         strides = list(bias.stride()[:2])
     insert[(batch * sets,)](
         *held,

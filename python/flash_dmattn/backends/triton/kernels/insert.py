@@ -66,10 +66,10 @@ def insert(
     else:
         # Of all heads' values, a line of weights for each head of the bias.
         column = tl.arange(0, BLOCK_VALUE)
-        inside = column < VALUE_WIDTH
-        states = tl.load(value + batch * value_batch + column, inside, 0.0)
-        weight = tl.load(bias + of_set * VALUE_WIDTH + column, inside, 0.0)
-        state = tl.sum(states.to(tl.float32) * weight.to(tl.float32), 0)
+        is_column = column < VALUE_WIDTH
+        all_values = tl.load(value + batch * value_batch + column, is_column, 0.0)
+        weight = tl.load(bias + of_set * VALUE_WIDTH + column, is_column, 0.0)
+        state = tl.sum(all_values.to(tl.float32) * weight.to(tl.float32), 0)
         if HAS_STATES_BIAS:
             state += tl.load(states_bias + of_set).to(tl.float32)
         new_bias = tl.load(amplitude + of_set).to(tl.float32) * _softplus(

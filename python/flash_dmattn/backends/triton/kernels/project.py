@@ -48,11 +48,11 @@ def project_heads(
     row = tl.program_id(1).to(tl.int64)
     dtype = x.dtype.element_ty
     weight, bias, norm, eps, result = query_weight, query_bias, query_norm, query_eps, query
-    heads, is_value = HEADS, False
+    heads = HEADS
     if head >= HEADS + KV_HEADS:
         head -= HEADS + KV_HEADS
         weight, bias, result = value_weight, value_bias, value
-        heads, is_value = KV_HEADS, True
+        heads = KV_HEADS
     elif head >= HEADS:
         head -= HEADS
         weight, bias, norm, eps, result = key_weight, key_bias, key_norm, key_eps, key
@@ -76,7 +76,7 @@ def project_heads(
         first += tl.load(bias + head * DIM + element, is_first, 0.0).to(tl.float32)
         second += tl.load(bias + head * DIM + HALF + element, is_second, 0.0).to(tl.float32)
     first, second = first.to(dtype), second.to(dtype)
-    if (NORM or TURN) and not is_value:
+    if tl.program_id(0) < (HEADS + KV_HEADS) * (NORM or TURN):
         one, other = first.to(tl.float32), second.to(tl.float32)
         if NORM:
             scale = tl.rsqrt((tl.sum(one * one, 0) + tl.sum(other * other, 0)) / DIM + eps)
