@@ -126,7 +126,7 @@ def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     batch, heads, _, count = rows.bias.shape
     kv_heads = rows.key.shape[2]
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, 1, count)
-    keep, _, _ = select(rows.bias, None, DENSE, shape, window, False, selecting(rows, backend))
+    keep = select(rows.bias, None, DENSE, shape, window, False, selecting(rows, backend)).mask
     assert keep is not None
     running = rows.by_set(keep).any(2).cumsum(-1)
     wanted = torch.arange(1, capacity + 1, device=running.device).expand(*running.shape[:2], -1)
