@@ -252,7 +252,7 @@ template <class Config> struct KeyConsumer {
       ptx::warpgroup_fence_operand(gradients[0]);
       sums.template make<true>(rows, any_careful, scores, gradients);
     } else {
-      const bool test = any_careful || !sums.keys.covers(rows.step, kScoreRows);
+      const bool test = sums.needs_test(rows, any_careful);
       ptx::warpgroup_wait<1>();
       ptx::warpgroup_fence_operand(scores[0]);
       if (test)
