@@ -79,17 +79,12 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
     keys.ranges = take<RowRange>(base, &used, lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
+  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. The schedule makes do with the
+  // slots that there are.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
-  if (fused) {
-    keys.max_items = int32_t(std::min(kMostShares, ceil_div(blocks * (steps + kBlockSteps), kLeastSteps)));
-    keys.slot_count = 2 * keys.max_items;
-  } else {
-    // No part is shorter than two thirds of kLeastSteps, so few steps need no slots. The schedule makes do with the
-    // slots that there are.
-    const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
-    keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
-    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
-  }
+  const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
+  keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
+  keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
   keys.items = take<KeyItem>(base, &used, keys.max_items);
   keys.item_count = take<int32_t>(base, &used, 1);
   keys.slot_floats = int64_t(keys.block_keys) * (2 * keys.slot_dim + params.bias_heads);
@@ -122,8 +117,7 @@ cudaError_t prepare_keys(const BackwardParams &params, cudaStream_t stream) {
         return cudaMemsetAsync(params.bias_sums, 0, size_t(rows * list_keys(p)) * sizeof(float), stream);
       },
       [&] { return params.keys.listed ? launch_key_order(params, stream) : cudaSuccess; },
-      // A persistent kernel finds its shares itself.
-      [&] { return params.query_sums.data ? cudaSuccess : launch_key_schedule(params, stream); });
+      [&] { return launch_key_schedule(params, stream); });
 }
 
 cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream) {
@@ -175,7 +169,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
 
   return run_all([&] { return key_gradients ? prepare_keys(params, stream) : cudaSuccess; },
-                 [&] { return launch_row_statistics(params, fused ? params.keys.listed : key_gradients, stream); },
+                 [&] { return launch_row_statistics(params, key_gradients, stream); },
                  [&] {
                    if (!present(args.dq) || fused) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
