@@ -88,26 +88,19 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
     keys.ranges = take<RowRange>(base, &used, lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
+  // No part is shorter than two thirds of kLeastSteps, so few steps need no slots.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
-  if (fused) {
-    keys.max_items = int32_t(std::min(kMostShares, ceil_div(blocks * (steps + kBlockSteps), kLeastSteps)));
-    keys.slot_count = 2 * keys.max_items;
-  } else {
-    // No part is shorter than two thirds of kLeastSteps, so few steps need no slots.
-    const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
-    if (is_varlen(p) || p.keys > kMostUnscheduledKeys) {
-      // The schedule makes do with the slots that there are.
-      keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
-      keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
-    } else {
-      keys.parts = int32_t(std::max<int64_t>(1, std::min(parts, kWantedItems / std::max<int64_t>(1, blocks))));
-      keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks * keys.parts));
-      keys.slot_count = keys.parts > 1 ? keys.max_items : 0;
-    }
-  }
-  if (keys.parts == 0) {
+  const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
+  if (is_varlen(p) || p.keys > kMostUnscheduledKeys) {
+    // The schedule makes do with the slots that there are.
+    keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
+    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks + keys.slot_count));
     keys.items = take<KeyItem>(base, &used, keys.max_items);
     keys.item_count = take<int32_t>(base, &used, 1);
+  } else {
+    keys.parts = int32_t(std::max<int64_t>(1, std::min(parts, kWantedItems / std::max<int64_t>(1, blocks))));
+    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks * keys.parts));
+    keys.slot_count = keys.parts > 1 ? keys.max_items : 0;
   }
   keys.slot_floats = int64_t(keys.block_keys) * (2 * keys.slot_dim + params.bias_heads);
   keys.slots = take<float>(base, &used, keys.slot_count * keys.slot_floats);
@@ -176,8 +169,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   if (int64_t(params.keys.blocks) * params.keys.heads + kWantedItems > INT32_MAX) return cudaErrorInvalidConfiguration;
   // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
   params.clears_keys = is_varlen(p) || params.keys.listed;
-  // A persistent kernel finds its shares itself.
-  const bool scheduled = key_gradients && !fused && params.keys.parts == 0;
+  const bool scheduled = key_gradients && params.keys.parts == 0;
 
   return run_all([&] { return is_varlen(p) ? launch_fill_zero(args.dq, stream) : cudaSuccess; },
                  [&] { return is_varlen(p) && row_bias ? launch_fill_zero(args.dbias, stream) : cudaSuccess; },

@@ -64,9 +64,6 @@ constexpr int kBucketKeys = 2048;
 // largest GPUs, which then end together. More parts would cost more partial sums, and memory for them. A part with
 // fewer than kLeastSteps steps is not worth its own partial sums.
 constexpr int64_t kWantedItems = 352, kLeastSteps = 16;
-// A persistent kernel cuts the work into shares instead (key_shares.cuh), one for each SM, and no more than these. A
-// block of keys counts as kBlockSteps steps more than it has: finding it, loading its keys, writing its gradients.
-constexpr int64_t kMostShares = 160, kBlockSteps = 4;
 
 // The float32 sums of dq to which all blocks of keys add. See query_sums.cuh.
 struct QuerySums {

@@ -59,8 +59,7 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardPa
     constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
     using Config =
         sm90::KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, sm90::fused_stages(kHeadDim), has_softcap>;
-    return sm90::launch_persistent<sm90::FusedMemory<Config>, sm90::fused_kernel<Config>>(params, params.keys.max_items,
-                                                                                          stream);
+    return sm90::launch<sm90::FusedMemory<Config>, sm90::fused_kernel<Config>>(params, params.keys.max_items, stream);
   });
 }
 

@@ -60,12 +60,25 @@ struct KeyGradients {
     }
   }
 
+  // P' of a score to base 2, to which the bias is added.
+  template <bool kTest> __device__ static float probability(float x, float lse, bool kept) {
+    x -= lse;
+    if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
+    x = ptx::exp2_approximate(x);
+    return !kTest || kept ? x : 0.0f;
+  }
+  // dS' of a score, not yet times the derivative of the softcap. V of a key that is not kept may be anything.
+  template <bool kTest> __device__ static float score_gradient(float p, float dp, float delta) {
+    const float ds = p * (dp - delta);
+    return kTest && p == 0.0f ? 0.0f : ds;
+  }
+
   // Puts P' in the place of the scores, and dS' in that of the gradients, which held dP'. kTest says that some pairs
   // may not be kept. row_bias.elements(key, row) returns the elements of a bias with a row for each query for a key
   // and two rows of the tile.
   template <bool kCap, bool kTest, class RowBias>
-  __device__ void make_tested(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
-                              float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
+  __device__ void make_both(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
+                            float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
     const KeyStep &step = stage.step;
     const bool has_row_bias = kGeneral && has_rows(params.p.bias);
@@ -99,13 +112,9 @@ struct KeyGradients {
             if constexpr (kTest && kCap) score = kept ? score : 0.0f; // or the slope of the softcap could be NaN
             float slope, x = factors.score<kCap>(score, bias, &slope);
             if constexpr (kGeneral) x = with_row_bias(x, row_bias_element);
-            x -= i ? lse.y : lse.x;
-            if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
-            score = ptx::exp2_approximate(x);
-            if constexpr (kTest) score = kept ? score : 0.0f;
+            score = probability<kTest>(x, i ? lse.y : lse.x, kept);
             if constexpr (kKeyGradient) {
-              float ds = score * (gradient - (i ? delta.y : delta.x));
-              if constexpr (kTest) ds = score == 0.0f ? 0.0f : ds; // V of a key that is not kept may be anything
+              const float ds = score_gradient<kTest>(score, gradient, i ? delta.y : delta.x);
               dbias[m][half] += ds;
               gradient = ds * slope;
             }
@@ -114,7 +123,8 @@ struct KeyGradients {
       }
   }
 
-  // The same in two parts, for scores without a softcap: P' as soon as the scores are there, dS' when dP' is.
+  // The same in two parts, where there is neither a softcap nor a bias with rows: P' as soon as the scores are there,
+  // dS' when dP' is.
   template <bool kTest>
   __device__ void make_probabilities(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4]) {
     const ScoreFactors factors(params.p);
@@ -132,10 +142,9 @@ struct KeyGradients {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i];
-            float slope, x = factors.score<false>(score, bias, &slope) - (i ? lse.y : lse.x);
-            if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
-            score = ptx::exp2_approximate(x);
-            if constexpr (kTest) score = bits[n / 4] >> (8 * (n % 4) + i) & 1 ? score : 0.0f;
+            float slope;
+            const float x = factors.score<false>(score, bias, &slope);
+            score = probability<kTest>(x, i ? lse.y : lse.x, !kTest || bits[n / 4] >> (8 * (n % 4) + i) & 1);
           }
         }
       }
@@ -153,22 +162,22 @@ struct KeyGradients {
         for (int half = 0; half < 2; ++half)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const float p = probabilities[m][n][2 * half + i];
             float &gradient = gradients[m][n][2 * half + i];
-            gradient = p * (gradient - (i ? delta.y : delta.x));
-            if constexpr (kTest) gradient = p == 0.0f ? 0.0f : gradient;
+            gradient = score_gradient<kTest>(probabilities[m][n][2 * half + i], gradient, i ? delta.y : delta.x);
             dbias[m][half] += gradient;
           }
     }
   }
 
-  // kLargeLse tells what makes a tile `careful`.
+  // May some pairs of a tile not be kept? kLargeLse tells what makes a tile `careful`.
+  __device__ bool needs_test(const RowStage<kKeys, kRows> &stage, bool careful) const {
+    return kGeneral || careful || !keys.covers(stage.step, kRows);
+  }
   template <bool kCap, class RowBias>
   __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
-    if (kGeneral || careful || !keys.covers(stage.step, kRows))
-      return make_tested<kCap, true>(stage, scores, gradients, row_bias);
-    if constexpr (!kGeneral) make_tested<kCap, false>(stage, scores, gradients, row_bias);
+    if (needs_test(stage, careful)) return make_both<kCap, true>(stage, scores, gradients, row_bias);
+    if constexpr (!kGeneral) make_both<kCap, false>(stage, scores, gradients, row_bias);
   }
   template <bool kCap>
   __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],

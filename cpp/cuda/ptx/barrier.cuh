@@ -51,13 +51,6 @@ template <int kThreads> __device__ __forceinline__ void sync_threads(int number)
 template <int kThreads> __device__ __forceinline__ void arrive_threads(int number) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "n"(kThreads) : "memory");
 }
-// The same with a number that is not known before, and without waiting for the others.
-__device__ __forceinline__ void sync_threads(int number, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void arrive_threads(int number, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
-}
 
 // These set how many registers each thread of this warpgroup has from here on, a multiple of 8. All its warps must
 // call them.

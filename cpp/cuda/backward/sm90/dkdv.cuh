@@ -63,9 +63,7 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
   using Registers = std::conditional_t<Config::kHeadDim <= 96, RoleRegisters<200, 104>, RoleRegisters<224, 56>>;
   if (Roles::is_producer()) {
     Registers::produce();
-    RowProducer<Config> producer(params, shared);
-    producer.keys.start(key_item(params.keys, int32_t(blockIdx.x)), true);
-    producer.run();
+    RowProducer<Config>(params, shared).run(key_item(params.keys, int32_t(blockIdx.x)));
   } else {
     Registers::consume();
     DkdvConsumer<Config>(params, shared).run();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // All gradients at once, with Hopper's wgmma: five products for each block of keys and tile of rows, where kernels for
-// dq and for dk and dv take seven. Persistent blocks of threads take equal shares of the steps (../key_shares.cuh).
+// dq and for dk and dv take seven. One block of threads for a block of keys or a part of its work, as ../dkdv.cuh tells.
 //
 // dQ of a tile of rows is a sum over all blocks of keys, each of which adds its own part to float32 sums in global
 // memory: FlashAttention-3's way, whose order is not fixed. The keys of a block belong to two consumer warpgroups, which
@@ -10,69 +10,14 @@
 
 #include <type_traits>
 
-#include "../key_shares.cuh"
+#include "../../ptx/dependent.cuh"
 #include "../query_sums.cuh"
 #include "key_stationary.cuh"
 
 namespace fdm::cuda::sm90 {
 
-// What blocks of threads with shares have in shared memory.
-template <class Config> struct ShareShared : KeyStationaryShared<Config> {
-  KeyShareFinder<Roles::kThreads> finder;
-  KeyShare share;
-  KeyPart next;
-  bool end; // there are no more parts
-  uint64_t keys_empty;
-
-  // One thread of the block calls this, before the others use the barriers.
-  __device__ void init() {
-    KeyStationaryShared<Config>::init();
-    ptx::init_barrier(keys_empty, Roles::kConsumerThreads);
-  }
-};
-
-template <class Config> __device__ void produce_parts(const BackwardParams &params, ShareShared<Config> &shared) {
-  RowProducer<Config> producer(params, shared);
-  const bool first_thread = Roles::producer_thread() == 0;
-  // Of the block whose first part is the last of this share, if there is one, key_sum.cu learns here.
-  if (first_thread) {
-    params.keys.items[blockIdx.x] = {0, 0, 1, 0};
-    if (blockIdx.x == 0) *params.keys.item_count = int32_t(gridDim.x);
-  }
-  for (uint32_t phase = 0;; phase ^= 1) {
-    // The consumers still work on the part before.
-    if (first_thread) shared.next = next_part(params, shared.share);
-    Roles::producer_acquire(shared.keys_empty, phase);
-    Roles::sync_producers();
-    if (!shared.next.valid) break;
-    producer.keys.start({shared.next.item.block, 0, 1, 0}, false);
-    if (first_thread) {
-      const KeyItem &item = shared.next.item;
-      KeyTask &task = shared.keys.task;
-      task.begin = shared.next.begin;
-      task.end = shared.next.end;
-      if (item.parts > 1) task.slot = params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats;
-      if (item.parts > 1 && item.part == 0) params.keys.items[blockIdx.x] = item;
-    }
-    Roles::sync_producers();
-    producer.run();
-  }
-  if (first_thread) shared.end = true;
-  Roles::producer_commit(shared.keys_full);
-}
-
-// Calls function() for each part of the share, when its keys are there.
-template <class Shared, class Function> __device__ void consume_parts(Shared &shared, const Function &function) {
-  for (uint32_t phase = 0;; phase ^= 1) {
-    Roles::consumer_wait(shared.keys_full, phase);
-    if (shared.end) return;
-    function();
-    Roles::consumer_release(shared.keys_empty);
-  }
-}
-
 // dS' of the steps: a row for each key, a column for each row of the step.
-template <class Config> struct FusedShared : ShareShared<Config> {
+template <class Config> struct FusedShared : KeyStationaryShared<Config> {
   static constexpr int kStages = 2;
   using Tile = PanelTile<Config::kRows, Config::kKeys>;
 
@@ -81,7 +26,7 @@ template <class Config> struct FusedShared : ShareShared<Config> {
 
   // One thread of the block calls this, before the others use the barriers.
   __device__ void init() {
-    ShareShared<Config>::init();
+    KeyStationaryShared<Config>::init();
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::init_barrier(ds_full[stage], Roles::kConsumerThreads);
       ptx::init_barrier(ds_empty[stage], Roles::kConsumerThreads);
@@ -108,9 +53,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   };
 
   Shared &shared;
-  PipelineState<Config::kStages> state;
-  PipelineState<Shared::kStages> ds_state;
-  Step before;
+  Step before{};
 
   __device__ FusedConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory) {}
@@ -152,12 +95,10 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   }
 
   // The products of a step that concerns this warpgroup's keys.
-  __device__ void run_step(int number, Step &step) {
+  __device__ void run_step(int number, const PipelineState<Shared::kStages> &ds_state) {
     Scores scores, gradients;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
     this->start_scores(scores, gradients, number);
-    Turns::release();
-    step.dq = own_sums(this->own_rows(number).step);
     this->make(scores, gradients, number);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
@@ -165,7 +106,6 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[ds_state.index]), threadIdx.x / 32 * 16, 0);
     ptx::fence_async_proxy();
     ptx::arrive(shared.ds_full[ds_state.index]);
-    Turns::acquire();
     auto &dq = reinterpret_cast<float (&)[kColumns / 8][4]>(scores[0]);
     start_dq(dq);
     Base::start_sum(sums.dv[0], p, shared.sdO[number]);
@@ -195,25 +135,22 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     return rows + (band * (kHeadDim / 8) + panel * 8) * 128 + threadIdx.x % 32 * 4;
   }
 
-  __device__ void run_part() {
+  __device__ void run() {
     sums.start();
-    before = {};
+    Roles::consumer_wait(shared.keys_full, 0);
     const int group = Roles::consumer_group();
-    Turns::acquire();
-    for (;; ++state) {
+    PipelineState<Shared::kStages> ds_state;
+    for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
       const KeyStep &rows = this->own_rows(state.index).step;
       if (!rows.valid) break;
       const bool low = sums.keys.concerns(0, rows, kRows), high = sums.keys.concerns(1, rows, kRows);
       if (low || high) {
-        Step step{nullptr, low ? 0 : 64, high ? 128 : 64, ds_state.index, ds_state.phase};
+        const Step step{own_sums(rows), low ? 0 : 64, high ? 128 : 64, ds_state.index, ds_state.phase};
         if (group ? high : low) {
-          run_step(state.index, step);
+          run_step(state.index, ds_state);
         } else {
           ptx::arrive(shared.ds_full[ds_state.index]);
-          Turns::release();
-          step.dq = own_sums(rows);
-          Turns::acquire();
           finish_before();
         }
         before = step;
@@ -221,18 +158,9 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
       }
       Roles::consumer_release(shared.empty[state.index]);
     }
-    Roles::consumer_release(shared.empty[state.index]);
-    ++state;
     finish_before();
-    Turns::release();
     sums.write_bias(0);
     sums.write();
-  }
-
-  __device__ void run() {
-    Turns::start();
-    consume_parts(shared, [&] { run_part(); });
-    Turns::end();
   }
 };
 

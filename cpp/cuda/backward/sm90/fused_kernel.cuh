@@ -2,7 +2,6 @@
 // The kernel that computes all gradients at once: fused.cuh or fused_wide.cuh, by the head dimension.
 #pragma once
 
-#include "../../ptx/dependent.cuh"
 #include "fused.cuh"
 #include "fused_wide.cuh"
 
@@ -16,17 +15,14 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) fused_kernel(const __grid_
   using Consumer = std::conditional_t<Config::kShared, WideConsumer<Config>, FusedConsumer<Config>>;
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<FusedMemory<Config> *>(dynamic_shared);
-  if (threadIdx.x == 0) {
-    shared.init();
-    shared.end = false;
-  }
-  ptx::wait_for_kernel_ahead();
-  shared.finder.find(params, shared.share);
+  if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  ptx::wait_for_kernel_ahead();
+  if (!has_key_item(params, blockIdx.x)) return;
   using Registers = RoleRegisters<224, 56>;
   if (Roles::is_producer()) {
     Registers::produce();
-    produce_parts<Config>(params, shared);
+    RowProducer<Config>(params, shared).run(key_item(params.keys, int32_t(blockIdx.x)));
   } else {
     Registers::consume();
     Consumer(params, shared).run();

@@ -9,7 +9,7 @@
 
 namespace fdm::cuda::sm90 {
 
-template <class Config> struct WideShared : ShareShared<Config> {
+template <class Config> struct WideShared : KeyStationaryShared<Config> {
   // A row for each key, a column for each row of the step.
   using Tile = PanelTile<Config::kRows, Config::kKeys>;
 
@@ -27,7 +27,6 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   static constexpr int kColumns = Config::kColumns;
 
   Shared &shared;
-  PipelineState<Config::kStages> state;
 
   __device__ WideConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory) {}
@@ -117,22 +116,17 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
     sums.write_bias(0);
   }
 
-  __device__ void run_part() {
+  __device__ void run() {
     sums.start();
-    for (;; ++state) {
+    Roles::consumer_wait(shared.keys_full, 0);
+    for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
       if (!this->own_rows(state.index).step.valid) break;
       run_step(state.index);
       Roles::consumer_release(shared.empty[state.index]);
     }
-    Roles::consumer_release(shared.empty[state.index]);
-    ++state;
     write_bias();
     sums.write(first_column());
-  }
-
-  __device__ void run() {
-    consume_parts(shared, [&] { run_part(); });
   }
 };
 

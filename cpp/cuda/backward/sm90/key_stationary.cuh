@@ -154,8 +154,8 @@ template <class Config> struct RowProducer {
     }
   }
 
-  // Loads the keys and the steps of the block or part that was started.
-  __device__ void run() {
+  __device__ void run(const KeyItem &item) {
+    keys.start(item, true);
     load_keys();
     KeyStep step = keys.first_step(kRows);
     RowStatistics statistics = find_statistics(step);
@@ -171,28 +171,6 @@ template <class Config> struct RowProducer {
     Roles::producer_acquire(shared.empty[state.index], state.phase);
     if (Roles::producer_thread() == 0) set_step(step);
     Roles::producer_commit(shared.full[state.index]);
-    ++state;
-  }
-};
-
-// The consumer warpgroups' turns to start products (FlashAttention-3's ping-pong scheduling, from the second warpgroup's
-// point of view a turn later): one computes exponentials while the tensor cores work for the other. Left to themselves,
-// both would wait for their products at the same time, and then leave the tensor cores idle together.
-struct Turns {
-  static constexpr int kFirstBarrier = 2; // of those that bar.sync numbers
-
-  // All consumer threads call these two once, before their first turn and after their last.
-  __device__ static __forceinline__ void start() {
-    if (Roles::consumer_group() == 1) release();
-  }
-  __device__ static __forceinline__ void end() {
-    if (Roles::consumer_group() == 0) acquire();
-  }
-  __device__ static __forceinline__ void acquire() {
-    ptx::sync_threads(kFirstBarrier + Roles::consumer_group(), Roles::kConsumerThreads);
-  }
-  __device__ static __forceinline__ void release() {
-    ptx::arrive_threads(kFirstBarrier + 1 - Roles::consumer_group(), Roles::kConsumerThreads);
   }
 };
 
@@ -252,7 +230,7 @@ template <class Config> struct KeyConsumer {
       ptx::warpgroup_fence_operand(gradients[0]);
       sums.template make<true>(rows, any_careful, scores, gradients);
     } else {
-      const bool test = any_careful || !sums.keys.covers(rows.step, kScoreRows);
+      const bool test = sums.needs_test(rows, any_careful);
       ptx::warpgroup_wait<1>();
       ptx::warpgroup_fence_operand(scores[0]);
       if (test)
