@@ -108,6 +108,24 @@ ALLOWANCES = (
     ),
     Allowance("plan_short_lists", "*", 136, "for its addresses, once a block of 4096 keys"),
     Allowance("row_bias_kernel<*>", "*", 16, "outside of the loop over columns"),
+    Allowance(
+        "dense_forward_kernel<*, 32>>",
+        "*",
+        136,
+        "three blocks have 168 registers; addresses of copies, once for each block of 64 keys",
+    ),
+    Allowance(
+        "dense_dq_kernel<*, 32, 2, *>",
+        "*",
+        152,
+        "three blocks have 168 registers; addresses of copies, once for each block of 64 keys",
+    ),
+    Allowance(
+        "dense_dkdv_kernel<*, 64>>",
+        "*",
+        176,
+        "the accumulators of 32 keys fill 255 registers; outside of the loop over a step's rows",
+    ),
 )
 
 

@@ -79,7 +79,6 @@ struct BackwardParams {
   Plan plan;
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   float *sink_shares;        // [head][batch, or 1 for varlen][row]: what each row adds to the gradient of its sink
-  float *deltas;             // where it is not null, delta alone is wanted, in the same places
   KeyWork keys;
   QuerySums query_sums;
   // Of a bias without rows for queries: [batch, or 1 for varlen][kv head][bias_heads][1][key]. This is dbias itself, or

@@ -100,11 +100,7 @@ __device__ void make_statistics(const BackwardParams &params, int64_t block, int
       dlse_factor = exp2f(share.added);
     }
     if (!empty && present(dlse)) row.delta -= value_of(dlse) * dlse_factor;
-    const int64_t place = (batch * p.heads + head) * rows + i;
-    if (params.deltas)
-      params.deltas[place] = row.delta;
-    else
-      params.statistics[place] = row;
+    params.statistics[(batch * p.heads + head) * rows + i] = row;
   }
   if (!params.query_sums.data) return;
   const int64_t count = query_sum_count(p, params.query_sums) / 4;

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include "../backward/backward.h"
-#include "../backward/row_statistics.cuh"
 #include "../forward/decode.h"
 #include "../forward/forward.h"
 #include "../host/device.h"
@@ -21,10 +19,11 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kMostSms = 256; // of any device: what depends on the device has room for so many
-// A bias that nothing is summed over needs no third pass over the keys, and for more keys than these the kernels that
-// gather columns are faster: on one H200, forward and backward with a boolean mask of 1024 keys for each of 8192 queries,
-// 2.7 ms against 5.0 ms of dense blocks.
-constexpr int64_t kMostKeysOfOneSource = 2048;
+// For more keys than these the kernels that gather columns are faster where nothing is summed over, which they need no
+// third pass over the keys for, and where a boolean mask has a row for each query, which dense blocks fold into each tile
+// of the bias: on one H200, forward and backward with a mask of 1024 keys for each of 8192 queries, 2.7 ms against 5.0 ms
+// of dense blocks.
+constexpr int64_t kMostKeysOfRows = 2048;
 constexpr int64_t kMaxSplits = 32, kBlocksOfSplit = 4; // as in forward.cu
 
 // The tiles of a kernel: rows or keys of a block of threads, over all slots, and the least of a slot; and the shared
@@ -249,7 +248,7 @@ bool is_dense(const fdm_problem &p) {
   if (!has_rows(p.bias) || p.bias.shape[3] != p.keys || p.queries <= kDecodeRows || is_varlen(p)) return false;
   if (p.head_dim > kMaxDenseHeadDim || present(p.sink)) return false;
   const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
-  return !one_source || p.keys <= kMostKeysOfOneSource;
+  return p.keys <= kMostKeysOfRows || !(one_source || has_rows(p.mask));
 }
 
 int64_t dense_forward_workspace_bytes(const fdm_problem &p) {
@@ -303,12 +302,7 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
   work.dbias_pairs = present(dbias) && has_pairs(dbias);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
-  BackwardParams rows{};
-  rows.p = p;
-  rows.a = args;
-  rows.deltas = work.deltas;
-  rows.dout_aligned = work.dout_aligned;
-  if (cudaError_t error = launch_prepare(rows, false, stream)) return error;
+  if (cudaError_t error = launch_deltas(work, stream)) return error;
   // First, since it may have its parts in dk.
   if (present(dbias) && !work.writes_dbias)
     if (cudaError_t error = run_dbias(work, workspace, count, stream)) return error;

@@ -71,6 +71,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dense_forward(const De
 template <class Element, int kHeadDim> cudaError_t launch_dense_dq(const DenseBackward &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_dkdv(const DenseBackward &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_dbias(const DenseBackward &work, cudaStream_t stream);
+cudaError_t launch_deltas(const DenseBackward &work, cudaStream_t stream);
 cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream);
 
 // Is a problem served by these kernels?

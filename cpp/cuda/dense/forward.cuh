@@ -20,7 +20,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
 
   LeftOperand<Element, kHeadDim, kRowTiles, Config::kHoldsQ> queries;
   float out[kRowTiles][kHeadDim / 8][4];
-  float maximum[kRowTiles][2], sum[kRowTiles][2];
+  float maximum[kRowTiles][2], shift[kRowTiles][2], sum[kRowTiles][2]; // shift: shift_of(maximum)
 
   using Base::Base;
 
@@ -32,7 +32,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         maximum[m][half] = -INFINITY;
-        sum[m][half] = 0.0f;
+        shift[m][half] = sum[m][half] = 0.0f;
       }
     clear(out);
   }
@@ -59,8 +59,9 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float before = maximum[m][half], largest = fmaxf(before, ptx::row_max(largest_of(scores, m, half)));
-        const float factor = before == -INFINITY ? 0.0f : ptx::exp2_approximate(shift_of(largest) - shift_of(before));
+        const float factor = before == -INFINITY ? 0.0f : ptx::exp2_approximate(shift_of(largest) - shift[m][half]);
         maximum[m][half] = largest;
+        shift[m][half] = shift_of(largest);
         sum[m][half] *= factor;
 #pragma unroll
         for (int d = 0; d < kHeadDim / 8; ++d) {
@@ -83,14 +84,13 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float shift = shift_of(maximum[m][half]);
         float added = 0.0f;
 #pragma unroll
         for (int n = 0; n < kSubTiles; ++n)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i];
-            score = ptx::exp2_approximate(fmaf(score, kLog2E, shift));
+            score = ptx::exp2_approximate(fmaf(score, kLog2E, shift[m][half]));
             added += score;
           }
         sum[m][half] += added;
@@ -155,7 +155,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
                     inverse);
           if (threadIdx.x % 4 == 0)
             static_cast<float *>(lse.data)[lse_offset(lse, s, i, head)] =
-                total == 0.0f ? -INFINITY : (log2f(total) - shift_of(maximum[m][half])) / kLog2E;
+                total == 0.0f ? -INFINITY : (log2f(total) - shift[m][half]) / kLog2E;
           continue;
         }
         const int64_t partial_row =
@@ -168,7 +168,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
             if (column < head_dim) work.partial_out[partial_row * head_dim + column] = out[m][d][2 * half + k];
           }
         if (threadIdx.x % 4 == 0) {
-          work.partial_max[partial_row] = total == 0.0f ? -INFINITY : -shift_of(maximum[m][half]);
+          work.partial_max[partial_row] = total == 0.0f ? -INFINITY : -shift[m][half];
           work.partial_sum[partial_row] = total;
         }
       }

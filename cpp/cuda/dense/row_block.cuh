@@ -121,7 +121,42 @@ template <class Config> struct RowBlock {
           rows_at(which), n * rows, shared.slots.first[2 + which][n] + first_row * t.stride[1], rows,
           shared.slots.source[n].exists ? there : 0, RowCopy(t, problem().head_dim, aligned));
   }
+
+  // The addresses that this thread copies from, counted from the first key, where all tiles are whole and aligned.
+  static constexpr int kAcross = Tile::kPitch / 8; // threads that copy a row
+  const uint16_t *own_keys = nullptr, *own_values = nullptr;
+  const char *own_bias = nullptr;
+  bool whole = false; // they are known
+
+  __device__ void find_own_addresses() {
+    const fdm_problem &p = problem();
+    whole = slots == 1 && work.call.aligned && work.call.bias_chunks && first_row + rows <= int(p.queries) &&
+            kAcross * 8 == int(p.head_dim) && !has_rows(p.mask);
+    if (!whole) return;
+    const int row = threadIdx.x / kAcross, chunk = threadIdx.x % kAcross;
+    own_keys = shared.slots.first[0][0] + row * p.k.stride[1] + chunk * 8;
+    own_values = shared.slots.first[1][0] + row * p.v.stride[1] + chunk * 8;
+    own_bias = Config::Bias::own_chunk(work.call, source(), first_row, wide);
+  }
+  __device__ void copy_whole(const uint16_t *own, int64_t stride, uint32_t tile, int block) const {
+    constexpr int kDown = Config::kThreads / kAcross;
+    static_assert(kDown % 8 == 0, "the chunks of a thread lie alike in their rows");
+    const uint16_t *from = own + block * kDenseKeys * stride;
+    const uint32_t to = Tile::chunk_address(tile, threadIdx.x / kAcross, threadIdx.x % kAcross);
+#pragma unroll
+    for (int r = 0; r < kDenseKeys; r += kDown) {
+      ptx::cp_async_16(to + r * (Tile::kPitch * 2), from, true);
+      from += kDown * stride;
+    }
+  }
+
   __device__ void load_keys(int block) const {
+    if (whole && (block + 1) * kDenseKeys <= int(problem().keys)) {
+      copy_whole(own_keys, problem().k.stride[1], keys_at(block), block);
+      copy_whole(own_values, problem().v.stride[1], values_at(block), block);
+      bias_at(block).template copy_whole<Config::kRows>(own_bias, block * kDenseKeys);
+      return;
+    }
     const int first_key = block * kDenseKeys, there = min(kDenseKeys, int(problem().keys) - first_key);
     const auto copy = [&](int which, const fdm_tensor &t, uint32_t tile) {
 #pragma unroll 1
@@ -177,7 +212,10 @@ template <class Config> struct RowBlock {
       ptx::cp_async_wait<0>();
       __syncthreads(); // this block is there; nobody reads the one before any more
       const bool another = block + 1 < end;
-      if (block < begin) start();
+      if (block < begin) {
+        find_own_addresses();
+        start();
+      }
       if (stages > 1 && another) load_keys(block + 1);
       ptx::cp_async_fence();
       const uint32_t next_kept = another ? fetch_kept(block + 1) : 0;

@@ -75,6 +75,28 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     if (has_mask_rows()) copy_mask(s, source.head, rows, rows_there, keys_there, first_row, first_key);
   }
 
+  // The address that this thread copies chunks from, for the rows from first_row on and counted from the first key; and the
+  // copy of a whole tile from there, whose rows are aligned.
+  __device__ static __forceinline__ const char *own_chunk(const DenseCall &dense, const Source &source, int first_row,
+                                                          bool is_wide) {
+    const int size = is_wide ? 4 : 2, chunks = is_wide ? kWordChunks : kHalfChunks;
+    const Matrix m = score_matrix(dense.p, dense.p.bias, dense_sequence(dense.p, source.batch), source.head, size);
+    return static_cast<const char *>(m.base) + (first_row + int(threadIdx.x) / chunks) * m.row * size +
+           int(threadIdx.x) % chunks * 16;
+  }
+  template <int kRows> __device__ __forceinline__ void copy_whole(const char *own, int first_key) const {
+    const uint32_t base = ptx::shared_address(memory) + bias;
+    const int64_t row = call.p.bias.stride[2];
+    if (wide)
+      copy_chunks_whole<kRows, kWordChunks, kPitch * 4>(own + first_key * 4, row * 4,
+                                                        base + int(threadIdx.x) / kWordChunks * (kPitch * 4) +
+                                                            threadIdx.x % kWordChunks * 16);
+    else
+      copy_chunks_whole<kRows, kHalfChunks, kDenseKeys * 2>(
+          own + first_key * 2, row * 2,
+          Halves::chunk_address(base, threadIdx.x / kHalfChunks, threadIdx.x % kHalfChunks));
+  }
+
   // Makes -inf of the bias of pairs that a mask of rows, or intervals, drop. All threads of the block call it when the
   // copies are there, and wait for each other afterwards.
   __device__ __forceinline__ void fold(const Source &source, int rows, int first_row, int first_key) const {
@@ -120,8 +142,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
         }
     } else {
       uint32_t pairs[4];
-      ptx::ldmatrix(pairs,
-                    Halves::chunk_address(ptx::shared_address(memory) + bias, row + lane % 16, key / 8 + lane / 16));
+      const uint32_t fragment = Halves::left(ptx::shared_address(memory) + bias, row);
+      ptx::ldmatrix(pairs, Halves::fragment_address(fragment, 0, key));
 #pragma unroll
       for (int i = 0; i < 4; ++i) unpack(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
     }
@@ -139,8 +161,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
         for (int i = 0; i < 4; ++i) values[n][i] = words[(8 * n + i % 2) * kPitch + i / 2 * 8];
     } else {
       uint32_t pairs[4];
-      ptx::ldmatrix_trans(pairs, Halves::chunk_address(ptx::shared_address(memory) + bias,
-                                                       row + lane / 16 * 8 + lane % 8, key / 8 + lane / 8 % 2));
+      const uint32_t fragment = Halves::right_rows(ptx::shared_address(memory) + bias);
+      ptx::ldmatrix_trans(pairs, Halves::fragment_address(fragment, row, key));
 #pragma unroll
       for (int i = 0; i < 4; ++i) unpack(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
     }
@@ -172,6 +194,16 @@ private:
 #pragma unroll 4
     for (int r = 0; r + row < rows; r += kDown) {
       ptx::cp_async_up_to_16(to + r * kRowBytes, source, r + row < rows_there ? bytes : 0);
+      source += kDown * row_bytes;
+    }
+  }
+
+  template <int kRows, int kChunks, int kRowBytes>
+  __device__ static __forceinline__ void copy_chunks_whole(const char *source, int64_t row_bytes, uint32_t to) {
+    constexpr int kDown = kThreads / kChunks;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kDown) {
+      ptx::cp_async_16(to + r * kRowBytes, source, true);
       source += kDown * row_bytes;
     }
   }

@@ -16,18 +16,20 @@ struct DenseTileChoice {
 };
 
 constexpr DenseTileChoice dense_forward_tile(int head_dim) {
-  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products.
-  return head_dim <= 64 ? DenseTileChoice{2, 4, 3} : DenseTileChoice{1, 4, 2};
+  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Larger heads leave
+  // the registers for 16.
+  if (head_dim <= 32) return {2, 4, 3};
+  return {1, 4, head_dim <= 64 ? 4 : 2};
 }
 
 constexpr DenseTileChoice dense_dq_tile(int head_dim) {
   if (head_dim <= 32) return {2, 4, 3};
-  return head_dim <= 64 ? DenseTileChoice{2, 4, 2} : DenseTileChoice{1, 4, 2};
+  return {1, 4, head_dim <= 64 ? 3 : 2};
 }
 
 constexpr DenseTileChoice dense_dkdv_tile(int head_dim) {
-  // The accumulators of dk and dv and of two products leave no registers for a third block.
   if (head_dim <= 32) return {2, 4, 3};
+  // The accumulators of dk and dv and of two products leave no registers for a third block.
   return head_dim <= 64 ? DenseTileChoice{2, 4, 2} : DenseTileChoice{1, 4, 1};
 }
 

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Computes delta = dO . O - dlse of each row, with as many threads for a row as it has chunks of 16 bytes.
+#include "../backward/make_statistics.cuh"
+#include "../host/launch.cuh"
+#include "sources.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class Element, int kAcross, bool kAligned>
+__global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant__ DenseBackward work) {
+  const fdm_problem &p = work.call.p;
+  const fdm_tensor &out = work.a.out, &dout = work.a.dout, &lse = work.a.lse, &dlse = work.a.dlse;
+  const int lane = threadIdx.x % kAcross, head_dim = int(p.head_dim);
+  // Heads go fastest, as rows of all heads lie in memory.
+  const int64_t number = int64_t(blockIdx.x) * (kThreads / kAcross) + threadIdx.x / kAcross;
+  const int64_t row = quotient(number, p.heads), head = number - row * p.heads;
+  const int64_t batch = quotient(row, p.queries), i = row - batch * p.queries;
+  const bool exists = batch < p.batch;
+  const Sequence s = dense_sequence(p, batch);
+  float delta = 0.0f;
+  if (exists && fabsf(static_cast<const float *>(lse.data)[lse_offset(lse, s, i, head)]) <= kUnusableLse) {
+    const auto *a = static_cast<const Element *>(dout.data) + row_offset(dout, s, i, head);
+    const auto *b = static_cast<const Element *>(out.data) + row_offset(out, s, i, head);
+    if constexpr (kAligned) {
+      if (lane * 8 < head_dim) {
+        const uint4 x = *reinterpret_cast<const uint4 *>(a + lane * 8),
+                    y = *reinterpret_cast<const uint4 *>(b + lane * 8);
+        const auto *u = reinterpret_cast<const Element *>(&x), *v = reinterpret_cast<const Element *>(&y);
+#pragma unroll
+        for (int d = 0; d < 8; ++d) delta = fmaf(to_float(u[d]), to_float(v[d]), delta);
+      }
+    } else {
+      for (int d = lane; d < head_dim; d += kAcross)
+        delta = fmaf(to_float(a[d * dout.stride[3]]), to_float(b[d * out.stride[3]]), delta);
+    }
+    if (lane == 0 && present(dlse)) delta -= static_cast<const float *>(dlse.data)[lse_offset(dlse, s, i, head)];
+  }
+#pragma unroll
+  for (int distance = kAcross / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);
+  if (exists && lane == 0) work.deltas[(batch * p.heads + head) * p.queries + i] = delta;
+}
+
+template <class Element, int kAcross> cudaError_t launch_for(const DenseBackward &work, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  const bool aligned = work.dout_aligned && rows_are_aligned(work.a.out, p.head_dim);
+  const auto kernel = aligned ? deltas_kernel<Element, kAcross, true> : deltas_kernel<Element, kAcross, false>;
+  return launch(kernel, ceil_div(p.batch * p.queries * p.heads, kThreads / kAcross), kThreads, 0, stream, work);
+}
+
+template <class Element> cudaError_t launch_for_dim(const DenseBackward &work, cudaStream_t stream) {
+  if (work.call.p.head_dim <= 32) return launch_for<Element, 4>(work, stream);
+  return work.call.p.head_dim <= 64 ? launch_for<Element, 8>(work, stream) : launch_for<Element, 16>(work, stream);
+}
+
+} // namespace
+
+cudaError_t launch_deltas(const DenseBackward &work, cudaStream_t stream) {
+  return work.call.p.q.dtype == FDM_FLOAT16 ? launch_for_dim<__half>(work, stream)
+                                            : launch_for_dim<__nv_bfloat16>(work, stream);
+}
+
+} // namespace fdm::cuda
