@@ -56,7 +56,7 @@ struct SinkShare {
 
 // For an lse to base 2. The sink adds at most kMostAdded: beyond that the P of keys are nearly 0, but must not be, since
 // the gradient of lse is multiplied by them after it was divided by them.
-__device__ SinkShare sink_share(const fdm_problem &p, int64_t head, float lse) {
+__device__ __forceinline__ SinkShare sink_share(const fdm_problem &p, int64_t head, float lse) {
   constexpr float kMostAdded = 64.0f;
   const float margin = sink_score(p, head) - lse;
   if (margin > kMostAdded) return {kMostAdded, 1.0f};
