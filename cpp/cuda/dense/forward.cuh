@@ -3,6 +3,7 @@
 // of threads (splits).
 #pragma once
 
+#include "../backward/row_statistics.cuh"
 #include "row_block.cuh"
 
 namespace fdm::cuda {
@@ -59,7 +60,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float before = maximum[m][half], largest = fmaxf(before, ptx::row_max(largest_of(scores, m, half)));
-        const float factor = before == -INFINITY ? 0.0f : ptx::exp2_approximate(shift_of(largest) - shift[m][half]);
+        const float factor = before == -INFINITY ? 0.0f : ptx::exp2_approximate((before - largest) * kLog2E);
         maximum[m][half] = largest;
         shift[m][half] = shift_of(largest);
         sum[m][half] *= factor;
@@ -72,14 +73,28 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
   }
 
   // Turns scores into probabilities, relative to the running maximum of their row. That follows only where a row of the
-  // warp falls behind by kSlack, so most blocks need no exchange between threads.
-  __device__ void softmax(Scores &scores) {
+  // warp falls behind by kSlack, so most blocks need no exchange between threads. Beside a large maximum the product with
+  // log2 e rounds by more than probabilities may differ, so `exact` subtracts first.
+  __device__ void softmax(Scores &scores, bool exact) {
     bool behind = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) behind |= largest_of(scores, m, half) > maximum[m][half] + kSlack;
     if (__any_sync(0xffffffffu, behind)) raise_maxima(scores);
+    if (exact)
+      exponentiate(scores, [&](float score, int m, int half) {
+        const float largest = maximum[m][half];
+        return ptx::exp2_approximate((score - (largest == -INFINITY ? 0.0f : largest)) * kLog2E);
+      });
+    else
+      exponentiate(scores, [&](float score, int m, int half) {
+        return ptx::exp2_approximate(fmaf(score, kLog2E, shift[m][half]));
+      });
+  }
+
+  // Replaces scores by exponential(score, m, half), and adds these to the sums of the rows.
+  template <class Exponential> __device__ void exponentiate(Scores &scores, const Exponential &exponential) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -90,7 +105,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i];
-            score = ptx::exp2_approximate(fmaf(score, kLog2E, shift[m][half]));
+            score = exponential(score, m, half);
             added += score;
           }
         sum[m][half] += added;
@@ -104,7 +119,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
     this->finish_scores(scores, block, half, exact);
     uint32_t live = 0;
     if (exact) live = live_columns(scores, -INFINITY, [&](int m, int part) { return exists(m, part); });
-    softmax(scores);
+    softmax(scores, exact);
     const uint32_t right = Tile::fragment_address(Tile::right_columns(this->values_at(block)), half.key, 0);
     if (exact)
       gemm_rs_live<Element, kHeadDim>(out, scores, right, live);
@@ -129,8 +144,8 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool low = maximum[m][half] != -INFINITY && maximum[m][half] < -1e30f;
-        odd |= exists(m, half) && (isnan(sum[m][half]) || low);
+        const bool large = maximum[m][half] != -INFINITY && fabsf(maximum[m][half]) > kLargeLse;
+        odd |= exists(m, half) && (isnan(sum[m][half]) || large);
       }
     return odd;
   }

@@ -2,9 +2,9 @@
 // The scores of a warp's part of a dense block: kRowTiles tiles of 16 rows by 32 keys, accumulators of mma.sync.
 //
 // Scores are natural here, not to base 2: fma(q.k, scale, bias), and then exp2(fma(score, log2 e, -maximum log2 e)). So a
-// bias costs one multiply-add, and -inf needs no test. What is rare is found by its NaN instead: a NaN in a key that no
-// row keeps, or a row of biases near the lowest float. The block of threads then computes its tile again, `exact`, with
-// all tests.
+// bias costs one multiply-add, and -inf needs no test. What is rare is found afterwards: a NaN in a key that no row
+// keeps by the NaN of its results, and a row whose scores have few digits left by its large maximum. The block of threads
+// then computes its tile again, `exact`, with all tests.
 #pragma once
 
 #include "../tile/products.cuh"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +278,7 @@ class HeldRows:
 
     def _followed_by(self, columns: Rows, added: int, backend: str) -> Self:
         """Return the state that is left of what the last tokens have seen."""
-        result = copy.copy(self)
+        result = self._copied()
         older = columns
         if self.rollback:
             columns = concatenated(empty_rows(columns, self.rollback), columns)
@@ -316,9 +315,16 @@ class HeldRows:
             if self._counter is not None and other._counter is not None:
                 self._counter.copy_(other._counter)
 
+    def _copied(self) -> Self:
+        """Return a state that shares the tensors; torch.compile does not trace copy.copy."""
+        result = type(self)(self.window_size, rollback=self.rollback, start=self._start)
+        result._kept, result._recent = self._kept, self._recent
+        result._counter, result._is_ordered = self._counter, self._is_ordered
+        return result
+
     def _mapped(self, change: Callable[[Tensor, bool], Tensor]) -> Self:
         """Return the state whose tensors are made of this one's; the counter has no batch."""
-        result = copy.copy(self)
+        result = self._copied()
         with torch.inference_mode(False):
             for name in ("_kept", "_recent"):
                 rows = getattr(self, name)

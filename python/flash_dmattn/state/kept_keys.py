@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 
@@ -215,7 +213,7 @@ class KeptKeys(HeldRows):
         check_like(self._kept, other._kept, "other")
         assert self._counter is not None
         assert other._counter is not None
-        result = copy.copy(self)
+        result = self._copied()
         every = in_order(concatenated(self._kept, other._kept))
         result._kept = best(every, self.window_size, self._kept.size, backend_name(backend))
         result._counter = torch.maximum(self._counter, other._counter)

@@ -36,13 +36,12 @@ _has_kernel = functools.cache(lambda device_type: why_unavailable(device_type) i
 
 
 def has_kernel(device_type: str) -> bool:
-    """Say whether Triton can compute on a type of device."""
-    return bool(_has_kernel(device_type))
+    """Say whether Triton can compute on a type of device, and is not called by torch.compile.
 
-
-# What torch.compiler.assume_constant_result does, without importing torch._dynamo: the answer does
-# not change while a program runs.
-has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    Compiled, kernels that write into what they are given left wrong rows (seen with torch 2.11 on a
+    GPU); the operations that stand for them are fused by the compiler.
+    """
+    return not torch.compiler.is_compiling() and bool(_has_kernel(device_type))
 
 
 def insert_by_operations(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
