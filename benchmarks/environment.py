@@ -84,9 +84,9 @@ def gpu_state(device: str) -> dict[str, str] | None:
         f"--query-gpu={','.join(_SMI_FIELDS)}",
         "--format=csv,noheader,nounits",
     ]
-    if torch.cuda.device_count() > 1:  # torch and nvidia-smi may count them differently
-        properties: Any = torch.cuda.get_device_properties(device)
-        command.append(f"--id=GPU-{properties.uuid}")
+    # torch and nvidia-smi may count GPUs differently, and torch may be shown a few of them only.
+    properties: Any = torch.cuda.get_device_properties(device)
+    command.append(f"--id=GPU-{properties.uuid}")
     cells = (_output(command) or "").split(", ")
     return dict(zip(_SMI_FIELDS.values(), cells, strict=True)) if len(cells) > 1 else None
 
