@@ -117,7 +117,7 @@ ALLOWANCES = (
         "sm90::dq_kernel<*>",
         "sm_90a",
         132,
-        "tasks are prepared ahead of the tile that is loaded: 16 bytes at 64 dimensions, most at 192",
+        "tasks are prepared ahead of the tile that is loaded: 16 bytes at D 64, most at 192",
     ),
     Allowance(
         "sm90::forward_kernel<*, 256, 64, 2, 2>>",
