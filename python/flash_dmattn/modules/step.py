@@ -69,7 +69,7 @@ def step(layer: Fusable, hidden_states: Tensor, kept: KeptKeys) -> Tensor:
 
 
 def _part(width: int) -> int:
-    """Return a divisor of the width, such that there are about as many parts as multiprocessors."""
+    """Return a divisor of the width, such that there are about as many parts as SMs."""
     return next(part for part in (16, 8, 4, 2, 1) if width % part == 0)
 
 
