@@ -18,7 +18,7 @@ import pytest
 
 from release.__main__ import main
 from release.programs import find_nvcc
-from release.project import ROOT, ReleaseError, commit
+from release.project import ROOT, ReleaseError, abi_version, commit
 
 from .small_wheel import VERSION, SmallWheel, describe
 
@@ -66,7 +66,7 @@ def pack_folder(folder: Path, *names: str, **changes: Any) -> Path:
         (folder / file).write_text(name)
         facts = {"sha256": hashlib.sha256(name.encode()).hexdigest(), "size": len(name)}
         rows.append(describe(name, file) | facts)
-    head = {"schema": 1, "version": VERSION, "abi_version": 2, "packs": rows} | changes
+    head = {"schema": 1, "version": VERSION, "abi_version": abi_version(), "packs": rows} | changes
     (folder / "manifest.json").write_text(json.dumps(head))
     return folder
 
