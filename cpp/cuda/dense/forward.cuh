@@ -74,7 +74,8 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
 
   // Turns scores into probabilities, relative to the running maximum of their row. That follows only where a row of the
   // warp falls behind by kSlack, so most blocks need no exchange between threads. Beside a large maximum the product with
-  // log2 e rounds by more than probabilities may differ, so `exact` subtracts first.
+  // log2 e rounds by more than probabilities may differ, so `exact` subtracts first there. All other rows give the same
+  // bits as without it: what a dropped key holds must not show.
   __device__ void softmax(Scores &scores, bool exact) {
     bool behind = false;
 #pragma unroll
@@ -84,8 +85,8 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
     if (__any_sync(0xffffffffu, behind)) raise_maxima(scores);
     if (exact)
       exponentiate(scores, [&](float score, int m, int half) {
-        const float largest = maximum[m][half];
-        return ptx::exp2_approximate((score - (largest == -INFINITY ? 0.0f : largest)) * kLog2E);
+        if (has_large_maximum(m, half)) return ptx::exp2_approximate((score - maximum[m][half]) * kLog2E);
+        return ptx::exp2_approximate(fmaf(score, kLog2E, shift[m][half]));
       });
     else
       exponentiate(scores, [&](float score, int m, int half) {
@@ -137,16 +138,18 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
       for (int half = 0; half < 2; ++half) sum[m][half] = ptx::row_sum(sum[m][half]);
   }
 
+  __device__ bool has_large_maximum(int m, int half) const {
+    return maximum[m][half] != -INFINITY && fabsf(maximum[m][half]) > kLargeLse;
+  }
+
   // Does a result show what only an exact run can compute?
   __device__ bool is_odd() const {
     bool odd = has_nan(out, [&](int m, int half) { return exists(m, half); });
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool large = maximum[m][half] != -INFINITY && fabsf(maximum[m][half]) > kLargeLse;
-        odd |= exists(m, half) && (isnan(sum[m][half]) || large);
-      }
+      for (int half = 0; half < 2; ++half)
+        odd |= exists(m, half) && (isnan(sum[m][half]) || has_large_maximum(m, half));
     return odd;
   }
 
