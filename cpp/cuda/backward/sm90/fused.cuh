@@ -14,7 +14,7 @@
 #include "../query_sums.cuh"
 #include "key_stationary.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 // dS' of the steps: a row for each key, a column for each row of the step.
 template <class Config> struct FusedShared : KeyStationaryShared<Config> {
@@ -164,4 +164,4 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   }
 };
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

@@ -7,7 +7,7 @@
 
 #include "fused.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 template <class Config> struct WideShared : KeyStationaryShared<Config> {
   // A row for each key, a column for each row of the step.
@@ -130,4 +130,4 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   }
 };
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

@@ -8,7 +8,7 @@
 #include "../../tile/sm90/roles.cuh"
 #include "../key_gradients.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 struct Producers {
   static constexpr int kThreads = Roles::kProducerThreads;
@@ -247,4 +247,4 @@ template <class Config> struct KeyConsumer {
   }
 };
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda
