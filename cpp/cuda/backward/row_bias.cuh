@@ -9,6 +9,7 @@
 // before, or after it where there is only one buffer.
 #pragma once
 
+#include "../tile/copy_rows.cuh"
 #include "../tile/products.cuh"
 #include "../tile/row_bias_tile.cuh"
 #include "row_statistics.cuh"
@@ -25,7 +26,7 @@ struct RowBiasConfig {
   static constexpr int kThreads = 32 * kWarps, kRows = 16 * kWarps;
   static constexpr int kQueryBuffers = kQueryBufferCount, kKeyBuffers = kKeyBufferCount;
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   static constexpr int kRowBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kManyBytes = 2 * (kQueryBuffers * kRowBytes + kKeyBuffers * kKeyBytes);
   static constexpr int kOneBytes = 2 * (kRowBytes + 2 * kKeyBytes);

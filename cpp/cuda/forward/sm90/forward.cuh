@@ -20,7 +20,7 @@ struct ForwardConfigSm90 {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
   using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kKStages, kVStages>;
-  using QTile = PanelTile<kHeadDim, kRows>;
+  using QTile = SmemTile<kHeadDim, kRows>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
 };
