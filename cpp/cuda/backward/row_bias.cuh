@@ -324,9 +324,10 @@ template <class Config> struct RowBiasBlock {
       store_source(second);
     }
     __syncthreads();
-    bool active = false, next_active = __syncthreads_or(steps > 0 && store(0, fetch(next)));
+    bool active = false;
+    bool next_active = __syncthreads_or(steps > 0 && store(0, fetch(next)));
     // The first turn does nothing but start the copies of the first step.
-    for (; step.number < steps; step = next, next = second, second = third, advance(third)) {
+    while (step.number < steps) {
       Kept kept{};
       if (second.number < steps) kept = fetch(second);
       ptx::cp_async_wait<0>();
@@ -359,6 +360,10 @@ template <class Config> struct RowBiasBlock {
       ptx::cp_async_fence();
       active = next_active;
       next_active = second_active;
+      step = next;
+      next = second;
+      second = third;
+      advance(third);
     }
     for (int block = visible_blocks; int64_t(block) * kColumns < shared.task.columns; ++block) write(block);
     write_rows();
