@@ -9,7 +9,7 @@ import difflib
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import messages
 
@@ -40,21 +40,13 @@ class UnknownVariableWarning(UserWarning):
     """An environment variable has the prefix of flash_dmattn, but no meaning."""
 
 
-@dataclass(frozen=True)
-class Variable:
-    """One environment variable.
-
-    Attributes:
-        name: with its prefix.
-        values: the allowed values; empty if the value is free, such as a path.
-        default: what `get` returns if the variable is unset or empty; "" stands for "not given".
-        meaning: one sentence for the documentation.
-    """
+class Variable(NamedTuple):
+    """One environment variable."""
 
     name: str
-    values: tuple[str, ...]
-    default: str
-    meaning: str
+    values: tuple[str, ...]  # that are allowed; empty if the value is free, such as a path
+    default: str  # what `get` returns if the variable is unset or empty; "" is "not given"
+    meaning: str  # one sentence for the documentation
 
 
 _VARIABLES = (
@@ -115,16 +107,22 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> str:
         InvalidVariableError: the value is not allowed; the message names the allowed ones and the
             nearest.
     """
-    variable = ENVIRONMENT[name]
-    value = (os.environ if environ is None else environ).get(name, "").strip()
-    if not value:
-        return variable.default
-    if variable.values and value not in variable.values:
-        text = messages.BAD_VALUE.format(
-            name=name, allowed=", ".join(variable.values), value=repr(value)
-        )
-        raise InvalidVariableError(text + did_you_mean(value, variable.values))
-    return value
+    problem = _problem(name, environ)
+    if problem:
+        raise InvalidVariableError(problem)
+    return _value(name, environ) or ENVIRONMENT[name].default
+
+
+def _value(name: str, environ: Mapping[str, str] | None) -> str:
+    return (os.environ if environ is None else environ).get(name, "").strip()
+
+
+def _problem(name: str, environ: Mapping[str, str] | None) -> str:
+    value, values = _value(name, environ), ENVIRONMENT[name].values
+    if not values or value in ("", *values):
+        return ""
+    text = messages.BAD_VALUE.format(name=name, allowed=", ".join(values), value=repr(value))
+    return text + did_you_mean(value, values)
 
 
 # What is behind os.environ, where Python has it there: for a name that is absent os.environ raises
@@ -155,13 +153,7 @@ def variables_set(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def invalid(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return a message for each variable of the table whose value is not allowed."""
-    found = []
-    for name in ENVIRONMENT:
-        try:
-            get(name, environ)
-        except InvalidVariableError as error:
-            found.append(str(error))
-    return found
+    return list(filter(None, (_problem(name, environ) for name in ENVIRONMENT)))
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
