@@ -9,30 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .quantities import COLUMNS
 from .results import Results
 from .sets import GPU
-from .table import Table
+from .tables import COLUMNS, Table
 
 Key = tuple[str, str, str]  # case, contestant, quantity
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bound on ``measured / (reference * scale)``; without a reference on ``measured / scale``.
+    """A bound on ``measured / (reference * scale)``; without reference on ``measured / scale``."""
 
-    ``measured`` is a case, a contestant and a quantity. References are the same of other
-    contestants, of which the least counts, or of another case. ``speed`` turns the ratio over: the
-    reference by ours, bounded from below. ``scale`` is the unit of the quantity unless given.
-    """
-
-    measured: str
+    measured: str  # a case, a contestant and a quantity
     limit: float
     about: str = ""
-    others: str = ""
-    first: str = ""
-    scale: float | None = None
-    speed: bool = False
+    others: str = ""  # contestants, of which the least is the reference
+    first: str = ""  # a case, which is the reference
+    scale: float | None = None  # if not the unit of the quantity
+    speed: bool = False  # turns the ratio over: the reference by ours, bounded from below
 
     @property
     def key(self) -> Key:
@@ -46,12 +40,6 @@ class Bar:
         case, who, quantity = self.key
         others = [(case, other, quantity) for other in self.others.split()]
         return others + ([(self.first, who, quantity)] if self.first else [])
-
-    @property
-    def unit(self) -> str:
-        """Of what is bounded."""
-        plain = self.scale is None and not self.references
-        return COLUMNS[self.key[2]].unit if plain else "x"
 
     @property
     def work(self) -> str:
@@ -85,7 +73,7 @@ _GROWTH = ("of linear growth from growth-8k", "", "growth-8k", 8.0)
 
 
 def _query_bytes(case: str) -> float:
-    return float(GPU.workloads[case].shape.query_bytes)
+    return float(GPU[case].shape.query_bytes)
 
 
 BARS = (
@@ -135,11 +123,9 @@ TRAIN_BARS = tuple(
 
 def verdicts(results: Results) -> list[Verdict]:
     """How each bar that is meant for a run stands, by its numbers."""
-    bars: Sequence[Bar] = BARS if results.environment["gpu"] else CPU_BARS
-    if any(name.startswith("generate") for name in results.cases):
-        bars = GENERATE_BARS
-    if any(name.startswith("train") for name in results.cases):
-        bars = TRAIN_BARS
+    kind = next(iter(results.cases), "").partition("-")[0]
+    standard = BARS if results.environment["gpu"] else CPU_BARS
+    bars = {"generate": GENERATE_BARS, "train": TRAIN_BARS}.get(kind, standard)
     return [_verdict(bar, results.values) for bar in bars]
 
 
@@ -160,8 +146,10 @@ def bars_table(found: Sequence[Verdict]) -> Table:
     rows = []
     for verdict in found:
         bar = verdict.bar
-        bound = f"{'>=' if bar.speed else '<='} {bar.limit:g} {bar.unit}"
-        seen = "-" if verdict.seen is None else f"{verdict.seen:.3f} {bar.unit}"
+        plain = bar.scale is None and not bar.references
+        unit = COLUMNS[bar.key[2]].unit if plain else "x"
+        bound = f"{'>=' if bar.speed else '<='} {bar.limit:g} {unit}"
+        seen = "-" if verdict.seen is None else f"{verdict.seen:.3f} {unit}"
         outcome = {True: "pass", False: "MISS", None: "not measured"}[verdict.met]
         rows.append((bar.work, bound, seen, verdict.detail, outcome))
     heads = ("work", "bar", "seen", "ours, reference", "")

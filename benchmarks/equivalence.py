@@ -11,6 +11,7 @@ formula in PyTorch in the same 16 bit, for the output and for every gradient of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,7 +24,7 @@ from .cases import Case, Inputs, make_inputs
 from .contestants import keep_matrix, select
 from .entrants import TOP_KEYS_OF_EACH_QUERY
 from .results import Record, Results, Step, short_reason
-from .table import Table
+from .tables import Table
 
 LIMIT = 2.0
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -37,22 +38,13 @@ _NOTHING = 1e-7
 
 def configurations(device: str, dtype: str, longest: int) -> list[Case]:
     """1.2.2's, as far as they are not longer than wanted."""
-    return [
-        Case(
-            name=f"d{head_dim}-n{length}-{'causal' if causal else 'full'}",
-            dtype=dtype,
-            heads=2,
-            kv_heads=1,
-            head_dim=head_dim,
-            length=length,
-            window=1024,
-            causal=causal,
-            device=device,
-            per_query=True,
-        )
-        for length, head_dim, causal in product(LENGTHS, HEAD_DIMS, (True, False))
-        if length <= longest
-    ]
+    base = Case("", dtype, heads=2, kv_heads=1, window=1024, device=device, per_query=True)
+    cases = []
+    for length, head_dim, causal in product(LENGTHS, HEAD_DIMS, (True, False)):
+        name = f"d{head_dim}-n{length}-{'causal' if causal else 'full'}"
+        case = replace(base, name=name, length=length, head_dim=head_dim, causal=causal)
+        cases.append(case)
+    return [case for case in cases if case.length <= longest]
 
 
 def step(case: Case, backends: Sequence[str]) -> Step:
@@ -89,17 +81,10 @@ def _missing(case: Case, name: str, reason: str) -> Record:
     return Record(case.name, name, "ours", TOP_KEYS_OF_EACH_QUERY, "all", reason=reason)
 
 
-def _formula(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    *,
-    keep: torch.Tensor,
-) -> torch.Tensor:
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+def _formula(*tensors: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    query, key, value = (tensor.transpose(1, 2) for tensor in tensors[:3])
     group = query.shape[1] // key.shape[1]
-    key, value, bias = (t.repeat_interleave(group, dim=1) for t in (key, value, bias))
+    key, value, bias = (t.repeat_interleave(group, dim=1) for t in (key, value, tensors[3]))
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias
     out: torch.Tensor = scores.masked_fill(~keep, -torch.inf).softmax(-1) @ value
     return out.transpose(1, 2)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who competes, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from .cases import Case, Inputs
+from .contestants import Contestant, FlashDmattn, Flex, Sdpa, SdpaAugmented, compact, dense
+
+TOP_KEYS_OF_EACH_QUERY = "top-w keys of each query"
+TOP_KEYS_OF_ALL_QUERIES = "top-w keys of all queries"
+ALL_KEYS = "all keys"
+ONLY_KEPT_KEYS = "only w keys, not causal"
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A contestant, what it attends to, and on which cases it runs."""
+
+    make: Callable[[Case, Inputs], Contestant]
+    about: str
+    mask: str = TOP_KEYS_OF_EACH_QUERY
+    role: Literal["ours", "baseline", "information"] = "baseline"
+    alone: bool = False  # not timed in turns with others: large masks do not fit the memory at once
+    compiled: bool = False  # comes last: compiling may take longer than everything else
+    per_query: bool = True  # takes a bias that is another for each query
+    dense: bool = False  # runs without a window
+    decode: bool = False  # runs with one query only
+
+
+def _ours(form: str, about: str, mask: str = TOP_KEYS_OF_EACH_QUERY, **fields: bool) -> Entrant:
+    return Entrant(partial(FlashDmattn, form=form), about, mask, "ours", **fields)
+
+
+def _dense(backend: str, about: str) -> Entrant:
+    return Entrant(partial(dense, backend=backend), about, ALL_KEYS, dense=True, decode=True)
+
+
+def _compact(backend: str, about: str) -> Entrant:
+    make = partial(compact, backend=backend)
+    return Entrant(make, about, ONLY_KEPT_KEYS, "information", decode=True)
+
+
+def _sdpa(about: str, layout: str = "grouped", backend: str | None = None) -> Entrant:
+    make = partial(Sdpa, layout=layout, backend=backend)
+    return Entrant(make, about, alone=True, dense=True, decode=True)
+
+
+ENTRANTS: dict[str, Entrant] = {
+    "intervals": _ours("selected", "flash_dmattn, two integers for each key", per_query=False),
+    "key_mask": _ours(
+        "keys",
+        "flash_dmattn, one selection for all queries",
+        TOP_KEYS_OF_ALL_QUERIES,
+        per_query=False,
+        decode=True,
+    ),
+    "boolean": _ours("boolean", "flash_dmattn, a Q x K boolean mask"),
+    "no_mask": _ours("none", "flash_dmattn without mask and bias", ALL_KEYS, dense=True),
+    "triton": Entrant(
+        partial(FlashDmattn, backend="triton"),
+        "flash_dmattn's Triton kernels",
+        role="ours",
+        alone=True,
+        compiled=True,
+    ),
+    "dense_flash": _dense("FLASH_ATTENTION", "FlashAttention of torch, no mask"),
+    "dense_cudnn": _dense("CUDNN_ATTENTION", "cuDNN, no mask"),
+    "compact_flash": _compact("FLASH_ATTENTION", "FlashAttention of torch over w keys, no mask"),
+    "compact_cudnn": _compact("CUDNN_ATTENTION", "cuDNN over w keys, no mask"),
+    "sdpa": _sdpa("SDPA, mask shared by a group of heads"),
+    "sdpa_expanded": _sdpa("SDPA, keys, values and mask repeated for heads", layout="expanded"),
+    "sdpa_gqa": _sdpa("SDPA with enable_gqa", layout="gqa"),
+    "sdpa_math": _sdpa("SDPA's unfused formula", backend="MATH"),
+    "sdpa_flash": _sdpa(
+        "SDPA's FlashAttention, which takes masks on CPUs only", backend="FLASH_ATTENTION"
+    ),
+    "sdpa_efficient": _sdpa("SDPA's memory-efficient kernels", backend="EFFICIENT_ATTENTION"),
+    "sdpa_cudnn": _sdpa("SDPA on cuDNN", backend="CUDNN_ATTENTION"),
+    "sdpa_augmented": Entrant(
+        SdpaAugmented,
+        "SDPA, the bias as one more column of the keys",
+        role="information",
+        alone=True,
+        per_query=False,
+    ),
+    "flex": Entrant(Flex, "FlexAttention with a block mask", alone=True, compiled=True),
+}
+
+
+def fits(name: str, case: Case) -> bool:
+    """Whether a contestant has a meaning for a case: masks need a window, and so on."""
+    entrant = ENTRANTS[name]
+    if case.window is None:
+        return entrant.dense and (case.queries is None or entrant.decode)
+    if case.queries is not None and not entrant.decode:
+        return False
+    # A bias that is another for each query has no selection per key; one query's has.
+    return entrant.per_query or not case.per_query or case.queries == 1
+
+
+def attends_to(name: str, case: Case) -> str:
+    """What a contestant attends to in a case; only numbers of one mask do the same work."""
+    mask = ENTRANTS[name].mask
+    if case.window is None:
+        return ALL_KEYS
+    if mask == TOP_KEYS_OF_EACH_QUERY and case.queries == 1:
+        return TOP_KEYS_OF_ALL_QUERIES  # there is one
+    return mask
