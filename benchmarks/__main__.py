@@ -144,7 +144,7 @@ def _add_measuring(add: Add) -> None:
 
 
 def _add_presentation(add: Add) -> None:
-    add("--bars", action="store_true", help="also show what the kernels are held to")
+    add("--bars", action="store_true", help="also show the performance targets")
     add("--plot", type=Path, metavar="FOLDER", help="write plots here")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The bars that the kernels are held to on one H200 and on CPUs, and how a run stands against them.
+"""The performance targets on one H200 and on CPUs, and how a run stands against them.
 
 A tool for maintainers: no test asks how fast a machine is.
 """
@@ -153,4 +153,4 @@ def bars_table(found: Sequence[Verdict]) -> Table:
         outcome = {True: "pass", False: "MISS", None: "not measured"}[verdict.met]
         rows.append((bar.work, bound, seen, verdict.detail, outcome))
     heads = ("work", "bar", "seen", "ours, reference", "")
-    return Table("What the kernels are held to", heads, tuple(rows))
+    return Table("Performance targets", heads, tuple(rows))

@@ -153,7 +153,7 @@ def equivalence_tables(results: Results) -> list[Table]:
         row = worst.setdefault(contestant, {}).setdefault(dims[case], {})
         row[tensor] = max(ratio, row.get(tensor, 0.0))
     title = (
-        "largest error by that of PyTorch in the same 16 bit, both against float64, worst of "
+        "largest error, relative to PyTorch's in the same 16 bit, both against float64, worst of "
         f"{measured} of {len(dims)} configurations; at most {LIMIT:g}"
     )
     tables = [

@@ -137,7 +137,7 @@ def _bars(found: Mapping[str, Results]) -> Table:
             missed = [verdict.bar.work for verdict in judged if not verdict.met]
             count = f"{len(judged) - len(missed)} of {len(judged)}"
             rows.append((f"{results.machine}: `{name}`", count, ", ".join(missed) or "-"))
-    return Table("What the kernels are held to", ("", "met", "missed"), tuple(rows))
+    return Table("Performance targets", ("", "met", "missed"), tuple(rows))
 
 
 def _errors(found: Mapping[str, Results]) -> Table:
@@ -148,7 +148,7 @@ def _errors(found: Mapping[str, Results]) -> Table:
         worst = [max(v for (*_, what), v in known.items() if what == name) for name in TENSORS]
         count = f"{len({case for case, *_ in known})} of {len(results.cases)}"
         rows.append((results.machine, count, *(f"{ratio:.2f}" for ratio in worst)))
-    title = f"Largest error by that of PyTorch in 16 bit; at most {LIMIT:g} is allowed"
+    title = f"Largest error, relative to PyTorch's in 16 bit; at most {LIMIT:g} is allowed"
     return Table(title, ("", "configurations", *TENSORS), tuple(rows))
 
 
