@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The environment variables of flash_dmattn: one table, from which validation, messages and
-documentation come.
+"""The environment variables of flash_dmattn: one table of what is allowed; docs/install.md tells
+what each does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = [
     "get",
     "invalid",
     "is_given",
-    "markdown_table",
     "unknown",
     "variables_set",
 ]
@@ -43,57 +42,22 @@ class UnknownVariableWarning(UserWarning):
 class Variable(NamedTuple):
     """One environment variable."""
 
-    name: str
+    name: str  # with its prefix
     values: tuple[str, ...]  # that are allowed; empty if the value is free, such as a path
     default: str  # what `get` returns if the variable is unset or empty; "" is "not given"
-    meaning: str  # one sentence for the documentation
 
 
 _VARIABLES = (
+    Variable("FLASH_DMATTN_LIBRARY_PATH", (), ""),
+    Variable("FLASH_DMATTN_CUDA", ("12", "13"), ""),
+    Variable("FLASH_DMATTN_ARCH", ("80", "86", "89", "90", "100", "120"), ""),
     Variable(
-        "FLASH_DMATTN_LIBRARY_PATH",
-        (),
-        "",
-        "Load exactly this kernel pack file, for the kind of device that it was built for.",
+        "FLASH_DMATTN_BACKEND", ("auto", "cuda", "cpu", "triton", "flex", "reference"), "auto"
     ),
-    Variable("FLASH_DMATTN_CUDA", ("12", "13"), "", "Use only packs built by this CUDA major."),
-    Variable(
-        "FLASH_DMATTN_ARCH",
-        ("80", "86", "89", "90", "100", "120"),
-        "",
-        "Use only packs built for this GPU architecture.",
-    ),
-    Variable(
-        "FLASH_DMATTN_BACKEND",
-        ("auto", "cuda", "cpu", "triton", "flex", "reference"),
-        "auto",
-        "The backend of calls without `backend=`; `auto` follows the device of the tensors.",
-    ),
-    Variable(
-        "FLASH_DMATTN_FALLBACK",
-        ("warn", "error"),
-        "warn",
-        "What happens if no pack serves a device, or the best pack is damaged: warn and use plain "
-        "PyTorch or the next pack; or raise.",
-    ),
-    Variable(
-        "FLASH_DMATTN_LOG",
-        ("off", "info", "debug"),
-        "off",
-        "Print to stderr how a pack was chosen (`info`), and from which facts (`debug`).",
-    ),
-    Variable(
-        "FLASH_DMATTN_CPU_SIMD",
-        ("auto", "baseline", "avx2", "avx512"),
-        "auto",
-        "The widest SIMD level that the cpu pack uses; one that the CPU lacks is an error.",
-    ),
-    Variable(
-        "FLASH_DMATTN_DETERMINISTIC",
-        ("0", "1"),
-        "0",
-        "The meaning of `deterministic=None`: with `1`, equal inputs give equal bits.",
-    ),
+    Variable("FLASH_DMATTN_FALLBACK", ("warn", "error"), "warn"),
+    Variable("FLASH_DMATTN_LOG", ("off", "info", "debug"), "off"),
+    Variable("FLASH_DMATTN_CPU_SIMD", ("auto", "baseline", "avx2", "avx512"), "auto"),
+    Variable("FLASH_DMATTN_DETERMINISTIC", ("0", "1"), "0"),
 )
 
 ENVIRONMENT: Mapping[str, Variable] = {variable.name: variable for variable in _VARIABLES}
@@ -196,13 +160,3 @@ def check_cpu_simd(level: str, environ: Mapping[str, str] | None = None) -> None
     raise InvalidVariableError(
         messages.NO_SIMD.format(name=name, allowed=", ".join(allowed), value=repr(wanted))
     )
-
-
-def markdown_table() -> str:
-    """Return the table for the documentation."""
-    lines = ["| variable | values | default | meaning |", "|---|---|---|---|"]
-    for variable in _VARIABLES:
-        values = ", ".join(f"`{value}`" for value in variable.values) or "a path"
-        default = f"`{variable.default}`" if variable.default else "not set"
-        lines.append(f"| `{variable.name}` | {values} | {default} | {variable.meaning} |")
-    return "\n".join(lines) + "\n"

@@ -127,11 +127,8 @@ class Loader:
         self._decided = {cpu: self._decided[cpu]} if cpu in self._decided else {}
 
     def pack_for(self, device_type: str, device_index: int | None = None) -> Pack:
-        """Return the pack that serves a device, with one warning if a better one is damaged.
-
-        Raises:
-            NoPackError: no one does, or FLASH_DMATTN_FALLBACK=error and the best one is damaged.
-            InvalidVariableError: an environment variable has a value that is not allowed.
+        """Do what the function `pack_for` does, with one warning if a better pack is damaged, or an
+        error with FLASH_DMATTN_FALLBACK=error.
         """
         trace = self._resolve(device_type, device_index)
         if trace.pack is None:
