@@ -38,19 +38,12 @@ _LONGEST_ON_CPU = 1024
 VIEWS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "all": ("every quantity", None),
     "gpu": ("the same on a GPU", None),
-    "cpu": ("the same on the CPU", None),
     "forward": ("forward, and making the mask", ("selection", "forward", "forward_with_mask")),
     "backward": (
         "backward pass, alone and after the forward pass",
         ("selection", "backward", "forward_backward", "end_to_end"),
     ),
-    "decode": ("one query against many cached keys", None),
-    "selection": ("making the mask from the bias", ("selection",)),
     "memory": ("peak extra memory", tuple(q for q in QUANTITIES if q.startswith("memory"))),
-    "end-to-end": (
-        "with making the mask: forward, and training",
-        ("forward_with_mask", "end_to_end"),
-    ),
     "map": ("over lengths and shares of kept keys, beside dense attention", None),
 }
 _SHAPE_OPTIONS = {
@@ -184,8 +177,8 @@ def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def _device(options: argparse.Namespace) -> str:
     """The device by its number, and the current one; the CPU with its threads."""
-    default = {"gpu": "cuda", "cpu": "cpu"}.get(options.view)
-    name = options.device or default or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = options.view == "gpu" or torch.cuda.is_available()
+    name = options.device or ("cuda" if on_gpu else "cpu")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.plot is not None:
@@ -255,7 +248,6 @@ def _measure_view(options: argparse.Namespace) -> int:
         options.cases,
         options.contestants,
         options.quantities or VIEWS[options.view][1],
-        options.view == "decode",
         **_given(options, *_SHAPE_OPTIONS, "dtype"),
     )
     clock = clock_for(device, cpu_time=options.cpu_time)

@@ -7,7 +7,7 @@ A tool for maintainers: no test asks how fast a machine is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .results import Results
 from .sets import GPU
@@ -16,8 +16,7 @@ from .tables import COLUMNS, Table
 Key = tuple[str, str, str]  # case, contestant, quantity
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A bound on ``measured / (reference * scale)``; without reference on ``measured / scale``."""
 
     measured: str  # a case, a contestant and a quantity
@@ -49,8 +48,7 @@ class Bar:
         return ", ".join(filter(None, words))
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What was seen for a bar; None where the run has no numbers for it."""
 
     bar: Bar
@@ -70,10 +68,6 @@ _INTERVALS = ("of the intervals' time", "intervals")
 _DENSE = ("speed of dense FA2", "dense_flash")
 _SDPA = ("best form of SDPA by ours", "sdpa_expanded sdpa_gqa sdpa")
 _GROWTH = ("of linear growth from growth-8k", "", "growth-8k", 8.0)
-
-
-def _query_bytes(case: str) -> float:
-    return float(GPU[case].shape.query_bytes)
 
 
 BARS = (
@@ -96,8 +90,13 @@ BARS = (
     Bar("decode-64k key_mask forward_planned", 0.03),
     Bar("decode-64k key_mask forward", 0.06),
     *(
-        Bar(f"{c} intervals memory_forward_backward", 8, "of q's bytes", scale=_query_bytes(c))
-        for c in ("heads2-32k", "growth-32k")
+        Bar(
+            f"{case} intervals memory_forward_backward",
+            8,
+            "of q's bytes",
+            scale=float(GPU[case].shape.query_bytes),
+        )
+        for case in ("heads2-32k", "growth-32k")
     ),
     Bar("growth-64k intervals forward", 1.15, *_GROWTH),
     Bar("growth-64k intervals backward", 1.15, *_GROWTH),

@@ -49,8 +49,9 @@ def configurations(device: str, dtype: str, longest: int) -> list[Case]:
 
 def step(case: Case, backends: Sequence[str]) -> Step:
     """The measuring of one configuration."""
-    missing = partial(_missing, case, "flash_dmattn")
-    return Step(case.name, partial(measure, case, backends), lambda reason: [missing(reason)])
+    record = partial(Record, case.name, "flash_dmattn", "ours", TOP_KEYS_OF_EACH_QUERY, "all")
+    run = partial(measure, case, backends)
+    return Step(case.name, run, lambda reason: [record(reason=reason)])
 
 
 def measure(case: Case, backends: Sequence[str]) -> Iterator[Record]:
@@ -66,19 +67,16 @@ def measure(case: Case, backends: Sequence[str]) -> Iterator[Record]:
         name = "flash_dmattn" if backend == "auto" else backend
         attends[name] = partial(_ours, mask=mask, causal=case.causal, backend=backend)
     for name, attend in attends.items():
+        role = "baseline" if name == PYTORCH else "ours"
+        record = partial(Record, case.name, name, role, TOP_KEYS_OF_EACH_QUERY)
         try:
             found = _results(inputs, attend, case.torch_dtype)
         except Exception as error:  # the others go on, and this one has failed
-            yield _missing(case, name, short_reason(error))
+            yield record("all", reason=short_reason(error))
             continue
-        role = "baseline" if name == PYTORCH else "ours"
         for tensor, value in found.items():
-            error_of = _error(value, expected[tensor])
-            yield Record(case.name, name, role, TOP_KEYS_OF_EACH_QUERY, tensor, error_of)
-
-
-def _missing(case: Case, name: str, reason: str) -> Record:
-    return Record(case.name, name, "ours", TOP_KEYS_OF_EACH_QUERY, "all", reason=reason)
+            largest = (value.double() - expected[tensor]).abs().max() / expected[tensor].abs().max()
+            yield record(tensor, float(largest))
 
 
 def _formula(*tensors: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -108,10 +106,6 @@ def _results(
     leaves = [tensor.to(dtype).requires_grad_() for tensor in given]
     out = attend(*leaves)
     return dict(zip(TENSORS, [out.detach(), *torch.autograd.grad(out.sum(), leaves)], strict=True))
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(((found.double() - expected).abs().max() / expected.abs().max()).item())
 
 
 def ratios(results: Results) -> dict[tuple[str, str, str], float]:

@@ -192,7 +192,6 @@ def chosen_workloads(
     patterns: Sequence[str] = (),
     contestants: Sequence[str] | None = None,
     quantities: Sequence[str] | None = None,
-    decoding_only: bool = False,
     **changes: Any,
 ) -> list[Workload]:
     """The workloads whose names match a pattern, cut down to what is wanted, with ``changes`` of
@@ -219,11 +218,9 @@ def chosen_workloads(
         shape = replace(shape, window=window or workload.shape.window)
         entered = [n for n in contestants or workload.contestants if fits(n, shape)]
         wanted = tuple(q for q in workload.quantities if q in (quantities or QUANTITIES))
-        if not wanted or (decoding_only and shape.queries is None):
-            continue
         for compiled in (False, True):
             group = tuple(name for name in entered if ENTRANTS[name].compiled is compiled)
-            chosen += [Workload(shape, group, wanted)] if group else []
+            chosen += [Workload(shape, group, wanted)] if group and wanted else []
     if not chosen:
         what = ", ".join([*(contestants or ()), *(quantities or ())])
         raise ValueError(f"none of {', '.join(names)} measures {what}")
