@@ -246,8 +246,8 @@ def dense(case: Case, inputs: Inputs, backend: str) -> Contestant:
 def compact(case: Case, inputs: Inputs, backend: str) -> Contestant:
     """Dense attention of all queries over only ``window`` keys: a reference cost, no mask at all.
 
-    The keys are those with the largest bias of each head, laid out densely before the call; where
-    the bias is another for each query, those of the first.
+    Each head keeps the keys with its largest biases, laid out densely before the call; of a
+    per-query bias the first query decides.
     """
     assert inputs.bias is not None
     assert case.window is not None

@@ -27,7 +27,7 @@ class Entrant:
     role: Literal["ours", "baseline", "information"] = "baseline"
     alone: bool = False  # not timed in turns with others: large masks do not fit the memory at once
     compiled: bool = False  # comes last: compiling may take longer than everything else
-    per_query: bool = True  # takes a bias that is another for each query
+    per_query: bool = True  # takes a per-query bias
     dense: bool = False  # runs without a window
     decode: bool = False  # runs with one query only
 
@@ -99,7 +99,7 @@ def fits(name: str, case: Case) -> bool:
         return entrant.dense and (case.queries is None or entrant.decode)
     if case.queries is not None and not entrant.decode:
         return False
-    # A bias that is another for each query has no selection per key; one query's has.
+    # A per-query bias has no selection per key, unless there is one query.
     return entrant.per_query or not case.per_query or case.queries == 1
 
 

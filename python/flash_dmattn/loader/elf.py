@@ -2,7 +2,7 @@
 """What the headers of a shared library tell before it is opened.
 
 The system's loader maps a file as its headers say. Where a download or a full disk has cut it off,
-the first access behind its end kills the process (SIGBUS) in place of giving an error.
+the first access behind its end kills the process with SIGBUS, and gives no error.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ def check_cpu_simd(level: str, environ: Mapping[str, str] | None = None) -> None
     """Compare FLASH_DMATTN_CPU_SIMD with the level at which the cpu pack runs.
 
     Raises:
-        InvalidVariableError: it asks for another level; the pack takes the widest that the CPU has
-            in place of one that it lacks.
+        InvalidVariableError: it asks for another level. For one that the CPU lacks, the pack takes
+            the widest that it has.
     """
     name = "FLASH_DMATTN_CPU_SIMD"
     wanted, values = get(name, environ), ENVIRONMENT[name].values

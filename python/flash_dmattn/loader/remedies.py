@@ -42,8 +42,8 @@ def build_for(arch: str, version: str | None) -> str:
 
 
 def install_wheel(version: str | None) -> str:
-    """Return the command that installs the wheel, which has the packs of all GPUs, in place of what
-    was built on a machine without a CUDA toolkit.
+    """Return the command that installs the wheel, which has the packs of all GPUs, where the
+    installation was built without a CUDA toolkit.
     """
     return reinstall(version, OWN_DISTRIBUTION, f"--only-binary {OWN_DISTRIBUTION}")
 
