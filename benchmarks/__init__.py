@@ -3,7 +3,7 @@
 
 ``python -m benchmarks --help`` shows what there is. Every number is one
 :class:`~.results.Record` of a case, a contestant and a quantity; a contestant that fails is a
-record with the reason, and the run goes on. Cases (:mod:`sets`), contestants
-(:mod:`contestants`), quantities (:mod:`quantities`), bars (:mod:`bars`) and what pages show
-(:mod:`pages`) are tables of data; :mod:`engine` measures.
+record with the reason, and the run goes on. Cases (:mod:`sets`), contestants (:mod:`entrants`),
+quantities (:mod:`tables`), bars (:mod:`bars`) and what pages show (:mod:`pages`) are tables of
+data; :mod:`engine` measures.
 """

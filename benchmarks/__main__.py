@@ -18,21 +18,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import engine, equivalence, generate, train
+from . import engine, equivalence, generate, sets, train
 from .bars import bars_table, verdicts
 from .cases import shape_text
 from .entrants import ENTRANTS
 from .environment import describe_environment, gpu_state
-from .pages import RESULTS, ROOT, rendered, tables_of, write_figures
-from .plot import drawings, load_pyplot, write_plots
-from .quantities import GENERATE_QUANTITIES, QUANTITIES, TRAIN_QUANTITIES
+from .figures import drawings, load_pyplot, write_figures
+from .pages import RESULTS, ROOT, draw_pages, rendered, tables_of
 from .results import Results, Step, read, short_reason
-from .sets import SET_NAMES, density_map, workload_set
-from .table import Table
+from .tables import GENERATE_QUANTITIES, QUANTITIES, TRAIN_QUANTITIES, Table, about
 from .timing import clock_for
-from .workloads import Choice, chosen_workloads, plain_cases
 
-# Seconds of timing for each contestant and quantity; the lesser of a quick run and of the sweeps.
+# Seconds of timing for each contestant and quantity; the lesser of the sweeps.
 _SECONDS, _FEWER_SECONDS = 0.2, 0.05
 # What a CPU takes by default, so that it is done in a minute.
 _LONGEST_ON_CPU = 1024
@@ -41,19 +38,12 @@ _LONGEST_ON_CPU = 1024
 VIEWS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "all": ("every quantity", None),
     "gpu": ("the same on a GPU", None),
-    "cpu": ("the same on the CPU", None),
     "forward": ("forward, and making the mask", ("selection", "forward", "forward_with_mask")),
     "backward": (
         "backward pass, alone and after the forward pass",
         ("selection", "backward", "forward_backward", "end_to_end"),
     ),
-    "decode": ("one query against many cached keys", None),
-    "selection": ("making the mask from the bias", ("selection",)),
     "memory": ("peak extra memory", tuple(q for q in QUANTITIES if q.startswith("memory"))),
-    "end-to-end": (
-        "with making the mask: forward, and training",
-        ("forward_with_mask", "end_to_end"),
-    ),
     "map": ("over lengths and shares of kept keys, beside dense attention", None),
 }
 _SHAPE_OPTIONS = {
@@ -64,6 +54,7 @@ _SHAPE_OPTIONS = {
     "length": "queries, and keys",
     "window": "keys that each query keeps",
 }
+Add = Callable[..., Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,13 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, about: str, run: Callable[[Any], int]) -> Callable[..., Any]:
-        added = commands.add_parser(name, help=about, description=about)
+    def command(name: str, text: str, run: Callable[[Any], int]) -> Add:
+        added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(run=run, parser=added, view=name)
         return added.add_argument
 
-    for name, (about, _) in VIEWS.items():
-        add = command(name, about, _measure_view)
+    for name, (text, _) in VIEWS.items():
+        add = command(name, text, _measure_view)
         _add_measuring(add)
         _add_cases(add)
         if name == "map":
@@ -104,22 +95,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--backends", nargs="+", default=["auto"], metavar="NAME", help="default: auto")
     add = command("generate", "time in attention of a language model that generates", _generate)
     _add_measuring(add)
-    add("--contestants", nargs="+", choices=[*generate.METHODS], default=[*generate.METHODS])
-    for name, text in (
-        ("length", "tokens of the prompt"),
-        ("window", "keys that each query keeps"),
-        ("new-tokens", "tokens that are generated"),
-        ("layers", "of the model"),
-        ("repeats", "generations that are timed"),
-    ):
-        add(f"--{name}", type=_positive, help=text)
+    _add_model(add, generate.METHODS)
+    add("--length", type=_positive, help="tokens of the prompt")
+    add("--new-tokens", type=_positive, help="tokens that are generated")
+    add("--repeats", type=_positive, help="generations that are timed")
     add = command("train", "steps of a language model, and with dense attention", _train)
     _add_measuring(add)
-    add("--contestants", nargs="+", choices=[*train.METHODS], default=[*train.METHODS])
+    _add_model(add, train.METHODS)
     add("--lengths", nargs="+", type=_positive, help="tokens of a sequence")
     add("--tokens", type=_positive, help="of a step, all sequences together")
-    add("--window", type=_positive, help="keys that each query keeps")
-    add("--layers", type=_positive, help="of the model")
     add("--seconds", type=float, default=2.0, help="of timing each (default: 2)")
     add = command("show", "tables, bars and plots of results", _show)
     add("results", type=Path, nargs="+", help="the JSON that --output wrote")
@@ -131,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_measuring(add: Callable[..., Any]) -> None:
+def _add_measuring(add: Add) -> None:
     """Options of every subcommand that measures something."""
     add("--device", help="a torch device (default: a GPU where there is one)")
     add("--threads", type=_positive, help="of the CPU (default: what torch uses)")
@@ -152,30 +136,31 @@ def _add_measuring(add: Callable[..., Any]) -> None:
     _add_presentation(add)
 
 
-def _add_presentation(add: Callable[..., Any]) -> None:
-    add("--bars", action="store_true", help="also show what the kernels are held to")
-    add("--check", action="store_true", help="exit with 2 when a bar is missed")
+def _add_presentation(add: Add) -> None:
+    add("--bars", action="store_true", help="also show the performance targets")
     add("--plot", type=Path, metavar="FOLDER", help="write plots here")
-    add("--markdown", action="store_true", help="tables as Markdown")
 
 
-def _add_cases(add: Callable[..., Any]) -> None:
+def _add_model(add: Add, methods: Iterable[str]) -> None:
+    add("--contestants", nargs="+", choices=[*methods], default=[*methods])
+    add("--window", type=_positive, help="keys that each query keeps")
+    add("--layers", type=_positive, help="of the model")
+
+
+def _add_cases(add: Add) -> None:
     add(
         "--set",
         default="standard",
-        choices=SET_NAMES,
+        choices=sets.SET_NAMES,
         help="cases to choose from (default: standard); legacy: 1.2.2's performance scripts",
     )
-    add("--list", action="store_true", help="show sets, cases, contestants and quantities")
+    add("--list", action="store_true", help="show the set's cases, contestants and quantities")
     add("--cases", nargs="+", default=[], metavar="PATTERN", help="by name, as 'growth-*'")
     add("--contestants", nargs="+", choices=[*ENTRANTS], metavar="NAME", help="see --list")
-    add("--without", nargs="+", choices=[*ENTRANTS], default=[], metavar="NAME", help="left out")
     add("--quantities", nargs="+", choices=[*QUANTITIES], metavar="NAME", help="see --list")
     for name, text in _SHAPE_OPTIONS.items():
         add(f"--{name.replace('_', '-')}", type=_positive, help=f"{text}, for every case")
     add("--dtype", choices=("float32", "float16", "bfloat16"))
-    add("--seed", type=int, help="of the random numbers")
-    add("--quick", action="store_true", help="few cases, no slow contestants, less time")
     add("--seconds", type=float, help=f"of timing each contestant (default: {_SECONDS})")
 
 
@@ -186,28 +171,43 @@ def _positive(text: str) -> int:
     return value
 
 
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
 def _device(options: argparse.Namespace) -> str:
     """The device by its number, and the current one; the CPU with its threads."""
-    default = {"gpu": "cuda", "cpu": "cpu"}.get(options.view)
-    name = options.device or default or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = options.view == "gpu" or torch.cuda.is_available()
+    name = options.device or ("cuda" if on_gpu else "cpu")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.plot is not None:
         load_pyplot()  # now, rather than after minutes
     device = torch.device(name)
-    if device.type != "cuda":
-        return str(name)
-    if not torch.cuda.is_available():
-        raise ValueError(f"the device is {name}, and torch finds no CUDA device")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    torch.cuda.set_device(index)
-    return f"cuda:{index}"
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"the device is {name}, and torch finds no CUDA device")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_device(index)
+        name = f"cuda:{index}"
+    options.device = str(name)
+    return str(name)
 
 
-def _run(
-    steps: Iterable[Step], count: int, results: Results, options: argparse.Namespace
+def _measure(
+    options: argparse.Namespace,
+    measurement: str,
+    quantities: dict[str, str],
+    cases: dict[str, dict[str, Any]],
+    steps: Iterable[Step],
+    count: int,
 ) -> Results:
-    """Measure, and write after each step, so that an interrupted run leaves what it has."""
+    """Measure, and write after each step, so that an interrupted run leaves what it has; show it.
+
+    ``count`` is how many steps there are.
+    """
+    where = describe_environment(options.device, measurement, options.commit, options.note)
+    results = Results(where, quantities, cases)
     begun, every = time.monotonic(), 0.1 if sys.stderr.isatty() else 5
     with tqdm(steps, total=count, unit="step", dynamic_ncols=True, mininterval=every) as bar:
         for step in bar:
@@ -228,72 +228,64 @@ def _run(
             engine.release_memory()
             results.environment["state_after"] = gpu_state(options.device)
             results.write(options.output)
+    _present(results, options)
     return results
 
 
 def _measure_view(options: argparse.Namespace) -> int:
-    device = options.device = _device(options)
+    device = _device(options)
     if options.view == "map":
         options.set = "map"
-        cases = density_map(device.startswith("cuda"), options.lengths, options.one_in)
+        cases = sets.density_map(device.startswith("cuda"), options.lengths, options.one_in)
     else:
-        cases = workload_set(options.set, device)
+        cases = sets.workload_set(options.set, device)
     if options.list:
-        print("\n\n".join(table.text() for table in _lists(options.set, device)))
+        print("\n\n".join(map(str, _lists(options.set, cases))))
         return 0
-    shape = {name: getattr(options, name) for name in (*_SHAPE_OPTIONS, "dtype", "seed")}
-    choice = Choice(
+    workloads = sets.chosen_workloads(
+        cases,
+        device,
         options.cases,
         options.contestants,
-        options.without,
         options.quantities or VIEWS[options.view][1],
-        options.quick,
-        options.view == "decode",
-        {name: value for name, value in shape.items() if value is not None},
+        **_given(options, *_SHAPE_OPTIONS, "dtype"),
     )
-    workloads = chosen_workloads(cases, choice, device)
     clock = clock_for(device, cpu_time=options.cpu_time)
-    few = options.quick or options.set != "standard"
-    seconds = options.seconds or (_FEWER_SECONDS if few else _SECONDS)
-    results = Results(
-        describe_environment(device, clock.description, options.commit, options.note),
-        {name: quantity.about for name, quantity in QUANTITIES.items()},
-        plain_cases(workloads),
-    )
+    seconds = options.seconds or (_SECONDS if options.set == "standard" else _FEWER_SECONDS)
     steps = (s for w in workloads for s in engine.Measurement(w, clock, seconds).steps())
     count = sum(len(engine.groups(workload)) for workload in workloads)
-    return _present([_run(steps, count, results, options)], options)
+    _measure(
+        options, clock.description, about(QUANTITIES), sets.plain_cases(workloads), steps, count
+    )
+    return 0
 
 
-def _lists(chosen: str, device: str) -> list[Table]:
-    sets = {name: workload_set(name, device) for name in SET_NAMES}
-    shapes = plain_cases([*sets[chosen].workloads.values()])
-    cases = [(name, shape_text(c), " ".join(c["contestants"])) for name, c in shapes.items()]
+def _lists(chosen: str, cases: sets.WorkloadSet) -> list[Table]:
+    shapes = sets.plain_cases([*cases.values()])
+    rows = [
+        (name, shape_text(case), " ".join(case["contestants"])) for name, case in shapes.items()
+    ]
     entrants = [(name, entrant.about, entrant.mask) for name, entrant in ENTRANTS.items()]
-    taken = [(name, quantity.about) for name, quantity in QUANTITIES.items()]
-    heads, what = ("", "shape", "contestants"), ("", "what it is", "attends to")
+    quantities = [(name, quantity.about) for name, quantity in QUANTITIES.items()]
+    what = ("", "what it is", "attends to")
     return [
-        Table("Sets (--set)", ("", "cases"), tuple((n, s.about) for n, s in sets.items())),
-        Table(f"Cases of {chosen} (--cases)", heads, tuple(cases)),
-        Table("Contestants (--contestants, --without)", what, tuple(entrants)),
-        Table("Quantities (--quantities)", what[:2], tuple(taken)),
+        Table(f"Cases of {chosen} (--cases)", ("", "shape", "contestants"), tuple(rows)),
+        Table("Contestants (--contestants)", what, tuple(entrants)),
+        Table("Quantities (--quantities)", what[:2], tuple(quantities)),
     ]
 
 
 def _equivalence(options: argparse.Namespace) -> int:
     """Returns 1 where an error is too large or a call failed, 3 where time ran out."""
-    device = options.device = _device(options)
+    device = _device(options)
     longest = options.longest or (_LONGEST_ON_CPU if device == "cpu" else max(equivalence.LENGTHS))
     cases = equivalence.configurations(device, options.dtype, longest)
     if not cases:
         raise ValueError(f"--longest is {longest}; the shortest sequence is 128")
-    results = Results(
-        describe_environment(device, "largest error against float64", options.commit, options.note),
-        equivalence.QUANTITIES,
-        {case.name: asdict(case) for case in cases},
-    )
+    plain = {case.name: asdict(case) for case in cases}
     steps = (equivalence.step(case, options.backends) for case in cases)
-    _present([_run(steps, len(cases), results, options)], options)
+    taken = "largest error against float64"
+    results = _measure(options, taken, equivalence.QUANTITIES, plain, steps, len(cases))
     if equivalence.failures(results):
         return 1
     measured = len({case for case, *_ in equivalence.ratios(results)})
@@ -302,78 +294,62 @@ def _equivalence(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    device = options.device = _device(options)
+    device, who = _device(options), options.contestants
     clock = clock_for(device, cpu_time=options.cpu_time)
     importlib.import_module("transformers")
     setting = generate.GPU if device.startswith("cuda") else generate.CPU
-
-    def given(*names: str) -> dict[str, Any]:
-        return {name: getattr(options, name) for name in names if getattr(options, name)}
-
-    shape = replace(setting.shape, device=device, **given("length", "window"))
+    shape = replace(setting.shape, device=device, **_given(options, "length", "window"))
     shape = replace(shape, name=f"generate-{shape.length / 1024:g}k")
-    setting = replace(setting, shape=shape, **given("cpu_time", "new_tokens", "layers", "repeats"))
-    sizes = {"new_tokens": setting.new_tokens, "layers": setting.layers}
-    results = Results(
-        describe_environment(device, clock.description, options.commit, options.note),
-        {name: quantity.about for name, quantity in GENERATE_QUANTITIES.items()},
-        {shape.name: {**asdict(shape), "contestants": options.contestants, **sizes}},
-    )
+    sizes = _given(options, "cpu_time", "new_tokens", "layers", "repeats")
+    setting = setting._replace(shape=shape, **sizes)
+    more = {"contestants": who, "new_tokens": setting.new_tokens, "layers": setting.layers}
     expected: dict[str, torch.Tensor] = {}
-    steps = (generate.step(name, setting, expected) for name in options.contestants)
-    return _present([_run(steps, len(options.contestants), results, options)], options)
+    steps = (generate.step(name, setting, expected) for name in who)
+    cases = {shape.name: {**asdict(shape), **more}}
+    _measure(options, clock.description, about(GENERATE_QUANTITIES), cases, steps, len(who))
+    return 0
 
 
 def _train(options: argparse.Namespace) -> int:
-    device = options.device = _device(options)
+    device, who = _device(options), options.contestants
     clock = clock_for(device, cpu_time=options.cpu_time)
     setting = train.GPU if device.startswith("cuda") else train.CPU
-    given = {n: getattr(options, n) for n in ("layers", "tokens", "lengths") if getattr(options, n)}
-    window = options.window or setting.shape.window
-    setting = replace(setting, shape=replace(setting.shape, device=device, window=window), **given)
+    shape = replace(setting.shape, device=device, **_given(options, "window"))
+    setting = setting._replace(shape=shape, **_given(options, "layers", "tokens", "lengths"))
     cases = [setting.case(length) for length in setting.lengths]
-    taken = {"contestants": options.contestants, "layers": setting.layers}
-    results = Results(
-        describe_environment(device, clock.description, options.commit, options.note),
-        {name: quantity.about for name, quantity in TRAIN_QUANTITIES.items()},
-        {case.name: {**asdict(case), **taken} for case in cases},
-    )
-    steps = train.steps(setting, options.contestants, clock, options.seconds)
-    count = len(cases) * len(options.contestants)
-    return _present([_run(steps, count, results, options)], options)
+    more = {"contestants": who, "layers": setting.layers}
+    plain = {case.name: {**asdict(case), **more} for case in cases}
+    steps, count = train.steps(setting, who, clock, options.seconds), len(cases) * len(who)
+    _measure(options, clock.description, about(TRAIN_QUANTITIES), plain, steps, count)
+    return 0
 
 
 def _show(options: argparse.Namespace) -> int:
-    return _present([read(path) for path in options.results], options)
+    for path in options.results:
+        _present(read(path), options)
+    return 0
 
 
-def _present(all_results: Sequence[Results], options: argparse.Namespace) -> int:
-    """Print tables and write plots; returns 2 for a missed bar that is to be checked."""
-    missed = False
-    for results in all_results:
-        tables, found = tables_of(results), verdicts(results)
-        missed |= any(verdict.met is False for verdict in found)
-        if options.bars:
-            tables.append(bars_table(found))
-        shown = [table.markdown() if options.markdown else table.text() for table in tables]
-        print("\n\n".join([results.heading, *shown]))
-        if options.plot is not None:
-            for path in write_plots(drawings(results), options.plot):
-                print(f"wrote {path}", file=sys.stderr)
-    return 2 if options.check and missed else 0
+def _present(results: Results, options: argparse.Namespace) -> None:
+    """Print tables and write plots."""
+    tables = tables_of(results) + ([bars_table(verdicts(results))] if options.bars else [])
+    print("\n\n".join([results.heading, *map(str, tables)]))
+    if options.plot is not None:
+        for path in write_figures(drawings(results), options.plot):
+            print(f"wrote {path}", file=sys.stderr)
 
 
 def _render(options: argparse.Namespace) -> int:
     texts = rendered(options.root, options.results)
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        if options.check:
+    if options.check:
+        for path in stale:
             print(f"{path} is not what {options.results} gives; run render", file=sys.stderr)
-        else:
-            path.write_text(texts[path])
-    if not options.check:
-        write_figures(options.root, options.results)
-    return int(options.check and bool(stale))
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(texts[path])
+    draw_pages(options.root, options.results)
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,14 +30,21 @@ PHASES = ("prefill", "decode")
 Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A part of the work, by the moments at which it begins and ends."""
 
     phase: str
     kind: str  # mask, layer or model
     start: Any
     stop: Any
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        if isinstance(self.stop, (float, int)):
+            return float(self.stop - self.start)
+        self.stop.synchronize()
+        return float(self.start.elapsed_time(self.stop)) / 1e3
 
 
 def event_now() -> Any:
@@ -48,18 +54,17 @@ def event_now() -> Any:
     return event
 
 
-@dataclass
 class AttentionClock:
     """Takes the time of a model's forward passes, of which the first is the prefill.
 
     ``now`` gives moments: numbers of seconds, or CUDA events.
     """
 
-    now: Callable[[], Any] = time.perf_counter
-    spans: list[Span] = field(default_factory=list)
-    calls: int = 0
-    _layers: int = 0
-    _open: list[Any] = field(default_factory=list)
+    def __init__(self, now: Callable[[], Any] = time.perf_counter) -> None:
+        self.now = now
+        self.spans: list[Span] = []
+        self._open: list[Any] = []
+        self._calls = self._layers = 0
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
@@ -68,31 +73,27 @@ class AttentionClock:
         self._layers = len(attentions)
         # The functions that the model calls are names in the module that defines it.
         modeling: Any = importlib.import_module(type(model).__module__)
-        registered, make_mask = modeling.ALL_ATTENTION_FUNCTIONS, modeling.create_causal_mask
+        find, make_mask = (
+            modeling.ALL_ATTENTION_FUNCTIONS.get_interface,
+            modeling.create_causal_mask,
+        )
 
         def get_interface(*names: Any) -> Function:
             """What looks attention functions up, and lets those that it finds end a span."""
-            function = registered.get_interface(*names)
-            return self._timed(function, ends="layer", of=lambda m, *_, **__: m in attentions)
+            return self._timed(find(*names), ends="layer", of=lambda m, *_, **__: m in attentions)
 
         def is_of_model(*_: Any, config: Any = None, **__: Any) -> bool:
             return config is model.config
 
         interface = SimpleNamespace(get_interface=get_interface)
+        make_mask = self._timed(make_mask, begins=True, ends="mask", of=is_of_model)
         with ExitStack() as stack:
-
-            def replace(owner: Any, name: str, function: Any) -> None:
-                stack.enter_context(mock.patch.object(owner, name, function))
-
-            replace(modeling, "ALL_ATTENTION_FUNCTIONS", interface)
-            replace(
-                modeling,
-                "create_causal_mask",
-                self._timed(make_mask, begins=True, ends="mask", of=is_of_model),
-            )
+            replace = mock.patch.object
+            stack.enter_context(replace(modeling, "ALL_ATTENTION_FUNCTIONS", interface))
+            stack.enter_context(replace(modeling, "create_causal_mask", make_mask))
             for module in attentions:
                 prepare = self._timed(module.prepare_dynamic_mask, begins=True)
-                replace(module, "prepare_dynamic_mask", prepare)
+                stack.enter_context(replace(module, "prepare_dynamic_mask", prepare))
             stack.callback(model.register_forward_pre_hook(self._begin_call).remove)
             stack.callback(model.register_forward_hook(lambda *_: self._end("model")).remove)
             yield
@@ -101,7 +102,7 @@ class AttentionClock:
         """Forget what was seen."""
         self.spans.clear()
         self._open.clear()
-        self.calls = 0
+        self._calls = 0
 
     def seconds(self) -> dict[str, float]:
         """The quantities of one generation.
@@ -110,26 +111,26 @@ class AttentionClock:
             RuntimeError: the model did not call what is timed, once for each mask and layer: a
                 function that is called in another way would be left out, and nobody would notice.
         """
-        for kind, expected in (("mask", self.calls), ("layer", self.calls * self._layers)):
+        for kind, expected in (("mask", self._calls), ("layer", self._calls * self._layers)):
             count = sum(span.kind == kind for span in self.spans)
             if count != expected:
                 raise RuntimeError(
                     f"attention was timed {count} times by {kind}, not {expected} times, in "
-                    f"{self.calls} forward passes: this version of transformers calls it otherwise"
+                    f"{self._calls} forward passes: this version of transformers calls it otherwise"
                 )
         found = dict.fromkeys((*PHASES, *(f"{phase}_attention" for phase in PHASES)), 0.0)
         for span in self.spans:
-            found[span.phase if span.kind == "model" else f"{span.phase}_attention"] += _time(span)
+            found[span.phase + "_attention" * (span.kind != "model")] += span.seconds
         found["attention"] = found["prefill_attention"] + found["decode_attention"]
         found["generate"] = found["prefill"] + found["decode"]
         return found
 
     def _begin_call(self, *_: Any) -> None:
-        self.calls += 1
+        self._calls += 1
         self._open.append(self.now())
 
     def _end(self, kind: str) -> None:
-        phase = PHASES[self.calls > 1]
+        phase = PHASES[self._calls > 1]
         self.spans.append(Span(phase, kind, self._open.pop(), self.now()))
 
     def _timed(
@@ -153,10 +154,3 @@ class AttentionClock:
             return result
 
         return timed
-
-
-def _time(span: Span) -> float:
-    if isinstance(span.stop, (float, int)):
-        return float(span.stop - span.start)
-    span.stop.synchronize()
-    return float(span.start.elapsed_time(span.stop)) / 1e3

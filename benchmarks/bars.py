@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The bars that the kernels are held to on one H200 and on CPUs, and how a run stands against them.
+"""The performance targets on one H200 and on CPUs, and how a run stands against them.
 
 A tool for maintainers: no test asks how fast a machine is.
 """
@@ -7,32 +7,25 @@ A tool for maintainers: no test asks how fast a machine is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from .quantities import COLUMNS
 from .results import Results
 from .sets import GPU
-from .table import Table
+from .tables import COLUMNS, Table
 
 Key = tuple[str, str, str]  # case, contestant, quantity
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bound on ``measured / (reference * scale)``; without a reference on ``measured / scale``.
+class Bar(NamedTuple):
+    """A bound on ``measured / (reference * scale)``; without reference on ``measured / scale``."""
 
-    ``measured`` is a case, a contestant and a quantity. References are the same of other
-    contestants, of which the least counts, or of another case. ``speed`` turns the ratio over: the
-    reference by ours, bounded from below. ``scale`` is the unit of the quantity unless given.
-    """
-
-    measured: str
+    measured: str  # a case, a contestant and a quantity
     limit: float
     about: str = ""
-    others: str = ""
-    first: str = ""
-    scale: float | None = None
-    speed: bool = False
+    others: str = ""  # contestants, of which the least is the reference
+    first: str = ""  # a case, which is the reference
+    scale: float | None = None  # if not the unit of the quantity
+    speed: bool = False  # turns the ratio over: the reference by ours, bounded from below
 
     @property
     def key(self) -> Key:
@@ -48,12 +41,6 @@ class Bar:
         return others + ([(self.first, who, quantity)] if self.first else [])
 
     @property
-    def unit(self) -> str:
-        """Of what is bounded."""
-        plain = self.scale is None and not self.references
-        return COLUMNS[self.key[2]].unit if plain else "x"
-
-    @property
     def work(self) -> str:
         """What the bound is of, in words."""
         case, who, quantity = self.key
@@ -61,8 +48,7 @@ class Bar:
         return ", ".join(filter(None, words))
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What was seen for a bar; None where the run has no numbers for it."""
 
     bar: Bar
@@ -82,10 +68,6 @@ _INTERVALS = ("of the intervals' time", "intervals")
 _DENSE = ("speed of dense FA2", "dense_flash")
 _SDPA = ("best form of SDPA by ours", "sdpa_expanded sdpa_gqa sdpa")
 _GROWTH = ("of linear growth from growth-8k", "", "growth-8k", 8.0)
-
-
-def _query_bytes(case: str) -> float:
-    return float(GPU.workloads[case].shape.query_bytes)
 
 
 BARS = (
@@ -108,8 +90,13 @@ BARS = (
     Bar("decode-64k key_mask forward_planned", 0.03),
     Bar("decode-64k key_mask forward", 0.06),
     *(
-        Bar(f"{c} intervals memory_forward_backward", 8, "of q's bytes", scale=_query_bytes(c))
-        for c in ("heads2-32k", "growth-32k")
+        Bar(
+            f"{case} intervals memory_forward_backward",
+            8,
+            "of q's bytes",
+            scale=float(GPU[case].shape.query_bytes),
+        )
+        for case in ("heads2-32k", "growth-32k")
     ),
     Bar("growth-64k intervals forward", 1.15, *_GROWTH),
     Bar("growth-64k intervals backward", 1.15, *_GROWTH),
@@ -135,11 +122,9 @@ TRAIN_BARS = tuple(
 
 def verdicts(results: Results) -> list[Verdict]:
     """How each bar that is meant for a run stands, by its numbers."""
-    bars: Sequence[Bar] = BARS if results.environment["gpu"] else CPU_BARS
-    if any(name.startswith("generate") for name in results.cases):
-        bars = GENERATE_BARS
-    if any(name.startswith("train") for name in results.cases):
-        bars = TRAIN_BARS
+    kind = next(iter(results.cases), "").partition("-")[0]
+    standard = BARS if results.environment["gpu"] else CPU_BARS
+    bars = {"generate": GENERATE_BARS, "train": TRAIN_BARS}.get(kind, standard)
     return [_verdict(bar, results.values) for bar in bars]
 
 
@@ -160,9 +145,11 @@ def bars_table(found: Sequence[Verdict]) -> Table:
     rows = []
     for verdict in found:
         bar = verdict.bar
-        bound = f"{'>=' if bar.speed else '<='} {bar.limit:g} {bar.unit}"
-        seen = "-" if verdict.seen is None else f"{verdict.seen:.3f} {bar.unit}"
+        plain = bar.scale is None and not bar.references
+        unit = COLUMNS[bar.key[2]].unit if plain else "x"
+        bound = f"{'>=' if bar.speed else '<='} {bar.limit:g} {unit}"
+        seen = "-" if verdict.seen is None else f"{verdict.seen:.3f} {unit}"
         outcome = {True: "pass", False: "MISS", None: "not measured"}[verdict.met]
         rows.append((bar.work, bound, seen, verdict.detail, outcome))
     heads = ("work", "bar", "seen", "ours, reference", "")
-    return Table("What the kernels are held to", heads, tuple(rows))
+    return Table("Performance targets", heads, tuple(rows))

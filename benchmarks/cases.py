@@ -19,8 +19,8 @@ AGREEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 class Case:
     """One attention problem. ``window`` is None for dense attention, which has no bias either.
 
-    The bias is the same for every query, as models learn it, or with ``per_query`` another number
-    for each query and key. ``queries`` is 1 for decoding, None where there are as many as keys.
+    The bias is per key, as models learn it, or with ``per_query`` it has a row for each query.
+    ``queries`` is 1 for decoding, None where there are as many as keys.
     """
 
     name: str

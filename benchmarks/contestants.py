@@ -17,15 +17,15 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, make_plan
 
 from .cases import Case, Inputs, Pass
-from .quantities import QUANTITIES
+from .tables import QUANTITIES
 from .timing import Call
 
 
 class Contestant:
-    """One implementation on one case.
+    """One implementation on one case, on inputs in the layout that it likes best.
 
-    The constructor puts the inputs into the layout the implementation likes best; ``prepare`` makes
-    its mask. Neither is part of a timed call. ``leaves`` are the tensors differentiated by.
+    ``prepare`` makes its mask, which is no part of a timed call. ``leaves`` are the tensors
+    differentiated by.
     """
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
@@ -44,7 +44,7 @@ class Contestant:
         return tensor.clone()
 
     def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """A private copy of the (B,Hk,{1|Q},K) bias in the contestant's layout."""
+        """The same of the (B,Hk,{1|Q},K) bias."""
         return bias.clone()
 
     def restore(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Contestant:
         return [out.detach(), *torch.autograd.grad(out, self.leaves, self.grad_out)]
 
     def prepare_and_run(self, which: Pass) -> list[torch.Tensor]:
-        """What a layer does: the selection and mask, then the call."""
+        """What a layer does."""
         self.prepare(which)
         return self.run(which)
 
@@ -80,11 +80,9 @@ class Contestant:
             out = self.attend()
             gradients: Any = torch.autograd.grad
             return partial(gradients, out, self.leaves, self.grad_out, retain_graph=True)
-        if self.bias is not None and quantity == "selection":
-            return partial(self.prepare, which)
-        if self.bias is not None and quantity in ("forward_with_mask", "end_to_end"):
-            return partial(self.prepare_and_run, which)
-        return None
+        if self.bias is None or quantity in ("host", "plan", "forward_planned"):
+            return None
+        return partial(self.prepare if quantity == "selection" else self.prepare_and_run, which)
 
     def results(self, which: Pass) -> list[torch.Tensor]:
         """``run``'s tensors in the public layout, to compare contestants with one another."""
@@ -107,7 +105,7 @@ def keep_matrix(case: Case, bias: torch.Tensor) -> torch.Tensor:
     """The same selection, with causality, as a boolean (B,Hk,Q,K) tensor."""
     mask = select(case, bias)
     if isinstance(mask, IntervalMask):
-        return mask.to_bool(case.rows)
+        mask = mask.to_bool(case.rows)
     return mask.expand(-1, -1, case.rows, -1)
 
 
@@ -128,11 +126,8 @@ class FlashDmattn(Contestant):
     def prepare(self, which: Pass) -> None:
         if self.bias is None:
             return
-        if self.form == "keys":
-            assert self.case.window is not None
-            self.mask = dynamic_mask(self.bias, self.case.window, is_causal=False)
-            return
-        self.mask = select(self.case, self.bias)
+        case = replace(self.case, causal=False) if self.form == "keys" else self.case
+        self.mask = select(case, self.bias)
         if self.form == "boolean" and isinstance(self.mask, IntervalMask):
             self.mask = self.mask.to_bool(self.case.rows)
 
@@ -168,8 +163,6 @@ def _only(backend: str | None) -> AbstractContextManager[object]:
     """SDPA fails rather than take another backend; by name, since an older torch lacks some."""
     if backend is None:
         return nullcontext()
-    if not hasattr(SDPBackend, backend):
-        raise RuntimeError(f"this torch has no SDPA backend {backend}")
     chosen: AbstractContextManager[object] = sdpa_kernel(getattr(SDPBackend, backend))
     return chosen
 
@@ -203,9 +196,8 @@ class Sdpa(Contestant):
         return tensor.view(self.case.batch * self.case.kv_heads, -1, *tensor.shape[-2:])
 
     def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        return (
-            bias.clone().view(-1, 1, *bias.shape[-2:]) if self.layout == "grouped" else bias.clone()
-        )
+        bias = bias.clone()
+        return bias.view(-1, 1, *bias.shape[-2:]) if self.layout == "grouped" else bias
 
     def restore(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(self.case.batch, -1, *tensor.shape[-2:]).transpose(1, 2)
@@ -254,8 +246,8 @@ def dense(case: Case, inputs: Inputs, backend: str) -> Contestant:
 def compact(case: Case, inputs: Inputs, backend: str) -> Contestant:
     """Dense attention of all queries over only ``window`` keys: a reference cost, no mask at all.
 
-    The keys are those with the largest bias of each head, laid out densely before the call; where
-    the bias is another for each query, those of the first.
+    Each head keeps the keys with its largest biases, laid out densely before the call; of a
+    per-query bias the first query decides.
     """
     assert inputs.bias is not None
     assert case.window is not None
@@ -302,8 +294,7 @@ class Flex(Sdpa):
         shape = (case.batch, case.kv_heads, case.length)
         # Made once and written anew for each mask: other functions would be compiled again.
         keep = torch.zeros(bias.shape if per_query else 0, dtype=torch.bool, device=bias.device)
-        start = torch.zeros(0 if per_query else shape, dtype=torch.int32, device=bias.device)
-        end = torch.zeros_like(start)
+        start, end = torch.zeros(2, *shape, dtype=torch.int32, device=bias.device)
         self.buffers = [keep] if per_query else [start, end]
 
         def kept(b: Any, h: Any, row: Any, key: Any) -> Any:
@@ -329,11 +320,9 @@ class Flex(Sdpa):
         mask = select(self.case, self.bias)
         parts = [mask.start, mask.end] if isinstance(mask, IntervalMask) else [mask]
         for buffer, part in zip(self.buffers, parts, strict=True):
-            assert part is not None
             buffer.copy_(part)
         sizes = (self.case.batch, self.case.heads, self.case.length, self.case.length)
-        make_block_mask = _compiled_flex()[1]
-        self.block_mask = make_block_mask(self.kept, *sizes, device=self.query.device)
+        self.block_mask = _compiled_flex()[1](self.kept, *sizes, device=self.query.device)
 
     def attend(self) -> torch.Tensor:
         out: torch.Tensor = _compiled_flex()[0](

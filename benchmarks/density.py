@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .results import Results
-from .table import Table
+from .tables import Table
 
 # Ours with making the mask, dense without one: by the title of the pass.
 _PASSES = {
@@ -20,8 +19,7 @@ _PASSES = {
 _MOST = 4.0
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One place of the map; dense attention is the fastest that runs."""
 
     length: int
@@ -51,7 +49,7 @@ def cells(results: Results) -> list[Cell]:
                 best = min(times, key=times.__getitem__)
                 speedup = times[best] / known[case, "intervals", ours]
                 found.append(Cell(int(length), int(share), title, speedup, best))
-    return sorted(found, key=lambda cell: (cell.length, cell.one_in))
+    return sorted(found, key=lambda cell: cell[:2])
 
 
 def subject(results: Results) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,12 +19,12 @@ import torch
 
 from .cases import AGREEMENT, PASSES, Case, Inputs, Pass, make_inputs
 from .contestants import Contestant, FlashDmattn
-from .entrants import ENTRANTS, Make, attends_to
+from .entrants import ENTRANTS, attends_to
 from .memory import in_fresh_process, peak_extra_memory
-from .quantities import QUANTITIES
 from .results import Record, Step, short_reason
+from .sets import Workload
+from .tables import QUANTITIES
 from .timing import Call, Clock, host_samples, in_turns, summary
-from .workloads import Workload
 
 _MOST_COPIES = 16
 _DEFAULT_L2 = 64 << 20
@@ -47,13 +47,15 @@ class Measurement:
     workload: Workload
     clock: Clock
     seconds: float
+    # For each mask and pass the first contestant and its results, which others are compared with.
     agreed: dict[tuple[str, Pass], tuple[str, list[torch.Tensor]]] = field(default_factory=dict)
 
     def steps(self) -> Iterator[Step]:
         """One for each group."""
         for names in groups(self.workload):
             title = f"{self.workload.name}: {', '.join(names)}"
-            yield Step(title, partial(self._run, names), partial(unmeasured, self.workload, names))
+            missing = partial(_unmeasured, self.workload, names)
+            yield Step(title, partial(self._measure, names), missing)
 
     @functools.cached_property
     def inputs(self) -> list[Inputs]:
@@ -61,17 +63,28 @@ class Measurement:
         case = self.workload.shape
         return [make_inputs(replace(case, seed=case.seed + i)) for i in range(_copies(case))]
 
-    def _run(self, names: list[str]) -> list[Record]:
-        return _Group(self).run(names)
+    def _measure(self, names: Sequence[str]) -> list[Record]:
+        group, inputs, wanted = _Group(self), self.inputs, self.workload.quantities
+        for name in names:
+            group.attempt(name, wanted[0], partial(group.enter, name, inputs))
+        for which in PASSES:
+            taken = [quantity for quantity in wanted if QUANTITIES[quantity].which == which]
+            for name in list(group.entered) if taken else []:
+                # A mask is made in the same way for both passes.
+                compare = taken != ["selection"]
+                ready = partial(group.prepare, name, which, compare)
+                if not group.attempt(name, which if compare else taken[0], ready):
+                    del group.entered[name]
+            for quantity in taken:
+                (group.memory if quantity.startswith("memory") else group.time)(quantity)
+        return group.records
 
 
-def unmeasured(workload: Workload, names: Iterable[str], reason: str) -> list[Record]:
-    """A record of the reason for each contestant of which nothing is measured."""
-    return [record_of(workload, name, "all", reason=reason) for name in names]
+def _unmeasured(workload: Workload, names: Iterable[str], reason: str) -> list[Record]:
+    return [_record(workload, name, "all", reason=reason) for name in names]
 
 
-def record_of(workload: Workload, name: str, quantity: str, **fields: Any) -> Record:
-    """A record with what a workload and a contestant's name tell."""
+def _record(workload: Workload, name: str, quantity: str, **fields: Any) -> Record:
     mask = attends_to(name, workload.shape)
     return Record(workload.name, name, ENTRANTS[name].role, mask, quantity, **fields)
 
@@ -103,54 +116,7 @@ class _Group:
     records: list[Record] = field(default_factory=list)
     differences: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    def run(self, names: Iterable[str]) -> list[Record]:
-        wanted, shape = self.of.workload.quantities, self.of.workload.shape
-        for name in names:
-            make = ENTRANTS[name].make
-            step = partial(_made, make, shape, self.of.inputs)
-            made = self._attempt(name, wanted[0], step)
-            if made:
-                self.entered[name] = made
-        for which in PASSES:
-            taken = [q for q in wanted if QUANTITIES[q].which == which]
-            # A mask is made in the same way for both passes.
-            checked = set(taken) - {"selection"}
-            for name in list(self.entered) if taken else []:
-                ready = partial(self._ready, name, which, check=bool(checked))
-                if self._attempt(name, which if checked else taken[0], ready) is None:
-                    del self.entered[name]
-            for quantity in taken:
-                if quantity.startswith("memory"):
-                    self._memory(quantity)
-                else:
-                    self._time(quantity)
-        return self.records
-
-    def _ready(self, name: str, which: Pass, check: bool) -> bool:
-        """Make the masks, and compare with the first contestant that attends to the same."""
-        for contestant in self.entered[name]:
-            contestant.prepare(which)
-        if check:
-            results = self.entered[name][0].results(which)
-            key = (attends_to(name, self.of.workload.shape), which)
-            if key not in self.of.agreed:
-                self.of.agreed[key] = self._expected(name, results, which)
-            first, expected = self.of.agreed[key]
-            allowed = AGREEMENT[self.of.workload.shape.dtype]
-            self.differences[name, which] = disagreement(results, expected, first, allowed)
-        return True
-
-    def _expected(
-        self, name: str, results: list[torch.Tensor], which: Pass
-    ) -> tuple[str, list[torch.Tensor]]:
-        """The first one's own results; ours where it runs by itself, after all the others."""
-        if not ENTRANTS[name].compiled:
-            return name, results
-        ours = FlashDmattn(self.of.workload.shape, self.of.inputs[0])
-        ours.prepare(which)
-        return "flash_dmattn", ours.results(which)
-
-    def _attempt(self, name: str, quantity: str, step: Callable[[], Any]) -> Any:
+    def attempt(self, name: str, quantity: str, step: Callable[[], Any]) -> Any:
         """The step's result; None and a record of the reason where it fails."""
         try:
             return step()
@@ -158,27 +124,48 @@ class _Group:
             self._record(name, quantity, reason=short_reason(error))
             return None
 
-    def _time(self, quantity: str) -> None:
+    def enter(self, name: str, inputs: Sequence[Inputs]) -> None:
+        """Make a contestant for each copy."""
+        case, make = self.of.workload.shape, ENTRANTS[name].make
+        self.entered[name] = [make(case, each) for each in inputs]
+
+    def prepare(self, name: str, which: Pass, compare: bool) -> bool:
+        """Make the masks, and compare with the first contestant that attends to the same."""
+        for contestant in self.entered[name]:
+            contestant.prepare(which)
+        if compare:
+            case, agreed = self.of.workload.shape, self.of.agreed
+            results = self.entered[name][0].results(which)
+            key = (attends_to(name, case), which)
+            if key not in agreed:
+                agreed[key] = name, results
+                if ENTRANTS[name].compiled:  # it runs by itself, after all the others
+                    ours = FlashDmattn(case, self.of.inputs[0])
+                    ours.prepare(which)
+                    agreed[key] = "flash_dmattn", ours.results(which)
+            allowed = AGREEMENT[case.dtype]
+            self.differences[name, which] = disagreement(results, *agreed[key], allowed)
+        return True
+
+    def time(self, quantity: str) -> None:
+        """Time the calls of all in turns."""
         calls: dict[str, Call] = {}
         for name, copies in self.entered.items():
-            call = self._attempt(name, quantity, partial(_one_call, copies, quantity))
+            call = self.attempt(name, quantity, partial(_one_call, copies, quantity))
             if call:
                 calls[name] = call
-        if quantity == "host":
-            for name, call in calls.items():
-                samples = self._attempt(name, quantity, partial(host_samples, call))
-                if samples:
-                    self._record(name, quantity, **summary(samples))
-            return
         clock, decode = self.of.clock, self.of.workload.shape.queries is not None
         sample = clock.replay if decode else clock.sample
+        if quantity == "host":
+            sample = host_samples
         for name, found in in_turns(calls, sample, self.of.seconds).items():
             if isinstance(found, Exception):
                 self._record(name, quantity, reason=short_reason(found))
             else:
                 self._record(name, quantity, **summary(found, len(self.of.inputs)))
 
-    def _memory(self, quantity: str) -> None:
+    def memory(self, quantity: str) -> None:
+        """Read the peak of each."""
         case = self.of.workload.shape
         for name, (contestant, *_) in self.entered.items():
             if quantity == "memory_with_mask" and contestant.bias is None:
@@ -187,19 +174,13 @@ class _Group:
             if not case.device.startswith("cuda"):  # the allocator is the system's
                 threads = torch.get_num_threads()
                 step = partial(in_fresh_process, fresh_peak, asdict(case), name, quantity, threads)
-            peak = self._attempt(name, quantity, step)
+            peak = self.attempt(name, quantity, step)
             if peak is not None:
                 self._record(name, quantity, value=float(peak), samples=1)
 
     def _record(self, name: str, quantity: str, **fields: Any) -> None:
-        difference = self.differences.get((name, quantity))
-        self.records.append(
-            record_of(self.of.workload, name, quantity, difference=difference, **fields)
-        )
-
-
-def _made(make: Make, shape: Case, inputs: list[Inputs]) -> list[Contestant]:
-    return [make(shape, each) for each in inputs]
+        fields["difference"] = self.differences.get((name, quantity))
+        self.records.append(_record(self.of.workload, name, quantity, **fields))
 
 
 def _one_call(copies: list[Contestant], quantity: str) -> Call | None:
@@ -216,7 +197,7 @@ def _one_call(copies: list[Contestant], quantity: str) -> Call | None:
 
 
 def disagreement(
-    results: list[torch.Tensor], expected: list[torch.Tensor], whose: str, allowed: float
+    results: list[torch.Tensor], whose: str, expected: list[torch.Tensor], allowed: float
 ) -> float:
     """Return the largest difference, relative to the largest value of each tensor.
 

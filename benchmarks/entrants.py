@@ -11,8 +11,6 @@ from typing import Literal
 from .cases import Case, Inputs
 from .contestants import Contestant, FlashDmattn, Flex, Sdpa, SdpaAugmented, compact, dense
 
-Make = Callable[[Case, Inputs], Contestant]
-
 TOP_KEYS_OF_EACH_QUERY = "top-w keys of each query"
 TOP_KEYS_OF_ALL_QUERIES = "top-w keys of all queries"
 ALL_KEYS = "all keys"
@@ -21,23 +19,17 @@ ONLY_KEPT_KEYS = "only w keys, not causal"
 
 @dataclass(frozen=True)
 class Entrant:
-    """A contestant: what it attends to, whether it is timed by itself, and on which cases it runs.
+    """A contestant, what it attends to, and on which cases it runs."""
 
-    The others are timed in turns. Those with large masks are not, because then all would have to
-    fit the memory at once. ``compiled`` ones come last: compiling may take longer than everything
-    else. ``per_query``, ``dense`` and ``decode`` tell whether it takes a bias that is another for
-    each query, no window, and one query only.
-    """
-
-    make: Make
+    make: Callable[[Case, Inputs], Contestant]
     about: str
     mask: str = TOP_KEYS_OF_EACH_QUERY
     role: Literal["ours", "baseline", "information"] = "baseline"
-    alone: bool = False
-    compiled: bool = False
-    per_query: bool = True
-    dense: bool = False
-    decode: bool = False
+    alone: bool = False  # not timed in turns with others: large masks do not fit the memory at once
+    compiled: bool = False  # comes last: compiling may take longer than everything else
+    per_query: bool = True  # takes a per-query bias
+    dense: bool = False  # runs without a window
+    decode: bool = False  # runs with one query only
 
 
 def _ours(form: str, about: str, mask: str = TOP_KEYS_OF_EACH_QUERY, **fields: bool) -> Entrant:
@@ -107,7 +99,7 @@ def fits(name: str, case: Case) -> bool:
         return entrant.dense and (case.queries is None or entrant.decode)
     if case.queries is not None and not entrant.decode:
         return False
-    # A bias that is another for each query has no selection per key; one query's has.
+    # A per-query bias has no selection per key, unless there is one query.
     return entrant.per_query or not case.per_query or case.queries == 1
 
 

@@ -79,15 +79,10 @@ def gpu_state(device: str) -> dict[str, str] | None:
     """Driver, clocks and temperature as ``nvidia-smi`` tells them; None where it does not."""
     if torch.device(device).type != "cuda":
         return None
-    command = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(_SMI_FIELDS)}",
-        "--format=csv,noheader,nounits",
-    ]
     # torch and nvidia-smi may count GPUs differently, and torch may be shown a few of them only.
     properties: Any = torch.cuda.get_device_properties(device)
-    command.append(f"--id=GPU-{properties.uuid}")
-    cells = (_output(command) or "").split(", ")
+    asked = [f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    cells = (_output(["nvidia-smi", *asked, f"--id=GPU-{properties.uuid}"]) or "").split(", ")
     return dict(zip(_SMI_FIELDS.values(), cells, strict=True)) if len(cells) > 1 else None
 
 

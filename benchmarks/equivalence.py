@@ -11,6 +11,7 @@ formula in PyTorch in the same 16 bit, for the output and for every gradient of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,7 +24,7 @@ from .cases import Case, Inputs, make_inputs
 from .contestants import keep_matrix, select
 from .entrants import TOP_KEYS_OF_EACH_QUERY
 from .results import Record, Results, Step, short_reason
-from .table import Table
+from .tables import Table
 
 LIMIT = 2.0
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -37,28 +38,20 @@ _NOTHING = 1e-7
 
 def configurations(device: str, dtype: str, longest: int) -> list[Case]:
     """1.2.2's, as far as they are not longer than wanted."""
-    return [
-        Case(
-            name=f"d{head_dim}-n{length}-{'causal' if causal else 'full'}",
-            dtype=dtype,
-            heads=2,
-            kv_heads=1,
-            head_dim=head_dim,
-            length=length,
-            window=1024,
-            causal=causal,
-            device=device,
-            per_query=True,
-        )
-        for length, head_dim, causal in product(LENGTHS, HEAD_DIMS, (True, False))
-        if length <= longest
-    ]
+    base = Case("", dtype, heads=2, kv_heads=1, window=1024, device=device, per_query=True)
+    cases = []
+    for length, head_dim, causal in product(LENGTHS, HEAD_DIMS, (True, False)):
+        name = f"d{head_dim}-n{length}-{'causal' if causal else 'full'}"
+        case = replace(base, name=name, length=length, head_dim=head_dim, causal=causal)
+        cases.append(case)
+    return [case for case in cases if case.length <= longest]
 
 
 def step(case: Case, backends: Sequence[str]) -> Step:
     """The measuring of one configuration."""
-    missing = partial(_missing, case, "flash_dmattn")
-    return Step(case.name, partial(measure, case, backends), lambda reason: [missing(reason)])
+    record = partial(Record, case.name, "flash_dmattn", "ours", TOP_KEYS_OF_EACH_QUERY, "all")
+    run = partial(measure, case, backends)
+    return Step(case.name, run, lambda reason: [record(reason=reason)])
 
 
 def measure(case: Case, backends: Sequence[str]) -> Iterator[Record]:
@@ -74,32 +67,22 @@ def measure(case: Case, backends: Sequence[str]) -> Iterator[Record]:
         name = "flash_dmattn" if backend == "auto" else backend
         attends[name] = partial(_ours, mask=mask, causal=case.causal, backend=backend)
     for name, attend in attends.items():
+        role = "baseline" if name == PYTORCH else "ours"
+        record = partial(Record, case.name, name, role, TOP_KEYS_OF_EACH_QUERY)
         try:
             found = _results(inputs, attend, case.torch_dtype)
         except Exception as error:  # the others go on, and this one has failed
-            yield _missing(case, name, short_reason(error))
+            yield record("all", reason=short_reason(error))
             continue
-        role = "baseline" if name == PYTORCH else "ours"
         for tensor, value in found.items():
-            error_of = _error(value, expected[tensor])
-            yield Record(case.name, name, role, TOP_KEYS_OF_EACH_QUERY, tensor, error_of)
+            largest = (value.double() - expected[tensor]).abs().max() / expected[tensor].abs().max()
+            yield record(tensor, float(largest))
 
 
-def _missing(case: Case, name: str, reason: str) -> Record:
-    return Record(case.name, name, "ours", TOP_KEYS_OF_EACH_QUERY, "all", reason=reason)
-
-
-def _formula(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    *,
-    keep: torch.Tensor,
-) -> torch.Tensor:
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+def _formula(*tensors: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    query, key, value = (tensor.transpose(1, 2) for tensor in tensors[:3])
     group = query.shape[1] // key.shape[1]
-    key, value, bias = (t.repeat_interleave(group, dim=1) for t in (key, value, bias))
+    key, value, bias = (t.repeat_interleave(group, dim=1) for t in (key, value, tensors[3]))
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias
     out: torch.Tensor = scores.masked_fill(~keep, -torch.inf).softmax(-1) @ value
     return out.transpose(1, 2)
@@ -123,10 +106,6 @@ def _results(
     leaves = [tensor.to(dtype).requires_grad_() for tensor in given]
     out = attend(*leaves)
     return dict(zip(TENSORS, [out.detach(), *torch.autograd.grad(out.sum(), leaves)], strict=True))
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(((found.double() - expected).abs().max() / expected.abs().max()).item())
 
 
 def ratios(results: Results) -> dict[tuple[str, str, str], float]:
@@ -168,7 +147,7 @@ def equivalence_tables(results: Results) -> list[Table]:
         row = worst.setdefault(contestant, {}).setdefault(dims[case], {})
         row[tensor] = max(ratio, row.get(tensor, 0.0))
     title = (
-        "largest error by that of PyTorch in the same 16 bit, both against float64, worst of "
+        "largest error, relative to PyTorch's in the same 16 bit, both against float64, worst of "
         f"{measured} of {len(dims)} configurations; at most {LIMIT:g}"
     )
     tables = [

@@ -9,12 +9,10 @@ others. `.attention_clock` tells what of them is time in attention.
 from __future__ import annotations
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +20,12 @@ from .attention_clock import AttentionClock, event_now
 from .cases import Case
 from .entrants import TOP_KEYS_OF_EACH_QUERY
 from .memory import peak_extra_memory
-from .quantities import GENERATE_QUANTITIES
 from .results import Record, Step
+from .tables import GENERATE_QUANTITIES
+from .timing import summary
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A model, its prompt, and how many tokens are generated."""
 
     shape: Case
@@ -48,8 +46,7 @@ _SMALL = Setting(Case("", heads=2, kv_heads=1, head_dim=8, length=48, window=8),
 _TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """How attention is computed: the name that transformers knows, and what is done after that."""
 
     implementation: str
@@ -122,10 +119,8 @@ def check_method(name: str) -> None:
     """
     prompt = make_prompt(_SMALL.shape)
     with torch.no_grad():
-        logits, expected = (
-            make_model(_SMALL, METHODS[method])(prompt).logits for method in (name, "eager")
-        )
-    difference = _difference(logits, expected)
+        found, expected = (make_model(_SMALL, METHODS[n])(prompt).logits for n in (name, "eager"))
+    difference = _difference(found, expected)
     if not difference <= _TOLERANCE:
         version = importlib.import_module("transformers").__version__
         raise RuntimeError(
@@ -140,18 +135,18 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 def step(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> Step:
     """The measuring of one method; ``expected`` keeps the logits of the first."""
-    record = partial(
-        Record, setting.shape.name, name, METHODS[name].role, TOP_KEYS_OF_EACH_QUERY, "all"
-    )
-    run = partial(measure, name, setting, expected)
-    return Step(name, run, lambda reason: [record(reason=reason)])
+    role, case = METHODS[name].role, setting.shape.name
+    record = partial(Record, case, name, role, TOP_KEYS_OF_EACH_QUERY)
+    run = partial(_measure, record, name, setting, expected)
+    return Step(name, run, lambda reason: [record("all", reason=reason)])
 
 
-def measure(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> Iterator[Record]:
-    """All quantities of one method."""
+def _measure(
+    record: Callable[..., Record], name: str, setting: Setting, expected: dict[str, torch.Tensor]
+) -> Iterator[Record]:
     check_method(name)
-    shape, method = setting.shape, METHODS[name]
-    model, prompt = make_model(setting, method), make_prompt(shape)
+    shape = setting.shape
+    model, prompt = make_model(setting, METHODS[name]), make_prompt(shape)
     generate = partial(
         model.generate,
         prompt,
@@ -173,18 +168,7 @@ def measure(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> I
                 clock.restart()
                 generate()
                 runs.append(clock.seconds())
-        memory = {"memory_generate": float(peak_extra_memory(generate, shape.device))}
+        memory = float(peak_extra_memory(generate, shape.device))
     for quantity in GENERATE_QUANTITIES:
-        samples = [run[quantity] for run in ([memory] if quantity in memory else runs)]
-        yield Record(
-            shape.name,
-            name,
-            method.role,
-            TOP_KEYS_OF_EACH_QUERY,
-            quantity,
-            value=statistics.median(samples),
-            low=min(samples),
-            high=max(samples),
-            samples=len(samples),
-            difference=difference,
-        )
+        samples = [run[quantity] for run in runs if quantity in run] or [memory]
+        yield record(quantity, **summary(samples), difference=difference)

@@ -59,6 +59,5 @@ def _status_bytes(name: str) -> int:
 
 def in_fresh_process(function: Callable[..., Result], *arguments: object) -> Result:
     """Call a function in a new Python, where no earlier call has left memory to reuse."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()

@@ -16,10 +16,9 @@ from .bars import bars_table, verdicts
 from .density import draw_maps, is_map, map_table
 from .entrants import ALL_KEYS
 from .equivalence import LIMIT, TENSORS, equivalence_tables, is_equivalence, ratios
-from .plot import Drawing, drawings, write_plots
-from .quantities import COLUMNS
+from .figures import Drawing, drawings, write_figures
 from .results import Record, Results, read
-from .table import Table, run_tables
+from .tables import COLUMNS, Table, run_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,66 +29,59 @@ _ABSENT = "*Not measured yet.*\n"
 
 # Tables of a few numbers of ours, beside the fastest with the same mask and the fastest dense one:
 # file, case, contestant and quantity, with a label where these do not tell enough, or too much.
-HEADLINES: dict[str, dict[str, str]] = {
-    "summary": dict.fromkeys(
-        [
-            "h200 heads32-8k intervals forward",
-            "h200 heads32-8k intervals backward",
-            "h200 growth-64k intervals forward",
-            "h200 growth-64k intervals backward",
-            "h200 decode-64k key_mask forward",
-            "h200-generate generate-16k flash_dmattn attention",
-            "cpu masked-4k intervals forward",
-            "cpu masked-4k intervals forward_backward",
-            "cpu-decode decode-64k key_mask forward",
-            "cpu-generate generate-2k flash_dmattn attention",
-        ],
-        "",
-    ),
-    "slower": dict.fromkeys(
-        [
-            "h200-legacy-forward length-4096 boolean forward",
-            "h200-legacy-forward length-4096 boolean forward_with_mask",
-            "h200-legacy-forward length-32768 boolean forward",
-            "h200-legacy-forward length-32768 boolean forward_with_mask",
-            "h200-legacy-backward length-4096 boolean backward",
-            "h200-legacy-backward length-4096 boolean end_to_end",
-            "h200-legacy-backward length-16384 boolean backward",
-            "h200-legacy-backward length-16384 boolean end_to_end",
-            "cpu-legacy-forward length-4096 boolean forward",
-            "cpu-legacy-backward length-2048 boolean backward",
-            "h200 dense-8k no_mask forward",
-            "h200 dense-8k no_mask backward",
-        ],
-        "",
-    ),
-    "portable": dict.fromkeys(
-        [
-            "h200-triton heads32-8k triton forward",
-            "h200-triton heads32-8k triton backward",
-            "h200-flex heads32-8k intervals forward",
-            "h200-flex heads32-8k intervals backward",
-        ],
-        "",
-    ),
-    "readme-cpu": {
-        "cpu masked-4k intervals forward": "forward",
-        "cpu masked-4k intervals forward_backward": "forward + backward",
-        "cpu masked-4k intervals memory_with_mask": "extra memory of both, mask included",
-        "cpu dense-4k-float32 no_mask forward": "without a mask, forward",
-    },
-    "readme-h200": {
-        "h200 heads32-8k intervals forward": "forward",
-        "h200 heads32-8k intervals backward": "backward",
-        "h200 heads32-8k intervals forward_backward": "forward + backward",
-        "h200 decode-64k key_mask forward": "one token decoded, 1024 of 65,536 cached keys",
-    },
+HEADLINES = {
+    "summary": """
+        h200 heads32-8k intervals forward
+        h200 heads32-8k intervals backward
+        h200 growth-64k intervals forward
+        h200 growth-64k intervals backward
+        h200 decode-64k key_mask forward
+        h200-generate generate-16k flash_dmattn attention
+        cpu masked-4k intervals forward
+        cpu masked-4k intervals forward_backward
+        cpu-decode decode-64k key_mask forward
+        cpu-generate generate-2k flash_dmattn attention""",
+    "slower": """
+        h200-legacy-forward length-4096 boolean forward
+        h200-legacy-forward length-4096 boolean forward_with_mask
+        h200-legacy-forward length-32768 boolean forward
+        h200-legacy-forward length-32768 boolean forward_with_mask
+        h200-legacy-backward length-4096 boolean backward
+        h200-legacy-backward length-4096 boolean end_to_end
+        h200-legacy-backward length-16384 boolean backward
+        h200-legacy-backward length-16384 boolean end_to_end
+        cpu-legacy-forward length-4096 boolean forward
+        cpu-legacy-backward length-2048 boolean backward
+        h200 dense-8k no_mask forward
+        h200 dense-8k no_mask backward""",
+    "portable": """
+        h200-triton heads32-8k triton forward
+        h200-triton heads32-8k triton backward
+        h200-flex heads32-8k intervals forward
+        h200-flex heads32-8k intervals backward""",
+    "readme-cpu": """
+        cpu masked-4k intervals forward = forward
+        cpu masked-4k intervals forward_backward = forward + backward
+        cpu masked-4k intervals memory_with_mask = extra memory of both, mask included
+        cpu dense-4k-float32 no_mask forward = without a mask, forward""",
+    "readme-h200": """
+        h200 heads32-8k intervals forward = forward
+        h200 heads32-8k intervals backward = backward
+        h200 heads32-8k intervals forward_backward = forward + backward
+        h200 decode-64k key_mask forward = one token decoded, 1024 of 65,536 cached keys""",
 }
 _TITLES = {
     "summary": "At a glance",
     "slower": "Where it is slower, or nearly",
     "portable": "Backends for GPUs that no pack serves",
 }
+_WORDS = {"forward_with_mask": "mask + forward", "end_to_end": "mask + forward + backward"}
+
+
+def headline_keys(name: str) -> list[tuple[list[str], str]]:
+    """File, case, contestant and quantity of each line of a table, and its label."""
+    lines = (line.partition(" = ") for line in HEADLINES[name].strip().splitlines())
+    return [(key.split(), label) for key, _, label in lines]
 
 
 def tables_of(results: Results) -> list[Table]:
@@ -102,28 +94,22 @@ def tables_of(results: Results) -> list[Table]:
 def headlines(name: str, found: Mapping[str, Results]) -> Table:
     """Ours beside the fastest with the same mask and the fastest dense attention, line by line."""
     rows, machines = [], []
-    for line, label in HEADLINES[name].items():
-        file, case, who, quantity = line.split()
-        results = found.get(file)
-        records = [r for r in results.records if r.case == case and r.value] if results else []
-        records = [record for record in records if record.quantity == quantity]
+    for (file, case, who, quantity), label in headline_keys(name):
+        known = found[file].records if file in found else []
+        records = [r for r in known if (r.case, r.quantity) == (case, quantity) and r.value]
         mine = next((record for record in records if record.contestant == who), None)
-        if results is None or mine is None:
+        if mine is None:
             continue
-        machines.append(results.machine)
+        machine = found[file].machine
+        machines.append(machine)
         masked = [r for r in records if r.role != "ours" and r.mask == mine.mask != ALL_KEYS]
         dense = [r for r in records if r.role == "baseline" and r.mask == ALL_KEYS]
+        words = _WORDS.get(quantity, quantity.replace("_", " + "))
         cells = (_shown(mine), _beside(masked, mine), _beside(dense, mine))
-        rows.append((label or f"{results.machine}: {case}, {who}, {_words(quantity)}", *cells))
+        rows.append((label or f"{machine}: {case}, {who}, {words}", *cells))
     heads = ("", "flash_dmattn", "best with the same mask", "best dense, no mask")
     title = _TITLES.get(name, ", ".join(dict.fromkeys(machines)))
     return Table(title, heads, tuple(rows))
-
-
-def _words(quantity: str) -> str:
-    """A quantity in a few words: what is timed together, with a plus between."""
-    parts = {"forward_with_mask": "mask + forward", "end_to_end": "mask + forward + backward"}
-    return parts.get(quantity, quantity.replace("_", " + "))
 
 
 def _shown(record: Record) -> str:
@@ -148,10 +134,10 @@ def _bars(found: Mapping[str, Results]) -> Table:
     for name, results in found.items():
         judged = [verdict for verdict in verdicts(results) if verdict.met is not None]
         if judged:
-            missed = ", ".join(verdict.bar.work for verdict in judged if not verdict.met)
-            count = f"{sum(verdict.met is True for verdict in judged)} of {len(judged)}"
-            rows.append((f"{results.machine}: `{name}`", count, missed or "-"))
-    return Table("What the kernels are held to", ("", "met", "missed"), tuple(rows))
+            missed = [verdict.bar.work for verdict in judged if not verdict.met]
+            count = f"{len(judged) - len(missed)} of {len(judged)}"
+            rows.append((f"{results.machine}: `{name}`", count, ", ".join(missed) or "-"))
+    return Table("Performance targets", ("", "met", "missed"), tuple(rows))
 
 
 def _errors(found: Mapping[str, Results]) -> Table:
@@ -162,7 +148,7 @@ def _errors(found: Mapping[str, Results]) -> Table:
         worst = [max(v for (*_, what), v in known.items() if what == name) for name in TENSORS]
         count = f"{len({case for case, *_ in known})} of {len(results.cases)}"
         rows.append((results.machine, count, *(f"{ratio:.2f}" for ratio in worst)))
-    title = f"Largest error by that of PyTorch in 16 bit; at most {LIMIT:g} is allowed"
+    title = f"Largest error, relative to PyTorch's in 16 bit; at most {LIMIT:g} is allowed"
     return Table(title, ("", "configurations", *TENSORS), tuple(rows))
 
 
@@ -171,11 +157,8 @@ def block_bodies(found: Mapping[str, Results]) -> dict[str, str]:
     tables = {name: [headlines(name, found)] for name in HEADLINES}
     tables["map-table"] = [map_table(results) for results in found.values() if is_map(results)]
     tables |= {"bars": [_bars(found)], "errors": [_errors(found)]}
-    shown = {name: [t for t in those if t.rows] for name, those in tables.items()}
-    return {
-        name: "\n\n".join(t.markdown() for t in those) + "\n" if those else _ABSENT
-        for name, those in shown.items()
-    }
+    bodies = {name: "\n\n".join(str(t) for t in ts if t.rows) for name, ts in tables.items()}
+    return {name: f"{body}\n" if body else _ABSENT for name, body in bodies.items()}
 
 
 def results_page(name: str, results: Results) -> str:
@@ -185,7 +168,7 @@ def results_page(name: str, results: Results) -> str:
         tables.append(bars_table(judged))
     heading = results.heading.replace("\n", "  \n")
     about = f"Made from [{name}.json]({name}.json) by `python -m benchmarks render`."
-    return "\n\n".join([f"# {name}", heading, about, *(t.markdown() for t in tables)]) + "\n"
+    return "\n\n".join([f"# {name}", heading, about, *map(str, tables)]) + "\n"
 
 
 def rendered(root: Path, results: Path) -> dict[Path, str]:
@@ -198,26 +181,22 @@ def rendered(root: Path, results: Path) -> dict[Path, str]:
     found = read_folder(results)
     texts = {results / f"{name}.md": results_page(name, one) for name, one in found.items()}
     bodies = block_bodies(found)
-    for page in PAGES:
-        texts[root / page] = filled((root / page).read_text(), bodies)
-    return texts
+    return texts | {root / page: filled((root / page).read_text(), bodies) for page in PAGES}
 
 
-def write_figures(root: Path, results: Path) -> list[Path]:
+def draw_pages(root: Path, results: Path) -> list[Path]:
     """Draw the figures that a page shows; returns the files."""
     found = read_folder(results)
     shown = {n for page in PAGES for n in _FIGURE.findall((root / page).read_text())}
-    known: dict[str, Drawing] = {
-        f"{name}-{picture}": drawing
-        for name, one in found.items()
-        if not is_map(one)
-        for picture, drawing in drawings(one).items()
-    }
     maps = [one for one in found.values() if is_map(one)]
-    if maps:
-        known["map"] = ("", lambda pyplot: draw_maps(pyplot, maps))
+    known: dict[str, Drawing] = (
+        {"map": ("", lambda pyplot: draw_maps(pyplot, maps))} if maps else {}
+    )
+    for name, one in found.items():
+        if not is_map(one):
+            known |= {f"{name}-{picture}": drawing for picture, drawing in drawings(one).items()}
     wanted = {name: drawing for name, drawing in known.items() if name in shown}
-    return write_plots(wanted, root / "docs" / "figures")
+    return write_figures(wanted, root / "docs" / "figures")
 
 
 def read_folder(folder: Path) -> dict[str, Results]:

@@ -6,13 +6,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# 1 was the format of the first benchmark on CPUs, and of maps.
 SCHEMA = 2
-_OLD_MAP = "map of density and length"
 # Below this many cases of one sweep a table for each of them says more.
 _LEAST_OF_A_SWEEP = 3
 
@@ -48,16 +46,12 @@ class Record:
         return {n: float(f"{v:.6g}") if isinstance(v, float) else v for n, v in known.items()}
 
 
-@dataclass(frozen=True)
-class Step:
-    """A part of a run that is measured by itself: its title, and what its records are.
-
-    ``missing`` turns the reason why it was not measured into records.
-    """
+class Step(NamedTuple):
+    """A part of a run that is measured by itself."""
 
     title: str
     run: Callable[[], Iterable[Record]]
-    missing: Callable[[str], Iterable[Record]]
+    missing: Callable[[str], Iterable[Record]]  # for the reason why it was not measured
 
 
 @dataclass
@@ -138,34 +132,11 @@ def read(path: Path) -> Results:
         written = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if isinstance(written, dict) and written.get("kind") == _OLD_MAP:
-        return _from_old_map(written)
     schema = written.get("schema") if isinstance(written, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"{path}: schema is {schema!r}; results have {SCHEMA}")
     records = [Record(**fields) for fields in written["records"]]
     return Results(written["environment"], written["quantities"], written["cases"], records)
-
-
-def _from_old_map(written: dict[str, Any]) -> Results:
-    """A map in the format that maps had to themselves, as what the set "map" gives now."""
-    results = Results(written["environment"], {}, {})
-    shape = {**written["shape"], "contestants": ["intervals"]}
-    ours = Record("", "intervals", "ours", "top-w keys of each query", "")
-    for cell in written["cells"]:
-        forward = cell["which"] == "forward"
-        name, dense = f"map-{cell['length']}-{cell['one_in']}", f"map-{cell['length']}-dense"
-        sizes = {"name": name, "length": cell["length"], "window": cell["window"]}
-        results.cases[name] = {**shape, **sizes}
-        results.cases.setdefault(dense, {**shape, **sizes, "name": dense, "window": None})
-        quantity = "forward_with_mask" if forward else "end_to_end"
-        results.records.append(replace(ours, case=name, quantity=quantity, value=cell["ours_s"]))
-        theirs = Record(
-            dense, cell["dense"], "baseline", "all keys", cell["which"], cell["dense_s"]
-        )
-        if theirs not in results.records:
-            results.records.append(theirs)
-    return results
 
 
 def short_reason(error: BaseException) -> str:

@@ -1,16 +1,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The named sets of cases, in sizes for a GPU and smaller ones for a CPU."""
+"""The named sets of cases, in sizes for a GPU and smaller ones for a CPU, and what of them a run
+takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import filter as matching
 from functools import partial
 from typing import Any
 
 from .cases import Case
-from .quantities import DECODE_QUANTITIES
-from .workloads import Workload, WorkloadSet
+from .entrants import ENTRANTS, fits
+from .tables import DECODE_QUANTITIES, QUANTITIES
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One case, who competes on it, and what is measured."""
+
+    shape: Case
+    contestants: tuple[str, ...]
+    quantities: tuple[str, ...] = tuple(QUANTITIES)
+
+    @property
+    def name(self) -> str:
+        """The name that the command line and the results know."""
+        return self.shape.name
+
+
+WorkloadSet = Mapping[str, Workload]
 
 _DENSE = ("dense_flash", "dense_cudnn")
 _REFERENCES = (*_DENSE, "compact_flash", "compact_cudnn")
@@ -18,10 +38,11 @@ _MASKED = ("intervals", "key_mask", "boolean", *_REFERENCES, "sdpa", "sdpa_expan
 # On CPUs SDPA has two backends, and chooses its FlashAttention wherever no mask needs a gradient.
 _CPU_SDPA = ("sdpa_expanded", "sdpa_gqa", "sdpa")
 _CPU_REFERENCES = ("dense_flash", "compact_flash")
+_CPU_MASKED = ("intervals", "key_mask", "boolean", *_CPU_REFERENCES, *_CPU_SDPA, "sdpa_augmented")
 
 
-def _set(about: str, workloads: Iterable[Workload], quick: Sequence[str] = ()) -> WorkloadSet:
-    return WorkloadSet(about, {workload.name: workload for workload in workloads}, tuple(quick))
+def _set(*workloads: Workload) -> WorkloadSet:
+    return {workload.name: workload for workload in workloads}
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:
@@ -41,117 +62,97 @@ def _decode(case: Case, *contestants: str) -> Workload:
 _GPU_CASE = Case(
     "", "bfloat16", heads=32, kv_heads=8, head_dim=128, length=8192, window=1024, device="cuda"
 )
-_ONE_GROUP = {"heads": 2, "kv_heads": 1}
+_ONE_GROUP: dict[str, Any] = {"heads": 2, "kv_heads": 1}
 _gpu = partial(_standard, _GPU_CASE)
+# Every kind of mask at the shapes of today's models; the bars are of these.
 GPU = _set(
-    "every kind of mask at the shapes of today's models; the bars are of these",
-    [
-        # FlexAttention compiles for up to a minute a shape: on one shape, unless asked for.
-        _gpu("heads32-8k", *_MASKED, "flex"),
-        _gpu("heads16-16k", *_MASKED, heads=16, kv_heads=2, length=16384, window=2048),
-        _gpu("heads2-32k", *_MASKED, **_ONE_GROUP, length=32768),
-        _gpu("heads2-16k-d64", *_MASKED, **_ONE_GROUP, head_dim=64, length=16384),
-        _gpu("dense-8k", "no_mask", *_DENSE, window=None),
-        *(
-            _gpu(f"growth-{n}k", "intervals", *_REFERENCES, heads=8, kv_heads=2, length=n << 10)
-            for n in (8, 16, 32, 64)
-        ),
-        replace(_gpu("selection-32k", "intervals", length=32768), quantities=("selection",)),
-        _decode(_GPU_CASE, "key_mask", *_REFERENCES, "sdpa"),
-    ],
-    quick=("heads32-8k", "dense-8k", "decode-64k"),
+    # FlexAttention compiles for up to a minute a shape: on one shape, unless asked for.
+    _gpu("heads32-8k", *_MASKED, "flex"),
+    _gpu("heads16-16k", *_MASKED, heads=16, kv_heads=2, length=16384, window=2048),
+    _gpu("heads2-32k", *_MASKED, **_ONE_GROUP, length=32768),
+    _gpu("heads2-16k-d64", *_MASKED, **_ONE_GROUP, head_dim=64, length=16384),
+    _gpu("dense-8k", "no_mask", *_DENSE, window=None),
+    *(
+        _gpu(f"growth-{n}k", "intervals", *_REFERENCES, heads=8, kv_heads=2, length=n << 10)
+        for n in (8, 16, 32, 64)
+    ),
+    replace(_gpu("selection-32k", "intervals", length=32768), quantities=("selection",)),
+    _decode(_GPU_CASE, "key_mask", *_REFERENCES, "sdpa"),
 )
 
 _CPU_CASE = Case("", window=256)
 _cpu = partial(_standard, _CPU_CASE)
-_CPU_MASKED = ("intervals", "key_mask", "boolean", *_CPU_REFERENCES, *_CPU_SDPA, "sdpa_augmented")
-_cpu_dense = partial(_cpu, window=None)
+# Masked and dense attention at 4096 tokens, growth and decoding; the bars are of these.
 CPU = _set(
-    "masked and dense attention at 4096 tokens, growth and decoding; the bars are of these",
-    [
-        _cpu("masked-4k", *_CPU_MASKED),
-        *(
-            _cpu_dense(f"dense-4k-{dtype}{end}", "no_mask", *_CPU_SDPA, dtype=dtype, causal=not end)
-            for dtype in ("float32", "float16", "bfloat16")
-            for end in ("", "-full")
-        ),
-        *(
-            _cpu(
-                f"growth-{n}k",
-                "intervals",
-                *_CPU_REFERENCES,
-                *(["sdpa"] if n <= 4 else []),
-                length=n << 10,
-            )
-            for n in (1, 2, 4, 8)
-        ),
-        _decode(_CPU_CASE, "key_mask", *_CPU_REFERENCES, "sdpa"),
-    ],
-    quick=("masked-4k", "dense-4k-float32", "decode-64k"),
+    _cpu("masked-4k", *_CPU_MASKED),
+    *(
+        _cpu(
+            f"dense-4k-{dtype}{end}",
+            *("no_mask", *_CPU_SDPA),
+            dtype=dtype,
+            causal=not end,
+            window=None,
+        )
+        for dtype in ("float32", "float16", "bfloat16")
+        for end in ("", "-full")
+    ),
+    *(
+        _cpu(f"growth-{n}k", "intervals", *_CPU_REFERENCES, *sdpa, length=n << 10)
+        for n, sdpa in ((1, ["sdpa"]), (2, ["sdpa"]), (4, ["sdpa"]), (8, []))
+    ),
+    _decode(_CPU_CASE, "key_mask", *_CPU_REFERENCES, "sdpa"),
 )
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large the sweeps of flash-dmattn 1.2.2's performance scripts are taken.
-
-    ``at`` is the length of the sweeps over batches and heads. What compiles, runs at that length
-    only, since each shape costs up to a minute.
-    """
-
-    dtype: str
-    window: int
-    at: int
-    lengths: int  # from 256 on
-    windows_at: int
-    dims_at: int
-    decode_lengths: int | None
-    contestants: tuple[str, ...]
-    compiled: tuple[str, ...] = ()
-
-
+# The sweeps of 1.2.2's performance scripts: their quantities, and the largest numbers on a GPU and
+# on a CPU. "at" is the length of the sweeps over batches and heads; what compiles runs at that
+# length only, since each shape costs up to a minute.
+_SWEPT = ("selection", "forward", "forward_with_mask", "memory_forward")
+_SWEPT_BACKWARD = ("selection", "backward", "forward_backward", "end_to_end", "memory_with_mask")
+_LARGEST = ("length", "window", "dim", "decode", "at")
+_LEGACY = {
+    "legacy-forward": (_SWEPT, (32768, 32768, 4096, 524288, 4096), (4096, 2048, 1024, 65536, 1024)),
+    "legacy-backward": (
+        _SWEPT_BACKWARD,
+        (16384, 16384, 16384, 0, 4096),
+        (2048, 1024, 1024, 0, 1024),
+    ),
+}
 _ON_GPU = ("boolean", *_REFERENCES, "sdpa", "sdpa_math", "sdpa_efficient", "sdpa_cudnn")
 _ON_CPU = ("boolean", *_CPU_REFERENCES, "sdpa", "sdpa_math", "sdpa_flash")
-_GPU_FORWARD = Sizes("bfloat16", 1024, 4096, 32768, 32768, 4096, 524288, _ON_GPU, ("flex",))
-_CPU_FORWARD = Sizes("float32", 256, 1024, 4096, 2048, 1024, 65536, _ON_CPU)
-_GPU_BACKWARD = replace(
-    _GPU_FORWARD, lengths=16384, windows_at=16384, dims_at=16384, decode_lengths=None
-)
-_CPU_BACKWARD = replace(_CPU_FORWARD, lengths=2048, windows_at=1024, decode_lengths=None)
-_FORWARD = ("selection", "forward", "forward_with_mask", "memory_forward")
-_BACKWARD = ("selection", "backward", "forward_backward", "end_to_end", "memory_with_mask")
 
 
-def _sweeps(sizes: Sizes) -> Iterator[Case]:
+def _sweeps(base: Case, largest: dict[str, int]) -> Iterator[Case]:
     """1.2.2's configurations; the sweeps that say most come first."""
-    base = Case(
-        "", sizes.dtype, heads=2, kv_heads=1, length=sizes.at, window=sizes.window, per_query=True
-    )
-    for length in _doubling(256, sizes.lengths):
+    at = largest["window"]
+    for length in _doubling(256, largest["length"]):
         yield replace(base, name=f"length-{length}", length=length)
-    for window in _doubling(32, sizes.windows_at):
-        yield replace(base, name=f"window-{window}", length=sizes.windows_at, window=window)
-    for length in _doubling(256, sizes.decode_lengths or 0):
+    for window in _doubling(32, at):
+        yield replace(base, name=f"window-{window}", length=at, window=window)
+    for length in _doubling(256, largest["decode"]):
         yield replace(base, name=f"decode-{length}", length=length, queries=1, causal=False)
     for head_dim in (32, 64, 96, 128, 192, 256):
-        yield replace(base, name=f"dim-{head_dim}", length=sizes.dims_at, head_dim=head_dim)
+        yield replace(base, name=f"dim-{head_dim}", length=largest["dim"], head_dim=head_dim)
     for heads, kv_heads in ((1, 1), (2, 1), (4, 1), (8, 2)):
         yield replace(base, name=f"heads-{heads}x{kv_heads}", heads=heads, kv_heads=kv_heads)
     for batch in (1, 2, 4, 8):
         yield replace(base, name=f"batch-{batch}", batch=batch)
 
 
-def _legacy(script: str, sizes: Sizes, quantities: tuple[str, ...]) -> WorkloadSet:
+def _legacy(name: str, gpu: bool) -> WorkloadSet:
+    """A bias for each query and key."""
+    quantities, on_gpu, on_cpu = _LEGACY[name]
+    largest = dict(zip(_LARGEST, on_gpu if gpu else on_cpu, strict=True))
+    base = replace(_GPU_CASE, head_dim=64) if gpu else _CPU_CASE
+    base = replace(base, **_ONE_GROUP, device="cpu", length=largest["at"], per_query=True)
+    contestants = _ON_GPU if gpu else _ON_CPU
     workloads = []
-    for case in _sweeps(sizes):
-        decode = case.queries is not None
-        contestants = ("key_mask", *sizes.contestants[1:]) if decode else sizes.contestants
-        if case.name == f"length-{sizes.at}":
-            contestants = (*contestants, *sizes.compiled)
-        workloads.append(Workload(case, contestants, DECODE_QUANTITIES if decode else quantities))
-    about = f"the sweeps of 1.2.2's {script}_performance script, a bias for each query and key"
-    quick = [w.name for w in workloads if w.name.startswith(("length-", "window-"))]
-    return _set(about, workloads, quick)
+    for case in _sweeps(base, largest):
+        if case.queries is not None:
+            workloads.append(Workload(case, ("key_mask", *contestants[1:]), DECODE_QUANTITIES))
+            continue
+        compiled = ("flex",) if gpu and case.name == f"length-{largest['at']}" else ()
+        workloads.append(Workload(case, (*contestants, *compiled), quantities))
+    return _set(*workloads)
 
 
 def density_map(
@@ -171,23 +172,69 @@ def density_map(
         for share in one_in or _doubling(1, 64):
             kept = replace(dense, name=f"map-{length}-{share}", window=max(1, length // share))
             workloads.append(Workload(kept, ("intervals",), ("forward_with_mask", "end_to_end")))
-    about = "where the whole call is faster than dense attention, by length and kept share"
-    return _set(about, workloads)
+    return _set(*workloads)
 
 
-_SETS: dict[str, Callable[[bool], WorkloadSet]] = {
-    "standard": lambda gpu: GPU if gpu else CPU,
-    "legacy-forward": lambda gpu: _legacy(
-        "forward", _GPU_FORWARD if gpu else _CPU_FORWARD, _FORWARD
-    ),
-    "legacy-backward": lambda gpu: _legacy(
-        "backward", _GPU_BACKWARD if gpu else _CPU_BACKWARD, _BACKWARD
-    ),
-    "map": density_map,
-}
-SET_NAMES = tuple(_SETS)
+SET_NAMES = ("standard", *_LEGACY, "map")
 
 
 def workload_set(name: str, device: str) -> WorkloadSet:
     """The set of this name, in the sizes for a torch device such as ``cpu`` or ``cuda:0``."""
-    return _SETS[name](device.startswith("cuda"))
+    gpu = device.startswith("cuda")
+    if name == "standard":
+        return GPU if gpu else CPU
+    return density_map(gpu) if name == "map" else _legacy(name, gpu)
+
+
+def chosen_workloads(
+    cases: WorkloadSet,
+    device: str,
+    patterns: Sequence[str] = (),
+    contestants: Sequence[str] | None = None,
+    quantities: Sequence[str] | None = None,
+    **changes: Any,
+) -> list[Workload]:
+    """The workloads whose names match a pattern, cut down to what is wanted, with ``changes`` of
+    their shapes.
+
+    A contestant that is asked for by name also runs on cases where it does not by default, if it
+    can. Those that compile come after everything else, so that a run that ends early, or runs out
+    of its time, has everything else.
+
+    Raises:
+        ValueError: a pattern that no case matches, a shape that cannot be, or nothing is left to
+            measure.
+    """
+    names: dict[str, None] = {}
+    for pattern in patterns or ["*"]:
+        found = matching(cases, pattern)
+        if not found:
+            raise ValueError(f"no case matches {pattern!r}; cases are {', '.join(cases)}")
+        names.update(dict.fromkeys(found))
+    chosen = []
+    for workload in map(cases.__getitem__, names):
+        window = None if workload.shape.window is None else changes.get("window")
+        shape = replace(workload.shape, device=device, **changes)
+        shape = replace(shape, window=window or workload.shape.window)
+        entered = [n for n in contestants or workload.contestants if fits(n, shape)]
+        wanted = tuple(q for q in workload.quantities if q in (quantities or QUANTITIES))
+        for compiled in (False, True):
+            group = tuple(name for name in entered if ENTRANTS[name].compiled is compiled)
+            chosen += [Workload(shape, group, wanted)] if group and wanted else []
+    if not chosen:
+        what = ", ".join([*(contestants or ()), *(quantities or ())])
+        raise ValueError(f"none of {', '.join(names)} measures {what}")
+    return sorted(chosen, key=lambda workload: ENTRANTS[workload.contestants[0]].compiled)
+
+
+def plain_cases(workloads: Sequence[Workload]) -> dict[str, dict[str, Any]]:
+    """The cases as files of results hold them."""
+    cases: dict[str, dict[str, Any]] = {}
+    for workload in workloads:
+        earlier = cases.get(workload.name, {"contestants": ()})["contestants"]
+        cases[workload.name] = {
+            **asdict(workload.shape),
+            "contestants": [*earlier, *workload.contestants],
+            "query_bytes": workload.shape.query_bytes,
+        }
+    return cases

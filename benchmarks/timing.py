@@ -11,9 +11,8 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.benchmark import Timer
@@ -24,11 +23,10 @@ Sampler = Callable[[Call, float], list[float]]
 
 # Rounds of contestants that take turns: drifting clocks then change their ratios little.
 _ROUNDS = 3
-_HOST_CALLS, _HOST_ROUNDS = 20, 10
+_HOST_CALLS = 20
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(NamedTuple):
     """How times are taken; ``replay`` is of work so short that decoders put it in a CUDA graph."""
 
     description: str
@@ -47,29 +45,25 @@ def clock_for(device: str, *, cpu_time: bool = False) -> Clock:
         ValueError: the time of the processor is asked for on another device.
         ModuleNotFoundError: there is no Triton for times of a GPU.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    if cpu_time and on_gpu:
+    if torch.device(device).type != "cuda":
+        timer = time.process_time if cpu_time else time.perf_counter
+        on_cpu = partial(_on_cpu, timer)
+        return Clock(f"time.{timer.__name__}", on_cpu, on_cpu)
+    if cpu_time:
         raise ValueError(f"--cpu-time is for CPUs; the device is {device}")
-    if on_gpu:
-        testing: Any = importlib.import_module("triton.testing")
+    testing: Any = importlib.import_module("triton.testing")
+    about = "triton.testing.do_bench: CUDA events, the L2 cache emptied before each call"
+    eager = partial(testing.do_bench, warmup=10)
+    return Clock(about, partial(_on_gpu, eager), partial(_on_gpu, testing.do_bench_cudagraph))
 
-        def sampler(bench: Callable[..., list[float]]) -> Sampler:
-            def sample(call: Call, seconds: float) -> list[float]:
-                _finish()  # graphs are captured on another stream, which does not wait for this one
-                return [ms / 1e3 for ms in bench(call, rep=1e3 * seconds, return_mode="all")]
 
-            return sample
+def _on_cpu(timer: Callable[[], float], call: Call, seconds: float) -> list[float]:
+    return list(_timer(call, timer).blocked_autorange(min_run_time=seconds).times)
 
-        about = "triton.testing.do_bench: CUDA events, the L2 cache emptied before each call"
-        eager = sampler(partial(testing.do_bench, warmup=10))
-        return Clock(about, eager, sampler(testing.do_bench_cudagraph))
-    timer = time.process_time if cpu_time else time.perf_counter
 
-    def on_cpu(call: Call, seconds: float) -> list[float]:
-        measured = _timer(call, timer).blocked_autorange(min_run_time=seconds)
-        return list(measured.times)
-
-    return Clock(f"time.{timer.__name__}", on_cpu, on_cpu)
+def _on_gpu(bench: Callable[..., list[float]], call: Call, seconds: float) -> list[float]:
+    _finish()  # graphs are captured on another stream, which does not wait for this one
+    return [ms / 1e3 for ms in bench(call, rep=1e3 * seconds, return_mode="all")]
 
 
 def _timer(call: Call, timer: Callable[[], float]) -> Timer:
@@ -94,15 +88,16 @@ def in_turns(
     return found
 
 
-def host_samples(call: Call) -> list[float]:
+def host_samples(call: Call, seconds: float) -> list[float]:
     """Seconds until a call returns to the host, a few of them queued one after another.
 
-    The queue is emptied now and then, outside the measured time, so that it never fills up: then
+    The queue is emptied between these, outside the measured time, so that it never fills up: then
     the host would wait for the GPU.
     """
     timer = _timer(call, time.perf_counter)
-    samples = []
-    for _ in range(_HOST_ROUNDS):
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while not samples or time.perf_counter() < end:
         _finish()
         samples += timer.timeit(_HOST_CALLS).times
     return samples

@@ -9,9 +9,9 @@ bfloat16 by autocast on a GPU, and a step is forward, backward and AdamW.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ from .timing import Clock, summary
 _WORDS = 256  # one token per byte
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A model, and how many tokens a step has; the batch is what makes so many of a length."""
 
     shape: Case
@@ -132,15 +131,10 @@ def steps(
     """The measuring of each method at each length."""
     for case in map(setting.case, setting.lengths):
         for name in contestants:
-            _, role, mask = METHODS[name]
-            record = partial(Record, case.name, name, role, mask)
+            record = partial(Record, case.name, name, *METHODS[name][1:])
             run = partial(_measure, record, name, case, setting.layers, clock, seconds)
-            missing = partial(_missing, record)
+            missing = partial(lambda record, reason: [record("train_step", reason=reason)], record)
             yield Step(f"{case.name}: {name}", run, missing)
-
-
-def _missing(record: Callable[..., Record], reason: str) -> list[Record]:
-    return [record("train_step", reason=reason)]
 
 
 def _measure(

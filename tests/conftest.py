@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from flash_dmattn.backends import portable
-from flash_dmattn.loader import Loader, process
+from flash_dmattn.loader import Loader, resolver
 from subsets import is_chosen
 from support import TARGETS, Target
 
@@ -56,21 +56,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def make_loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loader[Any]]:
+def make_loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loader]:
     """Return a function that gives this process a loader that has decided nothing, until the test
     ends; it is the real one but for the arguments that are given, and knows no entry points.
     """
-    real = {
-        "facts": process.default_loader.facts,
-        "open_pack": process.open_pack,
-        "abi_version": process._abi_version,
-        "directories": process._directories,
-        "entry_points": list,
-    }
 
-    def make(**others: Any) -> Loader[Any]:
-        made: Loader[Any] = Loader(**{**real, **others})
-        monkeypatch.setattr(process, "default_loader", made)
+    def make(**others: Any) -> Loader:
+        made = Loader(**{"entry_points": list, **others})
+        monkeypatch.setattr(resolver, "default_loader", made)
         return made
 
     return make

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -169,7 +168,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
 
 
 def test_no_pack_means_the_reference_with_a_warning_or_an_error(
-    monkeypatch: pytest.MonkeyPatch, make_loader: Callable[..., loader.Loader[Any]]
+    monkeypatch: pytest.MonkeyPatch, make_loader: Callable[..., loader.Loader]
 ) -> None:
     make_loader(directories=list)
     x = torch.randn(1, 3, 1, 8, requires_grad=True)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(unavailable is not None, reason=str(unavailable)
 if unavailable is None:
     from torch.nn.attention import flex_attention
 
-    from flash_dmattn.backends import flex
+    from flash_dmattn.backends.flex import backend as flex
     from flash_dmattn.backends.flex import blocks, kernel
     from flash_dmattn.backends.flex.isolation import isolated
     from flash_dmattn.backends.flex.problem import make_problem

@@ -61,6 +61,9 @@ def dynamic_mask(
     Ties go to the lower key index, so that exactly ``window_size`` keys are kept wherever that many
     can be seen. NaN and -inf biases are never kept. No gradient flows through the choice.
 
+    1.2.2's function of this name, which knows nothing of causality, is
+    `flash_dmattn.utils.mask.dynamic_mask`.
+
     Args:
         attn_bias: ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, or the same for every query: ``(B, {H|Hk|1},
             K)`` or ``(B, K)``; with the cu_seqlens ``({H|Hk|1}, 1, total_k)`` or ``({H|Hk|1},

@@ -11,11 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import engine, quantities, sets, workloads  # noqa: E402
+from benchmarks import engine, sets, tables  # noqa: E402
 from benchmarks.__main__ import VIEWS, main  # noqa: E402
 from benchmarks.results import read  # noqa: E402
 
 TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--length", "64", "--window", "8"]
+SELECTION = ["all", "--quantities", "selection"]
 BRIEF = [*TINY, "--device", "cpu", "--seconds", "0.003"]
 
 
@@ -28,9 +29,7 @@ def measured(path: Path) -> set[tuple[str, str, str]]:
     [
         ("forward", "masked-4k", {"selection", "forward", "forward_with_mask"}),
         ("backward", "masked-4k", {"selection", "backward", "forward_backward", "end_to_end"}),
-        ("selection", "masked-4k", {"selection"}),
-        ("end-to-end", "masked-4k", {"forward_with_mask", "end_to_end"}),
-        ("decode", "*", set(quantities.DECODE_QUANTITIES)),
+        ("all", "decode-*", set(tables.DECODE_QUANTITIES)),
     ],
 )
 def test_view_measures_its_quantities(
@@ -41,7 +40,7 @@ def test_view_measures_its_quantities(
     assert main([view, *BRIEF, *chosen, "--output", str(path)]) == 0
     found = measured(path)
     assert {quantity for *_, quantity in found} == expected
-    ours = "key_mask" if view == "decode" else "intervals"
+    ours = "key_mask" if cases == "decode-*" else "intervals"
     assert {quantity for _, who, quantity in found if who == ours} == expected
 
 
@@ -75,7 +74,7 @@ def test_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.CaptureFi
     assert "masked-4k (B1 H4 Hk2 D16 N64 w8, float16, causal)" in shown
     assert "growth: forward, plan included, ms" in shown
     assert "a shared machine" in shown
-    assert main(["show", str(path), "--markdown", "--bars"]) == 0
+    assert main(["show", str(path), "--bars"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"\| intervals +\| top-w keys of each query +\|", shown)
     assert "| masked-4k: intervals, forward, best form of SDPA by ours " in shown
@@ -94,7 +93,7 @@ def test_failing_case_is_reported_and_the_others_go_on(
 
     monkeypatch.setattr(engine, "make_inputs", fail_for_one)
     chosen = ["--cases", "growth-1k", "growth-2k", "--contestants", "intervals"]
-    assert main(["selection", *BRIEF, *chosen]) == 0
+    assert main([*SELECTION, *BRIEF, *chosen]) == 0
     shown = capsys.readouterr().out
     assert "intervals, all: no room" in shown
     assert "growth-2k (B1" in shown
@@ -113,21 +112,21 @@ def test_interrupted_run_shows_what_it_has(
     monkeypatch.setattr(engine, "make_inputs", interrupt_at_the_second)
     path = tmp_path / "results.json"
     chosen = ["--cases", "growth-1k", "growth-2k", "--contestants", "intervals"]
-    assert main(["selection", *BRIEF, *chosen, "--output", str(path)]) == 0
+    assert main([*SELECTION, *BRIEF, *chosen, "--output", str(path)]) == 0
     assert "interrupted" in capsys.readouterr().err
     assert measured(path) == {("growth-1k", "intervals", "selection")}
 
 
 def test_spent_budget_leaves_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["--cases", "masked-4k", "--contestants", "intervals", "--budget", "0"]
-    assert main(["selection", *BRIEF, *chosen]) == 0
+    assert main([*SELECTION, *BRIEF, *chosen]) == 0
     assert "not measured: the time budget of 0 s was spent" in capsys.readouterr().out
 
 
 def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["all", "--device", "cpu", "--set", "legacy-forward", "--list"]) == 0
     shown = capsys.readouterr().out
-    for name in (*sets.SET_NAMES, "length-4096", "sdpa_efficient", "forward_with_mask"):
+    for name in ("length-4096", "sdpa_efficient", "forward_with_mask"):
         assert name in shown
 
 
@@ -135,14 +134,14 @@ def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_cases_are_chosen_by_pattern_and_cut_down() -> None:
-    choice = workloads.Choice(
+    chosen = sets.chosen_workloads(
+        sets.GPU,
+        "cuda:1",
         patterns=["growth-*", "decode-64k"],
-        contestants=["key_mask", "flex", "sdpa"],
-        without=["sdpa"],
+        contestants=["key_mask", "flex"],
         quantities=["forward"],
-        shape={"window": 16},
+        window=16,
     )
-    chosen = workloads.chosen_workloads(sets.GPU, choice, "cuda:1")
     growth = [f"growth-{n}k" for n in (8, 16, 32, 64)]
     # What compiles comes after everything else; decoding has no FlexAttention.
     assert [w.name for w in chosen] == [*growth, "decode-64k", *growth]
@@ -150,33 +149,33 @@ def test_cases_are_chosen_by_pattern_and_cut_down() -> None:
     assert all(w.quantities == ("forward",) and w.shape.device == "cuda:1" for w in chosen)
     assert all(w.shape.window == 16 for w in chosen)
     # Both halves of a case are one case in the results.
-    assert workloads.plain_cases(chosen)["growth-8k"]["contestants"] == ["key_mask", "flex"]
+    assert sets.plain_cases(chosen)["growth-8k"]["contestants"] == ["key_mask", "flex"]
 
 
-def test_quick_run_leaves_slow_contestants_out() -> None:
-    chosen = workloads.chosen_workloads(sets.GPU, workloads.Choice(quick=True), "cuda")
-    assert [w.name for w in chosen] == list(sets.GPU.quick)
-    assert not {c for w in chosen for c in w.contestants} & set(workloads.SLOW_CONTESTANTS)
+def test_a_window_is_not_given_to_dense_attention() -> None:
+    chosen = sets.chosen_workloads(sets.CPU, "cpu", window=16)
+    assert {w.shape.window for w in chosen} == {None, 16}
+    assert {w.name for w in chosen if w.shape.window is None} == {
+        name for name in sets.CPU if name.startswith("dense")
+    }
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", sets.SET_NAMES)
 def test_sets_name_what_there_is(name: str, device: str) -> None:
     chosen = sets.workload_set(name, device)
-    assert set(chosen.quick) <= chosen.workloads.keys()
-    for workload in chosen.workloads.values():
+    for workload in chosen.values():
         # Nothing is left out silently because it does not fit its case.
-        choice = workloads.Choice(patterns=[workload.name])
-        entered = workloads.chosen_workloads(chosen, choice, device)
+        entered = sets.chosen_workloads(chosen, device, [workload.name])
         assert {c for w in entered for c in w.contestants} == set(workload.contestants)
-        assert set(workload.quantities) <= quantities.QUANTITIES.keys()
+        assert set(workload.quantities) <= tables.QUANTITIES.keys()
 
 
 def test_sweeps_are_those_of_the_earlier_scripts() -> None:
-    forward = sets.workload_set("legacy-forward", "cuda").workloads
-    backward = sets.workload_set("legacy-backward", "cuda").workloads
+    forward = sets.workload_set("legacy-forward", "cuda")
+    backward = sets.workload_set("legacy-backward", "cuda")
 
-    def swept(found: dict[str, workloads.Workload], sweep: str, field: str) -> list[int]:
+    def swept(found: sets.WorkloadSet, sweep: str, field: str) -> list[int]:
         return [getattr(w.shape, field) for n, w in found.items() if n.rpartition("-")[0] == sweep]
 
     powers = [1 << n for n in range(20)]

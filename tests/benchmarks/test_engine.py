@@ -20,25 +20,24 @@ from benchmarks import (  # noqa: E402  # noqa: E402
     engine,
     entrants,
     memory,
-    quantities,
     results,
     sets,
+    tables,
     timing,
-    workloads,
 )
 from benchmarks.cases import make_inputs  # noqa: E402
 
 
-def tiny(name: str, *entered: str, **changes: Any) -> workloads.Workload:
+def tiny(name: str, *entered: str, **changes: Any) -> sets.Workload:
     """A workload of the table, small and on the CPU."""
-    workload = sets.GPU.workloads[name]
+    workload = sets.GPU[name]
     window = None if workload.shape.window is None else 8
     small = {"heads": 4, "kv_heads": 2, "head_dim": 16, "length": 64, "window": window}
     shape = replace(workload.shape, **small, device="cpu", **changes)
     return replace(workload, shape=shape, contestants=entered)
 
 
-def run(workload: workloads.Workload) -> dict[tuple[str, str], results.Record]:
+def run(workload: sets.Workload) -> dict[tuple[str, str], results.Record]:
     measurement = engine.Measurement(workload, timing.clock_for("cpu"), 0.003)
     found = [record for step in measurement.steps() for record in step.run()]
     assert len({record.key for record in found}) == len(found)
@@ -61,7 +60,7 @@ def test_every_quantity_of_masked_attention_is_measured() -> None:
     both = {"forward", "backward", "forward_backward", "memory_forward", "memory_forward_backward"}
     masked = both | {"selection", "forward_with_mask", "end_to_end", "memory_with_mask"}
     expected = {
-        **{name: set(quantities.QUANTITIES) for name in ("intervals", "boolean", "key_mask")},
+        **{name: set(tables.QUANTITIES) for name in ("intervals", "boolean", "key_mask")},
         "sdpa": masked,
         "compact_flash": both,
     }
@@ -83,7 +82,7 @@ def test_without_mask_there_is_neither_selection_nor_plan() -> None:
     measured = {quantity for contestant, quantity in found if contestant == "no_mask"}
     of_masks = {"selection", "plan", "forward_planned"}
     with_masks = {"forward_with_mask", "end_to_end", "memory_with_mask"}
-    assert measured == set(quantities.QUANTITIES) - of_masks - with_masks
+    assert measured == set(tables.QUANTITIES) - of_masks - with_masks
 
 
 def test_only_wanted_quantities_are_measured() -> None:

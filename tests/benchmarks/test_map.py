@@ -44,14 +44,12 @@ def test_every_place_is_measured(measured: Path) -> None:
             assert cell.speedup == theirs[cell.dense] / ours
 
 
-def test_shown_as_text_markdown_and_figure(
+def test_shown_as_table_and_figure(
     measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(measured), str(measured), "--plot", str(tmp_path)]) == 0
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("pays from") == 2
-    assert main(["show", str(measured), "--markdown"]) == 0
-    assert "| pays from   | all" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("| pays from   | all") == 2
 
 
 @pytest.mark.parametrize(
@@ -65,26 +63,22 @@ def test_shown_as_text_markdown_and_figure(
     ],
 )
 def test_where_it_pays(speedups: dict[int, tuple[float | None, ...]], expected: str) -> None:
-    """In a file of the format that maps had before, of which a place may be missing."""
-    environment = dict.fromkeys(("gpu", "cpu", "threads", "torch", "date", "measurement"), "")
+    """Of what a place may be missing."""
+    where = dict.fromkeys(("gpu", "cpu", "threads", "torch", "date", "measurement"), "")
+    run = results.Results(where, {}, {})
     shape = {"dtype": "float32", "heads": 2, "kv_heads": 1, "head_dim": 8}
-    cells = [
-        {
-            "length": 64,
-            "window": 64 // one_in,
-            "one_in": one_in,
-            "which": which,
-            "ours_s": 1.0 / speedup,
-            "dense_s": 1.0,
-            "dense": "sdpa",
-        }
-        for one_in, pair in speedups.items()
-        for which, speedup in zip(("forward", "forward_backward"), pair, strict=True)
-        if speedup is not None
-    ]
-    written = {"kind": "map of density and length", "schema": 1, "environment": environment}
-    table = density.map_table(results._from_old_map({**written, "shape": shape, "cells": cells}))
-    assert [row[:2] for row in table.rows] == [("64", expected)]
+
+    def add(case: str, who: str, quantity: str, seconds: float) -> None:
+        run.cases[case] = shape
+        run.records.append(results.Record(case, who, "", "", quantity, seconds))
+
+    for quantity in ("forward", "forward_backward"):
+        add("map-64-dense", "sdpa", quantity, 1.0)
+    for one_in, pair in speedups.items():
+        for quantity, speedup in zip(("forward_with_mask", "end_to_end"), pair, strict=True):
+            if speedup is not None:
+                add(f"map-64-{one_in}", "intervals", quantity, 1.0 / speedup)
+    assert [row[:2] for row in density.map_table(run).rows] == [("64", expected)]
 
 
 @pytest.mark.parametrize(

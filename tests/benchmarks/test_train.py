@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 
 from benchmarks import train  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.quantities import TRAIN_QUANTITIES  # noqa: E402
 from benchmarks.results import read  # noqa: E402
+from benchmarks.tables import TRAIN_QUANTITIES  # noqa: E402
 
 CASE = replace(train.CPU.shape, batch=2, length=48, window=8)
 

@@ -180,3 +180,21 @@ def good_wheel(workspace: Path) -> SmallWheel:
     wheel.add_pack("cpu", PACK)
     wheel.add_pack("cu13-sm90", fat_binary((2, 90)) + PACK)
     return wheel
+
+
+def link_to(wheel: SmallWheel, path: str, soname: str, version: str = "") -> None:
+    """Make a library of the wheel need a function of another library, by a symbol version."""
+    folder = wheel.workspace / "stub"
+    script = folder / "version.map"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(f"{version or 'STUB_1.0'} {{ global: stub_function; }};\n")
+    stub = folder / "libstub.so"
+    compile_library(
+        '__attribute__((visibility("default"))) void stub_function(void) {}\n',
+        stub,
+        [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"],
+    )
+    call = "extern void stub_function(void);\nvoid *use_stub = (void *)stub_function;\n"
+    own = CORE if path == CORE_FILE else PACK
+    use = own.replace("getenv(", "stub_function(), getenv(")
+    wheel.replace_library(path, call + use, str(stub))

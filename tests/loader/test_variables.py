@@ -178,7 +178,7 @@ def test_a_level_that_the_cpu_lacks_is_told_by_the_loader(fresh_loader, make_loa
     other = make_loader(open_pack=lambda path: lower)
     with pytest.raises(InvalidVariableError, match="must be one of auto, baseline, which this CPU"):
         other.pack_for("cpu")
-    assert other.opened_for("cpu") is None
+    assert other.trace_for("cpu").pack is None
     assert other.trace_for("cpu").remedy == "unset FLASH_DMATTN_CPU_SIMD"
 
 

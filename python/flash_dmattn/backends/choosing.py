@@ -9,7 +9,7 @@ import torch
 
 from flash_dmattn import loader
 from flash_dmattn.checks import described
-from flash_dmattn.loader import process
+from flash_dmattn.loader import resolver
 
 from . import portable
 from .base import Backend
@@ -40,7 +40,7 @@ def select_backend(device: torch.device, name: str) -> Backend:
         RuntimeError: no kernel pack serves the device, where one was asked for, or a portable
             backend cannot run on it; the text says why and what to do.
     """
-    return process.default_loader.backend_for(name, device, _make_backend)
+    return resolver.default_loader.backend_for(name, device, _make_backend)
 
 
 def _make_backend(name: str, device: torch.device, default: str) -> Backend:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The backends that are compiled where they run, and are used only where they are asked for.
 
-The module of each has, beside its class, ``why_unavailable(device_type)``: None if it can compute
-on this type of device, or for None on any that is here; else why not, and what to do. It imports
-what it is made of when it is first used, not before.
+Each has a function ``why_unavailable(device_type)``: None if it can compute on this type of device,
+or for None on any that is here; else why not, and what to do. The module of its class is imported
+when it is first used, not before.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ __all__ = ["NAMES", "load", "require", "why_unavailable"]
 
 
 class _Entry(NamedTuple):
+    availability: str  # the module of why_unavailable
     module: str
     class_name: str
 
 
 # In the order of preference.
 _TABLE = {
-    "triton": _Entry("triton", "TritonBackend"),
-    "flex": _Entry("flex", "FlexBackend"),
+    "triton": _Entry("triton.availability", "triton.backend", "TritonBackend"),
+    "flex": _Entry("flex.backend", "flex.backend", "FlexBackend"),
 }
 
 NAMES = tuple(_TABLE)
@@ -34,7 +35,7 @@ NAMES = tuple(_TABLE)
 def why_unavailable(name: str, device_type: str | None = None) -> str | None:
     """Say why a backend cannot run on a type of device, or here at all; None if it can."""
     try:
-        module = _module(name)
+        module = _module(_TABLE[name].availability)
     except ImportError as error:
         return str(error)
     reason: str | None = module.why_unavailable(device_type)
@@ -57,9 +58,10 @@ def require(name: str, device_type: str | None = None, default: str = "backend=N
 def load(name: str, device_type: str, default: str) -> Backend:
     """Return a backend for tensors of a type of device; RuntimeError as `require`."""
     require(name, device_type, default)
-    backend: Backend = getattr(_module(name), _TABLE[name].class_name)()
+    entry = _TABLE[name]
+    backend: Backend = getattr(_module(entry.module), entry.class_name)()
     return backend
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__package__}.{_TABLE[name].module}")
+def _module(path: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{path}")

@@ -7,18 +7,15 @@ Importing this imports no torch and initializes no CUDA.
 from . import environment
 from .candidates import Candidate
 from .errors import FallbackWarning, NoPackError
-from .process import default_loader, open_pack, pack_for, trace_for
-from .resolver import Loader
-from .trace import Accepted, Entry, Refused, Trace
+from .resolver import Loader, default_loader, open_pack, pack_for, trace_for
+from .trace import Entry, Trace
 
 __all__ = [
-    "Accepted",
     "Candidate",
     "Entry",
     "FallbackWarning",
     "Loader",
     "NoPackError",
-    "Refused",
     "Trace",
     "default_loader",
     "environment",

@@ -34,46 +34,29 @@ __all__ = [
 ENTRY_POINT_GROUP = "flash_dmattn.packs"
 MANIFEST = "manifest.json"
 SCHEMA = 1
-OWN_SOURCE = "flash_dmattn"
 _DEVICE_NAMES = {1: "cpu", 2: "cuda"}  # DLPack's device types
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One pack that might serve a device.
-
-    Attributes:
-        name: such as ``cu13-sm90``.
-        path: of its file.
-        source: where it was found: ``flash_dmattn``, a distribution and its version, or an
-            environment variable.
-        distribution: which one to install again if the file is unusable.
-        device: the kind of device it is for; None if that is not known because of the defect.
-        machine: the host architecture; None if the source does not say.
-        cuda: the CUDA version of a GPU pack, such as ``13.0``.
-        arch: the architecture of a GPU pack, such as ``sm90``.
-        version: of the project, as the source says.
-        abi_version: of the pack interface, as the source says.
-        sha256: of the file, as the source says; None if it does not.
-        size: of the file in bytes, likewise.
-        forced: an environment variable names exactly this file.
-        defect: why it cannot be used at all; "" if nothing is known against it.
+    """One pack that might serve a device, as its source describes it; None is what that leaves out,
+    or what a defect hides.
     """
 
-    name: str
-    path: str
-    source: str
-    distribution: str = OWN_DISTRIBUTION
-    device: str | None = None
-    machine: str | None = None
-    cuda: str | None = None
-    arch: str | None = None
-    version: str | None = None
-    abi_version: int | None = None
+    name: str  # such as cu13-sm90
+    path: str  # of its file
+    source: str  # flash_dmattn, a distribution and its version, or an environment variable
+    distribution: str = OWN_DISTRIBUTION  # to install again if the file is unusable
+    device: str | None = None  # the kind that it is for
+    machine: str | None = None  # the host architecture
+    cuda: str | None = None  # the CUDA version of a GPU pack, such as 13.0
+    arch: str | None = None  # the architecture of a GPU pack, such as sm90
+    version: str | None = None  # of the project
+    abi_version: int | None = None  # of the pack interface
     sha256: str | None = None
-    size: int | None = None
-    forced: bool = False
-    defect: str = ""
+    size: int | None = None  # in bytes
+    forced: bool = False  # an environment variable names exactly this file
+    defect: str = ""  # why it cannot be used at all; "" if nothing is known against it
 
     @property
     def cuda_major(self) -> str | None:
@@ -83,12 +66,9 @@ class Candidate:
 
 def own_candidates(directories: Iterable[Path]) -> list[Candidate]:
     """Return the packs in flash_dmattn's own directories (an editable installation has two)."""
-    found = []
-    for directory in directories:
-        packs = directory / "packs"
-        if (packs / MANIFEST).is_file():
-            found += manifest_candidates(packs, OWN_SOURCE)
-    return found
+    folders = (directory / "packs" for directory in directories)
+    found = (manifest_candidates(f, "flash_dmattn") for f in folders if (f / MANIFEST).is_file())
+    return [candidate for candidates in found for candidate in candidates]
 
 
 def entry_point_candidates(entry_points: Iterable[EntryPoint]) -> list[Candidate]:
@@ -117,13 +97,13 @@ def manifest_candidates(
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["schema"] != SCHEMA:
-            raise ValueError(
-                messages.MANIFEST_SCHEMA.format(found=manifest["schema"], known=SCHEMA)
-            )
-        return [
-            _candidate(row, manifest, directory, source, distribution) for row in manifest["packs"]
-        ]
+        found = manifest["schema"]
+        if found != SCHEMA:
+            raise ValueError(messages.MANIFEST_SCHEMA.format(found=found, known=SCHEMA))
+        rows = manifest["packs"]
+        common = {key: manifest[key] for key in ("version", "abi_version")}
+        common |= {"source": source, "distribution": distribution}
+        return [_candidate(row, directory / row["file"], common) for row in rows]
     except FileNotFoundError:
         defect = messages.FILE_MISSING
     except KeyError as error:
@@ -142,10 +122,9 @@ def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Pack])
     if not Path(path).is_file():
         return replace(candidate, defect=messages.FILE_MISSING)
     try:
-        pack = open_pack(path)
+        return replace(candidate, **_table(open_pack(path)))
     except (ImportError, RuntimeError, OSError) as error:
         return replace(candidate, defect=messages.CANNOT_OPEN.format(error=error))
-    return replace(candidate, **_table(pack))
 
 
 def difference(candidate: Candidate, pack: Pack) -> str:
@@ -183,24 +162,11 @@ def _table(pack: Pack) -> dict[str, Any]:
     }
 
 
-def _candidate(
-    row: Mapping[str, Any],
-    manifest: Mapping[str, Any],
-    directory: Path,
-    source: str,
-    distribution: str,
-) -> Candidate:
-    path = directory / row["file"]
-    return Candidate(
-        path=str(path),
-        source=source,
-        distribution=distribution,
-        **{key: row[key] for key in ("name", "device", "machine", "cuda", "arch")},
-        **{key: manifest[key] for key in ("version", "abi_version")},
-        sha256=row.get("sha256"),
-        size=row.get("size"),
-        defect="" if path.is_file() else messages.FILE_MISSING,
-    )
+def _candidate(row: Mapping[str, Any], path: Path, common: Mapping[str, Any]) -> Candidate:
+    said = {key: row[key] for key in ("name", "device", "machine", "cuda", "arch")}
+    said |= {key: row.get(key) for key in ("sha256", "size")}
+    defect = "" if path.is_file() else messages.FILE_MISSING
+    return Candidate(path=str(path), **said, **common, defect=defect)
 
 
 def _distribution(entry_point: EntryPoint) -> tuple[str, str]:
@@ -214,11 +180,9 @@ def _directory(target: Any) -> Path:
     """Return the directory of a module, of a file, or the directory itself."""
     if isinstance(target, ModuleType):
         paths = list(getattr(target, "__path__", []))
-        if paths:
-            return Path(paths[0])
-        if target.__file__ is None:
+        if not paths and target.__file__ is None:
             raise TypeError(messages.ENTRY_POINT_FILE.format(name=target.__name__))
-        return Path(target.__file__).parent
+        return Path(paths[0]) if paths else Path(str(target.__file__)).parent
     if not isinstance(target, (str, os.PathLike)):
         raise TypeError(messages.ENTRY_POINT_TYPE.format(kind=type(target).__name__))
     path = Path(target)

@@ -2,7 +2,7 @@
 """What the headers of a shared library tell before it is opened.
 
 The system's loader maps a file as its headers say. Where a download or a full disk has cut it off,
-the first access behind its end kills the process (SIGBUS) in place of giving an error.
+the first access behind its end kills the process with SIGBUS, and gives no error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import messages
 __all__ = ["ElfError", "check"]
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_SEGMENT = struct.Struct("<IIQQQQQQ")
+_SEGMENT = struct.Struct("<8xQ16xQ16x")  # p_offset and p_filesz
 _IDENTITY = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine
 
@@ -36,28 +36,19 @@ def check(path: str, machine: str) -> None:
         start = file.read(_HEADER.size)
         if not start.startswith(_IDENTITY):
             raise ElfError(messages.NOT_ELF.format(path=path))
-        if len(start) < _HEADER.size:
-            raise _truncated(path, size, _HEADER.size)
-        fields = _HEADER.unpack(start)
-        number, segments, sections = fields[2], fields[5], fields[6]
-        segment_size, segment_count, section_size, section_count = fields[9:13]
-        built = _MACHINES.get(number, messages.ELF_MACHINE.format(number=number))
-        if built != machine:
-            raise ElfError(messages.FOREIGN_ELF.format(path=path, built=built, machine=machine))
-        # Linkers put the section headers last, so that they alone tell of nearly every cut.
-        needed = max(
-            segments + segment_size * segment_count, sections + section_size * section_count
-        )
-        if size < needed:
-            raise _truncated(path, size, needed)
-        file.seek(segments)
-        table = file.read(segment_size * segment_count)
-    if segment_size == _SEGMENT.size:
-        for _, _, offset, _, _, bytes_in_file, _, _ in _SEGMENT.iter_unpack(table):
-            needed = max(needed, offset + bytes_in_file)
+        needed = _HEADER.size
+        if size >= needed:
+            _, _, number, _, _, segments, sections, _, _, *sizes, _ = _HEADER.unpack(start)
+            segment_size, segment_count, section_size, section_count = sizes
+            built = _MACHINES.get(number, messages.ELF_MACHINE.format(number=number))
+            if built != machine:
+                raise ElfError(messages.FOREIGN_ELF.format(path=path, built=built, machine=machine))
+            # Linkers put the section headers last, so that they alone tell of nearly every cut.
+            ends = segments + segment_size * segment_count, sections + section_size * section_count
+            needed = max(ends)
+        if size >= needed and segment_size == _SEGMENT.size:
+            file.seek(segments)
+            table = file.read(segment_size * segment_count)
+            needed = max(needed, *(sum(segment) for segment in _SEGMENT.iter_unpack(table)), 0)
     if size < needed:
-        raise _truncated(path, size, needed)
-
-
-def _truncated(path: str, size: int, needed: int) -> ElfError:
-    return ElfError(messages.TRUNCATED.format(path=path, size=size, needed=needed))
+        raise ElfError(messages.TRUNCATED.format(path=path, size=size, needed=needed))

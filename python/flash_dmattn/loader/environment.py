@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The environment variables of flash_dmattn: one table, from which validation, messages and
-documentation come.
+"""The environment variables of flash_dmattn: one table of what is allowed; docs/install.md tells
+what each does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import difflib
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import messages
 
@@ -24,7 +24,6 @@ __all__ = [
     "get",
     "invalid",
     "is_given",
-    "markdown_table",
     "unknown",
     "variables_set",
 ]
@@ -40,68 +39,25 @@ class UnknownVariableWarning(UserWarning):
     """An environment variable has the prefix of flash_dmattn, but no meaning."""
 
 
-@dataclass(frozen=True)
-class Variable:
-    """One environment variable.
+class Variable(NamedTuple):
+    """One environment variable."""
 
-    Attributes:
-        name: with its prefix.
-        values: the allowed values; empty if the value is free, such as a path.
-        default: what `get` returns if the variable is unset or empty; "" stands for "not given".
-        meaning: one sentence for the documentation.
-    """
-
-    name: str
-    values: tuple[str, ...]
-    default: str
-    meaning: str
+    name: str  # with its prefix
+    values: tuple[str, ...]  # that are allowed; empty if the value is free, such as a path
+    default: str  # what `get` returns if the variable is unset or empty; "" is "not given"
 
 
 _VARIABLES = (
+    Variable("FLASH_DMATTN_LIBRARY_PATH", (), ""),
+    Variable("FLASH_DMATTN_CUDA", ("12", "13"), ""),
+    Variable("FLASH_DMATTN_ARCH", ("80", "86", "89", "90", "100", "120"), ""),
     Variable(
-        "FLASH_DMATTN_LIBRARY_PATH",
-        (),
-        "",
-        "Load exactly this kernel pack file, for the kind of device that it was built for.",
+        "FLASH_DMATTN_BACKEND", ("auto", "cuda", "cpu", "triton", "flex", "reference"), "auto"
     ),
-    Variable("FLASH_DMATTN_CUDA", ("12", "13"), "", "Use only packs built by this CUDA major."),
-    Variable(
-        "FLASH_DMATTN_ARCH",
-        ("80", "86", "89", "90", "100", "120"),
-        "",
-        "Use only packs built for this GPU architecture.",
-    ),
-    Variable(
-        "FLASH_DMATTN_BACKEND",
-        ("auto", "cuda", "cpu", "triton", "flex", "reference"),
-        "auto",
-        "The backend of calls without `backend=`; `auto` follows the device of the tensors.",
-    ),
-    Variable(
-        "FLASH_DMATTN_FALLBACK",
-        ("warn", "error"),
-        "warn",
-        "What happens if no pack serves a device, or the best pack is damaged: warn and use plain "
-        "PyTorch or the next pack; or raise.",
-    ),
-    Variable(
-        "FLASH_DMATTN_LOG",
-        ("off", "info", "debug"),
-        "off",
-        "Print to stderr how a pack was chosen (`info`), and from which facts (`debug`).",
-    ),
-    Variable(
-        "FLASH_DMATTN_CPU_SIMD",
-        ("auto", "baseline", "avx2", "avx512"),
-        "auto",
-        "The widest SIMD level that the cpu pack uses; one that the CPU lacks is an error.",
-    ),
-    Variable(
-        "FLASH_DMATTN_DETERMINISTIC",
-        ("0", "1"),
-        "0",
-        "The meaning of `deterministic=None`: with `1`, equal inputs give equal bits.",
-    ),
+    Variable("FLASH_DMATTN_FALLBACK", ("warn", "error"), "warn"),
+    Variable("FLASH_DMATTN_LOG", ("off", "info", "debug"), "off"),
+    Variable("FLASH_DMATTN_CPU_SIMD", ("auto", "baseline", "avx2", "avx512"), "auto"),
+    Variable("FLASH_DMATTN_DETERMINISTIC", ("0", "1"), "0"),
 )
 
 ENVIRONMENT: Mapping[str, Variable] = {variable.name: variable for variable in _VARIABLES}
@@ -115,16 +71,22 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> str:
         InvalidVariableError: the value is not allowed; the message names the allowed ones and the
             nearest.
     """
-    variable = ENVIRONMENT[name]
-    value = (os.environ if environ is None else environ).get(name, "").strip()
-    if not value:
-        return variable.default
-    if variable.values and value not in variable.values:
-        text = messages.BAD_VALUE.format(
-            name=name, allowed=", ".join(variable.values), value=repr(value)
-        )
-        raise InvalidVariableError(text + did_you_mean(value, variable.values))
-    return value
+    problem = _problem(name, environ)
+    if problem:
+        raise InvalidVariableError(problem)
+    return _value(name, environ) or ENVIRONMENT[name].default
+
+
+def _value(name: str, environ: Mapping[str, str] | None) -> str:
+    return (os.environ if environ is None else environ).get(name, "").strip()
+
+
+def _problem(name: str, environ: Mapping[str, str] | None) -> str:
+    value, values = _value(name, environ), ENVIRONMENT[name].values
+    if not values or value in ("", *values):
+        return ""
+    text = messages.BAD_VALUE.format(name=name, allowed=", ".join(values), value=repr(value))
+    return text + did_you_mean(value, values)
 
 
 # What is behind os.environ, where Python has it there: for a name that is absent os.environ raises
@@ -155,13 +117,7 @@ def variables_set(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def invalid(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return a message for each variable of the table whose value is not allowed."""
-    found = []
-    for name in ENVIRONMENT:
-        try:
-            get(name, environ)
-        except InvalidVariableError as error:
-            found.append(str(error))
-    return found
+    return list(filter(None, (_problem(name, environ) for name in ENVIRONMENT)))
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
@@ -193,8 +149,8 @@ def check_cpu_simd(level: str, environ: Mapping[str, str] | None = None) -> None
     """Compare FLASH_DMATTN_CPU_SIMD with the level at which the cpu pack runs.
 
     Raises:
-        InvalidVariableError: it asks for another level; the pack takes the widest that the CPU has
-            in place of one that it lacks.
+        InvalidVariableError: it asks for another level. For one that the CPU lacks, the pack takes
+            the widest that it has.
     """
     name = "FLASH_DMATTN_CPU_SIMD"
     wanted, values = get(name, environ), ENVIRONMENT[name].values
@@ -204,13 +160,3 @@ def check_cpu_simd(level: str, environ: Mapping[str, str] | None = None) -> None
     raise InvalidVariableError(
         messages.NO_SIMD.format(name=name, allowed=", ".join(allowed), value=repr(wanted))
     )
-
-
-def markdown_table() -> str:
-    """Return the table for the documentation."""
-    lines = ["| variable | values | default | meaning |", "|---|---|---|---|"]
-    for variable in _VARIABLES:
-        values = ", ".join(f"`{value}`" for value in variable.values) or "a path"
-        default = f"`{variable.default}`" if variable.default else "not set"
-        lines.append(f"| `{variable.name}` | {values} | {default} | {variable.meaning} |")
-    return "\n".join(lines) + "\n"

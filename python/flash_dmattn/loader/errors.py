@@ -11,22 +11,16 @@ from .trace import Trace
 
 __all__ = ["FallbackWarning", "NoPackError", "passed_over_text", "plain_pytorch_text", "warn"]
 
-# The packages whose frames a warning skips to name the line that called; torch calls back.
-_NO_CALLERS = ("flash_dmattn", "torch")
-
 
 class NoPackError(RuntimeError):
     """No kernel pack serves a device. The text has what was looked for, what was found, and what to
-    do.
-
-    Attributes:
-        trace: the same, as data.
+    do; ``trace`` is the same as data.
     """
 
     def __init__(self, trace: Trace) -> None:
         """Make the text of a trace in which nothing was chosen."""
-        lines = [messages.NO_PACK.format(device=trace.situation.device), *trace.lines()]
-        super().__init__("\n".join([*lines, f"fix: {trace.remedy}"]))
+        heading = messages.NO_PACK.format(device=trace.situation.device)
+        super().__init__("\n".join([heading, *trace.lines(), f"fix: {trace.remedy}"]))
         self.trace = trace
 
 
@@ -41,19 +35,20 @@ def plain_pytorch_text(device: str, error: NoPackError) -> str:
 
 def passed_over_text(trace: Trace) -> str:
     """Return the warning about damaged packs that were passed over; "" if there are none."""
-    if trace.chosen is None or not trace.passed_over:
+    damaged = trace.passed_over
+    if trace.chosen is None or not damaged:
         return ""
     text = messages.PASSED_OVER.format(chosen=trace.chosen.name, device=trace.situation.device)
-    lines = [text, *(str(entry) for entry in trace.passed_over)]
-    return "\n".join([*lines, f"fix: {trace.remedy_of(trace.passed_over)}"])
+    return "\n".join([text, *map(str, damaged), f"fix: {trace.remedy_of(damaged)}"])
 
 
 def warn(text: str) -> None:
-    """Give a FallbackWarning that names the line of the user's program that called."""
+    """Give a FallbackWarning that names the line of the user's program that called: not one of
+    flash_dmattn, nor of torch, which calls back.
+    """
     level, frame = 1, sys._getframe(0)
-    while (
-        frame.f_back is not None
-        and frame.f_globals.get("__name__", "").partition(".")[0] in _NO_CALLERS
+    while frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").partition(".")[0] in ("flash_dmattn", "torch")
     ):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, FallbackWarning, stacklevel=level)

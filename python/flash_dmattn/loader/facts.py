@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import nvidia
 
@@ -25,16 +25,14 @@ OWN_DISTRIBUTION = "flash-dmattn"
 _MACHINE_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """The processor architecture, such as ``x86_64``, and the C library, such as ``glibc 2.35``."""
 
     machine: str
     libc: str
 
 
-@dataclass(frozen=True)
-class Torch:
+class Torch(NamedTuple):
     """The version of torch, and of what its GPU code was built with: NVIDIA's CUDA, AMD's ROCm,
     whose devices torch calls cuda too, or Intel's XPU; None for what it was built without.
     """
@@ -47,7 +45,7 @@ class Torch:
     @property
     def platform(self) -> str:
         """What its GPU code was built with, as ``CUDA 13.0``."""
-        built = (("CUDA", self.cuda), ("ROCm", self.rocm), ("XPU", self.xpu))
+        built = zip(("CUDA", "ROCm", "XPU"), self[1:], strict=True)
         return ", ".join(f"{name} {version}" for name, version in built if version)
 
     def __str__(self) -> str:
@@ -55,8 +53,7 @@ class Torch:
         return f"{self.version}, {self.platform or 'without CUDA'}"
 
 
-@dataclass(frozen=True)
-class Driver:
+class Driver(NamedTuple):
     """The version of the NVIDIA driver and the newest CUDA that it can run; None for what it did
     not tell.
     """
@@ -89,16 +86,11 @@ class Device:
         return f"{place} ({described})" if described else place
 
 
-@dataclass(frozen=True)
-class Situation:
-    """Everything that decides which pack serves one device.
+class Situation(NamedTuple):
+    """Everything that decides which pack serves one device."""
 
-    ``package_version`` is None where flash_dmattn is not installed as a distribution; versions are
-    not compared then. ``abi_version`` is None where the core could not be asked.
-    """
-
-    package_version: str | None
-    abi_version: int | None
+    package_version: str | None  # None: not installed as a distribution; then none are compared
+    abi_version: int | None  # None: the core could not be asked
     host: Host
     torch: Torch | None
     driver: Driver | None
@@ -133,12 +125,7 @@ class Machine:
         version = _installed_torch() if torch is None else vars(torch.version)
         if "__version__" not in version:
             return None
-        return Torch(
-            str(version["__version__"]),
-            version.get("cuda"),
-            version.get("hip"),
-            version.get("xpu"),
-        )
+        return Torch(str(version["__version__"]), *map(version.get, ("cuda", "hip", "xpu")))
 
     @functools.cache  # noqa: B019
     def driver(self) -> Driver | None:

@@ -17,8 +17,7 @@ _CUDA_LIBRARY = "nvcuda.dll" if _WINDOWS else "libcuda.so.1"
 _NVML_LIBRARY = "nvml.dll" if _WINDOWS else "libnvidia-ml.so.1"
 
 _SUCCESS = 0
-_COMPUTE_CAPABILITY_MAJOR = 75  # of enum CUdevice_attribute
-_COMPUTE_CAPABILITY_MINOR = 76
+_COMPUTE_CAPABILITY = (75, 76)  # major and minor, of enum CUdevice_attribute
 _TEXT_BYTES = 256
 
 
@@ -43,9 +42,9 @@ def visible_devices() -> list[tuple[str, tuple[int, int]]]:
     order.
     """
     cuda = _open(_CUDA_LIBRARY)
+    count = ctypes.c_int(0)
     if cuda is None or cuda.cuInit(0) != _SUCCESS:
         return []
-    count = ctypes.c_int(0)
     if cuda.cuDeviceGetCount(ctypes.byref(count)) != _SUCCESS:
         return []
     return [_describe(cuda, ordinal) for ordinal in range(count.value)]
@@ -56,10 +55,7 @@ def _describe(cuda: ctypes.CDLL, ordinal: int) -> tuple[str, tuple[int, int]]:
     name = ctypes.create_string_buffer(_TEXT_BYTES)
     cuda.cuDeviceGet(ctypes.byref(device), ordinal)
     cuda.cuDeviceGetName(name, _TEXT_BYTES, device)
-    for value, attribute in (
-        (major, _COMPUTE_CAPABILITY_MAJOR),
-        (minor, _COMPUTE_CAPABILITY_MINOR),
-    ):
+    for value, attribute in zip((major, minor), _COMPUTE_CAPABILITY, strict=True):
         cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     return name.value.decode(errors="replace"), (major.value, minor.value)
 
@@ -68,13 +64,10 @@ def _nvml_driver_version() -> str | None:
     nvml = _open(_NVML_LIBRARY)
     if nvml is None or nvml.nvmlInit_v2() != _SUCCESS:
         return None
-    try:
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        if nvml.nvmlSystemGetDriverVersion(text, _TEXT_BYTES) != _SUCCESS:
-            return None
-        return text.value.decode(errors="replace")
-    finally:
-        nvml.nvmlShutdown()
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    known = nvml.nvmlSystemGetDriverVersion(text, _TEXT_BYTES) == _SUCCESS
+    nvml.nvmlShutdown()
+    return text.value.decode(errors="replace") if known else None
 
 
 def _open(library: str) -> ctypes.CDLL | None:

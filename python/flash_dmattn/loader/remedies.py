@@ -13,7 +13,6 @@ __all__ = [
     "PORTABLE",
     "SHOW_GPUS",
     "after_opening",
-    "build",
     "build_for",
     "install_wheel",
     "reinstall",
@@ -26,6 +25,8 @@ PLAIN_PYTORCH = "export FLASH_DMATTN_BACKEND=reference"
 # Of GPUs that are not NVIDIA's.
 PORTABLE = "export FLASH_DMATTN_BACKEND=triton  # or flex, or reference"
 SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
+# Builds on the machine, with its toolkit and its libc.
+_BUILD = f"--no-binary {OWN_DISTRIBUTION}"
 
 
 def reinstall(version: str | None, distribution: str = OWN_DISTRIBUTION, *options: str) -> str:
@@ -34,19 +35,15 @@ def reinstall(version: str | None, distribution: str = OWN_DISTRIBUTION, *option
     return " ".join(["python -m pip install --force-reinstall --no-deps", *options, requirement])
 
 
-def build(version: str | None, *options: str) -> str:
-    """Return the command that builds flash_dmattn on the machine, with its toolkit and its libc."""
-    return reinstall(version, OWN_DISTRIBUTION, f"--no-binary {OWN_DISTRIBUTION}", *options)
-
-
 def build_for(arch: str, version: str | None) -> str:
-    """Return the command that builds the pack of an arch, such as ``sm90``."""
-    return build(version, f"--config-settings=cmake.define.FLASH_DMATTN_ARCHS={arch}")
+    """Return the command that builds the pack of an arch, such as ``sm90``, on the machine."""
+    setting = f"--config-settings=cmake.define.FLASH_DMATTN_ARCHS={arch}"
+    return reinstall(version, OWN_DISTRIBUTION, _BUILD, setting)
 
 
 def install_wheel(version: str | None) -> str:
-    """Return the command that installs the wheel, which has the packs of all GPUs, in place of what
-    was built on a machine without a CUDA toolkit.
+    """Return the command that installs the wheel, which has the packs of all GPUs, where the
+    installation was built without a CUDA toolkit.
     """
     return reinstall(version, OWN_DISTRIBUTION, f"--only-binary {OWN_DISTRIBUTION}")
 
@@ -57,7 +54,7 @@ def after_opening(error: str, version: str | None, distribution: str) -> str:
     if library is not None:
         return f"add the folder of {library[1]} to LD_LIBRARY_PATH"
     if re.search(r"version `[A-Z]+_[\d.]+' not found", error):
-        return build(version)
+        return reinstall(version, OWN_DISTRIBUTION, _BUILD)
     if "failed to map segment from shared object" in error:
         return "install into a folder whose file system is mounted without noexec"
     return reinstall(version, distribution)

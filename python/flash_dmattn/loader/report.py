@@ -13,7 +13,6 @@ from . import environment, messages
 from .errors import passed_over_text
 from .facts import Device, Torch
 from .resolver import Loader
-from .trace import Accepted
 
 __all__ = ["SCHEMA", "make_report", "render"]
 
@@ -41,20 +40,16 @@ def make_report(loader: Loader, environ: Mapping[str, str] | None = None) -> dic
         "versions": {
             "flash_dmattn": facts.package_version(),
             "python": platform.python_version(),
-            "torch": torch.version if torch else None,
+            "torch": torch and torch.version,
             "numpy": facts.package_version("numpy"),
         },
-        "host": {
-            "system": platform.platform(),
-            "machine": facts.host().machine,
-            "libc": facts.host().libc,
-        },
+        "host": {"system": platform.platform(), **facts.host()._asdict()},
         "cuda": {
-            "torch": torch.cuda if torch else None,
-            "torch_rocm": torch.rocm if torch else None,
-            "torch_xpu": torch.xpu if torch else None,
-            "driver": driver.version if driver else None,
-            "driver_runs": driver.cuda if driver else None,
+            "torch": torch and torch.cuda,
+            "torch_rocm": torch and torch.rocm,
+            "torch_xpu": torch and torch.xpu,
+            "driver": driver and driver.version,
+            "driver_runs": driver and driver.cuda,
         },
         "environment": environment.variables_set(environ),
         "problems": list(dict.fromkeys(problems)),
@@ -73,35 +68,39 @@ def make_report(loader: Loader, environ: Mapping[str, str] | None = None) -> dic
 def render(report: Mapping[str, Any]) -> str:
     """Return a report as text."""
     versions, host, cuda = report["versions"], report["host"], report["cuda"]
-    lines = [
-        f"flash_dmattn  {versions['flash_dmattn'] or 'not installed as a distribution'}",
-        f"python        {versions['python']}",
-        f"torch         {_torch_text(versions['torch'], cuda)}",
-        f"numpy         {versions['numpy'] or 'not installed'}",
-        f"host          {host['system']}, {host['machine']}, {host['libc']}",
-        f"driver        {_driver_text(cuda)}",
+    torch = Torch(versions["torch"] or "", cuda["torch"], cuda["torch_rocm"], cuda["torch_xpu"])
+    driver, runs = (cuda[key] or "of unknown version" for key in ("driver", "driver_runs"))
+    has_driver = cuda["driver"] or cuda["driver_runs"]
+    rows = [
+        ("flash_dmattn", versions["flash_dmattn"] or "not installed as a distribution"),
+        ("python", versions["python"]),
+        ("torch", torch if torch.version else "not installed"),
+        ("numpy", versions["numpy"] or "not installed"),
+        ("host", ", ".join(host.values())),
+        ("driver", f"NVIDIA {driver}, runs CUDA {runs}" if has_driver else "no NVIDIA driver"),
+        *(("set", f"{name}={value}") for name, value in report["environment"].items()),
+        *(("problem", problem) for problem in report["problems"]),
+        *(("warning", warning) for warning in report["warnings"]),
+        *(("pack", f"{pack['name']} from {pack['source']}") for pack in report["packs"]),
     ]
-    lines += [f"set           {name}={value}" for name, value in report["environment"].items()]
-    lines += [f"problem       {problem}" for problem in report["problems"]]
-    lines += [f"warning       {warning}" for warning in report["warnings"]]
-    lines += [f"pack          {pack['name']} from {pack['source']}" for pack in report["packs"]]
-    for device in report["devices"]:
-        pack = device["pack"]
-        lines += ["", device["text"]]
-        if pack is not None:
-            lines += [
-                f"  pack      {pack['name']} {pack['version']}, {pack['path']}",
-                f"  built by  {pack['compiler']}"
-                + f", uses {pack['features']}" * bool(pack["features"]),
-            ]
-        if device["calls"] is not None:
-            lines.append(f"  calls     {device['calls']}")
-        lines += [f"  {line}" for line in device["trace"]]
-        if device["warning"] is not None:
-            lines += [f"  {line}" for line in f"warning: {device['warning']}".splitlines()]
-        if device["remedy"] is not None:
-            lines.append(f"  fix: {device['remedy']}")
+    devices = [line for device in report["devices"] for line in _lines(device)]
+    lines = [*(f"{head:<14}{text}" for head, text in rows), *devices]
     return "\n".join([*lines, "", f"flash_dmattn is {_verdict(report)}"])
+
+
+def _lines(device: Mapping[str, Any]) -> list[str]:
+    lines, pack = list(device["trace"]), device["pack"]
+    if device["calls"] is not None:
+        lines.insert(0, f"calls     {device['calls']}")
+    if pack is not None:
+        uses = f", uses {pack['features']}" if pack["features"] else ""
+        opened = f"{pack['name']} {pack['version']}, {pack['path']}"
+        lines[:0] = [f"pack      {opened}", f"built by  {pack['compiler']}{uses}"]
+    if device["warning"] is not None:
+        lines += f"warning: {device['warning']}".splitlines()
+    if device["remedy"] is not None:
+        lines.append(f"fix: {device['remedy']}")
+    return ["", device["text"], *(f"  {line}" for line in lines)]
 
 
 def _verdict(report: Mapping[str, Any]) -> str:
@@ -116,30 +115,24 @@ def _verdict(report: Mapping[str, Any]) -> str:
 
 def _describe(loader: Loader, device: Device, backend: str) -> dict[str, Any]:
     trace = loader.trace_for(device.kind, device.index)
-    chosen = trace.chosen
-    pack = loader.opened_for(device.kind, device.index)
+    chosen, pack, opened = trace.chosen, trace.pack, None
+    if chosen is not None and pack is not None:
+        about = _fields(pack, "version", "compiler", "features")
+        opened = {"name": pack.name, "path": chosen.path, **about}
     computes, calls = pack is not None, None
     if backend not in ("auto", device.kind):
         computes, calls = _asked(backend, device)
     return {
         **_fields(device, "kind", "index", "name", "capability"),
         "text": str(device),
-        "pack": None
-        if chosen is None or pack is None
-        else {
-            "name": pack.name,
-            "path": chosen.path,
-            **_fields(pack, "version", "compiler", "features"),
-        },
+        "pack": opened,
         "computes": computes,
         "calls": calls,
         "candidates": [
             {
                 **_fields(entry.candidate, "name", "path", "source"),
-                "accepted": isinstance(entry.verdict, Accepted),
-                "reason": entry.verdict.note
-                if isinstance(entry.verdict, Accepted)
-                else entry.verdict.reason,
+                "accepted": entry.rule is None,
+                "reason": entry.reason,
             }
             for entry in trace.entries
         ],
@@ -158,29 +151,16 @@ def _asked(backend: str, device: Device) -> tuple[bool, str]:
     """Say whether a backend that FLASH_DMATTN_BACKEND names computes on a device, and what comes of
     calls.
     """
-    if backend == "reference":
-        return True, messages.COMPUTED_BY.format(backend=backend)
     if backend in ("cpu", "cuda"):
         return False, messages.LEFT_ASIDE.format(backend=backend)
-    try:
-        portable = importlib.import_module("flash_dmattn.backends.portable")
-    except Exception as error:  # a broken installation is what a report is for
-        reason = messages.NO_PYTORCH.format(error=error)
-    else:
-        reason = portable.why_unavailable(backend, device.kind)
+    reason = None
+    if backend != "reference":
+        try:
+            portable = importlib.import_module("flash_dmattn.backends.portable")
+        except Exception as error:  # a broken installation is what a report is for
+            reason = messages.NO_PYTORCH.format(error=error)
+        else:
+            reason = portable.why_unavailable(backend, device.kind)
     if reason is None:
         return True, messages.COMPUTED_BY.format(backend=backend)
     return False, messages.CALLS_RAISE.format(backend=backend, reason=reason)
-
-
-def _driver_text(cuda: Mapping[str, Any]) -> str:
-    if cuda["driver"] is None and cuda["driver_runs"] is None:
-        return "no NVIDIA driver"
-    version, runs = (cuda[key] or "of unknown version" for key in ("driver", "driver_runs"))
-    return f"NVIDIA {version}, runs CUDA {runs}"
-
-
-def _torch_text(version: str | None, cuda: Mapping[str, Any]) -> str:
-    if version is None:
-        return "not installed"
-    return str(Torch(version, cuda["torch"], cuda["torch_rocm"], cuda["torch_xpu"]))

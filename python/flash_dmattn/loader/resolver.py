@@ -13,12 +13,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from importlib.metadata import EntryPoint
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import environment, messages, remedies
+from . import elf, environment, messages, remedies
 from .candidates import (
+    ENTRY_POINT_GROUP,
     Candidate,
     difference,
     entry_point_candidates,
@@ -28,10 +30,9 @@ from .candidates import (
 )
 from .errors import NoPackError, passed_over_text, plain_pytorch_text, warn
 from .facts import Device, Machine, Situation
-from .policy import decide
-from .rules import Wishes
+from .rules import Wishes, decide
 from .targets import InstallationError, find_targets
-from .trace import Refused, Rule, Trace
+from .trace import Rule, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +40,42 @@ if TYPE_CHECKING:
     from flash_dmattn._core import Pack
     from flash_dmattn.backends.base import Backend
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "default_loader", "open_pack", "pack_for", "trace_for"]
 
 logger = logging.getLogger("flash_dmattn.loader")
 
 _BACKEND = "FLASH_DMATTN_BACKEND"
 T = TypeVar("T")
+_machine = Machine()
 
 
-class _Resolution(NamedTuple):
-    trace: Trace
-    pack: Pack | None
+def open_pack(path: str) -> Pack:
+    """Open a library as a kernel pack.
+
+    Raises:
+        RuntimeError: it is damaged, for another machine, or no kernel pack.
+        OSError: it cannot be read.
+    """
+    from flash_dmattn import _core
+
+    elf.check(path, _machine.host().machine)
+    return _core.load_pack(path)
+
+
+def _abi_version() -> int:
+    from flash_dmattn import _core
+
+    return _core.PACK_ABI_VERSION
+
+
+def _directories() -> Iterable[Path]:
+    import flash_dmattn
+
+    return [Path(directory) for directory in flash_dmattn.__path__]
+
+
+def _entry_points() -> Iterable[metadata.EntryPoint]:
+    return metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
 class Loader:
@@ -67,11 +93,11 @@ class Loader:
 
     def __init__(
         self,
-        facts: Machine,
-        open_pack: Callable[[str], Pack],
-        abi_version: Callable[[], int],
-        directories: Callable[[], Iterable[Path]],
-        entry_points: Callable[[], Iterable[EntryPoint]],
+        facts: Machine = _machine,
+        open_pack: Callable[[str], Pack] = open_pack,
+        abi_version: Callable[[], int] = _abi_version,
+        directories: Callable[[], Iterable[Path]] = _directories,
+        entry_points: Callable[[], Iterable[metadata.EntryPoint]] = _entry_points,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """Keep the dependencies; nothing is looked up yet."""
@@ -83,7 +109,7 @@ class Loader:
         self._environ = environ
         self._lock = threading.RLock()
         self._entry_points_run_in: set[int] = set()  # threads
-        # All that was decided: the resolution of (type, index), and the backend of (name, device,
+        # All that was decided: the trace of (type, index), and the backend of (name, device,
         # value of FLASH_DMATTN_BACKEND).
         self._decided: dict[Hashable, Any] = {}
         self._opened: dict[str, Pack] = {}
@@ -101,37 +127,24 @@ class Loader:
         self._decided = {cpu: self._decided[cpu]} if cpu in self._decided else {}
 
     def pack_for(self, device_type: str, device_index: int | None = None) -> Pack:
-        """Return the pack that serves a device, with one warning if a better one is damaged.
-
-        Raises:
-            NoPackError: no one does, or FLASH_DMATTN_FALLBACK=error and the best one is damaged.
-            InvalidVariableError: an environment variable that matters has a value that is not
-                allowed.
+        """Do what the function `pack_for` does, with one warning if a better pack is damaged, or an
+        error with FLASH_DMATTN_FALLBACK=error.
         """
-        resolution = self._resolve(device_type, device_index)
-        trace = resolution.trace
-        if resolution.pack is None:
+        trace = self._resolve(device_type, device_index)
+        if trace.pack is None:
             raise NoPackError(trace)
-        if trace.passed_over:
-            self._warn_once(passed_over_text(trace))
-        return resolution.pack
+        self._warn_once(passed_over_text(trace))
+        return trace.pack
 
     def trace_for(self, device_type: str, device_index: int | None = None) -> Trace:
-        """Return what was decided for a device, and why. It raises nothing."""
+        """Return what was decided for a device, and why, with the pack that serves it, if any. It
+        neither warns nor raises.
+        """
         try:
-            return self._resolve(device_type, device_index).trace
+            return self._resolve(device_type, device_index)
         except environment.InvalidVariableError as error:
-            variable = str(error).partition(" ")[0]
-            return self._failed(
-                self._device(device_type, device_index), str(error), remedies.unset(variable)
-            )
-
-    def opened_for(self, device_type: str, device_index: int | None = None) -> Pack | None:
-        """Return the pack that serves a device, or None; it neither warns nor raises."""
-        try:
-            return self._resolve(device_type, device_index).pack
-        except environment.InvalidVariableError:
-            return None
+            fix = remedies.unset(str(error).partition(" ")[0])
+            return self._failed(self._device(device_type, device_index or 0), str(error), fix)
 
     def backend_for(
         self, name: str, device: torch.device, make: Callable[[str, torch.device, str], Backend]
@@ -193,7 +206,7 @@ class Loader:
         return environment.get("FLASH_DMATTN_FALLBACK", self._environ) == "error"
 
     def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
+        if text and text not in self._warned:
             warn(text)
             self._warned.add(text)
 
@@ -207,52 +220,47 @@ class Loader:
             first: T = self._decided.setdefault(question, answer)
             return first
 
-    def _resolve(self, device_type: str, device_index: int | None) -> _Resolution:
+    def _resolve(self, device_type: str, device_index: int | None) -> Trace:
         if device_index is None:
             device_index = self.facts.current_cuda_device() if device_type == "cuda" else 0
         question = (device_type, device_index)
-        found: _Resolution | None = self._decided.get(question)
-        if found is not None:
-            return found
+        trace: Trace | None = self._decided.get(question)
+        if trace is not None:
+            return trace
         begin = time.perf_counter()
         _configure_logging(environment.get("FLASH_DMATTN_LOG", self._environ))
         environment.check_values(self._environ)
         environment.check_unknown(self._environ)
         device, candidates = self._device(*question), self._found()
         with self._lock:
-            resolution: _Resolution | None = self._decided.get(question)
-            if resolution is not None:  # another thread was faster
-                return resolution
-            resolution = self._remember(question, self._decide(device, candidates))
+            if question in self._decided:  # another thread was faster
+                return self._resolve(*question)
+            trace = self._remember(question, self._decide(device, candidates))
         took = 1e3 * (time.perf_counter() - begin)
-        logger.debug("decided in %.1f ms from facts: %s", took, resolution.trace.situation)
-        logger.info("%s", resolution.trace)
-        return resolution
+        logger.debug("decided in %.1f ms from facts: %s", took, trace.situation)
+        logger.info("%s", trace)
+        return trace
 
-    def _device(self, device_type: str, device_index: int | None) -> Device:
-        index = device_index or 0
+    def _device(self, device_type: str, index: int) -> Device:
         for device in self.facts.gpus() if device_type == "cuda" else ():
             if (device.kind, device.index) == (device_type, index):
                 return device
         return Device(device_type, index)
 
-    def _decide(self, device: Device, candidates: list[Candidate]) -> _Resolution:
+    def _decide(self, device: Device, candidates: list[Candidate]) -> Trace:
+        fix = remedies.reinstall(self.facts.package_version())
         try:
             targets = find_targets(self._directories()) if device.kind == "cuda" else None
             situation = self._situation(device, self._abi_version())
             trace = decide(situation, candidates, Wishes.of(self._environ), targets)
         except InstallationError as error:
-            fix = remedies.reinstall(self.facts.package_version())
-            return _Resolution(self._failed(device, str(error), fix), None)
+            return self._failed(device, str(error), fix)
         except ImportError as error:
-            fix = remedies.INSTALL_BACKEND
-            if "nanobind" not in str(error):
-                fix = remedies.reinstall(self.facts.package_version())
-            reason = messages.NO_CORE.format(error=error)
-            return _Resolution(self._failed(device, reason, fix), None)
+            fix = remedies.INSTALL_BACKEND if "nanobind" in str(error) else fix
+            return self._failed(device, messages.NO_CORE.format(error=error), fix)
         return self._open_first(trace)
 
-    def _open_first(self, trace: Trace) -> _Resolution:
+    def _open_first(self, trace: Trace) -> Trace:
         """Open the best candidate; one that fails is refused, and the next is tried.
 
         With FLASH_DMATTN_FALLBACK=error nothing is tried after one that is damaged.
@@ -263,7 +271,7 @@ class Loader:
                 better = trace.passed_over[0].candidate.name
                 reason = messages.FALLBACK_FORBIDDEN.format(name=better)
                 fix = remedies.unset("FLASH_DMATTN_FALLBACK")
-                trace = trace.refuse(entry, Refused(Rule.FORCED, reason, fix))
+                trace = trace.refuse(entry, Rule.FORCED, reason, fix)
                 continue
             try:
                 pack = self._open(entry.candidate.path)
@@ -274,11 +282,11 @@ class Loader:
                 if not reason:
                     if trace.situation.device.kind == "cpu":
                         environment.check_cpu_simd(pack.features, self._environ)
-                    return _Resolution(trace, pack)
+                    return replace(trace, pack=pack)
             version, distribution = trace.situation.package_version, entry.candidate.distribution
             fix = remedies.after_opening(reason, version, distribution)
-            trace = trace.refuse(entry, Refused(Rule.OPENING, reason, fix))
-        return _Resolution(trace, None)
+            trace = trace.refuse(entry, Rule.OPENING, reason, fix)
+        return trace
 
     def _open(self, path: str) -> Pack:
         with self._lock:
@@ -330,3 +338,28 @@ def _configure_logging(level: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[flash_dmattn] %(message)s"))
         logger.addHandler(handler)
+
+
+default_loader = Loader()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=default_loader.after_fork)
+
+
+def pack_for(device_type: str, device_index: int | None = None) -> Pack:
+    """Return the opened pack that serves a device; decided once per device and process.
+
+    Args:
+        device_type: such as ``"cpu"`` or ``"cuda"``.
+        device_index: of the GPU; None is torch's current device.
+
+    Raises:
+        NoPackError: no pack serves the device; the text says what was looked for, what was found,
+            and what to do.
+        environment.InvalidVariableError: an environment variable has a value that is not allowed.
+    """
+    return default_loader.pack_for(device_type, device_index)
+
+
+def trace_for(device_type: str, device_index: int | None = None) -> Trace:
+    """Return which candidates were accepted or refused for a device, and why. It raises nothing."""
+    return default_loader.trace_for(device_type, device_index)

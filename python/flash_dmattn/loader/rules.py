@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rules by which a candidate is refused: rows of what is checked, the reason, and the fix."""
+"""Which candidates can serve a device, and which is the best: pure functions of facts.
+
+A candidate is refused by the first of `ROWS` that it breaks. The accepted ones are ranked by
+
+1. the file that FLASH_DMATTN_LIBRARY_PATH names, then
+2. the place of its arch in the device's preference, then
+3. torch's CUDA major before the other one, and without torch's the newer before the older, then
+4. the order in which they were found: flash_dmattn's own packs first.
+
+Of two packs with one name, such as a distribution's and flash_dmattn's own, the first found thus
+goes first; a pack from elsewhere never replaces flash_dmattn's own by being installed.
+
+The arch counts for more than the CUDA major, because code made for another arch is slower on every
+call, while packs of either major work under torch of either major.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from . import environment, messages, remedies
+from . import environment, remedies
+from . import messages as say
 from .candidates import Candidate
-from .facts import Situation
+from .facts import Driver, Situation
 from .targets import Targets
-from .trace import Refused, Rule
+from .trace import Entry, Rule, Trace
 
-__all__ = ["Case", "Need", "Wishes", "notes", "refusal"]
+__all__ = ["Wishes", "decide"]
 
 
 class Wishes(NamedTuple):
@@ -25,26 +40,18 @@ class Wishes(NamedTuple):
     @staticmethod
     def of(environ: Mapping[str, str] | None) -> Wishes:
         """Read the variables."""
-        names = ("FLASH_DMATTN_LIBRARY_PATH", "FLASH_DMATTN_CUDA", "FLASH_DMATTN_ARCH")
+        names = (f"{environment.PREFIX}{field.upper()}" for field in Wishes._fields)
         return Wishes(*(environment.get(name, environ) for name in names))
 
 
 class Need(NamedTuple):
-    """What a device needs of a pack.
-
-    Attributes:
-        facts: what is known of the machine.
-        wishes: what variables ask for.
-        targets: what packs can be built for.
-        forced: a variable names a file, which may be for this device.
-        majors: the CUDA majors of the packs that are here.
-    """
+    """What a device needs of a pack."""
 
     facts: Situation
     wishes: Wishes
     targets: Targets
-    forced: bool
-    majors: Set[str]
+    forced: bool  # a variable names a file, which may be for this device
+    majors: Set[str]  # of the CUDA of the packs that are here
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -59,8 +66,8 @@ class Need(NamedTuple):
     @property
     def platform(self) -> str:
         """The platform of a torch whose cuda devices are not NVIDIA's; "" for others."""
-        torch, device = self.facts.torch, self.facts.device
-        return torch.platform if torch and torch.rocm and device.kind == "cuda" else ""
+        torch = self.facts.torch
+        return torch.platform if torch and torch.rocm and self.facts.device.kind == "cuda" else ""
 
     @property
     def torch_major(self) -> str | None:
@@ -79,9 +86,8 @@ class Need(NamedTuple):
         if kind == "cuda" and self.facts.driver is None:
             known = self.targets.min_driver
             here = [floor for major, floor in known.items() if major in self.majors]
-            return remedies.update_driver(
-                min(here or known.values(), key=_numbers, default="525.60.13")
-            )
+            floors = here or [*known.values()] or ["525.60.13"]
+            return remedies.update_driver(min(floors, key=_numbers))
         if not self.archs:
             return remedies.PLAIN_PYTORCH
         if not self.majors:
@@ -94,11 +100,7 @@ class Case(NamedTuple):
 
     pack: Candidate
     need: Need
-
-    @property
-    def facts(self) -> Situation:
-        """What is known of the machine."""
-        return self.need.facts
+    facts: Situation
 
     @property
     def runs_elsewhere(self) -> bool:
@@ -116,6 +118,19 @@ class Case(NamedTuple):
         return self.pack.cuda_major is not None and self.facts.driver is not None
 
     @property
+    def driver_is_old(self) -> bool:
+        """Whether the driver does not run the candidate's CUDA major.
+
+        What the driver's library says it runs decides: with NVIDIA's forward-compatibility package
+        that is more than the version of the kernel driver tells.
+        """
+        driver = self.facts.driver or Driver(None, None)
+        runs, needed = driver.cuda, self.pack.cuda_major
+        if runs is None:
+            runs, needed = driver.version, self.floor
+        return runs is None or needed is None or _numbers(runs) < _numbers(needed)
+
+    @property
     def is_of_another_version(self) -> bool:
         """Whether it is not of this flash_dmattn, where it is known which one this is."""
         return self.facts.package_version not in (None, self.pack.version)
@@ -127,147 +142,127 @@ class Case(NamedTuple):
             return remedies.unset("FLASH_DMATTN_LIBRARY_PATH")
         return remedies.reinstall(self.facts.package_version, self.pack.distribution)
 
-
-class Row(NamedTuple):
-    """A rule, whether it refuses a case, and the reason and the fix, in which the case is filled
-    in.
-    """
-
-    rule: Rule
-    refuses: Callable[[Case], object]
-    reason: str
-    fix: str
+    def filled(self, text: str) -> str:
+        """Return a text with what is in braces filled in."""
+        return text.format(case=self, pack=self.pack, need=self.need, facts=self.facts)
 
 
 _FILE, _NO_PACK = "{case.fix_of_file}", "{need.fix_of_no_pack}"
+_UPDATE = remedies.update_driver("{case.floor}")
+_UNSET = remedies.unset("FLASH_DMATTN_{}")
+Check = Callable[[Case], object]
 
-# The first that refuses speaks.
-ROWS = (
-    Row(
+# A rule, whether it refuses a case, the reason, and the fix. The first that refuses speaks.
+ROWS: tuple[tuple[Rule, Check, str, str], ...] = (
+    (
         Rule.DEVICE_KIND,
         lambda c: c.pack.device not in (None, c.facts.device.kind),
-        messages.DEVICE_KIND,
+        say.DEVICE_KIND,
         _NO_PACK,
     ),
-    Row(Rule.UNREADABLE, lambda c: c.pack.device is None, "{pack.defect}", _FILE),
-    Row(
-        Rule.CAPABILITY,
-        lambda c: c.runs_elsewhere and c.need.platform,
-        messages.NOT_NVIDIA,
-        _NO_PACK,
-    ),
-    Row(
-        Rule.CAPABILITY,
-        lambda c: c.runs_elsewhere and c.facts.driver is None,
-        messages.NO_DRIVER,
-        _NO_PACK,
-    ),
-    Row(
+    (Rule.UNREADABLE, lambda c: c.pack.device is None, "{pack.defect}", _FILE),
+    (Rule.CAPABILITY, lambda c: c.runs_elsewhere and c.need.platform, say.NOT_NVIDIA, _NO_PACK),
+    (Rule.CAPABILITY, lambda c: c.runs_elsewhere and not c.facts.driver, say.NO_DRIVER, _NO_PACK),
+    (
         Rule.CAPABILITY,
         lambda c: c.runs_elsewhere and c.facts.device.capability is None,
-        messages.NO_DEVICE,
+        say.NO_DEVICE,
         remedies.SHOW_GPUS,
     ),
-    Row(
-        Rule.CAPABILITY, lambda c: c.runs_elsewhere and c.need.archs, messages.WRONG_ARCH, _NO_PACK
-    ),
-    Row(Rule.CAPABILITY, lambda c: c.runs_elsewhere, messages.NO_ARCH, _NO_PACK),
-    Row(
+    (Rule.CAPABILITY, lambda c: c.runs_elsewhere and c.need.archs, say.WRONG_ARCH, _NO_PACK),
+    (Rule.CAPABILITY, lambda c: c.runs_elsewhere, say.NO_ARCH, _NO_PACK),
+    (
         Rule.MACHINE,
         lambda c: c.pack.machine not in (None, c.facts.host.machine),
-        messages.WRONG_MACHINE,
+        say.WRONG_MACHINE,
         _FILE,
     ),
-    Row(Rule.DRIVER, lambda c: c.needs_driver and c.floor is None, messages.UNKNOWN_CUDA, _FILE),
-    Row(
-        Rule.DRIVER,
-        lambda c: c.needs_driver and not _driver_runs(c),
-        messages.OLD_DRIVER,
-        remedies.update_driver("{case.floor}"),
-    ),
-    Row(
-        Rule.ABI_VERSION,
-        lambda c: c.pack.abi_version != c.facts.abi_version,
-        messages.WRONG_ABI,
-        _FILE,
-    ),
+    (Rule.DRIVER, lambda c: c.needs_driver and c.floor is None, say.UNKNOWN_CUDA, _FILE),
+    (Rule.DRIVER, lambda c: c.needs_driver and c.driver_is_old, say.OLD_DRIVER, _UPDATE),
+    (Rule.ABI_VERSION, lambda c: c.pack.abi_version != c.facts.abi_version, say.WRONG_ABI, _FILE),
     # A file that a developer names may be of another build; equal ABI versions make that safe.
-    Row(
+    (
         Rule.VERSION,
         lambda c: c.is_of_another_version and not c.pack.forced,
-        messages.WRONG_VERSION,
+        say.WRONG_VERSION,
         _FILE,
     ),
-    Row(
+    (
         Rule.FORCED,
         lambda c: c.need.forced and not c.pack.forced,
-        messages.OTHER_FILE,
-        remedies.unset("FLASH_DMATTN_LIBRARY_PATH"),
+        say.OTHER_FILE,
+        _UNSET.format("LIBRARY_PATH"),
     ),
-    Row(
+    (
         Rule.FORCED,
-        lambda c: c.need.wishes.cuda and c.pack.cuda_major not in (None, c.need.wishes.cuda),
-        messages.OTHER_CUDA,
-        remedies.unset("FLASH_DMATTN_CUDA"),
+        lambda c: c.pack.cuda and c.need.wishes.cuda not in ("", c.pack.cuda_major),
+        say.OTHER_CUDA,
+        _UNSET.format("CUDA"),
     ),
-    Row(
+    (
         Rule.FORCED,
-        lambda c: c.need.wishes.arch and c.pack.arch not in (None, f"sm{c.need.wishes.arch}"),
-        messages.OTHER_ARCH,
-        remedies.unset("FLASH_DMATTN_ARCH"),
+        lambda c: c.pack.arch and c.need.wishes.arch not in ("", c.pack.arch.removeprefix("sm")),
+        say.OTHER_ARCH,
+        _UNSET.format("ARCH"),
     ),
-    Row(Rule.DEFECT, lambda c: c.pack.defect, "{pack.defect}: {pack.path}", _FILE),
+    (Rule.DEFECT, lambda c: c.pack.defect, "{pack.defect}: {pack.path}", _FILE),
 )
 
-
-class Note(NamedTuple):
-    """What is worth knowing of a candidate that can serve."""
-
-    applies: Callable[[Case], object]
-    text: str
-
-
-NOTES = (
-    Note(lambda c: c.need.archs and c.pack.arch != c.need.archs[0], messages.BETTER_ARCH),
-    Note(
+# What is worth knowing of a candidate that can serve.
+NOTES: tuple[tuple[Check, str], ...] = (
+    (lambda c: c.need.archs and c.pack.arch != c.need.archs[0], say.BETTER_ARCH),
+    (
         lambda c: (
             c.pack.cuda_major and c.need.torch_major and c.pack.cuda_major != c.need.torch_major
         ),
-        messages.OTHER_MAJOR,
+        say.OTHER_MAJOR,
     ),
-    Note(lambda c: c.is_of_another_version, messages.OTHER_VERSION),
+    (lambda c: c.is_of_another_version, say.OTHER_VERSION),
 )
 
 
-def refusal(case: Case) -> Refused | None:
-    """Return the first refusal, or None if the candidate can serve the device."""
-    for row in ROWS:
-        if row.refuses(case):
-            return Refused(row.rule, _filled(row.reason, case), _filled(row.fix, case))
-    return None
+def decide(
+    situation: Situation,
+    candidates: Sequence[Candidate],
+    wishes: Wishes,
+    targets: Targets | None,
+) -> Trace:
+    """Judge and rank candidates for one device.
 
-
-def notes(case: Case) -> list[str]:
-    """Return what is worth knowing of a candidate that can serve."""
-    return [_filled(text, case) for applies, text in NOTES if applies(case)]
-
-
-def _filled(text: str, case: Case) -> str:
-    return text.format(case=case, pack=case.pack, need=case.need, facts=case.facts)
-
-
-def _driver_runs(case: Case) -> bool:
-    """Say whether the driver runs the candidate's CUDA major.
-
-    What the driver's library says it runs decides: with NVIDIA's forward-compatibility package that
-    is more than the version of the kernel driver tells.
+    ``targets`` may be None for devices other than GPUs.
     """
-    driver, major, floor = case.facts.driver, case.pack.cuda_major, case.floor
-    if driver is None or major is None or floor is None:
-        return False
-    if driver.cuda is not None:
-        return _numbers(driver.cuda) >= (int(major),)
-    return driver.version is not None and _numbers(driver.version) >= _numbers(floor)
+    # A forced file for another kind of device leaves this device alone.
+    forced = any(c.forced and c.device in (situation.device.kind, None) for c in candidates)
+    majors = {c.cuda_major for c in candidates if c.device == "cuda" and c.cuda_major}
+    need = Need(situation, wishes, targets or Targets({}, {}), forced, majors)
+    entries = [_judge(Case(pack, need, situation), place) for place, pack in enumerate(candidates)]
+    accepted = sorted((entry for entry in entries if not entry.rule), key=lambda e: e.rank)
+    refused = [entry for entry in entries if entry.rule]
+    return Trace(situation, (*_told_apart(accepted), *refused), need.fix_of_no_pack)
+
+
+def _judge(case: Case, place: int) -> Entry:
+    pack, archs = case.pack, case.need.archs
+    arch = archs.index(pack.arch) if pack.arch in archs else 0
+    major = pack.cuda_major or ""
+    newest_first = -int(major) if major.isdigit() else 0
+    rank = (not pack.forced, arch, major != case.need.torch_major, newest_first, place)
+    for rule, refuses, reason, fix in ROWS:
+        if refuses(case):
+            return Entry(pack, rank, rule, case.filled(reason), case.filled(fix))
+    notes = "; ".join(case.filled(text) for applies, text in NOTES if applies(case))
+    return Entry(pack, rank, None, notes)
+
+
+def _told_apart(accepted: Sequence[Entry]) -> list[Entry]:
+    """Say of each accepted candidate which one of the same name goes before it."""
+    first: dict[str, Candidate] = {}
+    result = []
+    for entry in accepted:
+        winner = first.setdefault(entry.candidate.name, entry.candidate)
+        note = "" if winner is entry.candidate else say.SAME_NAME.format(source=winner.source)
+        result.append(entry._replace(reason="; ".join(filter(None, (entry.reason, note)))))
+    return result
 
 
 def _numbers(version: str) -> tuple[int, ...]:

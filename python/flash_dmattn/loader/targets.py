@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import messages
 
-__all__ = ["SCHEMA", "InstallationError", "Targets", "find_targets", "parse_targets"]
+__all__ = ["InstallationError", "Targets", "find_targets"]
 
 SCHEMA = 1
 
@@ -20,36 +20,12 @@ class InstallationError(RuntimeError):
 
 
 class Targets(NamedTuple):
-    """What packs can be built for.
+    """What packs can be built for."""
 
-    Attributes:
-        preference: for each compute capability, such as ``8.9``, the archs that run on it, the best
-            first.
-        min_driver: for each CUDA major, such as ``12``, the oldest NVIDIA driver that runs its
-            packs.
-    """
-
+    # For each compute capability, such as 8.9, the archs that run on it, the best first.
     preference: Mapping[str, tuple[str, ...]]
+    # For each CUDA major, such as 12, the oldest NVIDIA driver that runs its packs.
     min_driver: Mapping[str, str]
-
-
-def parse_targets(data: Mapping[str, Any]) -> Targets:
-    """Make the table from the content of the file.
-
-    Raises:
-        InstallationError: the schema is another one, or a field is missing.
-    """
-    if data.get("schema") != SCHEMA:
-        raise InstallationError(
-            messages.TABLE_SCHEMA.format(found=data.get("schema"), known=SCHEMA)
-        )
-    try:
-        return Targets(
-            preference={cc: tuple(archs) for cc, archs in data["preference"].items()},
-            min_driver={major: str(row["min_driver"]) for major, row in data["cuda"].items()},
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InstallationError(messages.TABLE_FIELDS.format(error=repr(error))) from error
 
 
 def find_targets(directories: Iterable[Path]) -> Targets:
@@ -63,6 +39,15 @@ def find_targets(directories: Iterable[Path]) -> Targets:
     if path is None:
         raise InstallationError(messages.NO_TABLE.format(paths=" or ".join(map(str, looked))))
     try:
-        return parse_targets(json.loads(path.read_text(encoding="utf-8")))
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = data.get("schema")
+        if found != SCHEMA:
+            raise InstallationError(messages.TABLE_SCHEMA.format(found=found, known=SCHEMA))
+        return Targets(
+            preference={cc: tuple(archs) for cc, archs in data["preference"].items()},
+            min_driver={major: str(row["min_driver"]) for major, row in data["cuda"].items()},
+        )
     except json.JSONDecodeError as error:
         raise InstallationError(messages.TABLE_JSON.format(path=path, error=error)) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InstallationError(messages.TABLE_FIELDS.format(error=repr(error))) from error

@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from .candidates import Candidate
 from .facts import Situation
 
-__all__ = ["Accepted", "Entry", "Rank", "Refused", "Rule", "Trace", "Verdict"]
+if TYPE_CHECKING:
+    from flash_dmattn._core import Pack
+
+__all__ = ["Entry", "Rule", "Trace"]
 
 
 class Rule(IntEnum):
@@ -29,50 +32,19 @@ class Rule(IntEnum):
     OPENING = 10
 
 
-_DAMAGE = (Rule.DEFECT, Rule.OPENING)
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The candidate can serve the device. ``note`` is what a reader should know of it, or ""."""
-
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The candidate cannot serve the device: the rule, the reason, and the command or step that
-    changes it.
-    """
-
-    rule: Rule
-    reason: str
-    remedy: str
-
-
-Verdict: TypeAlias = Accepted | Refused
-
-
-Rank: TypeAlias = tuple[bool, int, bool, int, int]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A candidate and what was decided of it.
-
-    ``rank`` sorts the best first.
-    """
+class Entry(NamedTuple):
+    """A candidate and what was decided of it."""
 
     candidate: Candidate
-    verdict: Verdict
-    rank: Rank
+    rank: tuple[bool, int, bool, int, int]  # sorts the best first
+    rule: Rule | None  # what refused it; None if it can serve the device
+    reason: str  # why it was refused, or what is worth knowing of it: "" is nothing
+    remedy: str = ""  # the command or step that changes a refusal
 
     def __str__(self) -> str:
-        """Show one line."""
-        who = f"{self.candidate.name} from {self.candidate.source}"
-        if isinstance(self.verdict, Refused):
-            return f"{who}: refused: {self.verdict.reason}"
-        return f"{who}: accepted" + (f": {self.verdict.note}" if self.verdict.note else "")
+        verdict = "accepted" if self.rule is None else "refused"
+        parts = [f"{self.candidate.name} from {self.candidate.source}", verdict, self.reason]
+        return ": ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -84,12 +56,18 @@ class Trace:
         entries: the accepted candidates, the best first, then the refused ones as they were found.
         default_remedy: what to do if there is no candidate at all, or about the problem.
         problem: why nothing could be decided; None if candidates were judged.
+        pack: the chosen candidate, opened.
     """
 
     situation: Situation
     entries: tuple[Entry, ...]
     default_remedy: str
     problem: str | None = None
+    pack: Pack | None = None
+
+    def accepted(self) -> Iterator[Entry]:
+        """Yield the entries that can serve the device, the best first."""
+        return (entry for entry in self.entries if entry.rule is None)
 
     @property
     def chosen(self) -> Candidate | None:
@@ -103,30 +81,22 @@ class Trace:
 
     def remedy_of(self, entries: Iterable[Entry]) -> str:
         """Return what to do about the refused one of these that was nearest to working."""
-        refusals = [entry.verdict for entry in entries if isinstance(entry.verdict, Refused)]
         # max() returns the first of equals, so among equals the best-placed candidate speaks.
-        return max(refusals, key=lambda r: r.rule).remedy if refusals else self.default_remedy
+        nearest = max(entries, key=lambda entry: entry.rule or 0, default=None)
+        return nearest.remedy if nearest and nearest.rule else self.default_remedy
 
     @property
     def passed_over(self) -> tuple[Entry, ...]:
         """The damaged candidates that would have been taken before the chosen one."""
-        best = next((entry.rank for entry in self.accepted()), None)
-        return tuple(
-            entry
-            for entry in self.entries
-            if isinstance(entry.verdict, Refused)
-            and entry.verdict.rule in _DAMAGE
-            and (best is None or entry.rank < best)
-        )
+        ranks = [entry.rank for entry in self.accepted()]
+        damaged = (e for e in self.entries if e.rule in (Rule.DEFECT, Rule.OPENING))
+        return tuple(entry for entry in damaged if not ranks or entry.rank < ranks[0])
 
-    def accepted(self) -> Iterator[Entry]:
-        """Yield the entries that were accepted, the best first."""
-        return (entry for entry in self.entries if isinstance(entry.verdict, Accepted))
-
-    def refuse(self, refused: Entry, verdict: Refused) -> Trace:
+    def refuse(self, refused: Entry, rule: Rule, reason: str, remedy: str) -> Trace:
         """Return the trace in which an accepted entry is refused after all."""
-        rest = tuple(entry for entry in self.entries if entry is not refused)
-        return replace(self, entries=(*rest, replace(refused, verdict=verdict)))
+        rest = (entry for entry in self.entries if entry is not refused)
+        last = refused._replace(rule=rule, reason=reason, remedy=remedy)
+        return replace(self, entries=(*rest, last))
 
     def lines(self) -> list[str]:
         """Return what was looked for and what was found, as lines."""
@@ -147,7 +117,6 @@ class Trace:
         return [*result, "found:", *(f"  {entry}" for entry in self.entries or ("nothing",))]
 
     def __str__(self) -> str:
-        """Show the device, what was looked for, what was found, and what serves it."""
         chosen = self.chosen
         serves = "no pack" if chosen is None else f"{chosen.name}, {chosen.path}"
         return "\n".join([f"{self.situation.device}: {serves}", *self.lines()])

@@ -10,16 +10,16 @@ they tell of damage; who made a file is told by its attestation.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import messages
-from .candidates import Candidate
+from .candidates import MANIFEST, Candidate
 from .facts import OWN_DISTRIBUTION
 
 __all__ = ["Checked", "Recorded", "as_json", "passed", "records_of", "render", "verify"]
@@ -27,27 +27,17 @@ __all__ = ["Checked", "Recorded", "as_json", "passed", "records_of", "render", "
 _BLOCK = 1 << 20
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What a record says of a file.
-
-    Attributes:
-        path: of the file.
-        record: where it stands, such as ``manifest.json`` or ``RECORD``.
-        algorithm: of the hash, such as ``sha256``; "" if the record has none.
-        digest: in hexadecimal digits.
-        size: in bytes; None if the record does not say.
-    """
+class Recorded(NamedTuple):
+    """What a record says of a file."""
 
     path: str
-    record: str
-    algorithm: str
-    digest: str
-    size: int | None
+    record: str  # where it stands, such as manifest.json or RECORD
+    algorithm: str  # of the hash, such as sha256
+    digest: str  # in hexadecimal digits
+    size: int | None  # in bytes; None if the record does not say
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """A file and what differs from its records; "" if nothing does."""
 
     path: str
@@ -66,18 +56,19 @@ def verify(
         records: gives the records of a distribution; `records_of` if None.
     """
     known = list(candidates)
-    expectations: dict[str, list[Recorded]] = {}
-    defects = {}
-    for candidate in known:
-        if candidate.device is None:
-            defects[candidate.path or candidate.name] = candidate.defect
-        elif not candidate.forced:
-            expectations.setdefault(os.path.realpath(candidate.path), []).extend(_said(candidate))
+    said: dict[str, list[Recorded]] = {}
+    broken = {}
+    for pack in known:
+        if pack.device is None:
+            broken[pack.path or pack.name] = Checked(pack.path or pack.name, pack.defect)
+        elif not pack.forced:
+            rows = said.setdefault(os.path.realpath(pack.path), [])
+            if pack.sha256 is not None:
+                rows.append(Recorded(pack.path, MANIFEST, "sha256", pack.sha256, pack.size))
     for distribution in dict.fromkeys((OWN_DISTRIBUTION, *(c.distribution for c in known))):
         for recorded in (records or records_of)(distribution):
-            expectations.setdefault(os.path.realpath(recorded.path), []).append(recorded)
-    broken = [Checked(path, defect) for path, defect in defects.items()]
-    return broken + [Checked(path, _problem(path, said)) for path, said in expectations.items()]
+            said.setdefault(os.path.realpath(recorded.path), []).append(recorded)
+    return [*broken.values(), *(Checked(path, _problem(path, rows)) for path, rows in said.items())]
 
 
 def records_of(distribution: str) -> Iterator[Recorded]:
@@ -112,41 +103,23 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
     return {"passed": passed(checked), "files": files}
 
 
-def _said(candidate: Candidate) -> list[Recorded]:
-    if candidate.sha256 is None:
-        return []
-    record = "manifest.json"
-    return [Recorded(candidate.path, record, "sha256", candidate.sha256, candidate.size)]
-
-
-def _problem(path: str, said: Iterable[Recorded]) -> str:
+def _problem(path: str, said: Sequence[Recorded]) -> str:
     """Return the first difference of a file from what is recorded of it."""
-    found: dict[str, str] = {}
-    compared = False
-    for recorded in said:
-        try:
-            size = Path(path).stat().st_size
-            if recorded.size not in (None, size):
-                return messages.RESIZED.format(
-                    found=size, record=recorded.record, recorded=recorded.size
+    digest = functools.cache(functools.partial(_digest, path))  # one reading for equal algorithms
+    try:
+        size = Path(path).stat().st_size
+        for _, record, algorithm, expected, expected_size in said:
+            if expected_size not in (None, size):
+                return messages.RESIZED.format(found=size, record=record, recorded=expected_size)
+            if digest(algorithm) != expected:
+                return messages.CHANGED.format(
+                    algorithm=algorithm, found=digest(algorithm), record=record, recorded=expected
                 )
-            if recorded.algorithm not in found:
-                found[recorded.algorithm] = _digest(path, recorded.algorithm)
-        except FileNotFoundError:
-            return messages.FILE_MISSING
-        except OSError as error:
-            return messages.UNREADABLE.format(error=error)
-        if found[recorded.algorithm] != recorded.digest:
-            return messages.CHANGED.format(
-                algorithm=recorded.algorithm,
-                found=found[recorded.algorithm],
-                record=recorded.record,
-                recorded=recorded.digest,
-            )
-        compared = True
-    if compared:
-        return ""
-    return messages.NOT_RECORDED if Path(path).is_file() else messages.FILE_MISSING
+    except FileNotFoundError:
+        return messages.FILE_MISSING
+    except OSError as error:
+        return messages.UNREADABLE.format(error=error)
+    return "" if said else messages.NOT_RECORDED
 
 
 def _digest(path: str, algorithm: str) -> str:

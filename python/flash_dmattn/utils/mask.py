@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Boolean Q x K masks, with the signatures of flash-dmattn 1.2.2.
-
-New code does better with `flash_dmattn.dynamic_mask`, which knows of causality and needs O(K)
-memory.
-"""
+"""Boolean Q x K masks, with the names and signatures of flash-dmattn 1.2.2."""
 
 from __future__ import annotations
 
@@ -18,16 +14,17 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 _MASK_DTYPES = frozenset({torch.bool, *checks.INTEGERS, *_DTYPES})
 
 
-def dynamic_mask(
+def top_k_mask(
     attention_bias: Tensor,
     attention_mask: Tensor | None,
     window_size: int,
     min_dtype: float,
     block_size: int | None = None,
 ) -> Tensor:
-    """Keep the ``window_size`` largest biases of each row.
+    """Keep the ``window_size`` largest biases of each row; 1.2.2 called it ``dynamic_mask``.
 
-    It is not aware of causality, except by ``attention_mask``.
+    It is not aware of causality, except by ``attention_mask``. `flash_dmattn.dynamic_mask` is, and
+    needs O(K) memory where the bias is the same for every query.
 
     Args:
         attention_bias: ``(B, h, rows, K)``, any floating dtype.
@@ -63,6 +60,9 @@ def dynamic_mask(
     return keep if block_size is None or block_size <= 1 else _by_majority(keep, block_size)
 
 
+dynamic_mask = top_k_mask
+
+
 def create_mask(
     attention_bias: Tensor,
     attention_mask: Tensor | None,
@@ -80,13 +80,13 @@ def create_mask(
         attention_mask: ``(B, key_len)``; ``(B, query_len)``, for the last keys, the earlier ones
             being kept; or bool, 4-D.
         batch_size, query_len, key_len: B, Q and K.
-        window_size, min_dtype, block_size: as in `dynamic_mask`.
+        window_size, min_dtype, block_size: as in `top_k_mask`.
 
     Returns:
         bool of the shape of ``attention_bias``.
 
     Raises:
-        TypeError, ValueError: as `dynamic_mask`; or a 2-D attention_mask has another shape.
+        TypeError, ValueError: as `top_k_mask`; or a 2-D attention_mask has another shape.
     """
     sizes = {"batch_size": batch_size, "query_len": query_len, "key_len": key_len}
     batch_size, query_len, key_len = (checks.index(name, size, 0) for name, size in sizes.items())
@@ -107,7 +107,7 @@ def create_mask(
                 f"{query_len}), or be 4-D, got {tuple(attention_mask.shape)}"
             )
         attention_mask = padding[:, None, None, :]
-    return dynamic_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
+    return top_k_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
 
 
 def _checked_minimum(min_dtype: float, dtype: torch.dtype) -> float:

@@ -4,58 +4,6 @@
 Importing this package does not import triton; its backend does.
 """
 
-from __future__ import annotations
+from .availability import LOWEST_VERSION, why_unavailable
 
-import importlib
-import importlib.util
-import os
-import re
-from typing import Any
-
-import torch
-
-__all__ = ["LOWEST_VERSION", "TritonBackend", "why_unavailable"]
-
-# What comes with torch 2.5.
-LOWEST_VERSION = "3.1"
-
-
-def why_unavailable(device_type: str | None = None) -> str | None:
-    """Say why it cannot compute on a type of device, or on any here; None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install triton"
-    return _device_reason(device_type) or _version_reason()
-
-
-def _version_reason() -> str | None:
-    import triton
-
-    if _numbers(triton.__version__) >= _numbers(LOWEST_VERSION):
-        return None
-    return (
-        f"triton is {triton.__version__}, and {LOWEST_VERSION} or newer is needed: "
-        "pip install --upgrade triton"
-    )
-
-
-def _device_reason(device_type: str | None) -> str | None:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device_type == "cpu":
-        return None if interpreted else "on a CPU it needs TRITON_INTERPRET=1, and is slow"
-    if device_type not in (None, "cuda"):
-        return f"it runs on GPUs that torch calls cuda, not on {device_type}"
-    if interpreted and device_type is None:
-        return None
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
-    return "TRITON_INTERPRET=1 is for tensors on a CPU" if interpreted else None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def __getattr__(name: str) -> Any:
-    if name == "TritonBackend":
-        return importlib.import_module(f"{__name__}.backend").TritonBackend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["LOWEST_VERSION", "why_unavailable"]

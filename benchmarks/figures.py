@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .cases import shape_text
 from .density import draw_maps, is_map
-from .equivalence import LIMIT, TENSORS, is_equivalence, ratios
-from .quantities import COLUMNS
 from .results import Record, Results
+from .tables import COLUMNS
 
 # Sweeps that are drawn: what changes, and how the axis calls it. The others are small: tables do.
 _SWEPT = {
@@ -22,7 +22,6 @@ _SWEPT = {
     "window": ("window", "keys that each query keeps"),
     "decode": ("length", "cached keys of one query"),
 }
-_ATTENTION = ("prefill_attention", "decode_attention", "attention")
 _TIMES = ("forward", "backward", "forward_with_mask", "end_to_end")
 # Beside ours, one line or point for each of these is enough in a picture.
 _LEFT_OUT = ("sdpa_expanded", "sdpa_gqa", "sdpa_augmented")
@@ -34,6 +33,7 @@ _STYLES = {
 }
 
 Drawing = tuple[str, Callable[[Any], Any]]  # a title, and what draws the figure with pyplot
+Styles = dict[str, tuple[str, str, str]]  # color, mark and line of each contestant
 
 
 def load_pyplot() -> Any:
@@ -43,17 +43,16 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def write_plots(drawings: dict[str, Drawing], folder: Path) -> list[Path]:
+def write_figures(drawings: dict[str, Drawing], folder: Path) -> list[Path]:
     """Draw pictures; returns the files."""
     pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.png" for name in drawings]
-    for path, (title, draw) in zip(paths, drawings.values(), strict=True):
+    for name, (title, draw) in drawings.items():
         figure = draw(pyplot)
         figure.suptitle(title, fontsize=9)
-        _save(figure, path)
+        _save(figure, folder / f"{name}.png")
         pyplot.close(figure)
-    return paths
+    return [folder / f"{name}.png" for name in drawings]
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -70,50 +69,34 @@ def drawings(results: Results) -> dict[str, Drawing]:
     """A picture for everything that the run has numbers for, by its name."""
     if is_map(results):
         return {"map": ("", lambda pyplot: draw_maps(pyplot, [results]))}
-    where = results.machine
-    return {name: (f"{title}\n{where}", draw) for name, title, draw in _drawings(results)}
-
-
-def _drawings(results: Results) -> Iterator[tuple[str, str, Callable[[Any], Any]]]:
-    if is_equivalence(results):
-        title = "largest error of ours by that of PyTorch in the same 16 bit"
-        yield "errors", title, lambda pyplot: _draw_errors(pyplot, results)
-        return
+    found: dict[str, Drawing] = {}
     records = [r for r in results.records if r.value and r.contestant not in _LEFT_OUT]
-    attention = [r for r in records if r.quantity in _ATTENTION]
-    if attention:
-        title = "time in attention of a whole generation"
-        yield "attention", title, _drawn(_draw_points, attention, records, "quantity")
+    styles = _styles(records)
     swept = {name for names in results.sweeps.values() for name in names}
-    single = [r for r in records if r.case not in swept and results.cases[r.case]["window"]]
-    for quantity in ("forward", "backward", "memory_with_mask"):
-        points = [r for r in single if r.quantity == quantity]
+    for what in ("forward", "backward", "memory_with_mask"):
+        single = [r for r in records if r.quantity == what and r.case not in swept]
+        points = [r for r in single if results.cases[r.case]["window"]]
         if points:
-            name = "memory" if "memory" in quantity else f"times-{quantity}"
-            yield name, COLUMNS[quantity].about, _drawn(_draw_points, points, records)
+            name = "memory" if "memory" in what else f"times-{what}"
+            title = f"{COLUMNS[what].about}\n{results.machine}"
+            found[name] = (title, partial(_draw_points, records=points, styles=styles))
     for sweep, names in results.sweeps.items():
-        for quantity in _TIMES if sweep in _SWEPT else ():
-            lines = [r for r in records if r.case in names and r.quantity == quantity]
+        for what in _TIMES if sweep in _SWEPT else ():
+            lines = [r for r in records if r.case in names and r.quantity == what]
             if len({r.contestant for r in lines}) < 2:
                 continue
             varied, label = _SWEPT[sweep]
             places = {name: results.cases[name][varied] for name in names}
             shape = shape_text({**results.cases[names[-1]], varied: ""})
-            name = f"{sweep}-{quantity.replace('_', '-')}"
-            title = f"{COLUMNS[quantity].about} by {label}\n{shape}"
-            yield name, title, _drawn(_draw_lines, lines, records, places, label)
+            title = f"{COLUMNS[what].about} by {label}\n{shape}\n{results.machine}"
+            draw = partial(_draw_lines, records=lines, styles=styles, places=places, label=label)
+            found[f"{sweep}-{what.replace('_', '-')}"] = (title, draw)
+    return found
 
 
-def _drawn(
-    draw: Callable[..., Any], shown: Sequence[Record], records: Sequence[Record], *more: Any
-) -> Any:
-    """What draws the records, a contestant in the same style in all pictures of a run."""
-    return lambda pyplot: draw(pyplot, shown, _styles(records), *more)
-
-
-def _styles(records: Sequence[Record]) -> dict[str, tuple[str, str, str]]:
-    """Color, mark and line of each contestant."""
-    chosen: dict[str, tuple[str, str, str]] = {}
+def _styles(records: Sequence[Record]) -> Styles:
+    """A contestant has the same style in all pictures of a run."""
+    chosen: Styles = {}
     taken = dict.fromkeys(_STYLES, 0)
     for record in records:
         if record.contestant not in chosen:
@@ -133,22 +116,16 @@ def _by_contestant(records: Sequence[Record]) -> dict[str, list[Record]]:
     return found
 
 
-def _draw_points(
-    pyplot: Any,
-    records: Sequence[Record],
-    styles: dict[str, tuple[str, str, str]],
-    row: str = "case",
-) -> Any:
-    """A row for each case or quantity, a point for each contestant on a logarithmic axis."""
-    names = list(dict.fromkeys(getattr(record, row) for record in records))
+def _draw_points(pyplot: Any, records: Sequence[Record], styles: Styles) -> Any:
+    """A row for each case, a point for each contestant on a logarithmic axis."""
+    names = list(dict.fromkeys(record.case for record in records))
     quantity = COLUMNS[records[0].quantity]
     figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.55 * len(names)), layout="constrained")
     for contestant, shown in _by_contestant(records).items():
-        values = [(r.value or 0.0) / quantity.scale for r in shown]
         color, mark, _ = styles[contestant]
         look = {"color": color, "marker": mark, "s": 90, "alpha": 0.75, "zorder": 3}
-        places = [names.index(getattr(r, row)) for r in shown]
-        axis.scatter(values, places, label=contestant, **look)
+        values = [(record.value or 0.0) / quantity.scale for record in shown]
+        axis.scatter(values, [names.index(r.case) for r in shown], label=contestant, **look)
     axis.set(xscale="log", xlabel=quantity.unit, ylim=(len(names) - 0.5, -0.5))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yticks(range(len(names)), names)
@@ -158,11 +135,7 @@ def _draw_points(
 
 
 def _draw_lines(
-    pyplot: Any,
-    records: Sequence[Record],
-    styles: dict[str, tuple[str, str, str]],
-    places: dict[str, int],
-    label: str,
+    pyplot: Any, records: Sequence[Record], styles: Styles, places: dict[str, int], label: str
 ) -> Any:
     """A line for each contestant, both axes logarithmic."""
     figure, axis = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
@@ -177,18 +150,4 @@ def _draw_lines(
     axis.yaxis.set_major_formatter("{x:g}")
     axis.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
-    return figure
-
-
-def _draw_errors(pyplot: Any, results: Results) -> Any:
-    """The ratios of all configurations, by tensor; the bound is a line."""
-    figure, axis = pyplot.subplots(figsize=(8, 3.8), layout="constrained")
-    found = ratios(results)
-    shown = [[value for (*_, what), value in found.items() if what == name] for name in TENSORS]
-    axis.boxplot(shown, whis=(0, 100))
-    axis.set_xticks(range(1, 1 + len(TENSORS)), TENSORS)
-    axis.axhline(LIMIT, color="tab:red", label="largest allowed")
-    axis.set(ylabel="times PyTorch's error", ylim=(0, None))
-    axis.grid(alpha=0.3, axis="y")
-    axis.legend(frameon=False)
     return figure
