@@ -16,6 +16,9 @@ __device__ __forceinline__ RowStatistics statistics_of(const DenseBackward &work
           work.deltas[(source.batch * p.heads + source.head) * p.queries + row]};
 }
 
+// Has the fused kernel computed the gradients?
+__device__ __forceinline__ bool is_superseded(const DenseBackward &work) { return work.odd && *work.odd == 0; }
+
 __device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
   return !statistics.empty() && fabsf(statistics.lse) > kLargeLse;
 }

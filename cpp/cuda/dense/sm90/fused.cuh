@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// All gradients of dense blocks at once, with Hopper's wgmma: a tile of 128 x 128 scores stays with a block of threads
+// while the sources of its bias go by, and the tile of dbias stays in registers.
+//
+// Two consumer warpgroups have 64 rows each. S = Q K', P = exp(S - lse), dP = dO V' and dS = P (dP - delta) are theirs
+// alone; P and dS then go to shared memory, since dV = P' dO and dK = dS' Q sum over the rows of both, 64 keys to each.
+// dQ, dK and dV are sums over tiles of other blocks, so they are added to float32 sums in global memory, in no fixed
+// order, as is a tile of dbias whose sources several blocks share.
+//
+// Nothing here knows the rare cases. Products with numbers so large, NaN or Inf, that what a pair does not keep could
+// reach a result, are found before (odd_values.cu); then this kernel does nothing, and those of fixed order do all.
+#pragma once
+
+#include "../../tile/score.cuh"
+#include "../../tile/sm90/products.cuh"
+#include "../../tile/sm90/roles.cuh"
+#include "../fused_tiles.cuh"
+
+namespace fdm::cuda::sm90 {
+
+template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFusedConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kTile = kFusedTile;
+  static constexpr bool kWide = kWideBias; // the bias is float32
+  // Two tensors of 32 columns lie side by side in a panel of 64.
+  static constexpr bool kPaired = kHeadDim == 32;
+  static_assert(kPaired || kHeadDim == 64);
+  using Tile = PanelTile<64, kTile>;
+  using Scores = PanelTile<kTile, kTile>;
+  static constexpr int kPairBytes = kPaired ? Tile::kBytes : 2 * Tile::kBytes; // of Q and dO, and of K and V
+  static constexpr int kStages = !kPaired && kWide ? 1 : 2;
+  static constexpr int kBiasChunks = kWide ? 16 : 8; // 16 bytes each, of a thread
+};
+
+template <class Config> struct DenseFusedShared {
+  struct Stage {
+    float shift[Config::kTile], delta[Config::kTile]; // -lse to base 2, of the rows
+    uint32_t kept[Config::kTile / 32];                // a bit for each key
+  };
+
+  alignas(1024) char sRows[Config::kStages][Config::kPairBytes], sKeys[Config::kStages][Config::kPairBytes];
+  char sP[Config::Scores::kBytes], sdS[Config::Scores::kBytes];
+  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads]; // each thread's own elements, -inf where a pair is dropped
+  Stage stages[Config::kStages];
+  uint64_t full[Config::kStages], empty[Config::kStages];
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
+    }
+  }
+};
+
+// The tile of a block of threads, and the sources that go by.
+struct DenseFusedTask {
+  int unit, row_tile, key_tile;
+  int64_t first, past;
+
+  __device__ explicit DenseFusedTask(const DenseBackward &work) {
+    const FusedWork &division = work.fused;
+    int64_t number = blockIdx.x;
+    key_tile = int(number % division.key_tiles);
+    number /= division.key_tiles;
+    row_tile = int(number % division.row_tiles);
+    number /= division.row_tiles;
+    unit = division.first_unit + int(number % division.units);
+    const int64_t split = number / division.units;
+    first = division.first_source + division.sources * split / division.splits;
+    past = division.first_source + division.sources * (split + 1) / division.splits;
+    const fdm_problem &p = work.call.p;
+    const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kFusedTile)) - 1;
+    if (is_causal(p) && int64_t(key_tile) * kFusedTile > last_row + p.keys - p.queries) past = first;
+  }
+};
+
+template <class Config> struct DenseFusedProducer {
+  static constexpr int kChunks = Config::kHeadDim / 8, kRows = Config::kTile / Roles::kProducerWarps;
+  static_assert(kRows == 32);
+
+  const DenseBackward &work;
+  DenseFusedShared<Config> &shared;
+  const DenseFusedTask &task;
+
+  // What this thread knows of its row and its key, fetched a step ahead.
+  struct Facts {
+    RowStatistics row;
+    bool kept;
+  };
+
+  __device__ static int own() { return Roles::producer_thread(); }
+
+  __device__ Facts fetch(int64_t index) const {
+    const fdm_problem &p = work.call.p;
+    Facts facts{{INFINITY, 0.0f}, false};
+    if (index >= task.past) return facts;
+    const Source source = source_of(work.call, task.unit, index);
+    const int64_t row = int64_t(task.row_tile) * Config::kTile + own(),
+                  key = int64_t(task.key_tile) * Config::kTile + own();
+    if (row < p.queries) facts.row = statistics_of(work, source, row);
+    facts.kept = key < p.keys;
+    if (facts.kept && mask_kind(p) == FDM_MASK_KEYS) {
+      const Matrix mask = score_matrix(p, p.mask, dense_sequence(p, source.batch), source.head, 1);
+      facts.kept = static_cast<const uint8_t *>(mask.base)[key * mask.col] != 0;
+    }
+    return facts;
+  }
+
+  // Copies this warp's rows of a tensor to columns of a tile, of which bit r of `there` tells whether row r is read.
+  __device__ void copy(const fdm_tensor &t, const char *tile, int column, int64_t batch, int64_t head, int64_t first,
+                       uint32_t there) const {
+    const int lane = threadIdx.x % 32, warp = own() / 32, chunk = lane % kChunks;
+    const auto *row = static_cast<const uint16_t *>(t.data) + batch * t.stride[0] + head * t.stride[2] +
+                      (first + kRows * warp + lane / kChunks) * t.stride[1] + chunk * 8;
+    const uint32_t base = ptx::shared_address(tile);
+#pragma unroll
+    for (int r = lane / kChunks; r < kRows + lane / kChunks; r += 32 / kChunks) {
+      ptx::cp_async_16(Config::Tile::chunk_address(base, kRows * warp + r, column / 8 + chunk), row,
+                       there >> r & 1 && chunk * 8 < work.call.p.head_dim);
+      row += 32 / kChunks * t.stride[1];
+    }
+  }
+
+  __device__ void load(int stage, const Source &source, const Facts &facts) const {
+    const fdm_problem &p = work.call.p;
+    auto &rows = shared.stages[stage];
+    rows.shift[own()] = -facts.row.lse;
+    rows.delta[own()] = facts.row.delta;
+    const int64_t first_row = int64_t(task.row_tile) * Config::kTile,
+                  first_key = int64_t(task.key_tile) * Config::kTile;
+    const uint32_t used = __ballot_sync(0xffffffffu, first_row + own() < p.queries);
+    const uint32_t kept = __ballot_sync(0xffffffffu, facts.kept);
+    if (threadIdx.x % 32 == 0) rows.kept[own() / 32] = kept;
+    const int second_column = Config::kPaired ? 32 : 0, second_tile = Config::kPaired ? 0 : Config::Tile::kBytes;
+    const int64_t kv_head = kv_head_of(p, source.head);
+    copy(p.q, shared.sRows[stage], 0, source.batch, source.head, first_row, used);
+    copy(p.k, shared.sKeys[stage], 0, source.batch, kv_head, first_key, kept);
+    copy(work.a.dout, shared.sRows[stage] + second_tile, second_column, source.batch, source.head, first_row, used);
+    copy(p.v, shared.sKeys[stage] + second_tile, second_column, source.batch, kv_head, first_key, kept);
+  }
+
+  __device__ void run() const {
+    PipelineState<Config::kStages> state;
+    Facts facts = fetch(task.first);
+    for (int64_t index = task.first; index < task.past; ++index, ++state) {
+      const Facts next = fetch(index + 1);
+      Roles::producer_acquire(shared.empty[state.index], state.phase);
+      load(state.index, source_of(work.call, task.unit, index), facts);
+      Roles::producer_commit(shared.full[state.index]);
+      facts = next;
+    }
+  }
+};
+
+template <class Config> struct DenseFusedConsumer {
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  static constexpr int kTiles = Config::kTile / 8, kOutTiles = Config::kHeadDim / 8;
+  using Scores = float[kTiles][4];
+  static constexpr int kFullBarrier = 4; // of P and dS
+
+  const DenseBackward &work;
+  DenseFusedShared<Config> &shared;
+  const DenseFusedTask &task;
+  Scores dbias;
+
+  __device__ static int warp() { return threadIdx.x / 32; }
+  __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ int64_t row(int half) const {
+    return int64_t(task.row_tile) * Config::kTile + 16 * warp() + accumulator_row(half);
+  }
+  __device__ int64_t key(int n) const { return int64_t(task.key_tile) * Config::kTile + 8 * n + accumulator_column(); }
+
+  // The elements of the bias that meet this thread's scores; those of dropped pairs, and where there are none, are -inf.
+  __device__ void load_bias() const {
+    const fdm_problem &p = work.call.p;
+    const Source source = source_of(work.call, task.unit, task.first);
+    const Sequence s = dense_sequence(p, source.batch);
+    const Matrix bias = score_matrix(p, p.bias, s, source.head, Config::kWide ? 4 : 2);
+    constexpr int kChunkTiles = Config::kWide ? 1 : 2;
+#pragma unroll 1
+    for (int n = 0; n < kTiles; n += kChunkTiles) {
+      uint32_t words[4];
+      uint16_t halves[8];
+#pragma unroll
+      for (int i = 0; i < 4 * kChunkTiles; ++i) {
+        const int64_t r = row(i / 2 % 2), k = key(n + i / 4) + i % 2, offset = r * bias.row + k * bias.col;
+        const bool keeps = is_kept(s, source, r, k);
+        if constexpr (Config::kWide)
+          words[i] = keeps ? static_cast<const uint32_t *>(bias.base)[offset] : 0xff800000u;
+        else
+          halves[i] = keeps ? static_cast<const uint16_t *>(bias.base)[offset]
+                            : uint16_t(__is_same(Element, __half) ? 0xfc00 : 0xff80);
+      }
+      if constexpr (!Config::kWide)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = halves[2 * i] | uint32_t(halves[2 * i + 1]) << 16;
+      shared.bias[n / kChunkTiles][threadIdx.x] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+  // A mask of keys is a matter of each source.
+  __device__ bool is_kept(const Sequence &s, const Source &source, int64_t r, int64_t k) const {
+    const fdm_problem &p = work.call.p;
+    if (r >= p.queries || k >= p.keys || (is_causal(p) && k > r + p.keys - p.queries)) return false;
+    if (has_rows(p.mask)) {
+      const Matrix mask = score_matrix(p, p.mask, s, source.head, 1);
+      return static_cast<const uint8_t *>(mask.base)[r * mask.row + k * mask.col] != 0;
+    }
+    if (!present(p.start)) return true;
+    const RowRange rows = rows_of_key(p, s, source.head, k);
+    return rows.first <= r && r < rows.past;
+  }
+
+  __device__ void read_bias(int n, float (&values)[4]) const {
+    if constexpr (Config::kWide) {
+      const uint4 words = shared.bias[n][threadIdx.x];
+      values[0] = __uint_as_float(words.x);
+      values[1] = __uint_as_float(words.y);
+      values[2] = __uint_as_float(words.z);
+      values[3] = __uint_as_float(words.w);
+    } else {
+      const uint2 pairs = reinterpret_cast<const uint2 *>(&shared.bias[n / 2][threadIdx.x])[n % 2];
+      ptx::unpack<Element>(pairs.x, values[0], values[1]);
+      ptx::unpack<Element>(pairs.y, values[2], values[3]);
+    }
+  }
+
+  // Puts P in the place of the products Q K'.
+  __device__ void make_probabilities(Scores &scores, int stage) const {
+    const auto &facts = shared.stages[stage];
+    const float scale = work.call.p.scale;
+    const float low = facts.shift[16 * warp() + accumulator_row(0)],
+                high = facts.shift[16 * warp() + accumulator_row(1)];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float bias[4];
+      read_bias(n, bias);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        scores[n][i] = ptx::exp2_approximate(fmaf(fmaf(scores[n][i], scale, bias[i]), kLog2E, i < 2 ? low : high));
+    }
+    const uint32_t all = facts.kept[0] & facts.kept[1] & facts.kept[2] & facts.kept[3];
+    if (all == ~0u) return;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const uint32_t bits = facts.kept[n / 4] >> (8 * (n % 4) + accumulator_column());
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!(bits >> (i % 2) & 1)) scores[n][i] = 0.0f;
+    }
+  }
+
+  // Puts dS in the place of dP, and adds it to dbias.
+  __device__ void make_score_gradients(const Scores &p, Scores &gradients, int stage) {
+    const auto &facts = shared.stages[stage];
+    const float low = facts.delta[16 * warp() + accumulator_row(0)],
+                high = facts.delta[16 * warp() + accumulator_row(1)];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        gradients[n][i] = p[n][i] * (gradients[n][i] - (i < 2 ? low : high));
+        dbias[n][i] += gradients[n][i];
+      }
+  }
+
+  __device__ void store(const uint32_t (&packed)[kTiles / 2][4], const char *tile) const {
+    store_left<typename Config::Scores>(packed, ptx::shared_address(tile), 16 * warp(), 0);
+  }
+
+  // Adds 16 rows for each warp, of this thread's accumulators of a tile of 128, to sums of a head.
+  __device__ void add_sums(float *sums, int64_t batch, int64_t head, int64_t heads, int64_t rows, int tile,
+                           const float (&x)[kOutTiles][4]) const {
+    if (!sums) return;
+    float *own = sums +
+                 (((batch - work.fused.first_batch) * heads + head) * rows + tile * Config::kTile + 16 * warp()) *
+                     Config::kHeadDim +
+                 lane() * 4;
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) ptx::add_global(own + n * 128, x[n]);
+  }
+
+  __device__ void step(int stage, const Source &source, bool first) {
+    const int group = Roles::consumer_group();
+    const uint64_t q_desc = Tile::descriptor(ptx::shared_address(shared.sRows[stage]));
+    const uint64_t k_desc = Tile::descriptor(ptx::shared_address(shared.sKeys[stage]));
+    constexpr uint64_t kSecond = Config::kPaired ? Tile::offset(0, 32) : uint64_t(Tile::kBytes >> 4);
+    const uint64_t own_rows = Tile::offset(64, 0) * group;
+
+    Scores scores, gradients;
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores, q_desc + own_rows, k_desc, false);
+    ptx::warpgroup_commit_batch();
+    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(gradients, q_desc + kSecond + own_rows, k_desc + kSecond,
+                                                             false);
+    ptx::warpgroup_commit_batch();
+    ptx::warpgroup_wait<1>();
+    ptx::warpgroup_fence_operand(scores);
+    make_probabilities(scores, stage);
+    uint32_t packed[kTiles / 2][4];
+    pack_left<Element>(packed, scores);
+    if (!first) Roles::take_turn(group); // the products of the step before have read P and dS
+    store(packed, shared.sP);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(gradients);
+    make_score_gradients(scores, gradients, stage);
+    pack_left<Element>(packed, gradients);
+    store(packed, shared.sdS);
+    ptx::fence_async_proxy();
+    ptx::sync_threads<kFullBarrier, Roles::kConsumerThreads>();
+
+    float dq[kOutTiles][4], dk[kOutTiles][4], dv[kOutTiles][4];
+    clear_sums(dq);
+    const uint64_t own_keys = Config::Scores::offset(0, 64) * group;
+    const uint64_t p_desc = Config::Scores::descriptor(ptx::shared_address(shared.sP)) + own_keys;
+    const uint64_t ds_desc = Config::Scores::descriptor(ptx::shared_address(shared.sdS)) + own_keys;
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_ss_columns<Element, typename Config::Scores, true, Tile, Config::kTile>(dv, p_desc, q_desc + kSecond,
+                                                                                           false);
+    warpgroup_gemm_ss_columns<Element, typename Config::Scores, true, Tile, Config::kTile>(dk, ds_desc, q_desc, false);
+    warpgroup_gemm_rs<Element, Tile>(dq, packed, k_desc);
+    ptx::warpgroup_commit_batch();
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(dq);
+    ptx::warpgroup_fence_operand(dk);
+    ptx::warpgroup_fence_operand(dv);
+    ptx::warpgroup_fence_operand(packed);
+    Roles::consumer_release(shared.empty[stage]);
+    Roles::pass_turn(group);
+
+    const fdm_problem &p = work.call.p;
+    const FusedWork &division = work.fused;
+    const int64_t kv_head = kv_head_of(p, source.head);
+    add_sums(division.dq, source.batch, source.head, p.heads, division.sum_rows(), task.row_tile, dq);
+    add_sums(division.dk, source.batch, kv_head, p.kv_heads, division.sum_keys(), task.key_tile, dk);
+    add_sums(division.dv, source.batch, kv_head, p.kv_heads, division.sum_keys(), task.key_tile, dv);
+  }
+
+  __device__ static void clear_sums(float (&sums)[kOutTiles][4]) {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+  }
+
+  __device__ void write_dbias() const {
+    const FusedWork &division = work.fused;
+    if (!present(work.a.dbias)) return;
+    const FusedDbiasTile tile{task.unit, task.row_tile, task.key_tile};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int index = (warp() * kTiles + n) * 32 + lane();
+      if (division.dbias)
+        ptx::add_global(division.dbias + (tile_number(division, tile) * kFusedTileQuads + index) * 4, dbias[n]);
+      else
+        store_quad<Element>(work, tile, index, make_float4(dbias[n][0], dbias[n][1], dbias[n][2], dbias[n][3]));
+    }
+  }
+
+  __device__ void run() {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dbias[n][i] = 0.0f;
+    if (task.first < task.past) load_bias();
+    PipelineState<Config::kStages> state;
+    for (int64_t index = task.first; index < task.past; ++index, ++state) {
+      Roles::consumer_wait(shared.full[state.index], state.phase);
+      step(state.index, source_of(work.call, task.unit, index), index == task.first);
+    }
+    if (task.first < task.past) Roles::take_turn(Roles::consumer_group()); // the last turn that was passed on
+    write_dbias();
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Roles::kThreads, 1) dense_fused_kernel(const __grid_constant__ DenseBackward work) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  if (*work.odd) return;
+  auto &shared = *reinterpret_cast<DenseFusedShared<Config> *>(dynamic_shared);
+  if (threadIdx.x == 0) shared.init();
+  __syncthreads();
+  const DenseFusedTask task(work);
+  using Registers = RoleRegisters<232, 40>;
+  if (Roles::is_producer()) {
+    Registers::produce();
+    DenseFusedProducer<Config>{work, shared, task}.run();
+  } else {
+    Registers::consume();
+    DenseFusedConsumer<Config>{work, shared, task}.run();
+  }
+}
+
+} // namespace fdm::cuda::sm90
