@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not edit.\n"
 # The registers do not hold more: beyond it the general kernels take a bias for each query.
 MOST_DENSE_HEAD_DIM = 128
-# Of the kernel that computes all gradients of dense blocks: larger heads exceed shared memory.
-MOST_FUSED_HEAD_DIM = 64
+# Of the kernels of dense blocks for sm_90: their shared memory does not hold more.
+MOST_WIDE_HEAD_DIM = 64
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -52,7 +52,10 @@ FAMILIES = (
     Family("dense_dq", "dense/dq_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family("dense_dkdv", "dense/dkdv_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family("dense_dbias", "dense/dbias_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
-    Family("dense_fused", "dense/fused_launch.cuh", "DenseBackward", MOST_FUSED_HEAD_DIM),
+    Family(
+        "dense_wide_forward", "dense/wide_forward_launch.cuh", "DenseForward", MOST_WIDE_HEAD_DIM
+    ),
+    Family("dense_fused", "dense/fused_launch.cuh", "DenseBackward", MOST_WIDE_HEAD_DIM),
 )
 
 
@@ -76,7 +79,7 @@ def head_dims_source(head_dims: list[int]) -> str:
         f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
         "// Of the kernels of dense blocks. Where the largest is 0, there are none.\n"
         f"{list_head_dims('Dense', head_dims, MOST_DENSE_HEAD_DIM)}"
-        f"{list_head_dims('Fused', head_dims, MOST_FUSED_HEAD_DIM)}"
+        f"{list_head_dims('Wide', head_dims, MOST_WIDE_HEAD_DIM)}"
         "} // namespace fdm::cuda\n"
     )
 

@@ -100,6 +100,29 @@ int choose_slots(const Tiles &tiles, const fdm_problem &p, int64_t length, int64
 
 int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.heads; }
 
+// Do the kernels for sm_90 serve a problem? Not where most of their tiles would be empty.
+bool has_wide_tiles(const DenseCall &call) {
+  const fdm_problem &p = call.p;
+  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kMaxWideHeadDim || !call.aligned) return false;
+  return 2 * p.queries * p.keys >= round_up(p.queries, kWideTile) * round_up(p.keys, kWideTile);
+}
+
+// The forward kernel for sm_90 copies the bias in chunks, and no block of threads shares the keys of its rows with another.
+// Sources share the bias of a block as long as there are blocks for all SMs.
+bool divide_wide_forward(DenseForward *work, int sms) {
+  const fdm_problem &p = work->call.p;
+  if (!has_wide_tiles(work->call) || !work->call.bias_chunks || has_rows(p.mask) || present(p.start)) return false;
+  const int64_t sources = sources_of(work->call), most = kWideSources;
+  const int64_t tiles = ceil_div(p.queries, kWideTile), units = p.bias.shape[0] * p.bias.shape[1];
+  const int64_t slots = sources >= most && units * tiles * (sources / most) >= sms ? most : 1;
+  if (units * tiles * ceil_div(sources, slots) < sms / 2) return false;
+  work->slots = int32_t(slots);
+  work->tiles = int32_t(tiles);
+  work->groups = int32_t(ceil_div(sources, slots));
+  work->splits = 1;
+  return true;
+}
+
 DenseForward divide_forward(const DenseCall &call) {
   const fdm_problem &p = call.p;
   const Tiles rows = tiles_of<ForwardSizes>(p);
@@ -207,17 +230,13 @@ constexpr int64_t kMostFusedBytes = int64_t(64) << 20;
 // A block of threads takes the time of so many steps before its first and after its last.
 constexpr int64_t kFusedTaskSteps = 3;
 
-// May the fused kernel compute all gradients, if all are wanted? Not where most of its tiles would be empty.
+// May the fused kernel compute all gradients, if all are wanted?
 bool may_fuse(const DenseCall &call) {
-  const fdm_problem &p = call.p;
-  if (FDM_TILE_ARCH != 90 || p.flags & FDM_DETERMINISTIC || p.softcap > 0 || p.head_dim > kMaxFusedHeadDim)
-    return false;
-  const int64_t rows = round_up(p.queries, kFusedTile), keys = round_up(p.keys, kFusedTile);
-  return call.aligned && call.shares_mask && 2 * p.queries * p.keys >= rows * keys;
+  return has_wide_tiles(call) && !(call.p.flags & FDM_DETERMINISTIC) && call.shares_mask;
 }
 
 int64_t fused_dbias_bytes(const FusedWork &work) {
-  return int64_t(work.units) * work.row_tiles * work.key_tiles * kFusedTileQuads * 16;
+  return int64_t(work.units) * work.row_tiles * work.key_tiles * kWideTileQuads * 16;
 }
 
 // The launches of the fused kernel, each with an equal part of the batch; the last may have less.
@@ -235,9 +254,9 @@ FusedPlan plan_fused(const DenseCall &call, int sms) {
   FusedPlan plan{};
   FusedWork &work = plan.work;
   plan.shares = call.batches > 1;
-  work.row_tiles = int32_t(ceil_div(p.queries, kFusedTile));
-  work.key_tiles = int32_t(ceil_div(p.keys, kFusedTile));
-  work.dim = with_head_dim(p.head_dim, FusedHeadDims{}, [](auto dim) { return int32_t(decltype(dim)::value); });
+  work.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
+  work.key_tiles = int32_t(ceil_div(p.keys, kWideTile));
+  work.dim = with_head_dim(p.head_dim, WideHeadDims{}, [](auto dim) { return int32_t(decltype(dim)::value); });
   const int64_t row_bytes = work.dim * int64_t(sizeof(float));
   work.units = int32_t(bias_heads);
   const int64_t batch_bytes = (p.heads * work.sum_rows() + 2 * p.kv_heads * work.sum_keys()) * row_bytes +
@@ -269,11 +288,11 @@ int64_t fused_bytes(const DenseCall &call) {
   return plan.bytes();
 }
 
-template <class Function> cudaError_t with_fused_types(const fdm_problem &p, const Function &function) {
-  if constexpr (kMaxFusedHeadDim == 0)
+template <class Function> cudaError_t with_wide_types(const fdm_problem &p, const Function &function) {
+  if constexpr (kMaxWideHeadDim == 0)
     return cudaErrorInvalidConfiguration;
   else
-    return with_head_dim(p.head_dim, FusedHeadDims{}, [&](auto dim) {
+    return with_head_dim(p.head_dim, WideHeadDims{}, [&](auto dim) {
       return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
     });
 }
@@ -306,7 +325,7 @@ cudaError_t run_fused(DenseBackward &work, char *sums, int sms, cudaStream_t str
     }
     const bool clears_dbias = division.dbias && (first == 0 || !plan.shares);
     if (cudaError_t error = cudaMemsetAsync(sums, 0, clears_dbias ? plan.bytes() : dbias_begin, stream)) return error;
-    if (cudaError_t error = with_fused_types(p, [&](auto element, auto dim) {
+    if (cudaError_t error = with_wide_types(p, [&](auto element, auto dim) {
           return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
         }))
       return error;
@@ -379,13 +398,17 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
   if (cudaError_t error = sm_count(&count)) return error;
   DenseForward work = divide_forward(make_call(p));
   work.a = args;
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  if (args.splits <= 1 && divide_wide_forward(&work, count))
+    return with_wide_types(p, [&](auto element, auto dim) {
+      return launch_dense_wide_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+    });
   const int64_t room = choose_splits(work, kMostSms),
                 wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
   work.splits = int32_t(std::clamp<int64_t>(wanted, 1, room));
   work.partial_out = static_cast<float *>(workspace);
   work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;
   work.partial_sum = work.partial_max + work.splits * partial_rows(p);
-  const auto stream = static_cast<cudaStream_t>(p.context.stream);
   const cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
     return launch_dense_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
   });

@@ -48,12 +48,12 @@ template <class Element>
 __global__ void __launch_bounds__(kThreads) fused_dbias_kernel(const __grid_constant__ DenseBackward work) {
   if (*work.odd) return;
   const FusedWork &division = work.fused;
-  const int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x, tile = number / kFusedTileQuads;
+  const int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x, tile = number / kWideTileQuads;
   const auto tiles = int64_t(division.row_tiles) * division.key_tiles, unit = quotient(tile, tiles);
   const int64_t place = tile - unit * tiles, row_tile = quotient(place, division.key_tiles);
   store_quad<Element>(work,
                       {division.first_unit + int(unit), int(row_tile), int(place - row_tile * division.key_tiles)},
-                      int(number % kFusedTileQuads), reinterpret_cast<const float4 *>(division.dbias)[number]);
+                      int(number % kWideTileQuads), reinterpret_cast<const float4 *>(division.dbias)[number]);
 }
 
 } // namespace
@@ -83,7 +83,7 @@ cudaError_t launch_fused_dbias(const DenseBackward &work, cudaStream_t stream) {
   const int64_t tiles = int64_t(division.units) * division.row_tiles * division.key_tiles;
   const auto kernel =
       work.call.p.q.dtype == FDM_FLOAT16 ? fused_dbias_kernel<__half> : fused_dbias_kernel<__nv_bfloat16>;
-  return launch(kernel, tiles * (kFusedTileQuads / kThreads), kThreads, 0, stream, work);
+  return launch(kernel, tiles * (kWideTileQuads / kThreads), kThreads, 0, stream, work);
 }
 
 } // namespace fdm::cuda

@@ -13,22 +13,18 @@
 
 #include "../../tile/score.cuh"
 #include "../../tile/sm90/products.cuh"
-#include "../../tile/sm90/roles.cuh"
 #include "../fused_tiles.cuh"
+#include "row_copy.cuh"
 
 namespace fdm::cuda::sm90 {
 
 template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFusedConfig {
   using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kTile = kFusedTile;
+  static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
   static constexpr bool kWide = kWideBias; // the bias is float32
-  // Two tensors of 32 columns lie side by side in a panel of 64.
-  static constexpr bool kPaired = kHeadDim == 32;
-  static_assert(kPaired || kHeadDim == 64);
-  using Tile = PanelTile<64, kTile>;
+  using Pair = TilePair<kHeadDim>;         // Q and dO, or K and V
   using Scores = PanelTile<kTile, kTile>;
-  static constexpr int kPairBytes = kPaired ? Tile::kBytes : 2 * Tile::kBytes; // of Q and dO, and of K and V
-  static constexpr int kStages = !kPaired && kWide ? 1 : 2;
+  static constexpr int kStages = kHeadDim == 64 && kWide ? 1 : 2;
   static constexpr int kBiasChunks = kWide ? 16 : 8; // 16 bytes each, of a thread
 };
 
@@ -38,7 +34,7 @@ template <class Config> struct DenseFusedShared {
     uint32_t kept[Config::kTile / 32];                // a bit for each key
   };
 
-  alignas(1024) char sRows[Config::kStages][Config::kPairBytes], sKeys[Config::kStages][Config::kPairBytes];
+  alignas(1024) char sRows[Config::kStages][Config::Pair::kBytes], sKeys[Config::kStages][Config::Pair::kBytes];
   char sP[Config::Scores::kBytes], sdS[Config::Scores::kBytes];
   uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads]; // each thread's own elements, -inf where a pair is dropped
   Stage stages[Config::kStages];
@@ -70,15 +66,12 @@ struct DenseFusedTask {
     first = division.first_source + division.sources * split / division.splits;
     past = division.first_source + division.sources * (split + 1) / division.splits;
     const fdm_problem &p = work.call.p;
-    const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kFusedTile)) - 1;
-    if (is_causal(p) && int64_t(key_tile) * kFusedTile > last_row + p.keys - p.queries) past = first;
+    const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kWideTile)) - 1;
+    if (is_causal(p) && int64_t(key_tile) * kWideTile > last_row + p.keys - p.queries) past = first;
   }
 };
 
 template <class Config> struct DenseFusedProducer {
-  static constexpr int kChunks = Config::kHeadDim / 8, kRows = Config::kTile / Roles::kProducerWarps;
-  static_assert(kRows == 32);
-
   const DenseBackward &work;
   DenseFusedShared<Config> &shared;
   const DenseFusedTask &task;
@@ -99,27 +92,8 @@ template <class Config> struct DenseFusedProducer {
     const int64_t row = int64_t(task.row_tile) * Config::kTile + own(),
                   key = int64_t(task.key_tile) * Config::kTile + own();
     if (row < p.queries) facts.row = statistics_of(work, source, row);
-    facts.kept = key < p.keys;
-    if (facts.kept && mask_kind(p) == FDM_MASK_KEYS) {
-      const Matrix mask = score_matrix(p, p.mask, dense_sequence(p, source.batch), source.head, 1);
-      facts.kept = static_cast<const uint8_t *>(mask.base)[key * mask.col] != 0;
-    }
+    facts.kept = keeps_key(p, source, key);
     return facts;
-  }
-
-  // Copies this warp's rows of a tensor to columns of a tile, of which bit r of `there` tells whether row r is read.
-  __device__ void copy(const fdm_tensor &t, const char *tile, int column, int64_t batch, int64_t head, int64_t first,
-                       uint32_t there) const {
-    const int lane = threadIdx.x % 32, warp = own() / 32, chunk = lane % kChunks;
-    const auto *row = static_cast<const uint16_t *>(t.data) + batch * t.stride[0] + head * t.stride[2] +
-                      (first + kRows * warp + lane / kChunks) * t.stride[1] + chunk * 8;
-    const uint32_t base = ptx::shared_address(tile);
-#pragma unroll
-    for (int r = lane / kChunks; r < kRows + lane / kChunks; r += 32 / kChunks) {
-      ptx::cp_async_16(Config::Tile::chunk_address(base, kRows * warp + r, column / 8 + chunk), row,
-                       there >> r & 1 && chunk * 8 < work.call.p.head_dim);
-      row += 32 / kChunks * t.stride[1];
-    }
   }
 
   __device__ void load(int stage, const Source &source, const Facts &facts) const {
@@ -132,12 +106,15 @@ template <class Config> struct DenseFusedProducer {
     const uint32_t used = __ballot_sync(0xffffffffu, first_row + own() < p.queries);
     const uint32_t kept = __ballot_sync(0xffffffffu, facts.kept);
     if (threadIdx.x % 32 == 0) rows.kept[own() / 32] = kept;
-    const int second_column = Config::kPaired ? 32 : 0, second_tile = Config::kPaired ? 0 : Config::Tile::kBytes;
+    const auto copy = [&](const fdm_tensor &t, const char *tile, int which, int64_t head, int64_t first,
+                          uint32_t there) {
+      copy_wide_rows<typename Config::Pair>(t, p.head_dim, tile, which, source.batch, head, first, there);
+    };
     const int64_t kv_head = kv_head_of(p, source.head);
-    copy(p.q, shared.sRows[stage], 0, source.batch, source.head, first_row, used);
-    copy(p.k, shared.sKeys[stage], 0, source.batch, kv_head, first_key, kept);
-    copy(work.a.dout, shared.sRows[stage] + second_tile, second_column, source.batch, source.head, first_row, used);
-    copy(p.v, shared.sKeys[stage] + second_tile, second_column, source.batch, kv_head, first_key, kept);
+    copy(p.q, shared.sRows[stage], 0, source.head, first_row, used);
+    copy(p.k, shared.sKeys[stage], 0, kv_head, first_key, kept);
+    copy(work.a.dout, shared.sRows[stage], 1, source.head, first_row, used);
+    copy(p.v, shared.sKeys[stage], 1, kv_head, first_key, kept);
   }
 
   __device__ void run() const {
@@ -155,7 +132,8 @@ template <class Config> struct DenseFusedProducer {
 
 template <class Config> struct DenseFusedConsumer {
   using Element = typename Config::Element;
-  using Tile = typename Config::Tile;
+  using Pair = typename Config::Pair;
+  using Tile = typename Pair::Tile;
   static constexpr int kTiles = Config::kTile / 8, kOutTiles = Config::kHeadDim / 8;
   using Scores = float[kTiles][4];
   static constexpr int kFullBarrier = 4; // of P and dS
@@ -283,17 +261,17 @@ template <class Config> struct DenseFusedConsumer {
 
   __device__ void step(int stage, const Source &source, bool first) {
     const int group = Roles::consumer_group();
-    const uint64_t q_desc = Tile::descriptor(ptx::shared_address(shared.sRows[stage]));
-    const uint64_t k_desc = Tile::descriptor(ptx::shared_address(shared.sKeys[stage]));
-    constexpr uint64_t kSecond = Config::kPaired ? Tile::offset(0, 32) : uint64_t(Tile::kBytes >> 4);
+    const uint32_t rows_at = ptx::shared_address(shared.sRows[stage]),
+                   keys_at = ptx::shared_address(shared.sKeys[stage]);
+    const uint64_t queries = Pair::descriptor(rows_at, 0), dout = Pair::descriptor(rows_at, 1);
+    const uint64_t keys = Pair::descriptor(keys_at, 0), values = Pair::descriptor(keys_at, 1);
     const uint64_t own_rows = Tile::offset(64, 0) * group;
 
     Scores scores, gradients;
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores, q_desc + own_rows, k_desc, false);
+    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores, queries + own_rows, keys, false);
     ptx::warpgroup_commit_batch();
-    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(gradients, q_desc + kSecond + own_rows, k_desc + kSecond,
-                                                             false);
+    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(gradients, dout + own_rows, values, false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(scores);
@@ -316,10 +294,9 @@ template <class Config> struct DenseFusedConsumer {
     const uint64_t p_desc = Config::Scores::descriptor(ptx::shared_address(shared.sP)) + own_keys;
     const uint64_t ds_desc = Config::Scores::descriptor(ptx::shared_address(shared.sdS)) + own_keys;
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, typename Config::Scores, true, Tile, Config::kTile>(dv, p_desc, q_desc + kSecond,
-                                                                                           false);
-    warpgroup_gemm_ss_columns<Element, typename Config::Scores, true, Tile, Config::kTile>(dk, ds_desc, q_desc, false);
-    warpgroup_gemm_rs<Element, Tile>(dq, packed, k_desc);
+    warpgroup_gemm_ss_columns<Element, typename Config::Scores, true, Tile, Config::kTile>(dv, p_desc, dout, false);
+    warpgroup_gemm_ss_columns<Element, typename Config::Scores, true, Tile, Config::kTile>(dk, ds_desc, queries, false);
+    warpgroup_gemm_rs<Element, Tile>(dq, packed, keys);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
@@ -352,7 +329,7 @@ template <class Config> struct DenseFusedConsumer {
     for (int n = 0; n < kTiles; ++n) {
       const int index = (warp() * kTiles + n) * 32 + lane();
       if (division.dbias)
-        ptx::add_global(division.dbias + (tile_number(division, tile) * kFusedTileQuads + index) * 4, dbias[n]);
+        ptx::add_global(division.dbias + (tile_number(division, tile) * kWideTileQuads + index) * 4, dbias[n]);
       else
         store_quad<Element>(work, tile, index, make_float4(dbias[n][0], dbias[n][1], dbias[n][2], dbias[n][3]));
     }
