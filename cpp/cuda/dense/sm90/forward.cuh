@@ -29,9 +29,9 @@ template <class ElementType, int kHeadDimension, int kSourceCount, bool kWideBia
 template <class Config> struct WideForwardShared {
   alignas(1024) char sQ[(Config::kSources + 1) / 2][Config::Pair::kBytes]; // Q of two sources in each
   char sKV[Config::kStages][Config::Pair::kBytes];
-  char bias[Config::kBiasBytes];                      // in registers while the next is copied
-  uint32_t kept[Config::kStages][Config::kTile / 32]; // a bit for each key
-  uint32_t live[Config::kTile / 32];                  // of an exact run: keys that a row of the tile keeps
+  char bias[Config::kBiasBytes]; // in registers while the next is copied
+  DroppedKeys dropped[Config::kStages];
+  uint32_t live[Config::kTile / 32]; // of an exact run: keys that a row of the tile keeps
   uint64_t q_full, full[Config::kStages], empty[Config::kStages];
   uint64_t bias_full, bias_empty;
 
@@ -67,27 +67,34 @@ struct WideForwardTask {
 template <class Config> struct WideForwardProducer {
   using Pair = typename Config::Pair;
 
+  using Rows = WideRows<Pair>;
+
   const DenseForward &work;
   WideForwardShared<Config> &shared;
   const WideForwardTask &task;
+  const SourceWalk first_source;
+  const int64_t sources; // that exist
+  const Rows k, v;
   PipelineState<Config::kStages> state;
   PipelineState<1> bias_state;
 
   __device__ WideForwardProducer(const DenseForward &own_work, WideForwardShared<Config> &memory,
                                  const WideForwardTask &own_task)
-      : work(own_work), shared(memory), task(own_task) {}
+      : work(own_work), shared(memory), task(own_task),
+        first_source(own_work.call, own_task.unit, own_task.first_source),
+        sources(int64_t(own_work.call.batches) * own_work.call.heads - own_task.first_source),
+        k(own_work.call.p.k, own_work.call.p.head_dim, 0), v(own_work.call.p.v, own_work.call.p.head_dim, 0) {}
 
   __device__ static int own() { return Roles::producer_thread(); }
-  __device__ Source source(int n) const { return source_of(work.call, task.unit, task.first_source + n); }
 
   __device__ void load_queries() const {
     const fdm_problem &p = work.call.p;
+    const Rows q(p.q, p.head_dim, task.first_row);
+    SourceWalk source = first_source;
 #pragma unroll 1
-    for (int n = 0; n < Config::kSources; ++n) {
-      const Source from = source(n);
-      const uint32_t there = __ballot_sync(0xffffffffu, from.exists && task.first_row + own() < p.queries);
-      copy_wide_rows<Pair>(p.q, p.head_dim, shared.sQ[n / 2], n % 2, from.batch, from.head, task.first_row, there);
-    }
+    for (int n = 0; n < Config::kSources; ++n, ++source)
+      q.copy(shared.sQ[n / 2], n % 2, source.batch, source.head, 0,
+             __ballot_sync(0xffffffffu, n < sources && task.first_row + own() < p.queries));
     Roles::producer_commit(shared.q_full);
   }
 
@@ -95,8 +102,7 @@ template <class Config> struct WideForwardProducer {
     const fdm_problem &p = work.call.p;
     constexpr int kSize = Config::kWide ? 4 : 2, kAcross = Config::kTile * kSize / 16;
     constexpr int kDown = Roles::kProducerThreads / kAcross;
-    const Source first = source(0);
-    const Matrix m = score_matrix(p, p.bias, dense_sequence(p, first.batch), first.head, kSize);
+    const Matrix m = score_matrix(p, p.bias, dense_sequence(p, first_source.batch), first_source.head, kSize);
     const int chunk = own() % kAcross, own_row = own() / kAcross, key = block * Config::kTile;
     const int rows = int(p.queries) - task.first_row;
     const int bytes = max(0, min(16, (int(p.keys) - key) * kSize - chunk * 16));
@@ -115,36 +121,37 @@ template <class Config> struct WideForwardProducer {
     ++bias_state;
   }
 
-  __device__ bool fetch_kept(int block, int n) const {
-    const Source from = source(n);
-    return from.exists && block < task.blocks && keeps_key(work.call.p, from, block * Config::kTile + own());
+  __device__ bool fetch_kept(const SourceWalk &source, int n, int block) const {
+    return n < sources && block < task.blocks &&
+           keeps_key(work.call.p, source.batch, source.head, block * Config::kTile + own());
   }
 
-  __device__ void load_keys(int block, int n, bool kept) {
-    const fdm_problem &p = work.call.p;
-    const Source from = source(n);
+  __device__ void load_keys(const SourceWalk &source, int block, bool kept) {
     const int stage = state.index;
     Roles::producer_acquire(shared.empty[stage], state.phase);
-    const uint32_t there = __ballot_sync(0xffffffffu, kept);
-    if (threadIdx.x % 32 == 0) shared.kept[stage][own() / 32] = there;
-    const int64_t head = kv_head_of(p, from.head), first_key = int64_t(block) * Config::kTile;
-    copy_wide_rows<Pair>(p.k, p.head_dim, shared.sKV[stage], 0, from.batch, head, first_key, there);
-    copy_wide_rows<Pair>(p.v, p.head_dim, shared.sKV[stage], 1, from.batch, head, first_key, there);
+    const uint32_t there = shared.dropped[stage].set(kept);
+    const int64_t head = kv_head_of(work.call.p, source.head);
+    k.copy(shared.sKV[stage], 0, source.batch, head, block * Config::kTile, there);
+    v.copy(shared.sKV[stage], 1, source.batch, head, block * Config::kTile, there);
     Roles::producer_commit(shared.full[stage]);
     ++state;
   }
 
   __device__ void run() {
-    bool kept = fetch_kept(0, 0);
+    bool kept = fetch_kept(first_source, 0, 0);
 #pragma unroll 1
     for (int block = 0; block < task.blocks; ++block) {
       load_bias(block);
+      SourceWalk source = first_source;
 #pragma unroll 1
       for (int n = 0; n < Config::kSources; ++n) {
         const bool last = n + 1 == Config::kSources;
-        const bool next = fetch_kept(block + last, last ? 0 : n + 1);
-        load_keys(block, n, kept);
+        SourceWalk after = source;
+        ++after;
+        const bool next = fetch_kept(last ? first_source : after, last ? 0 : n + 1, block + last);
+        load_keys(source, block, kept);
         kept = next;
+        source = after;
       }
     }
   }
@@ -202,26 +209,27 @@ template <class Config> struct WideForwardConsumer {
   }
 
   // Makes scores of products: -inf where a pair is dropped.
-  __device__ void finish_scores(float (&scores)[kTiles][4], int block, bool exact) const {
+  template <bool kExact> __device__ void finish_scores(float (&scores)[kTiles][4], int block) const {
     const float scale = work.call.p.scale;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[n][i] = fmaf(scores[n][i], scale, bias[n][i]);
-    if (exact)
+    if constexpr (kExact)
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           scores[n][i] = bias[n][i] == -INFINITY ? -INFINITY : ptx::max_or_nan(scores[n][i], kLowestBias);
-    const uint32_t (&kept)[Config::kTile / 32] = shared.kept[state.index];
-    if ((kept[0] & kept[1] & kept[2] & kept[3]) != ~0u)
+    const DroppedKeys &dropped = shared.dropped[state.index];
+    if (dropped.any())
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        const uint32_t bits = kept[n / 4] >> (8 * (n % 4) + accumulator_column());
+        float own[2];
+        dropped.read(n, own);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (!(bits >> (i % 2) & 1)) scores[n][i] = -INFINITY;
+          scores[n][i] = kExact && own[i % 2] != 0.0f ? own[i % 2] : scores[n][i] + own[i % 2];
       }
     if (!is_causal(work.call.p)) return;
     const int limit =
@@ -258,7 +266,7 @@ template <class Config> struct WideForwardConsumer {
     sync();
   }
 
-  __device__ void step(int block, int n, bool exact) {
+  template <bool kExact> __device__ void step(int block, int n) {
     const int stage = state.index;
     Roles::consumer_wait(shared.full[stage], state.phase);
     const uint64_t keys = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 0);
@@ -271,9 +279,9 @@ template <class Config> struct WideForwardConsumer {
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(scores[0]);
-    finish_scores(scores[0], block, exact);
-    if (exact) clear_dead_values(scores, n);
-    softmax[n].apply(scores, out[n], exact);
+    finish_scores<kExact>(scores[0], block);
+    if constexpr (kExact) clear_dead_values(scores, n);
+    softmax[n].apply(scores, out[n], kExact);
     uint32_t p[kTiles / 2][4];
     pack_left<Element>(p, scores[0]);
     ptx::warpgroup_arrive();
@@ -287,7 +295,7 @@ template <class Config> struct WideForwardConsumer {
   }
 
   // Returns whether a result shows what only an exact run can compute.
-  __device__ bool run(bool exact) {
+  template <bool kExact> __device__ bool run() {
 #pragma unroll
     for (int n = 0; n < kSources; ++n) {
       softmax[n].start();
@@ -297,7 +305,7 @@ template <class Config> struct WideForwardConsumer {
     for (int block = 0; block < task.blocks; ++block) {
       read_bias();
 #pragma unroll
-      for (int n = 0; n < kSources; ++n) step(block, n, exact);
+      for (int n = 0; n < kSources; ++n) step<kExact>(block, n);
     }
     bool odd = false;
 #pragma unroll
@@ -329,20 +337,18 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   __syncthreads();
   const WideForwardTask task(work, Config::kSources);
   using Registers = RoleRegisters<232, 40>;
-  bool exact = false;
   if (Roles::is_producer()) {
     Registers::produce();
     WideForwardProducer<Config> producer(work, shared, task);
     producer.load_queries();
-    do producer.run();
-    while (!exact && (exact = __syncthreads_or(false)));
+    producer.run();
+    if (__syncthreads_or(false)) producer.run();
   } else {
     Registers::consume();
     WideForwardConsumer<Config> consumer(work, shared, task);
     Roles::consumer_wait(shared.q_full, 0);
-    bool odd;
-    do odd = consumer.run(exact);
-    while (!exact && (exact = __syncthreads_or(odd)));
+    const bool odd = consumer.template run<false>();
+    if (__syncthreads_or(odd)) consumer.template run<true>();
     consumer.write();
   }
 }

@@ -31,7 +31,8 @@ template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFus
 template <class Config> struct DenseFusedShared {
   struct Stage {
     float shift[Config::kTile], delta[Config::kTile]; // -lse to base 2, of the rows
-    uint32_t kept[Config::kTile / 32];                // a bit for each key
+    DroppedKeys dropped;
+    int64_t first_row, first_key; // of the tile in the sums of the source
   };
 
   alignas(1024) char sRows[Config::kStages][Config::Pair::kBytes], sKeys[Config::kStages][Config::Pair::kBytes];
@@ -72,9 +73,23 @@ struct DenseFusedTask {
 };
 
 template <class Config> struct DenseFusedProducer {
+  using Rows = WideRows<typename Config::Pair>;
+
   const DenseBackward &work;
   DenseFusedShared<Config> &shared;
   const DenseFusedTask &task;
+  const int first_row, first_key;
+  const Rows q, dout, k, v;
+  const uint32_t used; // the rows of this warp that exist
+
+  __device__ DenseFusedProducer(const DenseBackward &own_work, DenseFusedShared<Config> &memory,
+                                const DenseFusedTask &own_task)
+      : work(own_work), shared(memory), task(own_task), first_row(own_task.row_tile * Config::kTile),
+        first_key(own_task.key_tile * Config::kTile), q(own_work.call.p.q, own_work.call.p.head_dim, first_row),
+        dout(own_work.a.dout, own_work.call.p.head_dim, first_row),
+        k(own_work.call.p.k, own_work.call.p.head_dim, first_key),
+        v(own_work.call.p.v, own_work.call.p.head_dim, first_key),
+        used(__ballot_sync(0xffffffffu, first_row + own() < own_work.call.p.queries)) {}
 
   // What this thread knows of its row and its key, fetched a step ahead.
   struct Facts {
@@ -84,47 +99,46 @@ template <class Config> struct DenseFusedProducer {
 
   __device__ static int own() { return Roles::producer_thread(); }
 
-  __device__ Facts fetch(int64_t index) const {
+  __device__ Facts fetch(const SourceWalk &source) const {
     const fdm_problem &p = work.call.p;
-    Facts facts{{INFINITY, 0.0f}, false};
-    if (index >= task.past) return facts;
-    const Source source = source_of(work.call, task.unit, index);
-    const int64_t row = int64_t(task.row_tile) * Config::kTile + own(),
-                  key = int64_t(task.key_tile) * Config::kTile + own();
-    if (row < p.queries) facts.row = statistics_of(work, source, row);
-    facts.kept = keeps_key(p, source, key);
+    Facts facts{{INFINITY, 0.0f}, keeps_key(p, source.batch, source.head, first_key + own())};
+    if (first_row + own() < p.queries)
+      facts.row = statistics_of(work, {source.batch, source.head, true}, first_row + own());
     return facts;
   }
 
-  __device__ void load(int stage, const Source &source, const Facts &facts) const {
+  __device__ void load(int stage, const SourceWalk &source, const Facts &facts) const {
     const fdm_problem &p = work.call.p;
-    auto &rows = shared.stages[stage];
-    rows.shift[own()] = -facts.row.lse;
-    rows.delta[own()] = facts.row.delta;
-    const int64_t first_row = int64_t(task.row_tile) * Config::kTile,
-                  first_key = int64_t(task.key_tile) * Config::kTile;
-    const uint32_t used = __ballot_sync(0xffffffffu, first_row + own() < p.queries);
-    const uint32_t kept = __ballot_sync(0xffffffffu, facts.kept);
-    if (threadIdx.x % 32 == 0) rows.kept[own() / 32] = kept;
-    const auto copy = [&](const fdm_tensor &t, const char *tile, int which, int64_t head, int64_t first,
-                          uint32_t there) {
-      copy_wide_rows<typename Config::Pair>(t, p.head_dim, tile, which, source.batch, head, first, there);
-    };
-    const int64_t kv_head = kv_head_of(p, source.head);
-    copy(p.q, shared.sRows[stage], 0, source.head, first_row, used);
-    copy(p.k, shared.sKeys[stage], 0, kv_head, first_key, kept);
-    copy(work.a.dout, shared.sRows[stage], 1, source.head, first_row, used);
-    copy(p.v, shared.sKeys[stage], 1, kv_head, first_key, kept);
+    const FusedWork &division = work.fused;
+    auto &known = shared.stages[stage];
+    known.shift[own()] = -facts.row.lse;
+    known.delta[own()] = facts.row.delta;
+    const uint32_t kept = known.dropped.set(facts.kept);
+    const int64_t kv_head = kv_head_of(p, source.head), batch = source.batch - division.first_batch;
+    if (own() == 0) {
+      known.first_row = (batch * p.heads + source.head) * division.sum_rows() + first_row;
+      known.first_key = (batch * p.kv_heads + kv_head) * division.sum_keys() + first_key;
+    }
+    q.copy(shared.sRows[stage], 0, source.batch, source.head, 0, used);
+    k.copy(shared.sKeys[stage], 0, source.batch, kv_head, 0, kept);
+    dout.copy(shared.sRows[stage], 1, source.batch, source.head, 0, used);
+    v.copy(shared.sKeys[stage], 1, source.batch, kv_head, 0, kept);
   }
 
   __device__ void run() const {
+    if (task.first >= task.past) return;
     PipelineState<Config::kStages> state;
-    Facts facts = fetch(task.first);
+    SourceWalk source(work.call, task.unit, task.first);
+    Facts facts = fetch(source);
     for (int64_t index = task.first; index < task.past; ++index, ++state) {
-      const Facts next = fetch(index + 1);
+      SourceWalk after = source;
+      ++after;
+      Facts next{};
+      if (index + 1 < task.past) next = fetch(after);
       Roles::producer_acquire(shared.empty[state.index], state.phase);
-      load(state.index, source_of(work.call, task.unit, index), facts);
+      load(state.index, source, facts);
       Roles::producer_commit(shared.full[state.index]);
+      source = after;
       facts = next;
     }
   }
@@ -157,7 +171,7 @@ template <class Config> struct DenseFusedConsumer {
     const Sequence s = dense_sequence(p, source.batch);
     const Matrix bias = score_matrix(p, p.bias, s, source.head, Config::kWide ? 4 : 2);
     constexpr int kChunkTiles = Config::kWide ? 1 : 2;
-#pragma unroll 1
+#pragma unroll 4 // so many loads are under way together
     for (int n = 0; n < kTiles; n += kChunkTiles) {
       uint32_t words[4];
       uint16_t halves[8];
@@ -205,35 +219,31 @@ template <class Config> struct DenseFusedConsumer {
   }
 
   // Puts P in the place of the products Q K'.
-  __device__ void make_probabilities(Scores &scores, int stage) const {
-    const auto &facts = shared.stages[stage];
+  template <bool kDrops> __device__ void make_probabilities(Scores &scores, int stage) const {
+    const auto &known = shared.stages[stage];
     const float scale = work.call.p.scale;
-    const float low = facts.shift[16 * warp() + accumulator_row(0)],
-                high = facts.shift[16 * warp() + accumulator_row(1)];
+    const float low = known.shift[16 * warp() + accumulator_row(0)],
+                high = known.shift[16 * warp() + accumulator_row(1)];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       float bias[4];
       read_bias(n, bias);
+      float dropped[2];
+      if constexpr (kDrops) known.dropped.read(n, dropped);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        scores[n][i] = ptx::exp2_approximate(fmaf(fmaf(scores[n][i], scale, bias[i]), kLog2E, i < 2 ? low : high));
-    }
-    const uint32_t all = facts.kept[0] & facts.kept[1] & facts.kept[2] & facts.kept[3];
-    if (all == ~0u) return;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const uint32_t bits = facts.kept[n / 4] >> (8 * (n % 4) + accumulator_column());
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (!(bits >> (i % 2) & 1)) scores[n][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) {
+        float score = fmaf(scores[n][i], scale, bias[i]);
+        if constexpr (kDrops) score += dropped[i % 2];
+        scores[n][i] = ptx::exp2_approximate(fmaf(score, kLog2E, i < 2 ? low : high));
+      }
     }
   }
 
   // Puts dS in the place of dP, and adds it to dbias.
   __device__ void make_score_gradients(const Scores &p, Scores &gradients, int stage) {
-    const auto &facts = shared.stages[stage];
-    const float low = facts.delta[16 * warp() + accumulator_row(0)],
-                high = facts.delta[16 * warp() + accumulator_row(1)];
+    const auto &known = shared.stages[stage];
+    const float low = known.delta[16 * warp() + accumulator_row(0)],
+                high = known.delta[16 * warp() + accumulator_row(1)];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -247,19 +257,15 @@ template <class Config> struct DenseFusedConsumer {
     store_left<typename Config::Scores>(packed, ptx::shared_address(tile), 16 * warp(), 0);
   }
 
-  // Adds 16 rows for each warp, of this thread's accumulators of a tile of 128, to sums of a head.
-  __device__ void add_sums(float *sums, int64_t batch, int64_t head, int64_t heads, int64_t rows, int tile,
-                           const float (&x)[kOutTiles][4]) const {
+  // Adds 16 rows for each warp, of this thread's accumulators of a tile of 128, to the sums from row `first` on.
+  __device__ static void add_sums(float *sums, int64_t first, const float (&x)[kOutTiles][4]) {
     if (!sums) return;
-    float *own = sums +
-                 (((batch - work.fused.first_batch) * heads + head) * rows + tile * Config::kTile + 16 * warp()) *
-                     Config::kHeadDim +
-                 lane() * 4;
+    float *own = sums + (first + 16 * warp()) * Config::kHeadDim + lane() * 4;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) ptx::add_global(own + n * 128, x[n]);
   }
 
-  __device__ void step(int stage, const Source &source, bool first) {
+  __device__ void step(int stage, bool first) {
     const int group = Roles::consumer_group();
     const uint32_t rows_at = ptx::shared_address(shared.sRows[stage]),
                    keys_at = ptx::shared_address(shared.sKeys[stage]);
@@ -275,7 +281,11 @@ template <class Config> struct DenseFusedConsumer {
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(scores);
-    make_probabilities(scores, stage);
+    const auto &known = shared.stages[stage];
+    if (known.dropped.any())
+      make_probabilities<true>(scores, stage);
+    else
+      make_probabilities<false>(scores, stage);
     uint32_t packed[kTiles / 2][4];
     pack_left<Element>(packed, scores);
     if (!first) Roles::take_turn(group); // the products of the step before have read P and dS
@@ -303,15 +313,12 @@ template <class Config> struct DenseFusedConsumer {
     ptx::warpgroup_fence_operand(dk);
     ptx::warpgroup_fence_operand(dv);
     ptx::warpgroup_fence_operand(packed);
+    const int64_t first_row = known.first_row, first_key = known.first_key;
     Roles::consumer_release(shared.empty[stage]);
     Roles::pass_turn(group);
-
-    const fdm_problem &p = work.call.p;
-    const FusedWork &division = work.fused;
-    const int64_t kv_head = kv_head_of(p, source.head);
-    add_sums(division.dq, source.batch, source.head, p.heads, division.sum_rows(), task.row_tile, dq);
-    add_sums(division.dk, source.batch, kv_head, p.kv_heads, division.sum_keys(), task.key_tile, dk);
-    add_sums(division.dv, source.batch, kv_head, p.kv_heads, division.sum_keys(), task.key_tile, dv);
+    add_sums(work.fused.dq, first_row, dq);
+    add_sums(work.fused.dk, first_key, dk);
+    add_sums(work.fused.dv, first_key, dv);
   }
 
   __device__ static void clear_sums(float (&sums)[kOutTiles][4]) {
@@ -344,7 +351,7 @@ template <class Config> struct DenseFusedConsumer {
     PipelineState<Config::kStages> state;
     for (int64_t index = task.first; index < task.past; ++index, ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
-      step(state.index, source_of(work.call, task.unit, index), index == task.first);
+      step(state.index, index == task.first);
     }
     if (task.first < task.past) Roles::take_turn(Roles::consumer_group()); // the last turn that was passed on
     write_dbias();
@@ -362,7 +369,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dense_fused_kernel(const _
   using Registers = RoleRegisters<232, 40>;
   if (Roles::is_producer()) {
     Registers::produce();
-    DenseFusedProducer<Config>{work, shared, task}.run();
+    DenseFusedProducer<Config>(work, shared, task).run();
   } else {
     Registers::consume();
     DenseFusedConsumer<Config>{work, shared, task}.run();
