@@ -73,8 +73,11 @@ template <class Config> struct WideForwardProducer {
   WideForwardShared<Config> &shared;
   const WideForwardTask &task;
   const SourceWalk first_source;
-  const int64_t sources; // that exist
   const Rows k, v;
+  // Of each source: this thread's first row of K and V, and its first byte of a mask of keys, where there is one.
+  const uint16_t *k_row[Config::kSources], *v_row[Config::kSources];
+  const uint8_t *kept[Config::kSources];
+  int sources; // that exist
   PipelineState<Config::kStages> state;
   PipelineState<1> bias_state;
 
@@ -82,8 +85,18 @@ template <class Config> struct WideForwardProducer {
                                  const WideForwardTask &own_task)
       : work(own_work), shared(memory), task(own_task),
         first_source(own_work.call, own_task.unit, own_task.first_source),
-        sources(int64_t(own_work.call.batches) * own_work.call.heads - own_task.first_source),
-        k(own_work.call.p.k, own_work.call.p.head_dim, 0), v(own_work.call.p.v, own_work.call.p.head_dim, 0) {}
+        k(own_work.call.p.k, own_work.call.p.head_dim, 0), v(own_work.call.p.v, own_work.call.p.head_dim, 0),
+        sources(own_work.call.batches * own_work.call.heads - own_task.first_source) {
+    const fdm_problem &p = work.call.p;
+    SourceWalk source = first_source;
+#pragma unroll
+    for (int n = 0; n < Config::kSources; ++n, ++source) {
+      const int64_t head = kv_head_of(p, source.head);
+      k_row[n] = k.row_of(source.batch, head);
+      v_row[n] = v.row_of(source.batch, head);
+      kept[n] = kept_key(p, source.batch, source.head, own());
+    }
+  }
 
   __device__ static int own() { return Roles::producer_thread(); }
 
@@ -93,7 +106,7 @@ template <class Config> struct WideForwardProducer {
     SourceWalk source = first_source;
 #pragma unroll 1
     for (int n = 0; n < Config::kSources; ++n, ++source)
-      q.copy(shared.sQ[n / 2], n % 2, source.batch, source.head, 0,
+      q.copy(shared.sQ[n / 2], n % 2, q.row_of(source.batch, source.head),
              __ballot_sync(0xffffffffu, n < sources && task.first_row + own() < p.queries));
     Roles::producer_commit(shared.q_full);
   }
@@ -121,37 +134,36 @@ template <class Config> struct WideForwardProducer {
     ++bias_state;
   }
 
-  __device__ bool fetch_kept(const SourceWalk &source, int n, int block) const {
-    return n < sources && block < task.blocks &&
-           keeps_key(work.call.p, source.batch, source.head, block * Config::kTile + own());
+  // As it lies in memory: not 0 if the source keeps this thread's key of a block.
+  __device__ uint8_t fetch_kept(int n, int block) const {
+    const fdm_problem &p = work.call.p;
+    const int key = block * Config::kTile;
+    if (n >= sources || key + own() >= p.keys) return 0;
+    return kept[n] ? kept[n][p.mask.shape[3] == 1 ? 0 : key * p.mask.stride[3]] : 1;
   }
 
-  __device__ void load_keys(const SourceWalk &source, int block, bool kept) {
+  __device__ void load_keys(int n, int block, bool keeps) {
+    const fdm_problem &p = work.call.p;
     const int stage = state.index;
     Roles::producer_acquire(shared.empty[stage], state.phase);
-    const uint32_t there = shared.dropped[stage].set(kept);
-    const int64_t head = kv_head_of(work.call.p, source.head);
-    k.copy(shared.sKV[stage], 0, source.batch, head, block * Config::kTile, there);
-    v.copy(shared.sKV[stage], 1, source.batch, head, block * Config::kTile, there);
+    const uint32_t there = shared.dropped[stage].set(keeps);
+    k.copy(shared.sKV[stage], 0, k_row[n] + block * Config::kTile * p.k.stride[1], there);
+    v.copy(shared.sKV[stage], 1, v_row[n] + block * Config::kTile * p.v.stride[1], there);
     Roles::producer_commit(shared.full[stage]);
     ++state;
   }
 
   __device__ void run() {
-    bool kept = fetch_kept(first_source, 0, 0);
+    uint8_t fetched = fetch_kept(0, 0);
 #pragma unroll 1
     for (int block = 0; block < task.blocks; ++block) {
       load_bias(block);
-      SourceWalk source = first_source;
-#pragma unroll 1
+#pragma unroll
       for (int n = 0; n < Config::kSources; ++n) {
         const bool last = n + 1 == Config::kSources;
-        SourceWalk after = source;
-        ++after;
-        const bool next = fetch_kept(last ? first_source : after, last ? 0 : n + 1, block + last);
-        load_keys(source, block, kept);
-        kept = next;
-        source = after;
+        const uint8_t next = fetch_kept(last ? 0 : n + 1, block + last);
+        load_keys(n, block, fetched != 0);
+        fetched = next;
       }
     }
   }

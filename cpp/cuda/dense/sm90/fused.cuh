@@ -91,19 +91,23 @@ template <class Config> struct DenseFusedProducer {
         v(own_work.call.p.v, own_work.call.p.head_dim, first_key),
         used(__ballot_sync(0xffffffffu, first_row + own() < own_work.call.p.queries)) {}
 
-  // What this thread knows of its row and its key, fetched a step ahead.
+  // What this thread knows of its row and its key, fetched a step ahead, as it lies in memory.
   struct Facts {
     RowStatistics row;
-    bool kept;
+    uint8_t kept;
   };
 
   __device__ static int own() { return Roles::producer_thread(); }
 
   __device__ Facts fetch(const SourceWalk &source) const {
     const fdm_problem &p = work.call.p;
-    Facts facts{{INFINITY, 0.0f}, keeps_key(p, source.batch, source.head, first_key + own())};
+    Facts facts{{INFINITY, 0.0f}, 0};
     if (first_row + own() < p.queries)
-      facts.row = statistics_of(work, {source.batch, source.head, true}, first_row + own());
+      facts.row = fetch_statistics(work, {source.batch, source.head, true}, first_row + own());
+    if (first_key + own() < p.keys) {
+      const uint8_t *kept = kept_key(p, source.batch, source.head, first_key + own());
+      facts.kept = kept ? *kept : 1;
+    }
     return facts;
   }
 
@@ -111,18 +115,19 @@ template <class Config> struct DenseFusedProducer {
     const fdm_problem &p = work.call.p;
     const FusedWork &division = work.fused;
     auto &known = shared.stages[stage];
-    known.shift[own()] = -facts.row.lse;
-    known.delta[own()] = facts.row.delta;
-    const uint32_t kept = known.dropped.set(facts.kept);
+    const RowStatistics row = to_base_2(facts.row);
+    known.shift[own()] = -row.lse;
+    known.delta[own()] = row.delta;
+    const uint32_t kept = known.dropped.set(facts.kept != 0);
     const int64_t kv_head = kv_head_of(p, source.head), batch = source.batch - division.first_batch;
     if (own() == 0) {
       known.first_row = (batch * p.heads + source.head) * division.sum_rows() + first_row;
       known.first_key = (batch * p.kv_heads + kv_head) * division.sum_keys() + first_key;
     }
-    q.copy(shared.sRows[stage], 0, source.batch, source.head, 0, used);
-    k.copy(shared.sKeys[stage], 0, source.batch, kv_head, 0, kept);
-    dout.copy(shared.sRows[stage], 1, source.batch, source.head, 0, used);
-    v.copy(shared.sKeys[stage], 1, source.batch, kv_head, 0, kept);
+    q.copy(shared.sRows[stage], 0, q.row_of(source.batch, source.head), used);
+    k.copy(shared.sKeys[stage], 0, k.row_of(source.batch, kv_head), kept);
+    dout.copy(shared.sRows[stage], 1, dout.row_of(source.batch, source.head), used);
+    v.copy(shared.sKeys[stage], 1, v.row_of(source.batch, kv_head), kept);
   }
 
   __device__ void run() const {
@@ -151,6 +156,7 @@ template <class Config> struct DenseFusedConsumer {
   static constexpr int kTiles = Config::kTile / 8, kOutTiles = Config::kHeadDim / 8;
   using Scores = float[kTiles][4];
   static constexpr int kFullBarrier = 4; // of P and dS
+  static constexpr int kSize = Config::kWide ? 4 : 2, kChunkTiles = kTiles / Config::kBiasChunks;
 
   const DenseBackward &work;
   DenseFusedShared<Config> &shared;
@@ -169,15 +175,20 @@ template <class Config> struct DenseFusedConsumer {
     const fdm_problem &p = work.call.p;
     const Source source = source_of(work.call, task.unit, task.first);
     const Sequence s = dense_sequence(p, source.batch);
-    const Matrix bias = score_matrix(p, p.bias, s, source.head, Config::kWide ? 4 : 2);
-    constexpr int kChunkTiles = Config::kWide ? 1 : 2;
-#pragma unroll 4 // so many loads are under way together
-    for (int n = 0; n < kTiles; n += kChunkTiles) {
+    const Matrix bias = score_matrix(p, p.bias, s, source.head, kSize);
+    const int64_t last_row = int64_t(task.row_tile + 1) * Config::kTile,
+                  last_key = int64_t(task.key_tile + 1) * Config::kTile;
+    const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kTile + p.keys - p.queries + 1;
+    if (work.call.bias_chunks && !folds_mask(p) && sees_all && last_row <= p.queries && last_key <= p.keys)
+      return load_whole_bias(bias);
+#pragma unroll 1
+    for (int c = 0; c < Config::kBiasChunks; ++c) {
       uint32_t words[4];
       uint16_t halves[8];
 #pragma unroll
       for (int i = 0; i < 4 * kChunkTiles; ++i) {
-        const int64_t r = row(i / 2 % 2), k = key(n + i / 4) + i % 2, offset = r * bias.row + k * bias.col;
+        const int64_t r = row(i / 2 % 2), k = key(c * kChunkTiles + i / 4) + i % 2,
+                      offset = r * bias.row + k * bias.col;
         const bool keeps = is_kept(s, source, r, k);
         if constexpr (Config::kWide)
           words[i] = keeps ? static_cast<const uint32_t *>(bias.base)[offset] : 0xff800000u;
@@ -188,7 +199,26 @@ template <class Config> struct DenseFusedConsumer {
       if constexpr (!Config::kWide)
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = halves[2 * i] | uint32_t(halves[2 * i + 1]) << 16;
-      shared.bias[n / kChunkTiles][threadIdx.x] = make_uint4(words[0], words[1], words[2], words[3]);
+      shared.bias[c][threadIdx.x] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+  // Of a tile that is whole, and of which no pair is dropped: two neighbours at a time.
+  __device__ void load_whole_bias(const Matrix &bias) const {
+    using Pair = std::conditional_t<Config::kWide, uint2, uint32_t>;
+    const Pair *first[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      first[half] = reinterpret_cast<const Pair *>(static_cast<const char *>(bias.base) +
+                                                   (row(half) * bias.row + key(0)) * kSize);
+#pragma unroll
+    for (int c = 0; c < Config::kBiasChunks; ++c) {
+      Pair pairs[kChunkTiles][2];
+#pragma unroll
+      for (int n = 0; n < kChunkTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) pairs[n][half] = first[half][4 * (c * kChunkTiles + n)];
+      static_assert(sizeof(pairs) == sizeof(uint4));
+      shared.bias[c][threadIdx.x] = reinterpret_cast<const uint4 &>(pairs);
     }
   }
   // A mask of keys is a matter of each source.
@@ -204,17 +234,18 @@ template <class Config> struct DenseFusedConsumer {
     return rows.first <= r && r < rows.past;
   }
 
-  __device__ void read_bias(int n, float (&values)[4]) const {
+  __device__ void read_bias(int chunk, float (&values)[kChunkTiles][4]) const {
+    const uint4 words = shared.bias[chunk][threadIdx.x];
     if constexpr (Config::kWide) {
-      const uint4 words = shared.bias[n][threadIdx.x];
-      values[0] = __uint_as_float(words.x);
-      values[1] = __uint_as_float(words.y);
-      values[2] = __uint_as_float(words.z);
-      values[3] = __uint_as_float(words.w);
+      values[0][0] = __uint_as_float(words.x);
+      values[0][1] = __uint_as_float(words.y);
+      values[0][2] = __uint_as_float(words.z);
+      values[0][3] = __uint_as_float(words.w);
     } else {
-      const uint2 pairs = reinterpret_cast<const uint2 *>(&shared.bias[n / 2][threadIdx.x])[n % 2];
-      ptx::unpack<Element>(pairs.x, values[0], values[1]);
-      ptx::unpack<Element>(pairs.y, values[2], values[3]);
+      ptx::unpack<Element>(words.x, values[0][0], values[0][1]);
+      ptx::unpack<Element>(words.y, values[0][2], values[0][3]);
+      ptx::unpack<Element>(words.z, values[1][0], values[1][1]);
+      ptx::unpack<Element>(words.w, values[1][2], values[1][3]);
     }
   }
 
@@ -224,15 +255,15 @@ template <class Config> struct DenseFusedConsumer {
     const float scale = work.call.p.scale;
     const float low = known.shift[16 * warp() + accumulator_row(0)],
                 high = known.shift[16 * warp() + accumulator_row(1)];
+    float bias[kChunkTiles][4];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      float bias[4];
-      read_bias(n, bias);
+      if (n % kChunkTiles == 0) read_bias(n / kChunkTiles, bias);
       float dropped[2];
       if constexpr (kDrops) known.dropped.read(n, dropped);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float score = fmaf(scores[n][i], scale, bias[i]);
+        float score = fmaf(scores[n][i], scale, bias[n % kChunkTiles][i]);
         if constexpr (kDrops) score += dropped[i % 2];
         scores[n][i] = ptx::exp2_approximate(fmaf(score, kLog2E, i < 2 ? low : high));
       }

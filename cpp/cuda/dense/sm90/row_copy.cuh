@@ -26,12 +26,11 @@ template <int kHeadDim> struct TilePair {
   }
 };
 
-// Does a query head of a sequence keep a key, as far as a mask of keys tells?
-__device__ __forceinline__ bool keeps_key(const fdm_problem &p, int64_t batch, int64_t head, int64_t key) {
-  if (key >= p.keys) return false;
-  if (mask_kind(p) != FDM_MASK_KEYS) return true;
+// Where a mask of keys tells whether a query head of a sequence keeps a key, or null where there is no such mask.
+__device__ __forceinline__ const uint8_t *kept_key(const fdm_problem &p, int64_t batch, int64_t head, int64_t key) {
+  if (mask_kind(p) != FDM_MASK_KEYS) return nullptr;
   const Matrix mask = score_matrix(p, p.mask, dense_sequence(p, batch), head, 1);
-  return static_cast<const uint8_t *>(mask.base)[key * mask.col] != 0;
+  return static_cast<const uint8_t *>(mask.base) + key * mask.col;
 }
 
 // Goes through consecutive sources of a bias.
@@ -68,11 +67,13 @@ template <class Pair> struct WideRows {
             threadIdx.x % Pair::kChunks * 8),
         inside(int(threadIdx.x % Pair::kChunks) * 8 < head_dim) {}
 
-  // Copies rows from `first` on to a tile of a pair, those of which bit r of `there` is set. The others, and columns from
-  // head_dim on, become zeros.
-  __device__ __forceinline__ void copy(const char *tile, int which, int64_t batch, int64_t head, int64_t first,
-                                       uint32_t there) const {
-    const uint16_t *row = own + batch * t.stride[0] + head * t.stride[2] + first * t.stride[1];
+  __device__ __forceinline__ const uint16_t *row_of(int64_t batch, int64_t head) const {
+    return own + batch * t.stride[0] + head * t.stride[2];
+  }
+
+  // Copies rows from row_of(), or a number of rows further, to a tile of a pair: those of which bit r of `there` is set.
+  // The others, and columns from head_dim on, become zeros.
+  __device__ __forceinline__ void copy(const char *tile, int which, const uint16_t *row, uint32_t there) const {
     const int lane_row = threadIdx.x % 32 / Pair::kChunks, first_row = Roles::producer_thread() / 32 * kRows;
     const uint32_t base = ptx::shared_address(tile), rows = inside ? there >> lane_row : 0;
 #pragma unroll
