@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not edit.\n"
 # The registers do not hold more: beyond it the general kernels take a bias for each query.
 MOST_DENSE_HEAD_DIM = 128
+# Of the kernels of dense blocks for sm_90: their shared memory does not hold more.
+MOST_WIDE_HEAD_DIM = 64
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -50,22 +52,34 @@ FAMILIES = (
     Family("dense_dq", "dense/dq_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family("dense_dkdv", "dense/dkdv_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family("dense_dbias", "dense/dbias_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
+    Family(
+        "dense_wide_forward", "dense/wide_forward_launch.cuh", "DenseForward", MOST_WIDE_HEAD_DIM
+    ),
+    Family("dense_fused", "dense/fused_launch.cuh", "DenseBackward", MOST_WIDE_HEAD_DIM),
 )
+
+
+def list_head_dims(name: str, head_dims: list[int], most: int) -> str:
+    """Declare the head dimensions up to `most`, and the largest: 0 where there are none."""
+    served = [dim for dim in head_dims if dim <= most]
+    listed = ", ".join(map(str, served or head_dims[:1]))
+    return (
+        f"using {name}HeadDims = HeadDims<{listed}>;\n"
+        f"constexpr int kMax{name}HeadDim = {served[-1] if served else 0};\n"
+    )
 
 
 def head_dims_source(head_dims: list[int]) -> str:
     """Return the header that lists the instantiated head dimensions for the dispatch."""
     listed = ", ".join(map(str, head_dims))
-    dense = [dim for dim in head_dims if dim <= MOST_DENSE_HEAD_DIM]
-    listed_dense = ", ".join(map(str, dense or head_dims[:1]))
     return (
         f"{HEADER}#pragma once\n\nnamespace fdm::cuda {{\n"
         "template <int... kDims> struct HeadDims {};\n"
         f"using InstantiatedHeadDims = HeadDims<{listed}>;\n"
         f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
         "// Of the kernels of dense blocks. Where the largest is 0, there are none.\n"
-        f"using DenseHeadDims = HeadDims<{listed_dense}>;\n"
-        f"constexpr int kMaxDenseHeadDim = {dense[-1] if dense else 0};\n"
+        f"{list_head_dims('Dense', head_dims, MOST_DENSE_HEAD_DIM)}"
+        f"{list_head_dims('Wide', head_dims, MOST_WIDE_HEAD_DIM)}"
         "} // namespace fdm::cuda\n"
     )
 

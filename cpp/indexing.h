@@ -45,6 +45,12 @@ FDM_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 FDM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 FDM_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// Most numbers fit 32 bits, and a GPU divides those in a fifth of the time.
+FDM_INLINE int64_t quotient(int64_t n, int64_t d) {
+  if (((n | d) >> 32) == 0) return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
+  return n / d;
+}
+
 FDM_INLINE int64_t clamp64(int64_t x, int64_t least, int64_t most) { return max64(least, min64(x, most)); }
 
 // Does a mask or bias have a row for each query? With a single query it does not matter, so the cheaper form is meant.

@@ -64,12 +64,6 @@ __device__ __forceinline__ SinkShare sink_share(const fdm_problem &p, int64_t he
   return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
 }
 
-// Most numbers fit 32 bits, and divisions of those take a fifth of the time.
-__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d) {
-  if (((n | d) >> 32) == 0) return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
-  return n / d;
-}
-
 template <int kThreads, class Element, bool kAligned>
 __device__ void make_statistics(const BackwardParams &params, int64_t block, int64_t blocks) {
   const fdm_problem &p = params.p;

@@ -292,6 +292,7 @@ template <class Config> struct DbiasBlock {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads) dbias_kernel(const __grid_constant__ DenseBackward work) {
+  if (is_superseded(work)) return;
   extern __shared__ __align__(1024) char dynamic_shared[];
   __shared__ DbiasShared<Config> shared;
   const DbiasWork &division = work.dbias;

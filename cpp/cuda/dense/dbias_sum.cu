@@ -11,6 +11,7 @@ constexpr int kThreads = 256;
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) dbias_sum_kernel(const __grid_constant__ DenseBackward work) {
+  if (is_superseded(work)) return;
   const DbiasWork &division = work.dbias;
   const int64_t boundary = int64_t(blockIdx.x) + 1, inside = first_step(division, boundary);
   const int64_t number = inside / division.groups, first = number * division.groups;

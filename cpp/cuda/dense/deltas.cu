@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes delta = dO . O - dlse of each row, with as many threads for a row as it has chunks of 16 bytes.
+// Computes delta = dO . O - dlse of each row, with as many threads for a row as it has chunks of 16 bytes; and finds what is
+// odd in dO and lse (odd_values.cuh).
 #include "../backward/make_statistics.cuh"
 #include "../host/launch.cuh"
 #include "../tile/copy_rows.cuh"
+#include "odd_values.cuh"
 #include "sources.cuh"
 
 namespace fdm::cuda {
@@ -22,13 +24,17 @@ __global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant_
   const bool exists = batch < p.batch;
   const Sequence s = dense_sequence(p, batch);
   float delta = 0.0f;
-  if (exists && fabsf(static_cast<const float *>(lse.data)[lse_offset(lse, s, i, head)]) <= kUnusableLse) {
+  const float natural = exists ? static_cast<const float *>(lse.data)[lse_offset(lse, s, i, head)] : INFINITY;
+  bool odd = isnan(natural);
+  if (fabsf(natural) <= kUnusableLse) {
+    odd |= fabsf(natural) * kLog2E > kLargeLse;
     const auto *a = static_cast<const Element *>(dout.data) + row_offset(dout, s, i, head);
     const auto *b = static_cast<const Element *>(out.data) + row_offset(out, s, i, head);
     if constexpr (kAligned) {
       if (lane * 8 < head_dim) {
         const uint4 x = *reinterpret_cast<const uint4 *>(a + lane * 8),
                     y = *reinterpret_cast<const uint4 *>(b + lane * 8);
+        odd |= has_odd_value<Element>(x);
         const auto *u = reinterpret_cast<const Element *>(&x), *v = reinterpret_cast<const Element *>(&y);
 #pragma unroll
         for (int d = 0; d < 8; ++d) delta = fmaf(to_float(u[d]), to_float(v[d]), delta);
@@ -41,6 +47,7 @@ __global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant_
   }
 #pragma unroll
   for (int distance = kAcross / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);
+  if (work.odd && odd) *work.odd = 1;
   if (exists && lane == 0) work.deltas[(batch * p.heads + head) * p.queries + i] = delta;
 }
 

@@ -100,6 +100,29 @@ int choose_slots(const Tiles &tiles, const fdm_problem &p, int64_t length, int64
 
 int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.heads; }
 
+// Do the kernels for sm_90 serve a problem? Not where most of their tiles would be empty.
+bool has_wide_tiles(const DenseCall &call) {
+  const fdm_problem &p = call.p;
+  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kMaxWideHeadDim || !call.aligned) return false;
+  return 2 * p.queries * p.keys >= round_up(p.queries, kWideTile) * round_up(p.keys, kWideTile);
+}
+
+// The forward kernel for sm_90 copies the bias in chunks, and no block of threads shares the keys of its rows with another.
+// Sources share the bias of a block as long as there are blocks for all SMs.
+bool divide_wide_forward(DenseForward *work, int sms) {
+  const fdm_problem &p = work->call.p;
+  if (!has_wide_tiles(work->call) || !work->call.bias_chunks || has_rows(p.mask) || present(p.start)) return false;
+  const int64_t sources = sources_of(work->call), most = kWideSources;
+  const int64_t tiles = ceil_div(p.queries, kWideTile), units = p.bias.shape[0] * p.bias.shape[1];
+  const int64_t slots = sources >= most && units * tiles * (sources / most) >= sms ? most : 1;
+  if (units * tiles * ceil_div(sources, slots) < sms / 2) return false;
+  work->slots = int32_t(slots);
+  work->tiles = int32_t(tiles);
+  work->groups = int32_t(ceil_div(sources, slots));
+  work->splits = 1;
+  return true;
+}
+
 DenseForward divide_forward(const DenseCall &call) {
   const fdm_problem &p = call.p;
   const Tiles rows = tiles_of<ForwardSizes>(p);
@@ -189,6 +212,8 @@ bool lends_dk(const fdm_problem &p) {
   return dk_bytes >= parts_bytes(divide_dbias(make_call(p), kMostSms));
 }
 
+constexpr int64_t kOddBytes = 256; // of DenseBackward::odd
+
 int64_t deltas_bytes(const fdm_problem &p) { return align_256(partial_rows(p) * int64_t(sizeof(float))); }
 
 template <class Function> cudaError_t with_dense_types(const fdm_problem &p, const Function &function) {
@@ -200,12 +225,123 @@ template <class Function> cudaError_t with_dense_types(const fdm_problem &p, con
     });
 }
 
+// Sums of the fused kernel for so many bytes at a time: about what L2 holds, and no more memory than that.
+constexpr int64_t kMostFusedBytes = int64_t(64) << 20;
+// A block of threads takes the time of so many steps before its first and after its last.
+constexpr int64_t kFusedTaskSteps = 3;
+
+// May the fused kernel compute all gradients, if all are wanted?
+bool may_fuse(const DenseCall &call) {
+  return has_wide_tiles(call) && !(call.p.flags & FDM_DETERMINISTIC) && call.shares_mask;
+}
+
+int64_t fused_dbias_bytes(const FusedWork &work) {
+  return int64_t(work.units) * work.row_tiles * work.key_tiles * kWideTileQuads * 16;
+}
+
+// The launches of the fused kernel, each with an equal part of the batch; the last may have less.
+struct FusedPlan {
+  FusedWork work; // of the first launch
+  int64_t dq_bytes, key_bytes, dbias_bytes;
+  bool shares; // the batch shares the bias, so all launches add to the same sums of dbias
+
+  int64_t bytes() const { return dq_bytes + 2 * key_bytes + dbias_bytes; }
+};
+
+FusedPlan plan_fused(const DenseCall &call, int sms) {
+  const fdm_problem &p = call.p;
+  const int64_t bias_heads = p.bias.shape[1];
+  FusedPlan plan{};
+  FusedWork &work = plan.work;
+  plan.shares = call.batches > 1;
+  work.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
+  work.key_tiles = int32_t(ceil_div(p.keys, kWideTile));
+  work.dim = with_head_dim(p.head_dim, WideHeadDims{}, [](auto dim) { return int32_t(decltype(dim)::value); });
+  const int64_t row_bytes = work.dim * int64_t(sizeof(float));
+  work.units = int32_t(bias_heads);
+  const int64_t batch_bytes = (p.heads * work.sum_rows() + 2 * p.kv_heads * work.sum_keys()) * row_bytes +
+                              (plan.shares ? 0 : fused_dbias_bytes(work));
+  const int64_t launches = ceil_div(p.batch, std::clamp<int64_t>(kMostFusedBytes / batch_bytes, 1, p.batch));
+  work.batches = int32_t(ceil_div(p.batch, launches));
+  if (!plan.shares) work.units *= work.batches;
+  work.sources = int64_t(plan.shares ? work.batches : 1) * call.heads;
+  const int64_t tiles = int64_t(work.units) * work.row_tiles * work.key_tiles;
+  const auto time_of = [&](int64_t splits) {
+    return ceil_div(tiles * splits, sms) * (ceil_div(work.sources, splits) + kFusedTaskSteps);
+  };
+  work.splits = 1;
+  for (int32_t splits = 2; splits <= std::min<int64_t>(work.sources, sms); ++splits)
+    if (time_of(splits) < time_of(work.splits)) work.splits = splits;
+  plan.dq_bytes = work.batches * p.heads * work.sum_rows() * row_bytes;
+  plan.key_bytes = work.batches * p.kv_heads * work.sum_keys() * row_bytes;
+  // One block of threads for each tile writes it itself.
+  const bool adds_dbias = work.splits > 1 || (plan.shares && work.batches < p.batch);
+  plan.dbias_bytes = adds_dbias ? fused_dbias_bytes(work) : 0;
+  return plan;
+}
+
+int64_t fused_bytes(const DenseCall &call) {
+  if (!may_fuse(call)) return 0;
+  // The number of SMs decides whether blocks of threads share a tile of dbias.
+  FusedPlan plan = plan_fused(call, kMostSms);
+  if (sources_of(call) > 1) plan.dbias_bytes = fused_dbias_bytes(plan.work);
+  return plan.bytes();
+}
+
+template <class Function> cudaError_t with_wide_types(const fdm_problem &p, const Function &function) {
+  if constexpr (kMaxWideHeadDim == 0)
+    return cudaErrorInvalidConfiguration;
+  else
+    return with_head_dim(p.head_dim, WideHeadDims{}, [&](auto dim) {
+      return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
+    });
+}
+
+// All gradients, unless something odd is found.
+cudaError_t run_fused(DenseBackward &work, char *sums, int sms, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  const FusedPlan plan = plan_fused(work.call, sms);
+  work.fused = plan.work;
+  FusedWork &division = work.fused;
+  const auto part = [&](const fdm_tensor &t, int64_t begin) {
+    return present(t) ? reinterpret_cast<float *>(sums + begin) : nullptr;
+  };
+  division.dq = part(work.a.dq, 0);
+  division.dk = part(work.a.dk, plan.dq_bytes);
+  division.dv = part(work.a.dv, plan.dq_bytes + plan.key_bytes);
+  const int64_t dbias_begin = plan.dq_bytes + 2 * plan.key_bytes;
+  division.dbias = plan.dbias_bytes > 0 ? part(work.a.dbias, dbias_begin) : nullptr;
+  if (cudaError_t error = launch_odd_values(work, stream)) return error;
+  const int64_t source_heads = work.call.heads;
+  for (int64_t first = 0; first < p.batch; first += plan.work.batches) {
+    division.first_batch = int32_t(first);
+    division.batches = int32_t(std::min<int64_t>(plan.work.batches, p.batch - first));
+    if (plan.shares) {
+      division.first_source = first * source_heads;
+      division.sources = division.batches * source_heads;
+    } else {
+      division.first_unit = int32_t(first * p.bias.shape[1]);
+      division.units = int32_t(division.batches * p.bias.shape[1]);
+    }
+    const bool clears_dbias = division.dbias && (first == 0 || !plan.shares);
+    if (cudaError_t error = cudaMemsetAsync(sums, 0, clears_dbias ? plan.bytes() : dbias_begin, stream)) return error;
+    if (cudaError_t error = with_wide_types(p, [&](auto element, auto dim) {
+          return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+        }))
+      return error;
+    if (cudaError_t error = launch_fused_sums(work, stream)) return error;
+    if (division.dbias && !plan.shares)
+      if (cudaError_t error = launch_fused_dbias(work, stream)) return error;
+  }
+  return division.dbias && plan.shares ? launch_fused_dbias(work, stream) : cudaSuccess;
+}
+
 // The gradient of a bias with several sources.
 cudaError_t run_dbias(DenseBackward &work, void *workspace, int sms, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
   work.dbias = divide_dbias(work.call, sms);
   if (!lends_dk(p))
-    work.dbias.parts = reinterpret_cast<float *>(static_cast<char *>(workspace) + deltas_bytes(p));
+    work.dbias.parts = reinterpret_cast<float *>(static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes);
   else if (contiguous_bytes(work.a.dk) >= parts_bytes(work.dbias))
     work.dbias.parts = static_cast<float *>(work.a.dk.data);
   else
@@ -262,13 +398,17 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
   if (cudaError_t error = sm_count(&count)) return error;
   DenseForward work = divide_forward(make_call(p));
   work.a = args;
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  if (args.splits <= 1 && divide_wide_forward(&work, count))
+    return with_wide_types(p, [&](auto element, auto dim) {
+      return launch_dense_wide_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+    });
   const int64_t room = choose_splits(work, kMostSms),
                 wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
   work.splits = int32_t(std::clamp<int64_t>(wanted, 1, room));
   work.partial_out = static_cast<float *>(workspace);
   work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;
   work.partial_sum = work.partial_max + work.splits * partial_rows(p);
-  const auto stream = static_cast<cudaStream_t>(p.context.stream);
   const cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
     return launch_dense_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
   });
@@ -286,7 +426,8 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
 int64_t dense_backward_workspace_bytes(const fdm_problem &p) {
   const DenseCall call = make_call(p);
   const bool parts = !has_one_source(call) && !lends_dk(p);
-  return deltas_bytes(p) + (parts ? parts_bytes(divide_dbias(call, kMostSms)) : 0);
+  return deltas_bytes(p) + kOddBytes +
+         std::max(fused_bytes(call), parts ? parts_bytes(divide_dbias(call, kMostSms)) : 0);
 }
 
 cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &args, void *workspace) {
@@ -302,7 +443,16 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
   work.dbias_pairs = present(dbias) && has_pairs(dbias);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
+  char *const free_workspace = static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes;
+  const bool fused =
+      may_fuse(work.call) && work.dout_aligned && present(args.dq) && (present(args.dk) || present(args.dv));
+  if (fused) {
+    work.odd = reinterpret_cast<uint32_t *>(static_cast<char *>(workspace) + deltas_bytes(p));
+    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, sizeof(uint32_t), stream)) return error;
+  }
   if (cudaError_t error = launch_deltas(work, stream)) return error;
+  if (fused)
+    if (cudaError_t error = run_fused(work, free_workspace, count, stream)) return error;
   // First, since it may have its parts in dk.
   if (present(dbias) && !work.writes_dbias)
     if (cudaError_t error = run_dbias(work, workspace, count, stream)) return error;

@@ -19,7 +19,7 @@
 
 #include <cstdint>
 
-#include "../../pack.h"
+#include "../../indexing.h"
 
 namespace fdm::cuda {
 
@@ -56,6 +56,28 @@ struct DbiasWork {
   float *parts;   // [2 * blocks][tile_rows * tile_keys]: of a block's first and last tile, where these are divided
 };
 
+// Rows and keys of a tile of the kernels for sm_90.
+constexpr int kWideTile = 128;
+// Sources of a block of threads in their forward pass, where a bias has so many: as the registers of their sums allow.
+constexpr int kWideSources = 2;
+
+// How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, `splits` blocks of threads for each
+// tile of kWideTile rows and keys. The sums are those of the batch of a launch, each head's rows or keys rounded up to
+// whole tiles; they lie as ../backward/query_sums.cuh tells.
+constexpr int kWideTileQuads = kWideTile * kWideTile / 4;
+
+struct FusedWork {
+  int32_t row_tiles, key_tiles, splits;
+  int32_t first_batch, batches;
+  int32_t first_unit, units;     // a unit is a head of the bias, and an element of its batch
+  int64_t first_source, sources; // of each unit
+  int32_t dim;                   // columns of the sums of dq, dk and dv
+  float *dq, *dk, *dv, *dbias;   // null: not wanted, or for dbias: each tile has one block of threads, which writes it
+
+  __host__ __device__ int64_t sum_rows() const { return int64_t(row_tiles) * kWideTile; }
+  __host__ __device__ int64_t sum_keys() const { return int64_t(key_tiles) * kWideTile; }
+};
+
 struct DenseBackward {
   DenseCall call;
   fdm_backward_args a;
@@ -65,12 +87,22 @@ struct DenseBackward {
   int32_t slots, tiles, groups; // of dq: as in the forward pass; of dkdv: tiles of keys, and groups of sequences
   bool writes_dbias;            // dq writes the gradient of the bias
   DbiasWork dbias;
+  // Not null where the fused kernel is tried: what odd_values.cuh found. It does nothing then if something was found, and
+  // the other kernels do nothing if nothing was.
+  uint32_t *odd;
+  FusedWork fused;
 };
 
 template <class Element, int kHeadDim> cudaError_t launch_dense_forward(const DenseForward &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_dq(const DenseBackward &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_dkdv(const DenseBackward &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_dbias(const DenseBackward &work, cudaStream_t stream);
+template <class Element, int kHeadDim>
+cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t stream);
+template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream);
+cudaError_t launch_odd_values(const DenseBackward &work, cudaStream_t stream);
+cudaError_t launch_fused_sums(const DenseBackward &work, cudaStream_t stream);
+cudaError_t launch_fused_dbias(const DenseBackward &work, cudaStream_t stream);
 cudaError_t launch_deltas(const DenseBackward &work, cudaStream_t stream);
 cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream);
 

@@ -352,6 +352,7 @@ template <class Config> struct DenseDkdvBlock {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dense_dkdv_kernel(const __grid_constant__ DenseBackward work) {
+  if (is_superseded(work)) return;
   extern __shared__ __align__(1024) char dynamic_shared[];
   __shared__ DenseDkdvShared<Config> shared;
   const fdm_problem &p = work.call.p;

@@ -136,6 +136,7 @@ template <class Config> struct DenseDqBlock : RowBlock<Config> {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dense_dq_kernel(const __grid_constant__ DenseBackward work) {
+  if (is_superseded(work)) return;
   extern __shared__ __align__(1024) char dynamic_shared[];
   __shared__ RowBlockShared<Config> shared;
   const RowBlockTask task = row_block_task<Config>(work, 1);

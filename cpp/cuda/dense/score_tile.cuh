@@ -145,7 +145,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
       const uint32_t fragment = Halves::left(ptx::shared_address(memory) + bias, row);
       ptx::ldmatrix(pairs, Halves::fragment_address(fragment, 0, key));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) unpack(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i)
+        ptx::unpack<Element>(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
     }
   }
 
@@ -164,22 +165,12 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
       const uint32_t fragment = Halves::right_rows(ptx::shared_address(memory) + bias);
       ptx::ldmatrix_trans(pairs, Halves::fragment_address(fragment, row, key));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) unpack(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i)
+        ptx::unpack<Element>(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
     }
   }
 
 private:
-  __device__ static __forceinline__ void unpack(uint32_t pair, float &low, float &high) {
-    if constexpr (__is_same(Element, __half)) {
-      const float2 both = __half22float2(reinterpret_cast<const __half2 &>(pair));
-      low = both.x;
-      high = both.y;
-    } else {
-      low = __uint_as_float(pair << 16);
-      high = __uint_as_float(pair & 0xffff0000u);
-    }
-  }
-
   // kRowBytes is how far a row lies behind another in shared memory; rows that a thread copies are a multiple of eight
   // apart, and their chunks lie alike.
   template <int kElementBytes, int kChunks, int kRowBytes, class Address>

@@ -7,14 +7,23 @@
 
 namespace fdm::cuda {
 
-__device__ __forceinline__ RowStatistics statistics_of(const DenseBackward &work, const Source &source, int64_t row) {
+// What lies in memory of a row, lse as it was given. It can be fetched long before it is needed.
+__device__ __forceinline__ RowStatistics fetch_statistics(const DenseBackward &work, const Source &source,
+                                                          int64_t row) {
   const fdm_problem &p = work.call.p;
   const fdm_tensor &lse = work.a.lse;
-  const float natural =
-      static_cast<const float *>(lse.data)[lse_offset(lse, dense_sequence(p, source.batch), row, source.head)];
-  return {fabsf(natural) > kUnusableLse ? INFINITY : natural * kLog2E,
+  return {static_cast<const float *>(lse.data)[lse_offset(lse, dense_sequence(p, source.batch), row, source.head)],
           work.deltas[(source.batch * p.heads + source.head) * p.queries + row]};
 }
+__device__ __forceinline__ RowStatistics to_base_2(const RowStatistics &fetched) {
+  return {fabsf(fetched.lse) > kUnusableLse ? INFINITY : fetched.lse * kLog2E, fetched.delta};
+}
+__device__ __forceinline__ RowStatistics statistics_of(const DenseBackward &work, const Source &source, int64_t row) {
+  return to_base_2(fetch_statistics(work, source, row));
+}
+
+// Has the fused kernel computed the gradients?
+__device__ __forceinline__ bool is_superseded(const DenseBackward &work) { return work.odd && *work.odd == 0; }
 
 __device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
   return !statistics.empty() && fabsf(statistics.lse) > kLargeLse;

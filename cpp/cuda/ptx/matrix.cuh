@@ -56,6 +56,18 @@ template <class Element> __device__ __forceinline__ uint32_t pack(float low, flo
   return bits;
 }
 
+// Of a pair that lies as pack() makes it.
+template <class Element> __device__ __forceinline__ void unpack(uint32_t pair, float &low, float &high) {
+  if constexpr (__is_same(Element, __half)) {
+    const float2 both = __half22float2(reinterpret_cast<const __half2 &>(pair));
+    low = both.x;
+    high = both.y;
+  } else {
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000u);
+  }
+}
+
 // These reduce over the four threads that hold a row of an accumulator.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
