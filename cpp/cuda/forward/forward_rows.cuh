@@ -164,6 +164,31 @@ struct ForwardRows {
     return factor;
   }
 
+  // The largest running maximum with which quick_softmax() agrees with softmax(): beyond it, the rounding of products
+  // with the scale matters.
+  static constexpr float kMostShift = 65536.0f;
+  // A row's sum of a thread that quick_softmax() returns where no score exceeds the maximum by more than kSlack.
+  static constexpr float kMostSum = 2 * kColumnTiles * 256.0f;
+  static_assert(kSlack == 8.0f);
+
+  // Turns products of a row, which `scale` makes scores to base 2, into probabilities relative to the running maximum
+  // as it is. Returns their sum, without adding it. If it is more than kMostSum or NaN, the maximum has to be found.
+  __device__ float quick_softmax(int m, int half, float scale) {
+    const float top = maximum[m][half];
+    // Where a row has no maximum yet, any score makes infinity.
+    const float shift = fabsf(top) <= kMostShift ? top : top == -INFINITY ? -3.4e38f : NAN;
+    float added[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float &s = scores[m][n][2 * half + i];
+        s = ptx::exp2_approximate(fmaf(s, scale, -shift));
+        added[i] += s;
+      }
+    return added[0] + added[1];
+  }
+
   __device__ void rescale(int m, int half, float factor) {
     if (__any_sync(0xffffffffu, factor != 1.0f)) {
 #pragma unroll

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../../ptx/dependent.cuh"
+#include "../../tile/sm90/bias_operand.cuh"
 #include "../../tile/sm90/key_pipeline.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/tile_scheduler.cuh"
@@ -20,6 +21,7 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kKStages,
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
   using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kKStages, kVStages>;
   using QTile = PanelTile<kHeadDim, kRows>;
+  using Bias = BiasOperand<Element, kColumns, Pipeline::kFactSlots>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
 };
@@ -27,6 +29,7 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kKStages,
 template <class Config> struct ForwardShared {
   typename Config::Pipeline pipeline;
   alignas(1024) char sQ[Config::QTile::kBytes];
+  typename Config::Bias bias;
   TaskPipeline<ForwardTask> tasks;
 };
 
@@ -54,7 +57,11 @@ template <class Config> __device__ void produce_forward(const ForwardParams &par
             sink_score(p, t.head)};
   };
   TaskProducer<ForwardTask, decltype(make)> scheduler(p, shared.tasks, make);
-  KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
+  const bool folds = present(p.bias) && params.bias_factor != 0.0f;
+  const auto on_column = [&](int slot, int i, float bias) {
+    if (folds) shared.bias.store(slot, i, bias * params.bias_factor);
+  };
+  KeyProducer<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
   keys.start(scheduler.current());
   for (; !scheduler.at_end(); scheduler.advance()) {
     const ForwardTask &task = scheduler.current(), &next = scheduler.next();
@@ -95,10 +102,15 @@ template <class Config> struct ForwardConsumer {
     if (group == 1) Roles::pass_turn(group);
   }
 
-  __device__ void start_scores() {
+  // Starts Q K', with the bias added where it `folds`.
+  __device__ void start_scores(bool folds) {
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sK[k_state.index]));
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(rows.scores[0], q_desc, k, false);
+    if (folds) {
+      ptx::wgmma_ss<Element, false, false>(rows.scores[0], shared.bias.ones_descriptor(),
+                                           shared.bias.descriptor(k_state.facts), false);
+    }
+    warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(rows.scores[0], q_desc, k, folds);
     ptx::warpgroup_commit_batch();
   }
 
@@ -110,8 +122,8 @@ template <class Config> struct ForwardConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  __device__ void finish_output() {
-    ptx::warpgroup_wait<0>();
+  template <int kMark> __device__ void finish_output() {
+    ptx::warpgroup_wait<0, kMark>();
     ptx::warpgroup_fence_operand(rows.out[0]);
     ptx::warpgroup_fence_operand(probabilities);
     Roles::consumer_release(shared.pipeline.v_empty[v_state.index]);
@@ -123,28 +135,92 @@ template <class Config> struct ForwardConsumer {
 
   template <After kAfter> __device__ void step(const TaskConsumer<ForwardTask> &tasks, int block, int blocks) {
     Pipeline &pipeline = shared.pipeline;
+    constexpr bool kFirst = kAfter != After::block;
+    const bool linear = !kFirst && params.bias_factor != 0.0f;
     Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
     Roles::take_turn(group);
-    start_scores();
+    start_scores(linear && present(params.p.bias));
     if constexpr (kAfter != After::nothing) start_output();
     Roles::pass_turn(group);
     ptx::warpgroup_wait<kAfter == After::nothing ? 0 : 1>();
     ptx::warpgroup_fence_operand(rows.scores[0]);
-    Roles::consumer_release(pipeline.k_empty[k_state.index]);
     if (block + 1 == blocks) Roles::consumer_release(shared.tasks.empty); // Q of the next tile may come
-    rows.finish_scores(pipeline.facts[k_state.facts], (block + 1) * kColumns > tasks.current().columns.full);
-    ++k_state;
+    const auto &facts = pipeline.facts[k_state.facts];
+    const bool partial = (block + 1) * kColumns > tasks.current().columns.full;
     [[maybe_unused]] const RowSums before = take_sums();
-    if constexpr (kAfter != After::block) rows.start_sums();
-    const float factors[2] = {rows.softmax(0, 0), rows.softmax(0, 1)};
-    if constexpr (kAfter != After::nothing) finish_output();
-    pack_left<Element>(probabilities, rows.scores[0]);
-    if constexpr (kAfter == After::block) {
-      rows.rescale(0, 0, factors[0]);
-      rows.rescale(0, 1, factors[1]);
+    if constexpr (kFirst) {
+      Roles::consumer_release(pipeline.k_empty[k_state.index]);
+      rows.finish_scores(facts, partial);
+      rows.start_sums();
+      rows.softmax(0, 0);
+      rows.softmax(0, 1);
+      if constexpr (kAfter == After::tile) finish_output<0>();
     } else {
+      next_softmax(tasks.current(), linear, partial);
+      Roles::consumer_release(pipeline.k_empty[k_state.index]);
+    }
+    ++k_state;
+    pack_left<Element>(probabilities, rows.scores[0]);
+    if constexpr (kFirst) {
       if constexpr (kAfter == After::tile) write(tasks.before(), before);
       clear(rows.out);
+    }
+  }
+
+  // The probabilities of a block that is not the first of its tile. The maximum mostly stays, and is not looked for
+  // unless the sums show that it does not. That branch also keeps the wait for the product with V behind the
+  // probabilities, which ptxas would else compute after it.
+  __device__ void next_softmax(const ForwardTask &task, bool linear, bool partial) {
+    const auto &facts = shared.pipeline.facts[k_state.facts];
+    if (linear) {
+      const float scale = params.factors.scale;
+      if (partial) rows.drop_columns(facts);
+      const float added[2] = {rows.quick_softmax(0, 0, scale), rows.quick_softmax(0, 1, scale)};
+      if (__all_sync(0xffffffffu, added[0] <= Rows::kMostSum && added[1] <= Rows::kMostSum)) {
+        finish_output<0>();
+        rows.sum[0][0] += added[0];
+        rows.sum[0][1] += added[1];
+        return;
+      }
+    }
+    finish_output<1>();
+    if (linear) scores_again(task);
+    rows.finish_scores(facts, partial);
+    const float factors[2] = {rows.softmax(0, 0), rows.softmax(0, 1)};
+    rows.rescale(0, 0, factors[0]);
+    rows.rescale(0, 1, factors[1]);
+  }
+
+  // Computes the products of this warp's rows and the keys once more, without their bias. Q comes from global memory,
+  // since its tile may have been released.
+  __device__ void scores_again(const ForwardTask &task) {
+    const fdm_tensor &q = params.p.q;
+    const uint32_t sK = ptx::shared_address(shared.pipeline.sK[k_state.index]);
+    const int lane = threadIdx.x % 32, head_dim = int(params.p.head_dim);
+    const uint16_t *row[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = task.first_row + Rows::row(0, half);
+      row[half] = i < task.s.q_count ? static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head)
+                                     : nullptr;
+    }
+    clear(rows.scores);
+#pragma unroll 1
+    for (int d = 0; d < kHeadDim; d += 16) {
+      uint32_t left[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = d + 8 * (i / 2) + accumulator_column();
+        const bool valid = row[i % 2] && column < head_dim;
+        left[i] = valid ? *reinterpret_cast<const uint32_t *>(row[i % 2] + column) : 0u;
+      }
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; n += 2) {
+        uint32_t right[4];
+        ptx::ldmatrix(right, KeyTile::chunk_address(sK, 8 * n + lane / 16 * 8 + lane % 8, d / 8 + lane / 8 % 2));
+        ptx::mma<Element>(rows.scores[0][n], left, right[0], right[1]);
+        ptx::mma<Element>(rows.scores[0][n + 1], left, right[2], right[3]);
+      }
     }
   }
 
@@ -201,7 +277,7 @@ template <class Config> struct ForwardConsumer {
       step<After::tile>(tasks, 0, blocks);
     }
     start_output();
-    finish_output();
+    finish_output<0>();
     write(tasks.before(), take_sums());
   }
 
@@ -218,9 +294,10 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) forward_kernel(const __gri
     shared.pipeline.init();
     shared.tasks.init();
   }
+  shared.bias.init();
   ptx::wait_for_kernel_ahead();
   __syncthreads();
-  using Registers = RoleRegisters<208, 88>;
+  using Registers = RoleRegisters<216, 72>;
   if (Roles::is_producer()) {
     Registers::produce();
     produce_forward<Config>(params, shared);

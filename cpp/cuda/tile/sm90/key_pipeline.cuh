@@ -45,7 +45,9 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
 
 // A producer thread, which knows one column of each block, or none. The blocks of all tasks are one stream: V of a
 // task's last block is loaded among the blocks of the next, whose first columns were asked for before.
-template <class Pipeline> struct KeyProducer {
+//
+// on_column(slot, i, bias) is called for each column of a block whose facts have been stored.
+template <class Pipeline, class OnColumn> struct KeyProducer {
   static constexpr int kColumns = Pipeline::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
   using Tile = typename Pipeline::Tile;
   // Where K has a stage more, K of a block is loaded before V of the previous block. The stage of that V is released
@@ -54,13 +56,15 @@ template <class Pipeline> struct KeyProducer {
 
   const fdm_problem &p;
   Pipeline &pipeline;
+  const OnColumn &on_column;
   typename Pipeline::KPipelineState k_state;
   typename Pipeline::VPipelineState v_state;
   ColumnEntry entry;
   int32_t next_key;
   const uint16_t *v_row = nullptr; // of the block whose K was loaded last; null once its V is loaded too
 
-  __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared) : p(problem), pipeline(shared) {}
+  __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared, const OnColumn &call)
+      : p(problem), pipeline(shared), on_column(call) {}
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
   __device__ static int column(int block) {
@@ -106,8 +110,12 @@ private:
     const int stage = k_state.index;
     Roles::producer_acquire(pipeline.k_empty[stage], k_state.phase);
     int32_t key = -1;
-    if (threadIdx.x % 32 < kOwnColumns)
-      key = store_facts<kColumns>(pipeline.facts[k_state.facts], task.columns, task.bias, column(block), entry);
+    if (threadIdx.x % 32 < kOwnColumns) {
+      auto &facts = pipeline.facts[k_state.facts];
+      key = store_facts<kColumns>(facts, task.columns, task.bias, column(block), entry);
+      const int i = column(block) % kColumns;
+      on_column(k_state.facts, i, facts.bias[i]);
+    }
     const auto row_of = [&](const fdm_tensor &t) {
       return key < 0 ? kZeroRow : key_row(p, t, task.s, task.sequence_index, task.kv_head, key);
     };
