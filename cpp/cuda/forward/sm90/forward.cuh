@@ -102,8 +102,9 @@ template <class Config> struct ForwardConsumer {
     if (group == 1) Roles::pass_turn(group);
   }
 
-  // Starts Q K', with the bias added where it `folds`.
-  __device__ void start_scores(bool folds) {
+  // Starts Q K', with the bias added if scores are linear in it.
+  __device__ void start_scores() {
+    const bool folds = params.bias_factor != 0.0f && present(params.p.bias);
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sK[k_state.index]));
     ptx::warpgroup_arrive();
     if (folds) {
@@ -135,60 +136,54 @@ template <class Config> struct ForwardConsumer {
 
   template <After kAfter> __device__ void step(const TaskConsumer<ForwardTask> &tasks, int block, int blocks) {
     Pipeline &pipeline = shared.pipeline;
-    constexpr bool kFirst = kAfter != After::block;
-    const bool linear = !kFirst && params.bias_factor != 0.0f;
     Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
     Roles::take_turn(group);
-    start_scores(linear && present(params.p.bias));
+    start_scores();
     if constexpr (kAfter != After::nothing) start_output();
     Roles::pass_turn(group);
     ptx::warpgroup_wait<kAfter == After::nothing ? 0 : 1>();
     ptx::warpgroup_fence_operand(rows.scores[0]);
     if (block + 1 == blocks) Roles::consumer_release(shared.tasks.empty); // Q of the next tile may come
-    const auto &facts = pipeline.facts[k_state.facts];
-    const bool partial = (block + 1) * kColumns > tasks.current().columns.full;
     [[maybe_unused]] const RowSums before = take_sums();
-    if constexpr (kFirst) {
-      Roles::consumer_release(pipeline.k_empty[k_state.index]);
-      rows.finish_scores(facts, partial);
-      rows.start_sums();
-      rows.softmax(0, 0);
-      rows.softmax(0, 1);
-      if constexpr (kAfter == After::tile) finish_output<0>();
-    } else {
-      next_softmax(tasks.current(), linear, partial);
-      Roles::consumer_release(pipeline.k_empty[k_state.index]);
-    }
+    softmax<kAfter>(tasks.current(), (block + 1) * kColumns > tasks.current().columns.full);
+    Roles::consumer_release(pipeline.k_empty[k_state.index]);
     ++k_state;
     pack_left<Element>(probabilities, rows.scores[0]);
-    if constexpr (kFirst) {
-      if constexpr (kAfter == After::tile) write(tasks.before(), before);
-      clear(rows.out);
-    }
+    if constexpr (kAfter == After::tile) write(tasks.before(), before);
+    if constexpr (kAfter != After::block) clear(rows.out);
   }
 
-  // The probabilities of a block that is not the first of its tile. The maximum mostly stays, and is not looked for
-  // unless the sums show that it does not. That branch also keeps the wait for the product with V behind the
+  // Turns products into probabilities, and finishes the product with V that is under way.
+  //
+  // The first block of a tile gives the maximum of its rows. It mostly stays, and is not looked for in other blocks
+  // unless their sums show that it does not. That branch also keeps the wait for the product with V behind the
   // probabilities, which ptxas would else compute after it.
-  __device__ void next_softmax(const ForwardTask &task, bool linear, bool partial) {
+  template <After kAfter> __device__ void softmax(const ForwardTask &task, bool partial) {
     const auto &facts = shared.pipeline.facts[k_state.facts];
+    const bool linear = params.bias_factor != 0.0f;
     if (linear) {
       const float scale = params.factors.scale;
       if (partial) rows.drop_columns(facts);
-      const float added[2] = {rows.quick_softmax(0, 0, scale), rows.quick_softmax(0, 1, scale)};
+      if constexpr (kAfter != After::block) rows.find_maximum(scale);
+      float added[2];
+      rows.quick_softmax(scale, added);
       if (__all_sync(0xffffffffu, added[0] <= Rows::kMostSum && added[1] <= Rows::kMostSum)) {
-        finish_output<0>();
-        rows.sum[0][0] += added[0];
-        rows.sum[0][1] += added[1];
+        if constexpr (kAfter != After::nothing) finish_output<0>();
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          rows.sum[0][half] = kAfter == After::block ? rows.sum[0][half] + added[half] : added[half];
         return;
       }
     }
-    finish_output<1>();
+    if constexpr (kAfter != After::nothing) finish_output<1>();
     if (linear) scores_again(task);
     rows.finish_scores(facts, partial);
+    if constexpr (kAfter != After::block) rows.start_sums();
     const float factors[2] = {rows.softmax(0, 0), rows.softmax(0, 1)};
-    rows.rescale(0, 0, factors[0]);
-    rows.rescale(0, 1, factors[1]);
+    if constexpr (kAfter == After::block) {
+      rows.rescale(0, 0, factors[0]);
+      rows.rescale(0, 1, factors[1]);
+    }
   }
 
   // Computes the products of this warp's rows and the keys once more, without their bias. Q comes from global memory,
@@ -201,8 +196,8 @@ template <class Config> struct ForwardConsumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t i = task.first_row + Rows::row(0, half);
-      row[half] = i < task.s.q_count ? static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head)
-                                     : nullptr;
+      row[half] =
+          i < task.s.q_count ? static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head) : nullptr;
     }
     clear(rows.scores);
 #pragma unroll 1
