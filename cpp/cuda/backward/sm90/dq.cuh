@@ -75,8 +75,7 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
     scheduler.producer_acquire();
     load_rows<Config>(params, task, statistics, shared);
     scheduler.producer_commit();
-    scheduler.prepare_ahead();
-    keys.run(task, next);
+    keys.run(task, next, [&] { scheduler.prepare_ahead(); });
   }
   keys.finish();
   scheduler.producer_tail();

@@ -33,12 +33,25 @@ template <class Config> struct ForwardShared {
   TaskPipeline<ForwardTask> tasks;
 };
 
-template <class Config> __device__ void load_queries(const ForwardParams &params, const ForwardTask &task, char *sQ) {
+// The row of Q that a producer thread knows; null: there is none.
+template <class Config>
+__device__ const uint16_t *query_row(const ForwardParams &params, const ForwardTask &task) {
   const fdm_tensor &q = params.p.q;
+  const int64_t i = task.first_row + Roles::producer_thread();
+  if (i >= task.s.q_count) return nullptr;
+  return static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head);
+}
+
+// Q of the next tile is loaded as late as its place becomes free, and should then be in L2.
+template <class Config> __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask &next) {
+  const uint16_t *row = query_row<Config>(params, next);
+  for (int d = 0; row && d < params.p.head_dim; d += 64) ptx::prefetch_l2(row + d);
+}
+
+template <class Config> __device__ void load_queries(const ForwardParams &params, const ForwardTask &task, char *sQ) {
   const int thread = Roles::producer_thread();
-  const int64_t i = task.first_row + thread;
-  const uint16_t *row = kZeroRow;
-  if (i < task.s.q_count) row = static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head);
+  const uint16_t *row = query_row<Config>(params, task);
+  if (!row) row = kZeroRow;
   Config::QTile::template gather<Roles::kProducerWarps>(ptx::shared_address(sQ), thread / 32, row,
                                                         int(params.p.head_dim));
 }
@@ -69,8 +82,10 @@ template <class Config> __device__ void produce_forward(const ForwardParams &par
     scheduler.producer_acquire();
     load_queries<Config>(params, task, shared.sQ);
     scheduler.producer_commit();
-    scheduler.prepare_ahead();
-    keys.run(task, next);
+    keys.run(task, next, [&] {
+      prefetch_queries<Config>(params, next);
+      scheduler.prepare_ahead();
+    });
   }
   keys.finish();
   scheduler.producer_tail();
@@ -292,7 +307,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) forward_kernel(const __gri
   shared.bias.init();
   ptx::wait_for_kernel_ahead();
   __syncthreads();
-  using Registers = RoleRegisters<216, 72>;
+  using Registers = RoleRegisters<208, 88>;
   if (Roles::is_producer()) {
     Registers::produce();
     produce_forward<Config>(params, shared);
