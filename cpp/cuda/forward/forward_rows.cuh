@@ -165,8 +165,8 @@ struct ForwardRows {
   }
 
   // The largest running maximum with which quick_softmax() may be used. Scores that a product has added the bias to have
-  // errors of some units in their last place, which are 2^-11 here; P is rounded to 2^-9 in bfloat16.
-  static constexpr float kMostShift = 4096.0f;
+  // errors of some units in their last place, each 2^-13 here; P is rounded to 2^-11 of itself in float16.
+  static constexpr float kMostShift = 1024.0f;
   // A row's sum of a thread that quick_softmax() gives where no score exceeds the maximum by more than kSlack.
   static constexpr float kMostSum = 2 * kColumnTiles * 256.0f;
   static_assert(kSlack == 8.0f);
