@@ -16,6 +16,7 @@ struct ForwardParams {
   fdm_forward_args a;
   Plan plan;
   ScoreFactors factors;   // made once, since a division on the device takes registers throughout the mainloop
+  float bias_factor;      // makes a bias to base 2 one in units of q.k; 0: scores are not linear in q.k
   int32_t tiles;          // tiles of the longest sequence
   int32_t heads_per_tile; // 1, or the heads of a group
   int32_t splits;

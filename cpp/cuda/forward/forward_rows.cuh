@@ -164,6 +164,51 @@ struct ForwardRows {
     return factor;
   }
 
+  // The largest running maximum with which quick_softmax() may be used. Scores that a product has added the bias to have
+  // errors of some units in their last place, each 2^-13 here; P is rounded to 2^-11 of itself in float16.
+  static constexpr float kMostShift = 1024.0f;
+  // A row's sum of a thread that quick_softmax() gives where no score exceeds the maximum by more than kSlack.
+  static constexpr float kMostSum = 2 * kColumnTiles * 256.0f;
+  static_assert(kSlack == 8.0f);
+
+  // Makes the maximum that of these products, which `scale` makes scores to base 2.
+  __device__ void find_maximum(float scale) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float largest = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n)
+          largest = fmaxf(largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+        maximum[m][half] = ptx::row_max(largest) * scale;
+      }
+  }
+
+  // Turns products, which `scale` makes scores to base 2, into probabilities relative to the running maximum as it is.
+  // `added` becomes their sums, which are not added yet. If one is more than kMostSum or NaN, the maximum has to be
+  // looked for.
+  __device__ void quick_softmax(float scale, float (&added)[2 * kRowTiles]) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float top = maximum[m][half];
+        // Where a row has no maximum yet, any score makes infinity.
+        const float shift = fabsf(top) <= kMostShift ? top : top == -INFINITY ? -3.4e38f : NAN;
+        float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float &s = scores[m][n][2 * half + i];
+            s = ptx::exp2_approximate(fmaf(s, scale, -shift));
+            sums[i] += s;
+          }
+        added[2 * m + half] = sums[0] + sums[1];
+      }
+  }
+
   __device__ void rescale(int m, int half, float factor) {
     if (__any_sync(0xffffffffu, factor != 1.0f)) {
 #pragma unroll
@@ -222,11 +267,10 @@ struct ForwardRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row(m, half);
-        if (!exists(r)) continue;
         const float total = sum[m][half], inverse = row_factor(sink(r), maximum[m][half], total);
         auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task->s, query(r), head(r));
-        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse);
-        if (threadIdx.x % 4 == 0)
+        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse, 0xffffffffu, exists(r));
+        if (exists(r) && threadIdx.x % 4 == 0)
           static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, query(r), head(r))] =
               total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
       }

@@ -36,6 +36,20 @@ __device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
                : "memory");
 }
 
+// Has a phase of this parity ended?
+__device__ __forceinline__ bool test_wait(uint64_t &barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n"
+               ".reg .pred done;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, done;\n"
+               "}\n"
+               : "=r"(done)
+               : "r"(shared_address(&barrier)), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
 // Makes shared memory that ordinary stores and cp.async have written visible to wgmma.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 

@@ -19,6 +19,12 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
   return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
 }
 
+// The same for an operand without a swizzle whose columns are summed over: eight rows of 16 bytes follow each other,
+// the next eight are `stride` bytes further, and the next eight columns `leading` bytes.
+__device__ __forceinline__ uint64_t plain_matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  return uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
+}
+
 // Comes before the first product, and whenever registers that products read were written.
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit_batch() {
@@ -39,9 +45,10 @@ template <int kTiles> __device__ __forceinline__ void warpgroup_fence_operand(ui
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(registers[n][i])::"memory");
 }
 
-// Waits until at most kPending of the most recent groups are under way.
-template <int kPending> __device__ __forceinline__ void warpgroup_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+// Waits until at most kPending of the most recent groups are under way. The compiler does not merge waits of different
+// marks into one.
+template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0; // %1\n" ::"n"(kPending), "n"(kMark) : "memory");
 }
 
 // The instruction differs in text only: by the number of accumulators, the type, and where the left operand lies.

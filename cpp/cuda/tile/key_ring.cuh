@@ -80,19 +80,29 @@ __device__ __forceinline__ int32_t fetch_key(const TileColumns &t, int32_t c) {
   return c < t.count ? column_key(t, c) : -1;
 }
 
+// Which rows keep the entry's key, which not all may do.
+__device__ __forceinline__ void fetch_rows(ColumnEntry &entry, const TileColumns &t) {
+  if (t.words) entry.word = t.words[entry.key];
+  if (t.start) {
+    entry.start = t.start[entry.key * t.start_stride];
+    entry.end = t.end[entry.key * t.end_stride];
+  }
+}
+
 __device__ __forceinline__ ColumnEntry fetch_column(const TileColumns &t, const ScoreView &bias, int32_t c,
                                                     int32_t key) {
   ColumnEntry entry{};
   entry.key = key;
   if (key < 0) return entry;
   if (bias.data && !bias.rows) entry.bias_bits = bias.load_bits(key);
-  if (c < t.full) return entry;
-  if (t.words) entry.word = t.words[key];
-  if (t.start) {
-    entry.start = t.start[key * t.start_stride];
-    entry.end = t.end[key * t.end_stride];
-  }
+  if (c >= t.full) fetch_rows(entry, t);
   return entry;
+}
+
+// Key 0 of a sequence in k or v, where there is no block table.
+__device__ __forceinline__ const uint16_t *first_key_row(const fdm_tensor &t, const Sequence &s, int64_t kv_head) {
+  return static_cast<const uint16_t *>(t.data) + s.batch * t.stride[0] + s.k_begin * t.stride[1] +
+         kv_head * t.stride[2];
 }
 
 // Key j of a sequence in k or v, through the block table where there is one.
@@ -100,21 +110,23 @@ __device__ __forceinline__ const uint16_t *key_row(const fdm_problem &p, const f
                                                    int64_t sequence_index, int64_t kv_head, int32_t j) {
   const auto *base = static_cast<const uint16_t *>(t.data);
   const fdm_tensor &table = p.block_table;
-  if (!present(table)) return base + s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + kv_head * t.stride[2];
+  if (!present(table)) return first_key_row(t, s, kv_head) + j * t.stride[1];
   const int32_t page_size = static_cast<int32_t>(t.shape[1]);
   const int64_t entry = sequence_index * table.stride[0] + (j / page_size) * table.stride[1];
   const int64_t page = clamp64(static_cast<const int32_t *>(table.data)[entry], 0, t.shape[0] - 1); // see sequence()
   return base + page * t.stride[0] + (j % page_size) * t.stride[1] + kv_head * t.stride[2];
 }
 
-// Stores what is known of column c, and returns its key; -1 if no row keeps it.
+// Stores what is known of column c, and returns its key; -1 if no row keeps it. `partial` says that the column's block
+// is not one of full columns only.
 template <int kColumns>
 __device__ __forceinline__ int32_t store_facts(ColumnFacts<kColumns> &facts, const TileColumns &t,
-                                               const ScoreView &bias, int32_t c, const ColumnEntry &entry) {
+                                               const ScoreView &bias, int32_t c, bool partial,
+                                               const ColumnEntry &entry) {
   const int i = c % kColumns;
   float column_bias = entry.key < 0 ? -INFINITY : 0.0f;
   if (entry.key >= 0 && bias.data && !bias.rows) column_bias = to_base_2(bias.convert(entry.bias_bits));
-  if (c / kColumns * kColumns + kColumns > t.full) {
+  if (partial) {
     const RowWord word = column_word(t, c, entry.key, entry.start, entry.end, entry.word);
     uint32_t any = 0;
 #pragma unroll
@@ -133,7 +145,8 @@ __device__ __forceinline__ void store_column(Slot &slot, const fdm_problem &p, c
                                              int64_t sequence_index, int64_t kv_head, const TileColumns &t,
                                              const ScoreView &bias, int32_t c, const ColumnEntry &entry) {
   const int i = c % kColumns;
-  const int32_t key = store_facts<kColumns>(slot, t, bias, c, entry);
+  const bool partial = c / kColumns * kColumns + kColumns > t.full;
+  const int32_t key = store_facts<kColumns>(slot, t, bias, c, partial, entry);
   slot.key[i] = key;
   slot.k_row[i] = key < 0 ? kZeroRow : key_row(p, p.k, s, sequence_index, kv_head, key);
   slot.v_row[i] = key < 0 ? kZeroRow : key_row(p, p.v, s, sequence_index, kv_head, key);

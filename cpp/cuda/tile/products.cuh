@@ -75,42 +75,47 @@ __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 
 // The first of this thread's two columns in an 8-column tile.
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
 
+// The lanes that share a row of accumulators.
+__device__ __forceinline__ uint32_t lanes_of_row() { return 0xfu << (threadIdx.x % 32 & ~3); }
+
 // The four lanes that share rows have a word each of four tiles; afterwards each has the four words of one tile.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t quad = 0xfu << (lane & ~3);
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], uint32_t lanes) {
 #pragma unroll
   for (int distance = 1; distance <= 2; distance *= 2) {
-    const bool upper = lane & distance;
+    const bool upper = threadIdx.x & distance;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i & distance) continue;
       uint32_t &low = words[i], &high = words[i + distance];
-      const uint32_t received = __shfl_xor_sync(quad, upper ? low : high, distance);
+      const uint32_t received = __shfl_xor_sync(lanes, upper ? low : high, distance);
       (upper ? low : high) = received;
     }
   }
 }
 
-// Writes this thread's part of a row of accumulators, times a factor. All lanes that share the row call it.
+// Writes this thread's part of a row of accumulators, times a factor, if the row exists. `lanes` call this together:
+// those that share the row, or all of the warp, which takes fewer instructions.
 template <class Element, int kDimTiles>
 __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
-                                          int half, float factor) {
+                                          int half, float factor, uint32_t lanes = lanes_of_row(), bool exists = true) {
   static_assert(kDimTiles % 4 == 0);
   const bool pairs = stride == 1 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
-  if (stride == 1 && reinterpret_cast<uintptr_t>(row) % 16 == 0 && head_dim % 8 == 0) {
+  const bool wide = stride == 1 && reinterpret_cast<uintptr_t>(row) % 16 == 0 && head_dim % 8 == 0;
+  if (__all_sync(lanes, wide)) {
 #pragma unroll
     for (int d = 0; d < kDimTiles; d += 4) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         words[i] = ptx::pack<Element>(sums[d + i][2 * half] * factor, sums[d + i][2 * half + 1] * factor);
-      transpose_quad(words);
+      transpose_quad(words, lanes);
       const int column = 8 * (d + int(threadIdx.x) % 4);
-      if (column < head_dim) *reinterpret_cast<uint4 *>(row + column) = {words[0], words[1], words[2], words[3]};
+      if (exists && column < head_dim)
+        *reinterpret_cast<uint4 *>(row + column) = {words[0], words[1], words[2], words[3]};
     }
     return;
   }
+  if (!exists) return;
   auto *halves = reinterpret_cast<uint16_t *>(row);
 #pragma unroll
   for (int d = 0; d < kDimTiles; ++d) {

@@ -90,15 +90,27 @@ template <int kColumns, int kRows = kAnyRows> struct SmemTile {
     for (int half = 0; half < 2; ++half)
       own_address[half] =
           chunk_address(base, first_row<kWarps>(warp) + own_row + 4 * half, own_chunk) - 4 * half * kRowBytes;
-#pragma unroll 4 // more would need a register pair each
-    for (int r = 0; r < kOwnRows; r += kStepRows) {
-      const auto *row =
-          reinterpret_cast<const uint16_t *>(__shfl_sync(0xffffffffu, row_bits, r + own_row)) + own_chunk * 8;
+    // The addresses of several rows are found first: a register that a copy reads cannot be written until the copy has
+    // left the queue.
+    constexpr int kBatch = kOwnRows / kStepRows < 4 ? kOwnRows / kStepRows : 4;
+    static_assert(kOwnRows / kStepRows % kBatch == 0);
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        const int chunk = 8 * panel + own_chunk;
-        const uint32_t address = own_address[r / 4 % 2] + r * kRowBytes + panel * kPanelBytes;
-        if (chunk < kChunks) ptx::cp_async_16(address, row + 64 * panel, chunk * 8 < head_dim);
+    for (int first = 0; first < kOwnRows; first += kBatch * kStepRows) {
+      const uint16_t *row[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        row[i] = reinterpret_cast<const uint16_t *>(
+                     __shfl_sync(0xffffffffu, row_bits, first + i * kStepRows + own_row)) +
+                 own_chunk * 8;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int r = first + i * kStepRows;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+          const int chunk = 8 * panel + own_chunk;
+          const uint32_t address = own_address[r / 4 % 2] + r * kRowBytes + panel * kPanelBytes;
+          if (chunk < kChunks) ptx::cp_async_16(address, row[i] + 64 * panel, chunk * 8 < head_dim);
+        }
       }
     }
   }

@@ -63,7 +63,8 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
             score_view(p, p.bias, t.s, t.head)};
   };
   TaskProducer<DqTask, decltype(make)> scheduler(p, shared.tasks, make);
-  KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
+  const auto on_column = [](int, int, float) {};
+  KeyProducer<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
   keys.start(scheduler.current());
   for (; !scheduler.at_end(); scheduler.advance()) {
     const DqTask &task = scheduler.current(), &next = scheduler.next();
@@ -74,8 +75,7 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
     scheduler.producer_acquire();
     load_rows<Config>(params, task, statistics, shared);
     scheduler.producer_commit();
-    scheduler.prepare_ahead();
-    keys.run(task, next);
+    keys.run(task, next, [&] { scheduler.prepare_ahead(); });
   }
   keys.finish();
   scheduler.producer_tail();

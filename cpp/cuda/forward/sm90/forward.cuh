@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../../ptx/dependent.cuh"
+#include "../../tile/sm90/bias_operand.cuh"
 #include "../../tile/sm90/key_pipeline.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/tile_scheduler.cuh"
@@ -21,6 +22,7 @@ struct ForwardConfigSm90 {
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
   using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kKStages, kVStages>;
   using QTile = SmemTile<kHeadDim, kRows>;
+  using Bias = BiasOperand<Element, kColumns, Pipeline::kFactSlots>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
 };
@@ -28,15 +30,29 @@ struct ForwardConfigSm90 {
 template <class Config> struct ForwardSharedSm90 {
   typename Config::Pipeline pipeline;
   alignas(1024) char sQ[Config::QTile::kBytes];
+  typename Config::Bias bias;
   TaskPipeline<ForwardTask> tasks;
 };
 
-template <class Config> __device__ void load_queries(const ForwardParams &params, const ForwardTask &task, char *sQ) {
+// The row of Q that a producer thread knows; null: there is none.
+template <class Config>
+__device__ const uint16_t *query_row(const ForwardParams &params, const ForwardTask &task) {
   const fdm_tensor &q = params.p.q;
+  const int64_t i = task.first_row + Roles::producer_thread();
+  if (i >= task.s.q_count) return nullptr;
+  return static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head);
+}
+
+// Q of the next tile is loaded as late as its place becomes free, and should then be in L2.
+template <class Config> __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask &next) {
+  const uint16_t *row = query_row<Config>(params, next);
+  for (int d = 0; row && d < params.p.head_dim; d += 64) ptx::prefetch_l2(row + d);
+}
+
+template <class Config> __device__ void load_queries(const ForwardParams &params, const ForwardTask &task, char *sQ) {
   const int thread = Roles::producer_thread();
-  const int64_t i = task.first_row + thread;
-  const uint16_t *row = kZeroRow;
-  if (i < task.s.q_count) row = static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head);
+  const uint16_t *row = query_row<Config>(params, task);
+  if (!row) row = kZeroRow;
   Config::QTile::template gather<Roles::kProducerWarps>(ptx::shared_address(sQ), thread / 32, row,
                                                         int(params.p.head_dim));
 }
@@ -56,7 +72,11 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
             sink_score(p, t.head)};
   };
   TaskProducer<ForwardTask, decltype(make)> scheduler(p, shared.tasks, make);
-  KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
+  const bool folds = present(p.bias) && params.bias_factor != 0.0f;
+  const auto on_column = [&](int slot, int i, float bias) {
+    if (folds) shared.bias.store(slot, i, bias * params.bias_factor);
+  };
+  KeyProducer<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
   keys.start(scheduler.current());
   for (; !scheduler.at_end(); scheduler.advance()) {
     const ForwardTask &task = scheduler.current(), &next = scheduler.next();
@@ -64,8 +84,10 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
     scheduler.producer_acquire();
     load_queries<Config>(params, task, shared.sQ);
     scheduler.producer_commit();
-    scheduler.prepare_ahead();
-    keys.run(task, next);
+    keys.run(task, next, [&] {
+      prefetch_queries<Config>(params, next);
+      scheduler.prepare_ahead();
+    });
   }
   keys.finish();
   scheduler.producer_tail();
@@ -97,10 +119,16 @@ template <class Config> struct ForwardConsumer {
     if (group == 1) Roles::pass_turn(group);
   }
 
+  // Starts Q K', with the bias added if scores are linear in it.
   __device__ void start_scores() {
+    const bool folds = params.bias_factor != 0.0f && present(params.p.bias);
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sK[k_state.index]));
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(rows.scores[0], q_desc, k, false);
+    if (folds) {
+      ptx::wgmma_ss<Element, false, false>(rows.scores[0], shared.bias.ones_descriptor(),
+                                           shared.bias.descriptor(k_state.facts), false);
+    }
+    warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(rows.scores[0], q_desc, k, folds);
     ptx::warpgroup_commit_batch();
   }
 
@@ -112,8 +140,8 @@ template <class Config> struct ForwardConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  __device__ void finish_output() {
-    ptx::warpgroup_wait<0>();
+  template <int kMark> __device__ void finish_output() {
+    ptx::warpgroup_wait<0, kMark>();
     ptx::warpgroup_fence_operand(rows.out[0]);
     ptx::warpgroup_fence_operand(probabilities);
     Roles::consumer_release(shared.pipeline.v_empty[v_state.index]);
@@ -132,21 +160,79 @@ template <class Config> struct ForwardConsumer {
     Roles::pass_turn(group);
     ptx::warpgroup_wait<kAfter == After::nothing ? 0 : 1>();
     ptx::warpgroup_fence_operand(rows.scores[0]);
-    Roles::consumer_release(pipeline.k_empty[k_state.index]);
     if (block + 1 == blocks) Roles::consumer_release(shared.tasks.empty); // Q of the next tile may come
-    rows.finish_scores(pipeline.facts[k_state.facts], (block + 1) * kColumns > tasks.current().columns.full);
-    ++k_state;
     [[maybe_unused]] const RowSums before = take_sums();
+    softmax<kAfter>(tasks.current(), (block + 1) * kColumns > tasks.current().columns.full);
+    Roles::consumer_release(pipeline.k_empty[k_state.index]);
+    ++k_state;
+    pack_left<Element>(probabilities, rows.scores[0]);
+    if constexpr (kAfter == After::tile) write(tasks.before(), before);
+    if constexpr (kAfter != After::block) clear(rows.out);
+  }
+
+  // Turns products into probabilities, and finishes the product with V that is under way.
+  //
+  // The first block of a tile gives the maximum of its rows. It mostly stays, and is not looked for in other blocks
+  // unless their sums show that it does not. That branch also keeps the wait for the product with V behind the
+  // probabilities, which ptxas would else compute after it.
+  template <After kAfter> __device__ void softmax(const ForwardTask &task, bool partial) {
+    const auto &facts = shared.pipeline.facts[k_state.facts];
+    const bool linear = params.bias_factor != 0.0f;
+    if (linear) {
+      const float scale = params.factors.scale;
+      if (partial) rows.drop_columns(facts);
+      if constexpr (kAfter != After::block) rows.find_maximum(scale);
+      float added[2];
+      rows.quick_softmax(scale, added);
+      if (__all_sync(0xffffffffu, added[0] <= Rows::kMostSum && added[1] <= Rows::kMostSum)) {
+        if constexpr (kAfter != After::nothing) finish_output<0>();
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          rows.sum[0][half] = kAfter == After::block ? rows.sum[0][half] + added[half] : added[half];
+        return;
+      }
+    }
+    if constexpr (kAfter != After::nothing) finish_output<1>();
+    if (linear) scores_again(task);
+    rows.finish_scores(facts, partial);
     if constexpr (kAfter != After::block) rows.start_sums();
     const float factors[2] = {rows.softmax(0, 0), rows.softmax(0, 1)};
-    if constexpr (kAfter != After::nothing) finish_output();
-    pack_left<Element>(probabilities, rows.scores[0]);
     if constexpr (kAfter == After::block) {
       rows.rescale(0, 0, factors[0]);
       rows.rescale(0, 1, factors[1]);
-    } else {
-      if constexpr (kAfter == After::tile) write(tasks.before(), before);
-      clear(rows.out);
+    }
+  }
+
+  // Computes the products of this warp's rows and the keys once more, without their bias. Q comes from global memory,
+  // since its tile may have been released.
+  __device__ void scores_again(const ForwardTask &task) {
+    const fdm_tensor &q = params.p.q;
+    const uint32_t sK = ptx::shared_address(shared.pipeline.sK[k_state.index]);
+    const int lane = threadIdx.x % 32, head_dim = int(params.p.head_dim);
+    const uint16_t *row[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = task.first_row + Rows::row(0, half);
+      row[half] =
+          i < task.s.q_count ? static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, i, task.head) : nullptr;
+    }
+    clear(rows.scores);
+#pragma unroll 1
+    for (int d = 0; d < kHeadDim; d += 16) {
+      uint32_t left[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = d + 8 * (i / 2) + accumulator_column();
+        const bool valid = row[i % 2] && column < head_dim;
+        left[i] = valid ? *reinterpret_cast<const uint32_t *>(row[i % 2] + column) : 0u;
+      }
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; n += 2) {
+        uint32_t right[4];
+        ptx::ldmatrix(right, KeyTile::chunk_address(sK, 8 * n + lane / 16 * 8 + lane % 8, d / 8 + lane / 8 % 2));
+        ptx::mma<Element>(rows.scores[0][n], left, right[0], right[1]);
+        ptx::mma<Element>(rows.scores[0][n + 1], left, right[2], right[3]);
+      }
     }
   }
 
@@ -203,7 +289,7 @@ template <class Config> struct ForwardConsumer {
       step<After::tile>(tasks, 0, blocks);
     }
     start_output();
-    finish_output();
+    finish_output<0>();
     write(tasks.before(), take_sums());
   }
 
@@ -221,6 +307,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
     shared.pipeline.init();
     shared.tasks.init();
   }
+  shared.bias.init();
   ptx::wait_for_kernel_ahead();
   __syncthreads();
   using Registers = RoleRegisters<208, 88>;

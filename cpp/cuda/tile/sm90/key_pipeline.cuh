@@ -44,8 +44,11 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
 };
 
 // A producer thread, which knows one column of each block, or none. The blocks of all tasks are one stream: V of a
-// task's last block is loaded among the blocks of the next, whose first columns were asked for before.
-template <class Pipeline> struct KeyProducer {
+// task's last block is loaded among the blocks of the next, whose first columns were asked for before. What is needed
+// of a task for each block is held in registers: it would be read from shared memory again each time.
+//
+// on_column(slot, i, bias) is called for each column of a block whose facts have been stored.
+template <class Pipeline, class OnColumn> struct KeyProducer {
   static constexpr int kColumns = Pipeline::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
   using Tile = typename Pipeline::Tile;
   // Where K has a stage more, K of a block is loaded before V of the previous block. The stage of that V is released
@@ -54,13 +57,25 @@ template <class Pipeline> struct KeyProducer {
 
   const fdm_problem &p;
   Pipeline &pipeline;
+  const OnColumn &on_column;
   typename Pipeline::KPipelineState k_state;
   typename Pipeline::VPipelineState v_state;
-  ColumnEntry entry;
-  int32_t next_key;
+  const uint16_t *first_k, *first_v; // key 0 of the task that is loaded
+  int32_t full;                      // its full columns
+  ColumnEntry entry;                 // of the block after the one that was loaded last, which may be the next task's
+  const TileColumns *entry_columns;
+  int32_t entry_full;
+  ScoreView bias;
+  int32_t next_key; // of the block after that
+  TileColumns keys; // what is read here is what finds keys
   const uint16_t *v_row = nullptr; // of the block whose K was loaded last; null once its V is loaded too
 
-  __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared) : p(problem), pipeline(shared) {}
+  __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared, const OnColumn &call)
+      : p(problem), pipeline(shared), on_column(call) {
+    bias.col = p.bias.shape[3] == 1 ? 0 : p.bias.stride[3];
+    bias.dtype = p.bias.dtype;
+    bias.rows = false;
+  }
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
   __device__ static int column(int block) {
@@ -73,46 +88,69 @@ template <class Pipeline> struct KeyProducer {
 
   // Asks for what is known of the first columns, which is then there when they are loaded.
   template <class Task> __device__ void start(const Task &task) {
-    entry = fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0)));
-    next_key = fetch_key(task.columns, column(1));
+    keys = task.columns;
+    fetch_from(task);
+    fetch(column(0), fetch_key(keys, column(0)));
+    next_key = fetch_key(keys, column(1));
   }
 
   // Loads K of a task's first block, so that what comes between begin() and run() need not be waited for first.
   template <class Task> __device__ void begin(const Task &task, const Task &next) {
-    if (blocks_of(task) > 0)
-      load_block(task, next, 0);
+    first_k = first_key_row(p.k, task.s, task.kv_head);
+    first_v = first_key_row(p.v, task.s, task.kv_head);
+    full = task.columns.full;
+    const int blocks = blocks_of(task);
+    if (blocks > 0)
+      load_block(task, next, 0, blocks);
     else
       load_values();
   }
-  // Loads the other blocks, but for V of the last.
-  template <class Task> __device__ void run(const Task &task, const Task &next) {
+  // Loads the other blocks, but for V of the last. meanwhile() is called once, where it delays least: when all stages
+  // of K have been asked for.
+  template <class Task, class Meanwhile>
+  __device__ void run(const Task &task, const Task &next, const Meanwhile &meanwhile) {
     const int blocks = blocks_of(task);
-    for (int block = 1; block < blocks; ++block) load_block(task, next, block);
+    int block = 1, end = min(blocks, Pipeline::kKStages);
+#pragma unroll 1
+    for (int part = 0; part < 2; ++part) {
+#pragma unroll 1
+      for (; block < end; ++block) load_block(task, next, block, blocks);
+      if (part == 0) meanwhile();
+      end = blocks;
+    }
     if (blocks < 2) start(next); // load_block() asked for too little ahead
   }
   // Loads V of the last block of all.
   __device__ void finish() { load_values(); }
 
 private:
-  template <class Task> __device__ void load_block(const Task &task, const Task &next, int block) {
+  template <class Task> __device__ void load_block(const Task &task, const Task &next, int block, int blocks) {
     if constexpr (!kValuesLag) load_values();
-    const uint16_t *row = load_keys(task, next, block);
+    const uint16_t *row = load_keys(task, next, block, blocks);
     if constexpr (kValuesLag) load_values();
     v_row = row;
   }
 
   // Loads K and the facts of a block. Returns this lane's row of V.
-  template <class Task> __device__ const uint16_t *load_keys(const Task &task, const Task &next, int block) {
+  template <class Task>
+  __device__ const uint16_t *load_keys(const Task &task, const Task &next, int block, int blocks) {
     const int stage = k_state.index;
     Roles::producer_acquire(pipeline.k_empty[stage], k_state.phase);
     int32_t key = -1;
-    if (threadIdx.x % 32 < kOwnColumns)
-      key = store_facts<kColumns>(pipeline.facts[k_state.facts], task.columns, task.bias, column(block), entry);
-    const auto row_of = [&](const fdm_tensor &t) {
-      return key < 0 ? kZeroRow : key_row(p, t, task.s, task.sequence_index, task.kv_head, key);
+    if (threadIdx.x % 32 < kOwnColumns) {
+      auto &facts = pipeline.facts[k_state.facts];
+      const bool partial = (block + 1) * kColumns > full;
+      key = store_facts<kColumns>(facts, task.columns, bias, column(block), partial, entry);
+      const int i = column(block) % kColumns;
+      on_column(k_state.facts, i, facts.bias[i]);
+    }
+    const auto row_of = [&](const fdm_tensor &t, const uint16_t *first) {
+      if (key < 0) return static_cast<const uint16_t *>(kZeroRow);
+      if (present(p.block_table)) return key_row(p, t, task.s, task.sequence_index, task.kv_head, key);
+      return first + key * t.stride[1];
     };
-    const uint16_t *k_row = row_of(p.k), *row = row_of(p.v);
-    ask_ahead(task, next, block);
+    const uint16_t *k_row = row_of(p.k, first_k), *row = row_of(p.v, first_v);
+    ask_ahead(next, block, blocks);
     Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(pipeline.sK[stage]), warp(), k_row,
                                                  int(p.head_dim));
     Roles::producer_commit(pipeline.k_full[stage]);
@@ -121,11 +159,26 @@ private:
   }
 
   // Asks for the column of the block after this one, and for the key of the one after that.
-  template <class Task> __device__ void ask_ahead(const Task &task, const Task &next, int block) {
-    const int left = blocks_of(task) - block; // 1: this is the last
-    const Task &after = left > 1 ? task : next, &second = left > 2 ? task : next;
-    entry = fetch_column(after.columns, after.bias, column(left > 1 ? block + 1 : 0), next_key);
-    next_key = fetch_key(second.columns, column(left > 2 ? block + 2 : 2 - left));
+  template <class Task> __device__ void ask_ahead(const Task &next, int block, int blocks) {
+    const int left = blocks - block; // 1: this is the last
+    if (left == 2 || (left == 1 && block == 0)) keys = next.columns;
+    if (left == 1) fetch_from(next);
+    fetch(column(left > 1 ? block + 1 : 0), next_key);
+    next_key = fetch_key(keys, column(left > 2 ? block + 2 : 2 - left));
+  }
+
+  // Columns are those of this task from here on.
+  template <class Task> __device__ void fetch_from(const Task &task) {
+    entry_columns = &task.columns;
+    entry_full = task.columns.full;
+    bias.data = task.bias.rows ? nullptr : task.bias.data;
+  }
+  __device__ void fetch(int32_t c, int32_t key) {
+    entry = {};
+    entry.key = key;
+    if (key < 0) return;
+    if (bias.data) entry.bias_bits = bias.load_bits(key);
+    if (c >= entry_full) fetch_rows(entry, *entry_columns);
   }
 
   __device__ void load_values() {

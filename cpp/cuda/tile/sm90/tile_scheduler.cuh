@@ -113,7 +113,9 @@ template <class Task, class Make> struct TaskProducer {
 private:
   __device__ void prepare(uint32_t index) {
     if (uint32_t(Roles::producer_thread()) / 32 != index % Roles::kProducerWarps) return;
-    const int64_t tile_index = blockIdx.x + int64_t(index) * gridDim.x;
+    // Tiles get shorter towards the end. Every other round goes backwards, so that no block always has the longest.
+    const uint32_t place = index % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int64_t tile_index = place + int64_t(index) * gridDim.x;
     const bool end = tile_index >= sequence_tiles(p) * p.heads;
     HeadTile tile{};
     if (!end) tile = find_tile(p, static_cast<uint32_t>(tile_index));
