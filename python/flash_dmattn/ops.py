@@ -39,7 +39,7 @@ _library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyp
 def attention(
     inputs: AttentionInputs,
     backend: str,
-    select: Callable[[AttentionInputs, str], AttentionInputs],
+    select: Callable[[AttentionInputs, str], AttentionInputs] | None = None,
     *,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -47,12 +47,13 @@ def attention(
 
     Args:
         inputs, backend: of the call.
-        select: returns a call with a mask in place of its window.
+        select: returns a call with a mask in place of its window, where there is one.
         need_lse: whether lse is wanted.
     """
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         chosen = select_backend(inputs.query.device, backend)
         if inputs.window >= 0 and not chosen.selects:
+            assert select is not None
             inputs = select(inputs, backend)
         if (
             not (torch.is_grad_enabled() and _requires_grad(inputs))
@@ -63,6 +64,7 @@ def attention(
         made = _Attention.apply(*given, inputs, backend, need_lse)  # type: ignore[no-untyped-call]
         return made if need_lse else (made, None)
     if inputs.window >= 0:
+        assert select is not None
         inputs = select(inputs, backend)
     if backend == "reference" and (
         dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled()

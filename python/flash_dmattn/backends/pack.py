@@ -201,7 +201,7 @@ class PackBackend(Backend):
     def _stream(self, tensor: Tensor) -> int:
         if self.name == "cpu":
             return 0
-        return _raw_stream(tensor.device.index)
+        return raw_stream(tensor.device.index)
 
 
 def _public_raw_stream(device_index: int) -> int:
@@ -209,7 +209,7 @@ def _public_raw_stream(device_index: int) -> int:
 
 
 # Without a Stream object, the costliest of what is asked of torch in a call. Not public.
-_raw_stream: Callable[[int], int] = getattr(
+raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _public_raw_stream
 )
 
