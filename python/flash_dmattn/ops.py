@@ -7,6 +7,7 @@ times as much a call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ _SELECTION_INPUTS = f"{SELECTION.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in ATTENTION.differentiable)
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in ATTENTION.differentiable)
 _FIELD_COUNT = len(AttentionInputs._fields)
+_PLAN = AttentionInputs._fields.index("given_plan")
 _TENSOR_COUNT = ATTENTION.tensor_count
 _SELECTION_TENSOR_COUNT = SELECTION.tensor_count
 _DIFFERENTIABLE = tuple(zip(ATTENTION.differentiable, ATTENTION.places, strict=True))
@@ -61,7 +63,7 @@ def attention(
         ):
             return chosen.attend(inputs, need_lse=need_lse)
         given = (inputs[place] for place in ATTENTION.places)
-        made = _Attention.apply(*given, inputs, backend, need_lse)  # type: ignore[no-untyped-call]
+        made = _apply(*given, inputs, backend, chosen, need_lse)
         return made if need_lse else (made, None)
     if inputs.window >= 0:
         assert select is not None
@@ -284,18 +286,39 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-        inputs, backend, need_lse = arguments[-3:]
-        out, lse, plan = select_backend(inputs.query.device, backend).forward(inputs)
+        inputs, backend, chosen, need_lse = arguments[-4:]
+        out, lse, plan = chosen.forward(inputs)
         plan = None if plan is inputs.given_plan else plan
         ctx.save_for_backward(*inputs[:_TENSOR_COUNT], out, lse, plan)
         ctx.settings = (*inputs[_TENSOR_COUNT:], backend)
+        ctx.chosen = chosen
         ctx.set_materialize_grads(False)
         return (out, lse) if need_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Tensor | None, ...]:
-        flags = ctx.needs_input_grad[: len(ATTENTION.places)]
-        return (*_saved_gradients(ctx, flags, dout, dlse), None, None, None)
+        flags = ctx.needs_input_grad[: len(_DIFFERENTIABLE)]
+        saved = ctx.saved_tensors
+        if (
+            dout is None
+            or torch.is_grad_enabled()
+            or not dispatch_state.is_idle((dout, dlse, *saved))
+        ):
+            return (*_saved_gradients(ctx, flags, dout, dlse), *_NONE_OF_THE_OTHERS)
+        *tensors, out, lse, plan = saved
+        if plan is not None:
+            tensors[_PLAN] = plan
+        inputs = AttentionInputs(*tensors, *ctx.settings[:-1])
+        wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
+        gradients = ctx.chosen.backward(inputs, dout, dlse, out, lse, wanted)
+        return (*map(gradients.get, ATTENTION.differentiable), *_NONE_OF_THE_OTHERS)
+
+
+# Of the arguments of `_Attention` that are no tensors: the call, the backend's name, what it stands
+# for, and whether lse is needed.
+_NONE_OF_THE_OTHERS = (None, None, None, None)
+# Function.apply without its questions about functorch, which is_idle has answered.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
 class _TransformedAttention(torch.autograd.Function):
