@@ -105,9 +105,9 @@ def usual_inputs(
     """
     if not dispatch_state.is_idle(tensors) or autocast_dtype(tensors[0]) is not None:
         return None
-    fields = _core.usual_call(
-        *tensors, scale, causal, softcap, window, resolved_deterministic(deterministic)
-    )
+    query, key, value, bias, sink = tensors
+    settings = scale, causal, softcap, window, resolved_deterministic(deterministic)
+    fields = _core.usual_call(query, key, value, bias, sink, *settings)
     return None if fields is None else AttentionInputs._make(fields)
 
 

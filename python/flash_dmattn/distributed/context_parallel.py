@@ -99,7 +99,8 @@ def context_parallel_dmattn(
             candidates = packed_best(key, value, attn_bias, packing, window, name)
             seen = together(_received(candidates, window, ranks, name), *seen)
         key, value, bias, packing = seen
-        bounds = packing.cu_seqlens_q, packing.cu_seqlens_k, *packing[3:]
+        assert packing.cu_seqlens_k is not None
+        bounds = cu_seqlens, packing.cu_seqlens_k, *packing[3:]
         return flash_dmattn_varlen_func(query, key, value, *bounds, attn_bias=bias, **settings)
     check_heads("query", query)
     check_heads("key", key)
