@@ -94,7 +94,13 @@ def check_case(case: Case, device: str) -> None:
         local.append(tensors[3][..., own].to(device).requires_grad_())
         seen = None if padding is None else padding[:, own].to(device)
         backend = "reference" if case.dtype == torch.float64 else None
-        out = context_parallel_dmattn(*local, padding=seen, backend=backend, **settings)
+        here = {
+            name: option.to(device) if isinstance(option, Tensor) else option
+            for name, option in settings.items()
+        }
+        out = context_parallel_dmattn(
+            *local, padding=seen, backend=backend, deterministic=True, **here
+        )
         assert isinstance(out, Tensor)
         got = results(local, out, dout[:, own].to(device))
         first = got if first is None else first

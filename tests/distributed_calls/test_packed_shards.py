@@ -113,7 +113,7 @@ def check_case(case: Case, device: str) -> None:
         case.window,
         cu_seqlens=bounds.to(device),
         backend="reference" if case.dtype == torch.float64 else None,
-        **case.options,
+        **{n: o.to(device) if isinstance(o, Tensor) else o for n, o in case.options.items()},
     )
     assert isinstance(out, Tensor)
     got = [out.detach(), *torch.autograd.grad(out, local, dout)]

@@ -38,6 +38,7 @@ def context_parallel_dmattn(
     max_seqlen: int | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    deterministic: bool | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -48,7 +49,7 @@ def context_parallel_dmattn(
     queries can see of the ranks before it is ``window_size`` keys for each head of the bias; these
     are sent to it, and no others: at most ``B * window_size`` rows of key and value for each
     key/value head, whatever the length. The gradients of these rows travel back, and are summed in
-    the order of the ranks; so equal inputs give equal bits.
+    the order of the ranks; so what attention gives in equal bits (``deterministic``) stays so.
 
     Communication: an all-gather of the ``window_size`` best biases of each shard; an all-to-all of
     the rows, before which the host waits once, for their numbers; and in the backward pass two of
@@ -69,7 +70,8 @@ def context_parallel_dmattn(
             sequences, in the same order.
         max_seqlen: at least the length of this rank's longest part; by default read from the
             device, which is waited for.
-        softmax_scale, softcap, sink, return_lse, backend: as in `flash_dmattn_func`.
+        softmax_scale, softcap, deterministic: as in `flash_dmattn_func`.
+        sink, return_lse, backend: likewise.
 
     Returns:
         As `flash_dmattn_func`, for this rank's queries.
@@ -85,6 +87,7 @@ def context_parallel_dmattn(
         "softmax_scale": softmax_scale,
         "is_causal": True,
         "softcap": softcap,
+        "deterministic": deterministic,
         "window_size": window,
         "sink": sink,
         "return_lse": return_lse,
