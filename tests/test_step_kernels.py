@@ -100,7 +100,7 @@ def test_a_step_is_what_the_layer_computes(device: str, settings: dict[str, Any]
 
 
 def is_fused(layer: DynamicMaskAttention, *arguments: Any) -> bool:
-    return fusing.is_fused_step(layer, DynamicMaskAttention, *arguments)
+    return fusing.fused_step(layer, DynamicMaskAttention, *arguments) is not None
 
 
 def test_parts_that_were_changed_are_called() -> None:
@@ -111,7 +111,11 @@ def test_parts_that_were_changed_are_called() -> None:
             return 2 * super().key_bias(value)
 
     x, cache = torch.randn(1, 9, 16), AttentionCache()
-    layer, hooked, replaced, wide = (DynamicMaskAttention(16, 2, window_size=4) for _ in range(4))
+    layer, hooked, replaced, wide, wrapped, odd = (
+        DynamicMaskAttention(16, 2, window_size=4) for _ in range(6)
+    )
+    wrapped.k_proj.forward = lambda x: x  # type: ignore[method-assign]
+    odd.window_size = 3
     hooked.o_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
     replaced.v_proj = torch.nn.Sequential(replaced.v_proj)  # type: ignore[assignment]
     wide.to(torch.float64)
@@ -120,13 +124,21 @@ def test_parts_that_were_changed_are_called() -> None:
         layer(x[:, :8], cache=cache)
         token, nothing = x[:, 8:], (None,) * 4
         assert is_fused(layer, token, cache, *nothing)
-        for changed in (hooked, replaced, Louder(16, 2, window_size=4)):
+        for changed in (hooked, replaced, wrapped, odd, Louder(16, 2, window_size=4)):
             assert not is_fused(changed, token, cache, *nothing)
         assert not is_fused(wide, token.double(), cache, *nothing)
         assert not is_fused(layer, x, cache, *nothing)
+        assert not is_fused(layer, token.expand(2, -1, -1), cache, *nothing)
         assert not is_fused(layer, token, None, *nothing)
         assert not is_fused(layer, token, AttentionCache(), *nothing)
         assert not is_fused(layer, token, cache, torch.ones(1, 1).bool())
         with torch.autocast("cpu", torch.bfloat16):
             assert not is_fused(layer, token, cache, *nothing)
+        # What was found out of a layer is found out again where it has changed since.
+        handle = layer.dt_proj.register_forward_pre_hook(lambda module, inputs: inputs)
+        assert not is_fused(layer, token, cache, *nothing)
+        handle.remove()
+        assert is_fused(layer, token, cache, *nothing)
+        layer.q_proj.weight.data = layer.q_proj.weight.data.t()
+        assert not is_fused(layer, token, cache, *nothing)
     assert not is_fused(layer, token, cache, *nothing)

@@ -7,6 +7,7 @@
 #include "library.h"
 #include "problem.h"
 #include "selection.h"
+#include "usual.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -104,6 +105,17 @@ void bind_attend(nb::module_ &module) {
       "pack"_a, "threads"_a, "out"_a, "lse"_a.none(), "inputs"_a);
 }
 
+void bind_usual(nb::module_ &module) {
+  module.def(
+      "usual_call",
+      [](nb::handle query, nb::handle key, nb::handle value, nb::handle bias, nb::handle sink, nb::handle scale,
+         nb::handle causal, nb::handle softcap, nb::handle window, bool deterministic) {
+        return usual_call({query, key, value, bias, sink, scale, causal, softcap, window, deterministic});
+      },
+      "query"_a, "key"_a, "value"_a, "bias"_a.none(), "sink"_a.none(), "scale"_a.none(), "causal"_a.none(),
+      "softcap"_a.none(), "window"_a.none(), "deterministic"_a);
+}
+
 void bind_training(nb::module_ &module) {
   module.def(
       "attend_and_keep",
@@ -185,6 +197,7 @@ NB_MODULE(_core, module) {
   module.def("load_pack", [](std::string path) { return new Pack(std::move(path)); }, "path"_a);
   bind_problem(module);
   bind_attend(module);
+  bind_usual(module);
   bind_training(module);
   bind_selection(module);
   bind_select(module);

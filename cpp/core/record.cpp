@@ -64,6 +64,17 @@ template <class Record> Record read_record(const nb::args &positional, const nb:
   return read_fields<Record>(positional.ptr(), named.ptr());
 }
 
+template <class Record> nb::tuple as_tuple(Record &record) {
+  nb::object tuple = nb::steal(PyTuple_New(field_count<Record>()));
+  if (!tuple.is_valid()) nb::raise_python_error();
+  Py_ssize_t position = 0;
+  record.each_field([&](const char *, auto &field) {
+    nb::object value = nb::cast(field);
+    PyTuple_SetItem(tuple.ptr(), position++, value.release().ptr());
+  });
+  return nb::borrow<nb::tuple>(tuple);
+}
+
 template <class Record> nb::tuple field_names() {
   nb::list names;
   Record{}.each_field([&](const char *name, auto &) { names.append(nb::str(name)); });
@@ -74,6 +85,7 @@ template AttentionRecord read_record<AttentionRecord>(nb::handle);
 template SelectionRecord read_record<SelectionRecord>(nb::handle);
 template AttentionRecord read_record<AttentionRecord>(const nb::args &, const nb::kwargs &);
 template SelectionRecord read_record<SelectionRecord>(const nb::args &, const nb::kwargs &);
+template nb::tuple as_tuple<AttentionRecord>(AttentionRecord &);
 template nb::tuple field_names<AttentionRecord>();
 template nb::tuple field_names<SelectionRecord>();
 

@@ -85,6 +85,9 @@ template <class Record> Record read_record(nb::handle tuple);
 // Reads a record from its first fields by position and any others by name.
 template <class Record> Record read_record(const nb::args &positional, const nb::kwargs &named);
 
+// A tuple of the record's fields, in order.
+template <class Record> nb::tuple as_tuple(Record &record);
+
 // The names of a record's fields, in order.
 template <class Record> nb::tuple field_names();
 

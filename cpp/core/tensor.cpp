@@ -98,14 +98,7 @@ void set_rank(TensorView &view, int64_t rank, const char *name) {
   view.rank = static_cast<int>(rank);
 }
 
-void read_exchange(TensorView &view, const dlpack::ExchangeTable &table, nb::handle object, const char *name) {
-  dlpack::Tensor tensor;
-  if (table.view_from_object(object.ptr(), &tensor) != 0) {
-    nb::python_error cause; // takes the exception that the producer has set
-    const std::string reason = cause.what();
-    value_error(name, " cannot be read through DLPack: ", reason.substr(0, reason.find('\n')));
-  }
-  set_rank(view, tensor.rank, name);
+void read_view(TensorView &view, const dlpack::Tensor &tensor) {
   view.data = tensor.data == nullptr ? nullptr : static_cast<char *>(tensor.data) + tensor.byte_offset;
   view.dtype = find_dtype(tensor.dtype);
   view.device = {tensor.device.type, tensor.device.index};
@@ -115,6 +108,17 @@ void read_exchange(TensorView &view, const dlpack::ExchangeTable &table, nb::han
     view.stride[i] = tensor.strides != nullptr ? tensor.strides[i] : contiguous;
     contiguous *= tensor.shape[i];
   }
+}
+
+void read_exchange(TensorView &view, const dlpack::ExchangeTable &table, nb::handle object, const char *name) {
+  dlpack::Tensor tensor;
+  if (table.view_from_object(object.ptr(), &tensor) != 0) {
+    nb::python_error cause; // takes the exception that the producer has set
+    const std::string reason = cause.what();
+    value_error(name, " cannot be read through DLPack: ", reason.substr(0, reason.find('\n')));
+  }
+  set_rank(view, tensor.rank, name);
+  read_view(view, tensor);
 }
 
 constexpr const char *tuple_form =
@@ -182,6 +186,20 @@ TensorView read_tensor(nb::handle object, const char *name) {
   if (view.data == nullptr && !view.empty())
     value_error(name, " of shape ", shape_of(view), " has no memory: fake and meta tensors cannot be computed with");
   return view;
+}
+
+bool try_read_tensor(TensorView &view, nb::handle object) {
+  const dlpack::ExchangeTable *table = exchange_cache.find(Py_TYPE(object.ptr()));
+  dlpack::Tensor tensor;
+  if (table == nullptr) return false;
+  if (table->view_from_object(object.ptr(), &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (tensor.rank > TensorView::max_rank) return false;
+  view.rank = tensor.rank;
+  read_view(view, tensor);
+  return view.data != nullptr || view.empty();
 }
 
 Exchange::Exchange(nb::handle tensor) : table_(exchange_cache.find(Py_TYPE(tensor.ptr()))) {}

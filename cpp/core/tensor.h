@@ -50,6 +50,9 @@ struct TensorView {
 // (data_ptr, dtype, shape, strides_in_elements, device_type, device_index). `name` is the argument's name for messages.
 TensorView read_tensor(nb::handle object, const char *name);
 
+// The same for an object of a type with the API; false, without an exception, where it cannot be read.
+bool try_read_tensor(TensorView &view, nb::handle object);
+
 // What the library of a tensor's type knows of its device, through the same API.
 class Exchange {
 public:

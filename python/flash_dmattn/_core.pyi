@@ -174,6 +174,25 @@ def attend(
     type has no DLPack C exchange API, or the allocator refuses.
     """
 
+def usual_call(
+    query: TensorLike,
+    key: TensorLike,
+    value: TensorLike,
+    bias: TensorLike | None,
+    sink: TensorLike | None,
+    scale: float | None,
+    causal: bool | None,
+    softcap: float | None,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[Any, ...] | None:
+    """Returns the fields of `record.AttentionInputs` for arguments of flash_dmattn_func.
+
+    None where something is wrong, or rare: other types or ranks, mixed dtypes or devices, expanded
+    tensors, a window that does not select causally by a bias per key, or tensors without DLPack's C
+    exchange API.
+    """
+
 def attend_and_keep(
     pack: Pack,
     threads: int,

@@ -98,14 +98,13 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
         _count_kernels()
     if not _Kernels.are_own or (_function_modes() and _has_function_mode()):
         return False
-    # All tensors of a call are on one device. Others may have kernels of their own; and meta
-    # tensors have no data to compute on, the fake kernels give their results.
-    if not (tensors[0].is_cpu or tensors[0].is_cuda):
-        return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()):
             return False
-    return True
+    # All tensors of a call are on one device. Others may have kernels of their own; and meta
+    # tensors have no data to compute on, the fake kernels give their results.
+    first = tensors[0]
+    return first is not None and (first.is_cpu or first.is_cuda)
 
 
 def _has_function_mode() -> bool:

@@ -119,6 +119,15 @@ def flash_dmattn_func(
         RuntimeError: the backend cannot run here; on double backward, forward-mode
             differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
+    if attn_mask is None and plan is None and backend is None and not return_attn_probs:
+        tensors = query, key, value, attn_bias, sink
+        inputs = ops.usual_inputs(
+            tensors, softmax_scale, is_causal, softcap, window_size, deterministic
+        )
+        if inputs is not None:
+            need_lse = flag("return_lse", return_lse)
+            out, lse = ops.attention_of_plain(inputs, "auto", _selected, need_lse=need_lse)
+            return out if lse is None else (out, lse)
     check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
     # By position, which costs half of what names do.
     return _attention(

@@ -1,45 +1,41 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The torch.library operators: what autograd, torch.compile, torch.export and profilers see.
-
-They are defined on a Library rather than by torch.library.custom_op, whose wrappers cost several
-times as much a call.
-"""
+"""Attention, differentiable, and its operators."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import dispatch_state
+from . import _core, dispatch_state
+from .arguments import autocast_dtype, resolved_deterministic
 from .backends import select_backend
-from .backends.base import interval_shape, keep_shape, lse_dtype, lse_shape
+from .backends.base import lse_dtype, lse_shape
 from .backends.reference import ReferenceBackend
-from .record import ATTENTION, SELECTION, AttentionInputs, Gradients, SelectionInputs, no_gradient
+from .operators import define, library, without_negation
+from .record import ATTENTION, AttentionInputs, Gradients, no_gradient
 from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
 
-__all__ = ["attention", "make_plan", "select_intervals", "select_keep"]
+__all__ = ["attention", "attention_of_plain", "make_plan", "usual_inputs"]
 
 _INPUTS = f"{ATTENTION.text}, str backend"
-_SELECTION_INPUTS = f"{SELECTION.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in ATTENTION.differentiable)
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in ATTENTION.differentiable)
 _FIELD_COUNT = len(AttentionInputs._fields)
+_PLAN = AttentionInputs._fields.index("given_plan")
 _TENSOR_COUNT = ATTENTION.tensor_count
-_SELECTION_TENSOR_COUNT = SELECTION.tensor_count
 _DIFFERENTIABLE = tuple(zip(ATTENTION.differentiable, ATTENTION.places, strict=True))
 
 _REFERENCE = ReferenceBackend()
-
-_library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
 
 
 def attention(
     inputs: AttentionInputs,
     backend: str,
-    select: Callable[[AttentionInputs, str], AttentionInputs],
+    select: Callable[[AttentionInputs, str], AttentionInputs] | None = None,
     *,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -47,22 +43,13 @@ def attention(
 
     Args:
         inputs, backend: of the call.
-        select: returns a call with a mask in place of its window.
+        select: returns a call with a mask in place of its window, where there is one.
         need_lse: whether lse is wanted.
     """
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
-        chosen = select_backend(inputs.query.device, backend)
-        if inputs.window >= 0 and not chosen.selects:
-            inputs = select(inputs, backend)
-        if (
-            not (torch.is_grad_enabled() and _requires_grad(inputs))
-            or dispatch_state.is_below_autograd()
-        ):
-            return chosen.attend(inputs, need_lse=need_lse)
-        given = (inputs[place] for place in ATTENTION.places)
-        made = _Attention.apply(*given, inputs, backend, need_lse)  # type: ignore[no-untyped-call]
-        return made if need_lse else (made, None)
+        return attention_of_plain(inputs, backend, select, need_lse=need_lse)
     if inputs.window >= 0:
+        assert select is not None
         inputs = select(inputs, backend)
     if backend == "reference" and (
         dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled()
@@ -78,28 +65,58 @@ def attention(
     return out, lse
 
 
+def attention_of_plain(
+    inputs: AttentionInputs,
+    backend: str,
+    select: Callable[[AttentionInputs, str], AttentionInputs] | None,
+    *,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Do what `attention` does for tensors of which is_idle has said yes; lse is None unless it is
+    needed.
+    """
+    chosen = select_backend(inputs.query.device, backend)
+    if inputs.window >= 0 and not chosen.selects:
+        assert select is not None
+        inputs = select(inputs, backend)
+    if (
+        not (torch.is_grad_enabled() and _requires_grad(inputs))
+        or dispatch_state.is_below_autograd()
+    ):
+        return chosen.attend(inputs, need_lse=need_lse)
+    given = (inputs[place] for place in ATTENTION.places)
+    made = _apply(*given, inputs, backend, chosen, need_lse)
+    return made if need_lse else (made, None)
+
+
+def usual_inputs(
+    tensors: tuple[Any, ...],
+    scale: float | None,
+    causal: bool | None,
+    softcap: float | None,
+    window: int | None,
+    deterministic: bool | None,
+) -> AttentionInputs | None:
+    """Return the record of a call that needs no closer look, and of which is_idle says yes.
+
+    Args:
+        tensors: query, key, value, bias and sink as the caller has given them.
+        scale, causal, softcap, window, deterministic: likewise.
+    """
+    if not dispatch_state.is_idle(tensors) or autocast_dtype(tensors[0]) is not None:
+        return None
+    query, key, value, bias, sink = tensors
+    settings = scale, causal, softcap, window, resolved_deterministic(deterministic)
+    fields = _core.usual_call(query, key, value, bias, sink, *settings)
+    return None if fields is None else AttentionInputs._make(fields)
+
+
 def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
     """Return the plan of a call, for further calls with the same mask and sizes."""
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         return select_backend(inputs.query.device, backend).make_plan(inputs, zeroed=False)
     plan: Tensor = torch.ops.flash_dmattn.attention_plan.default(*inputs, backend)
     return plan
-
-
-def select_intervals(inputs: SelectionInputs, backend: str) -> tuple[Tensor, Tensor]:
-    """Return start and end, int32 ``(b, h, K)``."""
-    if dispatch_state.is_idle(inputs[:_SELECTION_TENSOR_COUNT]):
-        return select_backend(inputs.bias.device, backend).select_intervals(inputs)
-    start, end = torch.ops.flash_dmattn.select_intervals.default(*inputs, backend)
-    return start, end
-
-
-def select_keep(inputs: SelectionInputs, backend: str) -> Tensor:
-    """Return bool of the broadcast shape of bias and mask."""
-    if dispatch_state.is_idle(inputs[:_SELECTION_TENSOR_COUNT]):
-        return select_backend(inputs.bias.device, backend).select_keep(inputs)
-    keep: Tensor = torch.ops.flash_dmattn.select_keep.default(*inputs, backend)
-    return keep
 
 
 def _requires_grad(inputs: AttentionInputs) -> bool:
@@ -115,7 +132,7 @@ def _is_recorded(tensors: tuple[Any, ...]) -> bool:
 
 
 def _plan(*arguments: Any) -> Tensor:
-    *plain, backend = map(_without_negation, arguments)
+    *plain, backend = map(without_negation, arguments)
     inputs = AttentionInputs(*plain)
     return select_backend(inputs.query.device, backend).make_plan(inputs, zeroed=True)
 
@@ -128,7 +145,7 @@ def _plan_fake(*arguments: Any) -> Tensor:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse, and the plan that was made: no bytes where one was given."""
-    *plain, backend = map(_without_negation, arguments)
+    *plain, backend = map(without_negation, arguments)
     inputs = AttentionInputs(*plain)
     chosen = select_backend(inputs.query.device, backend)
     plan = _no_plan(inputs)
@@ -156,9 +173,9 @@ def _no_plan(inputs: AttentionInputs) -> Tensor:
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, plan: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    inputs = AttentionInputs(*map(_without_negation, arguments[:_FIELD_COUNT]))
+    inputs = AttentionInputs(*map(without_negation, arguments[:_FIELD_COUNT]))
     wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
-    dout, dlse = _without_negation(dout), _without_negation(dlse)
+    dout, dlse = without_negation(dout), without_negation(dlse)
     gradients = _gradients(inputs, arguments[_FIELD_COUNT], (dout, dlse, out, lse, plan), wanted)
     return _as_outputs(inputs, gradients)
 
@@ -212,13 +229,6 @@ def _gradients(
         inputs = inputs._replace(given_plan=plan)
     chosen = select_backend(out.device, backend)
     return chosen.backward(inputs, dout, dlse, out, lse, wanted)
-
-
-def _without_negation(argument: Any) -> Any:
-    """Resolve a lazy negation, which pointers and strides do not tell."""
-    if isinstance(argument, Tensor) and argument.is_neg():
-        return argument.resolve_neg()
-    return argument
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -282,18 +292,39 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-        inputs, backend, need_lse = arguments[-3:]
-        out, lse, plan = select_backend(inputs.query.device, backend).forward(inputs)
+        inputs, backend, chosen, need_lse = arguments[-4:]
+        out, lse, plan = chosen.forward(inputs)
         plan = None if plan is inputs.given_plan else plan
         ctx.save_for_backward(*inputs[:_TENSOR_COUNT], out, lse, plan)
         ctx.settings = (*inputs[_TENSOR_COUNT:], backend)
+        ctx.chosen = chosen
         ctx.set_materialize_grads(False)
         return (out, lse) if need_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Tensor | None, ...]:
-        flags = ctx.needs_input_grad[: len(ATTENTION.places)]
-        return (*_saved_gradients(ctx, flags, dout, dlse), None, None, None)
+        flags = ctx.needs_input_grad[: len(_DIFFERENTIABLE)]
+        saved = ctx.saved_tensors
+        if (
+            dout is None
+            or torch.is_grad_enabled()
+            or not dispatch_state.is_idle((dout, dlse, *saved))
+        ):
+            return (*_saved_gradients(ctx, flags, dout, dlse), *_NONE_OF_THE_OTHERS)
+        *tensors, out, lse, plan = saved
+        if plan is not None:
+            tensors[_PLAN] = plan
+        inputs = AttentionInputs(*tensors, *ctx.settings[:-1])
+        wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
+        gradients = ctx.chosen.backward(inputs, dout, dlse, out, lse, wanted)
+        return (*map(gradients.get, ATTENTION.differentiable), *_NONE_OF_THE_OTHERS)
+
+
+# Of the arguments of `_Attention` that are no tensors: the call, the backend's name, what it stands
+# for, and whether lse is needed.
+_NONE_OF_THE_OTHERS = (None, None, None, None)
+# Function.apply without its questions about functorch, which is_idle has answered.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
 class _TransformedAttention(torch.autograd.Function):
@@ -331,47 +362,14 @@ class _TransformedGradients(torch.autograd.Function):
     vmap = staticmethod(refuse_vmap)
 
 
-def _select_intervals(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *plain, backend = map(_without_negation, arguments)
-    inputs = SelectionInputs(*plain)
-    return select_backend(inputs.bias.device, backend).select_intervals(inputs)
-
-
-def _select_intervals_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs = SelectionInputs(*arguments[:-1])
-    shape = interval_shape(inputs)
-    start, end = (inputs.bias.new_empty(shape, dtype=torch.int32) for _ in range(2))
-    return start, end
-
-
-def _select_keep(*arguments: Any) -> Tensor:
-    *plain, backend = map(_without_negation, arguments)
-    inputs = SelectionInputs(*plain)
-    return select_backend(inputs.bias.device, backend).select_keep(inputs)
-
-
-def _select_keep_fake(*arguments: Any) -> Tensor:
-    inputs = SelectionInputs(*arguments[:-1])
-    return inputs.bias.new_empty(keep_shape(inputs), dtype=torch.bool)
-
-
-def _define(
-    name: str, schema: tuple[str, str], implementation: Callable[..., Any], fake: Callable[..., Any]
-) -> None:
-    definition = f"{name}({schema[0]}) -> {schema[1]}"
-    _library.define(definition, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=_library)
-
-
-_define("attention_plan", (_INPUTS, "Tensor"), _plan, _plan_fake)
-_define(
+define("attention_plan", (_INPUTS, "Tensor"), _plan, _plan_fake)
+define(
     "attention_forward",
     (_INPUTS, "(Tensor out, Tensor lse, Tensor plan)"),
     _forward,
     _forward_fake,
 )
-_define(
+define(
     "attention_backward",
     (
         f"Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor plan, {_INPUTS}, {_WANTED}",
@@ -380,20 +378,13 @@ _define(
     _backward,
     _backward_fake,
 )
-_define(
-    "select_intervals",
-    (_SELECTION_INPUTS, "(Tensor start, Tensor end)"),
-    _select_intervals,
-    _select_intervals_fake,
-)
-_define("select_keep", (_SELECTION_INPUTS, "Tensor"), _select_keep, _select_keep_fake)
 torch.library.register_autograd(
     "flash_dmattn::attention_forward",
     _differentiate,
     setup_context=_save_for_backward,
-    lib=_library,
+    lib=library,
 )
 torch.library.register_autograd(
-    "flash_dmattn::attention_backward", refuse_double_backward, lib=_library
+    "flash_dmattn::attention_backward", refuse_double_backward, lib=library
 )
-dispatch_state.watch_kernels(_library)
+dispatch_state.watch_kernels(library)

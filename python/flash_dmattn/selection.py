@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, ops
+from . import checks, selection_ops
 from .arguments import (
     MaskParts,
     backend_name,
@@ -183,8 +183,8 @@ def select(
     selection = SelectionInputs(bias, mask, *packing[:2], *shape, window, causal)
     if causal and bias.shape[-2] == 1 and (mask is None or mask.shape[-2] == 1):
         # A window of 0 keeps no more than one of 1; 0 stands for what is not known.
-        return MaskParts(None, *ops.select_intervals(selection, backend), max(1, window))
-    return MaskParts(ops.select_keep(selection, backend))
+        return MaskParts(None, *selection_ops.select_intervals(selection, backend), max(1, window))
+    return MaskParts(selection_ops.select_keep(selection, backend))
 
 
 def is_per_key(bias: Tensor, mask: Tensor | None, dense: bool) -> bool:

@@ -9,9 +9,21 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
+)
+
+
+def gpus(count: int) -> int:
+    """Return the count, or skip the test where there are fewer GPUs."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"fewer than {count} GPUs")
+    return count
 
 
 def run_on_ranks(function: Callable[[str], None], ranks: int, folder: Path, device: str) -> None:

@@ -14,11 +14,9 @@ from torch import Tensor
 from flash_dmattn import DynamicMaskAttention, flash_dmattn_func
 from flash_dmattn.distributed import ContextParallelAttention, context_parallel_dmattn
 
-from .ranks import run_on_ranks
+from .ranks import gpus, needs_gloo, run_on_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
-)
+pytestmark = needs_gloo
 
 
 class Case(NamedTuple):
@@ -96,7 +94,13 @@ def check_case(case: Case, device: str) -> None:
         local.append(tensors[3][..., own].to(device).requires_grad_())
         seen = None if padding is None else padding[:, own].to(device)
         backend = "reference" if case.dtype == torch.float64 else None
-        out = context_parallel_dmattn(*local, padding=seen, backend=backend, **settings)
+        here = {
+            name: option.to(device) if isinstance(option, Tensor) else option
+            for name, option in settings.items()
+        }
+        out = context_parallel_dmattn(
+            *local, padding=seen, backend=backend, deterministic=True, **here
+        )
         assert isinstance(out, Tensor)
         got = results(local, out, dout[:, own].to(device))
         first = got if first is None else first
@@ -187,11 +191,16 @@ def test_shards_give_what_the_whole_gives(check: Any, ranks: int, tmp_path: Path
     run_on_ranks(check, ranks, tmp_path, "cpu")
 
 
-@pytest.mark.parametrize("check", [check_all, check_layer], ids=["function", "layer"])
-def test_on_gpus(check: Any, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
-    run_on_ranks(check, min(4, torch.cuda.device_count()), tmp_path, "cuda")
+def check_on_gpus(device: str) -> None:
+    """Run on a rank: all in one process, as starting one takes longest."""
+    check_all(device)
+    check_layer(device)
+    check_with_sharded_parameters(device)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_gpus(ranks: int, tmp_path: Path) -> None:
+    run_on_ranks(check_on_gpus, gpus(ranks), tmp_path, "cuda")
 
 
 def test_parameters_are_sharded_too(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -86,11 +87,10 @@ class PackBackend(Backend):
         query, plan = inputs.query, inputs.given_plan
         device = query.device
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=device)
+        lse = torch.empty(lse_shape(query), dtype=torch.float32, device=device)
         if _CORE_READS_TENSORS:
-            allocate = partial(_bytes, device=device)
             done, made = _core.attend_and_keep(
-                self.pack, self._threads(), out, lse, allocate, inputs
+                self.pack, self._threads(), out, lse, _allocator(device), inputs
             )
             if done:
                 return out, lse, made
@@ -112,7 +112,7 @@ class PackBackend(Backend):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = None
         if need_lse:
-            lse = torch.empty(*lse_shape(query), dtype=torch.float32, device=query.device)
+            lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
         if _CORE_READS_TENSORS and _core.attend(self.pack, self._threads(), out, lse, inputs):
             return out, lse
         # An older torch; or one whose allocator has refused, which it now tells in its own words.
@@ -201,7 +201,7 @@ class PackBackend(Backend):
     def _stream(self, tensor: Tensor) -> int:
         if self.name == "cpu":
             return 0
-        return _raw_stream(tensor.device.index)
+        return raw_stream(tensor.device.index)
 
 
 def _public_raw_stream(device_index: int) -> int:
@@ -209,7 +209,7 @@ def _public_raw_stream(device_index: int) -> int:
 
 
 # Without a Stream object, the costliest of what is asked of torch in a call. Not public.
-_raw_stream: Callable[[int], int] = getattr(
+raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _public_raw_stream
 )
 
@@ -249,6 +249,11 @@ def _zeros(size: int, device: torch.device) -> Tensor:
 
 def _bytes(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+@functools.cache
+def _allocator(device: torch.device) -> Callable[[int], Tensor]:
+    return partial(torch.empty, dtype=torch.uint8, device=device)
 
 
 def _scratch(size: int, device: torch.device) -> Tensor | None:

@@ -12,10 +12,11 @@ from torch import Tensor
 from .. import checks
 from ..arguments import backend_name, index
 from ..checks import MOST_ROWS
-from ..interface import Output, flash_dmattn_func
+from ..interface import Output, flash_dmattn_func, flash_dmattn_varlen_func
 from ..state.chunks import as_rows, check_heads
 from ..state.rows import Rows, best, concatenated, empty_rows
 from .exchange import exchanged, planned
+from .packed import packed_best, packed_shard, together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,19 +34,22 @@ def context_parallel_dmattn(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     padding: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    deterministic: bool | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Output:
-    """Compute causal attention over a sequence that is divided among ranks.
+    """Compute causal attention over sequences that are divided among ranks.
 
     Each rank has consecutive tokens, those of rank 0 first, and any number of them. All that its
     queries can see of the ranks before it is ``window_size`` keys for each head of the bias; these
     are sent to it, and no others: at most ``B * window_size`` rows of key and value for each
     key/value head, whatever the length. The gradients of these rows travel back, and are summed in
-    the order of the ranks; so equal inputs give equal bits.
+    the order of the ranks; so what attention gives in equal bits (``deterministic``) stays so.
 
     Communication: an all-gather of the ``window_size`` best biases of each shard; an all-to-all of
     the rows, before which the host waits once, for their numbers; and in the backward pass two of
@@ -53,14 +57,21 @@ def context_parallel_dmattn(
     window_size, and either all or none with inputs that require gradients.
 
     Args:
-        query: ``(B, N, H, D)``, this rank's tokens.
-        key, value: ``(B, N, Hk, D)``.
+        query: ``(B, N, H, D)``, this rank's tokens; or with ``cu_seqlens`` those of each sequence,
+            one after another, ``(total, H, D)``.
+        key, value: ``(B, N, Hk, D)``, or ``(total, Hk, D)``.
         attn_bias: a number for each key, ``({B|1}, {H|Hk|1}, 1, N)``, or as `flash_dmattn_func`
-            takes it for every query alike.
+            takes it for every query alike; packed ``({H|Hk|1}, 1, total)``.
         window_size: keys that a query keeps of all that it sees, at least 1.
         group: of the ranks; a `DeviceMesh` of one dimension; None is the default group.
         padding: bool ``(B, N)``, True for tokens; others are never seen.
-        softmax_scale, softcap, sink, return_lse, backend: as in `flash_dmattn_func`.
+        cu_seqlens: int32 ``(B + 1,)``: 0, then where this rank's part of each sequence ends. A
+            sequence may have any number of tokens on each rank, also none. All ranks name all
+            sequences, in the same order.
+        max_seqlen: at least the length of this rank's longest part; by default read from the
+            device, which is waited for.
+        softmax_scale, softcap, deterministic: as in `flash_dmattn_func`.
+        sink, return_lse, backend: likewise.
 
     Returns:
         As `flash_dmattn_func`, for this rank's queries.
@@ -72,6 +83,28 @@ def context_parallel_dmattn(
     """
     window = index("window_size", window_size, 1, MOST_ROWS)
     ranks, name = checked_group(group), backend_name(backend)
+    settings: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "is_causal": True,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "window_size": window,
+        "sink": sink,
+        "return_lse": return_lse,
+        "backend": backend,
+    }
+    if cu_seqlens is not None:
+        if padding is not None:
+            raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
+        packing = packed_shard(query, key, value, attn_bias, cu_seqlens, max_seqlen)
+        seen = key, value, attn_bias, packing
+        if dist.get_world_size(ranks) > 1:
+            candidates = packed_best(key, value, attn_bias, packing, window, name)
+            seen = together(_received(candidates, window, ranks, name), *seen)
+        key, value, bias, packing = seen
+        assert packing.cu_seqlens_k is not None
+        bounds = cu_seqlens, packing.cu_seqlens_k, *packing[3:]
+        return flash_dmattn_varlen_func(query, key, value, *bounds, attn_bias=bias, **settings)
     check_heads("query", query)
     check_heads("key", key)
     local = torch.arange(key.shape[1], device=key.device)
@@ -80,23 +113,14 @@ def context_parallel_dmattn(
         # Of no tokens too: gradients of what was received travel through them.
         some = shard if shard.size else concatenated(shard, empty_rows(shard, 1))
         candidates = best(some, window, window * shard.sharing, name)
-        exchange = planned(candidates, window, ranks, name)
-        received = exchanged(candidates, exchange)
-        shard = concatenated(Rows(*received, exchange.places), shard)
-    return flash_dmattn_func(
-        query,
-        shard.key,
-        shard.value,
-        None,
-        shard.bias,
-        softmax_scale,
-        True,
-        softcap,
-        window_size=window,
-        sink=sink,
-        return_lse=return_lse,
-        backend=backend,
-    )
+        shard = concatenated(_received(candidates, window, ranks, name), shard)
+    return flash_dmattn_func(query, shard.key, shard.value, attn_bias=shard.bias, **settings)
+
+
+def _received(candidates: Rows, window: int, ranks: dist.ProcessGroup, backend: str) -> Rows:
+    """Return what this rank gets of the ranks before it."""
+    exchange = planned(candidates, window, ranks, backend)
+    return Rows(*exchanged(candidates, exchange), exchange.places)
 
 
 def checked_group(group: Any) -> dist.ProcessGroup:

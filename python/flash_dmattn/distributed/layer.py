@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..masks import IntervalMask
 from ..modules import DynamicMaskAttention
+from ..modules.arguments import check_cu_seqlens
+from ..modules.rotary import packed_positions
 from .context_parallel import checked_group, context_parallel_dmattn
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ class ContextParallelAttention(DynamicMaskAttention):
     """A `DynamicMaskAttention` that is given a rank's consecutive tokens of each sequence.
 
     Parameters, arguments and results are those of the layer that it extends; but it has no cache,
-    takes no packed sequences, and masks by ``padding`` alone. All ranks call it, forward and
-    backward. Positions are counted along all shards.
+    and masks by ``padding`` alone. All ranks call it, forward and backward. Positions are counted
+    along all shards.
     """
 
     def __init__(
@@ -57,19 +59,21 @@ class ContextParallelAttention(DynamicMaskAttention):
         """Attend from each token of a shard to those before it, on all ranks.
 
         Args:
-            hidden_states: ``(B, N, embed_dim)``.
+            hidden_states: ``(B, N, embed_dim)``, or ``(total, embed_dim)`` with ``cu_seqlens``.
             *args: none but an ``attn_mask`` of None.
-            **options: ``padding`` and ``position_ids``, as in `DynamicMaskAttention`.
+            **options: ``padding``, ``cu_seqlens``, ``max_seqlen`` and ``position_ids``, as in
+                `DynamicMaskAttention`; the cu_seqlens as in `context_parallel_dmattn`.
         """
         if any(argument is not None for argument in (*args, options.get("attn_mask"))):
             raise ValueError(
                 "attn_mask must be None in context parallelism, where keys of other ranks are "
-                "chosen by their biases alone; give padding, and each document to a call of its own"
+                "chosen by their biases alone; give padding, and documents as sequences of "
+                "cu_seqlens"
             )
-        if options.get("cache") is not None or options.get("cu_seqlens") is not None:
-            raise ValueError("cache and cu_seqlens must be None in context parallelism")
+        if options.get("cache") is not None:
+            raise ValueError("cache must be None in context parallelism")
         if self.rotary_base is not None and options.get("position_ids") is None:
-            options["position_ids"] = self._positions(hidden_states)
+            options["position_ids"] = self._positions(hidden_states, options.get("cu_seqlens"))
         return super().forward(hidden_states, **options)
 
     def attend(
@@ -92,6 +96,8 @@ class ContextParallelAttention(DynamicMaskAttention):
             bias,
             self.window_size,
             self.process_group,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
             softmax_scale=self.softmax_scale,
             softcap=self.softcap,
             sink=self.sink,
@@ -101,11 +107,23 @@ class ContextParallelAttention(DynamicMaskAttention):
         return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _positions(self, hidden_states: Tensor) -> Tensor:
-        """Return int64 ``(N,)``: where the tokens stand behind those of the ranks before."""
+    def _positions(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Return int64 ``(N,)`` or ``(total,)``: where the tokens stand in their sequences, behind
+        those of the ranks before.
+        """
         group = checked_group(self.process_group)
-        own = torch.full((1,), hidden_states.shape[1], device=hidden_states.device)
+        device = hidden_states.device
+        if cu_seqlens is None:
+            own = torch.full((1,), hidden_states.shape[1], device=device)
+        else:
+            own = check_cu_seqlens(cu_seqlens, hidden_states).diff().long()
         lengths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(lengths, own, group=group)
-        start = torch.cat(lengths)[: dist.get_rank(group)].sum()
-        return start + torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        starts = torch.stack(lengths)[: dist.get_rank(group)].sum(0)
+        if cu_seqlens is None:
+            return starts + torch.arange(hidden_states.shape[1], device=device)
+        within = packed_positions(cu_seqlens, len(hidden_states))
+        token = torch.arange(len(hidden_states), device=device)
+        of_token = torch.bucketize(token, cu_seqlens[1:], right=True)
+        # Tokens past the last sequence are refused, with the reason, by attention.
+        return within + starts[of_token.clamp(max=max(len(starts) - 1, 0))]

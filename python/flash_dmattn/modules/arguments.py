@@ -101,14 +101,15 @@ def check_fits_projection(hidden_states: Tensor, projection: nn.Module) -> None:
         )
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> None:
-    """Raise unless these may be bounds of packed sequences; their values are checked later."""
+def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> Tensor:
+    """Return what may be bounds of packed sequences; their values are checked later."""
     checks.bounds("cu_seqlens", cu_seqlens)
     if cu_seqlens.device != hidden_states.device:
         raise ValueError(
             f"cu_seqlens must be on hidden_states' device {hidden_states.device}, got a tensor on "
             f"{cu_seqlens.device}"
         )
+    return cu_seqlens
 
 
 def check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> None:

@@ -28,7 +28,7 @@ from .arguments import (
     finite,
 )
 from .cache import AttentionCache
-from .fusing import is_fused_step
+from .fusing import fused_step
 from .heads import prepared
 
 __all__ = ["DynamicMaskAttention"]
@@ -231,14 +231,13 @@ class DynamicMaskAttention(nn.Module):
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape does not fit, or arguments exclude each other; the text says how.
         """
-        self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache, padding)
         others = attn_mask, position_ids, cu_seqlens, padding
-        if is_fused_step(self, DynamicMaskAttention, hidden_states, cache, *others):
-            from .step import step
-
+        step = fused_step(self, DynamicMaskAttention, hidden_states, cache, *others)
+        if step is not None:
             assert cache is not None
             assert cache.kept is not None
             return step(self, hidden_states, cache.kept)
+        self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache, padding)
         heads, kv_heads = ((count, self.head_dim) for count in (self.num_heads, self.num_kv_heads))
         query = self.q_proj(hidden_states).unflatten(-1, heads)
         key = self.k_proj(hidden_states).unflatten(-1, kv_heads)

@@ -3,95 +3,138 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from ..arguments import autocast_dtype
 from ..state.stepping import has_kernel
 from .cache import AttentionCache
 
-__all__ = ["Fusable", "is_fused_step"]
+if TYPE_CHECKING:
+    from .attention import DynamicMaskAttention
+    from .step import Step
+
+__all__ = ["Part", "fused_step"]
 
 # Of more sequences, or of larger projections, products of matrices are faster than of vectors.
 _MOST_SEQUENCES = 4
 _MOST_WEIGHTS = 1 << 23
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "dt_proj")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_NORMS = ("q_norm", "k_norm")
+_METHODS = ("attend", "key_bias")
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 
 
-class Fusable(Protocol):
-    """The parts of a layer, and what it is told."""
+class Part(NamedTuple):
+    """A module of a layer, as it was found."""
 
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-    dt_proj: nn.Linear
-    q_norm: nn.RMSNorm | None
-    k_norm: nn.RMSNorm | None
-    A: nn.Parameter
-    sink: nn.Parameter | None
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    bias_form: str
-    rotary_base: float | None
-    softcap: float
-    softmax_scale: float | None
-    backend: str | None
+    module: nn.Module
+    kind: type[nn.Module]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
 
-def is_fused_step(
-    layer: Fusable,
+# What was made of layers, until they change.
+_steps: weakref.WeakKeyDictionary[nn.Module, Step] = weakref.WeakKeyDictionary()
+
+
+def fused_step(
+    layer: DynamicMaskAttention,
     kind: type,
     hidden_states: Tensor,
     cache: AttentionCache | None,
     *others: Any,
-) -> bool:
-    """Say whether kernels compute just what the layer would: of one token, without gradients.
+) -> Step | None:
+    """Return kernels that compute just what the layer would, for one token, without gradients.
 
     Args:
         layer: whose parts may have been replaced, hooked or overridden.
         kind: the class whose methods are fused.
-        hidden_states: ``(B, N, embed_dim)``.
-        cache: of the call.
+        hidden_states: ``(B, N, embed_dim)``; it is not checked yet.
+        cache: of the call; it is not checked yet.
         *others: arguments of the call, all of which must be None.
     """
-    if cache is None or cache.kept is None or cache.kept.counter is None or cache.rollback:
-        return False
-    batch, tokens = hidden_states.shape[:2]
-    if tokens != 1 or not 0 < batch <= _MOST_SEQUENCES or torch.is_grad_enabled():
-        return False
-    if any(other is not None for other in others) or not has_kernel(hidden_states.device.type):
-        return False
-    dtype = hidden_states.dtype
-    if dtype == torch.float64 or autocast_dtype(hidden_states) is not None:
-        return False
-    return _is_plain(layer, kind, dtype)
+    if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if type(cache) is not AttentionCache or type(hidden_states) not in _PLAIN_TYPES:
+        return None
+    kept, shape, dtype = cache.kept, hidden_states.shape, hidden_states.dtype
+    if kept is None or kept.rollback or len(shape) != 3 or dtype == torch.float64:
+        return None
+    batch, tokens, width = shape
+    if tokens != 1 or not 0 < batch <= _MOST_SEQUENCES or width != layer.embed_dim:
+        return None
+    if any(other is not None for other in others) or autocast_dtype(hidden_states) is not None:
+        return None
+    device = hidden_states.device
+    if hidden_states.stride(2) != 1 or hidden_states.is_neg() or not has_kernel(device.type):
+        return None
+    held = batch, layer.num_kv_heads, layer.head_dim
+    if layer.window_size != kept.window_size or not kept.has_slots_for(held, hidden_states):
+        return None
+    step = _steps.get(layer)
+    if step is not None and step.is_of(layer) and _are_as_found(step.parts, dtype, device):
+        return step
+    parts = _plain_parts(layer, kind)
+    if parts is None or not _are_as_found(parts, dtype, device):
+        return None
+    from .step import Step
+
+    step = _steps[layer] = Step(layer, parts)
+    return step
 
 
-def _is_plain(layer: Fusable, kind: type, dtype: torch.dtype) -> bool:
-    for name in ("attend", "key_bias"):
-        if getattr(type(layer), name) is not getattr(kind, name):
-            return False
+def _plain_parts(layer: DynamicMaskAttention, kind: type) -> tuple[Part, ...] | None:
+    """Return the parts of a layer if they compute what those of a new layer do."""
+    for name in _METHODS:
+        if getattr(type(layer), name) is not getattr(kind, name) or name in layer.__dict__:
+            return None
+    if type(layer.A) is not nn.Parameter or not layer.is_causal:
+        return None
     biased = layer.q_proj.bias is not None
-    for name in _PROJECTIONS:
-        part = getattr(layer, name)
-        if type(part) is not nn.Linear or not _is_untouched(part, dtype):
-            return False
-        if (part.bias is not None) != biased or part.weight.numel() > _MOST_WEIGHTS:
-            return False
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(layer, name)
-        if norm is not None and (type(norm) is not nn.RMSNorm or not _is_untouched(norm, dtype)):
-            return False
-    return True
+    parts = []
+    for name in (*_PROJECTIONS, *_NORMS):
+        module: nn.Module | None = getattr(layer, name)
+        if module is None and name in _NORMS:
+            continue
+        wanted = nn.RMSNorm if name in _NORMS else nn.Linear
+        if module is None or type(module) is not wanted:
+            return None
+        bias = module._parameters.get("bias")
+        weight = module._parameters["weight"]
+        if weight is None or weight.numel() > _MOST_WEIGHTS:
+            return None
+        if name in _PROJECTIONS and (bias is not None) != biased:
+            return None
+        parts.append(Part(module, wanted, weight, bias))
+    return tuple(parts)
 
 
-def _is_untouched(part: nn.Linear | nn.RMSNorm, dtype: torch.dtype) -> bool:
-    weight = part.weight
-    if type(weight) is not nn.Parameter or weight.dtype != dtype or not weight.is_contiguous():
+def _are_as_found(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether nothing has replaced, hooked, moved or converted the parts of a layer."""
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return False
-    return not any(getattr(part, name) for name in _HOOKS)
+    for module, kind, weight, bias in parts:
+        parameters = module._parameters
+        if (
+            type(module) is not kind
+            or parameters.get("weight") is not weight
+            or parameters.get("bias") is not bias
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or "forward" in module.__dict__
+        ):
+            return False
+        for parameter in (weight, bias):
+            if parameter is not None and (
+                type(parameter) is not nn.Parameter
+                or parameter.dtype != dtype
+                or parameter.device != device
+                or not parameter.is_contiguous()
+            ):
+                return False
+    return True

@@ -264,6 +264,23 @@ class HeldRows:
         """Say whether a gradient would be lost by taking tokens in in place."""
         return needs_gradient(chunk, self._kept, self._recent)
 
+    def has_slots_for(self, shape: tuple[int, int, int], like: Tensor) -> bool:
+        """Say whether `step` can write a token with a bias of its own for each key/value head.
+
+        Args:
+            shape: B, Hk and D of the token.
+            like: a tensor of its dtype and device.
+        """
+        if self._kept is None:
+            return False
+        key, _, bias, _ = self._kept
+        batch, _, kv_heads, dim = key.shape
+        return (
+            (batch, kv_heads, dim) == shape
+            and (key.dtype, key.device) == (like.dtype, like.device)
+            and (bias.shape[1], bias.dtype) == (kv_heads, torch.float32)
+        )
+
     def step(self, write: Callable[[Rows, Tensor], None]) -> Rows:
         """Let a token be written in place into the rows, and return these.
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
 from ..backends.triton.kernels.insert import EXPONENTIAL, GIVEN, SOFTPLUS, insert
+from ..backends.triton.prepared import Prepared
 from .rows import Rows
 
 __all__ = ["BiasOfValues", "launch_insert"]
@@ -43,30 +46,44 @@ def launch_insert(
     if isinstance(bias, BiasOfValues):
         kind = (EXPONENTIAL if bias.is_exponential else SOFTPLUS).value
         line, states_bias, amplitude, _ = bias
-        has_states_bias, strides = states_bias is not None, [0, 0]
+        strides = (0, 0)
     else:
-        kind, line, states_bias, amplitude, has_states_bias = GIVEN.value, bias, None, bias, False
-        strides = list(bias.stride()[:2])
-    insert[(batch * sets,)](
-        *held,
-        key,
-        value,
-        line,
-        amplitude,
-        amplitude if states_bias is None else states_bias,
-        counter,
-        rows,
-        *key.stride()[::2],
-        *value.stride()[::2],
-        *strides,
+        kind, line, states_bias, amplitude = GIVEN.value, bias, None, bias
+        strides = (bias.stride(0), bias.stride(1))
+    key_batch, _, key_head, _ = key.stride()
+    value_batch, _, value_head, _ = value.stride()
+    other = amplitude if states_bias is None else states_bias
+    dtypes = (key.dtype, held.bias.dtype, line.dtype, amplitude.dtype, other.dtype)
+    _prepared(kind, states_bias is not None, rows, kv_heads, dim, sets, dtypes).start(
+        (batch * sets, 1, 1),
+        (*held, key, value, line, amplitude, other, counter),
+        (rows, key_batch, key_head, value_batch, value_head, *strides),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _prepared(
+    kind: int,
+    has_states_bias: bool,
+    rows: int,
+    kv_heads: int,
+    dim: int,
+    sets: int,
+    dtypes: tuple[torch.dtype, ...],
+) -> Prepared:
+    """Return the kernel for these sizes, and for tensors of these dtypes alone."""
+    del dtypes
+    width = kv_heads // sets * dim
+    return Prepared(
+        insert,
+        4 if rows <= 1024 else 8,
         KEY_BIAS=kind,
         HAS_STATES_BIAS=has_states_bias,
         VALUE_WIDTH=kv_heads * dim,
         BLOCK_VALUE=triton.next_power_of_2(kv_heads * dim),
         SETS=sets,
         DIM=dim,
-        WIDTH=kv_heads // sets * dim,
+        WIDTH=width,
         BLOCK_ROWS=min(_MOST_ROWS_AT_ONCE, triton.next_power_of_2(rows)),
-        BLOCK_WIDTH=triton.next_power_of_2(kv_heads // sets * dim),
-        num_warps=4 if rows <= 1024 else 8,
+        BLOCK_WIDTH=triton.next_power_of_2(width),
     )

@@ -49,8 +49,40 @@ def insert_by_operations(rows: Rows, new: Rows, window: int, counter: Tensor) ->
 
     Of equal biases the earlier token is kept. So the new one must be better than the worst, and the
     worst is the latest of those with the smallest bias, whatever slot it lies in. Nothing is read
-    by the host.
+    by the host, but on a CPU, where it need not wait for it, whether the token is dropped.
     """
+    if rows.sharing == 1:
+        slot, is_taken = _replaced(rows, new)
+    else:
+        slot, is_taken = _replaced_of_shared(rows, new, window)
+    may_look = is_taken.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not may_look or is_taken.any():
+        _write(rows.position, 2, slot, new.position, is_taken)
+        kv_heads, dim = rows.key.shape[2:]
+        by_row, is_written = (
+            t.transpose(1, 2).expand(-1, 1, kv_heads).unsqueeze(-1).expand(-1, 1, kv_heads, dim)
+            for t in (slot, is_taken)
+        )
+        _write(rows.key, 1, by_row, new.key, is_written)
+        _write(rows.value, 1, by_row, new.value, is_written)
+    counter[:1].add_(1)
+
+
+def _replaced(rows: Rows, new: Rows) -> tuple[Tensor, Tensor]:
+    """Write the bias, and return which row of each set becomes the token's, and whether one does.
+
+    Rows that hold nothing have the smallest bias, and the latest position.
+    """
+    least = rows.bias.amin(-1, keepdim=True)
+    positions = rows.position.unsqueeze(2)
+    worst = torch.where(rows.bias == least, positions, -1).argmax(-1, keepdim=True)
+    takes = new.bias > least  # False for NaN and -inf
+    rows.bias.scatter_(-1, worst, torch.where(takes, new.bias, least))
+    return worst.squeeze(2), takes.squeeze(2)
+
+
+def _replaced_of_shared(rows: Rows, new: Rows, window: int) -> tuple[Tensor, Tensor]:
+    """Do what `_replaced` does for heads that share rows, each of which keeps rows of its own."""
     bias, new_bias = rows.by_set(rows.bias), rows.by_set(new.bias)
     held = bias > -torch.inf
     is_full = held.sum(-1, keepdim=True) >= window
@@ -60,22 +92,13 @@ def insert_by_operations(rows: Rows, new: Rows, window: int, counter: Tensor) ->
     takes = (new_bias > -torch.inf) & (~is_full | (new_bias > least))
     is_worst = torch.arange(rows.size, device=worst.device) == worst
     bias = bias.masked_fill(is_worst & is_full & takes, -torch.inf)
-    # Heads that share rows need a row where none of them keeps one. There is one: each keeps at
-    # most ``window``, and those that take the token have just dropped theirs.
+    # There is a row where none of them keeps one: each keeps at most ``window``, and those that
+    # take the token have just dropped theirs.
     slot = (bias == -torch.inf).all(2).to(torch.uint8).argmax(-1, keepdim=True)
-    is_taken = takes.any(2)
     is_slot = torch.arange(rows.size, device=slot.device) == slot
     bias = torch.where(is_slot.unsqueeze(2) & takes, new_bias, bias)
     rows.bias.copy_(bias.view_as(rows.bias))
-    _write(rows.position, 2, slot, new.position, is_taken)
-    kv_heads, dim = rows.key.shape[2:]
-    by_row, is_written = (
-        t.transpose(1, 2).expand(-1, 1, kv_heads).unsqueeze(-1).expand(-1, 1, kv_heads, dim)
-        for t in (slot, is_taken)
-    )
-    _write(rows.key, 1, by_row, new.key, is_written)
-    _write(rows.value, 1, by_row, new.value, is_written)
-    counter[0] += 1
+    return slot, takes.any(2)
 
 
 def _write(held: Tensor, dimension: int, index: Tensor, new: Tensor, is_written: Tensor) -> None:

@@ -95,7 +95,6 @@ def insert(
         worst_position = tl.where(is_worse, latest, worst_position)
         worst_bias = tl.where(is_worse, least.to(tl.float32), worst_bias)
     # False for NaN; and for -inf, as no bias is less.
-    # False for NaN; and for -inf, as no bias is less.
     if new_bias > worst_bias:
         tl.store(held_bias + program * rows + worst, new_bias)
         tl.store(held_position + program * rows + worst, position)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Starting a kernel of which it is known what it was compiled for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..pack import raw_stream
+from .launch import on_device
+
+__all__ = ["Prepared"]
+
+# From here on a compiled kernel is given all arguments of its function, the constants too. Seen
+# with 3.6 and 3.9; before, Triton is asked each time.
+_STARTS_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+# Triton compiles for addresses that are multiples of it apart from others.
+_ALIGNMENT = 16
+
+
+class Prepared:
+    """A kernel with its constants, started without asking Triton for what it has compiled.
+
+    Triton looks that up by the kinds of all arguments, which takes the host 20 to 30 us; of a
+    decoding step that is more than all kernels take. So every call must have tensors of the same
+    dtypes, and numbers that Triton does not specialize.
+    """
+
+    def __init__(self, kernel: Any, warps: int, **constants: Any) -> None:
+        """Take the kernel's last parameters, in order, and the warps of a program."""
+        assert list(constants) == list(kernel.arg_names[-len(constants) :])
+        self._kernel = kernel
+        self._options = {**constants, "num_warps": warps}
+        self._constants = tuple(constants.values())
+        self._compiled: dict[int, Any] = {}  # by the number of the device
+
+    def start(
+        self, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
+    ) -> None:
+        """Start the programs of a grid, on the current stream of the tensors' device."""
+        is_aligned = True
+        for tensor in tensors:
+            if tensor.data_ptr() % _ALIGNMENT:
+                is_aligned = False
+        device = tensors[0].device
+        index = -1 if device.index is None else device.index
+        compiled = self._compiled.get(index)
+        if compiled is not None and is_aligned and torch.cuda.current_device() == index:
+            compiled[grid](*tensors, *numbers, *self._constants, stream=raw_stream(index))
+            return
+        with on_device(device):
+            compiled = self._kernel[grid](*tensors, *numbers, **self._options)
+        if is_aligned and index >= 0 and _STARTS_COMPILED:
+            self._compiled[index] = compiled
