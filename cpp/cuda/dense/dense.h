@@ -87,8 +87,8 @@ struct DenseBackward {
   int32_t slots, tiles, groups; // of dq: as in the forward pass; of dkdv: tiles of keys, and groups of sequences
   bool writes_dbias;            // dq writes the gradient of the bias
   DbiasWork dbias;
-  // Not null where the fused kernel is tried: what odd_values.cuh found. It does nothing then if something was found, and
-  // the other kernels do nothing if nothing was.
+  // What odd_values.cuh found, or null where the fused kernel is not tried. That kernel does nothing if something was
+  // found, and the other kernels do nothing if nothing was.
   uint32_t *odd;
   FusedWork fused;
 };

@@ -56,7 +56,7 @@ template <class Element> __device__ __forceinline__ uint32_t pack(float low, flo
   return bits;
 }
 
-// Of a pair that lies as pack() makes it.
+// Takes a pair apart that lies as pack() makes it.
 template <class Element> __device__ __forceinline__ void unpack(uint32_t pair, float &low, float &high) {
   if constexpr (__is_same(Element, __half)) {
     const float2 both = __half22float2(reinterpret_cast<const __half2 &>(pair));

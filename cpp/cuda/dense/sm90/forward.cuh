@@ -74,7 +74,7 @@ template <class Config> struct WideForwardProducer {
   const WideForwardTask &task;
   const SourceWalk first_source;
   const Rows k, v;
-  // Of each source: this thread's first row of K and V, and its first byte of a mask of keys, where there is one.
+  // For each source this thread has its first row of K and V, and its first byte of a mask of keys, where there is one.
   const uint16_t *k_row[Config::kSources], *v_row[Config::kSources];
   const uint8_t *kept[Config::kSources];
   int sources; // that exist
@@ -119,7 +119,7 @@ template <class Config> struct WideForwardProducer {
     const int chunk = own() % kAcross, own_row = own() / kAcross, key = block * Config::kTile;
     const int rows = int(p.queries) - task.first_row;
     const int bytes = max(0, min(16, (int(p.keys) - key) * kSize - chunk * 16));
-    const char *from =
+    const char *elements =
         static_cast<const char *>(m.base) + ((task.first_row + own_row) * m.row + key) * kSize + chunk * 16;
     Roles::producer_acquire(shared.bias_empty, bias_state.phase);
     const uint32_t base = ptx::shared_address(shared.bias);
@@ -127,14 +127,14 @@ template <class Config> struct WideForwardProducer {
     for (int r = own_row; r < Config::kTile; r += kDown) {
       const uint32_t address =
           Config::kWide ? base + (r * Config::kPitch) * 4 + chunk * 16 : Config::Bias::chunk_address(base, r, chunk);
-      ptx::cp_async_up_to_16(address, from, r < rows ? bytes : 0);
-      from += kDown * m.row * kSize;
+      ptx::cp_async_up_to_16(address, elements, r < rows ? bytes : 0);
+      elements += kDown * m.row * kSize;
     }
     Roles::producer_commit(shared.bias_full);
     ++bias_state;
   }
 
-  // As it lies in memory: not 0 if the source keeps this thread's key of a block.
+  // Returns the byte of the mask as it lies in memory: not 0 if the source keeps this thread's key of a block.
   __device__ uint8_t fetch_kept(int n, int block) const {
     const fdm_problem &p = work.call.p;
     const int key = block * Config::kTile;

@@ -202,7 +202,7 @@ template <class Config> struct DenseFusedConsumer {
       shared.bias[c][threadIdx.x] = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
-  // Of a tile that is whole, and of which no pair is dropped: two neighbours at a time.
+  // Loads two neighbours at a time, of a tile that is whole, and of which no pair is dropped.
   __device__ void load_whole_bias(const Matrix &bias) const {
     using Pair = std::conditional_t<Config::kWide, uint2, uint32_t>;
     const Pair *first[2];

@@ -104,7 +104,7 @@ struct DroppedKeys {
     for (int warp = 0; warp < Roles::kProducerWarps; ++warp) some |= found[warp];
     return some;
   }
-  // Of this thread's two keys of tile n of 8.
+  // Reads what is to be added to this thread's two keys of tile n of 8.
   __device__ __forceinline__ void read(int n, float (&own)[2]) const {
     const uint32_t pair = reinterpret_cast<const uint32_t *>(added)[4 * n + threadIdx.x % 4];
     ptx::unpack<__nv_bfloat16>(pair, own[0], own[1]);
