@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,12 @@ from torch.nn.modules import module as every_module
 from ..arguments import autocast_dtype
 from ..state.stepping import has_kernel
 from .cache import AttentionCache
+from .parts import Fusable, Part
 
 if TYPE_CHECKING:
-    from .attention import DynamicMaskAttention
     from .step import Step
 
-__all__ = ["Part", "fused_step"]
+__all__ = ["fused_step"]
 
 # Of more sequences, or of larger projections, products of matrices are faster than of vectors.
 _MOST_SEQUENCES = 4
@@ -27,23 +27,12 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "dt_proj")
 _NORMS = ("q_norm", "k_norm")
 _METHODS = ("attend", "key_bias")
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
-
-
-class Part(NamedTuple):
-    """A module of a layer, as it was found."""
-
-    module: nn.Module
-    kind: type[nn.Module]
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-
 # What was made of layers, until they change.
-_steps: weakref.WeakKeyDictionary[nn.Module, Step] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Fusable, Step] = weakref.WeakKeyDictionary()
 
 
 def fused_step(
-    layer: DynamicMaskAttention,
+    layer: Fusable,
     kind: type,
     hidden_states: Tensor,
     cache: AttentionCache | None,
@@ -88,7 +77,7 @@ def fused_step(
     return step
 
 
-def _plain_parts(layer: DynamicMaskAttention, kind: type) -> tuple[Part, ...] | None:
+def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
     """Return the parts of a layer if they compute what those of a new layer do."""
     for name in _METHODS:
         if getattr(type(layer), name) is not getattr(kind, name) or name in layer.__dict__:

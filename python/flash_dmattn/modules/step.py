@@ -16,12 +16,11 @@ from ..backends.triton.kernels.project import project_heads
 from ..backends.triton.prepared import Prepared
 from ..record import AttentionInputs
 from ..state.insert_kernel import BiasOfValues, launch_insert
+from .parts import Fusable, Part
 from .rotary import frequencies
 
 if TYPE_CHECKING:
     from ..state import KeptKeys
-    from .attention import DynamicMaskAttention
-    from .fusing import Part
 
 __all__ = ["Step"]
 
@@ -35,8 +34,8 @@ class Step:
     It holds the layer's parts and not the layer, which may be freed before it.
     """
 
-    def __init__(self, layer: DynamicMaskAttention, parts: tuple[Part, ...]) -> None:
-        """Prepare kernels for the parts that `.fusing` has found."""
+    def __init__(self, layer: Fusable, parts: tuple[Part, ...]) -> None:
+        """Prepare kernels for the parts that were found."""
         self.parts = parts
         self._modules = tuple(layer._modules.values())
         self._settings = _settings(layer)
@@ -68,7 +67,7 @@ class Step:
         self._output = (output.weight,) * 3
         self._output_bias = (output.weight if output.bias is None else output.bias,) * 3
 
-    def is_of(self, layer: DynamicMaskAttention) -> bool:
+    def is_of(self, layer: Fusable) -> bool:
         """Say whether the layer still has these modules and settings."""
         return (
             tuple(layer._modules.values()) == self._modules
@@ -78,7 +77,7 @@ class Step:
             and "key_bias" not in layer.__dict__
         )
 
-    def __call__(self, layer: DynamicMaskAttention, x: Tensor, kept: KeptKeys) -> Tensor:
+    def __call__(self, layer: Fusable, x: Tensor, kept: KeptKeys) -> Tensor:
         """Return what the layer's forward returns for one token, and take it in.
 
         Args:
@@ -122,7 +121,7 @@ class Step:
         return result
 
 
-def _settings(layer: DynamicMaskAttention) -> tuple[object, ...]:
+def _settings(layer: Fusable) -> tuple[object, ...]:
     return (
         layer.num_heads,
         layer.num_kv_heads,

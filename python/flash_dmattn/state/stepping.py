@@ -8,6 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
+from .. import dispatch_state
 from ..backends.triton import why_unavailable
 from .rows import Rows
 
@@ -55,7 +56,7 @@ def insert_by_operations(rows: Rows, new: Rows, window: int, counter: Tensor) ->
         slot, is_taken = _replaced(rows, new)
     else:
         slot, is_taken = _replaced_of_shared(rows, new, window)
-    may_look = is_taken.device.type == "cpu" and not torch.compiler.is_compiling()
+    may_look = is_taken.is_cpu and dispatch_state.is_idle((is_taken,))  # and nothing is traced
     if not may_look or is_taken.any():
         _write(rows.position, 2, slot, new.position, is_taken)
         kv_heads, dim = rows.key.shape[2:]

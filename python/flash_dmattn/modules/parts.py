@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What fused kernels compute a layer of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+__all__ = ["Fusable", "Part"]
+
+
+class Fusable(Protocol):
+    """The parts of a layer, and what it is told."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    dt_proj: nn.Linear
+    q_norm: nn.RMSNorm | None
+    k_norm: nn.RMSNorm | None
+    A: nn.Parameter
+    sink: nn.Parameter | None
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window_size: int | None
+    is_causal: bool
+    bias_form: str
+    rotary_base: float | None
+    softcap: float
+    softmax_scale: float | None
+    backend: str | None
+    _modules: dict[str, nn.Module | None]
+    _parameters: dict[str, nn.Parameter | None]
+
+
+class Part(NamedTuple):
+    """A module of a layer, as it was found."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    weight: nn.Parameter
+    bias: nn.Parameter | None

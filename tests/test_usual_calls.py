@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Calls that the core reads by itself become the same records as those that Python looks at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import flash_dmattn_func, interface, ops
+from flash_dmattn.record import AttentionInputs
+from support import Target
+
+
+def tensors(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    query, key, value, bias = (
+        torch.randn(shape, device=device)
+        for shape in ((2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), (2, 2, 1, 9))
+    )
+    made = {"query": query.to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
+    return {**made, "attn_bias": bias, "sink": torch.randn(4, device=device)}
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True, "window_size": 3},
+    {"is_causal": True, "window_size": 0, "deterministic": True},
+    {"is_causal": False, "softmax_scale": 0.3, "softcap": 2.0},
+    {"is_causal": None, "return_lse": True, "deterministic": False},
+]
+WITHOUT: list[tuple[str, ...]] = [(), ("sink",), ("attn_bias", "sink")]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[AttentionInputs, Any]:
+    """Return the record of a call, and its results."""
+    seen: list[AttentionInputs] = []
+    with monkeypatch.context() as patch:
+        for name in ("attention", "attention_of_plain"):
+            real = getattr(ops, name)
+
+            def noted(
+                inputs: AttentionInputs, *others: Any, _real: Any = real, **named: Any
+            ) -> Any:
+                seen.append(inputs)
+                return _real(inputs, *others, **named)
+
+            patch.setattr(ops, name, noted)
+        results = flash_dmattn_func(**arguments)
+    return seen[0], results
+
+
+@pytest.mark.parametrize("without", WITHOUT, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_both_ways_make_the_same_record(
+    settings: dict[str, Any],
+    without: tuple[str, ...],
+    pack_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "attn_bias" in without and "window_size" in settings:
+        pytest.skip("a window needs a bias")
+    given = tensors(pack_target.device, pack_target.dtypes[-1])
+    arguments = {name: t for name, t in given.items() if name not in without} | settings
+    read = ops.usual_inputs
+    usual: list[AttentionInputs | None] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "usual_inputs", lambda *args: usual.append(read(*args)) or usual[-1])
+        one, out = recorded(monkeypatch, **arguments)
+        patch.setattr(ops, "usual_inputs", lambda *args: None)
+        other, want = recorded(monkeypatch, **arguments)
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        assert isinstance(usual[0], AttentionInputs)
+    for name, a, b in zip(AttentionInputs._fields, one, other, strict=True):
+        assert a is b if isinstance(a, Tensor) else a == b, name
+    torch.testing.assert_close(out, want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"query": lambda t: t[0]},
+        {"key": lambda t: t.double()},
+        {"value": lambda t: t.to("meta")},
+        {"attn_bias": lambda t: t[:, :, 0]},
+        {"attn_bias": lambda t: t[:1].expand(2, -1, -1, -1)},
+        {"attn_bias": lambda t: t.double()},
+        {"attn_bias": lambda t: None},
+        {"attn_bias": lambda t: t.expand(-1, -1, 9, -1).contiguous()},
+        {"query": lambda t: t.numpy()},
+        {"query": lambda t: t[:, :1]},
+        {"key": lambda t: t.as_subclass(type("Own", (Tensor,), {}))},
+        {"softmax_scale": lambda _: 1},
+        {"softcap": lambda _: torch.tensor(1.0)},
+        {"window_size": lambda _: True},
+        {"window_size": lambda _: 9},
+        {"window_size": lambda _: -1},
+        {"is_causal": lambda _: 1},
+        {"is_causal": lambda _: False},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_is_not_usual_is_looked_at(change: dict[str, Any]) -> None:
+    given: dict[str, Any] = {
+        **tensors("cpu", torch.float32),
+        "softmax_scale": None,
+        "is_causal": True,
+        "softcap": None,
+        "window_size": 3,
+    }
+    for name, made in change.items():
+        given[name] = made(given[name])
+    names = ("query", "key", "value", "attn_bias", "sink")
+    places = tuple(given.pop(name) for name in names)
+    settings = (given[n] for n in ("softmax_scale", "is_causal", "softcap", "window_size"))
+    assert interface.ops.usual_inputs(places, *settings, None) is None
