@@ -36,6 +36,18 @@ def call(
         raise ReleaseError(f"{words[0]} failed with status {error.returncode}") from error
 
 
+def output(command: Sequence[str | Path]) -> str:
+    """Return what a command prints on stdout; its complaints are passed on."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    except FileNotFoundError as error:
+        raise ReleaseError(f"there is no program {words[0]}") from error
+    except subprocess.CalledProcessError as error:
+        raise ReleaseError(f"{' '.join(words)} failed with status {error.returncode}") from error
+    return done.stdout
+
+
 def _places(program: str) -> list[str | None]:
     """Return where a program of CUDA may be: on the PATH, or in a toolkit."""
     toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
