@@ -87,7 +87,7 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
     with step("the runner, and what stands in for GitHub"):
         real = dict(word.split("=", 1) for word in options.action)
         folders = machine.prepare({name: Path(place) for name, place in real.items()})
-        tag = make_repository(machine.repository, machine.owner)
+        tag = make_repository(machine.repository)
     variables = machine.variables(options.packs)
     flags = act_options(machine, folders)
     if options.only != "release":

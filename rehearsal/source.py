@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import sys
@@ -18,11 +17,8 @@ ORIGIN = "https://github.com/rehearsal/flash-dmattn.git"  # only act reads it, f
 IDENTITY = ("-c", "user.name=rehearsal", "-c", "user.email=rehearsal@example.org")
 
 
-def make_repository(folder: Path, owner: int) -> str:
-    """Clone this tree's commit, commit what a release changes, tag it, and return the tag.
-
-    The clone belongs to another user, as a checkout does in a container that runs as root.
-    """
+def make_repository(folder: Path) -> str:
+    """Clone this tree's commit, commit what a release changes, tag it, and return the tag."""
     if output(["git", "-C", ROOT, "status", "--porcelain", "-uno"]):
         raise ReleaseError(f"{ROOT} has changes that are not committed; workflows run commits")
     call(["git", "clone", "--quiet", "--no-hardlinks", ROOT, folder])
@@ -36,8 +32,6 @@ def make_repository(folder: Path, owner: int) -> str:
     tag = f"v{version}"
     git(folder, *IDENTITY, "tag", "--force", tag)
     git(folder, "config", "uploadpack.allowAnySHA1InWant", "true")
-    for path in [folder, *folder.rglob("*")]:
-        os.chown(path, owner, owner, follow_symlinks=False)
     return tag
 
 
