@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What CI builds and tests, from cmake/targets.json, and the digests of the images it does so in.
 
-The jobs are printed as a workflow's outputs, one line for each kind: ``packs=[...]``. An image has
-its digest from .github/images.json.
+The jobs are printed as a workflow's outputs, one line for each kind: ``packs=[...]``, and once more
+together as ``build={...}``, for the build record. An image has its digest from .github/images.json,
+or the one that the registry has when a run starts, so that every job of the run uses the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from release import targets
@@ -22,8 +23,16 @@ from release.targets import Platform, Table
 Jobs: TypeAlias = dict[str, list[dict[str, str]]]
 SMALL_ARCH = "sm90"
 SMALL_HEAD_DIMS = (64, 128)
+# What is tested on systems whose wheel has the cpu pack alone: others of the tests need programs of
+# Linux. Empty is all of them.
+CPU_TESTS = (
+    "tests/test_attention.py tests/test_cpu_pack_limits.py tests/test_edge_cases.py "
+    "tests/test_selection.py tests/test_varlen.py"
+)
 LOCK = ROOT / ".github" / "images.json"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# The jobs that make files of a release in an image.
+BUILDS = ("packs", "wheels")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="the subset that a change is tried on")
     parser.add_argument("--machine", action="append", default=[], choices=machines)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--require-digests", action="store_true", help="fail if an image has none")
+    mode.add_argument(
+        "--resolve-digests", action="store_true", help="ask the registry for those not committed"
+    )
+    mode.add_argument(
+        "--newest-digests", action="store_true", help="ask the registry for all of them"
+    )
     mode.add_argument(
         "--update-digests", action="store_true", help="write those that the registry has now"
     )
@@ -40,33 +54,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the jobs, or renew the digests of their images."""
     found = jobs(targets.load(), options.machine, options.small)
+    images = images_of(found)
     if options.update_digests:
-        digests = {image: present_digest(image) for image in images_of(found)}
-        LOCK.write_text(json.dumps(digests, indent=2, sort_keys=True) + "\n")
+        LOCK.write_text(lock_text({image: present_digest(image) for image in images}))
         return
-    digests = json.loads(LOCK.read_text())
-    for kind, rows in pinned(found, digests, require=options.require_digests).items():
-        print(f"{kind}={json.dumps(rows, separators=(',', ':'))}")
+    digests = {} if options.newest_digests else json.loads(LOCK.read_text())
+    if options.newest_digests or options.resolve_digests:
+        unknown = [image for image in images if image not in digests]
+        digests |= {image: present_digest(image) for image in unknown}
+    found = pinned(found, digests)
+    for kind, rows in found.items():
+        print(f"{kind}={compact(rows)}")
+    print(f"build={compact({kind: found[kind] for kind in BUILDS})}")
     # The time that is written into what is built: that of the sources, so that equal sources give
     # equal files.
     if seconds := commit_time():
         print(f"epoch={seconds}")
 
 
-def jobs(table: Table, machines: Iterable[str] = (), small: bool = False) -> Jobs:
-    """Return the jobs: packs, wheels made of them, and tests of the wheels.
+def compact(content: object) -> str:
+    """Return JSON on one line, as an output of a workflow has to be."""
+    return json.dumps(content, separators=(",", ":"))
+
+
+def lock_text(digests: Mapping[str, str]) -> str:
+    """Return the content of .github/images.json."""
+    return json.dumps(digests, indent=2, sort_keys=True) + "\n"
+
+
+def jobs(table: Table, machines: Sequence[str] = (), small: bool = False) -> Jobs:
+    """Return the jobs: packs, wheels made of them, those with the cpu pack alone, and tests.
 
     Args:
         table: the declared one.
-        machines: only these; all of the table if none is given.
-        small: one platform, the newest CUDA, one arch, two head dimensions: what a change is
-            tried with.
+        machines: only these machines of Linux; all platforms of the table if none is given.
+        small: one machine of Linux, the newest CUDA, one arch, two head dimensions: what a change
+            is tried with. Wheels with the cpu pack alone are small already.
     """
     chosen = list(machines) or [row.machine for row in table.platforms][: 1 if small else None]
     unknown = sorted(set(chosen) - {row.machine for row in table.platforms})
     if unknown:
         raise ReleaseError(f"the table has no machine {', '.join(unknown)}")
     platforms = [row for row in table.platforms if row.machine in chosen]
+    cpu_platforms = () if machines else table.cpu_platforms
     pythons = [table.pythons[0], table.pythons[-1]] if small else list(table.pythons)
     return {
         "packs": [job for row in platforms for job in _packs(table, row, small)],
@@ -80,14 +110,27 @@ def jobs(table: Table, machines: Iterable[str] = (), small: bool = False) -> Job
             }
             for row in platforms
         ],
+        "cpu_wheels": [
+            {
+                "machine": row.name,
+                "runner": row.runner,
+                "tag": f"{_abi_tag(table)}-{row.tag}",
+                "artifact": f"wheel-{row.name}",
+            }
+            for row in cpu_platforms
+        ],
         "tests": [
             {
-                "machine": row.machine,
-                "runner": row.runner,
+                "machine": name,
+                "runner": runner,
                 "python": python,
-                "artifact": f"wheel-{row.machine}",
+                "artifact": f"wheel-{name}",
+                "tests": tests,
             }
-            for row in platforms
+            for name, runner, tests in (
+                *((row.machine, row.runner, "") for row in platforms),
+                *((row.name, row.runner, CPU_TESTS) for row in cpu_platforms),
+            )
             for python in pythons
         ],
     }
@@ -119,14 +162,15 @@ def images_of(found: Jobs) -> list[str]:
     return sorted({row["image"] for rows in found.values() for row in rows if "image" in row})
 
 
-def pinned(found: Jobs, digests: Mapping[str, str], *, require: bool) -> Jobs:
+def pinned(found: Jobs, digests: Mapping[str, str]) -> Jobs:
     """Return the jobs with ``name@digest`` for each image; one without a digest keeps its name."""
     missing = [image for image in images_of(found) if image not in digests]
     if missing:
-        text = f"no digest in .github/images.json for {', '.join(missing)}"
-        if require:
-            raise ReleaseError(f"{text}; see docs/release.md for how to pin them")
-        print(f"release matrix: {text}; whatever they are today is taken", file=sys.stderr)
+        print(
+            f"release matrix: no digest in .github/images.json for {', '.join(missing)}; "
+            "--resolve-digests asks the registry",
+            file=sys.stderr,
+        )
     for image, digest in digests.items():
         if not DIGEST.fullmatch(digest):
             raise ReleaseError(f"{digest!r} is not a digest of {image}")

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 from release.distributions import PACKAGE
 from release.gates.verdict import Task
-from release.project import ROOT
+from release.project import PROJECT, ROOT
+from release.sbom import BILL, bill_of_packs
 
 _MEGABYTE = 10**6
 _REQUIRED = (
     "__init__.py",
-    "_core.abi3.so",
-    "packs/libflash_dmattn_cpu.so",
     "packs/manifest.json",
     "py.typed",
     "targets.json",
@@ -28,10 +28,11 @@ def tag(task: Task) -> Iterator[str]:
     if inside != [wheel.tag]:
         yield f"the WHEEL file says {', '.join(inside)}, the file's name {wheel.tag}"
     floor = "cp" + task.table.pythons[0].replace(".", "")
-    policy = re.escape(task.table.wheel.policy) if task.manylinux else "linux"
-    machines = "|".join(row.machine for row in task.table.platforms)
-    if not re.fullmatch(rf"{floor}-abi3-{policy}_({machines})", wheel.tag):
-        yield f"the tag is {wheel.tag}, not {floor}-abi3-{policy}_<{machines}>"
+    policy = task.table.wheel.policy if task.manylinux else "linux"
+    platforms = [f"{policy}_{row.machine}" for row in task.table.platforms]
+    platforms += [row.tag for row in task.table.cpu_platforms]
+    if wheel.tag not in [f"{floor}-abi3-{platform}" for platform in platforms]:
+        yield f"the tag is {wheel.tag}, not {floor}-abi3- and one of {', '.join(platforms)}"
     version = wheel.metadata("METADATA", "Version")
     if wheel.path.name.split("-")[1:2] != version:
         yield f"the metadata has version {version}, the name is {wheel.path.name}"
@@ -50,9 +51,9 @@ def content(task: Task) -> Iterator[str]:
     strangers = {name.partition("/")[0] for name in wheel.contents} - {PACKAGE, wheel.dist_info}
     for name in sorted(strangers):
         yield f"the top level holds {name}"
-    for name in _REQUIRED:
-        if f"{PACKAGE}/{name}" not in wheel.contents:
-            yield f"{PACKAGE}/{name} is absent"
+    for name in (wheel.core, wheel.cpu_pack, *(f"{PACKAGE}/{name}" for name in _REQUIRED)):
+        if name not in wheel.contents:
+            yield f"{name} is absent"
     for name in wheel.contents:
         if re.search(r"__pycache__|\.py[co]$|\.(c|cc|cpp|cu|cuh|h|o|a|cmake)$|/\.", name):
             yield f"{name} does not belong into a wheel"
@@ -72,6 +73,18 @@ def licences(task: Task) -> Iterator[str]:
             yield f"{file} differs from {name} of the project"
         if name not in wheel.metadata("METADATA", "License-File"):
             yield f"the metadata has no License-File {name}"
+
+
+def materials(task: Task) -> Iterator[str]:
+    """The wheel carries the bill of its packs, with their hashes and what is linked into them."""
+    wheel = task.wheel
+    name = f"{wheel.dist_info}/sboms/{BILL}"
+    if name not in wheel.contents:
+        yield f"{name} is absent"
+        return
+    listed = json.loads(wheel.contents[name])
+    if listed != bill_of_packs(PROJECT, wheel.metadata("METADATA", "Version")[0], wheel.packs):
+        yield f"{name} is not the bill of the packs in the manifest"
 
 
 def sizes(task: Task) -> Iterator[str]:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the headers of a shared library tell before it is opened.
-
-The system's loader maps a file as its headers say. Where a download or a full disk has cut it off,
-the first access behind its end kills the process with SIGBUS, and gives no error.
-"""
+"""What the headers of a shared library of Linux tell before it is opened."""
 
 from __future__ import annotations
 
@@ -11,8 +7,9 @@ import struct
 from pathlib import Path
 
 from . import messages
+from .errors import LibraryFileError, truncated
 
-__all__ = ["ElfError", "check"]
+__all__ = ["check"]
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SEGMENT = struct.Struct("<8xQ16xQ16x")  # p_offset and p_filesz
@@ -20,29 +17,29 @@ _IDENTITY = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine
 
 
-class ElfError(RuntimeError):
-    """A file that must not be given to the system's loader."""
-
-
 def check(path: str, machine: str) -> None:
     """Raise unless a file is a complete shared library for a machine such as ``x86_64``.
 
     Raises:
-        ElfError: it is not; the message has the path and the reason.
+        LibraryFileError: it is not; the message has the path and the reason.
         OSError: it cannot be read.
     """
     size = Path(path).stat().st_size
     with Path(path).open("rb") as file:
         start = file.read(_HEADER.size)
         if not start.startswith(_IDENTITY):
-            raise ElfError(messages.NOT_ELF.format(path=path))
+            raise LibraryFileError(messages.NO_LIBRARY.format(path=path, system="Linux"))
         needed = _HEADER.size
         if size >= needed:
             _, _, number, _, _, segments, sections, _, _, *sizes, _ = _HEADER.unpack(start)
             segment_size, segment_count, section_size, section_count = sizes
-            built = _MACHINES.get(number, messages.ELF_MACHINE.format(number=number))
+            built = _MACHINES.get(
+                number, messages.UNKNOWN_MACHINE.format(form="ELF", number=number)
+            )
             if built != machine:
-                raise ElfError(messages.FOREIGN_ELF.format(path=path, built=built, machine=machine))
+                raise LibraryFileError(
+                    messages.FOREIGN_LIBRARY.format(path=path, built=built, machine=machine)
+                )
             # Linkers put the section headers last, so that they alone tell of nearly every cut.
             ends = segments + segment_size * segment_count, sections + section_size * section_count
             needed = max(ends)
@@ -51,4 +48,4 @@ def check(path: str, machine: str) -> None:
             table = file.read(segment_size * segment_count)
             needed = max(needed, *(sum(segment) for segment in _SEGMENT.iter_unpack(table)), 0)
     if size < needed:
-        raise ElfError(messages.TRUNCATED.format(path=path, size=size, needed=needed))
+        raise truncated(path, size, needed)

@@ -9,7 +9,15 @@ import warnings
 from . import messages
 from .trace import Trace
 
-__all__ = ["FallbackWarning", "NoPackError", "passed_over_text", "plain_pytorch_text", "warn"]
+__all__ = [
+    "FallbackWarning",
+    "LibraryFileError",
+    "NoPackError",
+    "passed_over_text",
+    "plain_pytorch_text",
+    "truncated",
+    "warn",
+]
 
 
 class NoPackError(RuntimeError):
@@ -22,6 +30,10 @@ class NoPackError(RuntimeError):
         heading = messages.NO_PACK.format(device=trace.situation.device)
         super().__init__("\n".join([heading, *trace.lines(), f"fix: {trace.remedy}"]))
         self.trace = trace
+
+
+class LibraryFileError(RuntimeError):
+    """A file that must not be given to the system's loader."""
 
 
 class FallbackWarning(RuntimeWarning):
@@ -40,6 +52,11 @@ def passed_over_text(trace: Trace) -> str:
         return ""
     text = messages.PASSED_OVER.format(chosen=trace.chosen.name, device=trace.situation.device)
     return "\n".join([text, *map(str, damaged), f"fix: {trace.remedy_of(damaged)}"])
+
+
+def truncated(path: str, size: int, needed: int) -> LibraryFileError:
+    """Return the error of a file that ends before what its headers tell of."""
+    return LibraryFileError(messages.TRUNCATED.format(path=path, size=size, needed=needed))
 
 
 def warn(text: str) -> None:

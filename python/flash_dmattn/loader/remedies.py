@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from .facts import OWN_DISTRIBUTION
 
@@ -12,18 +13,35 @@ __all__ = [
     "PLAIN_PYTORCH",
     "PORTABLE",
     "SHOW_GPUS",
+    "TRY",
     "after_opening",
     "build_for",
     "install_wheel",
     "reinstall",
+    "set_to",
     "unset",
     "update_driver",
 ]
 
+_WINDOWS = sys.platform == "win32"
+
+
+def set_to(variable: str, value: str) -> str:
+    """Return the command that sets a variable, in the system's usual shell."""
+    return f'$env:{variable} = "{value}"' if _WINDOWS else f"export {variable}={value}"
+
+
+def unset(variable: str) -> str:
+    """Return the command that removes a variable."""
+    return f"Remove-Item Env:{variable}" if _WINDOWS else f"unset {variable}"
+
+
 INSTALL_BACKEND = "python -m pip install nanobind-backend"
-PLAIN_PYTORCH = "export FLASH_DMATTN_BACKEND=reference"
+PLAIN_PYTORCH = set_to("FLASH_DMATTN_BACKEND", "reference")
+# Of GPUs on which no pack was run.
+TRY = set_to("FLASH_DMATTN_UNTRIED", "1")
 # Of GPUs that are not NVIDIA's.
-PORTABLE = "export FLASH_DMATTN_BACKEND=triton  # or flex, or reference"
+PORTABLE = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or flex, or reference"
 SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
 # Builds on the machine, with its toolkit and its libc.
 _BUILD = f"--no-binary {OWN_DISTRIBUTION}"
@@ -58,11 +76,6 @@ def after_opening(error: str, version: str | None, distribution: str) -> str:
     if "failed to map segment from shared object" in error:
         return "install into a folder whose file system is mounted without noexec"
     return reinstall(version, distribution)
-
-
-def unset(variable: str) -> str:
-    """Return the command that removes a variable."""
-    return f"unset {variable}"
 
 
 def update_driver(version: str) -> str:

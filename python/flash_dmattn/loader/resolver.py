@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -18,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import elf, environment, messages, remedies
+from . import elf, environment, macho, messages, pe, remedies
 from .candidates import (
     ENTRY_POINT_GROUP,
     Candidate,
@@ -47,6 +48,9 @@ logger = logging.getLogger("flash_dmattn.loader")
 _BACKEND = "FLASH_DMATTN_BACKEND"
 T = TypeVar("T")
 _machine = Machine()
+# The system's loader maps a file as its headers say. Where a download or a full disk has cut it
+# off, the first access behind its end kills the process, and gives no error.
+_check_file = {"darwin": macho.check, "win32": pe.check}.get(sys.platform, elf.check)
 
 
 def open_pack(path: str) -> Pack:
@@ -58,7 +62,7 @@ def open_pack(path: str) -> Pack:
     """
     from flash_dmattn import _core
 
-    elf.check(path, _machine.host().machine)
+    _check_file(path, _machine.host().machine)
     return _core.load_pack(path)
 
 

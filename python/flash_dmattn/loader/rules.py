@@ -31,11 +31,12 @@ __all__ = ["Wishes", "decide"]
 
 
 class Wishes(NamedTuple):
-    """What the environment asks for; "" where it asks for nothing."""
+    """What the environment asks for; "" or "0" where it asks for nothing."""
 
     library_path: str = ""
     cuda: str = ""
     arch: str = ""
+    untried: str = "0"
 
     @staticmethod
     def of(environ: Mapping[str, str] | None) -> Wishes:
@@ -106,6 +107,17 @@ class Case(NamedTuple):
     def runs_elsewhere(self) -> bool:
         """Whether it is code of an arch that the device does not run."""
         return self.pack.arch is not None and self.pack.arch not in self.need.archs
+
+    @property
+    def record(self) -> str:
+        """Whether packs were run on the device's compute capability, as the table has it."""
+        return self.need.targets.record.get(self.facts.device.capability or "", "")
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether no pack was ever run on such a device, and no variable asks for this one."""
+        wished = self.need.wishes.untried == "1" or self.pack.forced
+        return self.record == "none" and not wished
 
     @property
     def floor(self) -> str | None:
@@ -187,6 +199,7 @@ ROWS: tuple[tuple[Rule, Check, str, str], ...] = (
         say.WRONG_VERSION,
         _FILE,
     ),
+    (Rule.UNTRIED, lambda c: c.is_untried, say.UNTRIED, remedies.TRY),
     (
         Rule.FORCED,
         lambda c: c.need.forced and not c.pack.forced,
@@ -210,6 +223,8 @@ ROWS: tuple[tuple[Rule, Check, str, str], ...] = (
 
 # What is worth knowing of a candidate that can serve.
 NOTES: tuple[tuple[Check, str], ...] = (
+    (lambda c: c.record == "none", say.NEVER_RUN),
+    (lambda c: c.record == "tiles", say.RUN_ELSEWHERE),
     (lambda c: c.need.archs and c.pack.arch != c.need.archs[0], say.BETTER_ARCH),
     (
         lambda c: (
@@ -234,7 +249,7 @@ def decide(
     # A forced file for another kind of device leaves this device alone.
     forced = any(c.forced and c.device in (situation.device.kind, None) for c in candidates)
     majors = {c.cuda_major for c in candidates if c.device == "cuda" and c.cuda_major}
-    need = Need(situation, wishes, targets or Targets({}, {}), forced, majors)
+    need = Need(situation, wishes, targets or Targets({}, {}, {}), forced, majors)
     entries = [_judge(Case(pack, need, situation), place) for place, pack in enumerate(candidates)]
     accepted = sorted((entry for entry in entries if not entry.rule), key=lambda e: e.rank)
     refused = [entry for entry in entries if entry.rule]

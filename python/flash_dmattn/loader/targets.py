@@ -24,6 +24,9 @@ class Targets(NamedTuple):
 
     # For each compute capability, such as 8.9, the archs that run on it, the best first.
     preference: Mapping[str, tuple[str, ...]]
+    # For each compute capability: "run" where the tests passed on such a GPU, "tiles" where they
+    # passed with its tiles on a GPU of another capability, otherwise "none".
+    record: Mapping[str, str]
     # For each CUDA major, such as 12, the oldest NVIDIA driver that runs its packs.
     min_driver: Mapping[str, str]
 
@@ -45,6 +48,7 @@ def find_targets(directories: Iterable[Path]) -> Targets:
             raise InstallationError(messages.TABLE_SCHEMA.format(found=found, known=SCHEMA))
         return Targets(
             preference={cc: tuple(archs) for cc, archs in data["preference"].items()},
+            record={cc: str(data["record"][cc]) for cc in data["preference"]},
             min_driver={major: str(row["min_driver"]) for major, row in data["cuda"].items()},
         )
     except json.JSONDecodeError as error:

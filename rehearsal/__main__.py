@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A rehearsal of the workflows: `ci` of a pull request, then `release` of a tag with its index.
+
+Then the release is installed from that index, and its self-test runs. docs/release.md tells what is
+replaced, and what only GitHub can show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rehearsal.act import run_workflow
+from rehearsal.checks import check_images, check_release
+from rehearsal.machine import Machine, missing_programs
+from rehearsal.source import make_repository
+from release import targets
+from release.loopback import serving
+from release.programs import call
+from release.project import ROOT, ReleaseError
+from release.tag import is_pre_release
+from release.trial import install, self_test
+
+OWNER = 1001  # of GitHub's checkouts
+RUNNER = "ubuntu-24.04"  # of jobs for every platform
+GPU = "a-gpu-of-the-rehearsal"
+
+
+def main() -> int:
+    """Rehearse; returns the exit status."""
+    options = parser().parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="workflows-", dir=options.work))
+    try:
+        with serving(folder) as server:
+            rehearse(Machine(folder, server.url, OWNER), options)
+    except ReleaseError as error:
+        print(f"rehearse_workflows: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if options.keep:
+            print(f"== kept: {folder}")
+        else:
+            shutil.rmtree(folder)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="scripts/rehearse_workflows", description=__doc__)
+    made.add_argument("--act", type=Path, required=True, help="the program")
+    made.add_argument(
+        "--only", choices=["ci", "release"], help="one of the two; both unless it is given"
+    )
+    made.add_argument("--packs", type=Path, help="a folder of all CUDA packs, built before")
+    made.add_argument(
+        "--action",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="the action itself, with what it runs, in place of what stands in for it",
+    )
+    made.add_argument("--work", type=Path, help="where to make the folder that it works in")
+    made.add_argument("--keep", action="store_true", help="keep that folder, with all logs")
+    return made
+
+
+@contextlib.contextmanager
+def step(name: str) -> Iterator[None]:
+    print(f"== {name}", flush=True)
+    started = time.monotonic()
+    yield
+    print(f"   {time.monotonic() - started:.0f} s", flush=True)
+
+
+def rehearse(machine: Machine, options: argparse.Namespace) -> None:
+    """Run every step; the first that fails ends it."""
+    if absent := missing_programs():
+        raise ReleaseError(f"this machine lacks {', '.join(absent)}")
+    with step("the runner, and what stands in for GitHub"):
+        real = dict(word.split("=", 1) for word in options.action)
+        folders = machine.prepare({name: Path(place) for name, place in real.items()})
+        tag = make_repository(machine.repository)
+    variables = machine.variables(options.packs)
+    flags = act_options(machine, folders)
+    if options.only != "release":
+        pull = {"head": {"ref": "change"}, "base": {"ref": "main"}}
+        with step("ci, of a pull request"):
+            payload = {"number": 1, "pull_request": pull}
+            run_workflow(
+                *(options.act, "ci", "pull_request", payload),
+                *(machine.repository, flags, variables, frozenset()),
+            )
+            check_images(machine)
+    if options.only != "ci":
+        pre_release = is_pre_release(tag)
+        with step(f"release, of the tag {tag}"):
+            run_workflow(
+                *(options.act, "release", "push", {"ref": f"refs/tags/{tag}"}),
+                *(machine.repository, flags, variables),
+                frozenset({"pypi"} if pre_release else ()),
+            )
+            used = check_images(machine)
+            wheel = check_release(machine, tag, used)
+        with step("install from the index"):
+            environment = machine.folder / "trial"
+            call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})
+            served = f"{machine.url}/hub/releases/{tag}/assets/{wheel.name}"
+            index = f"{machine.url}/hub/pages/simple/"
+            install(index, served, wheel, environment, machine.folder / "install.json")
+            self_test(environment, wheel, machine.folder)
+
+
+def act_options(machine: Machine, folders: dict[str, Path]) -> list[str]:
+    """Return the options of every run of act: this machine is the runner of its own kind."""
+    here = platform.machine()
+    runners = {row.runner for row in targets.load().platforms if row.machine == here}
+    gpus = [{"runner": GPU, "machine": here, "cuda": targets.load().cuda[-1].major}]
+    options = [
+        *(f"--platform={runner}=-self-hosted" for runner in sorted({GPU, RUNNER, *runners})),
+        # Only this machine's rows of a matrix, and of equal jobs for each Python one.
+        *("--matrix", f"machine:{here}", "--matrix", f"python:{targets.load().pythons[0]}"),
+        *("--var", f"GPU_RUNNERS={json.dumps(gpus)}"),
+        *("--var", f"TORCH_INDEX={machine.url}/torch"),
+        *("--no-skip-checkout", "--no-cache-server", "--concurrent-jobs", "2"),
+        *("--artifact-server-path", str(machine.folder / "stored")),
+        *("--artifact-server-addr", "127.0.0.1", "--artifact-server-port", free_port()),
+        *("--action-cache-path", str(machine.folder / "act")),
+    ]
+    for use, place in folders.items():
+        options += ["--local-repository", f"{use}={place}"]
+    return options
+
+
+def free_port() -> str:
+    """Return a port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
