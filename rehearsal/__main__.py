@@ -12,7 +12,6 @@ import contextlib
 import json
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from rehearsal.act import run_workflow
 from rehearsal.checks import check_images, check_release
 from rehearsal.machine import Machine, missing_programs
 from rehearsal.source import make_repository
+from rehearsal.stored import storing
 from release import targets
 from release.loopback import serving
 from release.programs import call
@@ -40,8 +40,8 @@ def main() -> int:
     options = parser().parse_args()
     folder = Path(tempfile.mkdtemp(prefix="workflows-", dir=options.work))
     try:
-        with serving(folder) as server:
-            rehearse(Machine(folder, server.url, OWNER), options)
+        with serving(folder) as server, storing() as artifacts:
+            rehearse(Machine(folder, server.url, OWNER, artifacts), options)
     except ReleaseError as error:
         print(f"rehearse_workflows: {error}", file=sys.stderr)
         return 1
@@ -98,6 +98,7 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
                 *(options.act, "ci", "pull_request", payload),
                 *(machine.repository, flags, variables, frozenset()),
             )
+            machine.artifacts.clear()
             check_images(machine)
     if options.only != "ci":
         pre_release = is_pre_release(tag)
@@ -107,6 +108,7 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
                 *(machine.repository, flags, variables),
                 frozenset({"pypi"} if pre_release else ()),
             )
+            machine.artifacts.clear()
             used = check_images(machine)
             wheel = check_release(machine, tag, used)
         with step("install from the index"):
@@ -130,19 +132,11 @@ def act_options(machine: Machine, folders: dict[str, Path]) -> list[str]:
         *("--var", f"GPU_RUNNERS={json.dumps(gpus)}"),
         *("--var", f"TORCH_INDEX={machine.url}/torch"),
         *("--no-skip-checkout", "--no-cache-server", "--concurrent-jobs", "2"),
-        *("--artifact-server-path", str(machine.folder / "stored")),
-        *("--artifact-server-addr", "127.0.0.1", "--artifact-server-port", free_port()),
         *("--action-cache-path", str(machine.folder / "act")),
     ]
     for use, place in folders.items():
         options += ["--local-repository", f"{use}={place}"]
     return options
-
-
-def free_port() -> str:
-    """Return a port on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 if __name__ == "__main__":

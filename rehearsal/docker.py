@@ -143,7 +143,11 @@ def entering(root: Path, options: argparse.Namespace) -> str:
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": "/root",
-        **{name: value for name, value in os.environ.items() if name.startswith(NETWORK)},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(NETWORK) and name != "PIP_CONSTRAINT"
+        },
         **cuda_variables(options.image.partition("@")[0], options.workdir),
         **{name: os.environ[name] for name in options.env if name in os.environ},
     }
