@@ -39,6 +39,8 @@ class Run:
     def note(self, event: Mapping[str, Any]) -> None:
         """Take one line of act's log."""
         text = str(event.get("msg", "")).rstrip()
+        if text.startswith("LocalRepositoryCache"):
+            return
         job = event.get("job", "")
         with self.log.open("a") as stream:
             stream.write(f"[{job}] {text}\n")
