@@ -7,5 +7,5 @@ set -euo pipefail
 # conda's compiler sets this to what an environment builds for in general; the table of archs is this project's.
 unset CUDAARCHS
 MAX_JOBS=${MAX_JOBS:-${CPU_COUNT:-}} python -m release packs --cuda "$CUDA_MAJOR" --output build/packs \
-  --archs "$FDM_ARCHS" --head-dims "$FDM_HEAD_DIMS"
+  --archs "$FDM_ARCHS" --head-dims "$FDM_HEAD_DIMS" --cudart "$CUDART"
 python conda/install_packs.py build/packs "$SP_DIR"

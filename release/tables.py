@@ -154,11 +154,14 @@ def conda_variants(table: Table) -> str:
     lines = [
         "# Made by `python -m release tables` from cmake/targets.json; do not edit.",
         "cuda_compiler_version:",
+        '  - "None"',
         *(f'  - "{cuda.toolkit}"' for cuda in table.cuda),
         "c_stdlib:",
         "  - sysroot",
         "c_stdlib_version:",
         f'  - "{glibc}"',
+        "python:",
+        *(f'  - "{python}"' for python in table.pythons),
         "python_min:",
         f'  - "{table.pythons[0]}"',
     ]
