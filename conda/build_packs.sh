@@ -8,4 +8,6 @@ set -euo pipefail
 unset CUDAARCHS
 MAX_JOBS=${MAX_JOBS:-${CPU_COUNT:-}} python -m release packs --cuda "$CUDA_MAJOR" --output build/packs \
   --archs "$FDM_ARCHS" --head-dims "$FDM_HEAD_DIMS" --cudart "$CUDART"
-python conda/install_packs.py build/packs "$SP_DIR"
+python -m release variants build/packs --output build/variants
+# A wheel without scripts is its folder in site-packages, packed.
+python -m zipfile --extract build/variants/*.whl "$SP_DIR"

@@ -153,6 +153,8 @@ def conda_variants(table: Table) -> str:
     glibc = table.wheel.glibc
     lines = [
         "# Made by `python -m release tables` from cmake/targets.json; do not edit.",
+        "cuda_compiler:",
+        "  - cuda-nvcc",
         "cuda_compiler_version:",
         '  - "None"',
         *(f'  - "{cuda.toolkit}"' for cuda in table.cuda),

@@ -22,6 +22,7 @@ from release.wheel import repair
 
 from .conftest import Judge
 from .small_wheel import (
+    BILL_FILE,
     CORE,
     CORE_FILE,
     CPU_FILE,
@@ -172,6 +173,8 @@ BAD = [
     Bad("content", add("flash_dmattn/pack.h"), "pack.h does not belong"),
     Bad("licences", drop(f"{INFO}/licenses/LICENSE"), "licenses/LICENSE is absent"),
     Bad("licences", add(f"{INFO}/licenses/LICENSE"), "differs from LICENSE"),
+    Bad("licences", drop(f"{INFO}/licenses/LICENSE.cuda-runtime"), "cuda-runtime is absent"),
+    Bad("materials", add(BILL_FILE, b"{}"), "is not the bill of the packs"),
     Bad("licences", edit(f"{INFO}/METADATA", "License-File: LICENSE\n", ""), "no License-File"),
     Bad("licences", edit(f"{INFO}/METADATA", "License-Exp", "Licence-Exp"), "License-Expression"),
     Bad(
