@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from release.project import ReleaseError
+from release.targets import version_numbers
 
 
 def call(
@@ -71,8 +73,13 @@ def find_nvcc(named: str | None) -> Path:
 
 
 def find_cuobjdump() -> Path | None:
-    """Return CUDA's program, from PATH or the folder of a toolkit."""
-    return _first(_places("cuobjdump"))
+    """Return the newest of CUDA's program: of PATH, of a toolkit, and of the extra [gates]."""
+    package = importlib.util.find_spec("nvidia")
+    folders = list(package.submodule_search_locations or []) if package else []
+    places = [*_places("cuobjdump"), *(f"{folder}/cu13/bin/cuobjdump" for folder in folders)]
+    found = {shutil.which(place) for place in places if place} - {None}
+    versions = {Path(place): version_numbers(cuda_version(Path(place))) for place in found if place}
+    return max(versions, key=lambda path: versions[path], default=None)
 
 
 def cuda_version(program: Path) -> str:
