@@ -22,6 +22,7 @@ VERBS = {
     "assets": "complete a folder of wheels and an sdist into what a release holds",
     "draft": "make the draft of a release from a tag, with every file of a folder",
     "pin": "open a pull request that commits the digests of a run's images",
+    "reproduce": "build the packs of a release again, and compare them with its build record",
     "records": "write down on which GPU, with which pack, the installed wheel passes its self-test",
     "index": "make the package index of all releases as static files",
     "conda": "check or build conda/recipe.yaml",
