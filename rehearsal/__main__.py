@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rehearsal.act import run_workflow
-from rehearsal.checks import check_images, check_release
+from rehearsal.checks import check_dispatched, check_images, check_release
 from rehearsal.machine import Machine, missing_programs
 from rehearsal.source import make_repository
 from rehearsal.stored import storing
@@ -102,15 +102,22 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
             check_images(machine)
     if options.only != "ci":
         pre_release = is_pre_release(tag)
+        pushed = {"ref": f"refs/tags/{tag}", "repository": {"default_branch": "main"}}
         with step(f"release, of the tag {tag}"):
             run_workflow(
-                *(options.act, "release", "push", {"ref": f"refs/tags/{tag}"}),
+                *(options.act, "release", "push", pushed),
                 *(machine.repository, flags, variables),
                 frozenset({"pypi"} if pre_release else ()),
             )
             machine.artifacts.clear()
             used = check_images(machine)
             wheel = check_release(machine, tag, used)
+        with step("index, which the release starts on the default branch"):
+            check_dispatched(machine, [["index.yml", "main"]])
+            run_workflow(
+                *(options.act, "index", "workflow_dispatch", {"ref": "refs/heads/main"}),
+                *(machine.repository, flags, variables, frozenset()),
+            )
         with step("install from the index"):
             environment = machine.folder / "trial"
             call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})

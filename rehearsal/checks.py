@@ -25,6 +25,14 @@ def check_images(machine: Machine) -> dict[str, str]:
     return found
 
 
+def check_dispatched(machine: Machine, expected: list[list[str]]) -> None:
+    """Check which workflows the last run started, each with the branch."""
+    noted = machine.hub / "dispatched.jsonl"
+    found = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
+    if found != expected:
+        raise ReleaseError(f"the release started {found}, not {expected}")
+
+
 def check_release(machine: Machine, tag: str, used: dict[str, str]) -> Path:
     """Check the release that was published, and return its wheel.
 
