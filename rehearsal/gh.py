@@ -26,7 +26,7 @@ def main() -> int:
         return dispatch(words[2:])
     if words[:1] != ["release"]:
         sys.exit(f"gh of the rehearsal: it cannot {' '.join(words[:2])}")
-    options = release_parser().parse_args(words[1:])
+    options = release_parser().parse_intermixed_args(words[1:])
     folder = RELEASES / options.tag
     if options.verb == "create":
         return create(folder, options)
