@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rehearsal.act import run_workflow
+from rehearsal.act import Act
 from rehearsal.checks import check_dispatched, check_images, check_release
 from rehearsal.machine import Machine, missing_programs
 from rehearsal.source import make_repository
@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only", choices=["ci", "release"], help="one of the two; both unless it is given"
     )
+    made.add_argument("--job", help="only this job of ci and what it needs; with --only ci")
     made.add_argument("--packs", type=Path, help="a folder of all CUDA packs, built before")
     made.add_argument(
         "--action",
@@ -88,43 +89,45 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
         real = dict(word.split("=", 1) for word in options.action)
         folders = machine.prepare({name: Path(place) for name, place in real.items()})
         tag = make_repository(machine.repository)
-    variables = machine.variables(options.packs)
-    flags = act_options(machine, folders)
+    act = Act(
+        options.act,
+        machine.repository,
+        act_options(machine, folders),
+        machine.variables(options.packs),
+    )
     if options.only != "release":
-        pull = {"head": {"ref": "change"}, "base": {"ref": "main"}}
-        with step("ci, of a pull request"):
-            payload = {"number": 1, "pull_request": pull}
-            run_workflow(
-                *(options.act, "ci", "pull_request", payload),
-                *(machine.repository, flags, variables, frozenset()),
-            )
-            machine.artifacts.clear()
-            check_images(machine)
+        rehearse_ci(machine, act, options.job)
     if options.only != "ci":
-        pre_release = is_pre_release(tag)
-        pushed = {"ref": f"refs/tags/{tag}", "repository": {"default_branch": "main"}}
-        with step(f"release, of the tag {tag}"):
-            run_workflow(
-                *(options.act, "release", "push", pushed),
-                *(machine.repository, flags, variables),
-                frozenset({"pypi"} if pre_release else ()),
-            )
-            machine.artifacts.clear()
-            used = check_images(machine)
-            wheel = check_release(machine, tag, used)
-        with step("index, which the release starts on the default branch"):
-            check_dispatched(machine, [["index.yml", "main"]])
-            run_workflow(
-                *(options.act, "index", "workflow_dispatch", {"ref": "refs/heads/main"}),
-                *(machine.repository, flags, variables, frozenset()),
-            )
-        with step("install from the index"):
-            environment = machine.folder / "trial"
-            call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})
-            served = f"{machine.url}/hub/releases/{tag}/assets/{wheel.name}"
-            index = f"{machine.url}/hub/pages/simple/"
-            install(index, served, wheel, environment, machine.folder / "install.json")
-            self_test(environment, wheel, machine.folder)
+        rehearse_release(machine, act, tag)
+
+
+def rehearse_ci(machine: Machine, act: Act, job: str | None) -> None:
+    """Run the checks of a pull request, or one of them and what it needs."""
+    pull = {"head": {"ref": "change"}, "base": {"ref": "main"}}
+    with step("ci, of a pull request"):
+        act.run("ci", "pull_request", {"number": 1, "pull_request": pull}, job=job)
+        machine.artifacts.clear()
+        check_images(machine)
+
+
+def rehearse_release(machine: Machine, act: Act, tag: str) -> None:
+    """Push the tag, make the index, and install from there."""
+    pushed = {"ref": f"refs/tags/{tag}", "repository": {"default_branch": "main"}}
+    with step(f"release, of the tag {tag}"):
+        act.run("release", "push", pushed, skipped={"pypi"} if is_pre_release(tag) else set())
+        machine.artifacts.clear()
+        used = check_images(machine)
+        wheel = check_release(machine, tag, used)
+    with step("index, which the release starts on the default branch"):
+        check_dispatched(machine, [["index.yml", "main"]])
+        act.run("index", "workflow_dispatch", {"ref": "refs/heads/main"})
+    with step("install from the index"):
+        environment = machine.folder / "trial"
+        call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})
+        served = f"{machine.url}/hub/releases/{tag}/assets/{wheel.name}"
+        index = f"{machine.url}/hub/pages/simple/"
+        install(index, served, wheel, environment, machine.folder / "install.json")
+        self_test(environment, wheel, machine.folder)
 
 
 def act_options(machine: Machine, folders: dict[str, Path]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from release_files import CPU, CU13, make_sdist, make_wheel
 
-from rehearsal.act import expected, run_workflow
+from rehearsal.act import Act, expected
 from rehearsal.machine import USES, actions
 from rehearsal.source import date_changelog, lower_floor
 from rehearsal.stored import SERVICE, storing
@@ -129,7 +129,7 @@ def run_with(folder: Path, *lines: Mapping[str, str], status: int = 0) -> None:
     printed = "\n".join(json.dumps(line) for line in lines)
     act.write_text(f"#!/bin/sh\ncat <<'END'\nno json\n{printed}\nEND\nexit {status}\n")
     act.chmod(0o755)
-    run_workflow(act, "top", "push", {}, small_repository(folder), [], {}, frozenset())
+    Act(act, small_repository(folder), [], {}).run("top", "push", {})
 
 
 def test_a_run_whose_jobs_all_passed_is_one(tmp_path: Path) -> None:
