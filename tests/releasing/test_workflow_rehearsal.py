@@ -100,7 +100,7 @@ def test_every_job_is_expected() -> None:
         ("test-gpu", "test"),
         ("release", "draft"),
         ("release", "publish"),
-        ("index", "deploy"),
+        ("release", "index"),
     }
     assert ("release", "wheels") not in set(expected(ROOT, "release"))
 
