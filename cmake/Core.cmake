@@ -2,20 +2,28 @@
 include_guard(GLOBAL)
 
 # fdm_add_core(SOURCES <file>...)
-#   Builds the Python module `_core` with nanobind's split mode: the module holds only our code and is bound to Python's
-#   stable ABI, so one file serves every Python from the floor in pyproject.toml; nanobind's own half comes from the
-#   distribution nanobind-backend. Both halves share objects of libstdc++, which is why, unlike in the packs, it is
-#   linked dynamically here. It exports its initialisation alone: nanobind gives its exceptions default visibility, but
-#   Python loads modules so that none sees another's symbols, and libstdc++ compares types by name.
+#   Builds the Python module `_core`. With FLASH_DMATTN_NANOBIND=split the module holds only our code and is bound to
+#   Python's stable ABI, so one file serves every Python from the floor in pyproject.toml; nanobind's own half comes from
+#   the distribution nanobind-backend. Both halves share objects of libstdc++, which is why, unlike in the packs, it is
+#   linked dynamically here. With "linked" the module holds both halves and is for the Python that builds it. It exports
+#   its initialisation alone: nanobind gives its exceptions default visibility, but Python loads modules so that none
+#   sees another's symbols, and libstdc++ compares types by name.
 function(fdm_add_core)
   cmake_parse_arguments(PARSE_ARGV 0 CORE "" "" "SOURCES")
   find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
-  fdm_find_nanobind()
+  if(FLASH_DMATTN_NANOBIND STREQUAL "split")
+    set(oldest_nanobind 3.1)
+    set(backend BACKEND_MODULE nanobind_backend)
+  else()
+    set(oldest_nanobind 2.13)
+    set(backend "")
+  endif()
+  fdm_find_nanobind(${oldest_nanobind})
   # NOMINSIZE: every call of the library passes through this module, which is small anyway.
   nanobind_add_module(_core
     NB_DOMAIN fdm
     FREE_THREADED
-    BACKEND_MODULE nanobind_backend
+    ${backend}
     NOMINSIZE
     NB_SUPPRESS_WARNINGS
     ${CORE_SOURCES})
@@ -31,14 +39,19 @@ function(fdm_add_core)
   install(TARGETS _core LIBRARY DESTINATION flash_dmattn)
 endfunction()
 
-# fdm_find_nanobind()
+# fdm_find_nanobind(<oldest version>)
 #   Finds nanobind as installed for the Python that was found. scikit-build-core adds its place to the search path;
 #   a plain `cmake -S .` has to ask.
-macro(fdm_find_nanobind)
+macro(fdm_find_nanobind oldest)
   if(NOT SKBUILD AND NOT nanobind_DIR AND NOT nanobind_ROOT)
     execute_process(
       COMMAND "${Python_EXECUTABLE}" -m nanobind --cmake_dir
       OUTPUT_VARIABLE nanobind_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   endif()
-  find_package(nanobind 3.1 CONFIG REQUIRED)
+  # Without a version: nanobind's own check refuses another major, also a newer one.
+  find_package(nanobind CONFIG REQUIRED)
+  if(nanobind_VERSION VERSION_LESS "${oldest}")
+    message(FATAL_ERROR "FLASH_DMATTN_NANOBIND=${FLASH_DMATTN_NANOBIND} needs nanobind ${oldest} or newer; "
+      "${nanobind_DIR} has ${nanobind_VERSION}")
+  endif()
 endmacro()

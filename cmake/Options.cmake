@@ -20,6 +20,10 @@ include_guard(GLOBAL)
 #   FLASH_DMATTN_CUDART  static: packs contain the CUDA runtime; shared: for distributions in which libcudart is a
 #                        separate package.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
+#   FLASH_DMATTN_NANOBIND  split: `_core` serves every Python from the floor on, and needs the distribution
+#                        nanobind-backend (nanobind 3.1 builds it); linked: it needs no other distribution (nanobind
+#                        2.13 builds it, too), and serves the Python that builds it. Give pip
+#                        "--config-settings=wheel.py-api=" with it.
 #   FLASH_DMATTN_CPU     OFF builds no cpu pack.
 #   FLASH_DMATTN_PREBUILT_PACKS  folders with packs that were built before and their manifest.json, separated by ";".
 #                        Relative paths start at the source folder. The packs are installed unchanged.
@@ -33,11 +37,13 @@ macro(fdm_declare_options)
   option(FLASH_DMATTN_DELAYS "For tests: kernels of a chain sleep at odd times" OFF)
   set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
   option(FLASH_DMATTN_CORE "Build the Python module" ON)
+  set(FLASH_DMATTN_NANOBIND "split" CACHE STRING "Where nanobind's half of the Python module is: split or linked")
   option(FLASH_DMATTN_CPU "Build the cpu pack" ON)
   set(FLASH_DMATTN_PREBUILT_PACKS "" CACHE STRING "Folders of packs that were built before")
   set(FLASH_DMATTN_COMMIT "" CACHE STRING "Commit of the sources, 40 hexadecimal digits, then -dirty if changed")
   fdm_check_choice(FLASH_DMATTN_CUDA AUTO ON OFF)
   fdm_check_choice(FLASH_DMATTN_CUDART static shared)
+  fdm_check_choice(FLASH_DMATTN_NANOBIND split linked)
   if(NOT FLASH_DMATTN_COMMIT MATCHES "^([0-9a-f]+(-dirty)?)?$")
     message(FATAL_ERROR "FLASH_DMATTN_COMMIT is \"${FLASH_DMATTN_COMMIT}\", which is no commit")
   endif()

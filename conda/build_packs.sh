@@ -7,5 +7,7 @@ set -euo pipefail
 # conda's compiler sets this to what an environment builds for in general; the table of archs is this project's.
 unset CUDAARCHS
 MAX_JOBS=${MAX_JOBS:-${CPU_COUNT:-}} python -m release packs --cuda "$CUDA_MAJOR" --output build/packs \
-  --archs "$FDM_ARCHS" --head-dims "$FDM_HEAD_DIMS"
-python conda/install_packs.py build/packs "$SP_DIR"
+  --archs "$FDM_ARCHS" --head-dims "$FDM_HEAD_DIMS" --cudart "$CUDART"
+python -m release variants build/packs --output build/variants
+# A wheel without scripts is its folder in site-packages, packed.
+python -m zipfile --extract build/variants/*.whl "$SP_DIR"

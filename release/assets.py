@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a release holds beside its wheels and its sdist.
 
-That is: the metadata of each wheel as a file of its own (PEP 658), the bill of materials,
-SHA256SUMS, and the release's text. Fails if a GPU test was of other wheels than these.
+That is: the metadata of each wheel as a file of its own (PEP 658), the bill of materials, the build
+record, SHA256SUMS, and the release's text. Fails if a GPU test was of other wheels than these.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from release.build_record import build_record, file_name
 from release.distributions import core_metadata, is_distribution, project_and_version, sha256
 from release.index import METADATA_SUFFIX
 from release.project import PROJECT, ReleaseError, pyproject_value
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-records", type=Path, help="what `release records` wrote")
     parser.add_argument("--require-gpu", action="store_true", help="fail without any GPU test")
     parser.add_argument("--commit", help="what was built")
+    parser.add_argument("--build", help="the output `build` of `release matrix`: its build record")
     parser.add_argument("--repository", default="OWNER/REPOSITORY", help="where it is released")
 
 
@@ -48,10 +50,17 @@ def run(options: argparse.Namespace) -> None:
         if path.suffix == ".whl":
             path.with_name(path.name + METADATA_SUFFIX).write_bytes(core_metadata(path))
     bill = bill_of_materials(distributions, options.commit, timestamp())
-    name = f"{PROJECT}-{version}.cdx.json"
-    (options.folder / name).write_text(json.dumps(bill, indent=1) + "\n")
+    write_json(options.folder / f"{PROJECT}-{version}.cdx.json", bill)
+    if options.build:
+        epoch = os.environ.get("SOURCE_DATE_EPOCH")
+        record = build_record(distributions, options.build, options.commit, epoch)
+        write_json(options.folder / file_name(version), record)
     assets = sorted(path for path in options.folder.iterdir() if path.name != SUMS)
     (options.folder / SUMS).write_text("".join(f"{sha256(p)}  {p.name}\n" for p in assets))
+
+
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def checked_distributions(folder: Path, version: str) -> list[Path]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The recipe for conda, checked for every platform or built for this machine's.
 
-rattler-build's own parser reads it, so that every key and expression is checked. FDM_ARCHS and
-FDM_HEAD_DIMS make the packs of a build smaller. Needs py-rattler-build.
+rattler-build's own parser reads it, so that every key and expression is checked: against the
+project's variants and against what conda-forge pins. FDM_ARCHS and FDM_HEAD_DIMS make the packs of
+a build smaller; FDM_CUDART=shared makes them depend on cuda-cudart. Needs py-rattler-build.
 """
 
 from __future__ import annotations
@@ -10,20 +11,27 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rattler_build import (
+    JinjaConfig,
     PlatformConfig,
     RattlerBuildError,
     RenderConfig,
+    RenderedVariant,
     Stage0Recipe,
+    ToolConfiguration,
     VariantConfig,
 )
 
 from release import targets
 from release.project import PROJECT, ROOT, ReleaseError, pyproject_value
+
+RECIPE = ROOT / "conda" / "recipe.yaml"
+VARIANTS = ROOT / "conda" / "variants.yaml"
+PINNING = ROOT / "conda" / "pinning.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,81 +41,121 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     mode.add_argument("--output", type=Path, help="build each package once, into this folder")
     parser.add_argument("--channel", action="append", help="of a build; conda-forge unless given")
+    parser.add_argument("--python", action="append", help="build for this Python only")
+    parser.add_argument("--only", action="append", help="build this package only")
+    parser.add_argument(
+        "--pinning",
+        type=Path,
+        default=PINNING,
+        help="a conda_build_config.yaml; conda-forge's needs CF_CUDA_ENABLED=True",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """Check the recipe, or build it."""
     if options.check:
-        check()
+        check(options.pinning)
         return
     try:
-        build(options.output, options.channel or ["conda-forge"])
+        chosen = [
+            variant
+            for variant in render(here(), read_variants(VARIANTS, here()))
+            if variant.recipe.package.name in (options.only or [variant.recipe.package.name])
+            and variant.variant.get("python") in [None, *(options.python or targets.load().pythons)]
+        ]
+        build(chosen, options.output, options.channel or ["conda-forge"])
     except RattlerBuildError as error:
         raise ReleaseError(str(error)) from error
 
 
-def check() -> None:
+def check(pinning: Path) -> None:
     """See what the recipe would build on every platform of cmake/targets.json."""
     failures = []
     for place in (row.conda for row in targets.load().platforms):
-        try:
-            rendered = [variant.recipe.to_dict() for variant in render(place)]
-        except RattlerBuildError as error:
-            failures.append(f"{place}: {error}")
-            continue
-        failures += [f"{place}: {failure}" for failure in problems(rendered)]
-        print(f"{place}: {', '.join(recipe['package']['name'] for recipe in rendered)}")
+        for file in (VARIANTS, pinning):
+            try:
+                variants = read_variants(file, place)
+                rendered = render(place, variants)
+            except RattlerBuildError as error:
+                failures.append(f"{place}, {file.name}: {error}")
+                continue
+            recipes = [variant.recipe.to_dict() for variant in rendered]
+            failures += [f"{place}, {file.name}: {text}" for text in problems(recipes, variants)]
+            print(f"{place}, {file.name}: {', '.join(builds(recipes))}")
     for failure in failures:
         print(f"release conda: {failure}", file=sys.stderr)
     if failures:
         raise ReleaseError("the recipe is not as it should be")
 
 
-def build(output: Path, channels: list[str]) -> None:
-    """Build every output once, for this machine."""
+def here() -> str:
+    """Return conda's name of this machine's platform."""
     (place,) = [p.conda for p in targets.load().platforms if p.machine == platform.machine()]
-    print(f"for {place}")
+    return place
+
+
+def build(variants: Sequence[RenderedVariant], output: Path, channels: list[str]) -> None:
+    """Build each of the outputs once, and run its tests."""
+    tools = ToolConfiguration(test_strategy="native")
     built = set()
-    for variant in render(None):
-        key = (variant.recipe.package.name, variant.recipe.build.string)
-        if key not in built:
-            result = variant.run_build(output_dir=output, channels=channels)
-            print(*result.packages, sep="\n")
-            built.add(key)
+    for variant in variants:
+        name = f"{variant.recipe.package.name} {variant.recipe.build.string}"
+        if name not in built:
+            result = variant.run_build(tools, output_dir=output, channels=channels)
+            print(*result.packages, sep="\n", flush=True)
+            built.add(name)
 
 
-def render(place: str | None) -> list[Any]:
-    """Return every output of the recipe in every variant; for this machine where place is None."""
-    recipe = Stage0Recipe.from_file(ROOT / "conda" / "recipe.yaml")
-    variants = VariantConfig.from_file(ROOT / "conda" / "variants.yaml")
-    config = (
-        PlatformConfig(target_platform=place, build_platform=place, host_platform=place)
-        if place
-        else None
-    )
-    return list(recipe.render(variants, RenderConfig(config) if config else RenderConfig()))
+def read_variants(file: Path, place: str) -> VariantConfig:
+    """Return the variants of a file, in the project's form or that of a conda_build_config.yaml."""
+    if file == VARIANTS:
+        return VariantConfig.from_file(file)
+    return VariantConfig.from_conda_build_config(file, JinjaConfig(_platform(place)))
 
 
-def problems(rendered: list[dict[str, Any]]) -> Iterator[str]:
+def render(place: str, variants: VariantConfig) -> list[RenderedVariant]:
+    """Return every output of the recipe in every variant."""
+    return list(Stage0Recipe.from_file(RECIPE).render(variants, RenderConfig(_platform(place))))
+
+
+def _platform(place: str) -> PlatformConfig:
+    return PlatformConfig(target_platform=place, build_platform=place, host_platform=place)
+
+
+def builds(rendered: list[dict[str, Any]]) -> list[str]:
+    """Return the names of what is built, with their CUDA or Python in the build string.
+
+    One that is the same in several variants is rendered for each, and built once.
+    """
+    return sorted({f"{row['package']['name']} {row['build']['string']}" for row in rendered})
+
+
+def problems(rendered: list[dict[str, Any]], variants: VariantConfig) -> Iterator[str]:
     """Yield what is wrong with the outputs of one platform."""
     table, version = targets.load(), pyproject_value("version")
-    majors = [cuda.major for cuda in table.cuda]
-    expected = {PROJECT, *(f"{PROJECT}-cu{major}" for major in majors)}
-    # One that is the same in several variants is rendered for each, and built once.
-    builds = {(recipe["package"]["name"], recipe["build"]["string"]) for recipe in rendered}
-    names = [name for name, _ in builds]
-    if sorted(names) != sorted(expected):
-        yield f"the outputs are {sorted(names)}, not one each of {sorted(expected)}"
+    cudas = [cuda for cuda in variants["cuda_compiler_version"] if cuda != "None"]
+    majors = [cuda.partition(".")[0] for cuda in cudas]
+    expected = [PROJECT] * len(variants["python"]) + [f"{PROJECT}-cu{major}" for major in majors]
+    names = [build.partition(" ")[0] for build in builds(rendered)]
+    if names != sorted(expected):
+        yield f"the outputs are {names}, not {sorted(expected)}"
+    unknown = set(majors) - {cuda.major for cuda in table.cuda}
+    if unknown:
+        yield f"CUDA {', '.join(sorted(unknown))} is not in cmake/targets.json"
     for recipe in rendered:
         name = recipe["package"]["name"]
         if recipe["package"]["version"] != version:
             yield f"{name} has version {recipe['package']['version']}, not {version}"
-        if not recipe["build"].get("python", {}).get("version_independent"):
+        packs = name != PROJECT
+        if packs and not recipe["build"].get("python", {}).get("version_independent"):
             yield f"{name} is not one build for every Python"
         requirements = recipe["requirements"]
         needed = [str(entry) for key in ("build", "host", "run") for entry in requirements[key]]
-        if any("pytorch" in entry for entry in needed):
-            yield f"{name} depends on pytorch, rather than constraining it"
+        for absent in ("pytorch", "nanobind-backend"):
+            if any(entry.startswith(absent) for entry in needed):
+                yield f"{name} depends on {absent}"
+        if packs and f"{PROJECT} =={version}" not in needed:
+            yield f"{name} does not depend on {PROJECT} {version}"
         if not recipe.get("tests"):
             yield f"{name} has no tests"
     constraints = [

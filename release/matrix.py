@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What CI builds and tests, from cmake/targets.json, and the digests of the images it does so in.
 
-The jobs are printed as a workflow's outputs, one line for each kind: ``packs=[...]``. An image has
-its digest from .github/images.json.
+The jobs are printed as a workflow's outputs, one line for each kind: ``packs=[...]``, and once more
+together as ``build={...}``, for the build record. An image has its digest from .github/images.json,
+or the one that the registry has when a run starts, so that every job of the run uses the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SMALL_ARCH = "sm90"
 SMALL_HEAD_DIMS = (64, 128)
 LOCK = ROOT / ".github" / "images.json"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# The jobs that make files of a release in an image.
+BUILDS = ("packs", "wheels")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="the subset that a change is tried on")
     parser.add_argument("--machine", action="append", default=[], choices=machines)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--require-digests", action="store_true", help="fail if an image has none")
+    mode.add_argument(
+        "--resolve-digests", action="store_true", help="ask the registry for those not committed"
+    )
+    mode.add_argument(
+        "--newest-digests", action="store_true", help="ask the registry for all of them"
+    )
     mode.add_argument(
         "--update-digests", action="store_true", help="write those that the registry has now"
     )
@@ -40,17 +48,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the jobs, or renew the digests of their images."""
     found = jobs(targets.load(), options.machine, options.small)
+    images = images_of(found)
     if options.update_digests:
-        digests = {image: present_digest(image) for image in images_of(found)}
-        LOCK.write_text(json.dumps(digests, indent=2, sort_keys=True) + "\n")
+        LOCK.write_text(lock_text({image: present_digest(image) for image in images}))
         return
-    digests = json.loads(LOCK.read_text())
-    for kind, rows in pinned(found, digests, require=options.require_digests).items():
-        print(f"{kind}={json.dumps(rows, separators=(',', ':'))}")
+    digests = {} if options.newest_digests else json.loads(LOCK.read_text())
+    if options.newest_digests or options.resolve_digests:
+        unknown = [image for image in images if image not in digests]
+        digests |= {image: present_digest(image) for image in unknown}
+    found = pinned(found, digests)
+    for kind, rows in found.items():
+        print(f"{kind}={compact(rows)}")
+    print(f"build={compact({kind: found[kind] for kind in BUILDS})}")
     # The time that is written into what is built: that of the sources, so that equal sources give
     # equal files.
     if seconds := commit_time():
         print(f"epoch={seconds}")
+
+
+def compact(content: object) -> str:
+    """Return JSON on one line, as an output of a workflow has to be."""
+    return json.dumps(content, separators=(",", ":"))
+
+
+def lock_text(digests: Mapping[str, str]) -> str:
+    """Return the content of .github/images.json."""
+    return json.dumps(digests, indent=2, sort_keys=True) + "\n"
 
 
 def jobs(table: Table, machines: Iterable[str] = (), small: bool = False) -> Jobs:
@@ -119,14 +142,15 @@ def images_of(found: Jobs) -> list[str]:
     return sorted({row["image"] for rows in found.values() for row in rows if "image" in row})
 
 
-def pinned(found: Jobs, digests: Mapping[str, str], *, require: bool) -> Jobs:
+def pinned(found: Jobs, digests: Mapping[str, str]) -> Jobs:
     """Return the jobs with ``name@digest`` for each image; one without a digest keeps its name."""
     missing = [image for image in images_of(found) if image not in digests]
     if missing:
-        text = f"no digest in .github/images.json for {', '.join(missing)}"
-        if require:
-            raise ReleaseError(f"{text}; see docs/release.md for how to pin them")
-        print(f"release matrix: {text}; whatever they are today is taken", file=sys.stderr)
+        print(
+            f"release matrix: no digest in .github/images.json for {', '.join(missing)}; "
+            "--resolve-digests asks the registry",
+            file=sys.stderr,
+        )
     for image, digest in digests.items():
         if not DIGEST.fullmatch(digest):
             raise ReleaseError(f"{digest!r} is not a digest of {image}")

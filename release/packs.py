@@ -3,12 +3,14 @@
 
 The folder gets the libraries and the manifest.json that describes them. It is an input of
 ``python -m release wheel`` and of the CMake option FLASH_DMATTN_PREBUILT_PACKS, and the loader can
-read it through an entry point. Needs cmake, ninja, nvcc and a C++ compiler; no Python packages.
+read it through an entry point. Needs cmake (or what
+the variable CMAKE names), ninja, nvcc and a C++ compiler; no Python packages.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -57,9 +59,10 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         build = options.build_dir or Path(scratch) / "build"
         stage = Path(scratch) / "stage"
-        call(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *flags], variables=jobs)
-        call(["cmake", "--build", build], variables=jobs)
-        call(["cmake", "--install", build, "--strip", "--prefix", stage])
+        cmake = os.environ.get("CMAKE", "cmake")
+        call([cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *flags], variables=jobs)
+        call([cmake, "--build", build], variables=jobs)
+        call([cmake, "--install", build, "--strip", "--prefix", stage])
         # Emptied first, since its manifest must describe all that is in it.
         if options.output.exists():
             shutil.rmtree(options.output)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from release.project import ReleaseError
+from release.targets import version_numbers
 
 
 def call(
@@ -34,6 +36,18 @@ def call(
         raise ReleaseError(f"there is no program {words[0]}") from error
     except subprocess.CalledProcessError as error:
         raise ReleaseError(f"{words[0]} failed with status {error.returncode}") from error
+
+
+def output(command: Sequence[str | Path]) -> str:
+    """Return what a command prints on stdout; its complaints are passed on."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    except FileNotFoundError as error:
+        raise ReleaseError(f"there is no program {words[0]}") from error
+    except subprocess.CalledProcessError as error:
+        raise ReleaseError(f"{' '.join(words)} failed with status {error.returncode}") from error
+    return done.stdout
 
 
 def _places(program: str) -> list[str | None]:
@@ -59,8 +73,13 @@ def find_nvcc(named: str | None) -> Path:
 
 
 def find_cuobjdump() -> Path | None:
-    """Return CUDA's program, from PATH or the folder of a toolkit."""
-    return _first(_places("cuobjdump"))
+    """Return the newest of CUDA's program: of PATH, of a toolkit, and of the extra [gates]."""
+    package = importlib.util.find_spec("nvidia")
+    folders = list(package.submodule_search_locations or []) if package else []
+    places = [*_places("cuobjdump"), *(f"{folder}/cu13/bin/cuobjdump" for folder in folders)]
+    found = {shutil.which(place) for place in places if place} - {None}
+    versions = {Path(place): version_numbers(cuda_version(Path(place))) for place in found if place}
+    return max(versions, key=lambda path: versions[path], default=None)
 
 
 def cuda_version(program: Path) -> str:

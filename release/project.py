@@ -47,26 +47,42 @@ def pack_symbol() -> str:
 
 
 def commit(root: Path = ROOT) -> str:
-    """Return the commit of the sources, with ``-dirty`` if they differ from it; "" without git."""
-    head = _git(root, "rev-parse", "HEAD")
-    if head is None:
+    """Return the commit of the sources, with ``-dirty`` if they differ from it.
+
+    "" where the sources are no checkout, such as those of an sdist.
+
+    Raises:
+        ReleaseError: they are a checkout, but git cannot read it.
+    """
+    if not is_checkout(root):
         return ""
+    head = _git(root, "rev-parse", "HEAD")
     return f"{head}-dirty" if _git(root, "status", "--porcelain", "-uno") else head
 
 
-def commit_time() -> str | None:
-    """Return when the commit of the sources was made, in seconds of Unix; None without git."""
-    return _git(ROOT, "log", "-1", "--format=%ct")
+def commit_time(root: Path = ROOT) -> str | None:
+    """Return when the commit of the sources was made, in seconds of Unix; None without a checkout.
+
+    Raises:
+        ReleaseError: they are a checkout, but git cannot read it.
+    """
+    return _git(root, "log", "-1", "--format=%ct") if is_checkout(root) else None
 
 
-def _git(root: Path, *arguments: str) -> str | None:
-    """Return what git prints; None if there is no git, or the folder is not a repository's own."""
-    if not (root / ".git").exists():  # else git would answer for a repository around it
-        return None
+def is_checkout(root: Path) -> bool:
+    """Say whether a folder is a repository's own; git would answer for one around it, too."""
+    return (root / ".git").exists()
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """Return what git prints of a checkout."""
+    command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except FileNotFoundError as error:
+        raise ReleaseError(f"{root} has a .git, but there is no program git") from error
+    except subprocess.CalledProcessError as error:
+        raise ReleaseError(
+            f"{root} has a .git, but {' '.join(command)} failed: {error.stderr.strip()}"
+        ) from error
     return done.stdout.strip()

@@ -11,18 +11,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from release import targets
-from release.distributions import Wheel, sha256
 from release.loopback import Server, local_release, serving
 from release.matrix import jobs
 from release.programs import call, cuda_version, find_nvcc
-from release.project import PROJECT, ROOT, ReleaseError, pyproject_value
+from release.project import ROOT, ReleaseError, pyproject_value
 from release.tag import check_tag
+from release.trial import install, self_test
 
 
 @dataclass
@@ -120,7 +119,11 @@ def rehearse(rehearsal: Rehearsal) -> None:
         with rehearsal.step("environment with torch"):
             call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})
         with rehearsal.step("install from the index"):
-            install(rehearsal, server, environment, wheel)
+            served = f"{server.url}/files/{wheel.name}"
+            index = f"{server.url}/index/simple/"
+            install(index, served, wheel, environment, rehearsal.work / "install.json")
+            if f"/files/{wheel.name}.metadata" not in server.requests:
+                raise ReleaseError("pip did not find the metadata file beside the wheel")
     with rehearsal.step("self-test"):
         self_test(environment, wheel, rehearsal.work)
 
@@ -130,45 +133,6 @@ def make_index(rehearsal: Rehearsal, server: Server, tag: str) -> None:
     releases.write_text(json.dumps([local_release(rehearsal.dist, tag, f"{server.url}/files")]))
     site = rehearsal.work / "served" / "index"
     release("index", "--releases", releases, "--output", site)
-
-
-def install(rehearsal: Rehearsal, server: Server, environment: Path, wheel: Path) -> None:
-    """Install from the index, with what the project needs from where pip is told to look.
-
-    pip's report tells where it took the project from, and which hash the file had.
-    """
-    report = rehearsal.work / "install.json"
-    index = f"{server.url}/index/simple/"
-    call(
-        [
-            *(environment / "bin" / "python", "-m", "pip", "install", "--no-cache-dir"),
-            *("--only-binary=:all:", "--extra-index-url", index, "--report", report),
-            f"{PROJECT}=={pyproject_value('version')}",
-        ]
-    )
-    check_taken(json.loads(report.read_text()), f"{server.url}/files/{wheel.name}", sha256(wheel))
-    if f"/files/{wheel.name}.metadata" not in server.requests:
-        raise ReleaseError("pip did not find the metadata file beside the wheel")
-
-
-def check_taken(report: Mapping[str, Any], url: str, digest: str) -> None:
-    """Check by pip's report that it took the project from an address, and left torch alone."""
-    taken = {item["metadata"]["name"]: item["download_info"] for item in report["install"]}
-    if "torch" in taken:
-        raise ReleaseError(f"pip replaced torch by {taken['torch']['url']}")
-    found = (taken[PROJECT]["url"], taken[PROJECT]["archive_info"]["hashes"]["sha256"])
-    if found != (url, digest):
-        raise ReleaseError(f"pip installed {found}, not {(url, digest)}")
-
-
-def self_test(environment: Path, wheel: Path, folder: Path) -> None:
-    """Run the self-test outside of the source tree; every pack of the wheel must be there."""
-    call([environment / "bin" / "python", "-m", "flash_dmattn", "--selftest"], cwd=folder)
-    (manifest,) = environment.glob("lib/python*/site-packages/flash_dmattn/packs/manifest.json")
-    installed = json.loads(manifest.read_text())["packs"]
-    if installed != Wheel.read(wheel).packs:
-        raise ReleaseError(f"{manifest} does not list the packs of {wheel.name}")
-    print(f"   installed packs: {', '.join(pack['name'] for pack in installed)}")
 
 
 def release(verb: str, *arguments: str | Path) -> None:

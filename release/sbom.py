@@ -11,6 +11,8 @@ from typing import Any
 from release.distributions import Wheel, core_metadata, parse_metadata, sha256
 
 SPEC_VERSION = "1.6"
+# The name of the bill that a wheel carries in its metadata folder's `sboms` (PEP 770).
+BILL = "flash-dmattn.cdx.json"
 LICENSE = [{"license": {"id": "BSD-3-Clause"}}]
 
 
@@ -22,27 +24,42 @@ def bill_of_materials(
     The same files give the same bill: its serial number is made from their hashes.
     """
     metadata = parse_metadata(core_metadata(distributions[0]))
-    project = f"pkg:pypi/{metadata.name}@{metadata.version}"
     components = [file_component(path) for path in sorted(distributions)]
+    bill = _bill(metadata.name, metadata.version, components)
+    bill["metadata"]["timestamp"] = timestamp
+    if commit:
+        bill["metadata"]["component"]["properties"] = [{"name": "commit", "value": commit}]
+    return bill
+
+
+def bill_of_packs(name: str, version: str, packs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the bill that a wheel carries: its packs, and what is linked into them."""
+    return _bill(name, version, [pack_component(name, pack) for pack in _by_name(packs)])
+
+
+def _by_name(packs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(packs, key=lambda pack: str(pack["name"]))
+
+
+def _bill(name: str, version: str, components: list[dict[str, Any]]) -> dict[str, Any]:
+    project = f"pkg:pypi/{name}@{version}"
     contents = " ".join(component["hashes"][0]["content"] for component in components)
     serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{project} {contents}")
-    root: dict[str, Any] = {
+    root = {
         "type": "library",
         "bom-ref": project,
-        "name": metadata.name,
-        "version": metadata.version,
+        "name": name,
+        "version": version,
         "purl": project,
         "licenses": LICENSE,
     }
-    if commit:
-        root["properties"] = [{"name": "commit", "value": commit}]
     return {
         "$schema": f"http://cyclonedx.org/schema/bom-{SPEC_VERSION}.schema.json",
         "bomFormat": "CycloneDX",
         "specVersion": SPEC_VERSION,
         "serialNumber": serial.urn,
         "version": 1,
-        "metadata": {"timestamp": timestamp, "component": root},
+        "metadata": {"component": root},
         "components": components,
     }
 
@@ -57,8 +74,7 @@ def file_component(path: Path) -> dict[str, Any]:
     }
     if path.suffix == ".whl":
         component["components"] = [
-            pack_component(path.name, pack)
-            for pack in sorted(Wheel.read(path).packs, key=lambda pack: str(pack["name"]))
+            pack_component(path.name, pack) for pack in _by_name(Wheel.read(path).packs)
         ]
     return component
 
@@ -74,10 +90,9 @@ def pack_component(wheel: str, pack: dict[str, Any]) -> dict[str, Any]:
         "bom-ref": reference,
         "name": pack["file"],
         "licenses": LICENSE,
+        "hashes": [{"alg": "SHA-256", "content": pack["sha256"]}],
         "components": linked,
     }
-    if pack.get("sha256"):
-        component["hashes"] = [{"alg": "SHA-256", "content": pack["sha256"]}]
     return component
 
 

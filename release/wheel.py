@@ -8,6 +8,7 @@ in an image of that policy; needs auditwheel (the extra [gates]).
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import shutil
 import sys
@@ -15,8 +16,11 @@ import tempfile
 from pathlib import Path
 
 from release import targets
+from release.distributions import Wheel
 from release.programs import call
-from release.project import ROOT, ReleaseError, commit
+from release.project import PROJECT, ROOT, ReleaseError, commit, pyproject_value
+from release.sbom import BILL, bill_of_packs
+from release.wheel_files import add_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +53,21 @@ def run(options: argparse.Namespace) -> None:
         command += ["--no-build-isolation"] if options.no_isolation else []
         call([*command, "--wheel-dir", wheels, *settings, ROOT])
         (wheel,) = wheels.glob("*.whl")
+        add_bill(wheel)
         if options.profile == "manylinux":
             tag = f"{targets.load().wheel.policy}_{platform.machine()}"
             wheel = repair(wheel, Path(scratch) / "repaired", tag)
         target = options.output / wheel.name
         target.unlink(missing_ok=True)
         print(shutil.move(wheel, target))
+
+
+def add_bill(path: Path) -> None:
+    """Put the bill of materials of a wheel's packs into it, where PEP 770 has its place."""
+    wheel = Wheel.read(path)
+    bill = bill_of_packs(PROJECT, pyproject_value("version"), wheel.packs)
+    text = json.dumps(bill, indent=1) + "\n"
+    add_files(path, {f"{wheel.dist_info}/sboms/{BILL}": text.encode()})
 
 
 def repair(wheel: Path, folder: Path, platform_tag: str) -> Path:

@@ -30,6 +30,7 @@ GATES: Mapping[str, Gate] = {
     "abi3-only": layout.abi3_only,
     "content": layout.content,
     "licences": layout.licences,
+    "materials": layout.materials,
     "sizes": layout.sizes,
     "manifest": packs.manifest,
     "device-code": packs.device_code,

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 from release.distributions import PACKAGE
 from release.gates.verdict import Task
-from release.project import ROOT
+from release.project import PROJECT, ROOT
+from release.sbom import BILL, bill_of_packs
 
 _MEGABYTE = 10**6
 _REQUIRED = (
@@ -72,6 +74,18 @@ def licences(task: Task) -> Iterator[str]:
             yield f"{file} differs from {name} of the project"
         if name not in wheel.metadata("METADATA", "License-File"):
             yield f"the metadata has no License-File {name}"
+
+
+def materials(task: Task) -> Iterator[str]:
+    """The wheel carries the bill of its packs, with their hashes and what is linked into them."""
+    wheel = task.wheel
+    name = f"{wheel.dist_info}/sboms/{BILL}"
+    if name not in wheel.contents:
+        yield f"{name} is absent"
+        return
+    listed = json.loads(wheel.contents[name])
+    if listed != bill_of_packs(PROJECT, wheel.metadata("METADATA", "Version")[0], wheel.packs):
+        yield f"{name} is not the bill of the packs in the manifest"
 
 
 def sizes(task: Task) -> Iterator[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from release.project import ROOT, abi_version, pyproject_value
+from release.sbom import BILL, bill_of_packs
 
 MACHINE = platform.machine()
 VERSION = pyproject_value("version")
@@ -24,6 +25,7 @@ INFO = f"flash_dmattn-{VERSION}.dist-info"
 CPU_FILE = "flash_dmattn/packs/libflash_dmattn_cpu.so"
 GPU_FILE = "flash_dmattn/packs/libflash_dmattn_cu13_sm90.so"
 CORE_FILE = "flash_dmattn/_core.abi3.so"
+BILL_FILE = f"{INFO}/sboms/{BILL}"
 LINUX, MANYLINUX = f"linux_{MACHINE}", f"manylinux_2_28_{MACHINE}"
 
 # Something of libc has to be used, else auditwheel cannot tell what the library is made for.
@@ -121,6 +123,7 @@ class SmallWheel:
             rows.append(facts | row)
         manifest = json.dumps(self.head | {"packs": rows}).encode()
         files = {
+            BILL_FILE: json.dumps(bill_of_packs("flash-dmattn", VERSION, rows)).encode(),
             **self.files,
             "flash_dmattn/packs/manifest.json": manifest,
             f"{INFO}/WHEEL": (
@@ -166,6 +169,7 @@ def good_wheel(workspace: Path) -> SmallWheel:
     metadata = (
         f"Metadata-Version: 2.4\nName: flash-dmattn\nVersion: {VERSION}\nSummary: small\n"
         "License-Expression: BSD-3-Clause\nLicense-File: LICENSE\n"
+        "License-File: LICENSE.cuda-runtime\n"
         "Description-Content-Type: text/markdown\n\n# A small wheel\n"
     )
     files = {
@@ -174,6 +178,7 @@ def good_wheel(workspace: Path) -> SmallWheel:
         "flash_dmattn/targets.json": (ROOT / "cmake" / "targets.json").read_bytes(),
         f"{INFO}/METADATA": metadata.encode(),
         f"{INFO}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
+        f"{INFO}/licenses/LICENSE.cuda-runtime": (ROOT / "LICENSE.cuda-runtime").read_bytes(),
     }
     wheel = SmallWheel(files, [], workspace)
     wheel.replace_library(CORE_FILE, CORE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Device code is read the same with and without NVIDIA's program."""
+"""Device code is read the same with and without NVIDIA's program; the gate says what is unknown."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from release.binaries import read_library
+from release.gates import packs
 from release.programs import cuda_version, find_cuobjdump, find_nvcc, listed_code
 from release.project import ReleaseError
 from release.targets import version_numbers
 
-from .small_wheel import PACK, compile_library, compiler, fat_binary
+from .conftest import Judge
+from .small_wheel import GPU_FILE, PACK, SmallWheel, compile_library, compiler, fat_binary
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
@@ -80,3 +82,68 @@ def test_cuobjdump_agrees(ptx: bool, tmp_path: Path) -> None:
     found = listed_code(cuobjdump, library)
     assert found == expected
     assert read_library(library.read_bytes()).device_code == {code.rstrip("a") for code in expected}
+
+
+# --- the gate
+
+
+def test_old_cuobjdump_is_not_asked(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of CUDA 12.4 names 90a of CUDA 13 just 90."""
+    old = tmp_path / "cuobjdump"
+    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'\n")
+    old.chmod(0o755)
+    monkeypatch.setattr(packs, "find_cuobjdump", lambda: old)
+    wheel.replace_library(GPU_FILE, fat_binary((2, 80)) + PACK)
+    (failure,) = run_gate("device-code", wheel.save(tmp_path)).failures
+    assert failure == "cu13-sm90 holds sm_80; its manifest says sm_90"
+
+
+def test_without_cuobjdump_the_kind_of_code_is_not_known(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The section's headers say 90 of code for sm_90a and of code for sm_90: no verdict."""
+    monkeypatch.setattr(packs, "find_cuobjdump", lambda: None)
+    result = run_gate("device-code", wheel.save(tmp_path))
+    assert (result.status, result.failures) == ("skipped", ())
+    assert "no cuobjdump as new as cu13-sm90" in result.skipped
+    wheel.packs = [row for row in wheel.packs if row["name"] == "cpu"]
+    wheel.add_pack("cu12-sm80", fat_binary((2, 80)) + PACK)
+    assert run_gate("device-code", wheel.save(tmp_path)).status == "passed"
+
+
+def test_cuobjdump_tells_the_kinds_apart(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "cuobjdump"
+    program.write_text(
+        "#!/bin/sh\n"
+        "case $1 in\n"
+        "--version) echo 'Cuda compilation tools, release 13.1, V13.1.0' ;;\n"
+        '--list-elf) echo "ELF file 1: x.1.sm_90.cubin" ;;\n'
+        "esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(packs, "find_cuobjdump", lambda: program)
+    wheel.packs = [row for row in wheel.packs if row["name"] != "cpu"]
+    (failure,) = run_gate("device-code", wheel.save(tmp_path)).failures
+    assert failure == "cu13-sm90 holds sm_90; its manifest says sm_90a"
+
+
+def test_cuobjdump_is_given_the_pack(
+    wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "cuobjdump"
+    program.write_text(
+        "#!/bin/sh\n"
+        "case $1 in\n"
+        "--version) echo 'Cuda compilation tools, release 13.1, V13.1.0' ;;\n"
+        f'--list-elf) cp "$2" {tmp_path}/given; echo "ELF file 1: x.1.sm_90a.cubin" ;;\n'
+        "esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(packs, "find_cuobjdump", lambda: program)
+    wheel.packs = [row for row in wheel.packs if row["name"] != "cpu"]
+    assert run_gate("device-code", wheel.save(tmp_path)).failures == ()
+    assert (tmp_path / "given").read_bytes() == wheel.files[GPU_FILE]

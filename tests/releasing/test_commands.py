@@ -117,7 +117,7 @@ def test_jobs_are_outputs_of_a_workflow(programs: Path) -> None:
     done = call(programs, *RELEASE, "matrix", "--small")
     assert done.returncode == 0, done.stderr
     assert [line.partition("=")[0] for line in done.stdout.splitlines()] == [
-        *("packs", "wheels", "tests"),
+        *("packs", "wheels", "tests", "build"),
         *(["epoch"] if (ROOT / ".git").exists() else []),
     ]
 
@@ -165,3 +165,39 @@ def test_a_published_release_is_never_replaced(programs: Path) -> None:
 @pytest.mark.parametrize("pre_release", ["", "yes"])
 def test_a_draft_must_know_what_it_is(programs: Path, pre_release: str) -> None:
     assert draft(programs, "absent", pre_release).returncode == 2
+
+
+# --- scripts/check_sdist
+
+
+@pytest.mark.parametrize("way", ["namespace", "root", "sudo"])
+def test_the_sdist_is_built_without_a_network(way: str, programs: Path, tmp_path: Path) -> None:
+    """By whatever lets it cut the network off; a fake Python stands for pip and ends the script."""
+    allowed = {"namespace": '"$1" = --map-root-user', "root": '"$1" = --net', "sudo": "-n $SUDO"}
+    make_program(
+        programs,
+        "unshare",
+        f'[[ {allowed[way]} ]] || exit 1\n[[ $1 = --net ]] || shift\nshift\nCUT=yes exec "$@"',
+    )
+    make_program(
+        programs, "sudo", 'while [[ $1 = --* ]]; do shift; done\nSUDO=yes PATH=$PATH exec "$@"'
+    )
+    make_program(programs, "setpriv", 'while [[ $1 != env ]]; do shift; done\nexec "$@"')
+    make_program(programs, "python", 'echo "$CUT $1 $2 $3" >"$CALLS"\nexit 7')
+    sdist = tmp_path / "x.tar.gz"
+    sdist.touch()
+    done = call(programs, "scripts/check_sdist", str(sdist), PYTHON="python", SUDO="", CUT="")
+    assert done.returncode == 7, done.stderr
+    assert calls(programs) == "yes -m pip wheel\n"
+
+
+def test_an_sdist_that_could_fetch_is_not_checked(programs: Path, tmp_path: Path) -> None:
+    make_program(programs, "unshare", "exit 1")
+    make_program(programs, "sudo", "exit 1")
+    make_program(programs, "python", 'touch "$CALLS"')
+    sdist = tmp_path / "x.tar.gz"
+    sdist.touch()
+    done = call(programs, "scripts/check_sdist", str(sdist), PYTHON="python")
+    assert done.returncode == 1
+    assert "this machine lets nobody cut off the network" in done.stderr
+    assert not (programs / "calls").exists()

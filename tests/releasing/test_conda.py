@@ -1,100 +1,47 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The recipe for conda: what its scripts install is what it lists, and the loader finds it."""
+"""The recipe for conda: what it makes of the variants of the project and of conda-forge."""
 
 from __future__ import annotations
 
+import copy
+import fnmatch
 import json
 import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from release.__main__ import main
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "conda"))
-
-import install_packs  # noqa: E402
-
-from flash_dmattn.loader.candidates import ENTRY_POINT_GROUP, entry_point_candidates  # noqa: E402
-from release.__main__ import main  # noqa: E402
-
 RECIPE = (ROOT / "conda" / "recipe.yaml").read_text()
 TARGETS = json.loads((ROOT / "cmake" / "targets.json").read_text())
 VERSION = metadata.version("flash-dmattn")
 
 
-@pytest.fixture
-def packs(tmp_path: Path) -> Path:
-    folder = tmp_path / "packs"
-    folder.mkdir()
-    rows = []
-    for arch in ("sm80", "sm90"):
-        file = f"libflash_dmattn_cu13_{arch}.so"
-        (folder / file).write_text("not loaded here")
-        rows.append(
-            {
-                "name": f"cu13-{arch}",
-                "file": file,
-                "device": "cuda",
-                "machine": "x86_64",
-                "cuda": "13.1",
-                "arch": arch,
-            }
-        )
-    manifest = {"schema": 1, "version": VERSION, "abi_version": 1, "packs": rows}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
-
-
-def test_loader_finds_installed_packs(packs: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    assert install_packs.main([str(packs), str(site)]) == 0
-    (distribution,) = metadata.distributions(path=[str(site)])
-    assert (distribution.metadata["Name"], distribution.version) == ("flash-dmattn-cu13", VERSION)
-    assert distribution.requires == [f"flash-dmattn=={VERSION}"]
-    assert distribution.read_text("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
-    (entry_point,) = distribution.entry_points
-    assert entry_point.group == ENTRY_POINT_GROUP
-    code = (
-        f"import sys; sys.path.insert(0, {str(site)!r})\n"
-        f"import importlib; print(importlib.import_module({entry_point.value!r}).__path__[0])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(site / "flash_dmattn_cu13")
-
-
-def test_its_candidates_are_the_packs(
-    packs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "site"
-    install_packs.install(packs, site)
-    monkeypatch.syspath_prepend(str(site))
-    (distribution,) = metadata.distributions(path=[str(site)])
-    found = entry_point_candidates(distribution.entry_points)
-    assert [(c.name, c.cuda, c.arch) for c in found] == [
-        ("cu13-sm80", "13.1", "sm80"),
-        ("cu13-sm90", "13.1", "sm90"),
-    ]
-    assert all(Path(c.path).is_relative_to(site) for c in found)
-
-
-def test_packs_of_two_cudas_are_refused(packs: Path, tmp_path: Path) -> None:
-    manifest = json.loads((packs / "manifest.json").read_text())
-    manifest["packs"][0]["cuda"] = "12.9"
-    (packs / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="must hold packs of one CUDA major"):
-        install_packs.install(packs, tmp_path / "site")
-
-
 def test_recipe_and_project_say_the_same() -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    for name in ("scikit-build-core", "nanobind", "nanobind-backend"):
-        (declared,) = re.findall(rf'"{name}>=([\d.]+)"', project.partition("[project.optional")[0])
-        assert f"- {name} >={declared}\n" in RECIPE
+    (declared,) = re.findall(r'"scikit-build-core>=([\d.]+)"', project.partition("[project]")[0])
+    assert f"- scikit-build-core >={declared}\n" in RECIPE
+    core = (ROOT / "cmake" / "Core.cmake").read_text()
+    (split, linked) = re.findall(r"set\(oldest_nanobind ([\d.]+)\)", core)
+    assert f'"nanobind>={split}"' in project
+    assert f"- nanobind >={linked}\n" in RECIPE
     assert f'version: "{VERSION}"\n' in RECIPE
     assert f'torch_min: "{TARGETS["torch"]["min"]}"\n' in RECIPE
+
+
+def test_the_linked_module_asks_for_no_backend() -> None:
+    """The build script takes the requirement out of the metadata: it must find it there."""
+    script = (ROOT / "conda" / "build_python.sh").read_text()
+    (pattern,) = re.findall(r"sed -i '/(.*)/d' pyproject.toml", script)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(f"{pattern}.*", project, re.MULTILINE) == [
+        'dependencies = ["nanobind-backend>=1.0"]'
+    ]
+    assert "FLASH_DMATTN_NANOBIND=linked" in script
 
 
 def test_required_archs_are_looked_for_in_the_package() -> None:
@@ -105,24 +52,67 @@ def test_required_archs_are_looked_for_in_the_package() -> None:
 def test_listed_files_of_the_python_package_are_those_that_are_installed() -> None:
     listed = re.findall(r"^ +- (flash_dmattn/\S+)$", RECIPE, re.MULTILINE)
     assert len(listed) == 4
-    files = metadata.files("flash-dmattn") or []
-    installed = {str(file) for file in files}
-    assert [file for file in listed if file not in installed] == []
+    installed = [str(file) for file in metadata.files("flash-dmattn") or []]
+    assert [name for name in listed if not fnmatch.filter(installed, name)] == []
 
 
 def test_recipe_renders(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rattler_build")
     assert main(["conda", "--check"]) == 0
-    assert "linux-64: flash-dmattn, flash-dmattn-cu12" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert all("-cuno" not in line for line in lines)
+    assert any(line.startswith("linux-64, pinning.yaml: flash-dmattn py310h") for line in lines)
+
+
+def rendered_for(name: str) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the variants of a file, and what the recipe makes of them."""
+    from release import conda
+
+    variants = conda.read_variants(ROOT / "conda" / name, "linux-64")
+    return variants, [row.recipe.to_dict() for row in conda.render("linux-64", variants)]
 
 
 def test_a_recipe_that_needs_torch_is_refused() -> None:
     pytest.importorskip("rattler_build")
     from release import conda
 
-    rendered = [variant.recipe.to_dict() for variant in conda.render("linux-64")]
-    rendered[0]["requirements"]["run"].append("pytorch >=2.4")
-    del rendered[1]["build"]["python"]
-    failures = list(conda.problems(rendered))
-    assert "flash-dmattn depends on pytorch, rather than constraining it" in failures
+    variants, rendered = rendered_for("pinning.yaml")
+    packs = next(row for row in rendered if row["package"]["name"] == "flash-dmattn-cu12")
+    base = next(row for row in rendered if row["package"]["name"] == "flash-dmattn")
+    base["requirements"]["run"].append("pytorch >=2.4")
+    packs["requirements"]["run"].clear()
+    del packs["build"]["python"]
+    failures = list(conda.problems(rendered, variants))
+    assert "flash-dmattn depends on pytorch" in failures
     assert "flash-dmattn-cu12 is not one build for every Python" in failures
+    assert f"flash-dmattn-cu12 does not depend on flash-dmattn {VERSION}" in failures
+
+
+def test_packs_of_no_cuda_are_refused() -> None:
+    """conda-forge's list begins with None, of which the first two characters are no major."""
+    pytest.importorskip("rattler_build")
+    from release import conda
+
+    variants, rendered = rendered_for("pinning.yaml")
+    stray = copy.deepcopy(rendered[0])
+    stray["package"]["name"] = "flash-dmattn-cuno"
+    (failure,) = list(conda.problems([*rendered, stray], variants))
+    assert "flash-dmattn-cuno" in failure
+
+
+def test_cudart_is_linked_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rattler_build")
+
+    def packs() -> dict[str, Any]:
+        rendered = rendered_for("pinning.yaml")[1]
+        return next(row for row in rendered if row["package"]["name"] == "flash-dmattn-cu13")
+
+    static = packs()
+    assert "cuda-cudart-static" in static["requirements"]["host"]
+    assert "cuda-cudart-dev" in static["requirements"]["ignore_run_exports"]["from_package"]
+    monkeypatch.setenv("FDM_CUDART", "shared")
+    shared = packs()
+    assert "cuda-cudart-static" not in shared["requirements"]["host"]
+    assert "by_name" not in shared["requirements"]["ignore_run_exports"]
+    assert shared["build"]["string"] != static["build"]["string"]
+    assert '--cudart "$CUDART"' in (ROOT / "conda" / "build_packs.sh").read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which image a workflow's job gets."""
+"""Which image a workflow's job gets, and how a digest comes into the tree."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from release.__main__ import main
 
 JOBS: matrix.Jobs = {
     "packs": [{"cuda": "13", "image": "quay.io/a"}, {"cuda": "12", "image": "quay.io/b"}],
+    "wheels": [],
     "tests": [{"python": "3.10"}],
 }
-DIGEST = "sha256:" + "0" * 64
+DIGEST, NEWER = (f"sha256:{digit * 64}" for digit in "01")
 
 
 @pytest.fixture
@@ -38,18 +39,61 @@ def test_digests_take_the_place_of_names(
     done = capsys.readouterr()
     assert done.out == (
         f'packs=[{{"cuda":"13","image":"quay.io/a@{DIGEST}"}},{{"cuda":"12","image":"quay.io/b"}}]\n'
+        "wheels=[]\n"
         'tests=[{"python":"3.10"}]\n'
+        f'build={{"packs":[{{"cuda":"13","image":"quay.io/a@{DIGEST}"}},'
+        '{"cuda":"12","image":"quay.io/b"}],"wheels":[]}\n'
     )
     assert "no digest in .github/images.json for quay.io/b" in done.err
 
 
-def test_a_release_takes_no_unpinned_image(
-    lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def images(printed: str) -> list[str]:
+    (line,) = [line for line in printed.splitlines() if line.startswith("packs=")]
+    return [row["image"] for row in json.loads(line.removeprefix("packs="))]
+
+
+@pytest.mark.parametrize(
+    ("option", "asked", "expected"),
+    [
+        ("--resolve-digests", ["quay.io/b"], [f"quay.io/a@{DIGEST}", f"quay.io/b@{NEWER}"]),
+        (
+            "--newest-digests",
+            ["quay.io/a", "quay.io/b"],
+            [f"quay.io/a@{NEWER}", f"quay.io/b@{NEWER}"],
+        ),
+    ],
+)
+def test_a_run_asks_for_digests_once(
+    option: str,
+    asked: list[str],
+    expected: list[str],
+    lock: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    assert main(["matrix", "--require-digests"]) == 1
+    fake_docker(tmp_path, f'echo "$@" >>"{tmp_path}/calls"; echo {NEWER}', monkeypatch)
+    before = lock.read_text()
+    assert main(["matrix", option]) == 0
+    done = capsys.readouterr()
+    assert images(done.out) == expected
+    assert done.err == ""
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[-1] for call in calls] == asked
+    assert lock.read_text() == before
+
+
+def test_a_run_without_a_digest_does_not_start(
+    lock: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    fake_docker(tmp_path, 'echo "no such manifest" >&2; exit 1', monkeypatch)
+    assert main(["matrix", "--resolve-digests"]) == 1
     done = capsys.readouterr()
     assert done.out == ""
-    assert "for quay.io/b; see docs/release.md" in done.err
+    assert "no such manifest" in done.err
 
 
 def test_what_is_no_digest_is_refused(

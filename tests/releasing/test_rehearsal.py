@@ -11,7 +11,8 @@ import pytest
 from release import rehearse
 from release.__main__ import main
 from release.project import ReleaseError
-from release.rehearse import Rehearsal, check_taken, chosen_cuda
+from release.rehearse import Rehearsal, chosen_cuda
+from release.trial import check_taken
 
 URL = "http://127.0.0.1:1/files/flash_dmattn.whl"
 

@@ -12,6 +12,7 @@ __all__ = [
     "PLAIN_PYTORCH",
     "PORTABLE",
     "SHOW_GPUS",
+    "TRITON",
     "after_opening",
     "build_for",
     "install_wheel",
@@ -22,8 +23,9 @@ __all__ = [
 
 INSTALL_BACKEND = "python -m pip install nanobind-backend"
 PLAIN_PYTORCH = "export FLASH_DMATTN_BACKEND=reference"
-# Of GPUs that are not NVIDIA's.
+# Of AMD's GPUs, and of Intel's, for which the flex backend is not made.
 PORTABLE = "export FLASH_DMATTN_BACKEND=triton  # or flex, or reference"
+TRITON = "export FLASH_DMATTN_BACKEND=triton  # or reference"
 SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
 # Builds on the machine, with its toolkit and its libc.
 _BUILD = f"--no-binary {OWN_DISTRIBUTION}"

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a rehearsal must have left, besides jobs that passed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rehearsal.machine import Machine
+from release.build_record import file_name, images_of_jobs
+from release.distributions import sha256
+from release.programs import output
+from release.project import ReleaseError
+
+
+def check_images(machine: Machine) -> dict[str, str]:
+    """Return the digest of each image in which the last run's containers were; each has but one."""
+    used = machine.hub / "images.jsonl"
+    found: dict[str, str] = {}
+    for line in used.read_text().splitlines():
+        image, _, digest = json.loads(line)["image"].partition("@")
+        if found.setdefault(image, digest) != digest:
+            raise ReleaseError(f"two jobs of one run have different digests of {image}")
+    used.unlink()
+    return found
+
+
+def check_dispatched(machine: Machine, expected: list[list[str]]) -> None:
+    """Check which workflows the last run started, each with the branch."""
+    noted = machine.hub / "dispatched.jsonl"
+    found = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
+    if found != expected:
+        raise ReleaseError(f"the release started {found}, not {expected}")
+
+
+def check_release(machine: Machine, tag: str, used: dict[str, str]) -> Path:
+    """Check the release that was published, and return its wheel.
+
+    Args:
+        machine: the one of the rehearsal.
+        tag: of the release.
+        used: the digest of each image in which it was built.
+    """
+    folder = machine.hub / "releases" / tag
+    if json.loads((folder / "state.json").read_text())["draft"]:
+        raise ReleaseError(f"{tag} is a draft still")
+    assets = folder / "assets"
+    for line in (assets / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split()
+        if sha256(assets / name) != digest:
+            raise ReleaseError(f"SHA256SUMS says otherwise of {name}")
+    record = json.loads((assets / file_name(tag.removeprefix("v"))).read_text())
+    head = output(["git", "-C", machine.repository, "rev-parse", "HEAD"]).strip()
+    if record["commit"] != head:
+        raise ReleaseError(f"the build record names the commit {record['commit']}, not {head}")
+    told = images_of_jobs(record["jobs"])
+    if differing := [image for image, digest in used.items() if told.get(image) != digest]:
+        raise ReleaseError(f"the build record has other digests of {', '.join(differing)}")
+    (wheel,) = assets.glob("*.whl")
+    return wheel

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What stands in for docker: its `run`, and the registry's digests.
+
+A container is a root of its own with this machine's programs in it, but not its home folders, its
+CUDA, or anything that the command line does not name as a volume. Its user is root, whose home is
+empty. An image of the registry has another digest each time that somebody asks, as a tag that moves
+has; a container starts only from a digest that is committed, or that was told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from release import targets
+from release.matrix import LOCK
+
+REHEARSAL = Path(os.environ["REHEARSAL"])
+TOLD = REHEARSAL / "hub" / "digests.json"
+USED = REHEARSAL / "hub" / "images.jsonl"
+# A folder of packs that were built before, if there is one.
+PACKS = os.environ.get("REHEARSAL_PACKS")
+# Where an image of manylinux has the oldest Python that is supported.
+PYTHON = "opt/python/cp310-cp310/bin/python"
+SYSTEM = (
+    "bin",
+    "etc",
+    "lib",
+    "lib32",
+    "lib64",
+    "libx32",
+    "sbin",
+    "usr",
+    "opt",
+    "dev",
+    "proc",
+    "sys",
+)
+# How this machine reaches its package index: an image would know.
+NETWORK = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+
+
+def main() -> int:
+    """Do what the command line asks of docker."""
+    words = sys.argv[1:]
+    if words[:3] == ["buildx", "imagetools", "inspect"]:
+        print(told_digest(words[-1]))
+        return 0
+    if words[:1] != ["run"]:
+        sys.exit(f"docker of the rehearsal: it cannot {' '.join(words[:2])}")
+    options = run_parser().parse_args(words[1:])
+    check_image(options.image)
+    return start(options)
+
+
+def run_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="docker run")
+    parser.add_argument("--rm", action="store_true", required=True)
+    parser.add_argument("--volume", action="append", default=[])
+    parser.add_argument("--workdir", default="/")
+    parser.add_argument("--env", action="append", default=[])
+    parser.add_argument("--network", default="bridge", choices=["bridge", "none"])
+    parser.add_argument("image")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    return parser
+
+
+# --- the registry
+
+
+def told_digest(image: str) -> str:
+    """Return a new digest of an image, and remember it."""
+    told = json.loads(TOLD.read_text()) if TOLD.exists() else []
+    digest = hashlib.sha256(f"{image} {len(told)}".encode()).hexdigest()
+    TOLD.write_text(json.dumps([*told, f"{image}@sha256:{digest}"]))
+    return f"sha256:{digest}"
+
+
+def check_image(image: str) -> None:
+    """Refuse an image that is not there; write down one that is used."""
+    committed = [f"{name}@{digest}" for name, digest in json.loads(LOCK.read_text()).items()]
+    told = json.loads(TOLD.read_text()) if TOLD.exists() else []
+    if image not in [*committed, *told]:
+        sys.exit(f"docker of the rehearsal: no digest of {image} is committed, or was looked up")
+    with USED.open("a") as stream:
+        stream.write(json.dumps({"job": os.environ.get("GITHUB_JOB"), "image": image}) + "\n")
+
+
+# --- the container
+
+
+def start(options: argparse.Namespace) -> int:
+    """Run the command in a container and return its status."""
+    (REHEARSAL / "containers").mkdir(exist_ok=True)
+    root = Path(tempfile.mkdtemp(dir=REHEARSAL / "containers"))
+    volumes = [Path(volume.split(":")[0]) for volume in options.volume]
+    if PACKS:
+        volumes.append(Path(PACKS))
+    steps = "\n".join([*mounts(root, volumes), entering(root, options)])
+    # What is mounted is seen by nobody else, and gone with the last process.
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "bash", "-euc", steps], check=False
+    )
+    root.rmdir()
+    return done.returncode
+
+
+def mounts(root: Path, volumes: list[Path]) -> Iterator[str]:
+    """Yield the shell commands that make the root of a container."""
+    yield f"mount -t tmpfs container {root}"
+    yield f"cd {root}; mkdir -m 1777 tmp; mkdir -p root {' '.join(SYSTEM)}"
+    for name in SYSTEM:
+        place = Path("/", name)
+        if place.is_symlink():
+            yield f"rmdir {name}; ln -s {place.readlink()} {name}"
+        elif name == "opt":
+            yield from (bind(root, path) for path in sorted(place.glob("*")) if path.is_dir())
+        elif place.is_dir():
+            yield f"mount --rbind {place} {name}"
+    # Neither this machine's own programs nor its CUDA; but its Python, wherever that is.
+    yield "mount -t tmpfs local usr/local"
+    yield bind(root, Path(sys.base_prefix))
+    yield "for cuda in usr/local/cuda*; do ! [[ -d $cuda ]] || mount -t tmpfs cuda $cuda; done"
+    yield f"mkdir -p {Path(PYTHON).parent}; ln -s {Path(sys.executable).resolve()} {PYTHON}"
+    yield from (bind(root, path) for path in volumes)
+
+
+def bind(root: Path, path: Path) -> str:
+    """Return the command that shows a folder of the machine at the same place in the container."""
+    return f"mkdir -p {root}{path}; mount --rbind {path} {root}{path}"
+
+
+def entering(root: Path, options: argparse.Namespace) -> str:
+    """Return the shell command that runs the command in the root."""
+    variables = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": "/root",
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(NETWORK) and name != "PIP_CONSTRAINT"
+        },
+        **cuda_variables(options.image.partition("@")[0], options.workdir),
+        **{name: os.environ[name] for name in options.env if name in os.environ},
+    }
+    words = ["exec", "chroot", str(root), "env", "-i"]
+    words += [f"{name}={value}" for name, value in variables.items()]
+    words += ["bash", "-c", 'cd "$0" && exec "$@"', options.workdir, *options.command]
+    return shlex.join(words)
+
+
+def cuda_variables(image: str, workdir: str) -> dict[str, str]:
+    """Return the variables by which an image with CUDA compiles: with what is here in its place."""
+    table = targets.load()
+    for cuda in table.cuda:
+        names = [
+            cuda.image.format(policy=table.wheel.policy, machine=row.machine)
+            for row in table.platforms
+        ]
+        if image in names:
+            return {
+                "REHEARSAL_CUDA": cuda.toolkit,
+                "REHEARSAL_PACKS": PACKS or "",
+                "CUDACXX": f"{workdir}/rehearsal/nvcc",
+                "CMAKE": f"{workdir}/rehearsal/cmake",
+            }
+    return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A GPU for `python -m release records`, which writes down on which one the tests have passed.
+
+Every other program of the jobs finds this on its path, and nothing in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+
+def report() -> dict[str, Any]:
+    """Return the part of a self-test's report that a record is made of."""
+    pack = f"cu{os.environ['FLASH_DMATTN_CUDA']}-sm90"
+    return {
+        "devices": [
+            {
+                "kind": "cuda",
+                "name": "no GPU: a rehearsal",
+                "capability": [9, 0],
+                "pack": {"name": pack},
+            }
+        ],
+        "versions": {"torch": "of the rehearsal"},
+        "cuda": {"driver": "of the rehearsal"},
+    }
+
+
+if sys.orig_argv[1:4] == ["-m", "release", "records"]:
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 # as `python -m` does later
+    from release import records
+
+    records.self_test = report
