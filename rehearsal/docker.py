@@ -67,7 +67,6 @@ def run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--volume", action="append", default=[])
     parser.add_argument("--workdir", default="/")
     parser.add_argument("--env", action="append", default=[])
-    parser.add_argument("--network", default="bridge", choices=["bridge", "none"])
     parser.add_argument("image")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

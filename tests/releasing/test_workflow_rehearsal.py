@@ -228,6 +228,29 @@ def test_an_image_that_nobody_looked_up_is_not_there(image: str, tmp_path: Path)
     assert f"no digest of {image} is committed, or was looked up" in done.stderr
 
 
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="mounts need root on Linux"
+)
+def test_a_container_sees_its_volume_alone(tmp_path: Path) -> None:
+    inspect = ["buildx", "imagetools", "inspect", "quay.io/a"]
+    image = f"quay.io/a@{stand_in('docker', tmp_path, *inspect).stdout.strip()}"
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume" / "in").write_text("hello")
+    script = (
+        'set -e; cat in; echo "$HOME $EPOCH $UNNAMED"; ls -A ..; test ! -e "$HOME/.gitconfig"; '
+        "/opt/python/cp310-cp310/bin/python -c 'print(3)'; echo made >out; exit 7"
+    )
+    options = ["--rm", "--volume", f"{tmp_path}/volume:{tmp_path}/volume"]
+    options += ["--workdir", f"{tmp_path}/volume", "--env", "EPOCH", image]
+    done = stand_in(
+        "docker", tmp_path, "run", *options, "bash", "-c", script, EPOCH="5", UNNAMED="secret"
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "hello/root 5 \nvolume\n3\n"
+    assert (tmp_path / "volume" / "out").read_text() == "made\n"
+    assert json.loads((tmp_path / "hub" / "images.jsonl").read_text())["image"] == image
+
+
 def test_a_draft_becomes_a_release_of_the_index(tmp_path: Path) -> None:
     version = pyproject_value("version")
     files = [make_wheel(tmp_path / "dist", version, packs=(CPU, CU13))]
