@@ -85,17 +85,23 @@ FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
   PackedRoom room{p.q.shape[1], p.k.shape[1], p.queries, p.keys};
   if (present(p.block_table)) {
     // The shapes of pages do not tell how many keys there are in all; those of masks and biases of keys do.
-    room.keys = INT32_MAX, room.longest_keys = min64(p.keys, p.block_table.shape[1] * p.k.shape[1]);
-    limit_room(&room, p.mask), limit_room(&room, p.start), limit_room(&room, p.bias);
+    room.keys = INT32_MAX;
+    room.longest_keys = min64(p.keys, p.block_table.shape[1] * p.k.shape[1]);
+    limit_room(&room, p.mask);
+    limit_room(&room, p.start);
+    limit_room(&room, p.bias);
   }
   return packed_sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, room);
 }
 
-// Of a selection. Without cu_seqlens, b is an index into the batch of the result.
+// A sequence of a selection. Without cu_seqlens, b is an index into the batch of the result.
 FDM_INLINE Sequence sequence(const fdm_selection &s, int64_t b) {
   if (!present(s.cu_seqlens_q)) return {b, 0, s.queries, 0, s.keys, s.keys - s.queries};
   PackedRoom room{INT32_MAX, INT32_MAX, s.queries, s.keys};
-  limit_room(&room, s.bias), limit_room(&room, s.mask), limit_room(&room, s.start), limit_room(&room, s.keep);
+  limit_room(&room, s.bias);
+  limit_room(&room, s.mask);
+  limit_room(&room, s.start);
+  limit_room(&room, s.keep);
   return packed_sequence(s.cu_seqlens_q, s.cu_seqlens_k, b, room);
 }
 

@@ -88,45 +88,45 @@ ALLOWANCES = (
         "each query, and rows that are not aligned",
     ),
     Allowance(
-        "sm90::fused_kernel<*, 128, 128, 3, true>>",
+        "fused_kernel<*, 128, 128, 3, true>>",
         "sm_90a",
         1252,
         "scores of 128 rows and the slopes of a softcap do not fit the registers together",
     ),
     Allowance(
-        "sm90::fused_kernel<*>",
+        "fused_kernel<*>",
         "sm_90a",
         472,
         "the accumulators leave a producer 56 registers; consumers keep what the epilogue needs in "
         "local memory, and with 128 rows or a softcap some of a masked step",
     ),
     Allowance(
-        "sm90::dkdv_kernel<*, 128, 128, 64, 3, *>>",
+        "dkdv_kernel_sm90<*, 128, 128, 64, 3, *>>",
         "sm_90a",
         584,
         "the accumulators of 64 keys leave a producer 56 registers: it keeps what it needs once a "
         "step in local memory; with a softcap consumers do too",
     ),
     Allowance(
-        "sm90::dkdv_kernel<*, 96, 128, 64, 3, true>>",
+        "dkdv_kernel_sm90<*, 96, 128, 64, 3, true>>",
         "sm_90a",
         240,
         "with a softcap the slope of each score is one more register",
     ),
     Allowance(
-        "sm90::dq_kernel<*>",
+        "dq_kernel_sm90<*>",
         "sm_90a",
         132,
         "tasks are prepared ahead of the tile that is loaded: 16 bytes at D 64, most at 192",
     ),
     Allowance(
-        "sm90::forward_kernel<*, 256, 64, 2, 2>>",
+        "forward_kernel_sm90<*, 256, 64, 2, 2>>",
         "sm_90a",
         308,
         "tasks are prepared ahead of the tile that is loaded, and the output fills the registers",
     ),
     Allowance(
-        "sm90::forward_kernel<*>",
+        "forward_kernel_sm90<*>",
         "sm_90a",
         24,
         "at the boundary of tiles, and where there is a softcap",

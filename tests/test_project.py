@@ -71,6 +71,15 @@ def test_nothing_but_the_backend_is_required() -> None:
     assert required == ["nanobind-backend>=1.0"]
 
 
+def test_cuda_sources_have_one_namespace() -> None:
+    names = {
+        name
+        for path in (ROOT / "cpp" / "cuda").rglob("*.cu*")
+        for name in re.findall(r"^namespace (\S+) {", path.read_text(), re.MULTILINE)
+    }
+    assert names == {"fdm::cuda", "fdm::cuda::ptx"}
+
+
 # --- the table of targets
 
 

@@ -23,7 +23,7 @@ private:
   const fdm_pack *table_;
 };
 
-// In the order of enum fdm_mask_kind.
+// The names are in the order of enum fdm_mask_kind.
 extern const char *const mask_kind_names[FDM_MASK_KIND_COUNT];
 
 // The formula beside fdm_plan_layout.

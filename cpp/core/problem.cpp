@@ -310,7 +310,8 @@ bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::hand
       std::max(workspace_bytes(FDM_PASS_FORWARD), makes_plan ? workspace_bytes(FDM_PASS_PLAN) : int64_t{0});
   const DeviceBytes memory(exchange, bytes, device_);
   if (memory.data() == nullptr && bytes > 0) return false;
-  const fdm_tensor out_tensor = read_out(out), lse_tensor = read_lse(lse, "lse");
+  const fdm_tensor out_tensor = read_out(out);
+  const fdm_tensor lse_tensor = read_lse(lse, "lse");
   require_distinct_elements(lse_tensor, "lse");
   if (makes_plan) plan = allocate(plan_bytes_);
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_), workspace{memory.data(), bytes};

@@ -15,7 +15,7 @@ namespace fdm {
 
 namespace nb = nanobind;
 
-// Of float64, which no pack computes in: no value of enum fdm_dtype.
+// What stands for float64, in which no pack computes: it is no value of enum fdm_dtype.
 constexpr int32_t no_pack_float64 = 31;
 
 struct Dtype {
@@ -53,7 +53,7 @@ TensorView read_tensor(nb::handle object, const char *name);
 // What the library of a tensor's type knows of its device, through the same API.
 class Exchange {
 public:
-  // Of a type without the API everything is refused.
+  // An exchange of a type without the API refuses everything.
   explicit Exchange(nb::handle tensor);
 
   // Where the device has streams, the one that the library puts its work on.

@@ -16,7 +16,7 @@ struct SequenceLengths {
   int64_t total; // the last value; Extents::unknown on a GPU
 };
 
-// Of the same sequences.
+// The lengths of the same sequences, as queries and as keys.
 struct PackedLengths {
   SequenceLengths queries, keys;
 

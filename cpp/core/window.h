@@ -7,8 +7,8 @@
 
 namespace fdm {
 
-// Of `window` keys, by the bias of a causal problem, within its mask. Both must be the same for every query. start and
-// end have no memory yet.
+// The selection of `window` keys by the bias of a causal problem, within its mask. Both must be the same for every query.
+// start and end have no memory yet.
 fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, int64_t window);
 
 // The bytes of start or end in memory of their own, rounded up for what follows.

@@ -106,10 +106,10 @@ private:
       task.rows = min64(rows_, task.sequence.q_count - task.first_row);
       for (int64_t g = 0; g < group_size(p_); g += task.heads) {
         task.head = kv_head * group_size(p_) + g;
-        KeyGradients to = sums;
-        if (to.dbias && layout_.bias_heads > 1) to.dbias += g * p_.keys;
-        if (dsink) to.dsink = dsink + g;
-        kernels_.backward_tile(p_, args_, plan_, task, to, scratch(worker));
+        KeyGradients own = sums;
+        if (own.dbias && layout_.bias_heads > 1) own.dbias += g * p_.keys;
+        if (dsink) own.dsink = dsink + g;
+        kernels_.backward_tile(p_, args_, plan_, task, own, scratch(worker));
       }
     }
     if (layout_.parts == 1) write_keys(task.sequence, head, sums, 0, task.sequence.k_count);
@@ -138,9 +138,9 @@ private:
         layout_.heads * ranges);
   }
 
-  template <class Number> static void add(Number *to, const Number *from, int64_t begin, int64_t end) {
-    if (to)
-      for (int64_t i = begin; i < end; ++i) to[i] += from[i];
+  template <class Number> static void add(Number *sums, const Number *more, int64_t begin, int64_t end) {
+    if (sums)
+      for (int64_t i = begin; i < end; ++i) sums[i] += more[i];
   }
 
   // The sums of keys [begin, end) of a head to dk, dv and the bias sums.
@@ -149,8 +149,9 @@ private:
     write_key_rows(args_.dv, s, head % p_.kv_heads, sums.dv, begin, end, 1.0f);
     if (!sums.dbias) return;
     for (int64_t g = 0; g < layout_.bias_heads; ++g) {
-      double *to = bias_sums_ + ((is_varlen(p_) ? head % p_.kv_heads : head) * layout_.bias_heads + g) * total_keys(p_);
-      std::memcpy(to + s.k_begin + begin, sums.dbias + g * p_.keys + begin, size_t(end - begin) * sizeof(double));
+      double *row =
+          bias_sums_ + ((is_varlen(p_) ? head % p_.kv_heads : head) * layout_.bias_heads + g) * total_keys(p_);
+      std::memcpy(row + s.k_begin + begin, sums.dbias + g * p_.keys + begin, size_t(end - begin) * sizeof(double));
     }
   }
 
@@ -158,9 +159,9 @@ private:
                       int64_t end, float factor) const {
     if (!present(t)) return;
     for (int64_t j = begin; j < end; ++j) {
-      const int64_t at = s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + kv_head * t.stride[2];
+      const int64_t offset = s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + kv_head * t.stride[2];
       for (int64_t d = 0; d < p_.head_dim; ++d)
-        store_scalar(t.data, t.dtype, at + d * t.stride[3], rows[j * dim_ + d] * factor);
+        store_scalar(t.data, t.dtype, offset + d * t.stride[3], rows[j * dim_ + d] * factor);
     }
   }
 
@@ -178,13 +179,13 @@ private:
         for (int64_t h = first; h < past; ++h) sum += bias_sums_[(b * sources + h) * keys + j];
       return sum;
     };
-    const int64_t at = batch * t.stride[0] + head * t.stride[1];
+    const int64_t offset = batch * t.stride[0] + head * t.stride[1];
     if (t.shape[3] == 1) {
       double sum = 0.0;
       for (int64_t j = 0; j < keys; ++j) sum += sum_of_key(j);
-      store_scalar(t.data, t.dtype, at, float(sum));
+      store_scalar(t.data, t.dtype, offset, float(sum));
     } else {
-      for (int64_t j = 0; j < keys; ++j) store_scalar(t.data, t.dtype, at + j * t.stride[3], float(sum_of_key(j)));
+      for (int64_t j = 0; j < keys; ++j) store_scalar(t.data, t.dtype, offset + j * t.stride[3], float(sum_of_key(j)));
     }
   }
 
@@ -227,20 +228,22 @@ private:
     for (int64_t batch = shared ? 0 : b; batch < (shared ? p_.batch : b + 1); ++batch)
       for (int64_t h = 0; h < p_.heads; ++h) {
         if (head_index(p_, t, h) != bias_head) continue;
-        task.sequence_index = batch, task.sequence = sequence(p_, batch), task.head = h;
+        task.sequence_index = batch;
+        task.sequence = sequence(p_, batch);
+        task.head = h;
         kernels_.bias_gradient_tile(p_, args_, plan_, task, sums, p_.keys, scratch(worker));
       }
     const Sequence s = sequence(p_, b);
     for (int64_t i = 0; i < task.rows; ++i) {
       const float *row = sums + i * p_.keys;
-      const int64_t at = (is_varlen(p_) ? 0 : b) * t.stride[0] + bias_head * t.stride[1] +
-                         (s.q_begin + task.first_row + i) * t.stride[2];
+      const int64_t offset = (is_varlen(p_) ? 0 : b) * t.stride[0] + bias_head * t.stride[1] +
+                             (s.q_begin + task.first_row + i) * t.stride[2];
       if (t.shape[3] == 1) {
         double sum = 0.0;
         for (int64_t j = 0; j < s.k_count; ++j) sum += row[j];
-        store_scalar(t.data, t.dtype, at, float(sum));
+        store_scalar(t.data, t.dtype, offset, float(sum));
       } else {
-        for (int64_t j = 0; j < t.shape[3]; ++j) store_scalar(t.data, t.dtype, at + j * t.stride[3], row[j]);
+        for (int64_t j = 0; j < t.shape[3]; ++j) store_scalar(t.data, t.dtype, offset + j * t.stride[3], row[j]);
       }
     }
   }

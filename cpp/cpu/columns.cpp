@@ -24,11 +24,13 @@ void append_partial(const Scratch &a, int64_t partial, TileColumns *out) {
   std::memcpy(a.start + out->full, a.partial_start, bytes);
   std::memcpy(a.end + out->full, a.partial_end, bytes);
   out->count = out->full + int32_t(partial);
-  out->index = a.index, out->start = a.start, out->end = a.end;
+  out->index = a.index;
+  out->start = a.start;
+  out->end = a.end;
   out->words = nullptr;
 }
 
-// Without a mask: consecutive keys, the last of which end at each row's causal limit.
+// Without a mask the columns are consecutive keys, the last of which end at each row's causal limit.
 void range_columns(const fdm_problem &p, const Sequence &s, const Scratch &a, TileColumns *out) {
   const int64_t last_row = out->first_row + out->rows - 1;
   int64_t full = s.k_count, count = s.k_count;
@@ -41,8 +43,11 @@ void range_columns(const fdm_problem &p, const Sequence &s, const Scratch &a, Ti
     a.start[j] = int32_t(max64(0, j - s.causal_off));
     a.end[j] = INT_MAX;
   }
-  out->full = int32_t(full), out->count = int32_t(count);
-  out->index = a.index, out->start = a.start, out->end = a.end;
+  out->full = int32_t(full);
+  out->count = int32_t(count);
+  out->index = a.index;
+  out->start = a.start;
+  out->end = a.end;
   out->words = nullptr;
 }
 
@@ -50,21 +55,23 @@ void interval_columns(const IntervalList &list, const Sequence &s, const Scratch
   const int64_t first = out->first_row, past = first + out->rows;
   const int64_t begin = s.k_begin, end = s.k_begin + s.k_count;
   int64_t full = 0, partial = 0;
-  for (int64_t at = begin; at < end;) {
-    const int64_t block = at / kEntryBlock, block_end = min64(end, (block + 1) * kEntryBlock);
+  for (int64_t entry = begin; entry < end;) {
+    const int64_t block = entry / kEntryBlock, block_end = min64(end, (block + 1) * kEntryBlock);
     if (list.block_min_start[block] >= past || list.block_max_end[block] <= first) {
-      at = block_end;
+      entry = block_end;
       continue;
     }
-    for (; at < block_end; ++at) {
-      const int32_t from = list.start[at], to = list.end[at];
-      if (from >= past || to <= first) continue;
-      if (from <= first && to >= past) {
-        a.index[full++] = list.index[at];
+    for (; entry < block_end; ++entry) {
+      const int32_t row_start = list.start[entry], row_end = list.end[entry];
+      if (row_start >= past || row_end <= first) continue;
+      if (row_start <= first && row_end >= past) {
+        a.index[full] = list.index[entry];
+        ++full;
       } else {
-        a.partial_index[partial] = list.index[at];
-        a.partial_start[partial] = from;
-        a.partial_end[partial++] = to;
+        a.partial_index[partial] = list.index[entry];
+        a.partial_start[partial] = row_start;
+        a.partial_end[partial] = row_end;
+        ++partial;
       }
     }
   }
@@ -83,20 +90,24 @@ int64_t tile_rows(const fdm_problem &p, const void *plan) {
 void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int64_t sequence_index, int64_t h,
                   int64_t first_row, int64_t rows, void *scratch, TileColumns *out) {
   const Scratch a = scratch_arrays(scratch, p.keys);
-  out->first_row = first_row, out->rows = rows;
+  out->first_row = first_row;
+  out->rows = rows;
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return range_columns(p, s, a, out);
 
   const fdm_tensor &lists = list_tensor(p);
   const int64_t list = batch_index(lists, s) * lists.shape[1] + head_index(p, lists, h);
   void *mutable_plan = const_cast<void *>(plan); // the accessors serve the builder too
-  if (kind != FDM_MASK_ROWS) return interval_columns(IntervalList::at(mutable_plan, list, total_keys(p)), s, a, out);
+  if (kind != FDM_MASK_ROWS)
+    return interval_columns(IntervalList::in_plan(mutable_plan, list, total_keys(p)), s, a, out);
 
   const int64_t size = tile_rows(p, plan);
-  const RowTile tile = RowTile::at(mutable_plan, p, list, s, sequence_index, first_row / size, size);
-  out->count = tile.counts[0], out->full = tile.counts[1];
+  const RowTile tile = RowTile::in_plan(mutable_plan, p, list, s, sequence_index, first_row / size, size);
+  out->count = tile.counts[0];
+  out->full = tile.counts[1];
   out->index = tile.index;
-  out->start = out->end = nullptr;
+  out->start = nullptr;
+  out->end = nullptr;
   out->words = tile.words;
   out->word_bytes = size / 8;
 }

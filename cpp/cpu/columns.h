@@ -34,9 +34,9 @@ static inline uint64_t column_word(const TileColumns &t, int64_t c) {
       word |= uint64_t(t.words[(c - t.full) * t.word_bytes + byte]) << (8 * byte);
     return word;
   }
-  const int64_t from = max64(0, t.start[c] - t.first_row), past = min64(64, t.end[c] - t.first_row);
-  if (from >= past) return 0;
-  return (~uint64_t(0) >> (64 - (past - from))) << from;
+  const int64_t first = max64(0, t.start[c] - t.first_row), past = min64(64, t.end[c] - t.first_row);
+  if (first >= past) return 0;
+  return (~uint64_t(0) >> (64 - (past - first))) << first;
 }
 
 // Bytes that a thread needs for the arrays of a TileColumns.

@@ -25,7 +25,8 @@ void forward_pass(const fdm_problem &p, const fdm_forward_args &args, const void
     const int64_t tile = tiles - 1 - number % tiles;
     task.sequence_index = number / tiles / groups;
     task.sequence = sequence(p, task.sequence_index);
-    task.head = number / tiles % groups * heads, task.heads = heads;
+    task.head = number / tiles % groups * heads;
+    task.heads = heads;
     task.first_row = tile * rows;
     task.rows = min64(rows, task.sequence.q_count - task.first_row);
     if (task.rows <= 0) return;

@@ -26,7 +26,9 @@ int cheapest(const fdm_problem &p, const int64_t *columns, const bool *allowed) 
   for (int c = kChoices - 1; c >= 0; --c) {
     if (!allowed[c]) continue;
     const double cost = double(columns[c]) * double(kGatherCostInRows + kTileRowChoices[c] * heads_per_list(p));
-    if (c == kChoices - 1 || cost < best_cost) best = c, best_cost = cost;
+    if (c < kChoices - 1 && cost >= best_cost) continue;
+    best = c;
+    best_cost = cost;
   }
   return best;
 }
@@ -48,8 +50,8 @@ Interval kept_rows(const fdm_problem &p, const Sequence &s, int64_t list_head, i
     rows.end = min64(s.q_count, static_cast<const int32_t *>(p.end.data)[offset(p.end)]);
   } else {
     const int64_t col = p.mask.shape[3] == 1 ? 0 : p.mask.stride[3];
-    const int64_t at = list_batch * p.mask.stride[0] + list_head * p.mask.stride[1] + (s.k_begin + j) * col;
-    if (!static_cast<const uint8_t *>(p.mask.data)[at]) rows.end = 0;
+    const int64_t offset = list_batch * p.mask.stride[0] + list_head * p.mask.stride[1] + (s.k_begin + j) * col;
+    if (!static_cast<const uint8_t *>(p.mask.data)[offset]) rows.end = 0;
   }
   if (is_causal(p)) rows.start = max64(rows.start, j - s.causal_off);
   return rows;
@@ -58,11 +60,12 @@ Interval kept_rows(const fdm_problem &p, const Sequence &s, int64_t list_head, i
 void summarize(const IntervalList &list, int64_t keys) {
   for (int64_t block = 0; block * kEntryBlock < keys; ++block) {
     int32_t first = INT_MAX, past = 0;
-    for (int64_t at = block * kEntryBlock; at < min64(keys, (block + 1) * kEntryBlock); ++at) {
-      if (list.start[at] < first) first = list.start[at];
-      if (list.end[at] > past) past = list.end[at];
+    for (int64_t entry = block * kEntryBlock; entry < min64(keys, (block + 1) * kEntryBlock); ++entry) {
+      if (list.start[entry] < first) first = list.start[entry];
+      if (list.end[entry] > past) past = list.end[entry];
     }
-    list.block_min_start[block] = first, list.block_max_end[block] = past;
+    list.block_min_start[block] = first;
+    list.block_max_end[block] = past;
   }
 }
 
@@ -76,18 +79,24 @@ void add_tile_columns(const Interval &rows, int64_t *columns) {
 void make_interval_list(const fdm_problem &p, void *plan, int64_t list_number, int64_t *columns) {
   const fdm_tensor &lists = list_tensor(p);
   const int64_t list_batch = list_number / lists.shape[1], list_head = list_number % lists.shape[1];
-  const IntervalList list = IntervalList::at(plan, list_number, total_keys(p));
+  const IntervalList list = IntervalList::in_plan(plan, list_number, total_keys(p));
   for (int64_t b = 0; b < list_sequences(p); ++b) {
     const Sequence s = sequence(p, b);
-    int64_t at = s.k_begin;
+    int64_t entry = s.k_begin;
     for (int64_t j = 0; j < s.k_count; ++j) {
       const Interval rows = kept_rows(p, s, list_head, list_batch, j);
       if (rows.start >= rows.end) continue;
-      list.index[at] = int32_t(j), list.start[at] = int32_t(rows.start), list.end[at] = int32_t(rows.end);
-      ++at;
+      list.index[entry] = int32_t(j);
+      list.start[entry] = int32_t(rows.start);
+      list.end[entry] = int32_t(rows.end);
+      ++entry;
       add_tile_columns(rows, columns);
     }
-    for (; at < s.k_begin + s.k_count; ++at) list.index[at] = 0, list.start[at] = INT_MAX, list.end[at] = 0;
+    for (; entry < s.k_begin + s.k_count; ++entry) {
+      list.index[entry] = 0;
+      list.start[entry] = INT_MAX;
+      list.end[entry] = 0;
+    }
   }
   summarize(list, total_keys(p));
 }
@@ -115,9 +124,15 @@ void reduce_rows(const fdm_problem &p, const Matrix &mask, const Sequence &s, in
     const auto *row = static_cast<const uint8_t *>(mask.base) + i * mask.row;
     const int64_t limit = is_causal(p) ? max64(0, min64(s.k_count, i + s.causal_off + 1)) : s.k_count;
     if (mask.col == 1) {
-      for (int64_t j = 0; j < limit; ++j) any[j] |= row[j], all[j] &= row[j];
+      for (int64_t j = 0; j < limit; ++j) {
+        any[j] |= row[j];
+        all[j] &= row[j];
+      }
     } else {
-      for (int64_t j = 0; j < limit; ++j) any[j] |= row[j * mask.col], all[j] &= row[j * mask.col];
+      for (int64_t j = 0; j < limit; ++j) {
+        any[j] |= row[j * mask.col];
+        all[j] &= row[j * mask.col];
+      }
     }
     std::memset(all + limit, 0, size_t(s.k_count - limit));
   }
@@ -134,7 +149,8 @@ void make_row_tile(const fdm_problem &p, const Matrix &mask, const Sequence &s, 
   count = full;
   for (int64_t j = 0; j < s.k_count; ++j)
     if (any[j] && !all[j]) tile.index[count++] = int32_t(j);
-  tile.counts[0] = count, tile.counts[1] = full;
+  tile.counts[0] = count;
+  tile.counts[1] = full;
 
   const int64_t word_bytes = tile_rows / 8;
   std::memset(tile.words, 0, size_t((count - full) * word_bytes));
@@ -200,7 +216,7 @@ void make_row_plan(const fdm_problem &p, void *plan, void *workspace) {
     if (count <= 0) return;
     auto *any = static_cast<uint8_t *>(workspace) + 2 * worker * key_flag_bytes(p);
     make_row_tile(p, list_matrix(p, list, s), s, first, count, rows, any, any + key_flag_bytes(p),
-                  RowTile::at(plan, p, list, s, b, tile, rows));
+                  RowTile::in_plan(plan, p, list, s, b, tile, rows));
   });
 }
 

@@ -32,7 +32,7 @@ struct IntervalList {
     return round_up(3 * keys * int64_t(sizeof(int32_t)) + 2 * ceil_div(keys, kEntryBlock) * int64_t(sizeof(int32_t)),
                     64);
   }
-  static IntervalList at(void *plan, int64_t list, int64_t keys) {
+  static IntervalList in_plan(void *plan, int64_t list, int64_t keys) {
     auto *base = reinterpret_cast<int32_t *>(static_cast<char *>(plan) + sizeof(PlanHeader) + list * bytes(keys));
     return {base, base + keys, base + 2 * keys, base + 3 * keys, base + 3 * keys + ceil_div(keys, kEntryBlock)};
   }
@@ -46,8 +46,8 @@ struct RowTile {
 
   static int64_t bytes(int64_t keys, int64_t rows) { return round_up(2 * 4 + 4 * keys + 8 + keys * rows / 8, 64); }
   // Tiles of sequence s number from q_begin / rows + its index in the batch: never two of one number, without a scan.
-  static RowTile at(void *plan, const fdm_problem &p, int64_t list, const Sequence &s, int64_t sequence_index,
-                    int64_t tile, int64_t rows) {
+  static RowTile in_plan(void *plan, const fdm_problem &p, int64_t list, const Sequence &s, int64_t sequence_index,
+                         int64_t tile, int64_t rows) {
     const int64_t tiles = total_rows(p) / rows + list_sequences(p);
     const int64_t number = list * tiles + s.q_begin / rows + (is_varlen(p) ? sequence_index : 0) + tile;
     auto *base =

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Single values of the dtypes a tensor may have, read and written as float32.
 //
-// `static inline` for the reason given in ../problem.h.
+// `static inline` for the reason given in ../indexing.h.
 #pragma once
 
 #include <cstdint>
@@ -75,27 +75,27 @@ static inline int64_t dtype_size(int32_t dtype) {
   }
 }
 
-static inline float load_scalar(const void *base, int32_t dtype, int64_t at) {
+static inline float load_scalar(const void *base, int32_t dtype, int64_t offset) {
   switch (dtype) {
   case FDM_FLOAT16:
-    return Float16::load(static_cast<const uint16_t *>(base)[at]);
+    return Float16::load(static_cast<const uint16_t *>(base)[offset]);
   case FDM_BFLOAT16:
-    return BFloat16::load(static_cast<const uint16_t *>(base)[at]);
+    return BFloat16::load(static_cast<const uint16_t *>(base)[offset]);
   default:
-    return static_cast<const float *>(base)[at];
+    return static_cast<const float *>(base)[offset];
   }
 }
 
-static inline void store_scalar(void *base, int32_t dtype, int64_t at, float value) {
+static inline void store_scalar(void *base, int32_t dtype, int64_t offset, float value) {
   switch (dtype) {
   case FDM_FLOAT16:
-    static_cast<uint16_t *>(base)[at] = Float16::store(value);
+    static_cast<uint16_t *>(base)[offset] = Float16::store(value);
     break;
   case FDM_BFLOAT16:
-    static_cast<uint16_t *>(base)[at] = BFloat16::store(value);
+    static_cast<uint16_t *>(base)[offset] = BFloat16::store(value);
     break;
   default:
-    static_cast<float *>(base)[at] = value;
+    static_cast<float *>(base)[offset] = value;
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What a thread needs to work on a tile, carved out of the caller's workspace.
 //
-// `static inline` for the reason given in ../problem.h.
+// `static inline` for the reason given in ../indexing.h.
 #pragma once
 
 #include "kernels.h"
@@ -30,10 +30,11 @@ struct TileBuffers {
   float *bias;
   double *dbias;
   float *scores, *dscores, *tanh;
-  // Of each block of columns that is saved, and of the current one of the others; see Block.
+  // There is one of these for each block of columns that is saved, and one for the others, of which one is current; see
+  // Block.
   int32_t *index;
   uint8_t *dropped, *mixed;
-  // Backward: the vectors of partial sums of each row, and heads x rows of each block that is saved.
+  // The backward pass has vectors of partial sums for each row, and heads x rows for each block that is saved.
   float *row_sums, *row_moments;
   int64_t saved_blocks;
   float *saved_p, *saved_dp, *saved_tanh;
@@ -42,18 +43,22 @@ struct TileBuffers {
 static inline TileBuffers carve_tile_buffers(const fdm_problem &p, bool backward, void *base, int64_t *bytes) {
   int64_t used = 0;
   const auto take = [&](int64_t size) {
-    void *at = base ? static_cast<char *>(base) + used : nullptr;
+    void *buffer = base ? static_cast<char *>(base) + used : nullptr;
     used += round_up(size, 64);
-    return at;
+    return buffer;
   };
   const auto floats = [&](int64_t count) { return static_cast<float *>(take(count * int64_t(sizeof(float)))); };
   const int64_t dim = padded_head_dim(p), heads = heads_per_task(p), rows = heads * kMaxTileRows;
   const int64_t block = kBlockKeys * dim, scores = kBlockRows * kBlockKeys;
   TileBuffers b{};
   b.columns = take(column_scratch_bytes(p));
-  b.q = floats(rows * dim), b.out = floats(rows * dim);
-  b.row_max = floats(rows), b.row_sum = floats(rows);
-  b.keys = floats(block), b.keys_t = floats(block), b.values = floats(block);
+  b.q = floats(rows * dim);
+  b.out = floats(rows * dim);
+  b.row_max = floats(rows);
+  b.row_sum = floats(rows);
+  b.keys = floats(block);
+  b.keys_t = floats(block);
+  b.values = floats(block);
   b.bias = floats(bias_heads(p, heads) * bias_rows(p, kMaxTileRows) * kBlockKeys);
   b.scores = floats(scores);
   if (backward) b.saved_blocks = clamp64(kSavedFloats / (rows * kBlockKeys), 1, ceil_div(p.keys, kBlockKeys));
@@ -62,13 +67,19 @@ static inline TileBuffers carve_tile_buffers(const fdm_problem &p, bool backward
   b.dropped = static_cast<uint8_t *>(take(slots * bias_heads(p, heads) * kBlockKeys));
   b.mixed = static_cast<uint8_t *>(take(slots));
   if (backward) {
-    b.dout = floats(rows * dim), b.row_delta = floats(rows);
-    b.values_t = floats(block), b.dk = floats(block), b.dv = floats(block);
+    b.dout = floats(rows * dim);
+    b.row_delta = floats(rows);
+    b.values_t = floats(block);
+    b.dk = floats(block);
+    b.dv = floats(block);
     b.dbias = static_cast<double *>(take(bias_heads(p, heads) * kBlockKeys * int64_t(sizeof(double))));
-    b.dscores = floats(scores), b.tanh = floats(scores);
-    b.row_sums = floats(rows * kMaxLanes), b.row_moments = floats(rows * kMaxLanes);
+    b.dscores = floats(scores);
+    b.tanh = floats(scores);
+    b.row_sums = floats(rows * kMaxLanes);
+    b.row_moments = floats(rows * kMaxLanes);
     const int64_t saved = b.saved_blocks * rows * kBlockKeys;
-    b.saved_p = floats(saved), b.saved_dp = floats(saved);
+    b.saved_p = floats(saved);
+    b.saved_dp = floats(saved);
     if (p.softcap > 0) b.saved_tanh = floats(saved);
   }
   *bytes = used;

@@ -30,11 +30,11 @@ struct Row : Sequence {
 // Element (i, j) of a bias or mask, rows and keys counted from the sequence's first.
 int64_t element(const fdm_selection &s, const fdm_tensor &t, const Row &r, int64_t i, int64_t j) {
   const int64_t head = t.shape[1] == 1 ? 0 : (t.shape[1] == s.heads ? r.head : r.head / (s.heads / s.kv_heads));
-  int64_t at = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
+  int64_t offset = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
   const bool rows = t.shape[2] > 1;
-  if (rows) at += (r.q_begin + i) * t.stride[2];
-  if (t.shape[3] > 1) at += (j + (rows ? 0 : r.k_begin)) * t.stride[3];
-  return at;
+  if (rows) offset += (r.q_begin + i) * t.stride[2];
+  if (t.shape[3] > 1) offset += (j + (rows ? 0 : r.k_begin)) * t.stride[3];
+  return offset;
 }
 
 // The candidate of key j in row i; false where the mask or the bias excludes it.
@@ -54,7 +54,10 @@ int64_t last_visible(const fdm_selection &s, const Row &r, int64_t i) {
 void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int32_t *start, int32_t *end,
                       int64_t start_stride, int64_t end_stride) {
   const bool causal = (s.flags & FDM_CAUSAL) != 0;
-  for (int64_t j = 0; j < r.k_count; ++j) start[j * start_stride] = 0, end[j * end_stride] = 0;
+  for (int64_t j = 0; j < r.k_count; ++j) {
+    start[j * start_stride] = 0;
+    end[j * end_stride] = 0;
+  }
   const auto first_row = [&](int64_t j) { return causal ? max64(0, j - r.causal_off) : 0; };
   const auto drop = [&](int32_t key, int64_t row) {
     if (first_row(key) < row)
@@ -69,10 +72,12 @@ void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int
     if (held == s.window) {
       if (!selected_before(c, heap[0])) continue;
       drop(heap[0].key, first_row(j));
-      std::pop_heap(heap, heap + held--, selected_before);
+      std::pop_heap(heap, heap + held, selected_before);
+      --held;
     }
     start[j * start_stride] = int32_t(first_row(j));
-    heap[held++] = c;
+    heap[held] = c;
+    ++held;
     std::push_heap(heap, heap + held, selected_before);
   }
   for (int64_t n = 0; n < held; ++n) drop(heap[n].key, r.q_count);
@@ -112,17 +117,18 @@ void select_keys(const fdm_selection &s, void *workspace) {
     const bool per_row = keep && out.shape[2] > 1;
     if (per_row && i >= r.q_count) return;
     auto *candidates = reinterpret_cast<Candidate *>(static_cast<char *>(workspace) + worker * candidate_bytes(s));
-    int64_t at = (varlen ? 0 : b) * out.stride[0] + head * out.stride[1];
+    int64_t offset = (varlen ? 0 : b) * out.stride[0] + head * out.stride[1];
     if (keep) {
-      at += per_row ? (r.q_begin + i) * out.stride[2] : r.k_begin * out.stride[3];
+      offset += per_row ? (r.q_begin + i) * out.stride[2] : r.k_begin * out.stride[3];
       const int64_t columns = per_row ? out.shape[3] : r.k_count;
-      select_row(s, r, per_row ? i : max64(0, r.q_count - 1), candidates, static_cast<uint8_t *>(out.data) + at,
+      select_row(s, r, per_row ? i : max64(0, r.q_count - 1), candidates, static_cast<uint8_t *>(out.data) + offset,
                  out.stride[3], columns);
     } else {
-      const int64_t end_at = (varlen ? 0 : b) * s.end.stride[0] + head * s.end.stride[1] + r.k_begin * s.end.stride[3];
-      at += r.k_begin * out.stride[3];
-      select_intervals(s, r, candidates, static_cast<int32_t *>(s.start.data) + at,
-                       static_cast<int32_t *>(s.end.data) + end_at, s.start.stride[3], s.end.stride[3]);
+      const int64_t end_offset =
+          (varlen ? 0 : b) * s.end.stride[0] + head * s.end.stride[1] + r.k_begin * s.end.stride[3];
+      offset += r.k_begin * out.stride[3];
+      select_intervals(s, r, candidates, static_cast<int32_t *>(s.start.data) + offset,
+                       static_cast<int32_t *>(s.end.data) + end_offset, s.start.stride[3], s.end.stride[3]);
     }
   });
 }

@@ -59,9 +59,9 @@ private:
   }
 
   void unlink(Job &job) {
-    for (Job **at = &jobs_; *at; at = &(*at)->link)
-      if (*at == &job) {
-        *at = job.link;
+    for (Job **link = &jobs_; *link; link = &(*link)->link)
+      if (*link == &job) {
+        *link = job.link;
         return;
       }
   }

@@ -26,7 +26,7 @@ void add_bias_gradients(const Tile &tile, int64_t head, int64_t heads) {
   }
 }
 
-// From the gradient of the biased score to that of the product, but for the scale.
+// Turns gradients of biased scores into gradients of the products, but for the scale.
 void undo_cap(const Tile &tile, int64_t heads, const float *tanh) {
   if (tile.p.softcap <= 0) return;
   for (int64_t r = 0; r < heads * tile.task.rows; ++r) {
@@ -38,48 +38,48 @@ void undo_cap(const Tile &tile, int64_t heads, const float *tanh) {
   }
 }
 
-void add_rows(const Tile &tile, const float *from, int64_t width, float *to) {
+void add_rows(const Tile &tile, const float *rows, int64_t width, float *sums) {
   for (int64_t c = 0; c < tile.block.count; ++c) {
     if (tile.block.index[c] < 0) continue;
-    float *row = to + tile.block.index[c] * width;
-    for (int64_t d = 0; d < width; d += kLanes) store(row + d, load(row + d) + load(from + c * width + d));
+    float *sum = sums + tile.block.index[c] * width;
+    for (int64_t d = 0; d < width; d += kLanes) store(sum + d, load(sum + d) + load(rows + c * width + d));
   }
 }
 
-void scatter_key_gradients(const Tile &tile, const KeyGradients &to) {
+void scatter_key_gradients(const Tile &tile, const KeyGradients &sums) {
   const TileBuffers &b = tile.buffers;
-  if (to.dk) add_rows(tile, b.dk, tile.dim, to.dk);
-  if (to.dv) add_rows(tile, b.dv, tile.dim, to.dv);
-  if (!to.dbias) return;
+  if (sums.dk) add_rows(tile, b.dk, tile.dim, sums.dk);
+  if (sums.dv) add_rows(tile, b.dv, tile.dim, sums.dv);
+  if (!sums.dbias) return;
   for (int64_t g = 0; g < bias_heads(tile.p, tile.task.heads); ++g)
     for (int64_t c = 0; c < tile.block.count; ++c)
-      if (tile.block.index[c] >= 0) to.dbias[g * tile.p.keys + tile.block.index[c]] += b.dbias[g * kBlockKeys + c];
+      if (tile.block.index[c] >= 0) sums.dbias[g * tile.p.keys + tile.block.index[c]] += b.dbias[g * kBlockKeys + c];
 }
 
 void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
-                   const KeyGradients &to, void *scratch) {
+                   const KeyGradients &sums, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
   const TileBuffers &b = tile.buffers;
-  const bool need_dq = present(args.dq), need_ds = need_dq || to.dk || to.dbias;
-  first_look(tile, args, need_ds || to.dsink, to.dsink);
-  if (!need_ds && !to.dv) return;
+  const bool need_dq = present(args.dq), need_ds = need_dq || sums.dk || sums.dbias;
+  first_look(tile, args, need_ds || sums.dsink, sums.dsink);
+  if (!need_ds && !sums.dv) return;
   float *dq = b.out;
   zero(dq, tile.row_count() * tile.dim);
   for (int64_t number = 0; number < tile.block_count(); ++number) {
     load_again(tile, number, need_ds);
     const int64_t count = tile.block.count;
-    if (to.dbias)
+    if (sums.dbias)
       for (int64_t c = 0; c < bias_heads(p, task.heads) * kBlockKeys; ++c) b.dbias[c] = 0.0;
     for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
       const int64_t heads = min64(tile.heads_at_once(), task.heads - head), rows = heads * task.rows;
       const int64_t first = head * task.rows * tile.dim;
       const float *tanh = look_again(tile, number, head, heads, need_ds);
-      if (to.dv)
+      if (sums.dv)
         product(count, tile.dim, rows, {b.scores, 1, kBlockKeys}, b.dout + first, tile.dim, b.dv, tile.dim, head > 0);
       if (!need_ds) continue;
-      if (to.dbias) add_bias_gradients(tile, head, heads);
+      if (sums.dbias) add_bias_gradients(tile, head, heads);
       undo_cap(tile, heads, tanh);
-      if (to.dk)
+      if (sums.dk)
         product(count, tile.dim, rows, {b.dscores, 1, kBlockKeys}, b.q + first, tile.dim, b.dk, tile.dim, head > 0);
       if (need_dq)
         tile.with_kept_rows(head, heads, b.keys, b.values, [&](int64_t part, int64_t parts, const float *keys) {
@@ -88,10 +88,10 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
                   dq + part * task.rows * tile.dim, tile.dim, true);
         });
     }
-    scatter_key_gradients(tile, to);
+    scatter_key_gradients(tile, sums);
   }
   if (!need_dq) return;
-  for (int64_t at = 0; at < tile.row_count() * tile.dim; at += kLanes) store(dq + at, load(dq + at) * p.scale);
+  for (int64_t n = 0; n < tile.row_count() * tile.dim; n += kLanes) store(dq + n, load(dq + n) * p.scale);
   for (int64_t g = 0; g < task.heads; ++g)
     for (int64_t i = 0; i < task.rows; ++i)
       store_row(args.dq, row_offset(args.dq, task.sequence, task.first_row + i, task.head + g), args.dq.stride[3],

@@ -34,7 +34,10 @@ inline float sink_weight(const fdm_problem &p, int64_t head, float row_max) {
 }
 
 inline void start_rows(const Tile &tile) {
-  for (int64_t r = 0; r < tile.row_count(); ++r) tile.buffers.row_max[r] = -kInfinity, tile.buffers.row_sum[r] = 0.0f;
+  for (int64_t r = 0; r < tile.row_count(); ++r) {
+    tile.buffers.row_max[r] = -kInfinity;
+    tile.buffers.row_sum[r] = 0.0f;
+  }
 }
 
 void add_values(const Tile &tile, int64_t head, int64_t heads) {

@@ -19,9 +19,9 @@ template <class Type> void load_row_of(const void *base, int64_t offset, int64_t
     for (int64_t d = 0; d < n; ++d) out[d] = Type::load(row[d * stride]);
 }
 
-template <class Type> void store_row_of(void *base, int64_t offset, int64_t stride, int64_t n, const float *in) {
+template <class Type> void store_row_of(void *base, int64_t offset, int64_t stride, int64_t n, const float *values) {
   auto *row = static_cast<typename Type::Storage *>(base) + offset;
-  for (int64_t d = 0; d < n; ++d) row[d * stride] = Type::store(in[d]);
+  for (int64_t d = 0; d < n; ++d) row[d * stride] = Type::store(values[d]);
 }
 
 inline void load_row(const fdm_tensor &t, int64_t offset, int64_t stride, int64_t n, float *out) {
@@ -35,14 +35,14 @@ inline void load_row(const fdm_tensor &t, int64_t offset, int64_t stride, int64_
   }
 }
 
-inline void store_row(const fdm_tensor &t, int64_t offset, int64_t stride, int64_t n, const float *in) {
+inline void store_row(const fdm_tensor &t, int64_t offset, int64_t stride, int64_t n, const float *values) {
   switch (t.dtype) {
   case FDM_FLOAT16:
-    return store_row_of<Float16>(t.data, offset, stride, n, in);
+    return store_row_of<Float16>(t.data, offset, stride, n, values);
   case FDM_BFLOAT16:
-    return store_row_of<BFloat16>(t.data, offset, stride, n, in);
+    return store_row_of<BFloat16>(t.data, offset, stride, n, values);
   default:
-    return store_row_of<Float32>(t.data, offset, stride, n, in);
+    return store_row_of<Float32>(t.data, offset, stride, n, values);
   }
 }
 
@@ -100,13 +100,13 @@ template <int Half> inline void transpose_blocks(vfloat (&rows)[kLanes]) {
   }
 }
 
-// out (columns x out_row) = transpose of in (rows x columns); both counts are multiples of kLanes.
-inline void transpose(const float *in, int64_t rows, int64_t columns, float *out, int64_t out_row) {
+// out (columns x out_row) = transpose of matrix (rows x columns); both counts are multiples of kLanes.
+inline void transpose(const float *matrix, int64_t rows, int64_t columns, float *out, int64_t out_row) {
   for (int64_t r = 0; r < rows; r += kLanes)
     for (int64_t c = 0; c < columns; c += kLanes) {
       vfloat block[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) block[i] = load(in + (r + i) * columns + c);
+      for (int i = 0; i < kLanes; ++i) block[i] = load(matrix + (r + i) * columns + c);
       transpose_blocks<kLanes / 2>(block);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) store(out + (c + i) * out_row + r, block[i]);

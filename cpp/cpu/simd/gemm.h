@@ -43,8 +43,8 @@ void product_block(int64_t depth, const Operand &a, const float *b, int64_t b_ro
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) {
-      float *at = c + r * c_row + v * kLanes;
-      store(at, add ? load(at) + sum[r][v] : sum[r][v]);
+      float *vector = c + r * c_row + v * kLanes;
+      store(vector, add ? load(vector) + sum[r][v] : sum[r][v]);
     }
 }
 

@@ -24,8 +24,8 @@ void load_shifts(Tile &tile, const fdm_backward_args &args) {
   bool recompute = false;
   for (int64_t g = 0; g < task.heads; ++g)
     for (int64_t i = 0; i < task.rows; ++i) {
-      const int64_t at = lse_offset(args.lse, task.sequence, task.first_row + i, task.head + g);
-      const float lse = static_cast<const float *>(args.lse.data)[at];
+      const int64_t offset = lse_offset(args.lse, task.sequence, task.first_row + i, task.head + g);
+      const float lse = static_cast<const float *>(args.lse.data)[offset];
       b.row_max[g * task.rows + i] = lse == -kInfinity ? kInfinity : lse;
       recompute |= __builtin_fabsf(lse) >= kCoarseLse && lse != -kInfinity;
     }
@@ -78,12 +78,12 @@ struct ScoreBlock {
   float *p, *dp, *tanh;
 };
 
-// Where the first look leaves a block: saved, or in the buffers that the next one overwrites.
+// The place where the first look leaves a block: saved, or in the buffers that the next one overwrites.
 ScoreBlock score_block(const Tile &tile, int64_t number, int64_t head) {
   const TileBuffers &b = tile.buffers;
   if (number >= b.saved_blocks) return {b.scores, b.dscores, b.tanh};
-  const int64_t at = (number * tile.row_count() + head * tile.task.rows) * kBlockKeys;
-  return {b.saved_p + at, b.saved_dp + at, tile.p.softcap > 0 ? b.saved_tanh + at : nullptr};
+  const int64_t offset = (number * tile.row_count() + head * tile.task.rows) * kBlockKeys;
+  return {b.saved_p + offset, b.saved_dp + offset, tile.p.softcap > 0 ? b.saved_tanh + offset : nullptr};
 }
 
 // P (dP - delta), but 0 where P is: what the key holds there, NaN for one, is not this row's.
@@ -91,16 +91,16 @@ inline vfloat score_gradient(vfloat p, vfloat dp, float delta) { return p == 0.0
 
 // exp(score - row_max), and dP if it is needed. Adds them to the sums of their rows, of P and of P (dP - row_delta):
 // vectors of partial sums.
-void look_at_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlock &to, bool need_dp) {
+void look_at_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlock &result, bool need_dp) {
   const TileBuffers &b = tile.buffers;
   const int64_t first = head * tile.task.rows, rows = heads * tile.task.rows;
-  tile.make_scores(head, heads, to.p, to.tanh);
+  tile.make_scores(head, heads, result.p, result.tanh);
   if (need_dp)
-    product(rows, tile.block.padded, tile.dim, {b.dout + first * tile.dim, tile.dim, 1}, b.values_t, kBlockKeys, to.dp,
-            kBlockKeys, false);
+    product(rows, tile.block.padded, tile.dim, {b.dout + first * tile.dim, tile.dim, 1}, b.values_t, kBlockKeys,
+            result.dp, kBlockKeys, false);
   for (int64_t r = 0; r < rows; ++r) {
     const float shift = b.row_max[first + r], delta = b.row_delta[first + r];
-    float *p = to.p + r * kBlockKeys, *dp = to.dp + r * kBlockKeys;
+    float *p = result.p + r * kBlockKeys, *dp = result.dp + r * kBlockKeys;
     float *sums = b.row_sums + (first + r) * kLanes, *moments = b.row_moments + (first + r) * kLanes;
     vfloat sum{}, moment{};
     for (int64_t c = 0; c < tile.block.padded; c += kLanes) {
@@ -151,15 +151,15 @@ void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double 
       double delta = empty ? 0.0 : (b.row_delta[r] * sum + moment) / total;
       if (dsink && !empty) dsink[g] -= sink / total * delta;
       if (present(args.dlse) && !empty) {
-        const int64_t at = lse_offset(args.dlse, task.sequence, task.first_row + i, task.head + g);
-        delta -= static_cast<const float *>(args.dlse.data)[at] * (total / sum);
+        const int64_t offset = lse_offset(args.dlse, task.sequence, task.first_row + i, task.head + g);
+        delta -= static_cast<const float *>(args.dlse.data)[offset] * (total / sum);
       }
       b.row_sum[r] = empty ? 1.0f : float(total);
       b.row_delta[r] = float(delta);
     }
 }
 
-// For the second look: K of a block, and V if what the first one found is not saved.
+// Loads for the second look: K of a block, and V if what the first one found is not saved.
 void load_again(Tile &tile, int64_t number, bool need_dp) {
   if (tile.block_count() == 1) return; // nothing was loaded since
   if (number < tile.buffers.saved_blocks) {
@@ -175,18 +175,18 @@ void load_again(Tile &tile, int64_t number, bool need_dp) {
 const float *look_again(const Tile &tile, int64_t number, int64_t head, int64_t heads, bool need_dp) {
   const TileBuffers &b = tile.buffers;
   const int64_t first = head * tile.task.rows;
-  const ScoreBlock from = score_block(tile, number, head);
-  if (number >= b.saved_blocks) look_at_block(tile, head, heads, from, need_dp);
+  const ScoreBlock found = score_block(tile, number, head);
+  if (number >= b.saved_blocks) look_at_block(tile, head, heads, found, need_dp);
   for (int64_t r = 0; r < heads * tile.task.rows; ++r) {
     const float inverse = 1.0f / b.row_sum[first + r], delta = b.row_delta[first + r];
     const int64_t row = r * kBlockKeys;
     for (int64_t c = row; c < row + tile.block.padded; c += kLanes) {
-      const vfloat p = load(from.p + c) * inverse;
+      const vfloat p = load(found.p + c) * inverse;
       store(b.scores + c, p);
-      if (need_dp) store(b.dscores + c, score_gradient(p, load(from.dp + c), delta));
+      if (need_dp) store(b.dscores + c, score_gradient(p, load(found.dp + c), delta));
     }
   }
-  return from.tanh;
+  return found.tanh;
 }
 
 } // namespace

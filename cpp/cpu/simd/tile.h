@@ -75,7 +75,8 @@ struct Tile {
     if (block.masked)
       for (int64_t c = 0; c < block.padded; ++c) {
         const uint64_t word = c < block.count ? column_word(columns, first + c) : 0;
-        block.low[c] = int32_t(uint32_t(word)), block.high[c] = int32_t(uint32_t(word >> 32));
+        block.low[c] = int32_t(uint32_t(word));
+        block.high[c] = int32_t(uint32_t(word >> 32));
       }
     load_bias();
     find_dropped();
@@ -93,11 +94,11 @@ struct Tile {
     if (!*block.mixed) return body(head, heads, rows);
     for (int64_t h = head; h < head + heads; ++h) {
       for (int64_t c = 0; c < block.count; ++c) {
-        float *to = spare + c * dim;
+        float *row = spare + c * dim;
         if (block.dropped[h * kBlockKeys + c])
-          zero(to, dim);
+          zero(row, dim);
         else
-          for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(rows + c * dim + d));
+          for (int64_t d = 0; d < dim; d += kLanes) store(row + d, load(rows + c * dim + d));
       }
       body(h, 1, spare);
     }
@@ -111,11 +112,11 @@ struct Tile {
             kBlockKeys, false);
     for (int64_t g = 0; g < heads; ++g)
       for (int64_t i = 0; i < task.rows; ++i) {
-        const int64_t at = (g * task.rows + i) * kBlockKeys;
+        const int64_t offset = (g * task.rows + i) * kBlockKeys;
         if (p.softcap > 0)
-          finish_row<true>(i, bias_row(head + g, i), scores + at, tanh ? tanh + at : nullptr);
+          finish_row<true>(i, bias_row(head + g, i), scores + offset, tanh ? tanh + offset : nullptr);
         else
-          finish_row<false>(i, bias_row(head + g, i), scores + at, nullptr);
+          finish_row<false>(i, bias_row(head + g, i), scores + offset, nullptr);
       }
   }
 

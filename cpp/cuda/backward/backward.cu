@@ -10,6 +10,7 @@
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../plan/list_work.cuh"
+#include "../tile/copy_rows.cuh"
 #include "../tile/tile_sizes.cuh"
 #include "query_sums.cuh"
 #include "row_statistics.cuh"

@@ -9,6 +9,7 @@
 // by each warp for its keys.
 #pragma once
 
+#include "../tile/copy_rows.cuh"
 #include "key_gradients.cuh"
 
 namespace fdm::cuda {
@@ -25,7 +26,7 @@ struct DkdvConfig {
   static constexpr bool kGeneral = kIsGeneral;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kKeyTiles = kKeys / kWarps / 16;               // tiles of 16 keys of each warp
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   static constexpr int kKeyBytes = Tile::bytes(kKeys), kRowBytes = Tile::bytes(kRows);
   static constexpr int kBiasPitch = kKeys + 4; // two words of a warp's rows, and eight keys, meet all banks
   static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kBucketKeys % kKeys == 0);

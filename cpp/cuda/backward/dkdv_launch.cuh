@@ -57,9 +57,8 @@ template <class Launch> cudaError_t launch_with_softcap(const BackwardParams &pa
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
   return launch_with_softcap(params, [&](auto has_softcap) {
     constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
-    using Config =
-        sm90::KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, sm90::fused_stages(kHeadDim), has_softcap>;
-    return sm90::launch<sm90::FusedMemory<Config>, sm90::fused_kernel<Config>>(params, params.keys.max_items, stream);
+    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap>;
+    return launch_sm90<FusedMemory<Config>, fused_kernel<Config>>(params, params.keys.max_items, stream);
   });
 }
 
@@ -67,11 +66,10 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardPa
 // would not be small.
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
   return launch_with_softcap(params, [&](auto has_softcap) {
-    constexpr sm90::RowTileChoice tile = sm90::dkdv_tile(kHeadDim);
-    using Config = sm90::KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, has_softcap>;
+    constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
+    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, has_softcap>;
     static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
-    return sm90::launch<sm90::KeyStationaryShared<Config>, sm90::dkdv_kernel<Config>>(params, params.keys.max_items,
-                                                                                      stream);
+    return launch_sm90<KeyStationaryShared<Config>, dkdv_kernel_sm90<Config>>(params, params.keys.max_items, stream);
   });
 }
 #endif
@@ -82,7 +80,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardPar
 #endif
   if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
 #if FDM_TILE_ARCH == 90
-  if constexpr (kHeadDim <= sm90::kMostDkdvHeadDim)
+  if constexpr (kHeadDim <= kMostDkdvHeadDim)
     return launch_dkdv_sm90<Element, kHeadDim>(params, stream);
   else
 #endif

@@ -22,7 +22,7 @@ struct DqConfig {
   static constexpr bool kGeneral = kIsGeneral;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
   static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1);
@@ -89,7 +89,7 @@ struct DqBlock
   }
 
   __device__ void load_keys(int block) const {
-    const typename Ring::Slot &slot = ring.at(block);
+    const typename Ring::Slot &slot = ring.slot(block);
     const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t tile) {
       copy_rows<Tile, kColumns, Config::kThreads>(tile + block % 2 * Config::kKeyBytes,
                                                   !Config::kGeneral || params.aligned, int(params.p.head_dim),
@@ -102,16 +102,16 @@ struct DqBlock
   // The column that this thread fetches of the batch of blocks that begins with `block`.
   __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
   __device__ void store(int block, const ColumnEntry &entry) {
-    store_column<kColumns>(ring.at(block + int(threadIdx.x) / kColumns), params.p, task.s, task.sequence_index,
+    store_column<kColumns>(ring.slot(block + int(threadIdx.x) / kColumns), params.p, task.s, task.sequence_index,
                            task.kv_head, task.columns, task.bias, column(block), entry);
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.at(block).key);
+    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.slot(block).key);
   }
 
   __device__ void make_gradients(int block) {
-    const typename Ring::Slot &slot = ring.at(block);
+    const typename Ring::Slot &slot = ring.slot(block);
     const bool partial = (block + 1) * kColumns > task.columns.full;
     if constexpr (Config::kGeneral) {
       const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.sBias, slot.key,

@@ -28,17 +28,17 @@ cudaError_t launch_dq_kernels(const BackwardParams &params, cudaStream_t stream)
 
 #if FDM_TILE_ARCH == 90
 template <class Element, int kHeadDim> cudaError_t launch_dq_sm90(const BackwardParams &params, cudaStream_t stream) {
-  constexpr sm90::DqTileChoice tile = sm90::dq_tile(kHeadDim);
-  using Config = sm90::DqConfig<Element, kHeadDim, tile.columns, tile.stages>;
+  constexpr DqTileSm90 tile = dq_tile_sm90(kHeadDim);
+  using Config = DqConfigSm90<Element, kHeadDim, tile.columns, tile.stages>;
   const int64_t tiles = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);
-  return sm90::launch_persistent<sm90::DqShared<Config>, sm90::dq_kernel<Config>>(params, tiles, stream);
+  return launch_persistent_sm90<DqSharedSm90<Config>, dq_kernel_sm90<Config>>(params, tiles, stream);
 }
 #endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream) {
   if (needs_general_kernel(params)) return launch_dq_kernels<Element, kHeadDim, true>(params, stream);
 #if FDM_TILE_ARCH == 90
-  if constexpr (kHeadDim <= sm90::kMostDqHeadDim)
+  if constexpr (kHeadDim <= kMostDqHeadDim)
     return launch_dq_sm90<Element, kHeadDim>(params, stream);
   else
 #endif

@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
-#include "../tile/shared_tile.cuh"
+#include "../tile/copy_rows.cuh"
 #include "backward.h"
 
 namespace fdm::cuda {

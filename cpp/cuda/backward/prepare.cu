@@ -8,6 +8,7 @@
 
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
+#include "../tile/copy_rows.cuh"
 #include "../tile/products.cuh"
 #include "key_order.cuh"
 #include "make_statistics.cuh"
@@ -24,7 +25,7 @@ struct Clearing {
   int width;
   bool dense;
 
-  static Clearing of(const fdm_tensor &t) {
+  static Clearing of_tensor(const fdm_tensor &t) {
     if (!present(t)) return {};
     const int64_t count = t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3];
     const bool dense = t.stride[3] == 1 && t.stride[2] == t.shape[3] && t.stride[1] == t.shape[2] * t.stride[2] &&
@@ -107,8 +108,8 @@ cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cud
     // As much for each thread as there is of a few rows.
     constexpr int64_t kEach = 4 * kThreads;
     if (params.clears_keys) {
-      division.dk = Clearing::of(params.a.dk);
-      division.dv = Clearing::of(params.a.dv);
+      division.dk = Clearing::of_tensor(params.a.dk);
+      division.dv = Clearing::of_tensor(params.a.dv);
     }
     const int64_t gradients = division.dk.chunks + division.dv.chunks;
     division.clearing = ceil_div(gradients + (params.wants_bias_sums ? element_count(params.bias_sums) : 0), kEach);

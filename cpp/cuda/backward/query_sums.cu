@@ -4,6 +4,7 @@
 
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
+#include "../tile/copy_rows.cuh"
 #include "../tile/products.cuh"
 #include "query_sums.cuh"
 

@@ -9,6 +9,7 @@
 // before, or after it where there is only one buffer.
 #pragma once
 
+#include "../tile/copy_rows.cuh"
 #include "../tile/products.cuh"
 #include "../tile/row_bias_tile.cuh"
 #include "row_statistics.cuh"
@@ -25,7 +26,7 @@ struct RowBiasConfig {
   static constexpr int kThreads = 32 * kWarps, kRows = 16 * kWarps;
   static constexpr int kQueryBuffers = kQueryBufferCount, kKeyBuffers = kKeyBufferCount;
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   static constexpr int kRowBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kManyBytes = 2 * (kQueryBuffers * kRowBytes + kKeyBuffers * kKeyBytes);
   static constexpr int kOneBytes = 2 * (kRowBytes + 2 * kKeyBytes);
@@ -323,9 +324,10 @@ template <class Config> struct RowBiasBlock {
       store_source(second);
     }
     __syncthreads();
-    bool active = false, next_active = __syncthreads_or(steps > 0 && store(0, fetch(next)));
+    bool active = false;
+    bool next_active = __syncthreads_or(steps > 0 && store(0, fetch(next)));
     // The first turn does nothing but start the copies of the first step.
-    for (; step.number < steps; step = next, next = second, second = third, advance(third)) {
+    while (step.number < steps) {
       Kept kept{};
       if (second.number < steps) kept = fetch(second);
       ptx::cp_async_wait<0>();
@@ -358,6 +360,10 @@ template <class Config> struct RowBiasBlock {
       ptx::cp_async_fence();
       active = next_active;
       next_active = second_active;
+      step = next;
+      next = second;
+      second = third;
+      advance(third);
     }
     for (int block = visible_blocks; int64_t(block) * kColumns < shared.task.columns; ++block) write(block);
     write_rows();

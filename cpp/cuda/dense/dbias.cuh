@@ -18,7 +18,7 @@ template <class ElementType, int kHeadDimension> struct DbiasConfig {
   static constexpr int kWarps = dbias_warps(FDM_TILE_ARCH, kHeadDim), kThreads = 32 * kWarps;
   static constexpr bool kHoldsRows = false;
   static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
   static constexpr int stage_bytes(const DbiasWork &work) {
@@ -88,13 +88,13 @@ template <class Config> struct DbiasBlock {
     if (slot_of_thread >= division.slots) return;
     const fdm_problem &p = problem();
     SlotTable<Config::kWarps, 4> &table = shared.slots[step & 1];
-    const Source from = source_of(work.call, tile.unit, int64_t(step) * division.slots + slot_of_thread);
-    table.source[slot_of_thread] = from;
+    const Source source = source_of(work.call, tile.unit, int64_t(step) * division.slots + slot_of_thread);
+    table.source[slot_of_thread] = source;
     table.set_kept(slot_of_thread, p);
-    table.set(0, slot_of_thread, p.q, from.head);
-    table.set(1, slot_of_thread, work.a.dout, from.head);
-    table.set(2, slot_of_thread, p.k, kv_head_of(p, from.head));
-    table.set(3, slot_of_thread, p.v, kv_head_of(p, from.head));
+    table.set(0, slot_of_thread, p.q, source.head);
+    table.set(1, slot_of_thread, work.a.dout, source.head);
+    table.set(2, slot_of_thread, p.k, kv_head_of(p, source.head));
+    table.set(3, slot_of_thread, p.v, kv_head_of(p, source.head));
   }
 
   // Starts the copies of a step. Returns whether a row of it needs care (`large`).
@@ -181,15 +181,7 @@ template <class Config> struct DbiasBlock {
       queries.multiply(scores, Tile::fragment_address(keys_at(step, 0) + right, row_of_keys, 0));
       add_bias<false>(scores, factors, bias_at(key / kDenseKeys), warp_row, key % kDenseKeys, exact);
       if (word != ~0u || limit < kSubKeys - 1) drop_keys(scores, word, limit);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kSubTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            scores[m][n][i] = fmaf(scores[m][n][i], kLog2E, shift[m][i / 2]);
-            gradients[m][n][i] = -delta[m][i / 2];
-          }
+      start_gradients(scores, gradients, shift, delta);
       dout.multiply(gradients, Tile::fragment_address(keys_at(step, 1) + right, row_of_keys, 0));
       if (exact) settle(scores, gradients, [&](int m, int, int i) { return shift[m][i / 2]; });
 #pragma unroll
@@ -264,7 +256,10 @@ template <class Config> struct DbiasBlock {
         for (int i = 0; i < kSums; ++i) {
           const float4 other = others[(n * kSums + i) * threads];
           float (&own)[4] = sums[i / kKeyTiles][i % kKeyTiles];
-          own[0] += other.x, own[1] += other.y, own[2] += other.z, own[3] += other.w;
+          own[0] += other.x;
+          own[1] += other.y;
+          own[2] += other.z;
+          own[3] += other.w;
         }
     __syncthreads();
   }

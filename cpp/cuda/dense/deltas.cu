@@ -2,6 +2,7 @@
 // Computes delta = dO . O - dlse of each row, with as many threads for a row as it has chunks of 16 bytes.
 #include "../backward/make_statistics.cuh"
 #include "../host/launch.cuh"
+#include "../tile/copy_rows.cuh"
 #include "sources.cuh"
 
 namespace fdm::cuda {

@@ -9,7 +9,7 @@
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../plan/plan.cuh"
-#include "../tile/shared_tile.cuh"
+#include "../tile/copy_rows.cuh"
 #include "dbias.cuh"
 #include "dense_launch.cuh"
 #include "dkdv.cuh"
@@ -85,8 +85,8 @@ DenseCall make_call(const fdm_problem &p) {
   return call;
 }
 
-// As many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than there are
-// sources.
+// Returns as many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than there
+// are sources.
 int choose_slots(const Tiles &tiles, const fdm_problem &p, int64_t length, int64_t sources) {
   const auto fits = [&](int slots) {
     return tiles.shared_bytes(slots, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask)) <= kMostShared;

@@ -24,7 +24,7 @@ template <class ElementType, int kHeadDimension> struct DenseDkdvConfig {
   static constexpr int kSubRows = kHeadDim <= 32 ? 16 : kHeadDim <= 64 ? 32 : 16;
   static constexpr int kPitch =
       kDenseKeys + 4; // of a float32 bias: two words of a row's pair, and eight keys, meet all banks
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
   static constexpr int key_bytes() { return Tile::bytes(kKeys); } // of K or V
@@ -101,7 +101,7 @@ template <class Config> struct DenseDkdvBlock {
   }
   __device__ int query_head(const Step &step) const { return kv_head * group + step.head; }
 
-  // Where the tiles lie: K and V, then the stages, each with Q, dO, the bias and the statistics.
+  // Shared memory begins with K and V. The stages follow, each with Q, dO, the bias and the statistics.
   __device__ uint32_t keys_at(int which) const { return ptx::shared_address(memory) + which * Config::key_bytes(); }
   __device__ int stage(int number) const {
     return 2 * Config::key_bytes() + (stages == 1 ? 0 : (number & 1) * stage_bytes);
@@ -113,7 +113,7 @@ template <class Config> struct DenseDkdvBlock {
     const int bias = stage(number) + 2 * Tile::bytes(slots * kStepRows) + panel * panel_bytes;
     return {work.call, memory, bias, bias + Config::Bias::bytes(kStepRows, wide), wide};
   }
-  // For each slot the shifts, -lse to base 2, and then the deltas of the rows.
+  // The statistics are, for each slot, the shifts of the rows, -lse to base 2, and then their deltas.
   __device__ float *statistics_at(int number) const {
     return reinterpret_cast<float *>(memory + stage(number) + stage_bytes - Config::statistics_bytes(slots));
   }
@@ -141,9 +141,10 @@ template <class Config> struct DenseDkdvBlock {
       const auto *first = static_cast<const uint16_t *>(t.data) + step.first_row * t.stride[1] + head * t.stride[2];
 #pragma unroll 1
       for (int n = 0; n < slots; ++n) {
-        const Source &from = shared.slots.source[n];
-        copy_tile_rows<Tile, Config::kThreads>(rows_at(number, which), n * kStepRows, first + from.batch * t.stride[0],
-                                               kStepRows, from.exists ? there : 0, RowCopy(t, p.head_dim, aligned));
+        const Source &source = shared.slots.source[n];
+        copy_tile_rows<Tile, Config::kThreads>(rows_at(number, which), n * kStepRows,
+                                               first + source.batch * t.stride[0], kStepRows, source.exists ? there : 0,
+                                               RowCopy(t, p.head_dim, aligned));
       }
     };
     copy(0, p.q, work.call.aligned);
@@ -153,8 +154,8 @@ template <class Config> struct DenseDkdvBlock {
     for (int i = threadIdx.x; i < slots * kStepRows; i += Config::kThreads) {
       const int n = i / kStepRows, r = i % kStepRows;
       RowStatistics row{INFINITY, 0.0f};
-      const Source &from = shared.slots.source[n];
-      if (from.exists && r < there) row = statistics_of(work, {from.batch, head, true}, step.first_row + r);
+      const Source &source = shared.slots.source[n];
+      if (source.exists && r < there) row = statistics_of(work, {source.batch, head, true}, step.first_row + r);
       statistics[2 * kStepRows * n + r] = -row.lse;
       statistics[2 * kStepRows * n + kStepRows + r] = row.delta;
       large |= is_large(row);

@@ -46,15 +46,7 @@ template <class Config> struct DenseDqBlock : RowBlock<Config> {
     const uint32_t right = Tile::fragment_address(Tile::right_rows(keys), half.key, 0);
     gemm_ss<Element, kHeadDim>(scores, this->warp_rows_at(0), right);
     this->finish_scores(scores, block, half, exact);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kSubTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          scores[m][n][i] = fmaf(scores[m][n][i], kLog2E, shift[m][i / 2]);
-          gradients[m][n][i] = -delta[m][i / 2];
-        }
+    start_gradients(scores, gradients, shift, delta);
     gemm_ss<Element, kHeadDim>(gradients, this->warp_rows_at(1),
                                Tile::fragment_address(Tile::right_rows(this->values_at(block)), half.key, 0));
     uint32_t live = 0;
@@ -84,9 +76,9 @@ template <class Config> struct DenseDqBlock : RowBlock<Config> {
   // Writes dS of half a block of keys, or zeros.
   __device__ void write_dbias(const Scores &gradients, int first_key) const {
     const fdm_tensor &t = work.a.dbias;
-    const Source &from = this->source();
-    const Sequence s = dense_sequence(problem(), from.batch);
-    const int64_t head = batch_index(t, s) * t.stride[0] + head_index(problem(), t, from.head) * t.stride[1];
+    const Source &source = this->source();
+    const Sequence s = dense_sequence(problem(), source.batch);
+    const int64_t head = batch_index(t, s) * t.stride[0] + head_index(problem(), t, source.head) * t.stride[1];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -129,14 +121,14 @@ template <class Config> struct DenseDqBlock : RowBlock<Config> {
   __device__ void write() const {
     const fdm_tensor &t = work.a.dq;
     if (!present(t)) return;
-    const Source &from = this->source();
-    const Sequence s = dense_sequence(problem(), from.batch);
+    const Source &source = this->source();
+    const Sequence s = dense_sequence(problem(), source.batch);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         if (exists(m, half))
-          write_row(static_cast<Element *>(t.data) + row_offset(t, s, this->row(m, half), from.head), t.stride[3],
+          write_row(static_cast<Element *>(t.data) + row_offset(t, s, this->row(m, half), source.head), t.stride[3],
                     int(problem().head_dim), dq[m], half, problem().scale);
   }
 };

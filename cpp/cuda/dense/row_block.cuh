@@ -18,7 +18,7 @@ template <class ElementType, int kHeadDimension, int kRowTensorCount, class Work
   static constexpr int kWarps = kChoice.warps, kThreads = 32 * kWarps, kBlocks = kChoice.blocks;
   static constexpr int kRowTiles = kChoice.tiles, kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
   static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
   static constexpr int row_bytes() { return Tile::bytes(kRows); } // of a tensor
@@ -98,7 +98,7 @@ template <class Config> struct RowBlock {
   __device__ int row(int m, int half) const { return first_row + warp_row + 16 * m + accumulator_row(half); }
   __device__ bool exists(int m, int half) const { return source().exists && row(m, half) < int(problem().queries); }
 
-  // Where the tiles lie: the row tensors, then the stages, each with K, V and the bias.
+  // Shared memory begins with the row tensors. The stages follow, each with K, V and the bias.
   __device__ uint32_t rows_at(int which) const { return ptx::shared_address(memory) + which * Config::row_bytes(); }
   __device__ uint32_t warp_rows_at(int which) const {
     return Tile::left(rows_at(which), int(threadIdx.x) / 32 * kWarpRows);
@@ -123,7 +123,7 @@ template <class Config> struct RowBlock {
   }
 
   // The addresses that this thread copies from, counted from the first key, where all tiles are whole and aligned.
-  static constexpr int kAcross = Tile::kPitch / 8; // threads that copy a row
+  static constexpr int kAcross = Tile::kRowBytes / 16; // threads that copy a row
   const uint16_t *own_keys = nullptr, *own_values = nullptr;
   const char *own_bias = nullptr;
   bool whole = false; // they are known
@@ -141,12 +141,12 @@ template <class Config> struct RowBlock {
   __device__ void copy_whole(const uint16_t *own, int64_t stride, uint32_t tile, int block) const {
     constexpr int kDown = Config::kThreads / kAcross;
     static_assert(kDown % 8 == 0, "the chunks of a thread lie alike in their rows");
-    const uint16_t *from = own + block * kDenseKeys * stride;
-    const uint32_t to = Tile::chunk_address(tile, threadIdx.x / kAcross, threadIdx.x % kAcross);
+    const uint16_t *source = own + block * kDenseKeys * stride;
+    const uint32_t address = Tile::chunk_address(tile, threadIdx.x / kAcross, threadIdx.x % kAcross);
 #pragma unroll
     for (int r = 0; r < kDenseKeys; r += kDown) {
-      ptx::cp_async_16(to + r * (Tile::kPitch * 2), from, true);
-      from += kDown * stride;
+      ptx::cp_async_16(address + r * Tile::kRowBytes, source, true);
+      source += kDown * stride;
     }
   }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A tile of a bias with a row for each query in shared memory, kDenseKeys keys wide.
 //
-// Elements of 16 bits lie as in SharedTile, so that ldmatrix gives each thread those of its accumulators, transposed ones
+// Elements of 16 bits lie as in SmemTile, so that ldmatrix gives each thread those of its accumulators, transposed ones
 // too. Elements of 32 bits have a pitch of kPitch words, which the kernels choose so that their reads meet all banks.
 // A mask of rows comes beside the bias as bytes. fold() then makes -inf of what it drops, once for all that share the
 // tile; intervals are folded in alike.
 #pragma once
 
 #include "../tile/key_ring.cuh"
-#include "../tile/shared_tile.cuh"
+#include "../tile/smem_tile.cuh"
 #include "sources.cuh"
 
 namespace fdm::cuda {
@@ -29,7 +29,7 @@ FDM_INLINE bool folds_mask(const fdm_problem &p) { return has_rows(p.mask) || pr
 
 template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   using Element = ElementType;
-  using Halves = SharedTile<kDenseKeys>;
+  using Halves = SmemTile<kDenseKeys>;
   static constexpr int kHalfChunks = kDenseKeys / 8, kWordChunks = kDenseKeys / 4, kByteChunks = kDenseKeys / 16;
   static_assert(kPitch % 4 == 0 && kPitch >= kDenseKeys);
 
@@ -190,20 +190,20 @@ private:
     const int c = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
     const int bytes = max(0, min(16, keys_there * kElementBytes - c * 16));
     const char *source = static_cast<const char *>(first) + row * row_bytes + c * 16;
-    const uint32_t to = address(row, c);
+    const uint32_t own_address = address(row, c);
 #pragma unroll 4
     for (int r = 0; r + row < rows; r += kDown) {
-      ptx::cp_async_up_to_16(to + r * kRowBytes, source, r + row < rows_there ? bytes : 0);
+      ptx::cp_async_up_to_16(own_address + r * kRowBytes, source, r + row < rows_there ? bytes : 0);
       source += kDown * row_bytes;
     }
   }
 
   template <int kRows, int kChunks, int kRowBytes>
-  __device__ static __forceinline__ void copy_chunks_whole(const char *source, int64_t row_bytes, uint32_t to) {
+  __device__ static __forceinline__ void copy_chunks_whole(const char *source, int64_t row_bytes, uint32_t address) {
     constexpr int kDown = kThreads / kChunks;
 #pragma unroll
     for (int r = 0; r < kRows; r += kDown) {
-      ptx::cp_async_16(to + r * kRowBytes, source, true);
+      ptx::cp_async_16(address + r * kRowBytes, source, true);
       source += kDown * row_bytes;
     }
   }

@@ -182,8 +182,8 @@ __device__ __forceinline__ uint32_t live_columns(const float (&values)[kLeftTile
 
 // A left operand in shared memory. Where registers allow it they hold its fragments, loaded once.
 template <class Element, int kHeadDim, int kLeftTiles, bool kHeld> struct LeftOperand {
-  using Tile = SharedTile<kHeadDim>;
-  uint32_t left; // SharedTile::left of its first row
+  using Tile = SmemTile<kHeadDim>;
+  uint32_t left; // SmemTile::left of its first row
   uint32_t fragments[kHeld ? kLeftTiles : 1][kHeld ? kHeadDim / 16 : 1][4];
 
   __device__ __forceinline__ void load() {
@@ -195,7 +195,7 @@ template <class Element, int kHeadDim, int kLeftTiles, bool kHeld> struct LeftOp
           ptx::ldmatrix(fragments[m][d], Tile::fragment_address(left, 16 * m, 16 * d));
     }
   }
-  // sums += this times the transposed right operand; `right` is SharedTile::right_rows.
+  // sums += this times the transposed right operand; `right` is SmemTile::right_rows.
   template <int kRightTiles>
   __device__ __forceinline__ void multiply(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t right) const {
     if constexpr (kHeld) {
@@ -222,7 +222,7 @@ template <class Element, int kHeadDim, int kLeftTiles, int kDepthTiles>
 __device__ __forceinline__ void gemm_rs_live(float (&sums)[kLeftTiles][kHeadDim / 8][4],
                                              const float (&left)[kLeftTiles][kDepthTiles][4], uint32_t right,
                                              uint32_t live) {
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   const auto halves = [&](int n) {
     return (live >> (2 * n) & 1 ? 0x0000ffffu : 0u) | (live >> (2 * n + 1) & 1 ? 0xffff0000u : 0u);
   };

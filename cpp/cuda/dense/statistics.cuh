@@ -20,6 +20,23 @@ __device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
   return !statistics.empty() && fabsf(statistics.lse) > kLargeLse;
 }
 
+// Turns scores into exponents to base 2, which are at most 0 but for rounding, and gradients into -delta, to which dO V'
+// is added. A row's shift is -lse to base 2.
+template <int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void
+start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRowTiles][kKeyTiles][4],
+                const float (&shift)[kRowTiles][2], const float (&delta)[kRowTiles][2]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[m][n][i] = fmaf(scores[m][n][i], kLog2E, shift[m][i / 2]);
+        gradients[m][n][i] = -delta[m][i / 2];
+      }
+}
+
 // Settles what an ordinary run leaves to chance: the exponents of pairs that are dropped, by their score or by their row
 // whose shift(row tile, column tile, element) is -inf, become -inf and their gradients 0; no probability exceeds 1.
 template <int kLeftTiles, int kRightTiles, class Shift>

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../ptx/dependent.cuh"
+#include "../tile/copy_rows.cuh"
 #include "decode.h"
 #include "forward_rows.cuh"
 
@@ -15,7 +16,7 @@ namespace fdm::cuda {
 
 template <class ElementType, int kHeadDimension, int kWarpCount> struct DecodeConfig {
   using Element = ElementType;
-  using Tile = SharedTile<kHeadDimension>;
+  using Tile = SmemTile<kHeadDimension>;
   static constexpr int kHeadDim = kHeadDimension, kWarps = kWarpCount, kThreads = 32 * kWarps;
   static constexpr int kColumns = 16, kStages = 2; // columns of a block, and stages, of each warp
   static constexpr int kKeyBytes = Tile::bytes(kColumns);
@@ -99,7 +100,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   }
   __device__ void store(int step, const ColumnEntry &entry) {
     if (own_step(step) < steps)
-      store_column<kColumns>(ring.at(own_step(step)), params.p, task->s, task->sequence_index, task->kv_head,
+      store_column<kColumns>(ring.slot(own_step(step)), params.p, task->s, task->sequence_index, task->kv_head,
                              task->columns, task->bias, own_column(step), entry);
     __syncwarp();
   }
@@ -112,7 +113,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void load_keys(int step) {
     constexpr int kChunks = kColumns * Tile::kChunks / 32; // chunks that each thread copies
     const int head_dim = int(params.p.head_dim);
-    const typename Ring::Slot &slot = ring.at(step);
+    const typename Ring::Slot &slot = ring.slot(step);
     const uint32_t k = stage(step, 0), v = stage(step, 1);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
@@ -151,8 +152,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void attend(int step) {
     clear(scores);
     gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.sQ), 0), Tile::right_rows(stage(step, 0)));
-    this->finish_scores(ring.at(step), first_column(step) + kColumns > task->columns.full,
-                        LoadedRowBias<DecodeWarp>{*this, ring.at(step).key});
+    this->finish_scores(ring.slot(step), first_column(step) + kColumns > task->columns.full,
+                        LoadedRowBias<DecodeWarp>{*this, ring.slot(step).key});
     if (task->bias.rows) clear_dead_values(step);
 #pragma unroll
     for (int half = 0; half < 2; ++half) this->rescale(0, half, this->softmax(0, half));

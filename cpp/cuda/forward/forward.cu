@@ -8,7 +8,7 @@
 #include "../dense/dense.h"
 #include "../host/device.h"
 #include "../host/dispatch.h"
-#include "../tile/shared_tile.cuh"
+#include "../tile/copy_rows.cuh"
 #include "../tile/tile_sizes.cuh"
 #include "decode.h"
 

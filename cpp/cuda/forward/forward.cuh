@@ -26,7 +26,7 @@ struct ForwardConfig {
   static constexpr bool kGeneral = kIsGeneral;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
   static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1 && kColumns <= kThreads);
@@ -80,18 +80,18 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 
   template <bool kValues> __device__ void load_keys(int block) const {
     const fdm_tensor &t = kValues ? params.p.v : params.p.k;
-    const typename Ring::Slot &slot = ring.at(block);
+    const typename Ring::Slot &slot = ring.slot(block);
     copy_rows<Tile, kColumns, Config::kThreads>(kValues ? v_base : k_base, aligned(), int(params.p.head_dim),
                                                 t.stride[3],
                                                 [&](int c) { return kValues ? slot.v_row[c] : slot.k_row[c]; });
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, *task, ring.at(block).key);
+    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, *task, ring.slot(block).key);
   }
 
   __device__ void finish_scores(int block) {
-    const typename Ring::Slot &slot = ring.at(block);
+    const typename Ring::Slot &slot = ring.slot(block);
     const bool partial = (block + 1) * kColumns > task->columns.full;
     if constexpr (Config::kGeneral) {
       const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task->bias}, shared.sBias, slot.key,
@@ -105,7 +105,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   // The column that this thread fetches of the batch of blocks that begins with `block`.
   __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
   __device__ void store(int block, const ColumnEntry &entry) {
-    store_column<kColumns>(ring.at(block + int(threadIdx.x) / kColumns), params.p, task->s, task->sequence_index,
+    store_column<kColumns>(ring.slot(block + int(threadIdx.x) / kColumns), params.p, task->s, task->sequence_index,
                            task->kv_head, task->columns, task->bias, column(block), entry);
   }
 

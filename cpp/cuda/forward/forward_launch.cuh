@@ -29,10 +29,10 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
   }
 #if FDM_TILE_ARCH == 90
   if (params.heads_per_tile == 1 && params.splits == 1) {
-    constexpr sm90::ForwardTileChoice choice = sm90::forward_tile(kHeadDim);
-    using Config = sm90::ForwardConfig<Element, kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
+    constexpr ForwardTileSm90 choice = forward_tile_sm90(kHeadDim);
+    using Config = ForwardConfigSm90<Element, kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
-    return sm90::launch_persistent<sm90::ForwardShared<Config>, sm90::forward_kernel<Config>>(params, tiles, stream);
+    return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<Config>>(params, tiles, stream);
   }
 #endif
   return launch_forward_config<

@@ -128,7 +128,7 @@ struct ForwardRows {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int r = rows[half];
-          // Of one head, both rows are in the same word.
+          // Both rows of one head are in the same word.
           if (half == 0 || !kOneHead)
             word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32 % 4][8 * n + accumulator_column()]);
           if (!(word.x >> (r % 32) & 1)) scores[m][n][2 * half] = -INFINITY;

@@ -57,9 +57,9 @@ __device__ __forceinline__ uint4 words_of_keys(const uint32_t (&bits)[4]) {
           __byte_perm(high01, high23, 0x7632)};
 }
 
-// Bits [from, 32) of a word.
-__device__ __forceinline__ uint32_t bits_from(int64_t from) {
-  return from <= 0 ? ~0u : (from >= 32 ? 0u : ~0u << from);
+// Bits [first, 32) of a word.
+__device__ __forceinline__ uint32_t bits_from(int64_t first) {
+  return first <= 0 ? ~0u : (first >= 32 ? 0u : ~0u << first);
 }
 
 // kAligned says that the key stride is 1 and every row starts at a multiple of four bytes.

@@ -7,7 +7,7 @@
 
 #include "copy.cuh"
 
-namespace fdm::ptx {
+namespace fdm::cuda::ptx {
 
 // A phase ends when `arrivals` threads have arrived. Its threads must be synchronized before others use it.
 __device__ __forceinline__ void init_barrier(uint64_t &barrier, int arrivals) {
@@ -61,4 +61,4 @@ template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_alloc() 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-} // namespace fdm::ptx
+} // namespace fdm::cuda::ptx

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace fdm::ptx {
+namespace fdm::cuda::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -37,4 +37,4 @@ template <int Pending> __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
 
-} // namespace fdm::ptx
+} // namespace fdm::cuda::ptx

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-namespace fdm::ptx {
+namespace fdm::cuda::ptx {
 
 // A build for tests (FLASH_DMATTN_DELAYS) waits here for up to 64 microseconds, different for each block and point.
 // Kernels of a chain then overlap in ways in which they seldom do, and tests find a kernel that reads what the kernel
@@ -40,4 +40,4 @@ __device__ __forceinline__ void wait_for_kernel_ahead() {
 #endif
 }
 
-} // namespace fdm::ptx
+} // namespace fdm::cuda::ptx

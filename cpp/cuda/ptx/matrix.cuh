@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-namespace fdm::ptx {
+namespace fdm::cuda::ptx {
 
 // Loads four 8 x 8 matrices of 16-bit elements; thread t gives the address of row t % 8 of matrix t / 8.
 __device__ __forceinline__ void ldmatrix(uint32_t (&m)[4], uint32_t address) {
@@ -84,4 +84,4 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
-} // namespace fdm::ptx
+} // namespace fdm::cuda::ptx

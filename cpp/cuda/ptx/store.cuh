@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace fdm::ptx {
+namespace fdm::cuda::ptx {
 
 // Stores four 8 x 8 matrices of 16-bit elements, as ldmatrix loads them; thread t gives the address of row t % 8 of
 // matrix t / 8.
@@ -21,4 +21,4 @@ __device__ __forceinline__ void add_global(float *sums, const float (&x)[4]) {
                : "memory");
 }
 
-} // namespace fdm::ptx
+} // namespace fdm::cuda::ptx

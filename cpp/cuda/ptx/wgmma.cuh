@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-namespace fdm::ptx {
+namespace fdm::cuda::ptx {
 
 // How an operand lies in shared memory: tiles of eight rows of 128 bytes, swizzled, `stride` bytes from one to the next
 // (PTX ISA, "matrix descriptor"). An operand whose columns are summed over has rows of 64 elements; one whose rows are
@@ -115,4 +115,4 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[kTiles][4], const uint32_t (
 #undef FDM_ACCUMULATORS_32
 #undef FDM_ACCUMULATORS_16
 
-} // namespace fdm::ptx
+} // namespace fdm::cuda::ptx

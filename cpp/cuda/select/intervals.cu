@@ -126,7 +126,8 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
 #pragma unroll
   for (int i = 0; i < kChunkItems; ++i) {
     const int32_t j = work.begin + i * kThreads + static_cast<int32_t>(threadIdx.x);
-    arrives[i] = none[i] = false;
+    arrives[i] = false;
+    none[i] = false;
     if (j >= work.end) continue;
     const uint32_t value = source(j);
     arrives[i] = before.holds(value, j);

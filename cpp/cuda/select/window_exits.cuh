@@ -78,7 +78,8 @@ template <int kThreads, int kItems> struct WindowExits {
         one[i] = position[i] >> (kLevels - 1 - level) & 1;
         zero[i] = !one[i];
       }
-      const uint32_t total = ranks.rank(one, zero, rank), zeros = ranks.second_of(total);
+      const uint32_t total = ranks.rank(one, zero, rank);
+      const uint32_t zeros = ranks.second_of(total);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         const uint32_t ones_before = ranks.first_of(rank[i]), bits = __ballot_sync(kAllLanes, one[i]);

@@ -78,15 +78,15 @@ __device__ __forceinline__ RowWord column_word(const TileColumns &t, int32_t c, 
     return word;
   }
   if (t.words) return planned;
-  int from = 0, past = kTileRows;
+  int first = 0, past = kTileRows;
   if (t.start) {
-    from = max(from, max(start, 0) - t.first_row);
+    first = max(first, max(start, 0) - t.first_row);
     past = min(past, max(end, 0) - t.first_row);
   }
-  if (t.causal) from = max(from, key - t.causal_off - t.first_row);
+  if (t.causal) first = max(first, key - t.causal_off - t.first_row);
 #pragma unroll
   for (int part = 0; part < kTileRows / 32; ++part) {
-    const int low = max(0, from - 32 * part), high = min(32, past - 32 * part);
+    const int low = max(0, first - 32 * part), high = min(32, past - 32 * part);
     word.part[part] = low < high ? (~0u >> (32 - (high - low))) << low : 0u;
   }
   return word;

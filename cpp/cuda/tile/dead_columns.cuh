@@ -5,6 +5,7 @@
 // their rows of V (for dQ, of K) are zeros then.
 #pragma once
 
+#include "copy_rows.cuh"
 #include "products.cuh"
 
 namespace fdm::cuda {

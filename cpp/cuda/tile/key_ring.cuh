@@ -6,8 +6,9 @@
 #pragma once
 
 #include "../../indexing.h"
+#include "../ptx/matrix.cuh"
 #include "columns.cuh"
-#include "shared_tile.cuh"
+#include "copy_rows.cuh"
 
 namespace fdm::cuda {
 
@@ -63,7 +64,7 @@ template <int kColumns, int kThreads> struct KeyRing {
   };
   Slot slots[kBlocks];
 
-  __device__ __forceinline__ Slot &at(int block) { return slots[block % kBlocks]; }
+  __device__ __forceinline__ Slot &slot(int block) { return slots[block % kBlocks]; }
 };
 
 // What one thread fetches for one column. It is stored raw, and used only when the latency of the loads has passed.

@@ -2,15 +2,16 @@
 // What the attention kernels do with tiles: multiply them, and write rows of accumulators out.
 #pragma once
 
-#include "shared_tile.cuh"
+#include "../ptx/matrix.cuh"
+#include "smem_tile.cuh"
 
 namespace fdm::cuda {
 
-// sums += A B' with both in shared memory, summed over their kHeadDim columns. `left` is SharedTile::left of the first
-// row of A, `right` SharedTile::right_rows of B.
+// sums += A B' with both in shared memory, summed over their kHeadDim columns. `left` is SmemTile::left of the first
+// row of A, `right` SmemTile::right_rows of B.
 template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles>
 __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t left, uint32_t right) {
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += 16) {
     uint32_t a[kLeftTiles][4];
@@ -30,11 +31,11 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
 }
 
 // sums += A B with A the accumulators of an earlier product, rounded to Element, and B kHeadDim columns wide in shared
-// memory. `right` is SharedTile::right_columns of B.
+// memory. `right` is SmemTile::right_columns of B.
 template <class Element, int kHeadDim, int kLeftTiles, int kDepthTiles>
 __device__ __forceinline__ void gemm_rs(float (&sums)[kLeftTiles][kHeadDim / 8][4],
                                         const float (&left)[kLeftTiles][kDepthTiles][4], uint32_t right) {
-  using Tile = SharedTile<kHeadDim>;
+  using Tile = SmemTile<kHeadDim>;
 #pragma unroll
   for (int k = 0; k < kDepthTiles; k += 2) {
     uint32_t a[kLeftTiles][4];

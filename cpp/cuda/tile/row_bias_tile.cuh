@@ -80,7 +80,7 @@ private:
            offset <= max64(0, row_extent) + max64(0, key_extent);
   }
 
-  // Copies as many rows as there are. Of the word that lies in the tensor by half it copies only that half.
+  // Copies as many rows as there are. It copies only half of a word that lies in the tensor by half.
   template <int kSteps, int kDown, int kAcross, int kPitch>
   __device__ __forceinline__ void copy_carefully(uint32_t address, const uintptr_t (&words)[kSteps][2], int rows,
                                                  uintptr_t half_word) const {

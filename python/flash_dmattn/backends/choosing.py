@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 
 from flash_dmattn import loader
 from flash_dmattn.checks import described
-from flash_dmattn.loader import resolver
+from flash_dmattn.loader import environment, resolver
 
 from . import portable
 from .base import Backend
@@ -58,11 +56,10 @@ def check_backend_name(name: str) -> None:
     """Raise ValueError, with the nearest name, if no backend has this name."""
     if isinstance(name, str) and name in _KNOWN_BACKENDS:
         return
-    near = difflib.get_close_matches(described(name), _KNOWN_BACKENDS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    given = described(name)
     raise ValueError(
         f"backend must be None, 'auto' or one of {', '.join(map(repr, _KNOWN_BACKENDS))}, got "
-        f"{described(name)}.{hint}"
+        f"{given}.{environment.did_you_mean(given, _KNOWN_BACKENDS)}"
     )
 
 

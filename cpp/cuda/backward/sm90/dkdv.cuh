@@ -10,7 +10,7 @@
 #include "../../ptx/dependent.cuh"
 #include "key_stationary.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
   using Base = KeyConsumer<Config>;
@@ -71,11 +71,11 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel_sm90(const __grid_constant__ BackwardParams params) {
   // All that is read here was there when dq started, so blocks may start while others are still at dq.
   if (!params.beside_dq) ptx::wait_for_kernel_ahead();
   if (has_key_item(params, blockIdx.x)) run_item<Config>(params);
   if (params.beside_dq && blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

@@ -12,13 +12,13 @@
 #include "../../tile/sm90/tile_scheduler.cuh"
 #include "../dq_rows.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCount> struct DqConfig {
+template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCount> struct DqConfigSm90 {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
   using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kStageCount, kStageCount>;
-  using RowTile = PanelTile<kHeadDim, kRows>;
+  using RowTile = SmemTile<kHeadDim, kRows>;
   using Rows = DqRows<Element, 1, kColumns / 8, kHeadDim, false>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
   // Q is a left operand in registers: the products of two operands in shared memory would be bound by reading shared
@@ -26,7 +26,7 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCou
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
 };
 
-template <class Config> struct DqShared {
+template <class Config> struct DqSharedSm90 {
   typename Config::Pipeline pipeline;
   alignas(1024) char sQ[Config::RowTile::kBytes];
   char sdO[Config::RowTile::kBytes];
@@ -37,7 +37,7 @@ template <class Config> struct DqShared {
 // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
 template <class Config>
 __device__ void load_rows(const BackwardParams &params, const DqTask &task, const RowStatistics &statistics,
-                          DqShared<Config> &shared) {
+                          DqSharedSm90<Config> &shared) {
   const int thread = Roles::producer_thread();
   shared.statistics[thread] = statistics;
   const auto load = [&](const fdm_tensor &t, char *tile) {
@@ -51,7 +51,7 @@ __device__ void load_rows(const BackwardParams &params, const DqTask &task, cons
   load(params.a.dout, shared.sdO);
 }
 
-template <class Config> __device__ void produce_dq(const BackwardParams &params, DqShared<Config> &shared) {
+template <class Config> __device__ void produce_dq(const BackwardParams &params, DqSharedSm90<Config> &shared) {
   const fdm_problem &p = params.p;
   const auto make = [&](const HeadTile &t) -> DqTask {
     return {t.s,
@@ -90,12 +90,12 @@ template <class Config> struct DqConsumer {
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
 
   const BackwardParams &params;
-  DqShared<Config> &shared;
+  DqSharedSm90<Config> &shared;
   typename Pipeline::KPipelineState state; // K and V have the same stages
   uint64_t q_desc, dout_desc;
   uint32_t queries[Config::kQueriesInRegisters ? kHeadDim / 16 : 1][4];
 
-  __device__ DqConsumer(const BackwardParams &parameters, DqShared<Config> &memory)
+  __device__ DqConsumer(const BackwardParams &parameters, DqSharedSm90<Config> &memory)
       : params(parameters), shared(memory) {
     const uint64_t own_rows = RowTile::offset(64 * Roles::consumer_group(), 0);
     q_desc = RowTile::descriptor(ptx::shared_address(shared.sQ)) + own_rows;
@@ -186,9 +186,9 @@ template <class Config> struct DqConsumer {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel_sm90(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
+  auto &shared = *reinterpret_cast<DqSharedSm90<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) {
     shared.pipeline.init();
     shared.tasks.init();
@@ -207,4 +207,4 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel(const __grid_con
   }
 }
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

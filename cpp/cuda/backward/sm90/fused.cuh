@@ -14,12 +14,12 @@
 #include "../query_sums.cuh"
 #include "key_stationary.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 // dS' of the steps: a row for each key, a column for each row of the step.
 template <class Config> struct FusedShared : KeyStationaryShared<Config> {
   static constexpr int kStages = 2;
-  using Tile = PanelTile<Config::kRows, Config::kKeys>;
+  using Tile = SmemTile<Config::kRows, Config::kKeys>;
 
   alignas(1024) char sdS[kStages][Tile::kBytes];
   uint64_t ds_full[kStages], ds_empty[kStages];
@@ -164,4 +164,4 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   }
 };
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

@@ -5,7 +5,7 @@
 #include "fused.cuh"
 #include "fused_wide.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 template <class Config>
 using FusedMemory = std::conditional_t<Config::kShared, WideShared<Config>, FusedShared<Config>>;
@@ -29,4 +29,4 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) fused_kernel(const __grid_
   }
 }
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

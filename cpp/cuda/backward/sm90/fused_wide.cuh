@@ -7,11 +7,11 @@
 
 #include "fused.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 template <class Config> struct WideShared : KeyStationaryShared<Config> {
   // A row for each key, a column for each row of the step.
-  using Tile = PanelTile<Config::kRows, Config::kKeys>;
+  using Tile = SmemTile<Config::kRows, Config::kKeys>;
 
   alignas(1024) char sP[Tile::kBytes];
   char sdS[Tile::kBytes];
@@ -130,4 +130,4 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   }
 };
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

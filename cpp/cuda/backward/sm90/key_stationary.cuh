@@ -8,7 +8,7 @@
 #include "../../tile/sm90/roles.cuh"
 #include "../key_gradients.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 struct Producers {
   static constexpr int kThreads = Roles::kProducerThreads;
@@ -28,8 +28,8 @@ struct KeyStationaryConfig {
   static constexpr int kScoreRows = kShared ? kRows / 2 : kRows, kColumns = kShared ? 128 : kHeadDim;
   static constexpr int kParts = kRows / kScoreRows;
   static_assert(!kShared || (kHeadDim > 128 && kHeadDim % 64 == 0));
-  using KeyTile = PanelTile<kHeadDim, kKeys>;
-  using RowTile = PanelTile<kHeadDim, kRows>;
+  using KeyTile = SmemTile<kHeadDim, kKeys>;
+  using RowTile = SmemTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
   using Keys = KeyBlock<kKeys, Producers, kStages + 2>;
   using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, true, true, false, Keys>;
@@ -247,4 +247,4 @@ template <class Config> struct KeyConsumer {
   }
 };
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

@@ -13,18 +13,19 @@
 #include "../../tile/sm90/tile_scheduler.cuh"
 #include "../forward_rows.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, int kColumnCount, int kKStages, int kVStages> struct ForwardConfig {
+template <class ElementType, int kHeadDimension, int kColumnCount, int kKStages, int kVStages>
+struct ForwardConfigSm90 {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
   using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kKStages, kVStages>;
-  using QTile = PanelTile<kHeadDim, kRows>;
+  using QTile = SmemTile<kHeadDim, kRows>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
 };
 
-template <class Config> struct ForwardShared {
+template <class Config> struct ForwardSharedSm90 {
   typename Config::Pipeline pipeline;
   alignas(1024) char sQ[Config::QTile::kBytes];
   TaskPipeline<ForwardTask> tasks;
@@ -40,7 +41,8 @@ template <class Config> __device__ void load_queries(const ForwardParams &params
                                                         int(params.p.head_dim));
 }
 
-template <class Config> __device__ void produce_forward(const ForwardParams &params, ForwardShared<Config> &shared) {
+template <class Config>
+__device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
   const fdm_problem &p = params.p;
   const auto make = [&](const HeadTile &t) -> ForwardTask {
     return {t.s,
@@ -81,7 +83,7 @@ template <class Config> struct ForwardConsumer {
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
 
   const ForwardParams &params;
-  ForwardShared<Config> &shared;
+  ForwardSharedSm90<Config> &shared;
   typename Pipeline::KPipelineState k_state;
   typename Pipeline::VPipelineState v_state;
   int group;
@@ -89,7 +91,7 @@ template <class Config> struct ForwardConsumer {
   uint32_t probabilities[kColumns / 16][4];
   Rows rows;
 
-  __device__ ForwardConsumer(const ForwardParams &parameters, ForwardShared<Config> &memory)
+  __device__ ForwardConsumer(const ForwardParams &parameters, ForwardSharedSm90<Config> &memory)
       : params(parameters), shared(memory), group(Roles::consumer_group()), rows(parameters, memory.tasks.tasks[0]) {
     q_desc = QTile::descriptor(ptx::shared_address(shared.sQ)) + QTile::offset(64 * group, 0);
     if (group == 1) Roles::pass_turn(group);
@@ -211,9 +213,10 @@ template <class Config> struct ForwardConsumer {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Roles::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(Roles::kThreads, 1)
+    forward_kernel_sm90(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<ForwardShared<Config> *>(dynamic_shared);
+  auto &shared = *reinterpret_cast<ForwardSharedSm90<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) {
     shared.pipeline.init();
     shared.tasks.init();
@@ -231,4 +234,4 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) forward_kernel(const __gri
   }
 }
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../key_ring.cuh"
-#include "panel_tile.cuh"
+#include "../smem_tile.cuh"
 #include "roles.cuh"
 
 namespace fdm::cuda {
@@ -12,7 +12,7 @@ namespace fdm::cuda {
 template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> struct KeyPipeline {
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
-  using Tile = PanelTile<kHeadDim, kColumns>;
+  using Tile = SmemTile<kHeadDim, kColumns>;
   // Facts of a block are read after its K is released, but not after the K of the next block is.
   static constexpr int kFactSlots = kKStages + 1;
   struct KPipelineState : PipelineState<kKStages> {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../../ptx/store.cuh"
-#include "panel_tile.cuh"
+#include "../smem_tile.cuh"
 
 namespace fdm::cuda {
 

@@ -3,21 +3,21 @@
 // stages, with the reason for each. Registers of a consumer thread: about 200; shared memory of a block: 227 KB.
 #pragma once
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
-struct ForwardTileChoice {
+struct ForwardTileSm90 {
   int columns, k_stages, v_stages;
 };
 
 // Accumulators take head_dim / 2 + columns / 2 registers of a thread, probabilities columns / 4. Wide products read
 // less shared memory for each operation. K of a block is needed long before its V, so where there is room, it has a
 // stage more.
-constexpr ForwardTileChoice forward_tile(int head_dim) {
+constexpr ForwardTileSm90 forward_tile_sm90(int head_dim) {
   if (head_dim <= 128) return {128, 3, 2};
-  return head_dim <= 192 ? ForwardTileChoice{64, 3, 2} : ForwardTileChoice{64, 2, 2};
+  return head_dim <= 192 ? ForwardTileSm90{64, 3, 2} : ForwardTileSm90{64, 2, 2};
 }
 
-struct DqTileChoice {
+struct DqTileSm90 {
   int columns, stages;
 };
 
@@ -26,20 +26,20 @@ struct DqTileChoice {
 constexpr int kMostDqHeadDim = 192;
 
 // Accumulators take head_dim / 2 + columns registers, dS columns / 4.
-constexpr DqTileChoice dq_tile(int head_dim) { return head_dim <= 128 ? DqTileChoice{64, 4} : DqTileChoice{64, 2}; }
+constexpr DqTileSm90 dq_tile_sm90(int head_dim) { return head_dim <= 128 ? DqTileSm90{64, 4} : DqTileSm90{64, 2}; }
 
 // The gradients of keys and values: 128 keys, 64 for each consumer warpgroup; rows of a stage and stages. Accumulators
 // of both gradients take head_dim registers of a thread, scores and their gradients `rows`: larger head dimensions are
 // left to the mma.sync kernels.
-struct RowTileChoice {
+struct DkdvTileSm90 {
   int rows, stages;
 };
 
 constexpr int kMostDkdvHeadDim = 128;
 
-constexpr RowTileChoice dkdv_tile(int) { return {64, 3}; }
+constexpr DkdvTileSm90 dkdv_tile_sm90(int) { return {64, 3}; }
 
 // All gradients at once: the stages that shared memory has room for.
 constexpr int fused_stages(int head_dim) { return head_dim <= 128 ? 3 : 2; }
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda

@@ -1,52 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Tiles of rows of 16-bit elements in shared memory, swizzled so that ldmatrix and 16-byte copies have no bank
-// conflicts.
-//
-// A row is a multiple of 128 bytes, eight chunks of 16; chunk c of row r lies where chunk c ^ (r % 8) of its group of
-// eight would. Eight rows of one chunk then cover all banks. Up to head dimension 32 two rows share 128 bytes, and the
-// chunk lies where chunk c ^ (r / 2 % 4) of its row would.
+// Copies of rows of global memory to the tiles of shared memory that mma.sync reads.
 #pragma once
 
-#include "../../indexing.h"
-#include "../ptx/copy.cuh"
-#include "../ptx/matrix.cuh"
+#include "smem_tile.cuh"
 
 namespace fdm::cuda {
-
-template <int kHeadDim> struct SharedTile {
-  static constexpr bool kPairs = kHeadDim <= 32;
-  static constexpr int kPitch = kPairs ? 32 : (kHeadDim + 63) / 64 * 64; // elements
-  static constexpr int kChunks = kHeadDim / 8;
-
-  static constexpr int bytes(int rows) { return rows * kPitch * 2; }
-
-  __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int row, int chunk) {
-    const int swizzled = kPairs ? (chunk ^ (row / 2)) & 3 : (chunk & ~7) | ((chunk ^ row) & 7);
-    return base + row * (kPitch * 2) + swizzled * 16;
-  }
-
-  // Where this thread reads a fragment whose first row is `row` and first column 0; `base` and rows are multiples of
-  // 128 bytes; other fragments are therefore an exclusive or and an addition of constants away.
-  //
-  // A left operand, 16 x 16: rows are those of the tile.
-  __device__ static __forceinline__ uint32_t left(uint32_t base, int row) {
-    const int lane = threadIdx.x % 32;
-    return chunk_address(base, row + lane % 16, lane / 16);
-  }
-  // Two right operands of a product with the transposed tile, summed over 16 of its columns: b[0], b[1] for 8 rows,
-  // b[2], b[3] for the next 8.
-  __device__ static __forceinline__ uint32_t right_rows(uint32_t base) {
-    const int lane = threadIdx.x % 32;
-    return chunk_address(base, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-  }
-  // Two right operands for 8 columns and the next 8, summed over 16 rows. They are loaded transposed.
-  __device__ static __forceinline__ uint32_t right_columns(uint32_t base) { return left(base, 0); }
-
-  // The address of the fragment at (row, column) from that of (0, 0). `row` is a multiple of 8, `column` of 16.
-  __device__ static __forceinline__ uint32_t fragment_address(uint32_t fragment, int row, int column) {
-    return (fragment ^ (column / 8 % 8 * 16)) + row * (kPitch * 2) + column / 64 * 128;
-  }
-};
 
 // Absent rows are copied from here, and copies need no test for them.
 static __device__ __align__(16) const uint16_t kZeroRow[256] = {};

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Tiles of rows of 16-bit elements in shared memory, swizzled so that ldmatrix, wgmma and 16-byte copies have no bank
+// conflicts.
+//
+// A tile is cut into panels of 64 columns. A row of a panel has 128 bytes, which are eight chunks of 16; chunk c of row
+// r lies where chunk c ^ (r % 8) would. Eight rows of one chunk then cover all banks. wgmma knows this as the swizzle of
+// 128 bytes.
+#pragma once
+
+#include "../../indexing.h"
+#include "../ptx/copy.cuh"
+#include "../ptx/wgmma.cuh"
+
+namespace fdm::cuda {
+
+constexpr int kAnyRows = 0;
+
+// A tile with a number of rows has one panel after the other, as wgmma reads them. A tile with kAnyRows has the panels of
+// a row side by side, and as many rows as its memory holds; mma.sync reads it. Up to 32 columns, two rows of it share 128
+// bytes, and chunk c of row r lies where chunk c ^ (r / 2 % 4) of its row would.
+template <int kColumns, int kRows = kAnyRows> struct SmemTile {
+  static constexpr bool kHasPanels = kRows != kAnyRows, kPairs = !kHasPanels && kColumns <= 32;
+  static constexpr int kPanels = (kColumns + 63) / 64, kChunks = kColumns / 8;
+  static constexpr int kRowBytes = kPairs ? 64 : (kHasPanels ? 128 : kPanels * 128); // from one row to the next
+  static constexpr int kPanelBytes = kHasPanels ? kRows * 128 : 128;                 // from one panel to the next
+  static constexpr int kBytes = kPanels * kRows * 128;                               // of a tile with panels
+  static_assert(kRows % 8 == 0);
+
+  // The bytes of a tile of any rows.
+  static constexpr int bytes(int rows) {
+    static_assert(!kHasPanels);
+    return rows * kRowBytes;
+  }
+
+  __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int row, int chunk) {
+    if constexpr (kHasPanels) return base + chunk / 8 * kPanelBytes + row * kRowBytes + ((chunk ^ row) & 7) * 16;
+    // This is the same sum, but with an `or`: with the sum, mma.sync kernels take up to 22 registers more, and spill more.
+    const int swizzled = kPairs ? (chunk ^ (row / 2)) & 3 : (chunk & ~7) | ((chunk ^ row) & 7);
+    return base + row * kRowBytes + swizzled * 16;
+  }
+
+  // The next three return where this thread reads a fragment for mma.sync whose first column is 0. `base` and rows are
+  // multiples of 128 bytes; other fragments are therefore an exclusive or and an addition of constants away.
+  //
+  // A left operand, 16 x 16, begins at a row of the tile.
+  __device__ static __forceinline__ uint32_t left(uint32_t base, int row) {
+    const int lane = threadIdx.x % 32;
+    return chunk_address(base, row + lane % 16, lane / 16);
+  }
+  // Two right operands of a product with the transposed tile, which sums over 16 of its columns: b[0], b[1] are for 8
+  // rows, b[2], b[3] for the next 8.
+  __device__ static __forceinline__ uint32_t right_rows(uint32_t base) {
+    const int lane = threadIdx.x % 32;
+    return chunk_address(base, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  }
+  // Two right operands for 8 columns and the next 8, of a product that sums over 16 rows, are loaded transposed.
+  __device__ static __forceinline__ uint32_t right_columns(uint32_t base) { return left(base, 0); }
+
+  // The address of the fragment at (row, column) from that of (0, 0). `row` is a multiple of 8, `column` of 16.
+  __device__ static __forceinline__ uint32_t fragment_address(uint32_t fragment, int row, int column) {
+    return (fragment ^ (column / 8 % 8 * 16)) + row * kRowBytes + column / 64 * kPanelBytes;
+  }
+
+  // wgmma's descriptor of the whole tile, which begins at a multiple of 1024 bytes. Those of other parts are an addition
+  // of `offset` away.
+  __device__ static __forceinline__ uint64_t descriptor(uint32_t base) {
+    static_assert(kHasPanels);
+    return ptx::matrix_descriptor(base, kPanelBytes, 8 * kRowBytes);
+  }
+  // The offset to the descriptor of the part that begins at (row, column), multiples of 8 and 16.
+  __device__ static constexpr uint64_t offset(int row, int column) {
+    static_assert(kHasPanels);
+    return uint64_t((column / 64 * kPanelBytes + row * kRowBytes + column % 64 * 2) >> 4);
+  }
+
+  // The warps of a group of kWarps copy kRows rows from global memory, and this warp those from first_row() on. Lane i
+  // gives the address of row first_row() + i; columns from head_dim on become zeros.
+  //
+  // A step copies a panel of several rows. A lane has the same chunk of each panel in all steps, so most addresses are
+  // constants away from two, which are swizzled for rows of either half of eight.
+  template <int kWarps> __device__ static __forceinline__ int first_row(int warp) { return kRows / kWarps * warp; }
+  template <int kWarps>
+  __device__ static __forceinline__ void gather(uint32_t base, int warp, const uint16_t *row_of_lane, int head_dim) {
+    constexpr int kOwnRows = kRows / kWarps, kRowLanes = kChunks < 8 ? kChunks : 8, kStepRows = 32 / kRowLanes;
+    static_assert(kHasPanels && kRows % kWarps == 0 && kOwnRows <= 32 && kOwnRows % 8 == 0 && 8 % kRowLanes == 0);
+    const int lane = threadIdx.x % 32, own_row = lane / kRowLanes, own_chunk = lane % kRowLanes;
+    const auto row_bits = reinterpret_cast<unsigned long long>(row_of_lane);
+    uint32_t own_address[2]; // of the first row, and of the fourth after it
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      own_address[half] =
+          chunk_address(base, first_row<kWarps>(warp) + own_row + 4 * half, own_chunk) - 4 * half * kRowBytes;
+#pragma unroll 4 // more would need a register pair each
+    for (int r = 0; r < kOwnRows; r += kStepRows) {
+      const auto *row =
+          reinterpret_cast<const uint16_t *>(__shfl_sync(0xffffffffu, row_bits, r + own_row)) + own_chunk * 8;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        const int chunk = 8 * panel + own_chunk;
+        const uint32_t address = own_address[r / 4 % 2] + r * kRowBytes + panel * kPanelBytes;
+        if (chunk < kChunks) ptx::cp_async_16(address, row + 64 * panel, chunk * 8 < head_dim);
+      }
+    }
+  }
+};
+
+} // namespace fdm::cuda
