@@ -12,17 +12,17 @@ import contextlib
 import json
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rehearsal.act import run_workflow
-from rehearsal.checks import check_images, check_release
+from rehearsal.act import Act
+from rehearsal.checks import check_dispatched, check_images, check_release
 from rehearsal.machine import Machine, missing_programs
 from rehearsal.source import make_repository
+from rehearsal.stored import storing
 from release import targets
 from release.loopback import serving
 from release.programs import call
@@ -40,8 +40,8 @@ def main() -> int:
     options = parser().parse_args()
     folder = Path(tempfile.mkdtemp(prefix="workflows-", dir=options.work))
     try:
-        with serving(folder) as server:
-            rehearse(Machine(folder, server.url, OWNER), options)
+        with serving(folder) as server, storing() as artifacts:
+            rehearse(Machine(folder, server.url, OWNER, artifacts), options)
     except ReleaseError as error:
         print(f"rehearse_workflows: {error}", file=sys.stderr)
         return 1
@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only", choices=["ci", "release"], help="one of the two; both unless it is given"
     )
+    made.add_argument("--job", help="only this job of ci and what it needs; with --only ci")
     made.add_argument("--packs", type=Path, help="a folder of all CUDA packs, built before")
     made.add_argument(
         "--action",
@@ -88,34 +89,45 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
         real = dict(word.split("=", 1) for word in options.action)
         folders = machine.prepare({name: Path(place) for name, place in real.items()})
         tag = make_repository(machine.repository)
-    variables = machine.variables(options.packs)
-    flags = act_options(machine, folders)
+    act = Act(
+        options.act,
+        machine.repository,
+        act_options(machine, folders),
+        machine.variables(options.packs),
+    )
     if options.only != "release":
-        pull = {"head": {"ref": "change"}, "base": {"ref": "main"}}
-        with step("ci, of a pull request"):
-            payload = {"number": 1, "pull_request": pull}
-            run_workflow(
-                *(options.act, "ci", "pull_request", payload),
-                *(machine.repository, flags, variables, frozenset()),
-            )
-            check_images(machine)
+        rehearse_ci(machine, act, options.job)
     if options.only != "ci":
-        pre_release = is_pre_release(tag)
-        with step(f"release, of the tag {tag}"):
-            run_workflow(
-                *(options.act, "release", "push", {"ref": f"refs/tags/{tag}"}),
-                *(machine.repository, flags, variables),
-                frozenset({"pypi"} if pre_release else ()),
-            )
-            used = check_images(machine)
-            wheel = check_release(machine, tag, used)
-        with step("install from the index"):
-            environment = machine.folder / "trial"
-            call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})
-            served = f"{machine.url}/hub/releases/{tag}/assets/{wheel.name}"
-            index = f"{machine.url}/hub/pages/simple/"
-            install(index, served, wheel, environment, machine.folder / "install.json")
-            self_test(environment, wheel, machine.folder)
+        rehearse_release(machine, act, tag)
+
+
+def rehearse_ci(machine: Machine, act: Act, job: str | None) -> None:
+    """Run the checks of a pull request, or one of them and what it needs."""
+    pull = {"head": {"ref": "change"}, "base": {"ref": "main"}}
+    with step("ci, of a pull request"):
+        act.run("ci", "pull_request", {"number": 1, "pull_request": pull}, job=job)
+        machine.artifacts.clear()
+        check_images(machine)
+
+
+def rehearse_release(machine: Machine, act: Act, tag: str) -> None:
+    """Push the tag, make the index, and install from there."""
+    pushed = {"ref": f"refs/tags/{tag}", "repository": {"default_branch": "main"}}
+    with step(f"release, of the tag {tag}"):
+        act.run("release", "push", pushed, skipped={"pypi"} if is_pre_release(tag) else set())
+        machine.artifacts.clear()
+        used = check_images(machine)
+        wheel = check_release(machine, tag, used)
+    with step("index, which the release starts on the default branch"):
+        check_dispatched(machine, [["index.yml", "main"]])
+        act.run("index", "workflow_dispatch", {"ref": "refs/heads/main"})
+    with step("install from the index"):
+        environment = machine.folder / "trial"
+        call(["scripts/setup_venv"], cwd=ROOT, variables={"FDM_VENV": str(environment)})
+        served = f"{machine.url}/hub/releases/{tag}/assets/{wheel.name}"
+        index = f"{machine.url}/hub/pages/simple/"
+        install(index, served, wheel, environment, machine.folder / "install.json")
+        self_test(environment, wheel, machine.folder)
 
 
 def act_options(machine: Machine, folders: dict[str, Path]) -> list[str]:
@@ -130,19 +142,11 @@ def act_options(machine: Machine, folders: dict[str, Path]) -> list[str]:
         *("--var", f"GPU_RUNNERS={json.dumps(gpus)}"),
         *("--var", f"TORCH_INDEX={machine.url}/torch"),
         *("--no-skip-checkout", "--no-cache-server", "--concurrent-jobs", "2"),
-        *("--artifact-server-path", str(machine.folder / "stored")),
-        *("--artifact-server-addr", "127.0.0.1", "--artifact-server-port", free_port()),
         *("--action-cache-path", str(machine.folder / "act")),
     ]
     for use, place in folders.items():
         options += ["--local-repository", f"{use}={place}"]
     return options
-
-
-def free_port() -> str:
-    """Return a port on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from release.project import ReleaseError
 CALLER = re.compile(r"^  ([\w-]+):\n(?:    .*\n|\n)*?    uses: \./\.github/workflows/(\S+)", re.M)
 JOB = re.compile(r"^  ([\w-]+):$", re.M)
 LINES_OF_A_FAILURE = 60
+# Variables of whoever rehearses, which no runner has.
+OURS = ("FDM_", "FLASH_DMATTN_", "PYTHON", "VIRTUAL_ENV")
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Run:
     def note(self, event: Mapping[str, Any]) -> None:
         """Take one line of act's log."""
         text = str(event.get("msg", "")).rstrip()
+        if text.startswith("LocalRepositoryCache"):
+            return
         job = event.get("job", "")
         with self.log.open("a") as stream:
             stream.write(f"[{job}] {text}\n")
@@ -54,63 +58,82 @@ class Run:
                 print("\n".join(self.lines[job][-LINES_OF_A_FAILURE:]), flush=True)
 
 
-def run_workflow(
-    program: Path,
-    workflow: str,
-    event: str,
-    payload: Mapping[str, Any],
-    repository: Path,
-    options: list[str],
-    variables: Mapping[str, str],
-    skipped: frozenset[str],
-) -> Run:
-    """Run a workflow and check that every job of it and of the workflows that it calls has passed.
+@dataclass(frozen=True)
+class Act:
+    """How act is run.
 
-    Args:
+    Attributes:
         program: act.
-        workflow: the file's stem.
-        event: such as push.
-        payload: what GitHub tells of the event.
-        repository: the checkout whose workflow it is.
-        options: of act.
+        repository: the checkout whose workflows run.
+        options: of every run.
         variables: of the environment, besides this process's.
-        skipped: ids of jobs that the event or the version skips.
-
-    Raises:
-        ReleaseError: a job failed, or one did not run.
     """
-    logs = repository.parent / "logs"
-    logs.mkdir(exist_ok=True)
-    (logs / f"{workflow}.event.json").write_text(json.dumps(payload))
-    run = Run(logs / f"{workflow}.log")
-    command = [str(program), event, "--json", "--workflows", f".github/workflows/{workflow}.yml"]
-    command += ["--eventpath", str(logs / f"{workflow}.event.json"), *options]
-    started = time.monotonic()
-    with subprocess.Popen(
-        command,
-        cwd=repository,
-        env={**os.environ, **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            run.note(parsed(line))
-    print(f"   {workflow}: {time.monotonic() - started:.0f} s, all output in {run.log}", flush=True)
-    bad = [f"{'/'.join(key)}" for key, result in run.results.items() if result != "success"]
-    absent = sorted(
-        "/".join(key)
-        for key in expected(repository, workflow)
-        if key not in run.results and key[1] not in skipped and key[0] not in skipped
-    )
-    if bad or absent or process.returncode:
-        raise ReleaseError(
-            f"{workflow}: act ended with {process.returncode}; "
-            f"failed: {', '.join(bad) or 'none'}; did not run: {', '.join(absent) or 'none'}"
-        )
-    return run
+
+    program: Path
+    repository: Path
+    options: Sequence[str]
+    variables: Mapping[str, str]
+
+    def run(
+        self,
+        workflow: str,
+        event: str,
+        payload: Mapping[str, Any],
+        skipped: Collection[str] = (),
+        job: str | None = None,
+    ) -> None:
+        """Run a workflow and check that each job of it, and of those that it calls, has passed.
+
+        Args:
+            workflow: the file's stem.
+            event: such as push.
+            payload: what GitHub tells of the event.
+            skipped: ids of jobs that the version skips.
+            job: only this one and what it needs.
+
+        Raises:
+            ReleaseError: a job failed, or one did not run.
+        """
+        logs = self.repository.parent / "logs"
+        logs.mkdir(exist_ok=True)
+        told = logs / f"{workflow}.event.json"
+        told.write_text(json.dumps(payload))
+        run = Run(logs / f"{workflow}.log")
+        command = [str(self.program), event, "--json", "--eventpath", str(told), *self.options]
+        command += ["--workflows", f".github/workflows/{workflow}.yml"]
+        command += ["--job", job] if job else []
+        started = time.monotonic()
+        with subprocess.Popen(
+            command,
+            cwd=self.repository,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                run.note(parsed(line))
+        seconds = time.monotonic() - started
+        print(f"   {workflow}: {seconds:.0f} s, all output in {run.log}", flush=True)
+        wanted = [
+            key
+            for key in expected(self.repository, workflow)
+            if not set(key) & set(skipped) and (job is None or job in key)
+        ]
+        bad = ["/".join(key) for key, result in run.results.items() if result != "success"]
+        absent = ["/".join(key) for key in wanted if key not in run.results]
+        if bad or absent or process.returncode:
+            raise ReleaseError(
+                f"{workflow}: act ended with {process.returncode}; "
+                f"failed: {', '.join(bad) or 'none'}; did not run: {', '.join(absent) or 'none'}"
+            )
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of the jobs: nothing of the project's own is handed down."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        return {**kept, **self.variables}
 
 
 def parsed(line: str) -> dict[str, Any]:

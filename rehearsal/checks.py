@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rehearsal.machine import Machine
 from release.build_record import file_name, images_of_jobs
@@ -17,12 +18,24 @@ def check_images(machine: Machine) -> dict[str, str]:
     """Return the digest of each image in which the last run's containers were; each has but one."""
     used = machine.hub / "images.jsonl"
     found: dict[str, str] = {}
-    for line in used.read_text().splitlines():
-        image, _, digest = json.loads(line)["image"].partition("@")
+    for event in events(used):
+        image, _, digest = event["image"].partition("@")
         if found.setdefault(image, digest) != digest:
             raise ReleaseError(f"two jobs of one run have different digests of {image}")
-    used.unlink()
+    used.unlink(missing_ok=True)
     return found
+
+
+def events(noted: Path) -> list[Any]:
+    """Return what the programs of the rehearsal wrote down, one JSON value a line."""
+    return [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
+
+
+def check_dispatched(machine: Machine, expected: list[list[str]]) -> None:
+    """Check which workflows the last run started, each with the branch."""
+    found = events(machine.hub / "dispatched.jsonl")
+    if found != expected:
+        raise ReleaseError(f"the release started {found}, not {expected}")
 
 
 def check_release(machine: Machine, tag: str, used: dict[str, str]) -> Path:

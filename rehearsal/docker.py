@@ -67,7 +67,6 @@ def run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--volume", action="append", default=[])
     parser.add_argument("--workdir", default="/")
     parser.add_argument("--env", action="append", default=[])
-    parser.add_argument("--network", default="bridge", choices=["bridge", "none"])
     parser.add_argument("image")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser
@@ -143,7 +142,11 @@ def entering(root: Path, options: argparse.Namespace) -> str:
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": "/root",
-        **{name: value for name, value in os.environ.items() if name.startswith(NETWORK)},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(NETWORK) and name != "PIP_CONSTRAINT"
+        },
         **cuda_variables(options.image.partition("@")[0], options.workdir),
         **{name: os.environ[name] for name in options.env if name in os.environ},
     }

@@ -13,7 +13,8 @@ from typing import Any
 
 from release.loopback import local_release
 
-RELEASES = Path(os.environ["REHEARSAL"]) / "hub" / "releases"
+HUB = Path(os.environ["REHEARSAL"]) / "hub"
+RELEASES = HUB / "releases"
 
 
 def main() -> int:
@@ -21,9 +22,11 @@ def main() -> int:
     words = sys.argv[1:]
     if words[:1] == ["api"]:
         return api(words[1:])
+    if words[:2] == ["workflow", "run"]:
+        return dispatch(words[2:])
     if words[:1] != ["release"]:
         sys.exit(f"gh of the rehearsal: it cannot {' '.join(words[:2])}")
-    options = release_parser().parse_args(words[1:])
+    options = release_parser().parse_intermixed_args(words[1:])
     folder = RELEASES / options.tag
     if options.verb == "create":
         return create(folder, options)
@@ -63,6 +66,17 @@ def create(folder: Path, options: argparse.Namespace) -> int:
     shutil.copy(options.notes_file, folder / "notes.md")
     pre_release = options.prerelease == "true"
     write_state(folder, {"draft": options.draft == "true", "prerelease": pre_release})
+    return 0
+
+
+def dispatch(words: list[str]) -> int:
+    """Note a workflow that shall run, by its file and the branch; the rehearsal then runs it."""
+    parser = argparse.ArgumentParser(prog="gh workflow run")
+    parser.add_argument("workflow")
+    parser.add_argument("--ref", required=True)
+    options = parser.parse_args(words)
+    with (HUB / "dispatched.jsonl").open("a") as stream:
+        stream.write(json.dumps([options.workflow, options.ref]) + "\n")
     return 0
 
 

@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rehearsal.stored import Server
 from release.distributions import project_and_version
 from release.programs import call
 from release.project import ROOT, ReleaseError
@@ -36,11 +37,12 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The folder, the address under which it is served, and who owns the checkouts."""
+    """The folder, the address under which it is served, who owns the checkouts, the artifacts."""
 
     folder: Path
     url: str
     owner: int
+    artifacts: Server
 
     @property
     def hub(self) -> Path:
@@ -69,6 +71,7 @@ class Machine:
             # The subset of cibuildwheel needs a real engine and a real compiler.
             "CIBW_SKIP": "*",
             "CIBW_ALLOW_EMPTY": "1",
+            **self.artifacts.variables(),
             "REHEARSAL": str(self.folder),
             "REHEARSAL_URL": self.url,
             "REHEARSAL_OWNER": str(self.owner),

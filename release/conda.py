@@ -22,6 +22,7 @@ from rattler_build import (
     RenderConfig,
     RenderedVariant,
     Stage0Recipe,
+    ToolConfiguration,
     VariantConfig,
 )
 
@@ -94,12 +95,13 @@ def here() -> str:
 
 
 def build(variants: Sequence[RenderedVariant], output: Path, channels: list[str]) -> None:
-    """Build each of the outputs once."""
+    """Build each of the outputs once, and run its tests."""
+    tools = ToolConfiguration(test_strategy="native")
     built = set()
     for variant in variants:
         name = f"{variant.recipe.package.name} {variant.recipe.build.string}"
         if name not in built:
-            result = variant.run_build(output_dir=output, channels=channels)
+            result = variant.run_build(tools, output_dir=output, channels=channels)
             print(*result.packages, sep="\n", flush=True)
             built.add(name)
 

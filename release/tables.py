@@ -208,11 +208,21 @@ def derived_files(table: Table, root: Path = ROOT) -> Iterator[tuple[Path, str]]
 
 def disagreements(table: Table) -> Iterator[str]:
     """Yield where a fact that has to stand elsewhere, too, differs from the table."""
+    tag = f"cp{table.free_threaded.replace('.', '')}"
     floor = pyproject_value("requires-python").removeprefix(">=")
     if floor != table.pythons[0]:
         yield f"pyproject.toml asks for Python {floor}, the table begins at {table.pythons[0]}"
-    torch = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    if f'"torch>={table.min_torch}"' not in torch:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    classified = tuple(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project))
+    if classified != table.pythons:
+        yield f"pyproject.toml has classifiers of Python {', '.join(classified)}, not the table's"
+    without_gil = f'python-version = ">={table.free_threaded}"\nwheel.py-api = "{tag}t"'
+    if without_gil not in project:
+        yield f"pyproject.toml does not build {tag}t from Python {table.free_threaded} on"
+    wanted = [f"cp3{{{','.join(p[2:] for p in table.pythons)}}}-manylinux_*", f"{tag}t-manylinux_*"]
+    if f'build = "{" ".join(wanted)}"' not in (ROOT / "release" / "cibuildwheel.toml").read_text():
+        yield f"release/cibuildwheel.toml does not build {' '.join(wanted)}"
+    if f'"torch>={table.min_torch}"' not in project:
         yield f"pyproject.toml does not ask for torch>={table.min_torch}, as the table does"
     for cuda in table.cuda:
         if version_numbers(cuda.min_toolkit) > version_numbers(cuda.toolkit):

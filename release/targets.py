@@ -102,7 +102,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Table:
-    """The whole table; archs and CUDA majors in ascending order."""
+    """The whole table; archs and CUDA majors in ascending order.
+
+    Attributes:
+        pythons: that have a GIL; ``free_threaded`` is the oldest without one that is served.
+    """
 
     archs: tuple[Arch, ...]
     preference: dict[str, tuple[str, ...]]
@@ -112,6 +116,7 @@ class Table:
     cpu_platforms: tuple[CpuPlatform, ...]
     wheel: Limits
     pythons: tuple[str, ...]
+    free_threaded: str
     min_torch: str
     head_dims: tuple[int, ...]
 
@@ -155,6 +160,7 @@ def parse(data: dict[str, Any]) -> Table:
         ),
         wheel=Limits(**data["wheel"]),
         pythons=tuple(data["pythons"]),
+        free_threaded=data["free_threaded"],
         min_torch=data["torch"]["min"],
         head_dims=tuple(data["head_dims"]),
     )

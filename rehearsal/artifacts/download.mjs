@@ -3,12 +3,13 @@
 // Downloads one artifact, or all that match a pattern. Each of these gets a folder of its name, unless they are merged, or
 // there is one only: so does actions/download-artifact v8.
 import path from 'node:path';
-import artifacts from '@actions/artifact';
+import { DefaultArtifactClient } from '@actions/artifact';
 import { minimatch } from 'minimatch';
 
 const { NAME, PATTERN, FOLDER, MERGE_MULTIPLE } = process.env;
+const client = new DefaultArtifactClient();
 
-const listed = (await artifacts.listArtifacts({ latest: true })).artifacts;
+const listed = (await client.listArtifacts({ latest: true })).artifacts;
 const wanted = listed.filter(({ name }) => (NAME ? name === NAME : minimatch(name, PATTERN || '*')));
 if (NAME && wanted.length === 0) {
   console.log(`there is no artifact ${NAME}, only ${listed.map(({ name }) => name).join(', ')}`);
@@ -17,7 +18,7 @@ if (NAME && wanted.length === 0) {
 const flat = NAME || MERGE_MULTIPLE === 'true' || wanted.length === 1;
 for (const { id, name, digest } of wanted) {
   const place = path.resolve(flat ? FOLDER : path.join(FOLDER, name));
-  const { digestMismatch } = await artifacts.downloadArtifact(id, { path: place, expectedHash: digest });
+  const { digestMismatch } = await client.downloadArtifact(id, { path: place, expectedHash: digest });
   if (digestMismatch) {
     console.log(`${name} is not what was uploaded`);
     process.exit(1);

@@ -4,10 +4,11 @@
 // first wildcard, or to the deepest folder that holds everything where several were named. Hidden files are left out.
 import path from 'node:path';
 import fs from 'node:fs';
-import artifacts from '@actions/artifact';
+import { DefaultArtifactClient } from '@actions/artifact';
 import * as glob from '@actions/glob';
 
 const { NAME, SEARCH, IF_NO_FILES_FOUND } = process.env;
+const client = new DefaultArtifactClient();
 
 function commonFolder(folders) {
   const parts = folders.map((folder) => folder.split(path.sep));
@@ -24,5 +25,5 @@ if (found.length === 0) {
 const searched = globber.getSearchPaths();
 const named = searched.length === 1 ? searched[0] : commonFolder(searched);
 const root = found.length === 1 && found[0] === named ? path.dirname(named) : named;
-const { size } = await artifacts.uploadArtifact(NAME, found, root, {});
+const { size } = await client.uploadArtifact(NAME, found, root, {});
 console.log(`${NAME}: ${found.length} files of ${root}, ${size} bytes`);

@@ -71,6 +71,12 @@ def changed(**changes: object) -> targets.Table:
     ("table", "message"),
     [
         (changed(pythons=("3.11",)), "pyproject.toml asks for Python 3.10"),
+        (changed(pythons=TABLE.pythons[:-1]), "pyproject.toml has classifiers of Python 3.10"),
+        (
+            changed(pythons=TABLE.pythons[:-1]),
+            "cibuildwheel.toml does not build cp3{10,11,12,13,14}-",
+        ),
+        (changed(free_threaded="3.16"), "does not build cp316t from Python 3.16 on"),
         (changed(min_torch="2.9"), "does not ask for torch>=2.9"),
         (
             changed(cuda=(dataclasses.replace(TABLE.cuda[0], min_toolkit="12.99"),)),

@@ -84,6 +84,39 @@ def test_publishing_stands_in_the_top_level_workflow_alone() -> None:
     assert "workflow_call" not in (ROOT / ".github/workflows/release.yml").read_text()
 
 
+def test_every_machine_tells_what_it_built() -> None:
+    """One output for each: of one that several jobs of a matrix set, the last would remain."""
+    wheels = (ROOT / ".github/workflows/wheels.yml").read_text()
+    for name in TARGETS["platforms"]:
+        assert f"      {name}: ${{{{ steps.digests.outputs.{name} }}}}\n" in wheels
+    (joined,) = re.findall(r"^        value: (.*jobs\.sdist\.outputs.*)$", wheels, re.MULTILINE)
+    told = [f"jobs.wheels.outputs.{name}" for name in TARGETS["platforms"]]
+    assert re.findall(r"\$\{\{ (.*?) \}\}", joined) == ["jobs.sdist.outputs.sdist", *told]
+
+
+def test_nothing_is_signed_or_published_before_it_is_compared() -> None:
+    """All that a job with an identity downloads, but for the records of GPUs."""
+    release = (ROOT / ".github/workflows/release.yml").read_text()
+    jobs = re.split(r"^  (?=[\w-]+:$)", release.partition("\njobs:\n")[2], flags=re.MULTILINE)
+    signing = [job for job in jobs if "id-token: write" in job]
+    assert [job.partition(":")[0] for job in signing] == ["draft", "pypi"]
+    for job in signing:
+        steps = job.partition("    steps:\n")[2]
+        compared = steps.index('release digests dist --expected "$DIGESTS"')
+        assert steps.index("path: dist") < compared
+        for later in ("actions/attest@", "actions/upload-artifact@", "gh-action-pypi-publish@"):
+            assert later not in steps[:compared]
+
+
+def test_the_index_is_made_on_the_default_branch() -> None:
+    """From a tag, the environment of the pages refuses, and a tag's list of yanks is old."""
+    index = (ROOT / ".github/workflows/index.yml").read_text()
+    assert re.search(r"^on:\n  workflow_dispatch:\n\n", index, re.MULTILINE)
+    release = (ROOT / ".github/workflows/release.yml").read_text()
+    assert "BRANCH: ${{ github.event.repository.default_branch }}" in release
+    assert 'gh workflow run index.yml --ref "$BRANCH"' in release
+
+
 def test_no_pull_request_reaches_a_gpu() -> None:
     callers = {path.stem for path in WORKFLOWS if "/test-gpu.yml" in path.read_text()}
     assert callers == {"release", "nightly"}

@@ -13,6 +13,7 @@ __all__ = [
     "PLAIN_PYTORCH",
     "PORTABLE",
     "SHOW_GPUS",
+    "TRITON",
     "TRY",
     "after_opening",
     "build_for",
@@ -40,7 +41,8 @@ INSTALL_BACKEND = "python -m pip install nanobind-backend"
 PLAIN_PYTORCH = set_to("FLASH_DMATTN_BACKEND", "reference")
 # Of GPUs on which no pack was run.
 TRY = set_to("FLASH_DMATTN_UNTRIED", "1")
-# Of GPUs that are not NVIDIA's.
+# Of AMD's GPUs, and of Intel's, for which the flex backend is not made.
+TRITON = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or reference"
 PORTABLE = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or flex, or reference"
 SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
 # Builds on the machine, with its toolkit and its libc.

@@ -84,6 +84,8 @@ class Need(NamedTuple):
             return remedies.reinstall(version)
         if self.platform:
             return remedies.PORTABLE
+        if kind == "xpu":
+            return remedies.TRITON
         if kind == "cuda" and self.facts.driver is None:
             known = self.targets.min_driver
             here = [floor for major, floor in known.items() if major in self.majors]

@@ -13,6 +13,8 @@ __all__ = ["LOWEST_VERSION", "why_unavailable"]
 
 # What comes with torch 2.5.
 LOWEST_VERSION = "3.1"
+# What torch calls the GPUs that Triton has a compiler for: those of NVIDIA and AMD, and of Intel.
+_GPUS = ("cuda", "xpu")
 
 
 def why_unavailable(device_type: str | None = None) -> str | None:
@@ -37,12 +39,13 @@ def _device_reason(device_type: str | None) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device_type == "cpu":
         return None if interpreted else "on a CPU it needs TRITON_INTERPRET=1, and is slow"
-    if device_type not in (None, "cuda"):
-        return f"it runs on GPUs that torch calls cuda, not on {device_type}"
+    if device_type not in (None, *_GPUS):
+        return f"it runs on GPUs that torch calls {' or '.join(_GPUS)}, not on {device_type}"
     if interpreted and device_type is None:
         return None
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
+    asked = _GPUS if device_type is None else (device_type,)
+    if not any(getattr(torch, name).is_available() for name in asked):
+        return "torch sees no GPU" if device_type is None else f"torch sees no {device_type} device"
     return "TRITON_INTERPRET=1 is for tensors on a CPU" if interpreted else None
 
 

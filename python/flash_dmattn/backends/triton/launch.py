@@ -89,7 +89,10 @@ def fitting(name: str, query: Tensor, block_d: int, start: Callable[[Tiles], Non
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a device the current one, which is where Triton starts kernels."""
-    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+    if device.type == "cpu":
+        return nullcontext()
+    current: AbstractContextManager[object] = getattr(torch, device.type).device(device)
+    return current
 
 
 def blocks(length: int, block: int) -> int:
@@ -102,4 +105,7 @@ def multiprocessors(device: torch.device) -> int:
     """Return how many programs of many warps run at the same time."""
     if device.type == "cpu":
         return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    properties = getattr(torch, device.type).get_device_properties(device)
+    # Intel's name for the part that has a shared memory of its own.
+    count = "gpu_subslice_count" if device.type == "xpu" else "multi_processor_count"
+    return int(getattr(properties, count))
