@@ -148,6 +148,8 @@ def entering(root: Path, options: argparse.Namespace) -> str:
             for name, value in os.environ.items()
             if name.startswith(NETWORK) and name != "PIP_CONSTRAINT"
         },
+        # With stand-ins for packs, one for the program that reads them.
+        **({} if PACKS else {"CUDA_HOME": f"{options.workdir}/rehearsal/toolkit"}),
         **cuda_variables(options.image.partition("@")[0], options.workdir),
         **{name: os.environ[name] for name in options.env if name in os.environ},
     }
