@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 include_guard(GLOBAL)
+include(Platform)
 
 # fdm_add_core(SOURCES <file>...)
 #   Builds the Python module `_core`. With FLASH_DMATTN_NANOBIND=split the module holds only our code and is bound to
@@ -7,10 +8,14 @@ include_guard(GLOBAL)
 #   the distribution nanobind-backend. Both halves share objects of libstdc++, which is why, unlike in the packs, it is
 #   linked dynamically here. With "linked" the module holds both halves and is for the Python that builds it. It exports
 #   its initialisation alone: nanobind gives its exceptions default visibility, but Python loads modules so that none
-#   sees another's symbols, and libstdc++ compares types by name.
+#   sees another's symbols, and the C++ libraries compare types by name.
 function(fdm_add_core)
   cmake_parse_arguments(PARSE_ARGV 0 CORE "" "" "SOURCES")
-  find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
+  set(components Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
+  if(WIN32) # modules are linked with python3.dll there
+    list(APPEND components Development.SABIModule)
+  endif()
+  find_package(Python 3.10 REQUIRED COMPONENTS ${components})
   if(FLASH_DMATTN_NANOBIND STREQUAL "split")
     set(oldest_nanobind 3.1)
     set(backend BACKEND_MODULE nanobind_backend)
@@ -32,10 +37,7 @@ function(fdm_add_core)
   target_compile_definitions(_core PRIVATE FDM_VERSION="${FDM_VERSION}")
   target_compile_options(_core PRIVATE -Wall -Wextra "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
   target_link_libraries(_core PRIVATE ${CMAKE_DL_LIBS})
-  set(script "${PROJECT_BINARY_DIR}/core.map")
-  file(CONFIGURE OUTPUT "${script}" CONTENT "{ global: PyInit__core; local: *; };\n")
-  set_target_properties(_core PROPERTIES LINK_DEPENDS "${script}")
-  target_link_options(_core PRIVATE "LINKER:--version-script=${script}" LINKER:-z,relro,-z,now,-z,noexecstack)
+  fdm_export_only(_core PyInit__core)
   install(TARGETS _core LIBRARY DESTINATION flash_dmattn)
 endfunction()
 

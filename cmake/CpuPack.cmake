@@ -27,7 +27,8 @@ function(fdm_add_cpu_pack)
 
   fdm_add_cpu_objects(flash_dmattn_cpu_common SOURCES ${CPU_SOURCES})
   fdm_add_simd_level(baseline BYTES 16 SOURCES ${CPU_SIMD_SOURCES})
-  if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  fdm_machine(machine)
+  if(machine STREQUAL "x86_64")
     set(fma -mfma -mbmi2)
     fdm_add_simd_level(avx2 BYTES 32 OPTIONS -mavx2 ${fma} SOURCES ${CPU_SIMD_SOURCES})
     # GCC and clang prefer 256-bit registers by default, for processors that lowered their clock for 512-bit ones.

@@ -3,6 +3,7 @@
 # packs/manifest.json: what each pack was built for and from. The loader and the diagnostics must know that before they
 # open a pack, and whoever handles the files can verify them.
 include_guard(GLOBAL)
+include(Platform)
 include(ProjectFacts)
 
 set(FDM_MANIFEST_SCHEMA 1)
@@ -13,7 +14,7 @@ set(FDM_MANIFEST_SCHEMA 1)
 #   only. KERNELS is the hash of the instantiated kernels: packs of two CUDA majors with the same one do the same.
 function(fdm_describe_pack description)
   cmake_parse_arguments(PARSE_ARGV 1 PACK "" "NAME;FILE;DEVICE;CUDA;ARCH;KERNELS" "HEAD_DIMS")
-  set(machine "${CMAKE_SYSTEM_PROCESSOR}")
+  fdm_machine(machine)
   set(commit "${FLASH_DMATTN_COMMIT}")
   set(min_driver "")
   set(code "[]")

@@ -61,11 +61,3 @@ function(fdm_check_choice option)
     message(FATAL_ERROR "${option} is \"${${option}}\"; allowed: ${allowed}")
   endif()
 endfunction()
-
-# fdm_require_supported_platform()
-#   The packs rely on ELF version scripts and on a 64-bit little-endian machine.
-function(fdm_require_supported_platform)
-  if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SIZEOF_VOID_P EQUAL 8)
-    message(FATAL_ERROR "flash-dmattn builds on 64-bit Linux; this is ${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}")
-  endif()
-endfunction()

@@ -3,39 +3,30 @@
 # What every kernel pack has in common, whatever it runs on.
 include_guard(GLOBAL)
 include(Manifest)
+include(Platform)
 
 # fdm_setup_pack(<target> FILE <stem> <what fdm_describe_pack takes>)
-#   Turns a library target into an installed kernel pack lib<stem>.so: hidden symbols, hardened linking, and an entry
-#   in the manifest.
+#   Turns a library target into an installed kernel pack, lib<stem>.so on Linux: hidden symbols, hardened linking, and an
+#   entry in the manifest.
 #
-#   One exported symbol, by a version script made from cpp/pack.h: a process may hold packs of several CUDA majors and
-#   torch's own libraries, and none may bind to another's symbols. libstdc++ and libgcc are linked statically, and
-#   --exclude-libs hides them, so that the pack needs no newer ones than the machine has; behind a C interface that is
-#   safe.
+#   One exported symbol, that of cpp/pack.h: a process may hold packs of several CUDA majors and torch's own libraries,
+#   and none may bind to another's symbols.
 function(fdm_setup_pack target)
   cmake_parse_arguments(PARSE_ARGV 1 PACK "" "FILE" "")
   fdm_read_pack_interface(abi_version symbol)
-  set(script "${PROJECT_BINARY_DIR}/pack.map")
-  file(CONFIGURE OUTPUT "${script}" CONTENT "{ global: @symbol@; local: *; };\n" @ONLY)
-
+  fdm_library_name(prefix suffix)
   fdm_setup_pack_objects(${target})
   set_target_properties(${target} PROPERTIES
-    PREFIX "lib"
+    PREFIX "${prefix}"
+    SUFFIX "${suffix}"
     OUTPUT_NAME "${PACK_FILE}"
     LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/packs"
-    LINK_DEPENDS "${script}"
     SKIP_BUILD_RPATH ON
     INSTALL_RPATH "")
-  target_link_options(${target} PRIVATE
-    -static-libstdc++
-    -static-libgcc
-    "LINKER:--version-script=${script}"
-    LINKER:--exclude-libs,ALL
-    LINKER:--no-undefined
-    LINKER:--gc-sections
-    LINKER:-z,relro,-z,now,-z,noexecstack)
+  fdm_export_only(${target} ${symbol})
+  fdm_link_self_contained(${target})
   install(TARGETS ${target} LIBRARY DESTINATION flash_dmattn/packs)
-  fdm_describe_pack(description FILE "lib${PACK_FILE}.so" ${PACK_UNPARSED_ARGUMENTS})
+  fdm_describe_pack(description FILE "${prefix}${PACK_FILE}${suffix}" ${PACK_UNPARSED_ARGUMENTS})
   fdm_list_pack("${description}")
 endfunction()
 

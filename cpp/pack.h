@@ -32,6 +32,13 @@ extern "C" {
 #define FDM_PACK_ABI_VERSION 2
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
+/* Stands before the definition of that function: the one thing of a pack that others see. */
+#if defined(_WIN32)
+#define FDM_PACK_EXPORT __declspec(dllexport)
+#else
+#define FDM_PACK_EXPORT __attribute__((visibility("default")))
+#endif
+
 enum fdm_status {
   FDM_OK = 0,
   FDM_INVALID_ARGUMENT = 1, /* the problem contradicts itself or the conventions above */

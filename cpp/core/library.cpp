@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "library.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "error.h"
+#include "shared_library.h"
 
 namespace fdm {
 
@@ -41,15 +40,11 @@ void check_table(const std::string &path, const fdm_pack *table) {
 } // namespace
 
 Pack::Pack(std::string path) : path_(std::move(path)), table_(nullptr) {
-  // dlopen searches the system's directories for a name without a slash.
-  const std::string file = path_.find('/') == std::string::npos ? "./" + path_ : path_;
-  void *library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char *reason = dlerror();
-    refuse(path_, "dlopen failed: ", reason != nullptr ? reason : "no reason given");
-  }
+  std::string reason;
+  void *library = open_library(path_, reason);
+  if (library == nullptr) refuse(path_, reason);
   // Never closed: a pack may have started threads, and work that it enqueued may outlive every Python object.
-  auto function = reinterpret_cast<fdm_pack_function>(dlsym(library, FDM_PACK_SYMBOL));
+  auto function = reinterpret_cast<fdm_pack_function>(find_symbol(library, FDM_PACK_SYMBOL));
   if (function == nullptr) refuse(path_, "the library is no kernel pack: it has no symbol ", FDM_PACK_SYMBOL);
   table_ = function();
   check_table(path_, table_);

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "kernels.h"
+#include "processor.h"
 
 namespace fdm::cpu {
 namespace {
@@ -25,12 +26,8 @@ const Kernels &choose() {
   const std::string_view wanted = wanted_level();
   const bool only_baseline = wanted == "baseline";
   const bool up_to_avx2 = wanted == "avx2";
-  const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512 && !only_baseline && !up_to_avx2) return avx512::kernels();
-  if (has_avx2 && !only_baseline) return avx2::kernels();
+  if (has_avx512() && !only_baseline && !up_to_avx2) return avx512::kernels();
+  if (has_avx2() && !only_baseline) return avx2::kernels();
 #endif
   return baseline::kernels();
 }

@@ -65,7 +65,7 @@ fdm_pack make_table() {
 } // namespace
 } // namespace fdm::cpu
 
-extern "C" __attribute__((visibility("default"))) const fdm_pack *flash_dmattn_pack(void) {
+extern "C" FDM_PACK_EXPORT const fdm_pack *flash_dmattn_pack(void) {
   static const fdm_pack table = fdm::cpu::make_table();
   return &table;
 }

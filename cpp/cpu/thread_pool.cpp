@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "thread_pool.h"
 
+#if !defined(_WIN32)
 #include <pthread.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
@@ -100,8 +102,10 @@ std::atomic<Pool *> current{nullptr};
 Pool &pool() {
   Pool *found = current.load(std::memory_order_acquire);
   if (found) return *found;
+#if !defined(_WIN32) // which has no fork
   static const int registered = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
   (void)registered;
+#endif
   auto *made = new Pool;
   if (current.compare_exchange_strong(found, made)) return *made;
   delete made;

@@ -100,7 +100,7 @@ fdm_pack make_table() {
 } // namespace
 } // namespace fdm::cuda
 
-extern "C" __attribute__((visibility("default"))) const fdm_pack *flash_dmattn_pack(void) {
+extern "C" FDM_PACK_EXPORT const fdm_pack *flash_dmattn_pack(void) {
   static const fdm_pack table = fdm::cuda::make_table();
   return &table;
 }

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# What differs between operating systems: the compilers, the names of files, and how symbols are hidden.
+include_guard(GLOBAL)
+
+# fdm_require_supported_platform()
+#   Fails where the packs cannot be built, and says what would do. Their vectors are those of GCC and clang, whose width
+#   the compiler splits or joins as the processor needs, so any 64-bit little-endian machine will do.
+function(fdm_require_supported_platform)
+  if(NOT CMAKE_SYSTEM_NAME MATCHES "^(Linux|Darwin|Windows)$" OR NOT CMAKE_SIZEOF_VOID_P EQUAL 8
+     OR NOT CMAKE_CXX_BYTE_ORDER STREQUAL "LITTLE_ENDIAN")
+    message(FATAL_ERROR "flash-dmattn builds on 64-bit little-endian Linux, macOS and Windows; this is "
+      "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}. Without building, its plain PyTorch functions run anywhere: "
+      "docs/install.md, \"Other platforms\"")
+  endif()
+  if(NOT CMAKE_CXX_COMPILER_ID MATCHES "^(GNU|Clang|AppleClang)$"
+     OR CMAKE_CXX_COMPILER_FRONTEND_VARIANT STREQUAL "MSVC")
+    message(FATAL_ERROR "flash-dmattn needs GCC or clang, whose vectors its kernels are written in; this is "
+      "${CMAKE_CXX_COMPILER_ID} (${CMAKE_CXX_COMPILER}). On Windows install LLVM, and set CXX=clang++ and "
+      "CMAKE_GENERATOR=Ninja in a prompt of Visual Studio's build tools")
+  endif()
+  # GCC leaves the stack aligned to 16 bytes there, and spills registers of 32 and 64 (its bug 54412).
+  if(CMAKE_SYSTEM_NAME STREQUAL "Windows" AND NOT CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+    message(FATAL_ERROR "on Windows flash-dmattn needs clang, as GCC misaligns AVX registers that it spills; this is "
+      "${CMAKE_CXX_COMPILER_ID} (${CMAKE_CXX_COMPILER}). Set CXX=clang++")
+  endif()
+  list(LENGTH CMAKE_OSX_ARCHITECTURES count)
+  if(count GREATER 1)
+    message(FATAL_ERROR "CMAKE_OSX_ARCHITECTURES is \"${CMAKE_OSX_ARCHITECTURES}\"; build for one machine at a time")
+  endif()
+endfunction()
+
+# fdm_machine(<machine>)
+#   Sets <machine> to the processor architecture that is built for, by the name that manifests have: x86_64, aarch64, or
+#   the system's own name for others.
+function(fdm_machine machine)
+  set(name "${CMAKE_SYSTEM_PROCESSOR}")
+  if(CMAKE_SYSTEM_NAME STREQUAL "Darwin" AND CMAKE_OSX_ARCHITECTURES)
+    set(name "${CMAKE_OSX_ARCHITECTURES}")
+  endif()
+  string(TOLOWER "${name}" name)
+  string(REGEX REPLACE "^amd64$" "x86_64" name "${name}")
+  string(REGEX REPLACE "^arm64$" "aarch64" name "${name}")
+  set(${machine} "${name}" PARENT_SCOPE)
+endfunction()
+
+# fdm_library_name(<prefix> <suffix>)
+#   Sets what a pack's file name begins and ends with.
+function(fdm_library_name prefix suffix)
+  set(begin "lib")
+  set(end ".so")
+  if(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
+    set(end ".dylib")
+  elseif(CMAKE_SYSTEM_NAME STREQUAL "Windows")
+    set(begin "")
+    set(end ".dll")
+  endif()
+  set(${prefix} "${begin}" PARENT_SCOPE)
+  set(${suffix} "${end}" PARENT_SCOPE)
+endfunction()
+
+# fdm_export_only(<target> <symbol>)
+#   Links a library so that others see this symbol alone, and so that it is hardened as the system allows. Windows shows
+#   nothing but what is declared with dllexport.
+function(fdm_export_only target symbol)
+  if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    set(script "${PROJECT_BINARY_DIR}/${symbol}.map")
+    file(CONFIGURE OUTPUT "${script}" CONTENT "{ global: @symbol@; local: *; };\n" @ONLY)
+    set_target_properties(${target} PROPERTIES LINK_DEPENDS "${script}")
+    target_link_options(${target} PRIVATE "LINKER:--version-script=${script}" LINKER:-z,relro,-z,now,-z,noexecstack)
+  elseif(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
+    target_link_options(${target} PRIVATE LINKER:-exported_symbol,_${symbol})
+  elseif(CMAKE_CXX_SIMULATE_ID STREQUAL "MSVC") # Microsoft's linker, or LLVM's in its place
+    target_link_options(${target} PRIVATE LINKER:/Brepro)
+  endif()
+endfunction()
+
+# fdm_link_self_contained(<target>)
+#   Links the C++ library into a library with a C interface, so that it needs no newer one than the machine has. macOS
+#   has its own, which is never linked statically.
+function(fdm_link_self_contained target)
+  set_target_properties(${target} PROPERTIES MSVC_RUNTIME_LIBRARY "MultiThreaded$<$<CONFIG:Debug>:Debug>")
+  if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    target_link_options(${target} PRIVATE
+      -static-libstdc++ -static-libgcc LINKER:--exclude-libs,ALL LINKER:--no-undefined LINKER:--gc-sections)
+  elseif(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
+    target_link_options(${target} PRIVATE LINKER:-dead_strip)
+  endif()
+endfunction()

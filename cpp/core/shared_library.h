@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The system's loader of shared libraries.
+#pragma once
+
+#include <string>
+
+namespace fdm {
+
+// Opens a file so that others do not see its symbols. Null, and the reason as the system tells it, if that fails.
+void *open_library(const std::string &path, std::string &reason);
+
+// Null if the library has no such symbol.
+void *find_symbol(void *library, const char *name);
+
+} // namespace fdm

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which instructions this processor has and the system lets programs use.
+#pragma once
+
+#if defined(__x86_64__)
+namespace fdm::cpu {
+
+// AVX2, FMA and BMI2.
+bool has_avx2();
+// These and AVX-512 F, BW, VL and DQ.
+bool has_avx512();
+
+} // namespace fdm::cpu
+#endif
