@@ -39,6 +39,23 @@ def newer_gpu_whose_pack_was_not_built(installation):
 
 
 @SCENARIOS.add
+def gpu_on_which_no_pack_was_run(installation):
+    installation.write("cpu", "cu12-sm120", "cu13-sm120")
+    installation.gpus("12.0")
+    installation.use_torch("13.0")
+    return error_of(installation.loader(), "cuda", 0)
+
+
+@SCENARIOS.add
+def gpu_on_which_no_pack_was_run_and_one_is_asked_for(installation):
+    installation.write("cpu", "cu13-sm120")
+    installation.gpus("12.0")
+    installation.use_torch("13.0")
+    installation.environ["FLASH_DMATTN_UNTRIED"] = "1"
+    return str(installation.loader().trace_for("cuda", 0))
+
+
+@SCENARIOS.add
 def gpu_without_any_gpu_pack(installation):
     installation.write("cpu")
     installation.gpus("8.9")

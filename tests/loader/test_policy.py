@@ -21,6 +21,17 @@ TARGETS = Targets(
         "12.0": ("sm120",),
         "12.1": ("sm120",),
     },
+    record={
+        "8.0": "run",
+        "8.6": "run",
+        "8.7": "run",
+        "8.9": "tiles",
+        "9.0": "run",
+        "10.0": "run",
+        "10.3": "run",
+        "12.0": "run",
+        "12.1": "none",
+    },
     min_driver={"12": "525.60.13", "13": "580.65.06"},
 )
 
@@ -88,7 +99,7 @@ def refusal(candidate, where, wishes=None):
 )
 @pytest.mark.parametrize(("torch", "majors"), [("12.8", ["12", "13"]), ("13.0", ["13", "12"])])
 def test_arch_counts_before_the_major_of_torch(capability, archs, torch, majors):
-    found = accepted(ALL_PACKS, situation(capability, torch=torch))
+    found = accepted(ALL_PACKS, situation(capability, torch=torch), Wishes(untried=True))
     assert found == [f"cu{major}-{arch}" for arch in archs for major in majors]
 
 
@@ -260,3 +271,25 @@ def test_versions_are_not_compared_where_nothing_is_installed():
     where = situation(kind="cpu")
     where = Situation(None, 1, where.host, None, None, where.device)
     assert accepted([cpu_pack(version="1.0")], where) == ["cpu"]
+
+
+def test_a_pack_that_never_ran_on_such_a_gpu_serves_who_asks_for_it():
+    where, pack = situation("12.1"), gpu_pack("13", "sm120")
+    rule, reason = refusal(pack, where)
+    assert rule is Rule.UNTRIED
+    assert reason == (
+        "it was never run on compute capability 12.1; FLASH_DMATTN_UNTRIED=1 lets it serve"
+    )
+    assert decide(where, [pack], Wishes(), TARGETS).remedy == "export FLASH_DMATTN_UNTRIED=1"
+    (entry,) = decide(where, [pack], Wishes(untried=True), TARGETS).entries
+    assert str(entry).endswith("accepted: never run on compute capability 12.1")
+
+
+def test_who_names_a_file_has_asked_for_it():
+    pack = gpu_pack("13", "sm120", forced=True)
+    assert accepted([pack], situation("12.1")) == [pack.name]
+
+
+def test_a_pack_whose_tiles_ran_elsewhere_serves_and_says_so():
+    (entry,) = decide(situation("8.9"), [gpu_pack("13", "sm89")], Wishes(), TARGETS).entries
+    assert "its tiles were run on GPUs of another compute capability only" in str(entry)

@@ -72,6 +72,12 @@ _VARIABLES = (
         "Use only packs built for this GPU architecture.",
     ),
     Variable(
+        "FLASH_DMATTN_UNTRIED",
+        ("0", "1"),
+        "0",
+        "With `1`, packs also serve GPUs of a compute capability on which they were never run.",
+    ),
+    Variable(
         "FLASH_DMATTN_BACKEND",
         ("auto", "cuda", "cpu", "triton", "flex", "reference"),
         "auto",

@@ -9,7 +9,15 @@ import warnings
 from . import messages
 from .trace import Trace
 
-__all__ = ["FallbackWarning", "NoPackError", "passed_over_text", "plain_pytorch_text", "warn"]
+__all__ = [
+    "FallbackWarning",
+    "LibraryFileError",
+    "NoPackError",
+    "passed_over_text",
+    "plain_pytorch_text",
+    "truncated",
+    "warn",
+]
 
 # The packages whose frames a warning skips to name the line that called; torch calls back.
 _NO_CALLERS = ("flash_dmattn", "torch")
@@ -30,6 +38,10 @@ class NoPackError(RuntimeError):
         self.trace = trace
 
 
+class LibraryFileError(RuntimeError):
+    """A file that must not be given to the system's loader."""
+
+
 class FallbackWarning(RuntimeWarning):
     """Something slower, or something else than was installed for the purpose, computes."""
 
@@ -46,6 +58,11 @@ def passed_over_text(trace: Trace) -> str:
     text = messages.PASSED_OVER.format(chosen=trace.chosen.name, device=trace.situation.device)
     lines = [text, *(str(entry) for entry in trace.passed_over)]
     return "\n".join([*lines, f"fix: {trace.remedy_of(trace.passed_over)}"])
+
+
+def truncated(path: str, size: int, needed: int) -> LibraryFileError:
+    """Return the error of a file that ends before what its headers tell of."""
+    return LibraryFileError(messages.TRUNCATED.format(path=path, size=size, needed=needed))
 
 
 def warn(text: str) -> None:

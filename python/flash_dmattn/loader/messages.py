@@ -38,6 +38,10 @@ OLD_DRIVER = (
 )
 UNKNOWN_CUDA = "CUDA {pack.cuda_major} is unknown to this flash_dmattn"
 WRONG_ABI = "it has pack ABI {pack.abi_version}, this flash_dmattn needs {facts.abi_version}"
+UNTRIED = (
+    "it was never run on compute capability {facts.device.capability}; FLASH_DMATTN_UNTRIED=1 lets "
+    "it serve"
+)
 WRONG_VERSION = "it is of version {pack.version}, flash_dmattn is {facts.package_version}"
 OTHER_FILE = "FLASH_DMATTN_LIBRARY_PATH={need.wishes.library_path} names another file"
 OTHER_CUDA = "FLASH_DMATTN_CUDA={need.wishes.cuda} asks for another CUDA"
@@ -48,10 +52,10 @@ FALLBACK_FORBIDDEN = "FLASH_DMATTN_FALLBACK=error lets nothing replace {name}"
 
 FILE_MISSING = "the file is missing"
 CANNOT_OPEN = "it cannot be opened: {error}"
-NOT_ELF = "{path}: it is no shared library of a 64-bit Linux"
+NO_LIBRARY = "{path}: it is no shared library of a 64-bit {system}"
 TRUNCATED = "{path}: it is truncated: it has {size} bytes, its headers tell of {needed}"
-FOREIGN_ELF = "{path}: it was built for {built}, this machine is {machine}"
-ELF_MACHINE = "ELF machine {number}"
+FOREIGN_LIBRARY = "{path}: it was built for {built}, this machine is {machine}"
+UNKNOWN_MACHINE = "{form} machine {number}"
 DIFFERENCE = "its manifest says {what} {said}, the file says {found}"
 MANIFEST = "the manifest cannot be used: {error}"
 MANIFEST_LACKS = "the manifest cannot be used: it lacks {key}"
@@ -84,6 +88,8 @@ NO_PYTORCH = "PyTorch cannot be imported: {error}"
 
 # --- what is worth knowing of a pack that can serve
 
+NEVER_RUN = "never run on compute capability {facts.device.capability}"
+RUN_ELSEWHERE = "its tiles were run on GPUs of another compute capability only"
 BETTER_ARCH = "{need.archs[0]} would suit the device better"
 OTHER_MAJOR = "built by CUDA {pack.cuda_major}, torch by CUDA {need.torch_major}"
 OTHER_VERSION = "of version {pack.version}, flash_dmattn is {facts.package_version}"

@@ -43,7 +43,7 @@ def decide(
     # A forced file for another kind of device leaves this device alone.
     forced = any(c.forced and c.device in (situation.device.kind, None) for c in candidates)
     majors = {c.cuda_major for c in candidates if c.device == "cuda" and c.cuda_major}
-    need = Need(situation, wishes, targets or Targets({}, {}), forced, majors)
+    need = Need(situation, wishes, targets or Targets({}, {}, {}), forced, majors)
     entries = [_judge(Case(candidate, need), place) for place, candidate in enumerate(candidates)]
     accepted = [entry for entry in entries if isinstance(entry.verdict, Accepted)]
     refused = [entry for entry in entries if not isinstance(entry.verdict, Accepted)]

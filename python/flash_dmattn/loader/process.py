@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import elf
+from . import elf, macho, pe
 from .candidates import ENTRY_POINT_GROUP
 from .facts import Machine
 from .resolver import Loader
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["default_loader", "open_pack", "pack_for", "trace_for"]
 
 _machine = Machine()
+# The system's loader maps a file as its headers say. Where a download or a full disk has cut it
+# off, the first access behind its end kills the process in place of giving an error.
+_check_file = {"darwin": macho.check, "win32": pe.check}.get(sys.platform, elf.check)
 
 
 def open_pack(path: str) -> Pack:
@@ -32,7 +36,7 @@ def open_pack(path: str) -> Pack:
     """
     from flash_dmattn import _core
 
-    elf.check(path, _machine.host().machine)
+    _check_file(path, _machine.host().machine)
     return _core.load_pack(path)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from .facts import OWN_DISTRIBUTION
 
@@ -13,20 +14,37 @@ __all__ = [
     "PORTABLE",
     "SHOW_GPUS",
     "TRITON",
+    "TRY",
     "after_opening",
     "build",
     "build_for",
     "install_wheel",
     "reinstall",
+    "set_to",
     "unset",
     "update_driver",
 ]
 
+_WINDOWS = sys.platform == "win32"
+
+
+def set_to(variable: str, value: str) -> str:
+    """Return the command that sets a variable, in the system's usual shell."""
+    return f'$env:{variable} = "{value}"' if _WINDOWS else f"export {variable}={value}"
+
+
+def unset(variable: str) -> str:
+    """Return the command that removes a variable."""
+    return f"Remove-Item Env:{variable}" if _WINDOWS else f"unset {variable}"
+
+
 INSTALL_BACKEND = "python -m pip install nanobind-backend"
-PLAIN_PYTORCH = "export FLASH_DMATTN_BACKEND=reference"
+PLAIN_PYTORCH = set_to("FLASH_DMATTN_BACKEND", "reference")
+# Of GPUs on which no pack was run.
+TRY = set_to("FLASH_DMATTN_UNTRIED", "1")
 # Of AMD's GPUs, and of Intel's, for which the flex backend is not made.
-PORTABLE = "export FLASH_DMATTN_BACKEND=triton  # or flex, or reference"
-TRITON = "export FLASH_DMATTN_BACKEND=triton  # or reference"
+TRITON = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or reference"
+PORTABLE = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or flex, or reference"
 SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
 
 
@@ -63,11 +81,6 @@ def after_opening(error: str, version: str | None, distribution: str) -> str:
     if "failed to map segment from shared object" in error:
         return "install into a folder whose file system is mounted without noexec"
     return reinstall(version, distribution)
-
-
-def unset(variable: str) -> str:
-    """Return the command that removes a variable."""
-    return f"unset {variable}"
 
 
 def update_driver(version: str) -> str:

@@ -21,12 +21,17 @@ class Wishes(NamedTuple):
     library_path: str = ""
     cuda: str = ""
     arch: str = ""
+    untried: bool = False
 
     @staticmethod
     def of(environ: Mapping[str, str] | None) -> Wishes:
         """Read the variables."""
-        names = ("FLASH_DMATTN_LIBRARY_PATH", "FLASH_DMATTN_CUDA", "FLASH_DMATTN_ARCH")
-        return Wishes(*(environment.get(name, environ) for name in names))
+        return Wishes(
+            library_path=environment.get("FLASH_DMATTN_LIBRARY_PATH", environ),
+            cuda=environment.get("FLASH_DMATTN_CUDA", environ),
+            arch=environment.get("FLASH_DMATTN_ARCH", environ),
+            untried=environment.get("FLASH_DMATTN_UNTRIED", environ) == "1",
+        )
 
 
 class Need(NamedTuple):
@@ -106,6 +111,11 @@ class Case(NamedTuple):
     def runs_elsewhere(self) -> bool:
         """Whether it is code of an arch that the device does not run."""
         return self.pack.arch is not None and self.pack.arch not in self.need.archs
+
+    @property
+    def record(self) -> str:
+        """Whether packs were run on the device's compute capability, as the table has it."""
+        return self.need.targets.record.get(self.facts.device.capability or "", "")
 
     @property
     def floor(self) -> str | None:
@@ -201,6 +211,12 @@ ROWS = (
         _FILE,
     ),
     Row(
+        Rule.UNTRIED,
+        lambda c: c.record == "none" and not c.need.wishes.untried and not c.pack.forced,
+        messages.UNTRIED,
+        remedies.TRY,
+    ),
+    Row(
         Rule.FORCED,
         lambda c: c.need.forced and not c.pack.forced,
         messages.OTHER_FILE,
@@ -230,6 +246,8 @@ class Note(NamedTuple):
 
 
 NOTES = (
+    Note(lambda c: c.record == "none", messages.NEVER_RUN),
+    Note(lambda c: c.record == "tiles", messages.RUN_ELSEWHERE),
     Note(lambda c: c.need.archs and c.pack.arch != c.need.archs[0], messages.BETTER_ARCH),
     Note(
         lambda c: (

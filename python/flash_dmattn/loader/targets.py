@@ -25,11 +25,15 @@ class Targets(NamedTuple):
     Attributes:
         preference: for each compute capability, such as ``8.9``, the archs that run on it, the best
             first.
+        record: for each compute capability, whether its packs have been run there: ``run``, the
+            tests passed on such a GPU; ``tiles``, they passed with its tiles on a GPU of another
+            capability; ``none``.
         min_driver: for each CUDA major, such as ``12``, the oldest NVIDIA driver that runs its
             packs.
     """
 
     preference: Mapping[str, tuple[str, ...]]
+    record: Mapping[str, str]
     min_driver: Mapping[str, str]
 
 
@@ -46,6 +50,7 @@ def parse_targets(data: Mapping[str, Any]) -> Targets:
     try:
         return Targets(
             preference={cc: tuple(archs) for cc, archs in data["preference"].items()},
+            record={cc: str(data["record"][cc]) for cc in data["preference"]},
             min_driver={major: str(row["min_driver"]) for major, row in data["cuda"].items()},
         )
     except (KeyError, TypeError, AttributeError) as error:

@@ -24,9 +24,10 @@ class Rule(IntEnum):
     DRIVER = 5
     ABI_VERSION = 6
     VERSION = 7
-    FORCED = 8
-    DEFECT = 9
-    OPENING = 10
+    UNTRIED = 8
+    FORCED = 9
+    DEFECT = 10
+    OPENING = 11
 
 
 _DAMAGE = (Rule.DEFECT, Rule.OPENING)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the headers of a shared library of Windows tell before it is opened."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from . import messages
+from .errors import LibraryFileError, truncated
+
+__all__ = ["check"]
+
+_DOS_HEADER = 64  # bytes; the last four say where the header below is
+_HEADER = struct.Struct("<4sHHIIIHHH")  # the signature, COFF's header, the magic of what follows it
+_SECTION = struct.Struct("<8sIIII16x")
+_DLL, _64_BITS = 0x2000, 0x20B
+_MACHINES = {0x8664: "x86_64", 0xAA64: "aarch64"}
+
+
+def check(path: str, machine: str) -> None:
+    """Raise unless a file is a complete shared library for a machine such as ``x86_64``.
+
+    Raises:
+        LibraryFileError: it is not; the message has the path and the reason.
+        OSError: it cannot be read.
+    """
+    size = Path(path).stat().st_size
+    with Path(path).open("rb") as file:
+        start = file.read(_DOS_HEADER)
+        if not start.startswith(b"MZ"):
+            raise _no_library(path)
+        if len(start) < _DOS_HEADER:
+            raise truncated(path, size, _DOS_HEADER)
+        place = int.from_bytes(start[-4:], "little")
+        if size < place + _HEADER.size:
+            raise truncated(path, size, place + _HEADER.size)
+        file.seek(place)
+        fields = _HEADER.unpack(file.read(_HEADER.size))
+        signature, number, count, _, _, _, optional_size, traits, magic = fields
+        if signature != b"PE\0\0" or not traits & _DLL or magic != _64_BITS:
+            raise _no_library(path)
+        built = _MACHINES.get(
+            number, messages.UNKNOWN_MACHINE.format(form="PE", number=f"{number:#x}")
+        )
+        if built != machine:
+            raise LibraryFileError(
+                messages.FOREIGN_LIBRARY.format(path=path, built=built, machine=machine)
+            )
+        sections = place + _HEADER.size - 2 + optional_size  # the magic is part of what follows
+        needed = sections + _SECTION.size * count
+        if size < needed:
+            raise truncated(path, size, needed)
+        file.seek(sections)
+        table = file.read(_SECTION.size * count)
+    for _, _, _, bytes_in_file, offset in _SECTION.iter_unpack(table):
+        needed = max(needed, offset + bytes_in_file)
+    if size < needed:
+        raise truncated(path, size, needed)
+
+
+def _no_library(path: str) -> LibraryFileError:
+    return LibraryFileError(messages.NO_LIBRARY.format(path=path, system="Windows"))
