@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a shared library needs, offers and holds for GPUs, read with pyelftools."""
+"""What a shared library of Linux needs, offers and holds for GPUs, read with pyelftools."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ class Library:
         needed: the libraries that must be there to load it.
         run_paths: entries of RPATH and RUNPATH.
         exports: names of the defined dynamic symbols.
-        versions: for each prefix, such as ``GLIBC``, the highest version that a symbol asks for.
-        text_relocations: code has to be rewritten when it is loaded.
-        executable_stack: it asks for one, or does not say that it needs none.
-        lazy_binding: its table of functions stays writable.
-        debug: it has debug information.
+        versions: for each prefix, such as ``GLIBC``, the highest version that a symbol asks for;
+            for ``macOS``, the oldest that runs it.
+        weaknesses: what makes it easier to attack, or larger, than need be, each as the end of a
+            sentence.
         device_code: machine code for GPUs, such as ``sm_90``, and PTX, such as ``compute_90``.
     """
 
@@ -44,15 +43,12 @@ class Library:
     run_paths: tuple[str, ...]
     exports: tuple[str, ...]
     versions: dict[str, str]
-    text_relocations: bool
-    executable_stack: bool
-    lazy_binding: bool
-    debug: bool
+    weaknesses: tuple[str, ...]
     device_code: frozenset[str]
 
 
 def read_library(content: bytes) -> Library:
-    """Read a shared library."""
+    """Read a shared library of Linux."""
     elf = ELFFile(io.BytesIO(content))
     # Any: what a tag has besides its entry follows from its kind, which its type does not tell.
     dynamic: list[Any] = [tag for s in elf.iter_sections() if isinstance(s, DynamicSection)
@@ -62,16 +58,21 @@ def read_library(content: bytes) -> Library:
     paths += [tag.runpath for tag in dynamic if tag.entry.d_tag == "DT_RUNPATH"]
     stacks = [s for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"]
     fatbin = elf.get_section_by_name(".nv_fatbin")
+    weaknesses = {
+        "has text relocations": "DT_TEXTREL" in flags or flags.get("DT_FLAGS", 0) & 4,
+        "asks for an executable stack": not stacks or stacks[0]["p_flags"] & P_FLAGS.PF_X,
+        "is not linked with -z now": not (
+            flags.get("DT_FLAGS", 0) & 8 or flags.get("DT_FLAGS_1", 0) & 1
+        ),
+        "has debug information; it was not stripped": elf.get_section_by_name(".debug_info"),
+    }
     return Library(
         machine=_MACHINES.get(elf.get_machine_arch(), elf.get_machine_arch()),
         needed=tuple(tag.needed for tag in dynamic if tag.entry.d_tag == "DT_NEEDED"),
         run_paths=tuple(entry for path in paths for entry in path.split(":") if entry),
         exports=_exports(elf),
         versions=_versions(elf),
-        text_relocations="DT_TEXTREL" in flags or bool(flags.get("DT_FLAGS", 0) & 4),
-        executable_stack=not stacks or bool(stacks[0]["p_flags"] & P_FLAGS.PF_X),
-        lazy_binding=not (flags.get("DT_FLAGS", 0) & 8 or flags.get("DT_FLAGS_1", 0) & 1),
-        debug=elf.get_section_by_name(".debug_info") is not None,
+        weaknesses=tuple(text for text, found in weaknesses.items() if found),
         device_code=frozenset() if fatbin is None else _device_code(fatbin.data()),
     )
 

@@ -51,8 +51,32 @@ class Wheel:
     @property
     def machine(self) -> str:
         """The machine in the file's name, such as ``x86_64``."""
-        found = re.search(r"(x86_64|aarch64)$", self.tag)
-        return found[1] if found else self.tag.rpartition("-")[2]
+        found = re.search(r"(x86_64|amd64|aarch64|arm64)$", self.tag)
+        if not found:
+            return self.tag.rpartition("-")[2]
+        return {"amd64": "x86_64", "arm64": "aarch64"}.get(found[1], found[1])
+
+    @property
+    def system(self) -> str:
+        """The system in the file's name: ``linux``, ``macos`` or ``windows``."""
+        platform = self.tag.rpartition("-")[2]
+        known = {"win": "windows", "macosx": "macos"}
+        return known.get(platform.partition("_")[0], "linux")
+
+    @property
+    def core(self) -> str:
+        """The path of the extension module, as Python looks for it on that system."""
+        return f"{PACKAGE}/_core.{'pyd' if self.system == 'windows' else 'abi3.so'}"
+
+    @property
+    def cpu_pack(self) -> str:
+        """The path of the cpu pack, as the build names it for that system."""
+        names = {
+            "linux": "libflash_dmattn_cpu.so",
+            "macos": "libflash_dmattn_cpu.dylib",
+            "windows": "flash_dmattn_cpu.dll",
+        }
+        return f"{PACKAGE}/packs/{names[self.system]}"
 
     @cached_property
     def dist_info(self) -> str:
@@ -84,7 +108,8 @@ class Wheel:
 
     def is_pack(self, name: str) -> bool:
         """Say whether a path in the wheel is a kernel pack."""
-        return name.startswith(f"{PACKAGE}/packs/") and name.endswith(".so")
+        libraries = (".so", ".dylib", ".dll")
+        return name.startswith(f"{PACKAGE}/packs/") and name.endswith(libraries)
 
     def metadata(self, file: str, key: str) -> list[str]:
         """Return the values that a key has in a file of the metadata folder."""

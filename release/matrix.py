@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from release import targets
@@ -23,6 +23,12 @@ from release.targets import Platform, Table
 Jobs: TypeAlias = dict[str, list[dict[str, str]]]
 SMALL_ARCH = "sm90"
 SMALL_HEAD_DIMS = (64, 128)
+# What is tested on systems whose wheel has the cpu pack alone: others of the tests need programs of
+# Linux. Empty is all of them.
+CPU_TESTS = (
+    "tests/test_attention.py tests/test_cpu_pack_limits.py tests/test_edge_cases.py "
+    "tests/test_selection.py tests/test_varlen.py"
+)
 LOCK = ROOT / ".github" / "images.json"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # The jobs that make files of a release in an image.
@@ -76,20 +82,21 @@ def lock_text(digests: Mapping[str, str]) -> str:
     return json.dumps(digests, indent=2, sort_keys=True) + "\n"
 
 
-def jobs(table: Table, machines: Iterable[str] = (), small: bool = False) -> Jobs:
-    """Return the jobs: packs, wheels made of them, and tests of the wheels.
+def jobs(table: Table, machines: Sequence[str] = (), small: bool = False) -> Jobs:
+    """Return the jobs: packs, wheels made of them, those with the cpu pack alone, and tests.
 
     Args:
         table: the declared one.
-        machines: only these; all of the table if none is given.
-        small: one platform, the newest CUDA, one arch, two head dimensions: what a change is
-            tried with.
+        machines: only these machines of Linux; all platforms of the table if none is given.
+        small: one machine of Linux, the newest CUDA, one arch, two head dimensions: what a change
+            is tried with. Wheels with the cpu pack alone are small already.
     """
     chosen = list(machines) or [row.machine for row in table.platforms][: 1 if small else None]
     unknown = sorted(set(chosen) - {row.machine for row in table.platforms})
     if unknown:
         raise ReleaseError(f"the table has no machine {', '.join(unknown)}")
     platforms = [row for row in table.platforms if row.machine in chosen]
+    cpu_platforms = () if machines else table.cpu_platforms
     pythons = [table.pythons[0], table.pythons[-1]] if small else list(table.pythons)
     return {
         "packs": [job for row in platforms for job in _packs(table, row, small)],
@@ -103,14 +110,27 @@ def jobs(table: Table, machines: Iterable[str] = (), small: bool = False) -> Job
             }
             for row in platforms
         ],
+        "cpu_wheels": [
+            {
+                "machine": row.name,
+                "runner": row.runner,
+                "tag": f"{_abi_tag(table)}-{row.tag}",
+                "artifact": f"wheel-{row.name}",
+            }
+            for row in cpu_platforms
+        ],
         "tests": [
             {
-                "machine": row.machine,
-                "runner": row.runner,
+                "machine": name,
+                "runner": runner,
                 "python": python,
-                "artifact": f"wheel-{row.machine}",
+                "artifact": f"wheel-{name}",
+                "tests": tests,
             }
-            for row in platforms
+            for name, runner, tests in (
+                *((row.machine, row.runner, "") for row in platforms),
+                *((row.name, row.runner, CPU_TESTS) for row in cpu_platforms),
+            )
             for python in pythons
         ],
     }

@@ -13,6 +13,8 @@ from release.distributions import Wheel, core_metadata, parse_metadata, sha256
 SPEC_VERSION = "1.6"
 # The name of the bill that a wheel carries in its metadata folder's `sboms` (PEP 770).
 BILL = "flash-dmattn.cdx.json"
+_NVIDIA = "NVIDIA CUDA EULA"
+_MICROSOFT = "Microsoft Visual Studio licence terms, distributable code"
 LICENSE = [{"license": {"id": "BSD-3-Clause"}}]
 
 
@@ -82,9 +84,13 @@ def file_component(path: Path) -> dict[str, Any]:
 def pack_component(wheel: str, pack: dict[str, Any]) -> dict[str, Any]:
     """Return a pack and the runtimes that are linked into it: they update with it alone."""
     reference = f"{wheel}#{pack['file']}"
-    linked = [runtime(reference, "libstdc++", None, "GPL-3.0-only WITH GCC-exception-3.1")]
+    linked = []
+    if pack["file"].endswith(".so"):
+        linked.append(runtime(reference, "libstdc++", None, "GPL-3.0-only WITH GCC-exception-3.1"))
+    if pack["file"].endswith(".dll"):
+        linked.append(runtime(reference, "Microsoft C++ runtime", None, _MICROSOFT))
     if pack["cuda"]:
-        linked.append(runtime(reference, "CUDA runtime (cudart_static)", pack["cuda"], None))
+        linked.append(runtime(reference, "CUDA runtime (cudart_static)", pack["cuda"], _NVIDIA))
     component: dict[str, Any] = {
         "type": "library",
         "bom-ref": reference,
@@ -96,18 +102,14 @@ def pack_component(wheel: str, pack: dict[str, Any]) -> dict[str, Any]:
     return component
 
 
-def runtime(
-    reference: str, name: str, version: str | None, expression: str | None
-) -> dict[str, Any]:
+def runtime(reference: str, name: str, version: str | None, terms: str) -> dict[str, Any]:
+    """Return what is linked in, under an SPDX expression or terms that have none."""
+    named = terms in (_NVIDIA, _MICROSOFT)
     component: dict[str, Any] = {
         "type": "library",
         "bom-ref": f"{reference}#{name}",
         "name": name,
-        "licenses": (
-            [{"expression": expression}]
-            if expression
-            else [{"license": {"name": "NVIDIA CUDA EULA"}}]
-        ),
+        "licenses": [{"license": {"name": terms}} if named else {"expression": terms}],
     }
     if version:
         component["version"] = version

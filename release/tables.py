@@ -64,6 +64,13 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+RECORDS = {
+    "run": "yes, all tests",
+    "tiles": "no; the tests ran with its tiles on 9.0",
+    "none": "no: with `FLASH_DMATTN_UNTRIED=1` only",
+}
+
+
 def support_table(table: Table) -> str:
     """Return which packs serve a compute capability, under which CUDA, from which driver on."""
     rows = []
@@ -76,28 +83,48 @@ def support_table(table: Table) -> str:
                 capability,
                 ", ".join(archs),
                 ", ".join(f"CUDA {cuda.major} (driver {cuda.min_driver})" for cuda in served),
+                RECORDS[table.record[capability]],
             ]
         )
-    return markdown(["compute capability", "packs, best first", "built with (oldest driver)"], rows)
+    head = ["compute capability", "packs, best first", "built with (oldest driver)", "run there"]
+    return markdown(head, rows)
 
 
 def platform_table(table: Table) -> str:
     """Return what each platform's wheel runs on."""
     limits = table.wheel
     return markdown(
-        ["machine", "wheel", "glibc", "Python", "PyTorch", "CUDA toolkits of the packs"],
+        ["platform", "wheel", "system", "Python", "PyTorch", "CUDA toolkits of the packs", "seen"],
         [
             [
-                row.machine,
+                f"Linux {row.machine}",
                 f"`cp{table.pythons[0].replace('.', '')}-abi3-{limits.policy}_{row.machine}`",
-                f"{limits.glibc} or newer",
+                f"glibc {limits.glibc} or newer",
                 f"{table.pythons[0]} or newer, tested to {table.pythons[-1]}",
                 f"{table.min_torch} or newer",
                 ", ".join(cuda.toolkit for cuda in table.cuda),
+                row.seen,
             ]
             for row in table.platforms
+        ]
+        + [
+            [
+                row.name,
+                f"`cp{table.pythons[0].replace('.', '')}-abi3-{row.tag}`",
+                _system(row.tag),
+                f"{table.pythons[0]} or newer",
+                f"{table.min_torch} or newer",
+                "none: the cpu pack only",
+                row.seen,
+            ]
+            for row in table.cpu_platforms
         ],
     )
+
+
+def _system(tag: str) -> str:
+    found = re.fullmatch(r"macosx_(\d+)_(\d+)_\w+", tag)
+    return f"macOS {found[1]}.{found[2]} or newer" if found else "64-bit Windows"
 
 
 def build_options(_: Table) -> str:

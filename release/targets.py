@@ -53,11 +53,38 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Platform:
-    """A kind of machine that wheels are built for, its CI runner and conda's name for it."""
+    """A kind of Linux machine that wheels with every pack are built for.
+
+    Attributes:
+        machine: such as ``x86_64``.
+        runner: of CI.
+        conda: its name in conda.
+        seen: what is known of a wheel's run there, as the end of a sentence.
+    """
 
     machine: str
     runner: str
     conda: str
+    seen: str
+
+
+@dataclass(frozen=True)
+class CpuPlatform:
+    """Another system, whose wheel has the cpu pack alone and is built on the runner itself.
+
+    Attributes:
+        name: such as ``macos-arm64``.
+        machine: such as ``aarch64``.
+        runner: of CI.
+        tag: of its wheels, such as ``macosx_11_0_arm64``.
+        seen: what is known of a run there, as the end of a sentence.
+    """
+
+    name: str
+    machine: str
+    runner: str
+    tag: str
+    seen: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +111,9 @@ class Table:
     archs: tuple[Arch, ...]
     preference: dict[str, tuple[str, ...]]
     cuda: tuple[Cuda, ...]
+    record: dict[str, str]
     platforms: tuple[Platform, ...]
+    cpu_platforms: tuple[CpuPlatform, ...]
     wheel: Limits
     pythons: tuple[str, ...]
     free_threaded: str
@@ -124,7 +153,11 @@ def parse(data: dict[str, Any]) -> Table:
         archs=tuple(sorted(archs, key=lambda arch: int(arch.name.removeprefix("sm")))),
         preference={cc: tuple(names) for cc, names in data["preference"].items()},
         cuda=tuple(sorted(cuda, key=lambda row: int(row.major))),
+        record=dict(data["record"]),
         platforms=tuple(Platform(machine, **row) for machine, row in data["platforms"].items()),
+        cpu_platforms=tuple(
+            CpuPlatform(name, **row) for name, row in data["cpu_platforms"].items()
+        ),
         wheel=Limits(**data["wheel"]),
         pythons=tuple(data["pythons"]),
         free_threaded=data["free_threaded"],

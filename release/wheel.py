@@ -2,7 +2,8 @@
 """Assembling a wheel: the core and the cpu pack are built here, CUDA packs are taken as they are.
 
 With ``--profile manylinux`` the wheel is retagged by auditwheel, which refuses unless it was built
-in an image of that policy; needs auditwheel (the extra [gates]).
+in an image of that policy; needs auditwheel (the extra [gates]). With ``--profile native``, for
+macOS and Windows, it has the cpu pack alone, and must get a tag of the table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from release.wheel_files import add_files
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--packs", nargs="*", type=Path, default=[], help="folders of packs")
     parser.add_argument("--output", required=True, type=Path, help="folder for the wheel")
-    parser.add_argument("--profile", default="linux", choices=["linux", "manylinux"])
+    parser.add_argument("--profile", default="linux", choices=["linux", "manylinux", "native"])
     parser.add_argument(
         "--no-isolation", action="store_true", help="use the installed build requirements"
     )
@@ -51,12 +52,15 @@ def run(options: argparse.Namespace) -> None:
         wheels = Path(scratch) / "wheels"
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
         command += ["--no-build-isolation"] if options.no_isolation else []
-        call([*command, "--wheel-dir", wheels, *settings, ROOT])
+        variables = native_variables(sys.platform) if options.profile == "native" else {}
+        call([*command, "--wheel-dir", wheels, *settings, ROOT], variables=variables)
         (wheel,) = wheels.glob("*.whl")
         add_bill(wheel)
         if options.profile == "manylinux":
             tag = f"{targets.load().wheel.policy}_{platform.machine()}"
             wheel = repair(wheel, Path(scratch) / "repaired", tag)
+        if options.profile == "native":
+            check_native_tag(Wheel.read(wheel))
         target = options.output / wheel.name
         target.unlink(missing_ok=True)
         print(shutil.move(wheel, target))
@@ -68,6 +72,29 @@ def add_bill(path: Path) -> None:
     bill = bill_of_packs(PROJECT, pyproject_value("version"), wheel.packs)
     text = json.dumps(bill, indent=1) + "\n"
     add_files(path, {f"{wheel.dist_info}/sboms/{BILL}": text.encode()})
+
+
+def native_variables(system: str) -> dict[str, str]:
+    """Return what the build has to be told on macOS and Windows.
+
+    Args:
+        system: as in ``sys.platform``.
+    """
+    tags = {row.tag.partition("_")[0]: row.tag.split("_") for row in targets.load().cpu_platforms}
+    if system == "darwin":
+        _, major, minor, _ = tags["macosx"]
+        return {"MACOSX_DEPLOYMENT_TARGET": f"{major}.{minor}"}
+    if system == "win32":
+        # The kernels are written in the vectors of GCC and clang, which Microsoft's compiler lacks.
+        return {"CC": "clang", "CXX": "clang++", "CMAKE_GENERATOR": "Ninja"}
+    raise ReleaseError(f"--profile native is for macOS and Windows, not for {system}")
+
+
+def check_native_tag(wheel: Wheel) -> None:
+    """Check that a wheel has a tag of the table."""
+    tags = [row.tag for row in targets.load().cpu_platforms]
+    if wheel.tag.rpartition("-")[2] not in tags:
+        raise ReleaseError(f"the wheel's tag is {wheel.tag}; the table has {', '.join(tags)}")
 
 
 def repair(wheel: Path, folder: Path, platform_tag: str) -> Path:

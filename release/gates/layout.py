@@ -15,8 +15,6 @@ from release.sbom import BILL, bill_of_packs
 _MEGABYTE = 10**6
 _REQUIRED = (
     "__init__.py",
-    "_core.abi3.so",
-    "packs/libflash_dmattn_cpu.so",
     "packs/manifest.json",
     "py.typed",
     "targets.json",
@@ -30,10 +28,11 @@ def tag(task: Task) -> Iterator[str]:
     if inside != [wheel.tag]:
         yield f"the WHEEL file says {', '.join(inside)}, the file's name {wheel.tag}"
     floor = "cp" + task.table.pythons[0].replace(".", "")
-    policy = re.escape(task.table.wheel.policy) if task.manylinux else "linux"
-    machines = "|".join(row.machine for row in task.table.platforms)
-    if not re.fullmatch(rf"{floor}-abi3-{policy}_({machines})", wheel.tag):
-        yield f"the tag is {wheel.tag}, not {floor}-abi3-{policy}_<{machines}>"
+    policy = task.table.wheel.policy if task.manylinux else "linux"
+    platforms = [f"{policy}_{row.machine}" for row in task.table.platforms]
+    platforms += [row.tag for row in task.table.cpu_platforms]
+    if wheel.tag not in [f"{floor}-abi3-{platform}" for platform in platforms]:
+        yield f"the tag is {wheel.tag}, not {floor}-abi3- and one of {', '.join(platforms)}"
     version = wheel.metadata("METADATA", "Version")
     if wheel.path.name.split("-")[1:2] != version:
         yield f"the metadata has version {version}, the name is {wheel.path.name}"
@@ -52,9 +51,9 @@ def content(task: Task) -> Iterator[str]:
     strangers = {name.partition("/")[0] for name in wheel.contents} - {PACKAGE, wheel.dist_info}
     for name in sorted(strangers):
         yield f"the top level holds {name}"
-    for name in _REQUIRED:
-        if f"{PACKAGE}/{name}" not in wheel.contents:
-            yield f"{PACKAGE}/{name} is absent"
+    for name in (wheel.core, wheel.cpu_pack, *(f"{PACKAGE}/{name}" for name in _REQUIRED)):
+        if name not in wheel.contents:
+            yield f"{name} is absent"
     for name in wheel.contents:
         if re.search(r"__pycache__|\.py[co]$|\.(c|cc|cpp|cu|cuh|h|o|a|cmake)$|/\.", name):
             yield f"{name} does not belong into a wheel"

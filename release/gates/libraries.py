@@ -6,30 +6,46 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from release.distributions import PACKAGE
 from release.gates.verdict import Task
 from release.project import pack_symbol
 from release.targets import version_numbers
 
-# The parts of glibc, which is on every machine that a wheel's tag admits.
-_GLIBC = re.compile(r"(libc|libm|libdl|libpthread|librt|ld-linux-[a-z0-9-]+)\.so(\.\d+)+")
-# The core shares objects of libstdc++ with nanobind's backend. Packs have a C interface: they
-# link it statically, and so run where it is older.
-_CXX = re.compile(r"(libstdc\+\+|libgcc_s)\.so(\.\d+)+")
+# What is on every machine that a wheel's tag admits: the parts of glibc; macOS's own C and C++
+# libraries; Windows' kernel and C library.
+_SYSTEM = {
+    "linux": re.compile(r"(libc|libm|libdl|libpthread|librt|ld-linux-[a-z0-9-]+)\.so(\.\d+)+"),
+    "macos": re.compile(r"/usr/lib/(libSystem\.B|libc\+\+\.1|libc\+\+abi)\.dylib"),
+    "windows": re.compile(r"(kernel32|ntdll|ucrtbase|api-ms-win-[a-z0-9-]+)\.dll", re.IGNORECASE),
+}
+# What the core may need besides. It shares objects of the C++ library with nanobind's backend.
+# Packs have a C interface: they link it statically, and so run where it is older.
+_CORE = {
+    "linux": re.compile(r"(libstdc\+\+|libgcc_s)\.so(\.\d+)+"),
+    "macos": re.compile(r"(?!)"),
+    "windows": re.compile(r"(python3|vcruntime140(_1)?|msvcp140)\.dll", re.IGNORECASE),
+}
 
 
 def needed(task: Task) -> Iterator[str]:
-    """Libraries need glibc only, the core also libstdc++: nothing of CUDA, and no torch."""
+    """Libraries need the system's C library only, the core also C++'s: no CUDA, and no torch."""
+    system = task.wheel.system
     for name, library in task.libraries.items():
         for other in library.needed:
-            shared_cxx = _CXX.fullmatch(other) and not task.wheel.is_pack(name)
-            if not _GLIBC.fullmatch(other) and not shared_cxx:
+            of_core = _CORE[system].fullmatch(other) and not task.wheel.is_pack(name)
+            if not _SYSTEM[system].fullmatch(other) and not of_core:
                 yield f"{name} needs {other}, which is not on every machine"
 
 
 def symbol_versions(task: Task) -> Iterator[str]:
-    """No symbol is newer than the policy of manylinux wheels allows."""
+    """Libraries run on the oldest system that the tag admits."""
     limits = task.table.wheel
+    oldest = re.search(r"macosx_(\d+)_(\d+)_", task.wheel.tag)
+    for name, library in task.libraries.items():
+        if oldest and version_numbers(library.versions.get("macOS", "999")) > (
+            int(oldest[1]),
+            int(oldest[2]),
+        ):
+            yield f"{name} needs macOS {library.versions.get('macOS')}; the tag is {oldest[0]}"
     highest = {"GLIBC": limits.glibc, "GLIBCXX": limits.glibcxx, "CXXABI": limits.cxxabi}
     if not task.manylinux:
         return
@@ -64,14 +80,8 @@ def exports(task: Task) -> Iterator[str]:
 def hardening(task: Task) -> Iterator[str]:
     """No executable stack, no writable code or function table, no debug information."""
     for name, library in task.libraries.items():
-        if library.text_relocations:
-            yield f"{name} has text relocations"
-        if library.executable_stack:
-            yield f"{name} asks for an executable stack"
-        if library.lazy_binding:
-            yield f"{name} is not linked with -z now"
-        if library.debug:
-            yield f"{name} has debug information; it was not stripped"
+        for weakness in library.weaknesses:
+            yield f"{name} {weakness}"
 
 
 def machine(task: Task) -> Iterator[str]:
@@ -79,5 +89,5 @@ def machine(task: Task) -> Iterator[str]:
     for name, library in task.libraries.items():
         if library.machine != task.wheel.machine:
             yield f"{name} is for {library.machine}, the tag says {task.wheel.machine}"
-        if not task.wheel.is_pack(name) and name != f"{PACKAGE}/_core.abi3.so":
+        if not task.wheel.is_pack(name) and name != task.wheel.core:
             yield f"{name} is neither the core nor a pack"

@@ -144,7 +144,7 @@ def complete(task: Task) -> Iterator[str]:
     rows = _rows(task)
     names = {row["name"] for row in rows}
     wanted = {"cpu"}
-    for cuda in task.table.cuda:
+    for cuda in task.table.cuda if task.wheel.system == "linux" else ():
         wanted |= {f"cu{cuda.major}-{arch.name}" for arch in task.table.archs if arch.required}
     for name in sorted(wanted - names):
         yield f"the pack {name} is absent"

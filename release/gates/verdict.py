@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from elftools.common.exceptions import ELFError
 
+from release import mach_o, portable_executable
 from release.binaries import Library, read_library
 from release.distributions import Wheel
 from release.project import ReleaseError
@@ -41,13 +42,22 @@ class Task:
     def libraries(self) -> dict[str, Library]:
         """The shared libraries by their path in the wheel."""
         contents = self.wheel.contents
-        names = [name for name in contents if re.search(r"\.so(\.\d+)*$", name)]
+        names = [name for name in contents if re.search(r"\.so(\.\d+)*$|\.(dylib|dll|pyd)$", name)]
         try:
-            return {name: read_library(contents[name]) for name in names}
+            return {name: read(contents[name]) for name in names}
         except ELFError as error:
             raise ReleaseError(
                 f"one of {', '.join(names)} cannot be read as ELF: {error}"
             ) from error
+
+
+def read(content: bytes) -> Library:
+    """Read a library of any system."""
+    if content.startswith(mach_o.MAGIC):
+        return mach_o.read_mach_o(content)
+    if content.startswith(portable_executable.MAGIC):
+        return portable_executable.read_portable_executable(content)
+    return read_library(content)
 
 
 Gate: TypeAlias = Callable[[Task], Iterator[str]]

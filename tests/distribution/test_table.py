@@ -136,6 +136,22 @@ def test_support_table_has_every_capability() -> None:
         assert f"CUDA {cuda.major} (driver {cuda.min_driver})" in row
 
 
+def test_support_table_says_what_was_run() -> None:
+    rows = tables.support_table(TABLE).splitlines()
+    assert set(TABLE.record) == set(TABLE.preference)
+    assert set(TABLE.record.values()) <= set(tables.RECORDS)
+    for capability, record in TABLE.record.items():
+        (row,) = [row for row in rows if row.startswith(f"| {capability} |")]
+        assert row.endswith(f"| {tables.RECORDS[record]} |")
+
+
+def test_platform_table_says_of_each_what_was_seen() -> None:
+    text = tables.platform_table(TABLE)
+    for row in (*TABLE.platforms, *TABLE.cpu_platforms):
+        assert f"| {row.seen} |" in text
+    assert "macosx_11_0_arm64` | macOS 11.0 or newer |" in text
+
+
 def test_every_option_is_told() -> None:
     told = tables.build_options(TABLE)
     declared = re.findall(
@@ -161,7 +177,15 @@ def test_matrix_covers_the_table() -> None:
         assert job["head_dims"] == ""
     assert {job["python"] for job in jobs["tests"]} == set(TABLE.pythons)
     assert [job["artifact"] for job in jobs["wheels"]] == ["wheel-x86_64", "wheel-aarch64"]
-    names = [job["artifact"] for kind in ("packs", "wheels") for job in jobs[kind]]
+    assert [job["machine"] for job in jobs["cpu_wheels"]] == ["macos-arm64", "windows-x86_64"]
+    for job in jobs["cpu_wheels"]:
+        assert {row["artifact"] for row in jobs["tests"] if row["machine"] == job["machine"]} == {
+            job["artifact"]
+        }
+    for job in jobs["tests"]:
+        assert all((ROOT / path).is_file() for path in job["tests"].split())
+    kinds = ("packs", "wheels", "cpu_wheels")
+    names = [job["artifact"] for kind in kinds for job in jobs[kind]]
     assert len(set(names)) == len(names)
 
 
@@ -171,7 +195,14 @@ def test_small_matrix_is_a_part_of_the_table() -> None:
     assert packs["cuda"] == TABLE.cuda[-1].major
     assert packs["archs"] in {arch.name for arch in TABLE.archs}
     assert {int(dim) for dim in packs["head_dims"].split()} <= set(TABLE.head_dims)
-    assert [job["python"] for job in jobs["tests"]] == [TABLE.pythons[0], TABLE.pythons[-1]]
+    pythons = [job["python"] for job in jobs["tests"] if job["machine"] == packs["machine"]]
+    assert pythons == [TABLE.pythons[0], TABLE.pythons[-1]]
+
+
+def test_a_matrix_of_named_machines_has_no_other_system() -> None:
+    jobs = matrix.jobs(TABLE, ["x86_64"])
+    assert jobs["cpu_wheels"] == []
+    assert {job["machine"] for job in jobs["tests"]} == {"x86_64"}
 
 
 def test_unknown_machine_is_refused() -> None:
