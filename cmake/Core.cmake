@@ -6,9 +6,9 @@ include(Platform)
 #   Builds the Python module `_core`. With FLASH_DMATTN_NANOBIND=split the module holds only our code and is bound to
 #   Python's stable ABI, so one file serves every Python from the floor in pyproject.toml; nanobind's own half comes from
 #   the distribution nanobind-backend. Both halves share objects of libstdc++, which is why, unlike in the packs, it is
-#   linked dynamically here. With "linked" the module holds both halves and is for the Python that builds it. It exports
-#   its initialisation alone: nanobind gives its exceptions default visibility, but Python loads modules so that none
-#   sees another's symbols, and the C++ libraries compare types by name.
+#   linked dynamically here. With "linked" the module holds both halves, links libstdc++ statically, and is for the
+#   Python that builds it. It exports its initialisation alone: nanobind gives its exceptions default visibility, but
+#   Python loads modules so that none sees another's symbols, and the C++ libraries compare types by name.
 function(fdm_add_core)
   cmake_parse_arguments(PARSE_ARGV 0 CORE "" "" "SOURCES")
   set(components Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
@@ -38,6 +38,10 @@ function(fdm_add_core)
   target_compile_options(_core PRIVATE -Wall -Wextra "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
   target_link_libraries(_core PRIVATE ${CMAKE_DL_LIBS})
   fdm_export_only(_core PyInit__core)
+  if(FLASH_DMATTN_NANOBIND STREQUAL "linked" AND NOT APPLE AND NOT MSVC)
+    # Both halves are in this file: as in the packs, it then needs no library that has to be looked for.
+    target_link_options(_core PRIVATE -static-libstdc++ -static-libgcc)
+  endif()
   install(TARGETS _core LIBRARY DESTINATION flash_dmattn)
 endfunction()
 

@@ -160,8 +160,9 @@ def entering(root: Path, options: argparse.Namespace) -> str:
 
 
 def policy(workdir: str) -> str:
-    """Return the manylinux policy that the tree in the container promises."""
-    return targets.load(Path(workdir) / "cmake" / "targets.json").wheel.policy
+    """Return the manylinux policy that the tree in the container promises; "" without a tree."""
+    table = Path(workdir) / "cmake" / "targets.json"
+    return targets.load(table).wheel.policy if table.exists() else ""
 
 
 def cuda_variables(image: str, workdir: str) -> dict[str, str]:
