@@ -7,7 +7,8 @@ set -euo pipefail
 # conda's linker flags have a run path. No library here needs one, and its place would be rewritten at installation, after
 # which the hashes of the manifest and of RECORD hold no more.
 shopt -s extglob
-export LDFLAGS=${LDFLAGS//-Wl,-rpath,+([! ])/}
+export LDFLAGS=${LDFLAGS-}
+LDFLAGS=${LDFLAGS//-Wl,-rpath,+([! ])/}
 
 # conda's compiler sets this to what an environment builds for in general; the table of archs is this project's.
 unset CUDAARCHS
