@@ -239,7 +239,8 @@ def test_a_container_sees_its_volume_alone(tmp_path: Path) -> None:
     shutil.copy(targets.TABLE, tmp_path / "volume" / "cmake")
     (tmp_path / "volume" / "in").write_text("hello")
     script = (
-        'set -e; cat in; echo "$HOME $EPOCH $UNNAMED $AUDITWHEEL_POLICY"; ls -A ..; test ! -e "$HOME/.gitconfig"; '
+        'set -e; cat in; echo "$HOME $EPOCH $UNNAMED $AUDITWHEEL_POLICY"; ls -A ..; '
+        'test ! -e "$HOME/.gitconfig"; '
         "/opt/python/cp310-cp310/bin/python -c 'print(3)'; echo made >out; exit 7"
     )
     options = ["--rm", "--volume", f"{tmp_path}/volume:{tmp_path}/volume"]
