@@ -4,20 +4,26 @@
 include_guard(GLOBAL)
 
 # fdm_require_supported_platform()
-#   Fails where the packs cannot be built, and says what would do. Their vectors are those of GCC and clang, whose width
-#   the compiler splits or joins as the processor needs, so any 64-bit little-endian machine will do.
+#   Fails where the packs or the module cannot be built, and says what would do. Their vectors are those of GCC and
+#   clang, whose width the compiler splits or joins as the processor needs, so any 64-bit little-endian machine will do.
+#   With neither of them the package alone is installed, which computes in plain PyTorch, anywhere.
 function(fdm_require_supported_platform)
+  if(NOT FLASH_DMATTN_CORE AND NOT FLASH_DMATTN_CPU AND FLASH_DMATTN_CUDA STREQUAL "OFF")
+    return()
+  endif()
+  set(without "To install the package without binaries, which computes in plain PyTorch, turn FLASH_DMATTN_CORE, "
+    "FLASH_DMATTN_CPU and FLASH_DMATTN_CUDA OFF (docs/install.md)")
+  list(JOIN without "" without)
   if(NOT CMAKE_SYSTEM_NAME MATCHES "^(Linux|Darwin|Windows)$" OR NOT CMAKE_SIZEOF_VOID_P EQUAL 8
      OR NOT CMAKE_CXX_BYTE_ORDER STREQUAL "LITTLE_ENDIAN")
     message(FATAL_ERROR "flash-dmattn builds on 64-bit little-endian Linux, macOS and Windows; this is "
-      "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}. Without building, its plain PyTorch functions run anywhere: "
-      "docs/install.md, \"Other platforms\"")
+      "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}. ${without}")
   endif()
   if(NOT CMAKE_CXX_COMPILER_ID MATCHES "^(GNU|Clang|AppleClang)$"
      OR CMAKE_CXX_COMPILER_FRONTEND_VARIANT STREQUAL "MSVC")
     message(FATAL_ERROR "flash-dmattn needs GCC or clang, whose vectors its kernels are written in; this is "
       "${CMAKE_CXX_COMPILER_ID} (${CMAKE_CXX_COMPILER}). On Windows install LLVM, and set CXX=clang++ and "
-      "CMAKE_GENERATOR=Ninja in a prompt of Visual Studio's build tools")
+      "CMAKE_GENERATOR=Ninja. ${without}")
   endif()
   # GCC leaves the stack aligned to 16 bytes there, and spills registers of 32 and 64 (its bug 54412).
   if(CMAKE_SYSTEM_NAME STREQUAL "Windows" AND NOT CMAKE_CXX_COMPILER_ID STREQUAL "Clang")

@@ -4,6 +4,12 @@
 # The packs of one CUDA major, as a distribution of their own that the loader finds.
 set -euo pipefail
 
+# conda's linker flags have a run path. No library here needs one, and its place would be rewritten at installation, after
+# which the hashes of the manifest and of RECORD hold no more.
+shopt -s extglob
+export LDFLAGS=${LDFLAGS-}
+LDFLAGS=${LDFLAGS//-Wl,-rpath,+([! ])/}
+
 # conda's compiler sets this to what an environment builds for in general; the table of archs is this project's.
 unset CUDAARCHS
 MAX_JOBS=${MAX_JOBS:-${CPU_COUNT:-}} python -m release packs --cuda "$CUDA_MAJOR" --output build/packs \

@@ -5,6 +5,12 @@
 # the module is linked with nanobind's half, and the metadata must not ask for what it does not need.
 set -euo pipefail
 
+# conda's linker flags have a run path. No library here needs one, and its place would be rewritten at installation, after
+# which the hashes of the manifest and of RECORD hold no more.
+shopt -s extglob
+export LDFLAGS=${LDFLAGS-}
+LDFLAGS=${LDFLAGS//-Wl,-rpath,+([! ])/}
+
 sed -i '/^dependencies = \["nanobind-backend/d' pyproject.toml
 "$PYTHON" -m pip install . --no-deps --no-build-isolation --no-index -vv \
   --config-settings=wheel.py-api= \

@@ -142,11 +142,14 @@ def entering(root: Path, options: argparse.Namespace) -> str:
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": "/root",
+        "AUDITWHEEL_POLICY": policy(options.workdir),  # as the images of manylinux have it
         **{
             name: value
             for name, value in os.environ.items()
             if name.startswith(NETWORK) and name != "PIP_CONSTRAINT"
         },
+        # With stand-ins for packs, one for the program that reads them.
+        **({} if PACKS else {"CUDA_HOME": f"{options.workdir}/rehearsal/toolkit"}),
         **cuda_variables(options.image.partition("@")[0], options.workdir),
         **{name: os.environ[name] for name in options.env if name in os.environ},
     }
@@ -154,6 +157,12 @@ def entering(root: Path, options: argparse.Namespace) -> str:
     words += [f"{name}={value}" for name, value in variables.items()]
     words += ["bash", "-c", 'cd "$0" && exec "$@"', options.workdir, *options.command]
     return shlex.join(words)
+
+
+def policy(workdir: str) -> str:
+    """Return the manylinux policy that the tree in the container promises; "" without a tree."""
+    table = Path(workdir) / "cmake" / "targets.json"
+    return targets.load(table).wheel.policy if table.exists() else ""
 
 
 def cuda_variables(image: str, workdir: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from release import targets
 from release.programs import call, output
 from release.project import ROOT, ReleaseError, pyproject_value
-from release.tag import changes
+from release.tag import NAMING, changes
 
 ORIGIN = "https://github.com/rehearsal/flash-dmattn.git"  # only act reads it, for the name
 IDENTITY = ("-c", "user.name=rehearsal", "-c", "user.email=rehearsal@example.org")
@@ -26,6 +26,9 @@ def make_repository(folder: Path) -> str:
     git(folder, "remote", "set-url", "origin", ORIGIN)
     version = pyproject_value("version")
     date_changelog(folder / "CHANGELOG.md", version)
+    for name in NAMING:
+        path = folder / name
+        path.write_text(path.read_text().replace("OWNER", "rehearsal"))
     lower_floor(folder / "cmake" / "targets.json")
     call([sys.executable, "-m", "release", "tables", "--write"], cwd=folder)
     git(folder, *IDENTITY, "commit", "--quiet", "--all", "--message", f"Release {version}")

@@ -216,8 +216,8 @@ def disagreements(table: Table) -> Iterator[str]:
     classified = tuple(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project))
     if classified != table.pythons:
         yield f"pyproject.toml has classifiers of Python {', '.join(classified)}, not the table's"
-    without_gil = f'python-version = ">={table.free_threaded}"\nwheel.py-api = "{tag}t"'
-    if without_gil not in project:
+    floor_without_gil = f'if.python-version = ">={table.free_threaded}"'
+    if {floor_without_gil, f'wheel = {{ py-api = "{tag}t" }}'} - set(project.splitlines()):
         yield f"pyproject.toml does not build {tag}t from Python {table.free_threaded} on"
     wanted = [f"cp3{{{','.join(p[2:] for p in table.pythons)}}}-manylinux_*", f"{tag}t-manylinux_*"]
     if f'build = "{" ".join(wanted)}"' not in (ROOT / "release" / "cibuildwheel.toml").read_text():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a tag can become a release: the version of the tree, and what CHANGELOG.md says of it."""
+"""Whether a tag can become a release: the version of the tree, what CHANGELOG.md says of it, and
+whether the repository's owner is named where OWNER stands for them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,9 @@ import re
 from pathlib import Path
 
 from release.project import ROOT, ReleaseError, pyproject_value
+
+# Files that name the repository, in which OWNER is a placeholder.
+NAMING = ("pyproject.toml", ".github/CODEOWNERS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +35,12 @@ def check_tag(tag: str, root: Path = ROOT, *, dated: bool = True) -> str:
     Args:
         tag: such as v2.0.0.
         root: of the source tree.
-        dated: the changelog must give the version a date; a rehearsal comes before that.
+        dated: the changelog must give the version a date, and the owner must be named; a
+            rehearsal comes before that.
 
     Raises:
-        ReleaseError: the tag is not the declared version, or the changelog lacks it.
+        ReleaseError: the tag is not the declared version, the changelog lacks it, or the owner is
+            not named.
     """
     version = pyproject_value("version", root)
     if tag != f"v{version}":
@@ -46,6 +53,11 @@ def check_tag(tag: str, root: Path = ROOT, *, dated: bool = True) -> str:
         raise ReleaseError(
             f'CHANGELOG.md says "{heading}"; a release has its date there: '
             f'"## {version} (2030-01-31)"'
+        )
+    unnamed = [name for name in NAMING if dated and "OWNER" in (root / name).read_text()]
+    if unnamed:
+        raise ReleaseError(
+            f"{' and '.join(unnamed)} name OWNER where the repository's owner has to stand"
         )
     return version
 

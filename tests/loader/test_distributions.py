@@ -106,6 +106,17 @@ def test_a_distribution_of_packs_serves_and_computes(environment):
     assert report["exit_code"] == 0
 
 
+def test_verification_leaves_the_name_of_the_installer_alone(environment):
+    """conda writes its own name after pip has recorded the hash of another."""
+    environment.copy_flash_dmattn()
+    environment.install("flash-dmattn-site", real_pack())
+    (installer,) = environment.site.glob("flash_dmattn_site-*.dist-info/INSTALLER")
+    assert installer.name in (installer.parent / "RECORD").read_text()
+    installer.write_text("conda")
+    report = environment.run("--json", "--verify")
+    assert report["verification"]["passed"], report["verification"]
+
+
 def test_verification_finds_a_changed_byte(environment):
     environment.copy_flash_dmattn()
     path = environment.install("flash-dmattn-site", real_pack())

@@ -67,7 +67,7 @@ def test_a_wheel_finds_the_packs_of_any_number_of_jobs(
     (packs,) = re.findall(r"release wheel\n.*--packs (\S+)", TEXT)
     # The folders are accepted before anything is built.
     built = []
-    monkeypatch.setattr(wheel, "call", lambda command: built.append(command))
+    monkeypatch.setattr(wheel, "call", lambda command, **options: built.append(command))
     monkeypatch.chdir(tmp_path)
     folders = [str(path) for path in tmp_path.glob(packs)]
     with pytest.raises(ValueError, match="not enough values"):  # no wheel was made

@@ -117,7 +117,7 @@ def test_jobs_are_outputs_of_a_workflow(programs: Path) -> None:
     done = call(programs, *RELEASE, "matrix", "--small")
     assert done.returncode == 0, done.stderr
     assert [line.partition("=")[0] for line in done.stdout.splitlines()] == [
-        *("packs", "wheels", "tests", "build"),
+        *("packs", "wheels", "cpu_wheels", "tests", "build"),
         *(["epoch"] if (ROOT / ".git").exists() else []),
     ]
 
@@ -201,3 +201,17 @@ def test_an_sdist_that_could_fetch_is_not_checked(programs: Path, tmp_path: Path
     assert done.returncode == 1
     assert "this machine lets nobody cut off the network" in done.stderr
     assert not (programs / "calls").exists()
+
+
+# --- scripts/try_oldest
+
+
+def test_the_wheel_is_tried_in_an_image_of_its_policy(programs: Path, tmp_path: Path) -> None:
+    """Elsewhere it would be tried on another glibc than the one that its tag promises."""
+    wheel = tmp_path / "x.whl"
+    wheel.touch()
+    make_program(programs, "python", f'exec {sys.executable} "$@"')
+    for policy in ("", "manylinux_2_34"):
+        done = call(programs, "scripts/try_oldest", str(wheel), AUDITWHEEL_POLICY=policy)
+        assert done.returncode == 1
+        assert f"no image of manylinux_2_28, but of '{policy}'" in done.stderr

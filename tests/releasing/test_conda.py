@@ -116,3 +116,12 @@ def test_cudart_is_linked_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "by_name" not in shared["requirements"]["ignore_run_exports"]
     assert shared["build"]["string"] != static["build"]["string"]
     assert '--cudart "$CUDART"' in (ROOT / "conda" / "build_packs.sh").read_text()
+
+
+def test_libraries_are_not_changed_when_they_are_packed() -> None:
+    """A run path that is added changes the hash, and `--verify` fails."""
+    pytest.importorskip("rattler_build")
+    rendered = rendered_for("pinning.yaml")[1]
+    for row in rendered:
+        assert row["build"]["dynamic_linking"]["binary_relocation"] is False
+    assert "--selftest --verify" in RECIPE

@@ -188,6 +188,8 @@ def tree(tmp_path: Path) -> Path:
         "# Changelog\n\n## 2.0.0 (2030-01-31)\n\n### Added\n- All.\n\n"
         "## 1.9.0 (2029-01-01)\n\nOld.\n"
     )
+    (tmp_path / ".github").mkdir()
+    (tmp_path / ".github" / "CODEOWNERS").write_text("* @somebody\n")
     return tmp_path
 
 
@@ -213,7 +215,13 @@ def test_tags_that_are_refused(tree: Path, name: str, old: str, new: str, messag
         check_tag(name, tree)
 
 
-def test_this_tree_could_be_released_but_for_the_date() -> None:
+def test_an_owner_who_is_not_named_is_found(tree: Path) -> None:
+    (tree / ".github" / "CODEOWNERS").write_text("* @OWNER/maintainers\n")
+    with pytest.raises(ReleaseError, match=r"^\.github/CODEOWNERS name OWNER where"):
+        check_tag("v2.0.0", tree)
+
+
+def test_this_tree_could_be_released_but_for_the_date_and_the_owner() -> None:
     assert check_tag(f"v{VERSION}", dated=False) == VERSION
 
 

