@@ -13,6 +13,7 @@ struct ForwardTileChoice {
 // less shared memory for each operation. K of a block is needed long before its V, so where there is room, it has a
 // stage more.
 constexpr ForwardTileChoice forward_tile(int head_dim) {
+  if (head_dim <= 64) return {128, 4, 3};
   if (head_dim <= 128) return {128, 3, 2};
   return head_dim <= 192 ? ForwardTileChoice{64, 3, 2} : ForwardTileChoice{64, 2, 2};
 }
