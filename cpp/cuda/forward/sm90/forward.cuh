@@ -12,6 +12,7 @@
 #include "../../tile/sm90/key_pipeline.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/tile_scheduler.cuh"
+#include "../../tile/sm90/tile_sizes.cuh"
 #include "../forward_rows.cuh"
 
 namespace fdm::cuda::sm90 {
@@ -316,8 +317,8 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) forward_kernel(const __gri
   shared.bias.init();
   ptx::wait_for_kernel_ahead();
   __syncthreads();
-  // Without local memory: its loads wait behind all copies that were started before.
-  using Registers = RoleRegisters<(Config::kHeadDim <= 64 ? 200 : 216), (Config::kHeadDim <= 64 ? 104 : 72)>;
+  constexpr int kRegisters = forward_consumer_registers(Config::kHeadDim);
+  using Registers = RoleRegisters<kRegisters, 3 * 168 - 2 * kRegisters>;
   if (Roles::is_producer()) {
     Registers::produce();
     produce_forward<Config>(params, shared);

@@ -18,6 +18,13 @@ constexpr ForwardTileChoice forward_tile(int head_dim) {
   return head_dim <= 192 ? ForwardTileChoice{64, 3, 2} : ForwardTileChoice{64, 2, 2};
 }
 
+// Registers of a consumer thread; a producer thread has what is left. Neither should need local memory, whose loads wait
+// behind all copies that were started before: a thousand cycles and more.
+constexpr int forward_consumer_registers(int head_dim) {
+  if (head_dim <= 64) return 200;
+  return head_dim == 128 || head_dim == 256 ? 216 : 208;
+}
+
 struct DqTileChoice {
   int columns, stages;
 };
