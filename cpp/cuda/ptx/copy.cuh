@@ -22,7 +22,9 @@ __device__ __forceinline__ void cp_async_4(uint32_t smem, const void *gmem) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(smem), "l"(gmem) : "memory");
 }
 // Asks for the line of L2 at this address.
-__device__ __forceinline__ void prefetch_l2(const void *gmem) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(gmem)); }
+__device__ __forceinline__ void prefetch_l2(const void *gmem) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(gmem));
+}
 
 // An ordinary store, for what has fewer than four bytes in global memory.
 __device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) {

@@ -35,8 +35,7 @@ template <class Config> struct ForwardShared {
 };
 
 // The row of Q that a producer thread knows; null: there is none.
-template <class Config>
-__device__ const uint16_t *query_row(const ForwardParams &params, const ForwardTask &task) {
+template <class Config> __device__ const uint16_t *query_row(const ForwardParams &params, const ForwardTask &task) {
   const fdm_tensor &q = params.p.q;
   const int64_t i = task.first_row + Roles::producer_thread();
   if (i >= task.s.q_count) return nullptr;

@@ -76,8 +76,8 @@ template <class Pipeline, class OnColumn> struct KeyProducer {
   const TileColumns *entry_columns;
   int32_t entry_full;
   ScoreView bias;
-  int32_t next_key; // of the block after that
-  TileColumns keys; // what is read here is what finds keys
+  int32_t next_key;                // of the block after that
+  TileColumns keys;                // what is read here is what finds keys
   const uint16_t *v_row = nullptr; // of the block whose K was loaded last; null once its V is loaded too
 
   __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared, const OnColumn &call)

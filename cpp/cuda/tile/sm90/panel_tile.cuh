@@ -54,9 +54,9 @@ template <int kHeadDim, int kRows> struct PanelTile {
       const uint16_t *row[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        row[i] = reinterpret_cast<const uint16_t *>(
-                     __shfl_sync(0xffffffffu, row_bits, first + i * kStepRows + own_row)) +
-                 own_chunk * 8;
+        row[i] =
+            reinterpret_cast<const uint16_t *>(__shfl_sync(0xffffffffu, row_bits, first + i * kStepRows + own_row)) +
+            own_chunk * 8;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int r = first + i * kStepRows;
