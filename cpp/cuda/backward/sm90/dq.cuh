@@ -75,7 +75,12 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
     scheduler.producer_acquire();
     load_rows<Config>(params, task, statistics, shared);
     scheduler.producer_commit();
-    keys.run(task, next, [&] { scheduler.prepare_ahead(); });
+    keys.run(task, next, [&] {
+      if (!scheduler.prepares()) return;
+      keys.park();
+      scheduler.prepare_ahead();
+      keys.unpark();
+    });
   }
   keys.finish();
   scheduler.producer_tail();

@@ -12,6 +12,7 @@
 #include "../../tile/sm90/key_pipeline.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/tile_scheduler.cuh"
+#include "../../tile/sm90/tile_sizes.cuh"
 #include "../forward_rows.cuh"
 
 namespace fdm::cuda {
@@ -71,9 +72,8 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
             sink_score(p, t.head)};
   };
   TaskProducer<ForwardTask, decltype(make)> scheduler(p, shared.tasks, make);
-  const bool folds = present(p.bias) && params.bias_factor != 0.0f;
   const auto on_column = [&](int slot, int i, float bias) {
-    if (folds) shared.bias.store(slot, i, bias * params.bias_factor);
+    if (present(p.bias) && params.bias_factor != 0.0f) shared.bias.store(slot, i, bias * params.bias_factor);
   };
   KeyProducer<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
   keys.start(scheduler.current());
@@ -85,7 +85,10 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
     scheduler.producer_commit();
     keys.run(task, next, [&] {
       prefetch_queries<Config>(params, next);
+      if (!scheduler.prepares()) return;
+      keys.park();
       scheduler.prepare_ahead();
+      keys.unpark();
     });
   }
   keys.finish();
@@ -150,7 +153,12 @@ template <class Config> struct ForwardConsumer {
   // What comes before a block: nothing, the last block of the tile before, or a block of the same tile.
   enum class After { nothing, tile, block };
 
-  template <After kAfter> __device__ void step(const TaskConsumer<ForwardTask> &tasks, int block, int blocks) {
+  // The blocks of a task that are left, this one among them, and how many of the last may be partial.
+  struct BlocksLeft {
+    int count, partial;
+  };
+
+  template <After kAfter> __device__ void step(const TaskConsumer<ForwardTask> &tasks, const BlocksLeft &left) {
     Pipeline &pipeline = shared.pipeline;
     Roles::consumer_wait(pipeline.k_full[k_state.index], k_state.phase);
     Roles::take_turn(group);
@@ -159,9 +167,9 @@ template <class Config> struct ForwardConsumer {
     Roles::pass_turn(group);
     ptx::warpgroup_wait<kAfter == After::nothing ? 0 : 1>();
     ptx::warpgroup_fence_operand(rows.scores[0]);
-    if (block + 1 == blocks) Roles::consumer_release(shared.tasks.empty); // Q of the next tile may come
+    if (left.count == 1) Roles::consumer_release(shared.tasks.empty); // Q of the next tile may come
     [[maybe_unused]] const RowSums before = take_sums();
-    softmax<kAfter>(tasks.current(), (block + 1) * kColumns > tasks.current().columns.full);
+    softmax<kAfter>(tasks, left.count <= left.partial);
     Roles::consumer_release(pipeline.k_empty[k_state.index]);
     ++k_state;
     pack_left<Element>(probabilities, rows.scores[0]);
@@ -174,7 +182,7 @@ template <class Config> struct ForwardConsumer {
   // The first block of a tile gives the maximum of its rows. It mostly stays, and is not looked for in other blocks
   // unless their sums show that it does not. That branch also keeps the wait for the product with V behind the
   // probabilities, which ptxas would else compute after it.
-  template <After kAfter> __device__ void softmax(const ForwardTask &task, bool partial) {
+  template <After kAfter> __device__ void softmax(const TaskConsumer<ForwardTask> &tasks, bool partial) {
     const auto &facts = shared.pipeline.facts[k_state.facts];
     const bool linear = params.bias_factor != 0.0f;
     if (linear) {
@@ -192,7 +200,7 @@ template <class Config> struct ForwardConsumer {
       }
     }
     if constexpr (kAfter != After::nothing) finish_output<1>();
-    if (linear) scores_again(task);
+    if (linear) scores_again(tasks.current());
     rows.finish_scores(facts, partial);
     if constexpr (kAfter != After::block) rows.start_sums();
     const float factors[2] = {rows.softmax(0, 0), rows.softmax(0, 1)};
@@ -263,7 +271,7 @@ template <class Config> struct ForwardConsumer {
   __device__ void run() {
     TaskConsumer<ForwardTask> tasks(shared.tasks);
     while (tasks.wait()) {
-      if (blocks_of(tasks.current()) > 0) {
+      if (blocks_of(tasks.current()).count > 0) {
         run_stream(tasks);
         continue;
       }
@@ -277,23 +285,25 @@ template <class Config> struct ForwardConsumer {
 
   // Goes through tasks up to one without columns.
   __device__ void run_stream(TaskConsumer<ForwardTask> &tasks) {
-    int blocks = blocks_of(tasks.current());
-    step<After::nothing>(tasks, 0, blocks);
+    BlocksLeft left = blocks_of(tasks.current());
+    step<After::nothing>(tasks, left);
     for (;;) {
-      for (int block = 1; block < blocks; ++block) step<After::block>(tasks, block, blocks);
+      while (--left.count > 0) step<After::block>(tasks, left);
       tasks.advance();
       if (!tasks.wait()) break;
-      blocks = blocks_of(tasks.current());
-      if (blocks == 0) break;
-      step<After::tile>(tasks, 0, blocks);
+      left = blocks_of(tasks.current());
+      if (left.count == 0) break;
+      step<After::tile>(tasks, left);
     }
     start_output();
     finish_output<0>();
     write(tasks.before(), take_sums());
   }
 
-  __device__ static int blocks_of(const ForwardTask &task) {
-    return int(uint32_t(uniform(task.columns.count + kColumns - 1)) / kColumns);
+  __device__ static BlocksLeft blocks_of(const ForwardTask &task) {
+    const int count = uniform(task.columns.count), full = uniform(task.columns.full);
+    const int blocks = int(uint32_t(count + kColumns - 1) / kColumns);
+    return {blocks, blocks - int(uint32_t(full) / kColumns)};
   }
 };
 
@@ -309,7 +319,8 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   shared.bias.init();
   ptx::wait_for_kernel_ahead();
   __syncthreads();
-  using Registers = RoleRegisters<208, 88>;
+  constexpr int kRegisters = forward_consumer_registers(Config::kHeadDim);
+  using Registers = RoleRegisters<kRegisters, 3 * 168 - 2 * kRegisters>;
   if (Roles::is_producer()) {
     Registers::produce();
     produce_forward<Config>(params, shared);

@@ -25,9 +25,19 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   };
   using VPipelineState = PipelineState<kVStages>;
 
+  // What a producer thread puts aside.
+  struct Parked {
+    ColumnEntry entry;
+    int32_t next_key;
+    KPipelineState k_state;
+    VPipelineState v_state;
+    const uint16_t *v_row;
+  };
+
   alignas(1024) char sK[kKStages][Tile::kBytes];
   char sV[kVStages][Tile::kBytes];
   ColumnFacts<kColumns> facts[kFactSlots];
+  Parked parked[32]; // of one warp
   uint64_t k_full[kKStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -79,8 +89,11 @@ template <class Pipeline, class OnColumn> struct KeyProducer {
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
   __device__ static int column(int block) {
-    const int lane = threadIdx.x % 32;
-    return lane < kOwnColumns ? block * kColumns + warp() * kOwnColumns + lane : INT32_MAX;
+    // Read anew each time, it takes no register in between.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    const int lane = thread % 32, warp = thread / 32 % Roles::kProducerWarps;
+    return lane < kOwnColumns ? block * kColumns + warp * kOwnColumns + lane : INT32_MAX;
   }
   template <class Task> __device__ static int blocks_of(const Task &task) {
     return (task.columns.count + kColumns - 1) / kColumns;
@@ -96,10 +109,8 @@ template <class Pipeline, class OnColumn> struct KeyProducer {
 
   // Loads K of a task's first block, so that what comes between begin() and run() need not be waited for first.
   template <class Task> __device__ void begin(const Task &task, const Task &next) {
-    first_k = first_key_row(p.k, task.s, task.kv_head);
-    first_v = first_key_row(p.v, task.s, task.kv_head);
-    full = task.columns.full;
     const int blocks = blocks_of(task);
+    hold(task, next, 0, blocks);
     if (blocks > 0)
       load_block(task, next, 0, blocks);
     else
@@ -110,20 +121,47 @@ template <class Pipeline, class OnColumn> struct KeyProducer {
   template <class Task, class Meanwhile>
   __device__ void run(const Task &task, const Task &next, const Meanwhile &meanwhile) {
     const int blocks = blocks_of(task);
-    int block = 1, end = min(blocks, Pipeline::kKStages);
+    const int filled = max(min(blocks, Pipeline::kKStages), 1);
 #pragma unroll 1
-    for (int part = 0; part < 2; ++part) {
-#pragma unroll 1
-      for (; block < end; ++block) load_block(task, next, block, blocks);
-      if (part == 0) meanwhile();
-      end = blocks;
+    for (int block = 1;; ++block) {
+      if (block == filled) {
+        meanwhile();
+        hold(task, next, block, blocks);
+      }
+      if (block >= blocks) break;
+      load_block(task, next, block, blocks);
     }
-    if (blocks < 2) start(next); // load_block() asked for too little ahead
+    if (blocks_of(task) < 2) start(next); // load_block() asked for too little ahead
   }
   // Loads V of the last block of all.
   __device__ void finish() { load_values(); }
 
+  // One warp at a time may call these around other work that needs its registers. The compiler would use local memory,
+  // whose loads wait behind all copies that were started before.
+  __device__ void park() const {
+    pipeline.parked[threadIdx.x % 32] = {entry, next_key, k_state, v_state, v_row};
+    asm volatile("" ::: "memory");
+  }
+  __device__ void unpark() {
+    asm volatile("" ::: "memory");
+    const auto &parked = pipeline.parked[threadIdx.x % 32];
+    entry = parked.entry;
+    next_key = parked.next_key;
+    k_state = parked.k_state;
+    v_state = parked.v_state;
+    v_row = parked.v_row;
+  }
+
 private:
+  // Reads from the tasks what is held in registers, when this block is to be loaded next.
+  template <class Task> __device__ void hold(const Task &task, const Task &next, int block, int blocks) {
+    first_k = first_key_row(p.k, task.s, task.kv_head);
+    first_v = first_key_row(p.v, task.s, task.kv_head);
+    full = task.columns.full;
+    keys = blocks - block < 2 && block > 0 ? next.columns : task.columns;
+    fetch_from(blocks - block < 1 && block > 0 ? next : task);
+  }
+
   template <class Task> __device__ void load_block(const Task &task, const Task &next, int block, int blocks) {
     if constexpr (!kValuesLag) load_values();
     const uint16_t *row = load_keys(task, next, block, blocks);

@@ -64,6 +64,15 @@ template <class Task> struct TaskPipeline {
 
   Task tasks[kSlots];
   bool end[kSlots]; // there are no more tasks from this slot on
+  // Of the task that each warp is at: registers are scarce.
+  uint32_t number[Roles::kThreads / 32];
+
+  __device__ uint32_t own_number() const { return number[threadIdx.x / 32]; }
+  __device__ void set_own_number(uint32_t own) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) number[threadIdx.x / 32] = own;
+    __syncwarp();
+  }
   uint64_t full, empty;
 
   // One thread of the block calls this, before the others use the barriers.
@@ -80,29 +89,31 @@ template <class Task, class Make> struct TaskProducer {
   const fdm_problem &p;
   TaskPipeline<Task> &pipeline;
   const Make &make;
-  uint32_t number = 0; // of this block's tasks
 
   __device__ TaskProducer(const fdm_problem &problem, TaskPipeline<Task> &shared, const Make &make_task)
       : p(problem), pipeline(shared), make(make_task) {
+    pipeline.set_own_number(0);
 #pragma unroll 1 // the code is long
-    for (uint32_t index = 0; index < 2; ++index) prepare(index);
+    for (uint32_t index = 0; index < 2; ++index)
+      if (prepares(index)) prepare(index);
     Roles::sync_producers();
   }
 
-  __device__ const Task &current() const { return pipeline.tasks[number % kSlots]; }
+  __device__ const Task &current() const { return pipeline.tasks[number() % kSlots]; }
   // It keeps no keys where there is none.
-  __device__ const Task &next() const { return pipeline.tasks[(number + 1) % kSlots]; }
-  __device__ bool at_end() const { return pipeline.end[number % kSlots]; }
+  __device__ const Task &next() const { return pipeline.tasks[(number() + 1) % kSlots]; }
+  __device__ bool at_end() const { return pipeline.end[number() % kSlots]; }
 
   // Waits until the consumers no longer need what was loaded for the previous task.
-  __device__ void producer_acquire() const { Roles::producer_acquire(pipeline.empty, number % 2); }
+  __device__ void producer_acquire() const { Roles::producer_acquire(pipeline.empty, number() % 2); }
   // Hands the task to the consumers. The copies that belong to it have been started.
   __device__ void producer_commit() { Roles::producer_commit(pipeline.full); }
 
-  // Comes after producer_acquire(): then nobody needs the slot any more.
-  __device__ void prepare_ahead() { prepare(number + 2); }
+  // One warp prepares the task after the next, after producer_acquire(): then nobody needs the slot any more.
+  __device__ bool prepares() const { return prepares(number() + 2); }
+  __device__ void prepare_ahead() { prepare(number() + 2); }
   __device__ void advance() {
-    ++number;
+    pipeline.set_own_number(number() + 1);
     Roles::sync_producers();
   }
   __device__ void producer_tail() {
@@ -111,8 +122,11 @@ template <class Task, class Make> struct TaskProducer {
   }
 
 private:
+  __device__ uint32_t number() const { return pipeline.own_number(); }
+  __device__ static bool prepares(uint32_t index) {
+    return uint32_t(Roles::producer_thread()) / 32 == index % Roles::kProducerWarps;
+  }
   __device__ void prepare(uint32_t index) {
-    if (uint32_t(Roles::producer_thread()) / 32 != index % Roles::kProducerWarps) return;
     // Tiles get shorter towards the end. Every other round goes backwards, so that no block always has the longest.
     const uint32_t place = index % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int64_t tile_index = place + int64_t(index) * gridDim.x;
@@ -132,18 +146,20 @@ private:
 // A consumer releases pipeline.empty once for each task, when it needs nothing more that was loaded.
 template <class Task> struct TaskConsumer {
   TaskPipeline<Task> &pipeline;
-  uint32_t number = 0;
 
-  __device__ explicit TaskConsumer(TaskPipeline<Task> &shared) : pipeline(shared) {}
+  __device__ explicit TaskConsumer(TaskPipeline<Task> &shared) : pipeline(shared) { pipeline.set_own_number(0); }
 
   // Waits until a task is loaded. Returns false if there are no more.
   __device__ bool wait() const {
-    Roles::consumer_wait(pipeline.full, number % 2);
-    return !uniform(pipeline.end[number % TaskPipeline<Task>::kSlots]);
+    Roles::consumer_wait(pipeline.full, number() % 2);
+    return !uniform(pipeline.end[number() % TaskPipeline<Task>::kSlots]);
   }
-  __device__ const Task &current() const { return pipeline.tasks[number % TaskPipeline<Task>::kSlots]; }
-  __device__ const Task &before() const { return pipeline.tasks[(number - 1) % TaskPipeline<Task>::kSlots]; }
-  __device__ void advance() { ++number; }
+  __device__ const Task &current() const { return pipeline.tasks[number() % TaskPipeline<Task>::kSlots]; }
+  __device__ const Task &before() const { return pipeline.tasks[(number() - 1) % TaskPipeline<Task>::kSlots]; }
+  __device__ void advance() { pipeline.set_own_number(number() + 1); }
+
+private:
+  __device__ uint32_t number() const { return pipeline.own_number(); }
 };
 
 } // namespace fdm::cuda

@@ -13,8 +13,16 @@ struct ForwardTileSm90 {
 // less shared memory for each operation. K of a block is needed long before its V, so where there is room, it has a
 // stage more.
 constexpr ForwardTileSm90 forward_tile_sm90(int head_dim) {
+  if (head_dim <= 64) return {128, 4, 3};
   if (head_dim <= 128) return {128, 3, 2};
   return head_dim <= 192 ? ForwardTileSm90{64, 3, 2} : ForwardTileSm90{64, 2, 2};
+}
+
+// Registers of a consumer thread; a producer thread has what is left. Neither should need local memory, whose loads wait
+// behind all copies that were started before: a thousand cycles and more.
+constexpr int forward_consumer_registers(int head_dim) {
+  if (head_dim <= 64) return 200;
+  return head_dim == 128 || head_dim == 256 ? 216 : 208;
 }
 
 struct DqTileSm90 {
