@@ -10,6 +10,7 @@
 #include "../ptx/dependent.cuh"
 #include "../tile/products.cuh"
 #include "key_order.cuh"
+#include "key_segments.cuh"
 #include "make_statistics.cuh"
 
 namespace fdm::cuda {
@@ -78,10 +79,16 @@ __device__ void clear_gradients(const BackwardParams &params, const Division &di
 template <class Element, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     prepare_backward(const __grid_constant__ BackwardParams params, Division division) {
-  __shared__ typename KeyOrder<kThreads>::Shared shared;
+  __shared__ union {
+    typename KeyOrder<kThreads>::Shared keys;
+    typename SegmentOrder<kThreads>::Shared segments;
+  } shared;
   ptx::start_dependents();
   int64_t block = blockIdx.x;
-  if (block < division.order) return KeyOrder<kThreads>{shared}.run(params, block);
+  if (block < division.order) {
+    if (params.keys.segments.rows > 0) return SegmentOrder<kThreads>(params, shared.segments, block).run();
+    return KeyOrder<kThreads>{shared.keys}.run(params, block);
+  }
   block -= division.order;
   if (block < division.statistics)
     return make_statistics<kThreads, Element, kAligned>(params, block, division.statistics);
@@ -103,7 +110,10 @@ cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cud
   Division division{};
   division.statistics = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
   if (key_gradients) {
-    if (params.keys.listed) division.order = params.plan.lists * list_sequences(p) * params.keys.buckets;
+    if (params.keys.segments.rows > 0)
+      division.order = int64_t(params.keys.heads) * params.keys.segments.count;
+    else if (params.keys.listed)
+      division.order = params.plan.lists * list_sequences(p) * params.keys.buckets;
     // As much for each thread as there is of a few rows.
     constexpr int64_t kEach = 4 * kThreads;
     if (params.clears_keys) {

@@ -31,7 +31,7 @@ struct KeyStationaryConfig {
   using KeyTile = PanelTile<kHeadDim, kKeys>;
   using RowTile = PanelTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
-  using Keys = KeyBlock<kKeys, Producers, kStages + 2>;
+  using Keys = KeyBlock<kKeys, Producers, kStages + 2, true>;
   using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, true, true, false, Keys>;
 };
 
