@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "../dense/dense.h"
 #include "../host/device.h"
@@ -52,9 +53,7 @@ constexpr int64_t kMostSegmentBlocks = 512, kMostSegmentRows = 4096;
 int64_t segment_rows(const fdm_problem &p, const KeyWork &keys) {
   if (!keys.listed || is_varlen(p) || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
   if (p.max_kept > kMostSegmentBlocks * keys.block_keys - kMostSegmentRows) return 0;
-#ifdef FDM_SEGMENT_ROWS
-  return FDM_SEGMENT_ROWS;
-#endif
+  if (const char *x = getenv("FDM_SEGMENT_ROWS")) return atoi(x);
   return std::clamp<int64_t>(round_up(p.max_kept, 128), 512, 1024);
 }
 
@@ -65,6 +64,8 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
   const int64_t count = ceil_div(p.queries, rows), room = std::min(p.keys, p.max_kept + rows - 1);
   segments.rows = int32_t(rows);
   segments.count = int32_t(count);
+  if (const char *x = getenv("FDM_LEADING")) segments.leading = int32_t(std::min<int64_t>(atoi(x), p.max_kept / size));
+  if (const char *x = getenv("FDM_ROTATE")) segments.rotate = atoi(x);
   // Enough for all keys of a list, should it keep more.
   segments.blocks = int32_t(std::max(ceil_div(room, size), ceil_div(ceil_div(p.keys, size), count)));
   keys.blocks = int32_t(count * segments.blocks);

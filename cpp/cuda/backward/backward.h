@@ -44,6 +44,8 @@ struct KeySegments {
   int32_t rows;   // of a segment; 0: there are no segments
   int32_t count;  // segments of a list
   int32_t blocks; // blocks of keys of a segment
+  int32_t rotate;
+  int32_t leading; // so many of them
   // [list][segment]: keys that the segment keeps. If they are more than fit its blocks, in any segment of a list, the
   // blocks of all its segments have the kept keys of the list in key order.
   int32_t *live;

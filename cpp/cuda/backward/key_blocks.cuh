@@ -70,7 +70,13 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   const fdm_problem &p = params.p;
   KeyBlockPlace place{};
   place.block = static_cast<int32_t>(number / params.keys.heads);
-  const int64_t head = number % params.keys.heads;
+  int64_t head = number % params.keys.heads;
+  const KeySegments &segments = params.keys.segments;
+  if (segments.rows > 0 && number < int64_t(segments.leading) * segments.count * params.keys.heads) {
+    const int64_t segment = number / segments.leading;
+    place.block = static_cast<int32_t>(number % segments.leading * segments.count + segment % segments.count);
+    head = segment / segments.count;
+  }
   place.sequence_index = head / p.kv_heads;
   place.kv_head = head % p.kv_heads;
   place.s = sequence(p, place.sequence_index);
@@ -153,6 +159,7 @@ struct KeyTask {
   int64_t first_head; // the first query head of the group
   KeySteps steps;
   int64_t begin, end;          // the steps of this part
+  int64_t rotation;            // at which of them it begins
   int32_t max_first, min_past; // rows from the one to the other keep every key
   bool same_rows;              // the rows of a key are the same for all query heads of the group
   bool test_all;               // no tile is known to be kept by every key
@@ -274,8 +281,9 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
     KeyStep step{};
     step.number = own_task.begin;
     if (own_task.begin < own_task.end) {
-      step.head = int32_t(own_task.begin / own_task.steps.tiles);
-      step.tile = own_task.steps.first_tile + int32_t(own_task.begin - int64_t(step.head) * own_task.steps.tiles);
+      const int64_t first = own_task.begin + own_task.rotation;
+      step.head = int32_t(first / own_task.steps.tiles);
+      step.tile = own_task.steps.first_tile + int32_t(first - int64_t(step.head) * own_task.steps.tiles);
     }
     return find_step(step, 0, tile_rows);
   }
@@ -317,6 +325,7 @@ private:
     own_task.steps = key_steps(params, key_block_rows(params, place));
     own_task.begin = own_task.steps.count * item.part / item.parts;
     own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
+    own_task.rotation = params.keys.segments.rotate ? own_task.steps.count * (place.rows.position % 8) / 8 : 0;
     own_task.same_rows = params.keys.listed || !is_interval_plan(kind);
     own_task.test_all = kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias);
     own_task.words = params.plan.words;
@@ -363,7 +372,7 @@ private:
     ++step.number;
     if (++step.tile == steps.first_tile + steps.tiles) {
       step.tile = steps.first_tile;
-      ++step.head;
+      if (++step.head * int64_t(steps.tiles) == steps.count) step.head = 0;
     }
   }
 
