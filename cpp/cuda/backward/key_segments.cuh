@@ -16,7 +16,7 @@ namespace fdm::cuda {
 
 // A block of threads orders the keys of a segment, and clears the sums of keys of a head that begin there.
 template <int kThreads> struct SegmentOrder {
-  static constexpr int kItems = 4, kStep = kThreads * kItems, kClasses = 256;
+  static constexpr int kItems = 2, kStep = kThreads * kItems, kClasses = 256;
   static_assert(kClasses <= kThreads);
 
   struct Shared {

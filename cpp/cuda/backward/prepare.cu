@@ -44,14 +44,22 @@ struct Division {
 // Of bias_sums, which have one row for all queries.
 FDM_INLINE int64_t element_count(const fdm_tensor &sums) { return sums.shape[0] * sums.shape[1] * sums.shape[3]; }
 
-// Clears this block's share of a tensor of 16-bit elements.
-__device__ void clear(const fdm_tensor &t, const Clearing &clearing, int64_t block, int64_t blocks) {
+// Clears this block's share of a gradient of keys or values, 16-bit elements. What keys in lists have is written later.
+__device__ void clear(const BackwardParams &params, const fdm_tensor &t, const Clearing &clearing, int64_t block,
+                      int64_t blocks) {
+  const fdm_problem &p = params.p;
+  const bool looks = !clearing.dense || !is_varlen(p);
   for (int64_t n = block * kThreads + threadIdx.x; n < clearing.chunks; n += blocks * kThreads) {
     int64_t offset = n * clearing.width;
-    if (!clearing.dense) {
+    if (looks) {
       const int64_t c = quotient(offset, t.shape[3]), row = quotient(c, t.shape[2]), batch = quotient(row, t.shape[1]);
-      offset = batch * t.stride[0] + (row - batch * t.shape[1]) * t.stride[1] + (c - row * t.shape[2]) * t.stride[2] +
-               (offset - c * t.shape[3]) * t.stride[3];
+      const int64_t kv_head = c - row * t.shape[2], key = row - batch * t.shape[1];
+      if (!is_varlen(p)) {
+        const RowRange rows = rows_of_key(p, sequence(p, batch), kv_head * group_size(p), key);
+        if (rows.first < rows.past) continue;
+      }
+      offset =
+          batch * t.stride[0] + key * t.stride[1] + kv_head * t.stride[2] + (offset - c * t.shape[3]) * t.stride[3];
     }
     auto *element = static_cast<uint16_t *>(t.data) + offset;
     if (clearing.width == 8)
@@ -63,8 +71,8 @@ __device__ void clear(const fdm_tensor &t, const Clearing &clearing, int64_t blo
 
 __device__ void clear_gradients(const BackwardParams &params, const Division &division, int64_t block) {
   const int64_t blocks = division.clearing;
-  clear(params.a.dk, division.dk, block, blocks);
-  clear(params.a.dv, division.dv, block, blocks);
+  clear(params, params.a.dk, division.dk, block, blocks);
+  clear(params, params.a.dv, division.dv, block, blocks);
   if (!params.wants_bias_sums) return;
   const fdm_tensor &sums = params.bias_sums;
   for (int64_t n = block * kThreads + threadIdx.x; n < element_count(sums); n += blocks * kThreads) {
@@ -77,7 +85,7 @@ __device__ void clear_gradients(const BackwardParams &params, const Division &di
 }
 
 template <class Element, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     prepare_backward(const __grid_constant__ BackwardParams params, Division division) {
   __shared__ union {
     typename KeyOrder<kThreads>::Shared keys;
@@ -108,7 +116,8 @@ cudaError_t launch_for(const BackwardParams &params, const Division &division, c
 cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream) {
   const fdm_problem &p = params.p;
   Division division{};
-  division.statistics = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
+  division.statistics =
+      ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes * kStatisticsRows);
   if (key_gradients) {
     if (params.keys.segments.rows > 0)
       division.order = int64_t(params.keys.heads) * params.keys.segments.count;
