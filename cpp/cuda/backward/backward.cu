@@ -64,11 +64,13 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
   const int64_t count = ceil_div(p.queries, rows), room = std::min(p.keys, p.max_kept + rows - 1);
   segments.rows = int32_t(rows);
   segments.count = int32_t(count);
-  if (const char *x = getenv("FDM_LEADING")) segments.leading = int32_t(std::min<int64_t>(atoi(x), p.max_kept / size));
   if (const char *x = getenv("FDM_ROTATE")) segments.rotate = atoi(x);
   // Enough for all keys of a list, should it keep more.
   segments.blocks = int32_t(std::max(ceil_div(room, size), ceil_div(ceil_div(p.keys, size), count)));
   keys.blocks = int32_t(count * segments.blocks);
+  segments.leading = int32_t(p.max_kept / size);
+  if (const char *x = getenv("FDM_LEADING")) segments.leading = atoi(x);
+  segments.leading = std::min(segments.leading, segments.blocks);
   keys.ordered = take<KeyRows>(base, used, lists * keys.blocks * size);
   segments.order = take<SegmentBlock>(base, used, lists * keys.blocks);
   segments.live = take<int32_t>(base, used, lists * count);
