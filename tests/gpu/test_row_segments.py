@@ -6,6 +6,8 @@ On Hopper's kernels these are masks of which `max_kept` is known, without determ
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ HEADS, KV_HEADS = 4, 2
 
 
 def check_gradients(
-    mask: IntervalMask,
+    mask: Tensor | IntervalMask,
     bias: Tensor,
     target: Target,
     *,
@@ -26,6 +28,7 @@ def check_gradients(
     head_dim: int = 32,
 ) -> None:
     """Check a causal problem, whose keys that no query keeps hold NaN for the backend."""
+    assert isinstance(mask, IntervalMask)
     dtype, keys = torch.bfloat16, bias.shape[-1]
     kept = mask.to_bool(queries) & (bias > -torch.inf)
     kept = kept & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
@@ -38,7 +41,7 @@ def check_gradients(
     )
     poisoned = [x.masked_fill(dropped.transpose(1, 2)[..., None], torch.nan) for x in key_value]
     dout = cotangent(dout)
-    common = {"mask": mask, "bias": bias.to(dtype), "causal": True}
+    common: dict[str, Any] = {"mask": mask, "bias": bias.to(dtype), "causal": True}
     clean = Problem(query, *key_value, **common)
     got = Problem(query, *poisoned, **common).results(target, dout=dout)
     assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
