@@ -49,12 +49,21 @@ constexpr int64_t kMostUnscheduledKeys = 4096;
 // Most blocks of keys of a segment, as many as key_segments.cuh has threads; and most rows, as it has classes.
 constexpr int64_t kMostSegmentBlocks = 512, kMostSegmentRows = 4096;
 
-// The rows of a segment, or 0: blocks of keys are for all rows.
+// The rows of a segment, or 0: blocks of keys are for all rows. With fewer rows fewer pairs are computed that are not
+// kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: that costs as
+// much as 15 steps or more (seen). Sums for keys of many short segments would also take memory.
 int64_t segment_rows(const fdm_problem &p, const KeyWork &keys) {
   if (!keys.listed || is_varlen(p) || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
   if (p.max_kept > kMostSegmentBlocks * keys.block_keys - kMostSegmentRows) return 0;
   if (const char *x = getenv("FDM_SEGMENT_ROWS")) return atoi(x);
-  return std::clamp<int64_t>(round_up(p.max_kept, 128), 512, 1024);
+  constexpr int64_t kLeastRows = 512, kSteps = 64, kMostSegments = 16;
+  const int64_t wanted = std::max({kSteps * keys.tile_rows / group_size(p), p.max_kept / 2, p.queries / kMostSegments});
+  int64_t rows = kLeastRows;
+  while (rows < wanted && rows < kMostSegmentRows) rows *= 2;
+  // Fewer blocks of keys than this would leave SMs idle.
+  const auto blocks = [&] { return ceil_div(p.queries, rows) * (p.max_kept / keys.block_keys + 2) * keys.heads; };
+  while (rows > kLeastRows && blocks() < kWantedItems) rows /= 2;
+  return rows;
 }
 
 // Lays out segments of so many rows. `most_kept` keys or fewer are kept by n rows together, less the n.
@@ -64,7 +73,6 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
   const int64_t count = ceil_div(p.queries, rows), room = std::min(p.keys, p.max_kept + rows - 1);
   segments.rows = int32_t(rows);
   segments.count = int32_t(count);
-  if (const char *x = getenv("FDM_ROTATE")) segments.rotate = atoi(x);
   // Enough for all keys of a list, should it keep more.
   segments.blocks = int32_t(std::max(ceil_div(room, size), ceil_div(ceil_div(p.keys, size), count)));
   keys.blocks = int32_t(count * segments.blocks);
@@ -75,8 +83,8 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
   segments.order = take<SegmentBlock>(base, used, lists * keys.blocks);
   segments.live = take<int32_t>(base, used, lists * count);
   segments.most_sums = int32_t(std::min(p.keys, p.max_kept * (count - 1)));
-  segments.sum_floats = 2 * keys.slot_dim + 4;
-  segments.sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums * segments.sum_floats);
+  segments.sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums * 2 * keys.slot_dim);
+  segments.bias_sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums);
   segments.sum_keys = take<int32_t>(base, used, lists * segments.most_sums);
   segments.sum_count = take<int32_t>(base, used, lists);
   keys.parts = 1;

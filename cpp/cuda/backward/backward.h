@@ -33,10 +33,10 @@ struct alignas(16) KeyRows {
   int32_t sum; // the row of KeySegments::sums to which its gradients are added; -1: they are written
 };
 
-// A block of keys of a segment: the rows that keep any of them, and which of the segment's blocks in `ordered` it is.
-// There is none where past < first.
-struct SegmentBlock {
-  int32_t first, past, position;
+// A block of keys of a segment: the rows that keep any of them, which of the segment's blocks in `ordered` it is, and its
+// keys. There is none where past < first.
+struct alignas(16) SegmentBlock {
+  int32_t first, past, position, keys;
 };
 
 // Segments of rows, where a selection tells how many keys a segment can keep. See key_segments.cuh.
@@ -44,16 +44,17 @@ struct KeySegments {
   int32_t rows;   // of a segment; 0: there are no segments
   int32_t count;  // segments of a list
   int32_t blocks; // blocks of keys of a segment
-  int32_t rotate;
-  int32_t leading; // so many of them
+  // So many blocks of each segment come first, segment by segment, so that Q and dO of a segment are in the L2 cache
+  // while its blocks are computed; then the others, the longest first.
+  int32_t leading;
   // [list][segment]: keys that the segment keeps. If they are more than fit its blocks, in any segment of a list, the
   // blocks of all its segments have the kept keys of the list in key order.
   int32_t *live;
   SegmentBlock *order; // [list][segment][blocks]: the longest first
-  // Keys that several segments keep have rows of sums, which key_segment_sums.cu rounds: dk and dv [D of the
-  // instantiation], then the bias gradient.
-  float *sums; // [head, counted over sequences][most_sums][sum_floats]
-  int32_t most_sums, sum_floats;
+  // Keys that several segments keep have float32 sums, which key_segment_sums.cu rounds. Heads are counted over sequences.
+  float *sums;      // [head][most_sums][dk, dv][D of the instantiation]
+  float *bias_sums; // [head][most_sums]
+  int32_t most_sums;
   int32_t *sum_keys;  // [list][most_sums]
   int32_t *sum_count; // [list]
 };

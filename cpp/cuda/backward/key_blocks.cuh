@@ -47,51 +47,55 @@ __device__ __forceinline__ void place_in_segment(const BackwardParams &params, K
   const KeySegments &segments = keys.segments;
   const int32_t segment = segments.count - 1 - place.block % segments.count, number = place.block / segments.count;
   const int64_t segment_of_list = place.list_sequence * segments.count + segment;
+  place.rows = segments.order[segment_of_list * segments.blocks + number];
   place.in_key_order = list_overflows(keys, place.list_sequence);
   if (place.in_key_order) {
     const int64_t position = int64_t(place.block) * keys.block_keys;
     place.first_key += position;
-    place.keys -= position;
-    place.rows = {0, place.keys > 0 ? static_cast<int32_t>(place.s.q_count) : -1, 0};
+    place.keys = params.plan.kept_count[place.list_sequence] - position;
+    place.rows = {0, place.keys > 0 ? static_cast<int32_t>(place.s.q_count) : -1};
     return;
   }
-  place.rows = segments.order[segment_of_list * segments.blocks + number];
   place.first_key = (segment_of_list * segments.blocks + place.rows.position) * keys.block_keys;
-  place.keys = segments.live[segment_of_list] - int64_t(place.rows.position) * keys.block_keys;
+  place.keys = place.rows.keys;
 }
 
 // The sums of a key of a head, counted over sequences.
 FDM_INLINE float *key_segment_sums(const KeyWork &keys, int64_t head, int32_t sum) {
-  return keys.segments.sums + (head * keys.segments.most_sums + sum) * keys.segments.sum_floats;
+  return keys.segments.sums + (head * keys.segments.most_sums + sum) * 2 * keys.slot_dim;
+}
+FDM_INLINE float *bias_segment_sum(const KeyWork &keys, int64_t head, int32_t sum) {
+  return keys.segments.bias_sums + head * keys.segments.most_sums + sum;
 }
 
 // With segments, all lanes of a warp call this.
 __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &params, int64_t number) {
   const fdm_problem &p = params.p;
   KeyBlockPlace place{};
-  place.block = static_cast<int32_t>(number / params.keys.heads);
-  int64_t head = number % params.keys.heads;
+  const int64_t block = quotient(number, params.keys.heads);
+  place.block = static_cast<int32_t>(block);
+  int64_t head = number - block * params.keys.heads;
   const KeySegments &segments = params.keys.segments;
   if (segments.rows > 0 && number < int64_t(segments.leading) * segments.count * params.keys.heads) {
-    const int64_t segment = number / segments.leading;
-    place.block = static_cast<int32_t>(number % segments.leading * segments.count + segment % segments.count);
-    head = segment / segments.count;
+    const int64_t segment = quotient(number, segments.leading);
+    head = quotient(segment, segments.count);
+    const int64_t segment_of_head = segment - head * segments.count;
+    place.block = static_cast<int32_t>((number - segment * segments.leading) * segments.count + segment_of_head);
   }
-  place.sequence_index = head / p.kv_heads;
-  place.kv_head = head % p.kv_heads;
+  place.sequence_index = quotient(head, p.kv_heads);
+  place.kv_head = head - place.sequence_index * p.kv_heads;
   place.s = sequence(p, place.sequence_index);
   if (!params.keys.listed) return place;
   const Plan &plan = params.plan;
   const int64_t list = list_number(p, plan, place.s, place.kv_head * group_size(p));
   place.list_sequence = is_varlen(p) ? list * p.batch + place.sequence_index : list;
   place.first_key = list * plan.list_keys + place.s.k_begin;
-  place.keys = plan.kept_count[place.list_sequence];
-  if (params.keys.segments.rows > 0) {
+  if (segments.rows > 0) {
     place_in_segment(params, place);
   } else {
     const int64_t position = ordered_position(params.keys, place.block);
     place.first_key += position;
-    place.keys -= position;
+    place.keys = plan.kept_count[place.list_sequence] - position;
   }
   return place;
 }
@@ -142,6 +146,17 @@ __device__ __forceinline__ KeyItem key_item(const KeyWork &keys, int32_t number)
   return {number / keys.parts, part, keys.parts, number - part};
 }
 
+// The same at once, and where the item's keys are.
+__device__ __forceinline__ bool find_key_item(const BackwardParams &params, int32_t number, KeyItem &item,
+                                              KeyBlockPlace &place) {
+  const bool scheduled = params.keys.parts == 0;
+  if (scheduled && number >= *params.keys.item_count) return false;
+  item = key_item(params.keys, number);
+  place = key_block_place(params, item.block);
+  const RowRange rows = key_block_rows(params, place);
+  return scheduled || rows.past >= rows.first;
+}
+
 struct KeySteps {
   int32_t first_tile, tiles; // counted in tiles of the dkdv kernel
   int64_t count;             // tiles * query heads of the group
@@ -159,7 +174,6 @@ struct KeyTask {
   int64_t first_head; // the first query head of the group
   KeySteps steps;
   int64_t begin, end;          // the steps of this part
-  int64_t rotation;            // at which of them it begins
   int32_t max_first, min_past; // rows from the one to the other keep every key
   bool same_rows;              // the rows of a key are the same for all query heads of the group
   bool test_all;               // no tile is known to be kept by every key
@@ -220,8 +234,10 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
 
   // `clears_bias` says that the bias sums in a part's slot are cleared.
   __device__ void start(const KeyItem &item, bool clears_bias) {
+    start(item, key_block_place(params, item.block), clears_bias);
+  }
+  __device__ void start(const KeyItem &item, const KeyBlockPlace &place, bool clears_bias) {
     const fdm_problem &p = params.p;
-    const KeyBlockPlace place = key_block_place(params, item.block);
     if (Team::thread() == 0) make_task(item, place);
     const int r = Team::thread();
     KeyRows key_rows{-1, 0, 0, -1};
@@ -281,9 +297,8 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
     KeyStep step{};
     step.number = own_task.begin;
     if (own_task.begin < own_task.end) {
-      const int64_t first = own_task.begin + own_task.rotation;
-      step.head = int32_t(first / own_task.steps.tiles);
-      step.tile = own_task.steps.first_tile + int32_t(first - int64_t(step.head) * own_task.steps.tiles);
+      step.head = int32_t(own_task.begin / own_task.steps.tiles);
+      step.tile = own_task.steps.first_tile + int32_t(own_task.begin - int64_t(step.head) * own_task.steps.tiles);
     }
     return find_step(step, 0, tile_rows);
   }
@@ -303,7 +318,7 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
   }
   __device__ void write_bias_sum(int64_t head_of_group, int r, float sum) const {
     if (kSegments && shared.sum[r] >= 0)
-      atomicAdd(segment_sums(2, r), sum);
+      atomicAdd(bias_segment_sum(params.keys, shared.task.key_head, shared.sum[r]), sum);
     else if (shared.task.slot)
       slot_bias()[head_of_group * kKeys + r] = sum;
     else
@@ -325,7 +340,6 @@ private:
     own_task.steps = key_steps(params, key_block_rows(params, place));
     own_task.begin = own_task.steps.count * item.part / item.parts;
     own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
-    own_task.rotation = params.keys.segments.rotate ? own_task.steps.count * (place.rows.position % 8) / 8 : 0;
     own_task.same_rows = params.keys.listed || !is_interval_plan(kind);
     own_task.test_all = kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias);
     own_task.words = params.plan.words;
@@ -372,7 +386,7 @@ private:
     ++step.number;
     if (++step.tile == steps.first_tile + steps.tiles) {
       step.tile = steps.first_tile;
-      if (++step.head * int64_t(steps.tiles) == steps.count) step.head = 0;
+      ++step.head;
     }
   }
 

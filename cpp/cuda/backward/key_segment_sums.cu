@@ -48,7 +48,8 @@ __device__ void round_key(const BackwardParams &params, const Sequence &s, int64
     write_pair(row, t.stride[3], column, head_dim, factor * x.x, factor * x.y);
     write_pair(row, t.stride[3], column + 8, head_dim, factor * x.z, factor * x.w);
   }
-  if (lane == 0 && params.wants_bias_sums) store_bias_sum(params, s, kv_head, 0, key, sums[2 * keys.slot_dim]);
+  if (lane == 0 && params.wants_bias_sums)
+    store_bias_sum(params, s, kv_head, 0, key, *bias_segment_sum(keys, head, sum));
 }
 
 template <class Element>

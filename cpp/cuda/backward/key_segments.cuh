@@ -28,28 +28,28 @@ template <int kThreads> struct SegmentOrder {
 
   const BackwardParams &params;
   Shared &shared;
-  int64_t head, list, base; // the head is counted over sequences; `base` of the list among kept keys
+  int64_t base;       // of the list among kept keys
+  int32_t head, list; // the head is counted over sequences
   int32_t segment, first, past, kept;
-  int64_t visible;
+  int32_t visible;
   bool writes; // the list is written by one of the heads that share it
 
   __device__ SegmentOrder(const BackwardParams &parameters, Shared &memory, int64_t number)
       : params(parameters), shared(memory) {
     const fdm_problem &p = params.p;
     const KeySegments &segments = params.keys.segments;
-    const int64_t heads = params.keys.heads;
-    head = number % heads;
-    segment = static_cast<int32_t>(number / heads);
-    const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
+    segment = static_cast<int32_t>(quotient(number, params.keys.heads));
+    head = static_cast<int32_t>(number - int64_t(segment) * params.keys.heads);
+    const int64_t batch = quotient(head, p.kv_heads), kv_head = head - batch * p.kv_heads;
     const Sequence s = sequence(p, batch);
-    list = list_number(p, params.plan, s, kv_head * group_size(p));
+    list = static_cast<int32_t>(list_number(p, params.plan, s, kv_head * group_size(p)));
     const fdm_tensor &t = list_tensor(p);
     writes = (t.shape[0] > 1 || batch == 0) && (t.shape[1] > 1 || kv_head == 0);
-    base = list * params.plan.list_keys;
+    base = int64_t(list) * params.plan.list_keys;
     kept = params.plan.kept_count[list];
     first = segment * segments.rows;
     past = static_cast<int32_t>(min64(s.q_count, int64_t(first) + segments.rows));
-    visible = is_causal(p) ? min64(s.k_count, past + s.causal_off) : s.k_count;
+    visible = static_cast<int32_t>(is_causal(p) ? min64(s.k_count, past + s.causal_off) : s.k_count);
   }
 
   __device__ void run() const {
@@ -65,7 +65,7 @@ template <int kThreads> struct SegmentOrder {
     const uint32_t before = shared.sum.exclusive(own, &live);
     if (threadIdx.x < kClasses) shared.places[threadIdx.x] = before;
     __syncthreads();
-    const int64_t of_list = list * segments.count + segment;
+    const int64_t of_list = int64_t(list) * segments.count + segment;
     const int32_t room = segments.blocks * params.keys.block_keys;
     bool fits = static_cast<int32_t>(live) <= room;
     KeyRows *ordered = params.keys.ordered + of_list * room;
@@ -74,7 +74,7 @@ template <int kThreads> struct SegmentOrder {
       fits = fits && rows.sum < segments.most_sums;
       if (own_class < kClasses && fits && writes) ordered[claim(own_class)] = rows;
       if (begins && rows.sum >= 0 && rows.sum < segments.most_sums && writes)
-        segments.sum_keys[list * segments.most_sums + rows.sum] = rows.key;
+        segments.sum_keys[int64_t(list) * segments.most_sums + rows.sum] = rows.key;
     });
     fits = __syncthreads_and(fits);
     if (!writes) return;
@@ -140,7 +140,8 @@ private:
     for (; wanting; wanting &= wanting - 1) {
       const int32_t sum = __shfl_sync(kAllLanes, rows.sum, __ffs(wanting) - 1);
       auto *row = reinterpret_cast<float4 *>(key_segment_sums(params.keys, head, sum));
-      for (int n = lane_id(); n < segments.sum_floats / 4; n += 32) row[n] = float4{};
+      for (int n = lane_id(); n < params.keys.slot_dim / 2; n += 32) row[n] = float4{};
+      if (lane_id() == 0) *bias_segment_sum(params.keys, head, sum) = 0.0f;
     }
   }
 
@@ -156,7 +157,7 @@ private:
       low = __reduce_min_sync(kAllLanes, low);
       high = __reduce_max_sync(kAllLanes, high);
       if (block * size >= live) high = low - 1;
-      if (lane_id() == 0) shared.blocks[block] = {low, high, block};
+      if (lane_id() == 0) shared.blocks[block] = {low, high, block, min(size, live - block * size)};
     }
     __syncthreads();
     const auto own = static_cast<int32_t>(threadIdx.x);

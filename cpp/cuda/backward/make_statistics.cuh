@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes the statistics of each row, and its share of the gradient of a sink, with eight threads for each row of each
+// Computes the statistics of each row, and its share of the gradient of a sink, with some threads for each row of each
 // head. Also clears the sums of dq, if there are any.
 //
 // With a sink, P = exp(score - lse') with lse' = log(exp(lse) + exp(sink)), and the P of a row sum to
@@ -15,7 +15,6 @@
 
 namespace fdm::cuda {
 
-constexpr int kLanes = 8; // the lanes of a row read one line of the cache at a time
 template <class Element> __device__ float to_float(Element x) {
   if constexpr (__is_same(Element, __half))
     return __half2float(x);
@@ -23,9 +22,9 @@ template <class Element> __device__ float to_float(Element x) {
     return __bfloat162float(x);
 }
 
-// The dot products of kRows pairs of rows; a null pointer is a row of zeros. kAligned reads eight elements at a time. The
+// The dot products of kRows pairs of rows, of which kLanes threads each have a part; a null pointer is a row of zeros. kAligned reads eight elements at a time. The
 // head dimension is then a multiple of 8.
-template <bool kAligned, int kRows, class Element>
+template <bool kAligned, int kLanes, int kRows, class Element>
 __device__ void dot(const Element *const (&a)[kRows], int64_t a_stride, const Element *const (&b)[kRows],
                     int64_t b_stride, int head_dim, float (&sums)[kRows]) {
   constexpr int kStep = kAligned ? 8 : 1;
@@ -54,7 +53,7 @@ __device__ void dot(const Element *const (&a)[kRows], int64_t a_stride, const El
 }
 
 // Sums over the threads of a row. All threads of the warp call it.
-__device__ __forceinline__ float row_total(float sum) {
+template <int kLanes> __device__ __forceinline__ float row_total(float sum) {
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   return sum;
@@ -78,7 +77,7 @@ __device__ __forceinline__ SinkShare sink_share(const fdm_problem &p, int64_t he
 // Each thread has a part of so many rows, whose loads are then under way together.
 constexpr int kStatisticsRows = 2;
 
-template <int kThreads, class Element, bool kAligned>
+template <int kThreads, int kLanes, class Element, bool kAligned>
 __device__ void make_statistics(const BackwardParams &params, int64_t block, int64_t blocks) {
   constexpr int kRows = kStatisticsRows;
   const fdm_problem &p = params.p;
@@ -113,10 +112,10 @@ __device__ void make_statistics(const BackwardParams &params, int64_t block, int
   };
 #pragma unroll
   for (int n = 0; n < kRows; ++n) natural[n] = a[n] ? value_of(lse, n) : INFINITY;
-  dot<kAligned>(a, dout.stride[3], b, out.stride[3], int(p.head_dim), delta);
+  dot<kAligned, kLanes>(a, dout.stride[3], b, out.stride[3], int(p.head_dim), delta);
 #pragma unroll
   for (int n = 0; n < kRows; ++n) {
-    delta[n] = row_total(delta[n]);
+    delta[n] = row_total<kLanes>(delta[n]);
     if (!a[n] || threadIdx.x % kLanes > 0) continue;
     // What lies in rows that keep nothing may be anything.
     const bool empty = fabsf(natural[n]) > kUnusableLse;

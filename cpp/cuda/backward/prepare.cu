@@ -82,7 +82,7 @@ __device__ void clear_gradients(const BackwardParams &params, const Division &di
   }
 }
 
-template <class Element, bool kAligned>
+template <class Element, bool kAligned, int kLanes>
 __global__ void __launch_bounds__(kThreads, 2)
     prepare_backward(const __grid_constant__ BackwardParams params, Division division) {
   __shared__ union {
@@ -97,16 +97,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   block -= division.order;
   if (block < division.statistics)
-    return make_statistics<kThreads, Element, kAligned>(params, block, division.statistics);
+    return make_statistics<kThreads, kLanes, Element, kAligned>(params, block, division.statistics);
   clear_gradients(params, division, block - division.statistics);
 }
 
-template <class Element>
-cudaError_t launch_for(const BackwardParams &params, const Division &division, cudaStream_t stream) {
-  const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, params.p.head_dim);
-  const auto kernel = aligned ? prepare_backward<Element, true> : prepare_backward<Element, false>;
-  const int64_t blocks = division.order + division.statistics + division.clearing;
-  return launch(kernel, blocks, kThreads, 0, stream, params, division);
+// The lanes of a row read all of a row of up to 64 or 128 elements at once.
+constexpr int kFewLanes = 8, kManyLanes = 16;
+
+template <class Element> cudaError_t launch_for(const BackwardParams &params, Division division, cudaStream_t stream) {
+  const fdm_problem &p = params.p;
+  const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, p.head_dim);
+  const bool many = aligned && p.head_dim > 64;
+  auto kernel = aligned ? prepare_backward<Element, true, kFewLanes> : prepare_backward<Element, false, kFewLanes>;
+  if (many) kernel = prepare_backward<Element, true, kManyLanes>;
+  const int64_t rows = (is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads;
+  division.statistics = ceil_div(rows, kThreads / (many ? kManyLanes : kFewLanes) * kStatisticsRows);
+  return launch(kernel, division.order + division.statistics + division.clearing, kThreads, 0, stream, params,
+                division);
 }
 
 } // namespace
@@ -114,8 +121,6 @@ cudaError_t launch_for(const BackwardParams &params, const Division &division, c
 cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream) {
   const fdm_problem &p = params.p;
   Division division{};
-  division.statistics =
-      ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes * kStatisticsRows);
   if (key_gradients) {
     if (params.keys.segments.rows > 0)
       division.order = int64_t(params.keys.heads) * params.keys.segments.count;
