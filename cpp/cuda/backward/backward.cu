@@ -54,6 +54,7 @@ constexpr int64_t kMostSegmentBlocks = 512, kMostSegmentRows = 4096;
 // much as 15 steps or more (seen). Sums for keys of many short segments would also take memory.
 int64_t segment_rows(const fdm_problem &p, const KeyWork &keys) {
   if (!keys.listed || is_varlen(p) || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
+  if (p.queries == 0 || p.heads == 0) return 0;
   if (p.max_kept > kMostSegmentBlocks * keys.block_keys - kMostSegmentRows) return 0;
   if (const char *x = getenv("FDM_SEGMENT_ROWS")) return atoi(x);
   constexpr int64_t kLeastRows = 512, kSteps = 64, kMostSegments = 16;
