@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "../dense/dense.h"
 #include "../host/device.h"
@@ -46,6 +47,52 @@ template <class T> T *take(char *base, int64_t *used, int64_t count) {
 // nor for how long. Waiting for the device to make a schedule takes longer than unequal parts do.
 constexpr int64_t kMostUnscheduledKeys = 4096;
 
+// Most blocks of keys of a segment, as many as key_segments.cuh has threads; and most rows, as it has classes.
+constexpr int64_t kMostSegmentBlocks = 512, kMostSegmentRows = 4096;
+
+// The rows of a segment, or 0: blocks of keys are for all rows. With fewer rows fewer pairs are computed that are not
+// kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: that costs as
+// much as 15 steps or more (seen). Sums for keys of many short segments would also take memory.
+int64_t segment_rows(const fdm_problem &p, const KeyWork &keys) {
+  if (!keys.listed || is_varlen(p) || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
+  if (p.queries == 0 || p.heads == 0) return 0;
+  if (p.max_kept > kMostSegmentBlocks * keys.block_keys - kMostSegmentRows) return 0;
+  if (const char *x = getenv("FDM_SEGMENT_ROWS")) return atoi(x);
+  constexpr int64_t kLeastRows = 512, kSteps = 64, kMostSegments = 16;
+  const int64_t wanted = std::max({kSteps * keys.tile_rows / group_size(p), p.max_kept / 2, p.queries / kMostSegments});
+  int64_t rows = kLeastRows;
+  while (rows < wanted && rows < kMostSegmentRows) rows *= 2;
+  // Fewer blocks of keys than this would leave SMs idle.
+  const auto blocks = [&] { return ceil_div(p.queries, rows) * (p.max_kept / keys.block_keys + 2) * keys.heads; };
+  while (rows > kLeastRows && blocks() < kWantedItems) rows /= 2;
+  return rows;
+}
+
+// Lays out segments of so many rows. `most_kept` keys or fewer are kept by n rows together, less the n.
+void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *used, KeyWork &keys) {
+  KeySegments &segments = keys.segments;
+  const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1], size = keys.block_keys;
+  const int64_t count = ceil_div(p.queries, rows), room = std::min(p.keys, p.max_kept + rows - 1);
+  segments.rows = int32_t(rows);
+  segments.count = int32_t(count);
+  // Enough for all keys of a list, should it keep more.
+  segments.blocks = int32_t(std::max(ceil_div(room, size), ceil_div(ceil_div(p.keys, size), count)));
+  keys.blocks = int32_t(count * segments.blocks);
+  segments.leading = int32_t(p.max_kept / size);
+  if (const char *x = getenv("FDM_LEADING")) segments.leading = atoi(x);
+  segments.leading = std::min(segments.leading, segments.blocks);
+  keys.ordered = take<KeyRows>(base, used, lists * keys.blocks * size);
+  segments.order = take<SegmentBlock>(base, used, lists * keys.blocks);
+  segments.live = take<int32_t>(base, used, lists * count);
+  segments.most_sums = int32_t(std::min(p.keys, p.max_kept * (count - 1)));
+  segments.sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums * 2 * keys.slot_dim);
+  segments.bias_sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums);
+  segments.sum_keys = take<int32_t>(base, used, lists * segments.most_sums);
+  segments.sum_count = take<int32_t>(base, used, lists);
+  keys.parts = 1;
+  keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, int64_t(keys.blocks) * keys.heads));
+}
+
 // Fills in what depends on the problem and on whether one kernel computes all gradients; `bytes` becomes the size of the
 // workspace.
 BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_t *bytes) {
@@ -82,6 +129,11 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
     const int64_t heads = p.kv_heads * params.bias_heads, all_keys = list_keys(p);
     float *sums = take<float>(base, &used, batches * heads * all_keys);
     params.bias_sums = {sums, {batches, heads, 1, all_keys}, {heads * all_keys, all_keys, 0, 1}, FDM_FLOAT32, 0};
+  }
+  if (const int64_t rows = fused ? segment_rows(p, keys) : 0) {
+    lay_out_segments(p, rows, base, &used, keys);
+    *bytes = used;
+    return params;
   }
   if (keys.listed) {
     const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
@@ -125,6 +177,7 @@ cudaError_t run_key_gradients(const BackwardParams &params, cudaStream_t stream)
       },
       [&] { return params.query_sums.data ? launch_query_sums(params, stream) : cudaSuccess; },
       [&] { return params.keys.slot_count > 0 ? launch_key_sum(params, stream) : cudaSuccess; },
+      [&] { return params.keys.segments.most_sums > 0 ? launch_key_segment_sums(params, stream) : cudaSuccess; },
       [&] { return params.reduces_bias ? launch_bias_reduce(params, stream) : cudaSuccess; });
 }
 

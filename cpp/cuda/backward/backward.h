@@ -2,13 +2,15 @@
 // The backward pass: what the host hands to its kernels.
 //
 // Unless dq is summed as below, nothing is added by two blocks of threads, so equal inputs give equal bits:
-//   1. prepare.cu              blocks of keys that are kept by similar rows; statistics of each row;
+//   1. prepare.cu              blocks of keys that are kept by similar rows (key_order.cuh, key_segments.cuh);
+//                              statistics of each row;
 //      key_schedule.cu         the division of many blocks of keys into parts;
 //   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
 //   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;
 //      sm90/fused.cuh          all of these at once, where equal bits are not asked for: blocks of keys add to float32
-//                              sums of dq, in no fixed order, which query_sums.cu rounds;
+//                              sums of dq, in no fixed order, which query_sums.cu rounds; key_segment_sums.cu does so
+//                              with those of keys that several segments of rows keep;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
 //      row_bias.cuh            a bias with a row for each query;
 //      sink_reduce.cu          the sink of each head.
@@ -26,8 +28,35 @@ struct RowStatistics;
 struct RowRange;
 
 // A key that is kept, and the rows that keep it: start <= row < end.
-struct KeyRows {
+struct alignas(16) KeyRows {
   int32_t key, start, end;
+  int32_t sum; // the row of KeySegments::sums to which its gradients are added; -1: they are written
+};
+
+// A block of keys of a segment: the rows that keep any of them, which of the segment's blocks in `ordered` it is, and its
+// keys. There is none where past < first.
+struct alignas(16) SegmentBlock {
+  int32_t first, past, position, keys;
+};
+
+// Segments of rows, where a selection tells how many keys a segment can keep. See key_segments.cuh.
+struct KeySegments {
+  int32_t rows;   // of a segment; 0: there are no segments
+  int32_t count;  // segments of a list
+  int32_t blocks; // blocks of keys of a segment
+  // So many blocks of each segment come first, segment by segment, so that Q and dO of a segment are in the L2 cache
+  // while its blocks are computed; then the others, the longest first.
+  int32_t leading;
+  // [list][segment]: keys that the segment keeps. If they are more than fit its blocks, in any segment of a list, the
+  // blocks of all its segments have the kept keys of the list in key order.
+  int32_t *live;
+  SegmentBlock *order; // [list][segment][blocks]: the longest first
+  // Keys that several segments keep have float32 sums, which key_segment_sums.cu rounds. Heads are counted over sequences.
+  float *sums;      // [head][most_sums][dk, dv][D of the instantiation]
+  float *bias_sums; // [head][most_sums]
+  int32_t most_sums;
+  int32_t *sum_keys;  // [list][most_sums]
+  int32_t *sum_count; // [list]
 };
 
 // A block of keys of one key/value head, or one of the parts into which its rows and query heads are divided.
@@ -49,7 +78,8 @@ struct KeyWork {
   // Above 0: every block has so many parts, and there is no schedule. Else `items` is the schedule.
   int32_t parts;
   int32_t max_items;
-  KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on
+  KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on; or [list][segment][its blocks' keys]
+  KeySegments segments;
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block
   KeyItem *items;
   int32_t *item_count;
@@ -101,6 +131,7 @@ cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cud
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_key_segment_sums(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_sink_reduce(const BackwardParams &params, cudaStream_t stream);
 // Fills the whole of a tensor of any strides with zeros; does nothing if it is absent.

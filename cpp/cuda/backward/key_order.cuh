@@ -51,7 +51,7 @@ template <int kThreads> struct KeyOrder {
       const int32_t position = i * kThreads + static_cast<int32_t>(threadIdx.x);
       if (position >= count) continue;
       const KeyRows rows{plan.kept_index[base + position], plan.kept_start[base + position],
-                         plan.kept_end[base + position]};
+                         plan.kept_end[base + position], -1};
       keys.ordered[base + rank[i]] = rows;
       const int block = static_cast<int>(rank[i]) / keys.block_keys;
       atomicMin(&shared.first[block], rows.start);

@@ -15,10 +15,7 @@ constexpr int kThreads = 256;
 constexpr int kDivisions = 8; // blocks of threads for the keys of an item
 
 __device__ int32_t key_of_row(const BackwardParams &params, const KeyBlockPlace &place, int r) {
-  if (params.keys.listed) {
-    const int64_t position = ordered_position(params.keys, place.block) + r;
-    return position < place.kept ? params.keys.ordered[place.list_base + position].key : -1;
-  }
+  if (params.keys.listed) return listed_key(params, place, r).key;
   const int64_t key = int64_t(place.block) * params.keys.block_keys + r;
   return key < place.s.k_count ? static_cast<int32_t>(key) : -1;
 }

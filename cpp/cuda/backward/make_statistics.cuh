@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes the statistics of each row, and its share of the gradient of a sink, with eight threads for each row of each
+// Computes the statistics of each row, and its share of the gradient of a sink, with some threads for each row of each
 // head. Also clears the sums of dq, if there are any.
 //
 // With a sink, P = exp(score - lse') with lse' = log(exp(lse) + exp(sink)), and the P of a row sum to
@@ -15,7 +15,6 @@
 
 namespace fdm::cuda {
 
-constexpr int kLanes = 8; // the lanes of a row read one line of the cache at a time
 template <class Element> __device__ float to_float(Element x) {
   if constexpr (__is_same(Element, __half))
     return __half2float(x);
@@ -23,27 +22,38 @@ template <class Element> __device__ float to_float(Element x) {
     return __bfloat162float(x);
 }
 
-// kAligned reads eight elements at a time. The head dimension is then a multiple of 8.
-template <class Element, bool kAligned>
-__device__ float dot(const Element *a, int64_t a_stride, const Element *b, int64_t b_stride, int head_dim) {
+// The dot products of kRows pairs of rows, of which kLanes threads each have a part; a null pointer is a row of zeros. kAligned reads eight elements at a time. The
+// head dimension is then a multiple of 8.
+template <bool kAligned, int kLanes, int kRows, class Element>
+__device__ void dot(const Element *const (&a)[kRows], int64_t a_stride, const Element *const (&b)[kRows],
+                    int64_t b_stride, int head_dim, float (&sums)[kRows]) {
   constexpr int kStep = kAligned ? 8 : 1;
-  float sum = 0.0f;
-#pragma unroll 2
+#pragma unroll
+  for (float &sum : sums) sum = 0.0f;
   for (int d = threadIdx.x % kLanes * kStep; d < head_dim; d += kLanes * kStep) {
     if constexpr (kAligned) {
-      const uint4 x = *reinterpret_cast<const uint4 *>(a + d), y = *reinterpret_cast<const uint4 *>(b + d);
-      const auto *u = reinterpret_cast<const Element *>(&x), *v = reinterpret_cast<const Element *>(&y);
+      uint4 x[kRows], y[kRows];
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) sum = fmaf(to_float(u[i]), to_float(v[i]), sum);
+      for (int n = 0; n < kRows; ++n) {
+        x[n] = a[n] ? *reinterpret_cast<const uint4 *>(a[n] + d) : uint4{};
+        y[n] = a[n] ? *reinterpret_cast<const uint4 *>(b[n] + d) : uint4{};
+      }
+#pragma unroll
+      for (int n = 0; n < kRows; ++n) {
+        const auto *u = reinterpret_cast<const Element *>(&x[n]), *v = reinterpret_cast<const Element *>(&y[n]);
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) sums[n] = fmaf(to_float(u[i]), to_float(v[i]), sums[n]);
+      }
     } else {
-      sum = fmaf(to_float(a[d * a_stride]), to_float(b[d * b_stride]), sum);
+#pragma unroll
+      for (int n = 0; n < kRows; ++n)
+        if (a[n]) sums[n] = fmaf(to_float(a[n][d * a_stride]), to_float(b[n][d * b_stride]), sums[n]);
     }
   }
-  return sum;
 }
 
 // Sums over the threads of a row. All threads of the warp call it.
-__device__ __forceinline__ float row_total(float sum) {
+template <int kLanes> __device__ __forceinline__ float row_total(float sum) {
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   return sum;
@@ -64,42 +74,63 @@ __device__ __forceinline__ SinkShare sink_share(const fdm_problem &p, int64_t he
   return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
 }
 
-template <int kThreads, class Element, bool kAligned>
+// Each thread has a part of so many rows, whose loads are then under way together.
+constexpr int kStatisticsRows = 2;
+
+template <int kThreads, int kLanes, class Element, bool kAligned>
 __device__ void make_statistics(const BackwardParams &params, int64_t block, int64_t blocks) {
+  constexpr int kRows = kStatisticsRows;
   const fdm_problem &p = params.p;
+  if (params.query_sums.data) {
+    const int64_t count = query_sum_count(p, params.query_sums) / 4;
+    auto *sums = reinterpret_cast<float4 *>(params.query_sums.data);
+    for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) sums[n] = float4{};
+  }
   const fdm_tensor &out = params.a.out, &dout = params.a.dout, &lse = params.a.lse, &dlse = params.a.dlse;
-  const int64_t rows = total_rows(p), number = block * (kThreads / kLanes) + threadIdx.x / kLanes;
-  const int64_t row = quotient(number, p.heads), head = number - row * p.heads;
-  const int64_t batch = quotient(row, rows), i = row - batch * rows;
-  const int64_t batches = is_varlen(p) ? 1 : p.batch;
-  const bool exists = batch < batches;
-  const auto row_of = [&](const fdm_tensor &t) {
-    return static_cast<const Element *>(t.data) + batch * t.stride[0] + i * t.stride[1] + head * t.stride[2];
+  const int64_t rows = total_rows(p), batches = is_varlen(p) ? 1 : p.batch;
+  const Element *a[kRows], *b[kRows];
+  int32_t batch[kRows], head[kRows], i[kRows];
+  float natural[kRows], delta[kRows];
+#pragma unroll
+  for (int n = 0; n < kRows; ++n) {
+    const int64_t number = (block * kRows + n) * (kThreads / kLanes) + threadIdx.x / kLanes;
+    const int64_t row = quotient(number, p.heads);
+    const int64_t batch_of_row = quotient(row, rows);
+    head[n] = static_cast<int32_t>(number - row * p.heads);
+    batch[n] = static_cast<int32_t>(batch_of_row);
+    i[n] = static_cast<int32_t>(row - batch_of_row * rows);
+    const bool exists = batch[n] < batches;
+    const auto row_of = [&](const fdm_tensor &t) -> const Element * {
+      if (!exists) return nullptr;
+      return static_cast<const Element *>(t.data) + batch[n] * t.stride[0] + i[n] * t.stride[1] + head[n] * t.stride[2];
+    };
+    a[n] = row_of(dout);
+    b[n] = row_of(out);
+  }
+  const auto value_of = [&](const fdm_tensor &t, int n) {
+    return static_cast<const float *>(t.data)[batch[n] * t.stride[0] + head[n] * t.stride[1] + i[n] * t.stride[2]];
   };
-  const auto value_of = [&](const fdm_tensor &t) {
-    return static_cast<const float *>(t.data)[batch * t.stride[0] + head * t.stride[1] + i * t.stride[2]];
-  };
-  const float natural = exists ? value_of(lse) : INFINITY;
-  const bool empty = fabsf(natural) > kUnusableLse;
-  float delta = 0.0f;
-  if (!empty) delta = dot<Element, kAligned>(row_of(dout), dout.stride[3], row_of(out), out.stride[3], int(p.head_dim));
-  delta = row_total(delta);
-  if (exists && threadIdx.x % kLanes == 0) {
-    RowStatistics row{empty ? INFINITY : natural * kLog2E, delta};
+#pragma unroll
+  for (int n = 0; n < kRows; ++n) natural[n] = a[n] ? value_of(lse, n) : INFINITY;
+  dot<kAligned, kLanes>(a, dout.stride[3], b, out.stride[3], int(p.head_dim), delta);
+#pragma unroll
+  for (int n = 0; n < kRows; ++n) {
+    delta[n] = row_total<kLanes>(delta[n]);
+    if (!a[n] || threadIdx.x % kLanes > 0) continue;
+    // What lies in rows that keep nothing may be anything.
+    const bool empty = fabsf(natural[n]) > kUnusableLse;
+    if (empty) delta[n] = 0.0f;
+    RowStatistics row{empty ? INFINITY : natural[n] * kLog2E, delta[n]};
     float dlse_factor = 1.0f;
     if (present(p.sink)) {
-      const SinkShare share = empty ? SinkShare{} : sink_share(p, head, row.lse);
-      params.sink_shares[(head * batches + batch) * rows + i] = -share.of_sink * delta;
+      const SinkShare share = empty ? SinkShare{} : sink_share(p, head[n], row.lse);
+      params.sink_shares[(head[n] * batches + batch[n]) * rows + i[n]] = -share.of_sink * delta[n];
       row.lse += share.added;
       dlse_factor = exp2f(share.added);
     }
-    if (!empty && present(dlse)) row.delta -= value_of(dlse) * dlse_factor;
-    params.statistics[(batch * p.heads + head) * rows + i] = row;
+    if (!empty && present(dlse)) row.delta -= value_of(dlse, n) * dlse_factor;
+    params.statistics[(batch[n] * p.heads + head[n]) * rows + i[n]] = row;
   }
-  if (!params.query_sums.data) return;
-  const int64_t count = query_sum_count(p, params.query_sums) / 4;
-  auto *sums = reinterpret_cast<float4 *>(params.query_sums.data);
-  for (int64_t n = block * kThreads + threadIdx.x; n < count; n += blocks * kThreads) sums[n] = float4{};
 }
 
 } // namespace fdm::cuda

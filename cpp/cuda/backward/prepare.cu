@@ -6,11 +6,14 @@
 //   dk, dv and the sums of the bias gradient are cleared where no other kernel writes all of them.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../tile/copy_rows.cuh"
 #include "../tile/products.cuh"
 #include "key_order.cuh"
+#include "key_segments.cuh"
 #include "make_statistics.cuh"
 
 namespace fdm::cuda {
@@ -18,53 +21,57 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// How a tensor of 16-bit elements is cleared: all of it as one run of memory, or by rows, eight elements at a time where
-// these are aligned.
-struct Clearing {
-  int64_t chunks; // of `width` elements
-  int width;
-  bool dense;
-
-  static Clearing of_tensor(const fdm_tensor &t) {
-    if (!present(t)) return {};
-    const int64_t count = t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3];
-    const bool dense = t.stride[3] == 1 && t.stride[2] == t.shape[3] && t.stride[1] == t.shape[2] * t.stride[2] &&
-                       (t.shape[0] == 1 || t.stride[0] == t.shape[1] * t.stride[1]);
-    const int width = rows_are_aligned(t, t.shape[3]) ? 8 : 1;
-    return {count / width, width, dense};
-  }
-};
-
 // Blocks of threads for each work.
 struct Division {
   int64_t order, statistics, clearing;
-  Clearing dk, dv;
+  bool vectors; // rows of dk and dv are cleared eight elements at a time
 };
+
+// Keys of all batches whose gradients are cleared.
+FDM_INLINE int64_t key_rows(const BackwardParams &params) {
+  const fdm_tensor &t = present(params.a.dk) ? params.a.dk : params.a.dv;
+  return params.clears_keys && present(t) ? t.shape[0] * t.shape[1] : 0;
+}
 
 // Of bias_sums, which have one row for all queries.
 FDM_INLINE int64_t element_count(const fdm_tensor &sums) { return sums.shape[0] * sums.shape[1] * sums.shape[3]; }
 
-// Clears this block's share of a tensor of 16-bit elements.
-__device__ void clear(const fdm_tensor &t, const Clearing &clearing, int64_t block, int64_t blocks) {
-  for (int64_t n = block * kThreads + threadIdx.x; n < clearing.chunks; n += blocks * kThreads) {
-    int64_t offset = n * clearing.width;
-    if (!clearing.dense) {
-      const int64_t c = quotient(offset, t.shape[3]), row = quotient(c, t.shape[2]), batch = quotient(row, t.shape[1]);
-      offset = batch * t.stride[0] + (row - batch * t.shape[1]) * t.stride[1] + (c - row * t.shape[2]) * t.stride[2] +
-               (offset - c * t.shape[3]) * t.stride[3];
+// Clears eight elements, or one, of a row of a gradient.
+__device__ void clear(const fdm_tensor &t, int64_t offset, bool vector) {
+  if (!present(t)) return;
+  auto *element = static_cast<uint16_t *>(t.data) + offset;
+  if (vector)
+    *reinterpret_cast<uint4 *>(element) = uint4{};
+  else
+    *element = 0;
+}
+
+// A warp clears dk and dv of a key of all heads. Those of keys in lists are written later.
+__device__ void clear_key(const BackwardParams &params, int64_t number, bool vector) {
+  const fdm_problem &p = params.p;
+  const fdm_tensor &dk = params.a.dk, &dv = params.a.dv, &t = present(dk) ? dk : dv;
+  const int64_t batch = quotient(number, t.shape[1]), key = number - batch * t.shape[1];
+  const Sequence s = sequence(p, batch);
+  const uint32_t width = vector ? 8 : 1, of_head = static_cast<uint32_t>(p.head_dim) / width;
+  for (uint32_t n = threadIdx.x % 32; n < of_head * p.kv_heads; n += 32) {
+    const uint32_t head = n / of_head, d = (n - head * of_head) * width;
+    if (!is_varlen(p)) {
+      const RowRange rows = rows_of_key(p, s, head * group_size(p), key);
+      if (rows.first < rows.past) continue;
     }
-    auto *element = static_cast<uint16_t *>(t.data) + offset;
-    if (clearing.width == 8)
-      *reinterpret_cast<uint4 *>(element) = uint4{};
-    else
-      *element = 0;
+    const auto offset = [&](const fdm_tensor &gradient) {
+      return batch * gradient.stride[0] + key * gradient.stride[1] + head * gradient.stride[2] + d * gradient.stride[3];
+    };
+    clear(dk, offset(dk), vector);
+    clear(dv, offset(dv), vector);
   }
 }
 
 __device__ void clear_gradients(const BackwardParams &params, const Division &division, int64_t block) {
   const int64_t blocks = division.clearing;
-  clear(params.a.dk, division.dk, block, blocks);
-  clear(params.a.dv, division.dv, block, blocks);
+  const int64_t keys = key_rows(params);
+  for (int64_t n = block * (kThreads / 32) + threadIdx.x / 32; n < keys; n += blocks * (kThreads / 32))
+    clear_key(params, n, division.vectors);
   if (!params.wants_bias_sums) return;
   const fdm_tensor &sums = params.bias_sums;
   for (int64_t n = block * kThreads + threadIdx.x; n < element_count(sums); n += blocks * kThreads) {
@@ -76,25 +83,38 @@ __device__ void clear_gradients(const BackwardParams &params, const Division &di
   }
 }
 
-template <class Element, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+template <class Element, bool kAligned, int kLanes>
+__global__ void __launch_bounds__(kThreads, 2)
     prepare_backward(const __grid_constant__ BackwardParams params, Division division) {
-  __shared__ typename KeyOrder<kThreads>::Shared shared;
+  __shared__ union {
+    typename KeyOrder<kThreads>::Shared keys;
+    typename SegmentOrder<kThreads>::Shared segments;
+  } shared;
   ptx::start_dependents();
   int64_t block = blockIdx.x;
-  if (block < division.order) return KeyOrder<kThreads>{shared}.run(params, block);
+  if (block < division.order) {
+    if (params.keys.segments.rows > 0) return SegmentOrder<kThreads>(params, shared.segments, block).run();
+    return KeyOrder<kThreads>{shared.keys}.run(params, block);
+  }
   block -= division.order;
   if (block < division.statistics)
-    return make_statistics<kThreads, Element, kAligned>(params, block, division.statistics);
+    return make_statistics<kThreads, kLanes, Element, kAligned>(params, block, division.statistics);
   clear_gradients(params, division, block - division.statistics);
 }
 
-template <class Element>
-cudaError_t launch_for(const BackwardParams &params, const Division &division, cudaStream_t stream) {
-  const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, params.p.head_dim);
-  const auto kernel = aligned ? prepare_backward<Element, true> : prepare_backward<Element, false>;
-  const int64_t blocks = division.order + division.statistics + division.clearing;
-  return launch(kernel, blocks, kThreads, 0, stream, params, division);
+// The lanes of a row read all of a row of up to 64 or 128 elements at once.
+constexpr int kFewLanes = 8, kManyLanes = 16;
+
+template <class Element> cudaError_t launch_for(const BackwardParams &params, Division division, cudaStream_t stream) {
+  const fdm_problem &p = params.p;
+  const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, p.head_dim);
+  const bool many = aligned && p.head_dim > 64;
+  auto kernel = aligned ? prepare_backward<Element, true, kFewLanes> : prepare_backward<Element, false, kFewLanes>;
+  if (many) kernel = prepare_backward<Element, true, kManyLanes>;
+  const int64_t rows = (is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads;
+  division.statistics = ceil_div(rows, kThreads / (many ? kManyLanes : kFewLanes) * kStatisticsRows);
+  return launch(kernel, division.order + division.statistics + division.clearing, kThreads, 0, stream, params,
+                division);
 }
 
 } // namespace
@@ -102,17 +122,17 @@ cudaError_t launch_for(const BackwardParams &params, const Division &division, c
 cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream) {
   const fdm_problem &p = params.p;
   Division division{};
-  division.statistics = ceil_div((is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, kThreads / kLanes);
   if (key_gradients) {
-    if (params.keys.listed) division.order = params.plan.lists * list_sequences(p) * params.keys.buckets;
-    // As much for each thread as there is of a few rows.
-    constexpr int64_t kEach = 4 * kThreads;
-    if (params.clears_keys) {
-      division.dk = Clearing::of_tensor(params.a.dk);
-      division.dv = Clearing::of_tensor(params.a.dv);
-    }
-    const int64_t gradients = division.dk.chunks + division.dv.chunks;
-    division.clearing = ceil_div(gradients + (params.wants_bias_sums ? element_count(params.bias_sums) : 0), kEach);
+    if (params.keys.segments.rows > 0)
+      division.order = int64_t(params.keys.heads) * params.keys.segments.count;
+    else if (params.keys.listed)
+      division.order = params.plan.lists * list_sequences(p) * params.keys.buckets;
+    const auto is_aligned = [&](const fdm_tensor &t) { return !present(t) || rows_are_aligned(t, p.head_dim); };
+    division.vectors = is_aligned(params.a.dk) && is_aligned(params.a.dv);
+    constexpr int64_t kKeys = 4, kSums = 4; // of a warp, and of a thread
+    const int64_t keys = ceil_div(key_rows(params), kKeys * (kThreads / 32));
+    const int64_t sums = params.wants_bias_sums ? ceil_div(element_count(params.bias_sums), kSums * kThreads) : 0;
+    division.clearing = std::max(keys, sums);
   }
   return p.q.dtype == FDM_FLOAT16 ? launch_for<__half>(params, division, stream)
                                   : launch_for<__nv_bfloat16>(params, division, stream);

@@ -32,9 +32,10 @@ __global__ void __launch_bounds__(kThreads) round_query_sums(const __grid_consta
   const fdm_tensor &t = params.a.dq;
   const QuerySums &sums = params.query_sums;
   const int64_t number = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32, bands = sums.head_rows / kBandRows;
-  const int64_t head = number / bands % p.heads, batch = number / bands / p.heads;
+  const int64_t row_of_heads = quotient(number, bands), batch = quotient(row_of_heads, p.heads);
+  const int64_t head = row_of_heads - batch * p.heads;
   if (batch >= (is_varlen(p) ? 1 : p.batch)) return;
-  const int64_t first = number % bands * kBandRows;
+  const int64_t first = (number - row_of_heads * bands) * kBandRows;
   const int64_t sequence_index = is_varlen(p) ? sequence_of(p, sums.tile_rows, first) : batch;
   const Sequence s = sequence(p, sequence_index);
   const int64_t first_row = first - first_query_sum(p, sums.tile_rows, s.q_begin, sequence_index);

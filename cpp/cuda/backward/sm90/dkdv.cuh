@@ -63,7 +63,8 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
   using Registers = std::conditional_t<Config::kHeadDim <= 96, RoleRegisters<200, 104>, RoleRegisters<224, 56>>;
   if (Roles::is_producer()) {
     Registers::produce();
-    RowProducer<Config>(params, shared).run(key_item(params.keys, int32_t(blockIdx.x)));
+    const KeyItem item = key_item(params.keys, int32_t(blockIdx.x));
+    RowProducer<Config>(params, shared).run(item, key_block_place(params, item.block));
   } else {
     Registers::consume();
     DkdvConsumer<Config>(params, shared).run();

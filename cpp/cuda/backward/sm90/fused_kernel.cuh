@@ -18,11 +18,13 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) fused_kernel(const __grid_
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   ptx::wait_for_kernel_ahead();
-  if (!has_key_item(params, blockIdx.x)) return;
+  KeyItem item;
+  KeyBlockPlace place;
+  if (!find_key_item(params, int32_t(blockIdx.x), item, place)) return;
   using Registers = RoleRegisters<224, 56>;
   if (Roles::is_producer()) {
     Registers::produce();
-    RowProducer<Config>(params, shared).run(key_item(params.keys, int32_t(blockIdx.x)));
+    RowProducer<Config>(params, shared).run(item, place);
   } else {
     Registers::consume();
     Consumer(params, shared).run();

@@ -31,7 +31,7 @@ struct KeyStationaryConfig {
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
-  using Keys = KeyBlock<kKeys, Producers, kStages + 2>;
+  using Keys = KeyBlock<kKeys, Producers, kStages + 2, true>;
   using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, true, true, false, Keys>;
 };
 
@@ -154,11 +154,11 @@ template <class Config> struct RowProducer {
     }
   }
 
-  __device__ void run(const KeyItem &item) {
-    keys.start(item, true);
-    load_keys();
+  __device__ void run(const KeyItem &item, const KeyBlockPlace &place) {
+    keys.start(item, place, true);
     KeyStep step = keys.first_step(kRows);
     RowStatistics statistics = find_statistics(step);
+    load_keys();
     for (; step.valid; ++state) {
       const KeyStep next = keys.next_step(step, kRows);
       const RowStatistics next_statistics = find_statistics(next);

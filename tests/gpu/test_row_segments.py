@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients where the rows are many segments, each with its own blocks of the keys that it keeps.
+
+On Hopper's kernels these are masks of which `max_kept` is known, without deterministic=True.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import IntervalMask, dynamic_mask
+from support import Problem, Target, assert_accurate, cotangent, randn
+
+HEADS, KV_HEADS = 4, 2
+
+
+def check_gradients(
+    mask: Tensor | IntervalMask,
+    bias: Tensor,
+    target: Target,
+    *,
+    queries: int,
+    batch: int = 1,
+    head_dim: int = 32,
+) -> None:
+    """Check a causal problem, whose keys that no query keeps hold NaN for the backend."""
+    assert isinstance(mask, IntervalMask)
+    dtype, keys = torch.bfloat16, bias.shape[-1]
+    kept = mask.to_bool(queries) & (bias > -torch.inf)
+    kept = kept & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    dropped = ~kept.any(2).expand(batch, KV_HEADS, keys)
+    query, *key_value, dout = (
+        randn(batch, rows, heads, head_dim, dtype=dtype, seed=seed)
+        for seed, (rows, heads) in enumerate(
+            [(queries, HEADS), (keys, KV_HEADS), (keys, KV_HEADS), (queries, HEADS)]
+        )
+    )
+    poisoned = [x.masked_fill(dropped.transpose(1, 2)[..., None], torch.nan) for x in key_value]
+    dout = cotangent(dout)
+    common: dict[str, Any] = {"mask": mask, "bias": bias.to(dtype), "causal": True}
+    clean = Problem(query, *key_value, **common)
+    got = Problem(query, *poisoned, **common).results(target, dout=dout)
+    assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
+
+
+def intervals(keys: int, seed: int, longest: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.arange(keys, dtype=torch.int32).expand(1, KV_HEADS, keys)
+    length = torch.randint(-20, longest, start.shape, generator=generator, dtype=torch.int32)
+    return start.contiguous(), start + length
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "head_dim"), [(1300, 150, 64), (1100, 700, 128), (600, 40, 256)]
+)
+def test_selected_keys(length: int, window: int, head_dim: int, gpu: str) -> None:
+    bias = randn(1, KV_HEADS, 1, length, dtype=torch.bfloat16, seed=4)
+    bias = bias.masked_fill(randn(*bias.shape, seed=5) > 1.5, -torch.inf)
+    mask = dynamic_mask(bias, window, True)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=length, head_dim=head_dim)
+
+
+def test_keys_that_all_heads_and_the_batch_share(gpu: str) -> None:
+    bias = randn(1, 1, 1, 1200, dtype=torch.bfloat16, seed=4)
+    mask = dynamic_mask(bias, 100, True)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=1200, batch=2)
+
+
+def test_every_key_is_kept_for_as_long(gpu: str) -> None:
+    bias = torch.linspace(0, 4, 1400).expand(1, KV_HEADS, 1, 1400).to(torch.bfloat16)
+    mask = IntervalMask.sliding_window(99, 0, 1400, 1400)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=1400)
+
+
+def test_rows_that_keep_nothing(gpu: str) -> None:
+    """No block of keys computes the query's gradient of such a segment."""
+    start, end = intervals(1700, 6, 300)
+    rows = torch.arange(1700)
+    end = torch.where((rows > 300) & (rows < 1300), start, end)
+    bias = randn(1, KV_HEADS, 1, 1700, seed=4)
+    mask = IntervalMask(start, end, max_kept=300)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=1700)
+
+
+@pytest.mark.parametrize("max_kept", [1, 60])
+def test_a_bound_that_is_not_true(max_kept: int, gpu: str) -> None:
+    """Then segments have no room for what they keep, or for sums of keys that several keep."""
+    start, end = intervals(1300, 7, 1000)
+    bias = randn(1, KV_HEADS, 1, 1300, seed=4)
+    mask = IntervalMask(start, end, max_kept=max_kept)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=1300)
+
+
+def test_fewer_queries_than_keys(gpu: str) -> None:
+    bias = randn(1, KV_HEADS, 1, 2000, dtype=torch.bfloat16, seed=4)
+    mask = dynamic_mask(bias, 100, True, query_length=1150)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=1150)
