@@ -31,8 +31,9 @@ def tag(task: Task) -> Iterator[str]:
     policy = task.table.wheel.policy if task.manylinux else "linux"
     platforms = [f"{policy}_{row.machine}" for row in task.table.platforms]
     platforms += [row.tag for row in task.table.cpu_platforms]
-    if wheel.tag not in [f"{floor}-abi3-{platform}" for platform in platforms]:
-        yield f"the tag is {wheel.tag}, not {floor}-abi3- and one of {', '.join(platforms)}"
+    tags = [f"{floor}-abi3-{platform}" for platform in platforms]
+    if wheel.tag not in tags:
+        yield f"the tag is {wheel.tag}, not {' or '.join(tags)}"
     version = wheel.metadata("METADATA", "Version")
     if wheel.path.name.split("-")[1:2] != version:
         yield f"the metadata has version {version}, the name is {wheel.path.name}"
