@@ -4,8 +4,9 @@
 # The packs of one CUDA major, as a distribution of their own that the loader finds.
 set -euo pipefail
 
-# conda's linker flags have a run path. No library here needs one, and its place would be rewritten at installation, after
+# conda gives the linker a run path. No library here needs one, and its place would be rewritten at installation, after
 # which the hashes of the manifest and of RECORD hold no more.
+unset LD_RUN_PATH
 shopt -s extglob
 export LDFLAGS=${LDFLAGS-}
 LDFLAGS=${LDFLAGS//-Wl,-rpath,+([! ])/}

@@ -5,8 +5,9 @@
 # the module is linked with nanobind's half, and the metadata must not ask for what it does not need.
 set -euo pipefail
 
-# conda's linker flags have a run path. No library here needs one, and its place would be rewritten at installation, after
+# conda gives the linker a run path. No library here needs one, and its place would be rewritten at installation, after
 # which the hashes of the manifest and of RECORD hold no more.
+unset LD_RUN_PATH
 shopt -s extglob
 export LDFLAGS=${LDFLAGS-}
 LDFLAGS=${LDFLAGS//-Wl,-rpath,+([! ])/}
