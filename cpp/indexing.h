@@ -38,11 +38,6 @@ FDM_INLINE int64_t group_size(const fdm_problem &p) {
 FDM_INLINE int64_t kv_head_of(const fdm_problem &p, int64_t h) {
   return static_cast<uint32_t>(h) / static_cast<uint32_t>(group_size(p));
 }
-// Most numbers fit 32 bits, and divisions of those take a fifth of the time.
-FDM_INLINE int64_t quotient(int64_t n, int64_t d) {
-  if (((n | d) >> 32) == 0) return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
-  return n / d;
-}
 FDM_INLINE bool present(const fdm_tensor &t) { return t.data != nullptr; }
 
 FDM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
