@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only", choices=["ci", "release"], help="one of the two; both unless it is given"
     )
-    made.add_argument("--job", help="only this job of ci and what it needs; with --only ci")
+    made.add_argument("--job", help="of ci only this job and what it needs")
     made.add_argument("--packs", type=Path, help="a folder of all CUDA packs, built before")
     made.add_argument(
         "--action",
