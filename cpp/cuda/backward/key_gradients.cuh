@@ -217,7 +217,8 @@ struct KeyGradients {
 
   // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: the kHeadDim
   // columns from `first` on.
-  __device__ void write(int first = 0) const {
+  // Those of keys that several segments of rows keep may have been added to their sums.
+  __device__ void write(int first = 0, bool added = false) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -227,6 +228,7 @@ struct KeyGradients {
         const auto write = [&](const fdm_tensor &t, const auto &sums, float factor, int which) {
           if (!present(t)) return;
           if constexpr (Keys::kSegments) {
+            if (keys.shared.sum[key] >= 0 && added) return;
             if (keys.shared.sum[key] >= 0) return add_to_segment_sums(sums, keys.segment_sums(which, key), first, half);
           }
           if (float *partial = keys.partial_sums(which, key)) {
