@@ -74,8 +74,6 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
   const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1], size = keys.block_keys;
   const int64_t count = ceil_div(p.queries, rows), room = std::min(p.keys, p.max_kept + rows - 1);
   segments.rows = int32_t(rows);
-  segments.bulk = 1;
-  if (const char *x = getenv("FDM_BULK")) segments.bulk = atoi(x);
   segments.count = int32_t(count);
   // Enough for all keys of a list, should it keep more.
   segments.blocks = int32_t(std::max(ceil_div(room, size), ceil_div(ceil_div(p.keys, size), count)));

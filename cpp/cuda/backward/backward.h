@@ -55,7 +55,6 @@ struct KeySegments {
   float *sums;      // [head][most_sums][dk, dv][D of the instantiation]
   float *bias_sums; // [head][most_sums]
   int32_t most_sums;
-  int32_t bulk;
   int32_t *sum_keys;  // [list][most_sums]
   int32_t *sum_count; // [list]
 };

@@ -313,8 +313,8 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
     return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
   }
   // The sums of a key that several segments keep.
-  __device__ float *segment_sums(int which, int r) const {
-    return key_segment_sums(params.keys, shared.task.key_head, shared.sum[r]) + which * params.keys.slot_dim;
+  __device__ float *segment_sums(int r) const {
+    return key_segment_sums(params.keys, shared.task.key_head, shared.sum[r]);
   }
   __device__ void write_bias_sum(int64_t head_of_group, int r, float sum) const {
     if (kSegments && shared.sum[r] >= 0)

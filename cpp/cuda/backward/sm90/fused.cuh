@@ -13,6 +13,7 @@
 #include "../../ptx/dependent.cuh"
 #include "../query_sums.cuh"
 #include "key_stationary.cuh"
+#include "segment_sums.cuh"
 
 namespace fdm::cuda {
 
@@ -135,34 +136,6 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     return rows + (band * (kHeadDim / 8) + panel * 8) * 128 + threadIdx.x % 32 * 4;
   }
 
-  // Adds dK and dV of keys that several segments of rows keep to their sums, by way of the shared memory that is not
-  // needed any more.
-  __device__ void add_segment_sums() {
-    constexpr int kRowBytes = 2 * kHeadDim * 4, kStride = kRowBytes + 16; // rows of a warp in different banks
-    static_assert(Roles::kConsumerWarps * 16 * kStride <= offsetof(Shared, stages));
-    ptx::sync_threads<2, Roles::kConsumerThreads>();
-    char *rows = shared.sK + threadIdx.x / 32 * 16 * kStride;
-    const auto store = [&](const float (&own)[kHeadDim / 8][4], int first) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        auto *row = reinterpret_cast<float4 *>(rows + accumulator_row(half) * kStride + first * 4) + threadIdx.x % 4;
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 8; d += 2)
-          row[2 * d] =
-              make_float4(own[d][2 * half], own[d][2 * half + 1], own[d + 1][2 * half], own[d + 1][2 * half + 1]);
-      }
-    };
-    store(sums.dk[0], 0);
-    store(sums.dv[0], kHeadDim);
-    ptx::fence_async_proxy();
-    __syncwarp();
-    const int lane = threadIdx.x % 32, key = threadIdx.x / 32 * 16 + lane % 16;
-    if (lane < 16 && sums.keys.shared.key[key] >= 0 && sums.keys.shared.sum[key] >= 0) {
-      ptx::add_global_bulk(sums.keys.segment_sums(0, key), ptx::shared_address(rows + lane * kStride), kRowBytes);
-      ptx::wait_for_bulk();
-    }
-  }
-
   __device__ void run() {
     sums.start();
     Roles::consumer_wait(shared.keys_full, 0);
@@ -188,9 +161,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     }
     finish_before();
     sums.write_bias(0);
-    const bool bulk = this->params.keys.segments.bulk && this->params.keys.segments.most_sums > 0;
-    if (bulk) add_segment_sums();
-    sums.write(0, bulk);
+    add_segment_sums<Config>(shared, sums);
+    sums.write();
   }
 };
 
