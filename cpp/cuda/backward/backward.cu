@@ -51,15 +51,17 @@ constexpr int64_t kMostUnscheduledKeys = 4096;
 constexpr int64_t kMostSegmentBlocks = 512, kMostSegmentRows = 4096;
 
 // The rows of a segment, or 0: blocks of keys are for all rows. With fewer rows fewer pairs are computed that are not
-// kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: that costs as
-// much as 15 steps or more (seen). Sums for keys of many short segments would also take memory.
+// kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: as many rows as
+// a query keeps keys are best, up to kMostWindow (seen on an H200), and at least kSteps steps. Sums of keys for many short
+// segments would also take memory.
 int64_t segment_rows(const fdm_problem &p, const KeyWork &keys) {
   if (!keys.listed || is_varlen(p) || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
   if (p.queries == 0 || p.heads == 0) return 0;
   if (p.max_kept > kMostSegmentBlocks * keys.block_keys - kMostSegmentRows) return 0;
   if (const char *x = getenv("FDM_SEGMENT_ROWS")) return atoi(x);
-  constexpr int64_t kLeastRows = 512, kSteps = 64, kMostSegments = 16;
-  const int64_t wanted = std::max({kSteps * keys.tile_rows / group_size(p), p.max_kept / 2, p.queries / kMostSegments});
+  constexpr int64_t kLeastRows = 512, kMostWindow = 1024, kSteps = 32, kMostSegments = 16;
+  const int64_t window = std::min(p.max_kept, kMostWindow), steps = kSteps * keys.tile_rows / group_size(p);
+  const int64_t wanted = std::max({window, steps, p.queries / kMostSegments});
   int64_t rows = kLeastRows;
   while (rows < wanted && rows < kMostSegmentRows) rows *= 2;
   // Fewer blocks of keys than this would leave SMs idle.
