@@ -6,7 +6,7 @@
 #include "../../ptx/store.cuh"
 #include "key_stationary.cuh"
 
-namespace fdm::cuda::sm90 {
+namespace fdm::cuda {
 
 // All consumers call this, after their last products; each has the columns of its accumulators from `first` on. The
 // numbers of a key lie as key_segment_sums.cu knows: the four that a thread has of two neighbouring tiles of columns,
@@ -41,4 +41,4 @@ __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const type
   ptx::wait_for_bulk();
 }
 
-} // namespace fdm::cuda::sm90
+} // namespace fdm::cuda
