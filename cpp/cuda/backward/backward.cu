@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "../dense/dense.h"
 #include "../host/device.h"
@@ -50,41 +49,46 @@ constexpr int64_t kMostUnscheduledKeys = 4096;
 // Most blocks of keys of a segment, as many as key_segments.cuh has threads; and most rows, as it has classes.
 constexpr int64_t kMostSegmentBlocks = 512, kMostSegmentRows = 4096;
 
+// Blocks of keys of a segment of so many rows, and enough for all keys of a list, should it keep more than it says.
+int64_t segment_blocks(const fdm_problem &p, const KeyWork &keys, int64_t rows) {
+  const int64_t room = p.max_kept < p.keys ? std::min(p.keys, p.max_kept + rows - 1) : p.keys;
+  const int64_t all = ceil_div(p.keys, keys.block_keys);
+  return std::max(ceil_div(room, keys.block_keys), ceil_div(all, ceil_div(p.queries, rows)));
+}
+
 // The rows of a segment, or 0: blocks of keys are for all rows. With fewer rows fewer pairs are computed that are not
-// kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: that costs as
-// much as 15 steps or more (seen). Sums for keys of many short segments would also take memory.
+// kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: as many rows as
+// a query keeps keys are best, up to kMostWindow (seen on an H200), and at least kSteps steps. Sums of keys for many short
+// segments would also take memory.
 int64_t segment_rows(const fdm_problem &p, const KeyWork &keys) {
   if (!keys.listed || is_varlen(p) || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
   if (p.queries == 0 || p.heads == 0) return 0;
-  if (p.max_kept > kMostSegmentBlocks * keys.block_keys - kMostSegmentRows) return 0;
-  if (const char *x = getenv("FDM_SEGMENT_ROWS")) return atoi(x);
-  constexpr int64_t kLeastRows = 512, kSteps = 64, kMostSegments = 16;
-  const int64_t wanted = std::max({kSteps * keys.tile_rows / group_size(p), p.max_kept / 2, p.queries / kMostSegments});
+  constexpr int64_t kLeastRows = 512, kMostWindow = 1024, kSteps = 32, kMostSegments = 16;
+  const int64_t window = std::min(p.max_kept, kMostWindow), steps = kSteps * keys.tile_rows / group_size(p);
+  const int64_t wanted = std::max({window, steps, p.queries / kMostSegments});
   int64_t rows = kLeastRows;
   while (rows < wanted && rows < kMostSegmentRows) rows *= 2;
   // Fewer blocks of keys than this would leave SMs idle.
-  const auto blocks = [&] { return ceil_div(p.queries, rows) * (p.max_kept / keys.block_keys + 2) * keys.heads; };
+  const int64_t kept = std::min(p.max_kept, p.keys);
+  const auto blocks = [&] { return ceil_div(p.queries, rows) * (kept / keys.block_keys + 2) * keys.heads; };
   while (rows > kLeastRows && blocks() < kWantedItems) rows /= 2;
-  return rows;
+  return segment_blocks(p, keys, rows) <= kMostSegmentBlocks ? rows : 0;
 }
 
-// Lays out segments of so many rows. `most_kept` keys or fewer are kept by n rows together, less the n.
+// Lays out the segments of so many rows, and the blocks of keys of all of them.
 void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *used, KeyWork &keys) {
   KeySegments &segments = keys.segments;
   const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1], size = keys.block_keys;
-  const int64_t count = ceil_div(p.queries, rows), room = std::min(p.keys, p.max_kept + rows - 1);
+  const int64_t count = ceil_div(p.queries, rows);
   segments.rows = int32_t(rows);
   segments.count = int32_t(count);
-  // Enough for all keys of a list, should it keep more.
-  segments.blocks = int32_t(std::max(ceil_div(room, size), ceil_div(ceil_div(p.keys, size), count)));
+  segments.blocks = int32_t(segment_blocks(p, keys, rows));
   keys.blocks = int32_t(count * segments.blocks);
-  segments.leading = int32_t(p.max_kept / size);
-  if (const char *x = getenv("FDM_LEADING")) segments.leading = atoi(x);
-  segments.leading = std::min(segments.leading, segments.blocks);
+  segments.leading = int32_t(std::min<int64_t>(p.max_kept / size, segments.blocks));
   keys.ordered = take<KeyRows>(base, used, lists * keys.blocks * size);
   segments.order = take<SegmentBlock>(base, used, lists * keys.blocks);
   segments.live = take<int32_t>(base, used, lists * count);
-  segments.most_sums = int32_t(std::min(p.keys, p.max_kept * (count - 1)));
+  segments.most_sums = int32_t(count > 1 ? std::min(p.keys, std::min(p.max_kept, p.keys) * (count - 1)) : 0);
   segments.sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums * 2 * keys.slot_dim);
   segments.bias_sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums);
   segments.sum_keys = take<int32_t>(base, used, lists * segments.most_sums);

@@ -1,161 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The blocks of keys of the key-stationary kernel: which keys, which rows keep them, and the order of the steps through
-// query heads and tiles of rows.
+// The work on a block of keys of the key-stationary kernel: the order of its steps through query heads and tiles of rows,
+// and what is known of its keys meanwhile.
 #pragma once
 
-#include "../tile/products.cuh"
-#include "row_statistics.cuh"
+#include "key_places.cuh"
 
 namespace fdm::cuda {
 
 // As many tiles of kTileRows rows are looked at before they are computed; tiles beyond them, from half a million rows
 // on, are always computed.
 constexpr int kMappedTiles = 4096;
-
-// Where the keys of a block lie in the order of its list. Blocks are numbered across buckets: the first of every
-// bucket, then the second of every bucket. The blocks with the most rows then come first.
-FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
-  return int64_t(block % keys.buckets) * kBucketKeys + int64_t(block / keys.buckets) * keys.block_keys;
-}
-
-// A block of keys of one key/value head of a sequence.
-struct KeyBlockPlace {
-  Sequence s;
-  int64_t sequence_index, kv_head;
-  int32_t block;
-  int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
-  int64_t first_key;     // listed: where the block begins in `ordered`, or where `in_key_order`, among the kept keys
-  int64_t keys;          // listed: keys from there on
-  bool in_key_order;     // a list that keeps more keys than its segments have room for
-  SegmentBlock rows;     // segments: the rows that keep any of the keys
-};
-
-// Does a list keep more keys than fit the blocks of its segments? All lanes of the warp call this.
-__device__ __forceinline__ bool list_overflows(const KeyWork &keys, int64_t list) {
-  const KeySegments &segments = keys.segments;
-  const int32_t room = segments.blocks * keys.block_keys;
-  bool overflows = false;
-  for (int n = threadIdx.x % 32; n < segments.count; n += 32)
-    overflows |= segments.live[list * segments.count + n] > room;
-  return __any_sync(0xffffffffu, overflows);
-}
-
-// Finds the keys of a block of a list with segments. Blocks are numbered across segments: the longest of every segment
-// come first.
-__device__ __forceinline__ void place_in_segment(const BackwardParams &params, KeyBlockPlace &place) {
-  const KeyWork &keys = params.keys;
-  const KeySegments &segments = keys.segments;
-  const int32_t segment = segments.count - 1 - place.block % segments.count, number = place.block / segments.count;
-  const int64_t segment_of_list = place.list_sequence * segments.count + segment;
-  place.rows = segments.order[segment_of_list * segments.blocks + number];
-  place.in_key_order = list_overflows(keys, place.list_sequence);
-  if (place.in_key_order) {
-    const int64_t position = int64_t(place.block) * keys.block_keys;
-    place.first_key += position;
-    place.keys = params.plan.kept_count[place.list_sequence] - position;
-    place.rows = {0, place.keys > 0 ? static_cast<int32_t>(place.s.q_count) : -1};
-    return;
-  }
-  place.first_key = (segment_of_list * segments.blocks + place.rows.position) * keys.block_keys;
-  place.keys = place.rows.keys;
-}
-
-// The sums of a key of a head, counted over sequences.
-FDM_INLINE float *key_segment_sums(const KeyWork &keys, int64_t head, int32_t sum) {
-  return keys.segments.sums + (head * keys.segments.most_sums + sum) * 2 * keys.slot_dim;
-}
-FDM_INLINE float *bias_segment_sum(const KeyWork &keys, int64_t head, int32_t sum) {
-  return keys.segments.bias_sums + head * keys.segments.most_sums + sum;
-}
-
-// With segments, all lanes of a warp call this.
-__device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &params, int64_t number) {
-  const fdm_problem &p = params.p;
-  KeyBlockPlace place{};
-  const int64_t block = quotient(number, params.keys.heads);
-  place.block = static_cast<int32_t>(block);
-  int64_t head = number - block * params.keys.heads;
-  const KeySegments &segments = params.keys.segments;
-  if (segments.rows > 0 && number < int64_t(segments.leading) * segments.count * params.keys.heads) {
-    const int64_t segment = quotient(number, segments.leading);
-    head = quotient(segment, segments.count);
-    const int64_t segment_of_head = segment - head * segments.count;
-    place.block = static_cast<int32_t>((number - segment * segments.leading) * segments.count + segment_of_head);
-  }
-  place.sequence_index = quotient(head, p.kv_heads);
-  place.kv_head = head - place.sequence_index * p.kv_heads;
-  place.s = sequence(p, place.sequence_index);
-  if (!params.keys.listed) return place;
-  const Plan &plan = params.plan;
-  const int64_t list = list_number(p, plan, place.s, place.kv_head * group_size(p));
-  place.list_sequence = is_varlen(p) ? list * p.batch + place.sequence_index : list;
-  place.first_key = list * plan.list_keys + place.s.k_begin;
-  if (segments.rows > 0) {
-    place_in_segment(params, place);
-  } else {
-    const int64_t position = ordered_position(params.keys, place.block);
-    place.first_key += position;
-    place.keys = plan.kept_count[place.list_sequence] - position;
-  }
-  return place;
-}
-
-// The key in row r of a block of a list; -1: none.
-__device__ __forceinline__ KeyRows listed_key(const BackwardParams &params, const KeyBlockPlace &place, int r) {
-  if (r >= place.keys) return {-1, 0, 0, -1};
-  const int64_t n = place.first_key + r;
-  const Plan &plan = params.plan;
-  if (place.in_key_order) return {plan.kept_index[n], plan.kept_start[n], plan.kept_end[n], -1};
-  return params.keys.ordered[n];
-}
-
-// Stores the sum of the bias gradient of a key over all rows, for a query head of a group or for all of them.
-__device__ __forceinline__ void store_bias_sum(const BackwardParams &params, const Sequence &s, int64_t kv_head,
-                                               int64_t head_of_group, int32_t key, float sum) {
-  const fdm_tensor &t = params.bias_sums;
-  store_element(t,
-                s.batch * t.stride[0] + (kv_head * params.bias_heads + head_of_group) * t.stride[1] +
-                    (s.k_begin + key) * t.stride[3],
-                sum);
-}
-
-// The rows that may keep a key of the block. There is no such block where past < first.
-__device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
-  if (params.keys.listed) {
-    if (params.keys.segments.rows > 0) return {place.rows.first, place.rows.past};
-    if (place.keys <= 0) return {0, -1};
-    return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
-  }
-  const int64_t key = int64_t(place.block) * params.keys.block_keys;
-  if (key >= place.s.k_count) return {0, -1};
-  const int32_t past = static_cast<int32_t>(place.s.q_count);
-  return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
-}
-
-// The item of a block of threads. Without a schedule the blocks of keys come one after the other, each with its parts;
-// those that have no keys are left out.
-__device__ __forceinline__ bool has_key_item(const BackwardParams &params, int64_t number) {
-  const KeyWork &keys = params.keys;
-  if (keys.parts == 0) return number < *keys.item_count;
-  const RowRange rows = key_block_rows(params, key_block_place(params, number / keys.parts));
-  return rows.past >= rows.first;
-}
-__device__ __forceinline__ KeyItem key_item(const KeyWork &keys, int32_t number) {
-  if (keys.parts == 0) return keys.items[number];
-  const int32_t part = number % keys.parts;
-  return {number / keys.parts, part, keys.parts, number - part};
-}
-
-// The same at once, and where the item's keys are.
-__device__ __forceinline__ bool find_key_item(const BackwardParams &params, int32_t number, KeyItem &item,
-                                              KeyBlockPlace &place) {
-  const bool scheduled = params.keys.parts == 0;
-  if (scheduled && number >= *params.keys.item_count) return false;
-  item = key_item(params.keys, number);
-  place = key_block_place(params, item.block);
-  const RowRange rows = key_block_rows(params, place);
-  return scheduled || rows.past >= rows.first;
-}
 
 struct KeySteps {
   int32_t first_tile, tiles; // counted in tiles of the dkdv kernel
@@ -313,8 +167,8 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
     return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
   }
   // The sums of a key that several segments keep.
-  __device__ float *segment_sums(int which, int r) const {
-    return key_segment_sums(params.keys, shared.task.key_head, shared.sum[r]) + which * params.keys.slot_dim;
+  __device__ float *segment_sums(int r) const {
+    return key_segment_sums(params.keys, shared.task.key_head, shared.sum[r]);
   }
   __device__ void write_bias_sum(int64_t head_of_group, int r, float sum) const {
     if (kSegments && shared.sum[r] >= 0)

@@ -4,7 +4,6 @@
 // wgmma alike: kKeyTiles tiles of 16 keys to each warp.
 #pragma once
 
-#include "../ptx/store.cuh"
 #include "../tile/products.cuh"
 #include "../tile/row_bias_tile.cuh"
 #include "key_blocks.cuh"
@@ -203,32 +202,17 @@ struct KeyGradients {
     }
   }
 
-  // A thread adds four numbers at once: of two neighbouring tiles of columns, as key_segment_sums.cu knows.
-  template <int kTiles>
-  __device__ void add_to_segment_sums(const float (&sums)[kTiles][4], float *row, int first, int half) const {
-    float *own = row + first + threadIdx.x % 4 * 4;
-#pragma unroll
-    for (int d = 0; d < kTiles; d += 2) {
-      const float (&low)[4] = sums[d], (&high)[4] = sums[d + 1];
-      const float added[4] = {low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1]};
-      if (first + 8 * d < params.keys.slot_dim) ptx::add_global(own + 8 * d, added);
-    }
-  }
-
   // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: the kHeadDim
-  // columns from `first` on.
+  // columns from `first` on. Gradients of keys that several segments of rows keep have their own sums.
   __device__ void write(int first = 0) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = key_row(m, half);
-        if (keys.shared.key[key] < 0) continue;
+        if (keys.shared.key[key] < 0 || (Keys::kSegments && keys.shared.sum[key] >= 0)) continue;
         const auto write = [&](const fdm_tensor &t, const auto &sums, float factor, int which) {
           if (!present(t)) return;
-          if constexpr (Keys::kSegments) {
-            if (keys.shared.sum[key] >= 0) return add_to_segment_sums(sums, keys.segment_sums(which, key), first, half);
-          }
           if (float *partial = keys.partial_sums(which, key)) {
 #pragma unroll
             for (int d = 0; d < kHeadDim / 8; ++d)

@@ -75,11 +75,11 @@ __device__ __forceinline__ SinkShare sink_share(const fdm_problem &p, int64_t he
 }
 
 // Each thread has a part of so many rows, whose loads are then under way together.
-constexpr int kStatisticsRows = 2;
+constexpr int statistics_rows(bool aligned) { return aligned ? 2 : 1; }
 
 template <int kThreads, int kLanes, class Element, bool kAligned>
 __device__ void make_statistics(const BackwardParams &params, int64_t block, int64_t blocks) {
-  constexpr int kRows = kStatisticsRows;
+  constexpr int kRows = statistics_rows(kAligned);
   const fdm_problem &p = params.p;
   if (params.query_sums.data) {
     const int64_t count = query_sum_count(p, params.query_sums) / 4;

@@ -112,7 +112,7 @@ template <class Element> cudaError_t launch_for(const BackwardParams &params, Di
   auto kernel = aligned ? prepare_backward<Element, true, kFewLanes> : prepare_backward<Element, false, kFewLanes>;
   if (many) kernel = prepare_backward<Element, true, kManyLanes>;
   const int64_t rows = (is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads;
-  division.statistics = ceil_div(rows, kThreads / (many ? kManyLanes : kFewLanes) * kStatisticsRows);
+  division.statistics = ceil_div(rows, kThreads / (many ? kManyLanes : kFewLanes) * statistics_rows(aligned));
   return launch(kernel, division.order + division.statistics + division.clearing, kThreads, 0, stream, params,
                 division);
 }

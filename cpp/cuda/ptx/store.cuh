@@ -21,4 +21,19 @@ __device__ __forceinline__ void add_global(float *sums, const float (&x)[4]) {
                : "memory");
 }
 
+// Adds `bytes` of float32 in shared memory to as many in global memory, both 16-byte aligned. Threads that wrote them must
+// have called fence_async_proxy().
+__device__ __forceinline__ void add_global_bulk(float *sums, uint32_t shared_sums, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(sums),
+               "r"(shared_sums), "r"(bytes)
+               : "memory");
+}
+
+// Waits until all that this thread has started of these is done.
+__device__ __forceinline__ void wait_for_bulk() {
+  asm volatile("cp.async.bulk.commit_group;\n"
+               "cp.async.bulk.wait_group 0;\n" ::
+                   : "memory");
+}
+
 } // namespace fdm::cuda::ptx

@@ -13,6 +13,7 @@
 #include "../../ptx/dependent.cuh"
 #include "../query_sums.cuh"
 #include "key_stationary.cuh"
+#include "segment_sums.cuh"
 
 namespace fdm::cuda {
 
@@ -160,6 +161,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     }
     finish_before();
     sums.write_bias(0);
+    add_segment_sums<Config>(shared, sums);
     sums.write();
   }
 };

@@ -126,6 +126,7 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
       Roles::consumer_release(shared.empty[state.index]);
     }
     write_bias();
+    add_segment_sums<Config>(shared, sums, first_column());
     sums.write(first_column());
   }
 };
