@@ -120,7 +120,7 @@ class Act:
         wanted = [
             key
             for key in expected(self.repository, workflow)
-            if not set(key) & set(skipped) and (job is None or job in key)
+            if not set(key) & set(skipped) and (job in (None, key[0]) or key == (workflow, job))
         ]
         bad = ["/".join(key) for key, result in run.results.items() if result != "success"]
         absent = ["/".join(key) for key in wanted if key not in run.results]

@@ -125,17 +125,27 @@ FIRST = result("top/first", "first", "success")
 INSIDE = result("called/inner/inside-1", "inside", "success")
 
 
-def run_with(folder: Path, *lines: Mapping[str, str], status: int = 0) -> None:
+def run_with(
+    folder: Path, *lines: Mapping[str, str], status: int = 0, job: str | None = None
+) -> None:
+    folder.mkdir(exist_ok=True)
     act = folder / "act"
     printed = "\n".join(json.dumps(line) for line in lines)
     act.write_text(f"#!/bin/sh\ncat <<'END'\nno json\n{printed}\nEND\nexit {status}\n")
     act.chmod(0o755)
-    Act(act, small_repository(folder), [], {}).run("top", "push", {})
+    Act(act, small_repository(folder), [], {}).run("top", "push", {}, job=job)
 
 
 def test_a_run_whose_jobs_all_passed_is_one(tmp_path: Path) -> None:
     run_with(tmp_path, FIRST, INSIDE)
     assert "[] no json" in (tmp_path / "logs" / "top.log").read_text()
+
+
+def test_one_job_can_be_asked_for(tmp_path: Path) -> None:
+    run_with(tmp_path / "a", FIRST, job="first")
+    run_with(tmp_path / "b", FIRST, INSIDE, job="called")
+    with pytest.raises(ReleaseError, match="did not run: called/inside"):
+        run_with(tmp_path / "c", FIRST, job="called")
 
 
 @pytest.mark.parametrize(
