@@ -73,7 +73,7 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
   };
   TaskProducer<ForwardTask, decltype(make)> scheduler(p, shared.tasks, make);
   const auto on_column = [&](int slot, int i, float bias) {
-    if (present(p.bias) && params.bias_factor != 0.0f) shared.bias.store(slot, i, bias * params.bias_factor);
+    if (present(p.bias) && params.bias_factor != 0.0f) shared.bias.store(slot, i, bias, params.bias_factor);
   };
   KeyProducer<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
   keys.start(scheduler.current());

@@ -33,10 +33,12 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
     ptx::fence_async_proxy();
   }
 
-  // Stores the bias of a column, in units of the product of Q and K. One that Element has no room for becomes NaN.
-  __device__ void store(int slot, int column, float bias) {
+  // Stores the bias of a column times `factor`, in units of the product of Q and K. One that Element has no room for
+  // becomes NaN, or of bfloat16 the nearest that is far beyond what quick_softmax() takes: only a bias of -inf drops a key.
+  __device__ void store(int slot, int column, float given, float factor) {
     constexpr float kMost = kHalf ? 65504.0f : 0x1p100f;
-    const bool finite = fabsf(bias) < INFINITY;
+    const bool finite = fabsf(given) < INFINITY;
+    float bias = given * factor;
     if (!kHalf && finite) bias = fminf(fmaxf(bias, -kMost), kMost);
     if (kHalf && finite && fabsf(bias) > kMost) bias = NAN;
     const float first = rounded(bias), rest = finite ? bias - first : 0.0f, second = rounded(rest);
