@@ -151,6 +151,32 @@ ALLOWANCES = (
         176,
         "the accumulators of 32 keys fill 255 registers; outside of the loop over a step's rows",
     ),
+    Allowance(
+        "dense_fused_kernel<*, 64, true>>",
+        "*",
+        488,
+        "a tile of dbias, two of products and their results fill 232 registers",
+    ),
+    Allowance(
+        "dense_fused_kernel<*>",
+        "*",
+        32,
+        "what a step is told is held beside a tile of dbias and two of products",
+    ),
+    Allowance(
+        "dense_wide_forward_kernel<*, 64, 2, *>>",
+        "*",
+        1072,
+        "a tile of the bias, one of scores and two of results fill 232 registers; mostly in "
+        "the run that knows the rare cases",
+    ),
+    Allowance(
+        "dense_wide_forward_kernel<*>",
+        "*",
+        272,
+        "a tile of the bias, one of scores and two of results fill 232 registers; mostly in "
+        "the run that knows the rare cases",
+    ),
 )
 
 
