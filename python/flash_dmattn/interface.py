@@ -119,7 +119,8 @@ def flash_dmattn_func(
         RuntimeError: the backend cannot run here; on double backward, forward-mode
             differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
-    if attn_mask is None and plan is None and backend is None and not return_attn_probs:
+    wants_probabilities = return_attn_probs is not None and return_attn_probs is not False
+    if attn_mask is None and plan is None and backend is None and not wants_probabilities:
         tensors = query, key, value, attn_bias, sink
         inputs = ops.usual_inputs(
             tensors, softmax_scale, is_causal, softcap, window_size, deterministic

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _core, dispatch_state
+from . import dispatch_state
 from .arguments import autocast_dtype, resolved_deterministic
 from .backends import select_backend
 from .backends.base import lse_dtype, lse_shape
@@ -30,6 +31,16 @@ _TENSOR_COUNT = ATTENTION.tensor_count
 _DIFFERENTIABLE = tuple(zip(ATTENTION.differentiable, ATTENTION.places, strict=True))
 
 _REFERENCE = ReferenceBackend()
+
+
+@cache
+def _usual_call() -> Callable[..., tuple[Any, ...] | None] | None:
+    """What reads usual calls; None where the core cannot be imported, which other calls tell of."""
+    try:
+        from ._core import usual_call
+    except ImportError:
+        return None
+    return usual_call
 
 
 def attention(
@@ -107,7 +118,10 @@ def usual_inputs(
         return None
     query, key, value, bias, sink = tensors
     settings = scale, causal, softcap, window, resolved_deterministic(deterministic)
-    fields = _core.usual_call(query, key, value, bias, sink, *settings)
+    usual_call = _usual_call()
+    if usual_call is None:
+        return None
+    fields = usual_call(query, key, value, bias, sink, *settings)
     return None if fields is None else AttentionInputs._make(fields)
 
 
