@@ -76,6 +76,7 @@ def loader_with(tmp_path):
         targets = {
             "schema": 1,
             "preference": {"9.0": ["sm90"]},
+            "record": {"9.0": "run"},
             "cuda": {"13": {"min_driver": "580.65.06"}},
         }
         (tmp_path / "targets.json").write_text(json.dumps(targets))
