@@ -56,9 +56,7 @@ def test_kernels_start_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("kind", "count"), [("cuda", 132), ("xpu", 64)])
-def test_multiprocessors_are_counted(
-    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sms_are_counted(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = {
         "cuda": SimpleNamespace(multi_processor_count=132),
         "xpu": SimpleNamespace(gpu_subslice_count=64),
@@ -66,6 +64,6 @@ def test_multiprocessors_are_counted(
     monkeypatch.setattr(
         getattr(torch, kind), "get_device_properties", lambda device: properties[device.type]
     )
-    launch.multiprocessors.cache_clear()
-    assert launch.multiprocessors(torch.device(kind)) == count
-    launch.multiprocessors.cache_clear()
+    launch.sm_count.cache_clear()
+    assert launch.sm_count(torch.device(kind)) == count
+    launch.sm_count.cache_clear()

@@ -88,8 +88,7 @@ def flash_dmattn_func(
         attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
             -inf means "not kept".
         softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
-        is_causal: query i sees keys ``j <= i + K - Q`` (aligned to the bottom right). False by
-            default.
+        is_causal: query i sees keys ``j <= i + K - Q`` (aligned bottom right); False by default.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
             added. 0 by default.
         deterministic: equal inputs give equal bits; by default whether FLASH_DMATTN_DETERMINISTIC

@@ -111,17 +111,13 @@ def usual_inputs(
     """Return the record of a call that needs no closer look, and of which is_idle says yes.
 
     Args:
-        tensors: query, key, value, bias and sink as the caller has given them.
-        scale, causal, softcap, window, deterministic: likewise.
+        tensors: query, key, value, bias and sink; they and the settings are as they were given.
     """
     if not dispatch_state.is_idle(tensors) or autocast_dtype(tensors[0]) is not None:
         return None
-    query, key, value, bias, sink = tensors
     settings = scale, causal, softcap, window, resolved_deterministic(deterministic)
     usual_call = _usual_call()
-    if usual_call is None:
-        return None
-    fields = usual_call(query, key, value, bias, sink, *settings)
+    fields = usual_call(*tensors, *settings) if usual_call else None
     return None if fields is None else AttentionInputs._make(fields)
 
 

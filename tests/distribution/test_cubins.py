@@ -87,13 +87,25 @@ def test_cuobjdump_agrees(ptx: bool, tmp_path: Path) -> None:
 # --- the gate
 
 
+def fake_cuobjdump(folder: Path, version: str, listing: str) -> Path:
+    """Write a cuobjdump of that CUDA version, which runs ``listing`` for --list-elf."""
+    program = folder / "cuobjdump"
+    program.write_text(
+        "#!/bin/sh\n"
+        "case $1 in\n"
+        f"--version) echo 'Cuda compilation tools, release {version}, V{version}.0' ;;\n"
+        f"--list-elf) {listing} ;;\n"
+        "esac\n"
+    )
+    program.chmod(0o755)
+    return program
+
+
 def test_old_cuobjdump_is_not_asked(
     wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of CUDA 12.4 names 90a of CUDA 13 just 90."""
-    old = tmp_path / "cuobjdump"
-    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'\n")
-    old.chmod(0o755)
+    old = fake_cuobjdump(tmp_path, "12.4", "exit 1")
     monkeypatch.setattr(packs, "find_cuobjdump", lambda: old)
     wheel.replace_library(GPU_FILE, fat_binary((2, 80)) + PACK)
     (failure,) = run_gate("device-code", wheel.save(tmp_path)).failures
@@ -116,15 +128,7 @@ def test_without_cuobjdump_the_kind_of_code_is_not_known(
 def test_cuobjdump_tells_the_kinds_apart(
     wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "cuobjdump"
-    program.write_text(
-        "#!/bin/sh\n"
-        "case $1 in\n"
-        "--version) echo 'Cuda compilation tools, release 13.1, V13.1.0' ;;\n"
-        '--list-elf) echo "ELF file 1: x.1.sm_90.cubin" ;;\n'
-        "esac\n"
-    )
-    program.chmod(0o755)
+    program = fake_cuobjdump(tmp_path, "13.1", 'echo "ELF file 1: x.1.sm_90.cubin"')
     monkeypatch.setattr(packs, "find_cuobjdump", lambda: program)
     wheel.packs = [row for row in wheel.packs if row["name"] != "cpu"]
     (failure,) = run_gate("device-code", wheel.save(tmp_path)).failures
@@ -134,15 +138,8 @@ def test_cuobjdump_tells_the_kinds_apart(
 def test_cuobjdump_is_given_the_pack(
     wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "cuobjdump"
-    program.write_text(
-        "#!/bin/sh\n"
-        "case $1 in\n"
-        "--version) echo 'Cuda compilation tools, release 13.1, V13.1.0' ;;\n"
-        f'--list-elf) cp "$2" {tmp_path}/given; echo "ELF file 1: x.1.sm_90a.cubin" ;;\n'
-        "esac\n"
-    )
-    program.chmod(0o755)
+    listing = f'cp "$2" {tmp_path}/given; echo "ELF file 1: x.1.sm_90a.cubin"'
+    program = fake_cuobjdump(tmp_path, "13.1", listing)
     monkeypatch.setattr(packs, "find_cuobjdump", lambda: program)
     wheel.packs = [row for row in wheel.packs if row["name"] != "cpu"]
     assert run_gate("device-code", wheel.save(tmp_path)).failures == ()

@@ -185,7 +185,7 @@ def long_keys(draw: Draw) -> Call:
 
 
 def many_tiles(draw: Draw) -> Call:
-    """More tiles than a GPU has multiprocessors: blocks of threads that stay get several."""
+    """More tiles than a GPU has SMs: persistent blocks get several."""
     call, sizes = dense(
         draw, batch=(10, 12), queries=(260, 300), keys=(100, 300), kv_heads=(2, 2), group=(3, 3)
     )

@@ -14,14 +14,14 @@ from .forward_pass import row_statistics
 from .kernels.key_gradients import key_gradients_kernel
 from .kernels.prepare import prepare_kernel
 from .kernels.row_gradients import row_gradients_kernel
-from .launch import Tiles, blocks, fitting, launch, multiprocessors, tiles_of
+from .launch import Tiles, blocks, fitting, launch, sm_count, tiles_of
 from .layout import plan_views
 from .make_plan import ordered_keys
 from .problem import KEY_BIAS, ROW_BIAS, Problem
 
 _PREPARED_ROWS = 32
 # Of the kernel that goes by keys: blocks of keys take very different times.
-_PROGRAMS_PER_MULTIPROCESSOR = 8
+_PROGRAMS_PER_SM = 8
 _MOST_ROW_PARTS = 8
 
 
@@ -187,7 +187,7 @@ def _parts(problem: Problem, whole: int) -> tuple[int, int]:
     own have other blocks of keys, and are always apart.
     """
     group = problem.heads // problem.kv_heads
-    enough = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(problem.inputs.query.device)
+    enough = _PROGRAMS_PER_SM * sm_count(problem.inputs.query.device)
     own_lists = problem.layout.list_heads > problem.kv_heads
     head_parts = group if own_lists or whole < enough else 1
     row_parts = 1

@@ -101,8 +101,8 @@ def blocks(length: int, block: int) -> int:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of many warps run at the same time."""
+def sm_count(device: torch.device) -> int:
+    """Return how many SMs a GPU has: so many programs of many warps run at the same time."""
     if device.type == "cpu":
         return 1
     properties = getattr(torch, device.type).get_device_properties(device)
