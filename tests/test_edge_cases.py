@@ -44,6 +44,31 @@ def test_empty_rows_are_zero_and_have_zero_gradients(kind: str, target: Target) 
         check(problem, target)
 
 
+@pytest.mark.parametrize("kind", ["rows", "intervals", "causal", "bias"])
+def test_empty_rows_are_zero_beside_values_that_are_not_finite(kind: str, target: Target) -> None:
+    """Other rows of their tile keep such values, which a probability of 0 would turn into NaN."""
+    if target.backend == "flex":
+        pytest.skip("FlexAttention multiplies values by probabilities of 0")
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, batch=1, queries=20, keys=20)
+        empty = torch.arange(20) < 10
+        kept = ~empty[:, None].expand(20, 20)
+        if kind == "rows":
+            problem.mask = kept[None, None].clone()
+        elif kind == "intervals":
+            start = torch.full((1, 1, 20), 10, dtype=torch.int32)
+            problem.mask = IntervalMask(start, start + 10)
+        elif kind == "causal":
+            problem.causal = True
+            problem.mask = (torch.arange(20) >= 10)[None, None, None]
+        else:
+            problem.bias = torch.zeros(1, 1, 20, 20, dtype=dtype).masked_fill(~kept, -torch.inf)
+        problem.value[:, 10:13] = torch.tensor([torch.nan, torch.inf, -torch.inf])[:, None, None]
+        got = problem.results(target, dout=torch.zeros_like(problem.query))
+        assert torch.equal(got["out"][:, empty], torch.zeros_like(got["out"][:, empty]))
+        assert not got["out"][:, 13:].isfinite().any()
+
+
 @pytest.mark.parametrize("queries, keys", [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals"])
 def test_no_queries_or_no_keys(queries: int, keys: int, kind: str, target: Target) -> None:

@@ -64,9 +64,12 @@ void write_rows(const Tile &tile, const fdm_forward_args &args) {
       const int64_t r = g * task.rows + i, row = task.first_row + i;
       float *out = tile.buffers.out + r * tile.dim;
       const float sum = tile.buffers.row_sum[r];
-      const float inverse =
-          sum == 0.0f ? 0.0f : 1.0f / (sum + sink_weight(tile.p, task.head + g, tile.buffers.row_max[r]));
-      for (int64_t d = 0; d < tile.dim; ++d) out[d] *= inverse;
+      if (sum == 0.0f) {
+        zero(out, tile.dim); // a value that other rows keep and that is not finite has made NaN of zeros
+      } else {
+        const float inverse = 1.0f / (sum + sink_weight(tile.p, task.head + g, tile.buffers.row_max[r]));
+        for (int64_t d = 0; d < tile.dim; ++d) out[d] *= inverse;
+      }
       store_row(args.out, row_offset(args.out, task.sequence, row, task.head + g), args.out.stride[3], tile.p.head_dim,
                 out);
       const float lse = sum == 0.0f ? -kInfinity : tile.buffers.row_max[r] + __builtin_logf(sum);

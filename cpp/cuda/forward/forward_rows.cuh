@@ -225,9 +225,10 @@ struct ForwardRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[m][half] = ptx::row_sum(sum[m][half]);
-        // A NaN in the query of a row that keeps nothing reaches the sum: its keys are zeros here, or masked by adding
-        // -inf.
-        if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);
+        // Without a kept key the output is 0, also where a value that other rows keep is not finite. A NaN in the query
+        // of such a row reaches the sum: its keys are zeros here, or masked by adding -inf.
+        const float total = sum[m][half];
+        if (total == 0.0f || (isnan(total) && !keeps_any(row(m, half)))) clear_row(m, half);
       }
   }
 
