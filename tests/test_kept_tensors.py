@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A bias that several sequences or heads share is selected from once, for all of them."""
+"""States of biases that are shared, and of tensors of other modes."""
 
 from __future__ import annotations
 
@@ -32,3 +32,16 @@ def test_a_state_keeps_rows_of_all(bias: Tensor, backend: str) -> None:
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, 1), want)
     assert state.tensors["key"].shape[0] == 3
+
+
+def test_what_is_loaded_in_inference_mode_goes_on_outside_of_it() -> None:
+    tokens = [torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 2, 1, 1)]
+    state, other = KeptKeys(4), KeptKeys(4)
+    state.update(*tokens)
+    with torch.inference_mode():
+        other.load_state_dict(
+            {n: t.clone() if isinstance(t, Tensor) else t for n, t in state.state_dict().items()}
+        )
+    for each in (state, other):
+        each.update(*tokens)
+    assert torch.equal(other.tensors["key"], state.tensors["key"])
