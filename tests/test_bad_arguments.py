@@ -15,7 +15,9 @@ from support import Target, randn
 
 DENSE_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "query is a list": ({"query": [1.0]}, TypeError, r"query must be a torch.Tensor, got list"),
-    "key is None": ({"key": 3}, TypeError, r"key must be a torch.Tensor, got int"),
+    "key is a number": ({"key": 3}, TypeError, r"key must be a torch.Tensor, got int"),
+    "key is None": ({"key": None}, TypeError, r"key must be a torch.Tensor, got None"),
+    "value is None": ({"value": None}, TypeError, r"value must be a torch.Tensor, got None"),
     "mask is a list": (
         {"attn_mask": [True]},
         TypeError,

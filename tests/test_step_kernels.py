@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -142,3 +143,56 @@ def test_parts_that_were_changed_are_called() -> None:
         layer.q_proj.weight.data = layer.q_proj.weight.data.t()
         assert not is_fused(layer, token, cache, *nothing)
     assert not is_fused(layer, token, cache, *nothing)
+
+
+def test_a_converted_layer_has_kernels_of_its_own() -> None:
+    """They are compiled for its dtype, and conversion leaves the layer's parameters in place."""
+    layer = DynamicMaskAttention(16, 2, window_size=4)
+    steps = []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusing, "has_kernel", lambda _: True)
+        for dtype in (torch.float32, torch.bfloat16):
+            x, cache = torch.randn(1, 9, 16, dtype=dtype), AttentionCache()
+            layer.to(dtype)(x[:, :8], cache=cache)
+            given = layer, DynamicMaskAttention, x[:, 8:], cache, *(None,) * 4
+            steps.append(fusing.fused_step(*given))
+            assert fusing.fused_step(*given) is steps[-1]
+    assert None not in steps
+    assert steps[0] is not steps[1]
+
+
+@pytest.mark.parametrize(("kind", "number"), [("cuda", 2**31), ("xpu", 1)])
+def test_triton_is_asked_where_what_was_compiled_may_not_serve(
+    kind: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a stride that needs 64 bits, and on devices whose current one torch.cuda cannot tell."""
+    pytest.importorskip("triton")
+    from flash_dmattn.backends.triton import prepared
+
+    started = []
+
+    class Kernel:
+        arg_names = ("x", "stride", "SIZE")
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return self
+
+        def __call__(self, *arguments: Any, **options: Any) -> Kernel:
+            started.append("stream" not in options)
+            return self
+
+    class Somewhere:
+        device = torch.device(kind, 0)
+
+        def data_ptr(self) -> int:
+            return 1024
+
+    monkeypatch.setattr(prepared, "_STARTS_COMPILED", True)
+    monkeypatch.setattr(prepared, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(prepared, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0 if kind == "cuda" else 1 // 0)
+    kernel = prepared.Prepared(Kernel(), 4, SIZE=8)
+    tensors: Any = (Somewhere(),)
+    for given in (1, 1, number):
+        kernel.start((1, 1, 1), tensors, (given,))
+    assert started == ([True, False, True] if kind == "cuda" else [True] * 3)

@@ -115,3 +115,10 @@ def test_what_is_not_usual_is_looked_at(change: dict[str, Any]) -> None:
     places = tuple(given.pop(name) for name in names)
     settings = (given[n] for n in ("softmax_scale", "is_causal", "softcap", "window_size"))
     assert interface.ops.usual_inputs(places, *settings, None) is None
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_missing_is_named(name: str) -> None:
+    given = {**tensors("cpu", torch.float32), name: None}
+    with pytest.raises(TypeError, match=rf"^{name} must be a torch.Tensor, got None$"):
+        flash_dmattn_func(**given)

@@ -112,8 +112,8 @@ void bind_usual(nb::module_ &module) {
          nb::handle causal, nb::handle softcap, nb::handle window, bool deterministic) {
         return usual_call({query, key, value, bias, sink, scale, causal, softcap, window, deterministic});
       },
-      "query"_a, "key"_a, "value"_a, "bias"_a.none(), "sink"_a.none(), "scale"_a.none(), "causal"_a.none(),
-      "softcap"_a.none(), "window"_a.none(), "deterministic"_a);
+      "query"_a, "key"_a.none(), "value"_a.none(), "bias"_a.none(), "sink"_a.none(), "scale"_a.none(),
+      "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "deterministic"_a);
 }
 
 void bind_training(nb::module_ &module) {

@@ -31,6 +31,7 @@ class Case(NamedTuple):
     window: int = 6
     levels: int = 4
     padded: bool = False
+    bias_batch: int | None = None  # as the others
     options: dict[str, Any] = {}  # noqa: RUF012
     dtype: torch.dtype = torch.float64
 
@@ -41,6 +42,8 @@ CASES = {
     "empty first": Case((0, 9, 20, 1), bias_heads=2),
     "bias per query head": Case((20, 5, 21, 14), heads=4, kv_heads=2, bias_heads=4),
     "one bias for all heads": Case((20, 5, 21, 14), batch=2, heads=4, kv_heads=2),
+    "one bias for all sequences": Case((20, 5, 0, 14), batch=3, heads=4, kv_heads=2, bias_heads=2,
+                                       bias_batch=1),
     "padding": Case((20, 7, 21, 14), batch=3, heads=4, kv_heads=2, bias_heads=2, padded=True),
     "softcap and scale": Case((9, 20, 9, 9), options={"softcap": 2.0, "softmax_scale": 0.4}),
     "sink": Case((9, 20, 9, 9), options={"sink": torch.tensor([0.7, -0.4])}),
@@ -61,7 +64,7 @@ def make_tensors(case: Case, length: int) -> tuple[list[Tensor], Tensor | None]:
         shape = (case.batch, length, heads, case.dim)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
-    shape = (case.batch, case.bias_heads, 1, length)
+    shape = (case.bias_batch or case.batch, case.bias_heads, 1, length)
     bias = torch.randint(0, case.levels, shape, generator=generator) / 2
     for value in (-torch.inf, torch.nan):
         bias[torch.rand(shape, generator=generator) < 0.08] = value

@@ -182,3 +182,25 @@ def check_messages(device: str) -> None:
         arguments = {"query": query, "key": key, "value": key, "attn_bias": bias, **given}
         with pytest.raises((TypeError, ValueError), match=message):
             context_parallel_dmattn(**{**arguments, **wrong})
+
+
+def check_shared_and_wrong(device: str) -> None:
+    """Run on a rank: a bias that is expanded over heads, and bounds that do not fit."""
+    torch.manual_seed(dist.get_rank())
+    query, key, value = (torch.randn(9, heads, 8, device=device) for heads in (4, 2, 2))
+    bias = torch.randn(1, 1, 9, device=device).expand(2, -1, -1)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    tensors = query, key, value
+    got, want = (
+        context_parallel_dmattn(*tensors, each, 3, cu_seqlens=bounds)
+        for each in (bias, bias.contiguous())
+    )
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+    for end in (7, 12):
+        bounds[2] = end
+        with pytest.raises(ValueError, match=f"cu_seqlens must end with 9, .*, got {end}"):
+            context_parallel_dmattn(*tensors, bias, 3, cu_seqlens=bounds)
+
+
+def test_a_bias_may_be_expanded_and_bounds_must_fit(tmp_path: Path) -> None:
+    run_on_ranks(check_shared_and_wrong, 2, tmp_path, "cpu")

@@ -53,8 +53,12 @@ def packed_shard(
     for name, tensor in (("value", value), ("attn_bias", bias), ("cu_seqlens", cu_seqlens)):
         if tensor.device != key.device:
             raise ValueError(f"{name} must be on key's device {key.device}, got {tensor.device}")
-    longest = int(bounds.diff().max()) if max_seqlen is None else max_seqlen
-    longest = index("max_seqlen", longest, 0, MOST_ROWS)
+    longest = 0 if max_seqlen is None else index("max_seqlen", max_seqlen, 0, MOST_ROWS)
+    if max_seqlen is None or bounds.is_cpu:
+        longest_part, end = torch.stack((bounds.diff().max(), bounds[-1])).tolist()
+        if end != total:
+            raise ValueError(f"cu_seqlens must end with {total}, the first size of key, got {end}")
+        longest = max(0, longest_part) if max_seqlen is None else longest
     return Packing(bounds, bounds, None, longest, longest)
 
 
@@ -84,9 +88,12 @@ def packed_best(
     by = "reference" if bias.dtype == torch.float64 else backend
     keep = select(bias, None, packing, shape, window, False, by).mask
     assert keep is not None
-    running = keep.view(sets, heads // sets, total).any(1).cumsum(-1)
-    # How many rows come before each bound, (p, B + 1).
-    before = torch.cat([running.new_zeros(sets, 1), running], 1)[:, bounds.long()]
+    keep = keep.expand_as(bias)  # where the bias is expanded, the selection is one for all heads
+    running = keep.reshape(sets, heads // sets, total).any(1).cumsum(-1)
+    # How many rows come before each bound, (p, B + 1). Bounds that are wrong, which only attention
+    # sees on a GPU, must not be indices there.
+    inside = bounds.long().clamp(0, total)
+    before = torch.cat([running.new_zeros(sets, 1), running], 1)[:, inside]
     capacity = window * (heads // sets)
     wanted = before[:, :-1, None] + torch.arange(1, capacity + 1, device=key.device)
     is_there = (wanted <= before[:, 1:, None]).transpose(0, 1)  # (B, p, capacity)
@@ -129,6 +136,7 @@ def together(
     of_rows = (first.unsqueeze(1) + torch.arange(rows, device=device)).flatten()
     place = torch.cat([of_rows, token + (number + 1) * rows])
     count = batch * rows + key.shape[0]
+    place = place.clamp(0, count - 1)
 
     def joined(one: Tensor, other: Tensor, dimension: int) -> Tensor:
         parts = torch.cat([one, other], dimension)

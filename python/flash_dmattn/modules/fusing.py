@@ -66,7 +66,12 @@ def fused_step(
     if layer.window_size != kept.window_size or not kept.has_slots_for(held, hidden_states):
         return None
     step = _steps.get(layer)
-    if step is not None and step.is_of(layer) and _are_as_found(step.parts, dtype, device):
+    if (
+        step is not None
+        and step.dtype == dtype
+        and step.is_of(layer)
+        and _are_as_found(step.parts, dtype, device)
+    ):
         return step
     parts = _plain_parts(layer, kind)
     if parts is None or not _are_as_found(parts, dtype, device):

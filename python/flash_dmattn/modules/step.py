@@ -41,6 +41,8 @@ class Step:
         self._settings = _settings(layer)
         self._amplitude = layer.A
         query, key, value, output, states = parts[:5]
+        # A layer is converted in place, which leaves its parameters what they are.
+        self.dtype = query.weight.dtype
         self._is_exponential = layer.bias_form == "exp"
         self._states = states
         heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim

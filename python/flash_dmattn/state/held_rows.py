@@ -211,12 +211,14 @@ class HeldRows:
                     f"{state[name]}"
                 )
         self._start = state["start"]
-        for prefix in ("kept", "recent"):
-            fields = {n: state.get(f"{prefix}.{n}") for n in Rows._fields}
-            given = {name: tensor.clone() for name, tensor in fields.items() if tensor is not None}
-            setattr(self, f"_{prefix}", Rows(**given) if given else None)
-        counter = state.get("counter")
-        self._counter = None if counter is None else counter.clone()
+        # Later steps write into these, outside of inference mode too.
+        with torch.inference_mode(False):
+            for prefix in ("kept", "recent"):
+                fields = {n: state.get(f"{prefix}.{n}") for n in Rows._fields}
+                given = {n: tensor.clone() for n, tensor in fields.items() if tensor is not None}
+                setattr(self, f"_{prefix}", Rows(**given) if given else None)
+            counter = state.get("counter")
+            self._counter = None if counter is None else counter.clone()
         self._is_ordered = False
 
     def _rows(

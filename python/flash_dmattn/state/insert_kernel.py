@@ -53,7 +53,8 @@ def launch_insert(
     key_batch, _, key_head, _ = key.stride()
     value_batch, _, value_head, _ = value.stride()
     other = amplitude if states_bias is None else states_bias
-    dtypes = (key.dtype, held.bias.dtype, line.dtype, amplitude.dtype, other.dtype)
+    added = amplitude.dtype, other.dtype
+    dtypes = (key.dtype, value.dtype, held.bias.dtype, line.dtype, *added)
     _prepared(kind, states_bias is not None, rows, kv_heads, dim, sets, dtypes).start(
         (batch * sets, 1, 1),
         (*held, key, value, line, amplitude, other, counter),

@@ -128,6 +128,7 @@ def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, 1, count)
     keep = select(rows.bias, None, DENSE, shape, window, False, selecting(rows, backend)).mask
     assert keep is not None
+    keep = keep.expand_as(rows.bias)  # where the bias is expanded, the selection is one for all
     running = rows.by_set(keep).any(2).cumsum(-1)
     wanted = torch.arange(1, capacity + 1, device=running.device).expand(*running.shape[:2], -1)
     index = torch.searchsorted(running, wanted.contiguous())

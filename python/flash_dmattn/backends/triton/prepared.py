@@ -19,6 +19,8 @@ __all__ = ["Prepared"]
 _STARTS_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 # Triton compiles for addresses that are multiples of it apart from others.
 _ALIGNMENT = 16
+# From here on Triton passes an integer as one of 64 bits.
+_LARGE = 1 << 31
 
 
 class Prepared:
@@ -41,17 +43,18 @@ class Prepared:
         self, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
     ) -> None:
         """Start the programs of a grid, on the current stream of the tensors' device."""
-        is_aligned = True
+        is_usual = max(numbers) < _LARGE
         for tensor in tensors:
             if tensor.data_ptr() % _ALIGNMENT:
-                is_aligned = False
+                is_usual = False
         device = tensors[0].device
-        index = -1 if device.index is None else device.index
+        # Of other devices neither the current one nor the stream is asked for here.
+        index = -1 if device.type != "cuda" or device.index is None else device.index
         compiled = self._compiled.get(index)
-        if compiled is not None and is_aligned and torch.cuda.current_device() == index:
+        if compiled is not None and is_usual and torch.cuda.current_device() == index:
             compiled[grid](*tensors, *numbers, *self._constants, stream=raw_stream(index))
             return
         with on_device(device):
             compiled = self._kernel[grid](*tensors, *numbers, **self._options)
-        if is_aligned and index >= 0 and _STARTS_COMPILED:
+        if is_usual and index >= 0 and _STARTS_COMPILED:
             self._compiled[index] = compiled

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""States of biases that are shared, and of tensors of other modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import KeptKeys, flash_dmattn_func
+
+BIASES: dict[str, Tensor] = {
+    "sequences": torch.randn(1, 2, 1, 20),
+    "sequences and heads": torch.randn(1, 1, 1, 20),
+    "expanded heads": torch.randn(3, 1, 1, 20).expand(-1, 2, -1, -1),
+    "expanded query heads": torch.randn(3, 1, 1, 20).expand(-1, 4, -1, -1),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_a_state_keeps_rows_of_all(bias: Tensor, backend: str) -> None:
+    query, key, value = (torch.randn(3, 20, heads, 8) for heads in (4, 2, 2))
+    want = flash_dmattn_func(
+        query, key, value, None, bias, is_causal=True, window_size=4, backend=backend
+    )
+    state, outs = KeptKeys(4), []
+    for part in (slice(0, 9), slice(9, 10), slice(10, 20)):
+        tokens = (tensor[:, part] for tensor in (query, key, value))
+        out = state.attend(*tokens, bias[..., part], update=True, backend=backend)
+        assert isinstance(out, Tensor)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1), want)
+    assert state.tensors["key"].shape[0] == 3
+
+
+def test_what_is_loaded_in_inference_mode_goes_on_outside_of_it() -> None:
+    tokens = [torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 2, 1, 1)]
+    state, other = KeptKeys(4), KeptKeys(4)
+    state.update(*tokens)
+    with torch.inference_mode():
+        other.load_state_dict(
+            {n: t.clone() if isinstance(t, Tensor) else t for n, t in state.state_dict().items()}
+        )
+    for each in (state, other):
+        each.update(*tokens)
+    assert torch.equal(other.tensors["key"], state.tensors["key"])
