@@ -90,6 +90,14 @@ def test_no_batch(target: Target) -> None:
     assert got["dkey"].shape == problem.key.shape
 
 
+def test_no_batch_with_a_bias_that_a_batch_would_share(target: Target) -> None:
+    problem = simple_problem(target.dtypes[0], batch=0, queries=128, keys=128)
+    problem.bias = randn(1, 4, 128, 128, dtype=target.dtypes[0])
+    got = problem.results(target, dout=torch.zeros_like(problem.query))
+    assert got["dquery"].shape == problem.query.shape
+    assert not got["dbias"].any()
+
+
 @pytest.mark.parametrize("kind", ["keys", "rows", "intervals", "bias"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_dropped_keys_are_never_read(kind: str, poison: float, target: Target) -> None:
@@ -164,6 +172,23 @@ def test_smallest_finite_bias(whole_row: bool, target: Target) -> None:
             )
         else:
             assert_accurate(got, truth, problem.eager(dout=dout))
+
+
+@pytest.mark.parametrize("scale", [1e-8, 0.1, 4e8, 7e8])
+def test_lowest_biases_behind_dropped_keys(scale: float, pack_target: Target) -> None:
+    """They are finite, so their keys are kept, where a row has not kept a key before, too."""
+    for dtype in pack_target.dtypes:
+        for bias_dtype in {dtype, torch.float32}:
+            problem = simple_problem(dtype, queries=40, keys=333, scale=scale)
+            problem.query.zero_()
+            problem.bias = torch.full((1, 1, 1, 333), -torch.inf, dtype=bias_dtype)
+            problem.bias[..., 140:] = torch.finfo(bias_dtype).min
+            out = problem.results(pack_target, dout=torch.zeros_like(problem.query))["out"]
+            mean = problem.value[:, 140:].double().mean(1).repeat_interleave(2, 1)
+            tolerance = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(
+                out.double(), mean[:, None].expand(out.shape), rtol=tolerance, atol=tolerance
+            )
 
 
 def test_gradient_of_the_bias_alone(target: Target) -> None:

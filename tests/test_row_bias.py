@@ -150,6 +150,34 @@ def test_dropped_keys_and_empty_rows_hold_anything(bias_batch: int, target: Targ
             assert torch.equal(value, want[name]), name
 
 
+@pytest.mark.parametrize("bias_batch", [1, 3])
+@pytest.mark.parametrize("holder", ["bias of dropped keys", "gradient of empty rows"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_one_thing_that_is_not_a_number(
+    poison: float, holder: str, bias_batch: int, pack_target: Target
+) -> None:
+    """All else is finite, of a size for which one Hopper kernel computes all gradients."""
+    for dtype in pack_target.dtypes:
+        for bias_dtype in {dtype, torch.float32}:
+            problem = simple_problem(dtype, batch=3, queries=130, keys=200, head_dim=64)
+            problem.bias = randn(bias_batch, 4, 130, 200, dtype=bias_dtype)
+            problem.bias[:, :, 11] = -torch.inf
+            problem.mask = rand_bool(3, 1, 1, 200, density=0.7)
+            problem.mask[..., 40:44] = False
+            dout = randn(*problem.query.shape, dtype=dtype, seed=5)
+            want = problem.results(pack_target, dout=dout)
+            if holder == "bias of dropped keys":
+                problem.bias[..., 40:44] = poison
+            else:
+                dout[:, 11] = poison
+            got = problem.results(pack_target, dout=dout)
+            eps = torch.finfo(dtype).eps
+            for name, value in got.items():
+                torch.testing.assert_close(value, want[name], rtol=4 * eps, atol=16 * eps)
+            assert not got["dbias"][..., 40:44].any()
+            assert not got["dquery"][:, 11].any()
+
+
 def test_rows_of_lowest_biases(target: Target) -> None:
     """They give the mean of the values of their keys; on GPUs they have no gradient."""
     for dtype in target.dtypes:

@@ -38,3 +38,17 @@ def test_memory_is_linear(sizes: tuple[int, int, int], gpu: str) -> None:
     short, long = (bytes_over_query(1 << power, *sizes, gpu) for power in (17, 19))
     assert long <= 6
     assert long <= 1.1 * short
+
+
+def test_a_shared_bias_takes_no_more_than_its_gradient(gpu: str) -> None:
+    """Beside the gradient of such a bias, what is linear in the length is allocated."""
+    shapes = [(2, 2048, 16, 64)] * 4 + [(1, 16, 2048, 2048)]
+    tensors = [torch.randn(*shape, device=gpu, dtype=torch.bfloat16) for shape in shapes]
+    dout, *inputs = tensors[0], *(tensor.requires_grad_() for tensor in tensors[1:])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(flash_dmattn_func(*inputs[:3], attn_bias=inputs[3]), inputs, dout)
+    torch.cuda.synchronize()
+    most = (inputs[3].numel() + 16 * dout.numel()) * dout.element_size()
+    assert torch.cuda.max_memory_allocated() - before <= most

@@ -25,9 +25,10 @@ __global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant_
   const Sequence s = dense_sequence(p, batch);
   float delta = 0.0f;
   const float natural = exists ? static_cast<const float *>(lse.data)[lse_offset(lse, s, i, head)] : INFINITY;
-  bool odd = isnan(natural);
-  if (fabsf(natural) <= kUnusableLse) {
-    odd |= fabsf(natural) * kLog2E > kLargeLse;
+  const bool usable = fabsf(natural) <= kUnusableLse;
+  bool odd = exists && (usable ? fabsf(natural) * kLog2E > kLargeLse : !(natural < 0.0f));
+  // The fused kernel multiplies dO of rows that keep nothing, too.
+  if (exists && (usable || work.odd)) {
     const auto *a = static_cast<const Element *>(dout.data) + row_offset(dout, s, i, head);
     const auto *b = static_cast<const Element *>(out.data) + row_offset(out, s, i, head);
     if constexpr (kAligned) {
@@ -36,17 +37,20 @@ __global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant_
                     y = *reinterpret_cast<const uint4 *>(b + lane * 8);
         odd |= has_odd_value<Element>(x);
         const auto *u = reinterpret_cast<const Element *>(&x), *v = reinterpret_cast<const Element *>(&y);
+        if (usable)
 #pragma unroll
-        for (int d = 0; d < 8; ++d) delta = fmaf(to_float(u[d]), to_float(v[d]), delta);
+          for (int d = 0; d < 8; ++d) delta = fmaf(to_float(u[d]), to_float(v[d]), delta);
       }
-    } else {
+    } else if (usable) {
       for (int d = lane; d < head_dim; d += kAcross)
         delta = fmaf(to_float(a[d * dout.stride[3]]), to_float(b[d * out.stride[3]]), delta);
     }
-    if (lane == 0 && present(dlse)) delta -= static_cast<const float *>(dlse.data)[lse_offset(dlse, s, i, head)];
+    if (usable && lane == 0 && present(dlse))
+      delta -= static_cast<const float *>(dlse.data)[lse_offset(dlse, s, i, head)];
   }
 #pragma unroll
   for (int distance = kAcross / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);
+  odd |= !(fabsf(delta) < INFINITY);
   if (work.odd && odd) *work.odd = 1;
   if (exists && lane == 0) work.deltas[(batch * p.heads + head) * p.queries + i] = delta;
 }

@@ -225,14 +225,15 @@ template <class Function> cudaError_t with_dense_types(const fdm_problem &p, con
     });
 }
 
-// Sums of the fused kernel for so many bytes at a time: about what L2 holds, and no more memory than that.
+// Sums of the fused kernel for so many bytes at a time: about what L2 holds. Those of a sequence may take more, and those
+// of dbias are beside them where the batch shares it.
 constexpr int64_t kMostFusedBytes = int64_t(64) << 20;
 // A block of threads takes the time of so many steps before its first and after its last.
 constexpr int64_t kFusedTaskSteps = 3;
 
 // May the fused kernel compute all gradients, if all are wanted?
 bool may_fuse(const DenseCall &call) {
-  return has_wide_tiles(call) && !(call.p.flags & FDM_DETERMINISTIC) && call.shares_mask;
+  return call.p.batch > 0 && has_wide_tiles(call) && !(call.p.flags & FDM_DETERMINISTIC) && call.shares_mask;
 }
 
 int64_t fused_dbias_bytes(const FusedWork &work) {
@@ -243,7 +244,8 @@ int64_t fused_dbias_bytes(const FusedWork &work) {
 struct FusedPlan {
   FusedWork work; // of the first launch
   int64_t dq_bytes, key_bytes, dbias_bytes;
-  bool shares; // the batch shares the bias, so all launches add to the same sums of dbias
+  bool shares;     // the batch shares the bias, so all launches add to the same sums of dbias
+  bool sums_dbias; // there may be such sums: blocks of threads may share a tile
 
   int64_t bytes() const { return dq_bytes + 2 * key_bytes + dbias_bytes; }
 };
@@ -259,10 +261,18 @@ FusedPlan plan_fused(const DenseCall &call, int sms) {
   work.dim = with_head_dim(p.head_dim, WideHeadDims{}, [](auto dim) { return int32_t(decltype(dim)::value); });
   const int64_t row_bytes = work.dim * int64_t(sizeof(float));
   work.units = int32_t(bias_heads);
-  const int64_t batch_bytes = (p.heads * work.sum_rows() + 2 * p.kv_heads * work.sum_keys()) * row_bytes +
-                              (plan.shares ? 0 : fused_dbias_bytes(work));
+  // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share them; and
+  // all of the batch is in one launch where its sums take less than those of dbias.
+  const int64_t dbias_bytes = fused_dbias_bytes(work);
+  plan.sums_dbias = dbias_bytes <= kMostFusedBytes;
+  const int64_t sequence_bytes = (p.heads * work.sum_rows() + 2 * p.kv_heads * work.sum_keys()) * row_bytes;
+  const int64_t batch_bytes = sequence_bytes + (plan.shares || !plan.sums_dbias ? 0 : dbias_bytes);
   const int64_t launches = ceil_div(p.batch, std::clamp<int64_t>(kMostFusedBytes / batch_bytes, 1, p.batch));
   work.batches = int32_t(ceil_div(p.batch, launches));
+  if (plan.shares && !plan.sums_dbias && work.batches < p.batch) {
+    plan.sums_dbias = (p.batch - work.batches) * sequence_bytes > dbias_bytes;
+    if (!plan.sums_dbias) work.batches = int32_t(p.batch);
+  }
   if (!plan.shares) work.units *= work.batches;
   work.sources = int64_t(plan.shares ? work.batches : 1) * call.heads;
   const int64_t tiles = int64_t(work.units) * work.row_tiles * work.key_tiles;
@@ -270,7 +280,7 @@ FusedPlan plan_fused(const DenseCall &call, int sms) {
     return ceil_div(tiles * splits, sms) * (ceil_div(work.sources, splits) + kFusedTaskSteps);
   };
   work.splits = 1;
-  for (int32_t splits = 2; splits <= std::min<int64_t>(work.sources, sms); ++splits)
+  for (int32_t splits = 2; plan.sums_dbias && splits <= std::min<int64_t>(work.sources, sms); ++splits)
     if (time_of(splits) < time_of(work.splits)) work.splits = splits;
   plan.dq_bytes = work.batches * p.heads * work.sum_rows() * row_bytes;
   plan.key_bytes = work.batches * p.kv_heads * work.sum_keys() * row_bytes;
@@ -284,7 +294,7 @@ int64_t fused_bytes(const DenseCall &call) {
   if (!may_fuse(call)) return 0;
   // The number of SMs decides whether blocks of threads share a tile of dbias.
   FusedPlan plan = plan_fused(call, kMostSms);
-  if (sources_of(call) > 1) plan.dbias_bytes = fused_dbias_bytes(plan.work);
+  if (sources_of(call) > 1 && plan.sums_dbias) plan.dbias_bytes = fused_dbias_bytes(plan.work);
   return plan.bytes();
 }
 
@@ -444,8 +454,8 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   char *const free_workspace = static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes;
-  const bool fused =
-      may_fuse(work.call) && work.dout_aligned && present(args.dq) && (present(args.dk) || present(args.dv));
+  const bool fused = may_fuse(work.call) && work.dout_aligned && rows_are_aligned(args.out, p.head_dim) &&
+                     present(args.dq) && (present(args.dk) || present(args.dv));
   if (fused) {
     work.odd = reinterpret_cast<uint32_t *>(static_cast<char *>(workspace) + deltas_bytes(p));
     if (cudaError_t error = cudaMemsetAsync(work.odd, 0, sizeof(uint32_t), stream)) return error;

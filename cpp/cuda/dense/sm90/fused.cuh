@@ -264,7 +264,8 @@ template <class Config> struct DenseFusedConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float score = fmaf(scores[n][i], scale, bias[n % kChunkTiles][i]);
-        if constexpr (kDrops) score += dropped[i % 2];
+        // The bias of what is dropped may be NaN.
+        if constexpr (kDrops) score = dropped[i % 2] == 0.0f ? score : -INFINITY;
         scores[n][i] = ptx::exp2_approximate(fmaf(score, kLog2E, i < 2 ? low : high));
       }
     }

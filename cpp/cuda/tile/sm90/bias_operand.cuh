@@ -33,10 +33,12 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
     ptx::fence_async_proxy();
   }
 
-  // Stores the bias of a column times `factor`, in units of the product of Q and K. One that Element has no room for
-  // becomes NaN, or of bfloat16 the nearest that is far beyond what quick_softmax() takes: only a bias of -inf drops a key.
+  // Stores the bias of a column times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One
+  // that Element has no room for becomes NaN. One of bfloat16 is cut off at kMost: times the scale, which is between 2^-30
+  // and 2^30, that is far beyond what quick_softmax() takes, and far from the lowest float, by which it shifts a row that
+  // has no maximum yet.
   __device__ void store(int slot, int column, float given, float factor) {
-    constexpr float kMost = kHalf ? 65504.0f : 0x1p100f;
+    constexpr float kMost = kHalf ? 65504.0f : 0x1p90f;
     const bool finite = fabsf(given) < INFINITY;
     float bias = given * factor;
     if (!kHalf && finite) bias = fminf(fmaxf(bias, -kMost), kMost);
