@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a tag can become a release: the version of the tree, what CHANGELOG.md says of it, and
-whether the repository's owner is named where OWNER stands for them.
+"""Whether a tag can become a release: the version of the tree and of its recipe for conda, what
+CHANGELOG.md says of it, and whether the repository's owner is named where OWNER stands for them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from release.project import ROOT, ReleaseError, pyproject_value
 
+RECIPE = "conda/recipe.yaml"
 # Files that name the repository, in which OWNER is a placeholder.
 NAMING = ("pyproject.toml", ".github/CODEOWNERS")
 
@@ -39,14 +40,20 @@ def check_tag(tag: str, root: Path = ROOT, *, dated: bool = True) -> str:
             rehearsal comes before that.
 
     Raises:
-        ReleaseError: the tag is not the declared version, the changelog lacks it, or the owner is
-            not named.
+        ReleaseError: the tag is not the declared version, the recipe has another, the changelog
+            lacks it, or the owner is not named.
     """
     version = pyproject_value("version", root)
     if tag != f"v{version}":
         raise ReleaseError(
             f'the tag is {tag!r}, but pyproject.toml declares "{version}"; '
             f"the tag of that version is v{version}"
+        )
+    recipe = re.findall(r'^  version: "(.*)"$', (root / RECIPE).read_text(), re.MULTILINE)
+    if recipe != [version]:
+        raise ReleaseError(
+            f'pyproject.toml declares "{version}", '
+            f"but {RECIPE} has {' and '.join(recipe) or 'none'}"
         )
     heading, _ = changes(version, root)
     if dated and not re.search(r"\(\d{4}-\d\d-\d\d\)$", heading):

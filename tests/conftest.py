@@ -69,6 +69,12 @@ def make_loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loader]:
     return make
 
 
+@pytest.fixture
+def with_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a slower path replace a pack, also in a run that forbids it, as that of a release."""
+    monkeypatch.delenv("FLASH_DMATTN_FALLBACK", raising=False)
+
+
 # Test processes side by side must not fight for the cores; tests of threads ask for their own.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))

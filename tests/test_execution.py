@@ -167,6 +167,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
             assert torch.equal(leaves[other].grad, want[f"d{other}"])
 
 
+@pytest.mark.usefixtures("with_fallbacks")
 def test_no_pack_means_the_reference_with_a_warning_or_an_error(
     monkeypatch: pytest.MonkeyPatch, make_loader: Callable[..., loader.Loader]
 ) -> None:
@@ -188,6 +189,7 @@ def test_no_pack_means_the_reference_with_a_warning_or_an_error(
         backends.select_backend(torch.device("cpu"), "auto")
 
 
+@pytest.mark.usefixtures("with_fallbacks")
 def test_a_core_that_is_absent_means_the_reference_with_a_warning() -> None:
     code = (
         "import sys, torch, warnings, flash_dmattn\n"

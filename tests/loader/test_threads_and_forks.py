@@ -163,6 +163,7 @@ def test_a_log_handler_may_ask_the_loader(installation):
     assert all(answer is pack for answer in answers)
 
 
+@pytest.mark.usefixtures("with_fallbacks")
 def test_what_computes_while_an_entry_point_is_loaded_is_not_remembered(make_loader, installation):
     """It calls flash_dmattn, and brings the one pack that serves the device."""
     import torch

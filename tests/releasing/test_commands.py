@@ -203,6 +203,23 @@ def test_an_sdist_that_could_fetch_is_not_checked(programs: Path, tmp_path: Path
     assert not (programs / "calls").exists()
 
 
+# --- scripts/rehearse_workflows
+
+
+@pytest.mark.parametrize(
+    ("unshare", "status"), [("exit 0", 0), ("exit 1", 1), ("[[ $1 == --user ]]", 0)]
+)
+def test_a_machine_that_refuses_mounts_is_told_what_it_lacks(
+    unshare: str, status: int, programs: Path
+) -> None:
+    """Before anything is downloaded, and so that .ci/run can go on without the rehearsal."""
+    make_program(programs, "unshare", unshare)
+    done = call(programs, "scripts/rehearse_workflows", "--check")
+    assert done.returncode == status, done.stderr
+    assert ("capability SYS_ADMIN or user namespaces" in done.stderr) == bool(status)
+    assert "docker run --cap-add SYS_ADMIN" in done.stderr or not status
+
+
 # --- scripts/try_oldest
 
 

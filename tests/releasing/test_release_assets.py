@@ -188,6 +188,8 @@ def tree(tmp_path: Path) -> Path:
         "# Changelog\n\n## 2.0.0 (2030-01-31)\n\n### Added\n- All.\n\n"
         "## 1.9.0 (2029-01-01)\n\nOld.\n"
     )
+    (tmp_path / "conda").mkdir()
+    (tmp_path / "conda" / "recipe.yaml").write_text('context:\n  version: "2.0.0"\n')
     (tmp_path / ".github").mkdir()
     (tmp_path / ".github" / "CODEOWNERS").write_text("* @somebody\n")
     return tmp_path
@@ -213,6 +215,12 @@ def test_tags_that_are_refused(tree: Path, name: str, old: str, new: str, messag
     changelog.write_text(changelog.read_text().replace(old, new) if old else changelog.read_text())
     with pytest.raises(ReleaseError, match=message):
         check_tag(name, tree)
+
+
+def test_a_recipe_of_another_version_is_refused(tree: Path) -> None:
+    (tree / "conda" / "recipe.yaml").write_text('context:\n  version: "1.9.0"\n')
+    with pytest.raises(ReleaseError, match=r"but conda/recipe\.yaml has 1\.9\.0$"):
+        check_tag("v2.0.0", tree)
 
 
 def test_an_owner_who_is_not_named_is_found(tree: Path) -> None:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,6 +155,34 @@ def test_no_pull_request_reaches_a_gpu() -> None:
     assert not any(
         "pull_request" in (ROOT / f".github/workflows/{c}.yml").read_text() for c in callers
     )
+
+
+def test_a_gpu_serves_protected_refs_only() -> None:
+    """Any workflow of a pull request may call test-gpu.yml as it is on main; its ref is its own."""
+    text = (ROOT / ".github/workflows/test-gpu.yml").read_text()
+    (condition,) = re.findall(r"^    if: \$\{\{ (.*) \}\}$", text, re.MULTILINE)
+    assert condition == ("github.ref == 'refs/heads/main' || startsWith(github.ref, 'refs/tags/v')")
+
+
+def test_tests_of_fallbacks_pass_where_a_release_forbids_them() -> None:
+    """The job with a GPU runs all tests under its own variables."""
+    text = (ROOT / ".github/workflows/test-gpu.yml").read_text()
+    variables = dict(re.findall(r"^      (FLASH_DMATTN_\w+): (\w+)$", text, re.MULTILINE))
+    assert variables == {"FLASH_DMATTN_FALLBACK": "error"}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"),
+            "means_the_reference_with or is_loaded_is_not_remembered",
+            *("tests/test_execution.py", "tests/loader/test_threads_and_forks.py"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, **variables, "FLASH_DMATTN_CUDA": min(TARGETS["cuda"])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "3 passed" in done.stdout
 
 
 def test_ci_has_the_oldest_and_the_newest_python() -> None:
