@@ -311,3 +311,37 @@ def test_packs_are_as_the_options_ask(tmp_path: Path) -> None:
     assert {row["commit"] for row in rows} == {"c" * 40}
     assert {tuple(row["head_dims"]) for row in rows} == {(64, 128)}
     assert {path.name for path in packs.glob("*.so")} == {row["file"] for row in rows}
+
+
+@pytest.mark.parametrize("packs, passed", [("", 2), ("packs", 3)])
+def test_a_sample_opens_no_stand_ins_of_packs(packs: str, passed: int, tmp_path: Path) -> None:
+    """Of 300 tests each hundredth runs; the first hundred open CUDA packs."""
+    (tmp_path / "test_packs.py").write_text(
+        "from types import SimpleNamespace\n"
+        "import pytest\n"
+        "devices = ['cuda'] * 100 + ['cpu'] * 200\n"
+        "@pytest.mark.parametrize('candidate', [SimpleNamespace(device=d) for d in devices])\n"
+        "def test_pack(candidate): pass\n"
+    )
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "rehearsal_sample",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        [*words, "test_packs.py"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "rehearsal" / "site"),
+            "REHEARSAL_PACKS": packs,
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert f"{passed} passed" in done.stdout, done.stdout + done.stderr

@@ -225,10 +225,9 @@ struct ForwardRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[m][half] = ptx::row_sum(sum[m][half]);
-        // Without a kept key the output is 0, also where a value that other rows keep is not finite. A NaN in the query
-        // of such a row reaches the sum: its keys are zeros here, or masked by adding -inf.
-        const float total = sum[m][half];
-        if (total == 0.0f || (isnan(total) && !keeps_any(row(m, half)))) clear_row(m, half);
+        // A NaN in the query of a row that keeps nothing reaches the sum: its keys are zeros here, or masked by adding
+        // -inf.
+        if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);
       }
   }
 
@@ -270,7 +269,8 @@ struct ForwardRows {
         const int r = row(m, half);
         const float total = sum[m][half], inverse = row_factor(sink(r), maximum[m][half], total);
         auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task->s, query(r), head(r));
-        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse, 0xffffffffu, exists(r));
+        // Without a kept key the output is 0, also where a value that other rows keep is not finite.
+        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse, 0xffffffffu, exists(r), total == 0.0f);
         if (exists(r) && threadIdx.x % 4 == 0)
           static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, query(r), head(r))] =
               total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;

@@ -93,12 +93,17 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], uint32_t la
   }
 }
 
-// Writes this thread's part of a row of accumulators, times a factor, if the row exists. `lanes` call this together:
-// those that share the row, or all of the warp, which takes fewer instructions.
+// Writes this thread's part of a row of accumulators, times a factor, if the row exists; zeros of a blank row. `lanes`
+// call this together: those that share the row, or all of the warp, which takes fewer instructions.
 template <class Element, int kDimTiles>
 __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
-                                          int half, float factor, uint32_t lanes = lanes_of_row(), bool exists = true) {
+                                          int half, float factor, uint32_t lanes = lanes_of_row(), bool exists = true,
+                                          bool blank = false) {
   static_assert(kDimTiles % 4 == 0);
+  const auto pair = [&](int d) {
+    const uint32_t both = ptx::pack<Element>(sums[d][2 * half] * factor, sums[d][2 * half + 1] * factor);
+    return blank ? 0u : both;
+  };
   const bool pairs = stride == 1 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
   const bool wide = stride == 1 && reinterpret_cast<uintptr_t>(row) % 16 == 0 && head_dim % 8 == 0;
   if (__all_sync(lanes, wide)) {
@@ -106,8 +111,7 @@ __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head
     for (int d = 0; d < kDimTiles; d += 4) {
       uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words[i] = ptx::pack<Element>(sums[d + i][2 * half] * factor, sums[d + i][2 * half + 1] * factor);
+      for (int i = 0; i < 4; ++i) words[i] = pair(d + i);
       transpose_quad(words, lanes);
       const int column = 8 * (d + int(threadIdx.x) % 4);
       if (exists && column < head_dim)
@@ -120,7 +124,7 @@ __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head
 #pragma unroll
   for (int d = 0; d < kDimTiles; ++d) {
     const int column = 8 * d + accumulator_column();
-    const uint32_t both = ptx::pack<Element>(sums[d][2 * half] * factor, sums[d][2 * half + 1] * factor);
+    const uint32_t both = pair(d);
     if (pairs && column + 1 < head_dim) {
       *reinterpret_cast<uint32_t *>(row + column) = both;
     } else {
