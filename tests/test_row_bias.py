@@ -79,6 +79,24 @@ def test_sums_over_what_shares_it(mask_kind: str, heads: int, batch: int, target
         check(problem, target)
 
 
+@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize("batch, heads", [(1, 1), (1, 3), (1, 6), (3, 1), (3, 3), (3, 6)])
+def test_sums_of_any_number_of_threads(batch: int, heads: int, threads: int) -> None:
+    """Threads divide what shares a bias into chunks, or its rows, or compute its scores again."""
+    target = Target("cpu", "cpu")
+    problem = simple_problem(
+        torch.float32, batch=3, queries=130, keys=77, kv_heads=3, group=2, causal=heads == 3
+    )
+    problem.bias = randn(batch, heads, 130, 77, seed=threads)
+    problem.mask = rand_bool(3, 3, 130, 77, density=0.5) if heads == 6 else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(problem, target)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("head_dim", [24, 64, 96, 128, 192, 256])
 def test_every_tile(head_dim: int, target: Target) -> None:
     """More rows and keys than one tile of any size, more heads than tiles of Q are kept of."""

@@ -4,6 +4,8 @@
 // A unit is one key/value head of one sequence, or, where those are too few to occupy the threads, an interleaved part
 // of its query tiles. A unit adds the gradients of its keys into rows of its own; then the parts of a head are
 // summed in order and written once. Nothing is added by two threads, so equal inputs and thread counts give equal bits.
+//
+// Where several of them share the rows of a bias, those that do form a cluster, and a unit is a chunk of a cluster.
 #include <cstring>
 
 #include "kernels.h"
@@ -17,31 +19,76 @@ namespace {
 
 bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
+// How the gradient of a bias with a row for each query is summed.
+enum class RowBias {
+  none,
+  own,    // a key/value head of a sequence has rows of its own, which are summed tile by tile with its other gradients
+  shared, // a unit sums the rows of a chunk of a cluster in a matrix of its own
+  again   // a task owns a tile of rows, and computes the score gradients of all that share them once more
+};
+
+// The chunks of all clusters together have at most this many floats of matrices, unless there is one for each cluster.
+constexpr int64_t kMostMatrixFloats = int64_t(1) << 26;
+
 struct BackwardLayout {
   int64_t heads, parts, units; // sequences x key/value heads; parts of each; their product
   int64_t slots, slot_bytes;   // accumulators: one for each unit, or for each thread where a unit is a whole head
-  int64_t bias_heads;          // rows of per-key bias that a key/value head has
+  int64_t bias_heads;          // rows of bias, of one query or of all, that a key/value head has
   int64_t bias_sums;           // float64 sums of the bias gradient, before those over the batch and over heads
   int64_t sink_sums;           // float64 sums of the gradients of sinks: for each unit those of its query heads
-  int64_t scratch;             // bytes of each thread
+  RowBias row_bias;
+  int64_t clusters, sources, chunks; // sources of a cluster: how many key/value heads of sequences share its rows
+  int64_t source_step;               // from one source to the next, among all key/value heads of sequences
+  int64_t matrix;                    // floats of the rows of a cluster's bias
+  int64_t scratch;                   // bytes of each thread
 
   explicit BackwardLayout(const fdm_problem &p) {
     const int64_t threads = p.context.threads, tiles = ceil_div(p.queries, kMaxTileRows);
     heads = p.batch * p.kv_heads;
     parts = heads == 0 || threads == 1 ? 1 : max64(1, min64(tiles, ceil_div(2 * threads, heads)));
+    bias_heads = cpu::bias_heads(p, group_size(p));
+    divide_row_bias(p);
+    if (row_bias == RowBias::shared) parts = 1;
     units = heads * parts;
     slots = parts == 1 ? threads : units;
-    bias_heads = cpu::bias_heads(p, group_size(p));
     const int64_t key_floats = 2 * p.keys * padded_head_dim(p), key_sums = wants_key_bias(p) ? bias_heads * p.keys : 0;
     slot_bytes = round_up(key_floats * int64_t(sizeof(float)) + key_sums * int64_t(sizeof(double)), 64);
     bias_sums = wants_key_bias(p) ? (is_varlen(p) ? 1 : p.batch) * p.kv_heads * bias_heads * total_keys(p) : 0;
     sink_sums = present(p.sink) ? units * group_size(p) : 0;
     scratch = tile_scratch_bytes(p, true);
-    if (present(p.bias) && per_query(p.bias)) scratch += kMaxTileRows * p.keys * int64_t(sizeof(float));
+    const int64_t tile_floats = kMaxTileRows * p.keys;
+    if (row_bias == RowBias::own) scratch += bias_heads * tile_floats * int64_t(sizeof(float));
+    if (row_bias == RowBias::again) scratch += tile_floats * int64_t(sizeof(float));
     scratch = round_up(scratch, 64);
   }
+
   int64_t bytes(const fdm_problem &p) const {
-    return p.context.threads * scratch + slots * slot_bytes + (bias_sums + sink_sums) * int64_t(sizeof(double));
+    return p.context.threads * scratch + slots * slot_bytes + (bias_sums + sink_sums) * int64_t(sizeof(double)) +
+           matrices() * int64_t(sizeof(float));
+  }
+
+  int64_t matrices() const { return row_bias == RowBias::shared ? clusters * chunks * matrix : 0; }
+
+private:
+  void divide_row_bias(const fdm_problem &p) {
+    row_bias = RowBias::none;
+    clusters = sources = chunks = source_step = 1;
+    matrix = 0;
+    if (!present(p.bias) || !per_query(p.bias) || heads == 0) return;
+    const int64_t sequences = p.bias.shape[0] == 1 && !is_varlen(p) ? p.batch : 1;
+    sources = sequences * (p.bias.shape[1] == 1 ? p.kv_heads : 1);
+    if (sources == 1) {
+      row_bias = RowBias::own;
+      return;
+    }
+    clusters = heads / sources;
+    if (p.bias.shape[1] > 1) source_step = p.kv_heads;
+    matrix = bias_heads * p.queries * p.keys;
+    const int64_t threads = p.context.threads, room = kMostMatrixFloats / max64(1, clusters * matrix);
+    chunks = threads == 1 ? 1 : clamp64(min64(ceil_div(2 * threads, clusters), room), 1, sources);
+    // Without as many units as threads, tiles of rows are more.
+    const bool is_divided = clusters * chunks >= threads, has_keys = p.bias.shape[3] == p.keys;
+    row_bias = is_divided && has_keys && !is_varlen(p) ? RowBias::shared : RowBias::again;
   }
 };
 
@@ -54,20 +101,24 @@ public:
     slots_ = scratch_ + p.context.threads * layout_.scratch;
     bias_sums_ = reinterpret_cast<double *>(slots_ + layout_.slots * layout_.slot_bytes);
     sink_sums_ = bias_sums_ + layout_.bias_sums;
+    matrices_ = reinterpret_cast<float *>(sink_sums_ + layout_.sink_sums);
     needs_key_bias_ = present(args.dbias) && wants_key_bias(p);
+    row_bias_ = present(args.dbias) ? layout_.row_bias : RowBias::none;
   }
 
   void run() {
     const bool needs_keys = present(args_.dk) || present(args_.dv) || needs_key_bias_;
-    if (needs_keys || present(args_.dq) || present(args_.dsink))
-      parallel([&](int64_t unit, int worker) { run_unit(unit, worker); }, layout_.units);
+    if (row_bias_ == RowBias::shared) {
+      parallel([&](int64_t chunk, int worker) { run_chunk(chunk, worker); }, layout_.clusters * layout_.chunks);
+      parallel([&](int64_t tile, int) { write_matrix_rows(tile); }, layout_.clusters * layout_.bias_heads * tiles());
+    } else if (needs_keys || present(args_.dq) || present(args_.dsink) || row_bias_ == RowBias::own) {
+      parallel([&](int64_t unit, int worker) { run_unit(unit, worker, nullptr); }, layout_.units);
+    }
     if (layout_.parts > 1 && needs_keys) sum_parts();
     if (present(args_.dsink)) write_sinks();
-    if (!present(args_.dbias)) return;
     if (needs_key_bias_)
       parallel([&](int64_t row, int) { write_key_bias(row); }, args_.dbias.shape[0] * args_.dbias.shape[1]);
-    else
-      run_row_bias();
+    if (row_bias_ == RowBias::again) run_row_bias();
   }
 
 private:
@@ -76,12 +127,17 @@ private:
   }
 
   void *scratch(int worker) const { return scratch_ + worker * layout_.scratch; }
+  // Rows of K floats for a tile, behind the scratch of its kernels.
+  float *row_scratch(int worker) const {
+    return reinterpret_cast<float *>(static_cast<char *>(scratch(worker)) + tile_scratch_bytes(p_, true));
+  }
+  int64_t tiles() const { return ceil_div(p_.queries, rows_); }
 
   KeyGradients slot(int64_t number) const {
     auto *base = reinterpret_cast<float *>(slots_ + number * layout_.slot_bytes);
     const int64_t size = p_.keys * dim_;
     return {present(args_.dk) ? base : nullptr, present(args_.dv) ? base + size : nullptr,
-            needs_key_bias_ ? reinterpret_cast<double *>(base + 2 * size) : nullptr, nullptr};
+            needs_key_bias_ ? reinterpret_cast<double *>(base + 2 * size) : nullptr};
   }
 
   void clear(const KeyGradients &g, int64_t keys) const {
@@ -90,10 +146,11 @@ private:
     if (g.dbias) std::memset(g.dbias, 0, size_t(layout_.bias_heads * p_.keys) * sizeof(double));
   }
 
-  void run_unit(int64_t unit, int worker) {
+  // `matrix` gets the sums of a shared bias: for each of its heads a row for each query.
+  void run_unit(int64_t unit, int worker, float *matrix) {
     const int64_t part = unit % layout_.parts, head = unit / layout_.parts;
     const int64_t kv_head = head % p_.kv_heads;
-    const KeyGradients sums = slot(layout_.parts == 1 ? worker : unit);
+    KeyGradients sums = slot(layout_.parts == 1 ? worker : unit);
     TileTask task;
     task.sequence_index = head / p_.kv_heads;
     task.sequence = sequence(p_, task.sequence_index);
@@ -101,18 +158,61 @@ private:
     clear(sums, task.sequence.k_count);
     double *const dsink = present(args_.dsink) ? sink_sums_ + unit * group_size(p_) : nullptr;
     if (dsink) std::memset(dsink, 0, size_t(group_size(p_)) * sizeof(double));
+    sums.row_bias_stride = p_.keys;
     for (int64_t tile = part; tile * rows_ < task.sequence.q_count; tile += layout_.parts) {
       task.first_row = tile * rows_;
       task.rows = min64(rows_, task.sequence.q_count - task.first_row);
+      if (matrix) {
+        sums.row_bias = matrix + task.first_row * p_.keys;
+        sums.row_bias_head = p_.queries * p_.keys;
+      } else if (row_bias_ == RowBias::own) {
+        sums.row_bias = row_scratch(worker);
+        sums.row_bias_head = task.rows * p_.keys;
+        std::memset(sums.row_bias, 0, size_t(layout_.bias_heads * sums.row_bias_head) * sizeof(float));
+      }
       for (int64_t g = 0; g < group_size(p_); g += task.heads) {
         task.head = kv_head * group_size(p_) + g;
         KeyGradients own = sums;
-        if (own.dbias && layout_.bias_heads > 1) own.dbias += g * p_.keys;
+        if (layout_.bias_heads > 1) {
+          if (own.dbias) own.dbias += g * p_.keys;
+          if (own.row_bias) own.row_bias += g * own.row_bias_head;
+        }
         if (dsink) own.dsink = dsink + g;
         kernels_.backward_tile(p_, args_, plan_, task, own, scratch(worker));
       }
+      if (row_bias_ == RowBias::own)
+        for (int64_t g = 0; g < layout_.bias_heads; ++g)
+          write_row_bias(task.sequence, kv_head * group_size(p_) + g, task.first_row, task.rows,
+                         sums.row_bias + g * sums.row_bias_head);
     }
     if (layout_.parts == 1) write_keys(task.sequence, head, sums, 0, task.sequence.k_count);
+  }
+
+  // The key/value head, of all sequences, that is source n of a cluster: they follow each other unless only the batch
+  // shares rows.
+  int64_t source(int64_t cluster, int64_t n) const {
+    return layout_.source_step == 1 ? cluster * layout_.sources + n : cluster + n * layout_.source_step;
+  }
+
+  void run_chunk(int64_t chunk, int worker) {
+    const int64_t cluster = chunk / layout_.chunks, number = chunk % layout_.chunks;
+    float *const matrix = matrices_ + chunk * layout_.matrix;
+    std::memset(matrix, 0, size_t(layout_.matrix) * sizeof(float));
+    const int64_t past = layout_.sources * (number + 1) / layout_.chunks;
+    for (int64_t n = layout_.sources * number / layout_.chunks; n < past; ++n)
+      run_unit(source(cluster, n), worker, matrix);
+  }
+
+  // Adds up the chunks of a tile of rows, in order, and writes them.
+  void write_matrix_rows(int64_t number) {
+    const int64_t tile = number % tiles(), head = number / tiles() % layout_.bias_heads;
+    const int64_t cluster = number / tiles() / layout_.bias_heads;
+    const int64_t first = tile * rows_, rows = min64(rows_, p_.queries - first);
+    float *const sums = matrices_ + cluster * layout_.chunks * layout_.matrix + (head * p_.queries + first) * p_.keys;
+    for (int64_t chunk = 1; chunk < layout_.chunks; ++chunk)
+      add(sums, sums + chunk * layout_.matrix, 0, rows * p_.keys);
+    const int64_t source = this->source(cluster, 0);
+    write_row_bias(sequence(p_, source / p_.kv_heads), source % p_.kv_heads * group_size(p_) + head, first, rows, sums);
   }
 
   // Adds up the parts of each head, a range of keys at a time, into its first part, and writes that.
@@ -223,21 +323,30 @@ private:
     task.first_row = tile * rows_;
     task.rows = min64(rows_, sequence(p_, b).q_count - task.first_row);
     if (task.rows <= 0) return;
-    auto *sums = reinterpret_cast<float *>(static_cast<char *>(scratch(worker)) + tile_scratch_bytes(p_, true));
-    std::memset(sums, 0, size_t(task.rows * p_.keys) * sizeof(float));
+    KeyGradients sums{};
+    sums.row_bias = row_scratch(worker);
+    sums.row_bias_stride = p_.keys;
+    std::memset(sums.row_bias, 0, size_t(task.rows * p_.keys) * sizeof(float));
+    int64_t head = 0;
     for (int64_t batch = shared ? 0 : b; batch < (shared ? p_.batch : b + 1); ++batch)
       for (int64_t h = 0; h < p_.heads; ++h) {
         if (head_index(p_, t, h) != bias_head) continue;
+        head = h;
         task.sequence_index = batch;
         task.sequence = sequence(p_, batch);
         task.head = h;
-        kernels_.bias_gradient_tile(p_, args_, plan_, task, sums, p_.keys, scratch(worker));
+        kernels_.bias_gradient_tile(p_, args_, plan_, task, sums, scratch(worker));
       }
-    const Sequence s = sequence(p_, b);
-    for (int64_t i = 0; i < task.rows; ++i) {
+    write_row_bias(sequence(p_, b), head, task.first_row, task.rows, sums.row_bias);
+  }
+
+  // Rows of the gradient of the bias of query head h, from sums of K floats each.
+  void write_row_bias(const Sequence &s, int64_t h, int64_t first, int64_t rows, const float *sums) const {
+    const fdm_tensor &t = args_.dbias;
+    for (int64_t i = 0; i < rows; ++i) {
       const float *row = sums + i * p_.keys;
-      const int64_t offset = (is_varlen(p_) ? 0 : b) * t.stride[0] + bias_head * t.stride[1] +
-                             (s.q_begin + task.first_row + i) * t.stride[2];
+      const int64_t offset =
+          batch_index(t, s) * t.stride[0] + head_index(p_, t, h) * t.stride[1] + (s.q_begin + first + i) * t.stride[2];
       if (t.shape[3] == 1) {
         double sum = 0.0;
         for (int64_t j = 0; j < s.k_count; ++j) sum += row[j];
@@ -256,7 +365,9 @@ private:
   const int64_t dim_, rows_;
   char *scratch_, *slots_;
   double *bias_sums_, *sink_sums_;
+  float *matrices_;
   bool needs_key_bias_;
+  RowBias row_bias_;
 };
 
 } // namespace

@@ -25,12 +25,16 @@ struct TileTask {
   int64_t first_row, rows;
 };
 
-// Where a backward task adds its gradients of keys, values and per-key bias, of all keys of one sequence, and of sinks.
-// What is summed over all rows for a bias mostly cancels, so it is summed in float64.
+// Where a backward task adds its gradients of keys, values and bias, of all keys of one sequence, and of sinks. What is
+// summed over all rows for a bias mostly cancels, so it is summed in float64.
 struct KeyGradients {
   float *dk, *dv; // K rows of padded_head_dim floats, dk without the scale; null if not wanted
   double *dbias;  // for each head of the task's bias rows: K sums; null if not wanted
   double *dsink;  // for each head of the task: a sum; null if not wanted
+  // Of a bias with a row for each query: for each head of the task's bias rows, `row_bias_head` floats after the one
+  // before, a row of K floats for each row of the tile, `row_bias_stride` floats apart; null if not wanted.
+  float *row_bias;
+  int64_t row_bias_stride, row_bias_head;
 };
 
 struct Kernels {
@@ -39,9 +43,9 @@ struct Kernels {
                        void *scratch);
   void (*backward_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
                         const KeyGradients &, void *scratch);
-  // Adds the score gradients of one head's tile to a float32 matrix of rows x row_stride, columns by key.
+  // Adds to the rows of a bias alone, for a task of one head.
   void (*bias_gradient_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
-                             float *dbias, int64_t row_stride, void *scratch);
+                             const KeyGradients &, void *scratch);
 };
 
 // Bytes of scratch that each thread needs for a pass, for tiles of at most `heads` heads.

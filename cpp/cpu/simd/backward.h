@@ -26,6 +26,24 @@ void add_bias_gradients(const Tile &tile, int64_t head, int64_t heads) {
   }
 }
 
+// Adds dS to the gradient of a bias with a row for each query, for heads from `head` on.
+void add_row_bias(const Tile &tile, int64_t head, int64_t heads, const KeyGradients &sums) {
+  const Block &block = tile.block;
+  const int64_t rows = tile.task.rows;
+  const bool run = is_run(block.index, block.count);
+  for (int64_t g = 0; g < heads; ++g)
+    for (int64_t i = 0; i < rows; ++i) {
+      const float *ds = tile.buffers.dscores + (g * rows + i) * kBlockKeys;
+      float *row = sums.row_bias + i * sums.row_bias_stride;
+      if (bias_heads(tile.p, tile.task.heads) > 1) row += (head + g) * sums.row_bias_head;
+      if (run)
+        for (int64_t c = 0, key = block.index[0]; c < block.count; ++c) row[key + c] += ds[c];
+      else
+        for (int64_t c = 0; c < block.count; ++c)
+          if (block.index[c] >= 0) row[block.index[c]] += ds[c];
+    }
+}
+
 // Turns gradients of biased scores into gradients of the products, but for the scale.
 void undo_cap(const Tile &tile, int64_t heads, const float *tanh) {
   if (tile.p.softcap <= 0) return;
@@ -60,7 +78,7 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
                    const KeyGradients &sums, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
   const TileBuffers &b = tile.buffers;
-  const bool need_dq = present(args.dq), need_ds = need_dq || sums.dk || sums.dbias;
+  const bool need_dq = present(args.dq), need_ds = need_dq || sums.dk || sums.dbias || sums.row_bias;
   first_look(tile, args, need_ds || sums.dsink, sums.dsink);
   if (!need_ds && !sums.dv) return;
   float *dq = b.out;
@@ -78,6 +96,7 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
         product(count, tile.dim, rows, {b.scores, 1, kBlockKeys}, b.dout + first, tile.dim, b.dv, tile.dim, head > 0);
       if (!need_ds) continue;
       if (sums.dbias) add_bias_gradients(tile, head, heads);
+      if (sums.row_bias) add_row_bias(tile, head, heads, sums);
       undo_cap(tile, heads, tanh);
       if (sums.dk)
         product(count, tile.dim, rows, {b.dscores, 1, kBlockKeys}, b.q + first, tile.dim, b.dk, tile.dim, head > 0);
@@ -99,16 +118,13 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
 }
 
 void bias_gradient_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
-                        float *dbias, int64_t row_stride, void *scratch) {
+                        const KeyGradients &sums, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
   first_look(tile, args, true, nullptr);
   for (int64_t number = 0; number < tile.block_count(); ++number) {
     load_again(tile, number, true);
     look_again(tile, number, 0, 1, true);
-    for (int64_t i = 0; i < task.rows; ++i)
-      for (int64_t c = 0; c < tile.block.count; ++c)
-        if (tile.block.index[c] >= 0)
-          dbias[i * row_stride + tile.block.index[c]] += tile.buffers.dscores[i * kBlockKeys + c];
+    add_row_bias(tile, 0, 1, sums);
   }
 }
 

@@ -24,14 +24,15 @@ template <class Type> void store_row_of(void *base, int64_t offset, int64_t stri
   for (int64_t d = 0; d < n; ++d) row[d * stride] = Type::store(values[d]);
 }
 
-inline void load_row(const fdm_tensor &t, int64_t offset, int64_t stride, int64_t n, float *out) {
-  switch (t.dtype) {
+// n elements of a dtype, `stride` apart.
+inline void load_elements(const void *base, int32_t dtype, int64_t offset, int64_t stride, int64_t n, float *out) {
+  switch (dtype) {
   case FDM_FLOAT16:
-    return load_row_of<Float16>(t.data, offset, stride, n, out);
+    return load_row_of<Float16>(base, offset, stride, n, out);
   case FDM_BFLOAT16:
-    return load_row_of<BFloat16>(t.data, offset, stride, n, out);
+    return load_row_of<BFloat16>(base, offset, stride, n, out);
   default:
-    return load_row_of<Float32>(t.data, offset, stride, n, out);
+    return load_row_of<Float32>(base, offset, stride, n, out);
   }
 }
 
@@ -50,9 +51,16 @@ inline void zero(float *out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = 0.0f;
 }
 
+// Are the keys of these columns consecutive?
+inline bool is_run(const int32_t *index, int64_t count) {
+  bool result = true;
+  for (int64_t c = 0; c < count; ++c) result &= index[c] == index[0] + c;
+  return result && index[0] >= 0;
+}
+
 // A head-dimension row, padded with zeros.
 inline void load_padded_row(const fdm_tensor &t, int64_t offset, int64_t dim, int64_t padded, float *out) {
-  load_row(t, offset, t.stride[3], dim, out);
+  load_elements(t.data, t.dtype, offset, t.stride[3], dim, out);
   zero(out + dim, padded - dim);
 }
 

@@ -128,13 +128,17 @@ private:
       for (int64_t c = block.count; c < block.padded; ++c) buffers.bias[c] = -kInfinity;
       return;
     }
+    const bool run = is_run(block.index, block.count);
     for (int64_t g = 0; g < heads; ++g) {
       const Matrix m = score_matrix(p, p.bias, task.sequence, task.head + g, dtype_size(p.bias.dtype));
       for (int64_t i = 0; i < rows; ++i) {
         float *out = buffers.bias + (g * rows + i) * kBlockKeys;
         const int64_t row = (task.first_row + i) * m.row;
-        for (int64_t c = 0; c < block.count; ++c)
-          out[c] = load_scalar(m.base, p.bias.dtype, row + block.index[c] * m.col);
+        if (run)
+          load_elements(m.base, p.bias.dtype, row + block.index[0] * m.col, m.col, block.count, out);
+        else
+          for (int64_t c = 0; c < block.count; ++c)
+            out[c] = load_scalar(m.base, p.bias.dtype, row + block.index[c] * m.col);
         for (int64_t c = block.count; c < block.padded; ++c) out[c] = -kInfinity;
       }
     }
@@ -148,13 +152,15 @@ private:
     const bool by_row = block.masked && rows > 1;
     for (int64_t g = 0; g < heads; ++g) {
       uint8_t *dropped = block.dropped + g * kBlockKeys;
-      for (int64_t c = 0; c < block.padded; ++c) dropped[c] = 1;
-      for (int64_t i = 0; i < rows; ++i) {
-        const float *bias = buffers.bias + (g * rows + i) * kBlockKeys;
-        const int32_t *words = i < 32 ? block.low : block.high;
-        const int32_t bit = int32_t(uint32_t(1) << (i % 32));
-        for (int64_t c = 0; c < block.count; ++c)
-          dropped[c] &= uint8_t((bias[c] == -kInfinity) | (by_row && !(words[c] & bit)));
+      const float *bias = buffers.bias + g * rows * kBlockKeys;
+      for (int64_t c = 0; c < block.padded; c += kLanes) {
+        vint kept{};
+        for (int64_t i = 0; i < rows; ++i) {
+          vint keeps = load(bias + i * kBlockKeys + c) != -kInfinity;
+          if (by_row) keeps &= (load((i < 32 ? block.low : block.high) + c) & int32_t(uint32_t(1) << (i % 32))) != 0;
+          kept |= keeps;
+        }
+        for (int lane = 0; lane < kLanes; ++lane) dropped[c + lane] = kept[lane] == 0;
       }
     }
     for (int64_t c = 0; c < block.count; ++c) {
