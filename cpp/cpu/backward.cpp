@@ -74,7 +74,9 @@ private:
     row_bias = RowBias::none;
     clusters = sources = chunks = source_step = 1;
     matrix = 0;
-    if (!present(p.bias) || !per_query(p.bias) || heads == 0) return;
+    if (!present(p.bias) || !per_query(p.bias)) return;
+    row_bias = RowBias::again;
+    if (heads == 0) return; // its rows are zeros
     const int64_t sequences = p.bias.shape[0] == 1 && !is_varlen(p) ? p.batch : 1;
     sources = sequences * (p.bias.shape[1] == 1 ? p.kv_heads : 1);
     if (sources == 1) {
@@ -88,7 +90,7 @@ private:
     chunks = threads == 1 ? 1 : clamp64(min64(ceil_div(2 * threads, clusters), room), 1, sources);
     // Without as many units as threads, tiles of rows are more.
     const bool is_divided = clusters * chunks >= threads, has_keys = p.bias.shape[3] == p.keys;
-    row_bias = is_divided && has_keys && !is_varlen(p) ? RowBias::shared : RowBias::again;
+    if (is_divided && has_keys && !is_varlen(p)) row_bias = RowBias::shared;
   }
 };
 
