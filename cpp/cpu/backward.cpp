@@ -134,6 +134,10 @@ private:
     return reinterpret_cast<float *>(static_cast<char *>(scratch(worker)) + tile_scratch_bytes(p_, true));
   }
   int64_t tiles() const { return ceil_div(p_.queries, rows_); }
+  // The head of dbias that query head g of a key/value head adds to.
+  int64_t bias_head(int64_t kv_head, int64_t g) const {
+    return head_index(p_, args_.dbias, kv_head * group_size(p_) + g);
+  }
 
   KeyGradients slot(int64_t number) const {
     auto *base = reinterpret_cast<float *>(slots_ + number * layout_.slot_bytes);
@@ -184,7 +188,7 @@ private:
       }
       if (row_bias_ == RowBias::own)
         for (int64_t g = 0; g < layout_.bias_heads; ++g)
-          write_row_bias(task.sequence, kv_head * group_size(p_) + g, task.first_row, task.rows,
+          write_row_bias(task.sequence, bias_head(kv_head, g), task.first_row, task.rows,
                          sums.row_bias + g * sums.row_bias_head);
     }
     if (layout_.parts == 1) write_keys(task.sequence, head, sums, 0, task.sequence.k_count);
@@ -214,7 +218,7 @@ private:
     for (int64_t chunk = 1; chunk < layout_.chunks; ++chunk)
       add(sums, sums + chunk * layout_.matrix, 0, rows * p_.keys);
     const int64_t source = this->source(cluster, 0);
-    write_row_bias(sequence(p_, source / p_.kv_heads), source % p_.kv_heads * group_size(p_) + head, first, rows, sums);
+    write_row_bias(sequence(p_, source / p_.kv_heads), bias_head(source % p_.kv_heads, head), first, rows, sums);
   }
 
   // Adds up the parts of each head, a range of keys at a time, into its first part, and writes that.
@@ -329,26 +333,24 @@ private:
     sums.row_bias = row_scratch(worker);
     sums.row_bias_stride = p_.keys;
     std::memset(sums.row_bias, 0, size_t(task.rows * p_.keys) * sizeof(float));
-    int64_t head = 0;
     for (int64_t batch = shared ? 0 : b; batch < (shared ? p_.batch : b + 1); ++batch)
       for (int64_t h = 0; h < p_.heads; ++h) {
         if (head_index(p_, t, h) != bias_head) continue;
-        head = h;
         task.sequence_index = batch;
         task.sequence = sequence(p_, batch);
         task.head = h;
         kernels_.bias_gradient_tile(p_, args_, plan_, task, sums, scratch(worker));
       }
-    write_row_bias(sequence(p_, b), head, task.first_row, task.rows, sums.row_bias);
+    write_row_bias(sequence(p_, b), bias_head, task.first_row, task.rows, sums.row_bias);
   }
 
-  // Rows of the gradient of the bias of query head h, from sums of K floats each.
-  void write_row_bias(const Sequence &s, int64_t h, int64_t first, int64_t rows, const float *sums) const {
+  // Rows of the gradient of a head of the bias, from sums of K floats each.
+  void write_row_bias(const Sequence &s, int64_t head, int64_t first, int64_t rows, const float *sums) const {
     const fdm_tensor &t = args_.dbias;
     for (int64_t i = 0; i < rows; ++i) {
       const float *row = sums + i * p_.keys;
       const int64_t offset =
-          batch_index(t, s) * t.stride[0] + head_index(p_, t, h) * t.stride[1] + (s.q_begin + first + i) * t.stride[2];
+          batch_index(t, s) * t.stride[0] + head * t.stride[1] + (s.q_begin + first + i) * t.stride[2];
       if (t.shape[3] == 1) {
         double sum = 0.0;
         for (int64_t j = 0; j < s.k_count; ++j) sum += row[j];
