@@ -22,6 +22,8 @@ MOST_DENSE_HEAD_DIM = 128
 # Of the kernels of dense blocks for sm_90: their shared memory does not hold more.
 MOST_WIDE_HEAD_DIM = 64
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+# What declares them; a family's header includes it only where the arch has kernels of the family.
+INCLUDES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n\n"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Family:
     def source(self, dtype: str, head_dim: int) -> str:
         """Return the file that instantiates one kernel."""
         return (
-            f'{HEADER}#include "cuda/{self.header}"\n\n'
+            f'{HEADER}{INCLUDES}#include "cuda/{self.header}"\n\n'
             f"template cudaError_t fdm::cuda::launch_{self.name}<{ELEMENTS[dtype]}, {head_dim}>("
             f"const fdm::cuda::{self.params} &, cudaStream_t);\n"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import platform
 import shutil
@@ -17,9 +18,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from rehearsal.act import Act
-from rehearsal.checks import check_dispatched, check_images, check_release
+from rehearsal.act import Act, JobsError
+from rehearsal.checks import check_dispatched, check_images, check_notes, check_release
+from rehearsal.defects import DEFECTS, Defect, check_found, put_back
 from rehearsal.machine import Machine, missing_programs
 from rehearsal.source import make_repository
 from rehearsal.stored import storing
@@ -34,6 +37,10 @@ OWNER = 1001  # of GitHub's checkouts
 RUNNER = "ubuntu-24.04"  # of jobs for every platform
 GPU = "a-gpu-of-the-rehearsal"
 ELSEWHERE = frozenset({"cpu-wheels"})  # jobs of macOS and Windows alone
+PULL_REQUEST = {
+    "number": 1,
+    "pull_request": {"head": {"ref": "change"}, "base": {"ref": "main"}},
+}
 
 
 def main() -> int:
@@ -61,6 +68,16 @@ def parser() -> argparse.ArgumentParser:
         "--only", choices=["ci", "release"], help="one of the two; both unless it is given"
     )
     made.add_argument("--job", help="of ci only this job and what it needs")
+    made.add_argument(
+        "--with-defect",
+        choices=sorted(DEFECTS),
+        metavar="NAME",
+        help="put a defect back, and pass if the jobs show it: "
+        + "; ".join(f"{name} ({defect.what})" for name, defect in DEFECTS.items()),
+    )
+    made.add_argument(
+        "--without-gpu", action="store_true", help="the repository has no variable GPU_RUNNERS"
+    )
     made.add_argument("--packs", type=Path, help="a folder of all CUDA packs, built before")
     made.add_argument(
         "--action",
@@ -89,37 +106,59 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
     with step("the runner, and what stands in for GitHub"):
         real = dict(word.split("=", 1) for word in options.action)
         folders = machine.prepare({name: Path(place) for name, place in real.items()})
-        tag = make_repository(machine.repository)
+        defect: Defect | None = DEFECTS.get(options.with_defect)
+        change = functools.partial(put_back, defect) if defect else lambda folder: None
+        tag = make_repository(machine.repository, change)
     act = Act(
         options.act,
         machine.repository,
-        act_options(machine, folders),
+        act_options(machine, folders, gpu=not options.without_gpu),
         machine.variables(options.packs),
     )
+    if defect:
+        rehearse_defect(act, tag, defect)
+        return
     if options.only != "release":
         rehearse_ci(machine, act, options.job)
     if options.only != "ci":
-        rehearse_release(machine, act, tag)
+        rehearse_release(machine, act, tag, gpu=not options.without_gpu)
+
+
+def rehearse_defect(act: Act, tag: str, defect: Defect) -> None:
+    """Run the jobs that show a defect, and check that they do."""
+    event = {"ci": ("pull_request", PULL_REQUEST), "release": ("push", pushed(tag))}
+    failure = None
+    with step(f"{defect.workflow}, where {defect.what}"):
+        try:
+            act.run(defect.workflow, *event[defect.workflow], ELSEWHERE, defect.job)
+        except JobsError as error:
+            failure = error
+        check_found(defect, failure)
+        print(f"   found: {'/'.join(defect.fails)} failed as it had to")
+
+
+def pushed(tag: str) -> dict[str, Any]:
+    """Return what GitHub tells of a tag that was pushed."""
+    return {"ref": f"refs/tags/{tag}", "repository": {"default_branch": "main"}}
 
 
 def rehearse_ci(machine: Machine, act: Act, job: str | None) -> None:
     """Run the checks of a pull request, or one of them and what it needs."""
-    pull = {"head": {"ref": "change"}, "base": {"ref": "main"}}
     with step("ci, of a pull request"):
-        act.run("ci", "pull_request", {"number": 1, "pull_request": pull}, ELSEWHERE, job)
+        act.run("ci", "pull_request", PULL_REQUEST, ELSEWHERE, job)
         machine.artifacts.clear()
         check_images(machine)
 
 
-def rehearse_release(machine: Machine, act: Act, tag: str) -> None:
+def rehearse_release(machine: Machine, act: Act, tag: str, *, gpu: bool) -> None:
     """Push the tag, make the index, and install from there."""
-    pushed = {"ref": f"refs/tags/{tag}", "repository": {"default_branch": "main"}}
     with step(f"release, of the tag {tag}"):
         skipped = ELSEWHERE | ({"pypi"} if is_pre_release(tag) else set())
-        act.run("release", "push", pushed, skipped)
+        act.run("release", "push", pushed(tag), skipped | (set() if gpu else {"test-gpu"}))
         machine.artifacts.clear()
         used = check_images(machine)
         wheel = check_release(machine, tag, used)
+        check_notes(machine, tag, gpus=gpu)
     with step("index, which the release starts on the default branch"):
         check_dispatched(machine, [["index.yml", "main"]])
         act.run("index", "workflow_dispatch", {"ref": "refs/heads/main"})
@@ -132,8 +171,14 @@ def rehearse_release(machine: Machine, act: Act, tag: str) -> None:
         self_test(environment, wheel, machine.folder)
 
 
-def act_options(machine: Machine, folders: dict[str, Path]) -> list[str]:
-    """Return the options of every run of act: this machine is the runner of its own kind."""
+def act_options(machine: Machine, folders: dict[str, Path], *, gpu: bool) -> list[str]:
+    """Return the options of every run of act: this machine is the runner of its own kind.
+
+    Args:
+        machine: the one of the rehearsal.
+        folders: of each action, by its name with the commit.
+        gpu: whether the repository names a runner with a GPU.
+    """
     here = platform.machine()
     runners = {row.runner for row in targets.load().platforms if row.machine == here}
     gpus = [{"runner": GPU, "machine": here, "cuda": targets.load().cuda[-1].major}]
@@ -141,7 +186,7 @@ def act_options(machine: Machine, folders: dict[str, Path]) -> list[str]:
         *(f"--platform={runner}=-self-hosted" for runner in sorted({GPU, RUNNER, *runners})),
         # Only this machine's rows of a matrix, and of equal jobs for each Python one.
         *("--matrix", f"machine:{here}", "--matrix", f"python:{targets.load().pythons[0]}"),
-        *("--var", f"GPU_RUNNERS={json.dumps(gpus)}"),
+        *(("--var", f"GPU_RUNNERS={json.dumps(gpus)}") if gpu else ()),
         *("--var", f"TORCH_INDEX={machine.url}/torch"),
         *("--no-skip-checkout", "--no-cache-server", "--concurrent-jobs", "2"),
         *("--action-cache-path", str(machine.folder / "act")),

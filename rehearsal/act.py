@@ -23,6 +23,15 @@ LINES_OF_A_FAILURE = 60
 OURS = ("FDM_", "FLASH_DMATTN_", "PYTHON", "VIRTUAL_ENV")
 
 
+class JobsError(ReleaseError):
+    """A run did not pass: which jobs failed, named as in `Run.results`, and what they printed."""
+
+    def __init__(self, text: str, jobs: Collection[tuple[str, str]], lines: Sequence[str]) -> None:
+        super().__init__(text)
+        self.jobs = set(jobs)
+        self.lines = list(lines)
+
+
 @dataclass
 class Run:
     """One run of a workflow.
@@ -31,12 +40,14 @@ class Run:
         log: the file for all output.
         results: success or failure of each job, by what called it and its id, such as
             ``("wheels", "packs")``; jobs of a matrix are one.
-        lines: the last output of each job, by its full name.
+        lines: the output of each job, by its full name.
+        failed: the output of those that failed.
     """
 
     log: Path
     results: dict[tuple[str, str], str] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Take one line of act's log."""
@@ -55,6 +66,7 @@ class Run:
                 self.results[key] = result
             print(f"   {result:8} {job}", flush=True)
             if result != "success":
+                self.failed += self.lines[job]
                 print("\n".join(self.lines[job][-LINES_OF_A_FAILURE:]), flush=True)
 
 
@@ -92,7 +104,7 @@ class Act:
             job: only this one and what it needs.
 
         Raises:
-            ReleaseError: a job failed, or one did not run.
+            JobsError: a job failed, or one did not run.
         """
         logs = self.repository.parent / "logs"
         logs.mkdir(exist_ok=True)
@@ -122,12 +134,15 @@ class Act:
             for key in expected(self.repository, workflow)
             if not set(key) & set(skipped) and (job in (None, key[0]) or key == (workflow, job))
         ]
-        bad = ["/".join(key) for key, result in run.results.items() if result != "success"]
+        bad = [key for key, result in run.results.items() if result != "success"]
         absent = ["/".join(key) for key in wanted if key not in run.results]
         if bad or absent or process.returncode:
-            raise ReleaseError(
-                f"{workflow}: act ended with {process.returncode}; "
-                f"failed: {', '.join(bad) or 'none'}; did not run: {', '.join(absent) or 'none'}"
+            failed = ["/".join(key) for key in bad]
+            raise JobsError(
+                f"{workflow}: act ended with {process.returncode}; failed: "
+                f"{', '.join(failed) or 'none'}; did not run: {', '.join(absent) or 'none'}",
+                bad,
+                run.failed,
             )
 
     def environment(self) -> dict[str, str]:

@@ -38,6 +38,13 @@ def check_dispatched(machine: Machine, expected: list[list[str]]) -> None:
         raise ReleaseError(f"the release started {found}, not {expected}")
 
 
+def check_notes(machine: Machine, tag: str, *, gpus: bool) -> None:
+    """Check that the release's text says whether it was tested on GPUs."""
+    notes = (machine.hub / "releases" / tag / "notes.md").read_text()
+    if ("No GPU was at hand" in notes) == gpus:
+        raise ReleaseError(f"the text of {tag} does not tell the truth about tests on GPUs")
+
+
 def check_release(machine: Machine, tag: str, used: dict[str, str]) -> Path:
     """Check the release that was published, and return its wheel.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from release import targets
@@ -17,8 +18,13 @@ ORIGIN = "https://github.com/rehearsal/flash-dmattn.git"  # only act reads it, f
 IDENTITY = ("-c", "user.name=rehearsal", "-c", "user.email=rehearsal@example.org")
 
 
-def make_repository(folder: Path) -> str:
-    """Clone this tree's commit, commit what a release changes, tag it, and return the tag."""
+def make_repository(folder: Path, change: Callable[[Path], None] = lambda folder: None) -> str:
+    """Clone this tree's commit, commit what a release changes, tag it, and return the tag.
+
+    Args:
+        folder: of the clone.
+        change: makes more changes in it, before they are committed.
+    """
     if output(["git", "-C", ROOT, "status", "--porcelain", "-uno"]):
         raise ReleaseError(f"{ROOT} has changes that are not committed; workflows run commits")
     call(["git", "clone", "--quiet", "--no-hardlinks", ROOT, folder])
@@ -30,6 +36,7 @@ def make_repository(folder: Path) -> str:
         path = folder / name
         path.write_text(path.read_text().replace("OWNER", "rehearsal"))
     lower_floor(folder / "cmake" / "targets.json")
+    change(folder)
     call([sys.executable, "-m", "release", "tables", "--write"], cwd=folder)
     git(folder, *IDENTITY, "commit", "--quiet", "--all", "--message", f"Release {version}")
     tag = f"v{version}"

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a tag can become a release: the version of the tree and of its recipe for conda, what
-CHANGELOG.md says of it, and whether the repository's owner is named where OWNER stands for them.
+"""Whether a tag can become a release.
+
+That is: the version of the tree and of its recipe for conda, what CHANGELOG.md says of it, whether
+the repository's owner is named where OWNER stands for them, and whether there are machines that
+test it on GPUs. A pre-release may do without these.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 
+from release import targets
 from release.project import ROOT, ReleaseError, pyproject_value
 
 RECIPE = "conda/recipe.yaml"
@@ -18,16 +23,62 @@ NAMING = ("pyproject.toml", ".github/CODEOWNERS")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", help="such as v2.0.0")
+    parser.add_argument(
+        "--gpu-runners", help="the repository's variable GPU_RUNNERS, empty where it has none"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print `version=...` and `pre_release=true|false`, the form of a workflow's outputs."""
+    """Print `version=...` and `pre_release=true|false`, the form of a workflow's outputs.
+
+    With the variable of GPU runners also `gpu=true|false`: whether the release is tested on them.
+    """
     version = check_tag(options.tag)
-    print(f"version={version}\npre_release={str(is_pre_release(version)).lower()}")
+    outputs = {"version": version, "pre_release": str(is_pre_release(version)).lower()}
+    if options.gpu_runners is not None:
+        outputs["gpu"] = str(has_gpu_tests(options.gpu_runners, version)).lower()
+    print("\n".join(f"{name}={value}" for name, value in outputs.items()))
 
 
 def is_pre_release(version: str) -> bool:
     return re.search(r"(a|b|rc|\.dev)\d+$", version) is not None
+
+
+def has_gpu_tests(runners: str, version: str) -> bool:
+    """Say whether there are machines that test a version on GPUs.
+
+    Args:
+        runners: the variable GPU_RUNNERS: JSON, or nothing.
+        version: without them, it has to be a pre-release.
+
+    Raises:
+        ReleaseError: a final release has none, or the variable is not what docs/release.md says.
+    """
+    try:
+        rows = json.loads(runners.strip() or "[]")
+    except ValueError as error:
+        raise ReleaseError(f"the variable GPU_RUNNERS is no JSON: {error}") from error
+    table = targets.load()
+    allowed = {
+        "machine": [platform.machine for platform in table.platforms],
+        "cuda": [cuda.major for cuda in table.cuda],
+    }
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not isinstance(row, dict) or not row.get("runner"):
+            raise ReleaseError(f"the variable GPU_RUNNERS has {row!r}, which names no runner")
+        for key, values in allowed.items():
+            if row.get(key) not in values:
+                raise ReleaseError(
+                    f"the variable GPU_RUNNERS gives {row['runner']} the {key} {row.get(key)!r}; "
+                    f"it may be {' or '.join(map(repr, values))}"
+                )
+    if not rows and not is_pre_release(version):
+        raise ReleaseError(
+            f"{version} is a final release, which has to be tested on a GPU, but the repository's "
+            "variable GPU_RUNNERS names no machine: docs/release.md tells how to set it up. A "
+            f"pre-release, such as {version}rc1, may do without"
+        )
+    return bool(rows)
 
 
 def check_tag(tag: str, root: Path = ROOT, *, dated: bool = True) -> str:

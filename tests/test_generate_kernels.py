@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from release.programs import find_nvcc
+from release.project import ReleaseError
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "cmake" / "generate_kernels.py"
 TARGETS: dict[str, Any] = json.loads((ROOT / "cmake" / "targets.json").read_text())
@@ -80,6 +83,27 @@ def test_families_name_headers_that_define_them(generator: ModuleType) -> None:
     for family in generator.FAMILIES:
         header = ROOT / "cpp" / "cuda" / family.header
         assert re.search(rf"\blaunch_{family.name}\(const {family.params} &", header.read_text())
+
+
+def test_families_of_one_arch_compile_for_the_others(generator: ModuleType, tmp_path: Path) -> None:
+    """There they have no kernels, and their headers include none of what these need."""
+    try:
+        nvcc = find_nvcc(None)
+    except ReleaseError as error:
+        pytest.skip(str(error))
+    generate(tmp_path)
+    most = str(generator.MOST_WIDE_HEAD_DIM)
+    names = [f.name for f in generator.FAMILIES if f.most_head_dim == generator.MOST_WIDE_HEAD_DIM]
+    assert len(names) == 2
+    sources = [
+        tmp_path / f"{name}_{dtype}_{most}.cu" for name in names for dtype in TARGETS["dtypes"]
+    ]
+    includes = ["-I", ROOT / "cpp", "-I", tmp_path]
+    target = ["-arch=sm_80", "-DFDM_ARCH=80", "-DFDM_TILE_ARCH=80"]
+    for source in sources:
+        command = [nvcc, "-std=c++17", "--cubin", *target, *includes, source, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_head_dims_are_those_of_the_table(tmp_path: Path) -> None:

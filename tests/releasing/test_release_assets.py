@@ -20,9 +20,10 @@ from release.distributions import core_metadata, sha256
 from release.project import ReleaseError, pyproject_value
 from release.records import GpuRecord, check_installed, record_of
 from release.sbom import bill_of_materials
-from release.tag import changes, check_tag, is_pre_release
+from release.tag import changes, check_tag, has_gpu_tests, is_pre_release
 
 VERSION = pyproject_value("version")
+RUNNERS = '[{"runner": "gpu", "machine": "x86_64", "cuda": "12"}]'
 RECORD = {"device": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "driver": "580.95"}
 
 
@@ -248,6 +249,38 @@ def test_outputs_of_the_tag_check(
     monkeypatch.setattr(tag, "check_tag", lambda name: name.removeprefix("v"))
     assert main(["tag", "v2.0.0rc1"]) == 0
     assert capsys.readouterr().out == "version=2.0.0rc1\npre_release=true\n"
+    for runners, gpu in (("", "false"), (RUNNERS, "true")):
+        assert main(["tag", "v2.0.0rc1", "--gpu-runners", runners]) == 0
+        assert capsys.readouterr().out.endswith(f"pre_release=true\ngpu={gpu}\n")
     monkeypatch.undo()
     assert main(["tag", "v0"]) == 1
     assert "release tag: the tag is 'v0'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("runners", ["", "  ", "[]", "[ ]\n"])
+def test_only_a_pre_release_may_do_without_gpus(runners: str) -> None:
+    for version in ("2.0.0a1", "2.0.0b3", "2.0.0rc1", "2.0.0.dev4"):
+        assert not has_gpu_tests(runners, version)
+    with pytest.raises(ReleaseError, match=r"2\.0\.0 is a final release, .* GPU_RUNNERS "):
+        has_gpu_tests(runners, "2.0.0")
+
+
+def test_machines_with_gpus_test_every_release() -> None:
+    assert has_gpu_tests(RUNNERS, "2.0.0")
+    assert has_gpu_tests(RUNNERS, "2.0.0rc1")
+
+
+@pytest.mark.parametrize(
+    ("runners", "message"),
+    [
+        ("gpu-h200", "is no JSON"),
+        ('{"a": 1}', "names no runner"),
+        ('["gpu-h200"]', "'gpu-h200', which names no runner"),
+        (RUNNERS.replace("x86_64", "amd64"), "gives gpu the machine 'amd64'; it may be 'x86_64'"),
+        (RUNNERS.replace('"12"', "12"), "gives gpu the cuda 12; it may be '12'"),
+    ],
+)
+def test_a_variable_that_would_fail_later_fails_first(runners: str, message: str) -> None:
+    """A matrix of it would fail after all packs are built, or wait for a runner for a day."""
+    with pytest.raises(ReleaseError, match=message):
+        has_gpu_tests(runners, "2.0.0rc1")

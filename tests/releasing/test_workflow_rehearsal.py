@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from release_files import CPU, CU13, make_sdist, make_wheel
 
-from rehearsal.act import Act, expected
+from rehearsal.act import Act, JobsError, expected
 from rehearsal.machine import USES, actions
 from rehearsal.source import date_changelog, lower_floor
 from rehearsal.stored import SERVICE, storing
@@ -166,6 +166,14 @@ def test_anything_else_is_a_failure(
 ) -> None:
     with pytest.raises(ReleaseError, match=message):
         run_with(tmp_path, *lines, status=status)
+
+
+def test_a_failed_run_tells_which_jobs_failed_and_what_they_printed(tmp_path: Path) -> None:
+    said = {"job": "called/inner/inside-1", "msg": "no disk"}
+    with pytest.raises(JobsError) as failed:
+        run_with(tmp_path, FIRST, said, result("called/inner/inside-1", "inside", "failure"))
+    assert failed.value.jobs == {("called", "inside")}
+    assert failed.value.lines == ["no disk", "done"]
 
 
 # --- artifacts

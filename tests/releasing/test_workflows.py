@@ -164,6 +164,37 @@ def test_a_gpu_serves_protected_refs_only() -> None:
     assert condition == ("github.ref == 'refs/heads/main' || startsWith(github.ref, 'refs/tags/v')")
 
 
+def test_a_release_without_gpus_is_one_that_its_tag_allows() -> None:
+    """The first job decides, and what needs a GPU follows that, so that nothing is skipped else."""
+    release = (ROOT / ".github/workflows/release.yml").read_text()
+    jobs = dict(re.findall(r"^  ([\w-]+):\n((?:    .*\n|\n)+)", release, re.MULTILINE))
+    assert "GPU_RUNNERS: ${{ vars.GPU_RUNNERS }}" in jobs["tag"]
+    assert 'release tag "$GITHUB_REF_NAME" --gpu-runners "$GPU_RUNNERS" >>' in jobs["tag"]
+    assert "    if: ${{ needs.tag.outputs.gpu == 'true' }}\n" in jobs["test-gpu"]
+    condition = " ".join(jobs["draft"].partition("${{")[2].partition("}}")[0].split())
+    allowed = "(needs.tag.outputs.gpu == 'false' && 'skipped' || 'success')"
+    assert condition.split(" && ", 3) == [
+        "!cancelled()",
+        "needs.wheels.result == 'success'",
+        "needs.test-cpu.result == 'success'",
+        f"needs.test-gpu.result == {allowed}",
+    ]
+    assert "REQUIRE_GPU: ${{ needs.tag.outputs.gpu != 'false' && 'yes' || '' }}" in jobs["draft"]
+    assert "${REQUIRE_GPU:+--require-gpu}" in jobs["draft"]
+    # What follows a job that was skipped must say that it runs all the same; pypi is of final
+    # releases alone, which skip nothing.
+    for name in ("draft", "publish", "index"):
+        assert "!cancelled()" in jobs[name]
+
+
+def test_no_matrix_is_made_of_a_variable_that_is_not_set() -> None:
+    """Where there is none, whatever calls test-gpu.yml is skipped before its matrix is read."""
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    unset = "if: ${{ vars.GPU_RUNNERS != '' && vars.GPU_RUNNERS != '[]' }}\n"
+    callers = re.findall(rf"^    {re.escape(unset)}    uses: (\S+)$", nightly, re.MULTILINE)
+    assert callers == nightly.count("/test-gpu.yml") * ["./.github/workflows/test-gpu.yml"]
+
+
 def test_tests_of_fallbacks_pass_where_a_release_forbids_them() -> None:
     """The job with a GPU runs all tests under its own variables."""
     text = (ROOT / ".github/workflows/test-gpu.yml").read_text()
