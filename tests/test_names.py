@@ -14,7 +14,7 @@ from release.__main__ import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [".ci", ".github", "benchmarks", "cmake", "conda", "cpp", "docs", "docs_tools"]
-FOLDERS += ["examples", "python", "release", "scripts", "tests"]
+FOLDERS += ["examples", "python", "rehearsal", "release", "scripts", "tests"]
 SUFFIXES = {"", ".c", ".cmake", ".cpp", ".cu", ".cuh", ".h", ".in", ".md", ".py", ".pyi", ".sh"}
 SUFFIXES |= {".toml", ".yaml", ".yml"}
 # A path from the root, not a part of an address or of a longer path. What is filled in, and what is
@@ -22,8 +22,8 @@ SUFFIXES |= {".toml", ".yaml", ".yml"}
 PATH = re.compile(rf"(?<![\w./@:!}}-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*{{}}-]*")
 FILLED_IN = re.compile(r"\{\w*\}|(?<![A-Z])(?:NAME|VERSION)(?![A-Z])")
 # A file without its folder, in the suffixes that only sources and pages have.
-FILE = re.compile(r"(?<![\w.*/{}<>$-])[\w-]+\.(?:cmake|cpp|cu|cuh|md|py|yml)\b")
-MODULE = re.compile(r"-m ((?:flash_dmattn|benchmarks|demo|release)\b[\w.]*)(?: (\w+))?")
+FILE = re.compile(r"(?<![\w.*/{}<>$-])(?<!-m )[\w-]+\.(?:cmake|cpp|cu|cuh|md|py|yml)\b")
+MODULE = re.compile(r"-m ((?:flash_dmattn|benchmarks|demo|rehearsal|release)\b[\w.]*)(?: (\w+))?")
 
 # What a user's command writes, what nvcc is told, what torch has, what Python's own library has.
 OTHER_FILES = {"notes.md", "module.cu", "version.py"}
