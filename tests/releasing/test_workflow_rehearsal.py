@@ -64,6 +64,24 @@ def test_a_stand_in_takes_every_input_that_a_workflow_gives() -> None:
     assert given > 40
 
 
+def test_jobs_can_check_out_at_once(tmp_path: Path) -> None:
+    """They have one home, and git does not wait for another git that writes its configuration."""
+    text = (ROOT / "rehearsal" / "actions" / "checkout" / "action.yml").read_text()
+    (command,) = re.findall(r"^ +(.*git config --global .*)$", text, re.MULTILINE)
+    # Each time is the first, so that the lock is met.
+    script = f"for n in {{1..20}}; do PWD=/$1/$n; {command} || exit; done"
+    jobs = [
+        subprocess.Popen(
+            ["bash", "-c", script, "checkout", str(number)],
+            env={**os.environ, "HOME": str(tmp_path)},
+            stderr=subprocess.DEVNULL,
+        )
+        for number in range(4)
+    ]
+    assert [job.wait() for job in jobs] == [0] * 4
+    assert (tmp_path / ".gitconfig").read_text().count("directory = ") == 80
+
+
 # --- the source
 
 
