@@ -30,7 +30,7 @@ __device__ Parts divide(int64_t steps, int64_t most) {
   return {count, kLengths - 1 - int32_t(min64(kLengths - 1, steps * (kLengths / 2) / (most * count)))};
 }
 
-__global__ void __launch_bounds__(kThreads) schedule_keys(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_constant__ BackwardParams params) {
   __shared__ unsigned long long all;
   __shared__ int32_t slots, items[kLengths];
   ptx::start_dependents();
