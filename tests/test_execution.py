@@ -30,14 +30,15 @@ def _restored_threads():
 @pytest.mark.usefixtures("_restored_threads")
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals"])
 def test_any_number_of_threads(kind: str) -> None:
-    problem = simple_problem(queries=150, keys=140, causal=True)
-    problem.bias = randn(1, 2, 1, 140)
+    # Small calls take one thread: to wake another one would take longer.
+    problem = simple_problem(queries=550, keys=540, head_dim=64, causal=True)
+    problem.bias = randn(1, 2, 1, 540)
     if kind == "keys":
-        problem.mask = rand_bool(2, 1, 1, 140)
+        problem.mask = rand_bool(2, 1, 1, 540)
     elif kind == "rows":
-        problem.mask = rand_bool(1, 4, 150, 140)
+        problem.mask = rand_bool(1, 4, 550, 540)
     elif kind == "intervals":
-        problem.mask = dynamic_mask(problem.bias, 20, True, query_length=150)
+        problem.mask = dynamic_mask(problem.bias, 120, True, query_length=550)
     dout = randn(*problem.query.shape)
     torch.set_num_threads(1)
     want = problem.results(CPU, dout=dout)
@@ -68,14 +69,16 @@ def test_calls_from_several_threads(pack_target: Target) -> None:
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals"])
 def test_deterministic_calls_repeat_bit_for_bit(kind: str, pack_target: Target) -> None:
     torch.set_num_threads(3)
-    problem = simple_problem(pack_target.dtypes[-1], queries=200, keys=180, causal=True)
-    problem.bias = randn(1, 1, 1, 180)
+    problem = simple_problem(
+        pack_target.dtypes[-1], queries=400, keys=380, head_dim=64, causal=True
+    )
+    problem.bias = randn(1, 1, 1, 380)
     if kind == "keys":
-        problem.mask = rand_bool(1, 1, 1, 180)
+        problem.mask = rand_bool(1, 1, 1, 380)
     elif kind == "rows":
-        problem.mask = rand_bool(1, 1, 200, 180)
+        problem.mask = rand_bool(1, 1, 400, 380)
     elif kind == "intervals":
-        problem.mask = IntervalMask.sliding_window(50, 0, 200, 180)
+        problem.mask = IntervalMask.sliding_window(50, 0, 400, 380)
     dout = randn(*problem.query.shape)
     first = problem.results(pack_target, dout=dout, deterministic=True)
     for _ in range(5):
@@ -90,7 +93,7 @@ def test_works_after_fork() -> None:
     script = (
         "import os, torch, flash_dmattn\n"
         "torch.set_num_threads(3)\n"
-        "x = torch.randn(1, 300, 4, 32)\n"
+        "x = torch.randn(1, 600, 4, 32)\n"
         "want = flash_dmattn.flash_dmattn_func(x, x, x, backend='cpu')\n"
         "child = os.fork()\n"
         "if child == 0:\n"

@@ -85,10 +85,11 @@ def test_sums_of_any_number_of_threads(batch: int, heads: int, threads: int) -> 
     """Threads divide what shares a bias into chunks, or its rows, or compute its scores again."""
     target = Target("cpu", "cpu")
     problem = simple_problem(
-        torch.float32, batch=3, queries=130, keys=77, kv_heads=3, group=2, causal=heads == 3
+        torch.float32, batch=3, queries=260, keys=157, kv_heads=3, group=2, head_dim=64
     )
-    problem.bias = randn(batch, heads, 130, 77, seed=threads)
-    problem.mask = rand_bool(3, 3, 130, 77, density=0.5) if heads == 6 else None
+    problem.bias = randn(batch, heads, 260, 157, seed=threads)
+    problem.mask = rand_bool(3, 3, 260, 157, density=0.5) if heads == 6 else None
+    problem.causal = heads == 3
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -98,7 +98,7 @@ class BackwardPass {
 public:
   BackwardPass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace)
       : p_(p), args_(args), plan_(plan), layout_(p), kernels_(best_kernels()), dim_(padded_head_dim(p)),
-        rows_(tile_rows(p, plan)) {
+        rows_(tile_rows(p, plan)), threads_(useful_threads(p.context.threads, 2.5 * forward_work(p, rows_))) {
     scratch_ = static_cast<char *>(workspace);
     slots_ = scratch_ + p.context.threads * layout_.scratch;
     bias_sums_ = reinterpret_cast<double *>(slots_ + layout_.slots * layout_.slot_bytes);
@@ -124,9 +124,7 @@ public:
   }
 
 private:
-  template <class Body> void parallel(const Body &body, int64_t tasks) {
-    parallel_for(p_.context.threads, tasks, body);
-  }
+  template <class Body> void parallel(const Body &body, int64_t tasks) { parallel_for(threads_, tasks, body); }
 
   void *scratch(int worker) const { return scratch_ + worker * layout_.scratch; }
   // Rows of K floats for a tile, behind the scratch of its kernels.
@@ -367,6 +365,7 @@ private:
   const BackwardLayout layout_;
   const Kernels &kernels_;
   const int64_t dim_, rows_;
+  const int threads_;
   char *scratch_, *slots_;
   double *bias_sums_, *sink_sums_;
   float *matrices_;

@@ -19,7 +19,8 @@ void forward_pass(const fdm_problem &p, const fdm_forward_args &args, const void
   const Kernels &kernels = best_kernels();
   const int64_t rows = tile_rows(p, plan), tiles = ceil_div(p.queries, rows);
   const int64_t heads = heads_per_task(p), groups = p.heads / heads, scratch = tile_scratch_bytes(p, false);
-  parallel_for(p.context.threads, p.batch * groups * tiles, [&](int64_t number, int worker) {
+  const int threads = useful_threads(p.context.threads, forward_work(p, rows));
+  parallel_for(threads, p.batch * groups * tiles, [&](int64_t number, int worker) {
     TileTask task;
     // The last tiles see the most keys under a causal mask, so they come first.
     const int64_t tile = tiles - 1 - number % tiles;

@@ -12,6 +12,8 @@ namespace {
 // against two multiply-adds for each row. It weighs small tiles (few columns that only some rows keep) against large.
 constexpr int64_t kGatherCostInRows = 16;
 
+// What a key of a list takes, in multiply-adds: about 5 ns.
+constexpr double kWorkOfKey = 200.0;
 constexpr int64_t kTileRowChoices[] = {64, 32, 16, 8};
 constexpr int kChoices = 4;
 
@@ -105,7 +107,8 @@ void make_interval_plan(const fdm_problem &p, void *plan, void *workspace) {
   const int64_t lists = list_count(p);
   auto *columns = static_cast<int64_t *>(workspace);
   std::memset(columns, 0, size_t(lists * kChoices) * sizeof(int64_t));
-  parallel_for(p.context.threads, lists,
+  const int threads = useful_threads(p.context.threads, kWorkOfKey * double(lists * p.keys));
+  parallel_for(threads, lists,
                [&](int64_t list, int) { make_interval_list(p, plan, list, columns + list * kChoices); });
   for (int64_t list = 1; list < lists; ++list)
     for (int c = 0; c < kChoices; ++c) columns[c] += columns[list * kChoices + c];
@@ -209,7 +212,8 @@ void make_row_plan(const fdm_problem &p, void *plan, void *workspace) {
   static_cast<PlanHeader *>(plan)->tile_rows = rows;
   const int64_t tiles = ceil_div(p.queries, rows);
   if (empty) return;
-  parallel_for(p.context.threads, lists * sequences * tiles, [&](int64_t task, int worker) {
+  const double looks = double(lists * sequences) * double(p.queries) * double(p.keys);
+  parallel_for(useful_threads(p.context.threads, looks), lists * sequences * tiles, [&](int64_t task, int worker) {
     const int64_t tile = task % tiles, b = task / tiles % sequences, list = task / tiles / sequences;
     const Sequence s = sequence(p, b);
     const int64_t first = tile * rows, count = min64(rows, s.q_count - first);

@@ -35,6 +35,7 @@ struct Job {
 class Pool {
 public:
   void run(Job &job) {
+    const int helpers = job.wanted;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       while (threads_ < job.wanted && add_thread()) {
@@ -42,7 +43,7 @@ public:
       job.link = jobs_;
       jobs_ = &job;
     }
-    wake_.notify_all();
+    for (int helper = 0; helper < helpers; ++helper) wake_.notify_one();
     job.work(0);
     std::unique_lock<std::mutex> lock(mutex_);
     unlink(job);
