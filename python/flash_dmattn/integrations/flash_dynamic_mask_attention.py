@@ -83,8 +83,8 @@ def flash_dynamic_mask_attention_forward(
         if checks.tensor(name, states).dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(states.shape)}")
     _refuse(kwargs)
-    attention_mask, attention_bias, window_size = biased(
-        module, value, attention_mask, attention_bias, window_size, kwargs
+    key, value, attention_mask, attention_bias, window_size = biased(
+        module, key, value, attention_mask, attention_bias, window_size, kwargs
     )
     position_bias = kwargs.pop("position_bias", None)
     if position_bias is not None:

@@ -40,7 +40,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.kept = KeptKeys(window_size)
         self.record_past = False
-        self.bias: Tensor | None = None  # (B, Hk, 1, rows), of what `update` returned
+        self.bias: Tensor | None = None  # (B, Hk, 1, rows), of `keys` and `values`
         self._held: _Tokens | None = None
         self._seen = 0
         self._padding: Tensor | None = None
@@ -62,11 +62,15 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take in the tokens that follow, and return the keys and values that they can see.
+        """Take in the tokens that follow.
 
         Args:
             key_states, value_states: ``(B, Hk, N, D)``.
             *args, **kwargs: what other layers are given.
+
+        Returns:
+            The last key and value. `keys`, `values` and `bias` are of all that the tokens can see;
+            the module, which computes biases of what it is given here, would compute these again.
         """
         assert self._key_bias is not None, "prepare() comes before update()"
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
@@ -83,7 +87,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             key, value, self.bias = self.kept.update(*tokens)
         self.is_initialized = True
         self.keys, self.values = key.transpose(1, 2), value.transpose(1, 2)
-        return self.keys, self.values
+        return self.keys[:, :, -1:], self.values[:, :, -1:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of all keys so far, of which masks are made, and where they begin."""

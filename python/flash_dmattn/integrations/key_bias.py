@@ -18,7 +18,15 @@ from .mask_forms import Mask
 if TYPE_CHECKING:
     from .kept_layer import KeptLayer
 
-__all__ = ["KeyBias", "KeyBiasFunction", "biased", "give_bias", "is_doge_attention", "patch_doge"]
+__all__ = [
+    "Biased",
+    "KeyBias",
+    "KeyBiasFunction",
+    "biased",
+    "give_bias",
+    "is_doge_attention",
+    "patch_doge",
+]
 
 KeyBiasFunction = Callable[[torch.nn.Module, Tensor], Tensor]
 
@@ -52,25 +60,38 @@ class DogeCall:
         self.layer = layer
 
 
+class Biased(NamedTuple):
+    """Keys and values of a call, ``(B, Hk, K, D)``, and what decides which of them are seen."""
+
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    bias: Tensor | None
+    window_size: int | None
+
+
 def biased(
     module: torch.nn.Module,
+    key: Tensor,
     value: Tensor,
     mask: Mask,
     bias: Tensor | None,
     window_size: int | None,
     kwargs: dict[str, Any],
-) -> tuple[Mask, Tensor | None, int | None]:
-    """Return mask, bias and window of a call, with what `apply_flash_dmattn` gave the module."""
+) -> Biased:
+    """Return a call as it is with what `apply_flash_dmattn` gave the module."""
     call: DogeCall | None = kwargs.pop(_CALL, None)
     if call is not None:
-        return call.mask, call.bias, call.window_size
+        if call.layer is not None:
+            key, value = call.layer.keys, call.layer.values
+        return Biased(key, value, call.mask, call.bias, call.window_size)
     given: KeyBias | None = getattr(module, _ATTRIBUTE, None)
     if given is None:
-        return mask, bias, window_size
+        return Biased(key, value, mask, bias, window_size)
     own = checks.tensor("the result of key_bias", given.function(module, value))
     own = own if own.dim() == 4 else own.unsqueeze(-2)
     window = given.window_size if window_size is None else window_size
-    return mask, own if bias is None else own + bias, window
+    return Biased(key, value, mask, own if bias is None else own + bias, window)
 
 
 def give_bias(module: torch.nn.Module, bias: KeyBias) -> None:
