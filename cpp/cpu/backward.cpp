@@ -17,6 +17,9 @@
 namespace fdm::cpu {
 namespace {
 
+// There are five products in place of two.
+double backward_work(const fdm_problem &p, int64_t tile_rows) { return 2.5 * forward_work(p, tile_rows); }
+
 bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
 // How the gradient of a bias with a row for each query is summed.
@@ -86,7 +89,8 @@ private:
     clusters = heads / sources;
     if (p.bias.shape[1] > 1) source_step = p.kv_heads;
     matrix = bias_heads * p.queries * p.keys;
-    const int64_t threads = p.context.threads, room = kMostMatrixFloats / max64(1, clusters * matrix);
+    const int64_t threads = useful_threads(p.context.threads, backward_work(p, kMaxTileRows));
+    const int64_t room = kMostMatrixFloats / max64(1, clusters * matrix);
     chunks = threads == 1 ? 1 : clamp64(min64(ceil_div(2 * threads, clusters), room), 1, sources);
     // Without as many units as threads, tiles of rows are more.
     const bool is_divided = clusters * chunks >= threads, has_keys = p.bias.shape[3] == p.keys;
@@ -98,7 +102,7 @@ class BackwardPass {
 public:
   BackwardPass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace)
       : p_(p), args_(args), plan_(plan), layout_(p), kernels_(best_kernels()), dim_(padded_head_dim(p)),
-        rows_(tile_rows(p, plan)), threads_(useful_threads(p.context.threads, 2.5 * forward_work(p, rows_))) {
+        rows_(tile_rows(p, plan)), threads_(useful_threads(p.context.threads, backward_work(p, rows_))) {
     scratch_ = static_cast<char *>(workspace);
     slots_ = scratch_ + p.context.threads * layout_.scratch;
     bias_sums_ = reinterpret_cast<double *>(slots_ + layout_.slots * layout_.slot_bytes);
