@@ -384,28 +384,3 @@ def test_steps_compile_once(mode: Any) -> None:
         outs += [compiled(state, *stream.part(i, i + 1)[:4]) for i in range(10, 30)]
     assert_same(torch.cat(outs, 1), whole(stream, 5, "cpu"))
     assert counts.frame_count == 1
-
-
-def test_traced_steps_take_in_what_comes() -> None:
-    """A token that is dropped while a step is traced does not make of it one that drops all."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def step(key: Tensor, value: Tensor, bias: Tensor, *held: Tensor) -> Tensor:
-        state = KeptKeys(2)
-        state.load_state_dict(
-            {"window_size": 2, "rollback": 0, "start": 0, **dict(zip(names, held, strict=True))}
-        )
-        state.update(key, value, bias)
-        return state.tensors["bias"].clone()
-
-    first = KeptKeys(2)
-    key, value = torch.randn(2, 1, 3, 1, 4)
-    first.update(key, value, torch.tensor([3.0, 2.0, 1.0]).view(1, 1, 1, 3))
-    held = {n: t for n, t in first.state_dict().items() if isinstance(t, Tensor)}
-    names = list(held)
-    dropped, taken = (torch.full((1, 1, 1, 1), bias) for bias in (0.0, 5.0))
-    token = torch.randn(1, 1, 1, 4)
-    traced = make_fx(step)(token, token, dropped, *held.values())
-    for bias in (dropped, taken):
-        got = traced(token, token, bias, *held.values())
-        assert torch.equal(got, step(token, token, bias, *held.values()))
