@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,23 @@ def no_grad() -> Iterator[None]:
         yield
 
 
+SETTINGS: dict[str, Any] = {"num_kv_heads": 2, "window_size": 24, "init_std": 0.2}
+
+
 def make_layer(gpu: str, seed: int, **settings: int) -> DynamicMaskAttention:
     torch.manual_seed(seed)
-    made = {"num_kv_heads": 2, "window_size": 24, "init_std": 0.2, **settings}
+    made = {**SETTINGS, **settings}
     layer = DynamicMaskAttention(WIDTH, 4, **made, device=gpu, dtype=torch.bfloat16)
     layer.A.normal_()
     return layer
+
+
+def outputs_in_float64(layer: DynamicMaskAttention, tokens: Tensor) -> Tensor:
+    """What the formula gives of the parameters of `make_layer`, for tokens ``(B, N, WIDTH)``."""
+    exact = DynamicMaskAttention(WIDTH, 4, **SETTINGS, backend="reference", dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    outputs: Tensor = exact(tokens.double().cpu())
+    return outputs
 
 
 def tokens(gpu: str, count: int, batch: int = 1) -> Tensor:
@@ -78,7 +90,7 @@ def test_a_step_waits_for_nothing(gpu: str, seed: int) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_steps_compile(mode: str, gpu: str, seed: int) -> None:
-    """Compiled operations give what operations give that round in the same places."""
+    """Compiled operations err no more than twice as much as the same operations one by one."""
     layer = make_layer(gpu, seed)
     prompt = torch.randn(1, 50, WIDTH, device=gpu, dtype=torch.bfloat16)
     eager, cache = prompted(layer, prompt), prompted(layer, prompt)
@@ -90,7 +102,13 @@ def test_steps_compile(mode: str, gpu: str, seed: int) -> None:
     ):
         for module in (fusing, stepping):
             patch.setattr(module, "has_kernel", lambda _: False)
-        for new in tokens(gpu, 12):
-            got, want = compiled(new, cache=cache).clone(), layer(new, cache=eager)
-            torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+        given = tokens(gpu, 12)
+        results = [(compiled(new, cache=cache).clone(), layer(new, cache=eager)) for new in given]
     assert cache.length == eager.length
+    seen = torch.cat([prompt, prompt[:, :1], *given], 1)
+    exact = outputs_in_float64(layer, seen)[:, -len(given) :]
+    of_compiled, of_eager = (
+        (torch.cat(outputs, 1).double().cpu() - exact).square().mean().sqrt()
+        for outputs in zip(*results, strict=True)
+    )
+    assert of_compiled <= 2 * of_eager, (of_compiled, of_eager)

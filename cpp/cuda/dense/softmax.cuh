@@ -130,7 +130,7 @@ __device__ __forceinline__ void write_dense_row(const DenseForward &work, const 
   const Sequence s = dense_sequence(work.call.p, source.batch);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   write_row(static_cast<Element *>(t.data) + row_offset(t, s, i, source.head), t.stride[3], int(work.call.p.head_dim),
-            out, half, inverse);
+            out, half, inverse, lanes_of_row(), true, sum == 0.0f);
   if (threadIdx.x % 4 == 0)
     static_cast<float *>(lse.data)[lse_offset(lse, s, i, source.head)] =
         sum == 0.0f ? -INFINITY : (log2f(sum) - shift) / kLog2E;
