@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import cache_utils
 
 from flash_dmattn.state import KeptKeys
+from flash_dmattn.state.rows import Rows
 
 __all__ = ["KeptLayer", "kept_layer_of", "remember_recording"]
 
@@ -88,6 +89,34 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         self.keys, self.values = key.transpose(1, 2), value.transpose(1, 2)
         return self.keys[:, :, -1:], self.values[:, :, -1:]
+
+    def can_step(self, shape: tuple[int, int, int], like: Tensor, window_size: int) -> bool:
+        """Say whether `step` may do in place of `update`.
+
+        Args:
+            shape: B, Hk and D of the token that `prepare` was told of.
+            like: a tensor of the dtype and device of its states and biases.
+            window_size: keys that the module keeps.
+        """
+        return (
+            not self.record_past
+            and self._padding is None
+            and self.kept.window_size == window_size
+            and self.kept.has_slots_for(shape, like, like.dtype)
+        )
+
+    def step(self, write: Callable[[Rows, Tensor], None]) -> Rows:
+        """Let one token be written into the rows that are kept, and return these.
+
+        Args:
+            write: is given the rows and their counter.
+        """
+        self._key_bias = None
+        self._seen += 1
+        rows = self.kept.step(write)
+        self.keys, self.values = rows.key.transpose(1, 2), rows.value.transpose(1, 2)
+        self.bias = rows.bias
+        return rows
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of all keys so far, of which masks are made, and where they begin."""

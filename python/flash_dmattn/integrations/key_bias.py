@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .kept_layer import KeptLayer
 
 __all__ = [
+    "CALL",
     "Biased",
     "KeyBias",
     "KeyBiasFunction",
@@ -31,7 +32,7 @@ __all__ = [
 KeyBiasFunction = Callable[[torch.nn.Module, Tensor], Tensor]
 
 _ATTRIBUTE = "flash_dmattn_key_bias"
-_CALL = "flash_dmattn_call"
+CALL = "flash_dmattn_call"
 
 
 class KeyBias(NamedTuple):
@@ -80,7 +81,7 @@ def biased(
     kwargs: dict[str, Any],
 ) -> Biased:
     """Return a call as it is with what `apply_flash_dmattn` gave the module."""
-    call: DogeCall | None = kwargs.pop(_CALL, None)
+    call: DogeCall | None = kwargs.pop(CALL, None)
     if call is not None:
         if call.layer is not None:
             key, value = call.layer.keys, call.layer.values
@@ -118,6 +119,19 @@ def patch_doge(module: Any, window_size: int | None) -> None:
     if module.prepare_dynamic_mask is not _take_key_bias:
         module.prepare_dynamic_mask = _take_key_bias
         module.register_forward_pre_hook(_hand_on_mask, with_kwargs=True)
+        module.forward = functools.partial(_forward, module)
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a decoding step in few kernels where that gives what the module's own method does."""
+    call: DogeCall | None = kwargs.get(CALL)
+    if call is not None and call.layer is not None:
+        from .doge_step import doge_step
+
+        output = doge_step(module, call.layer, args, kwargs)
+        if output is not None:
+            return output, None
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _hand_on_mask(
@@ -130,8 +144,8 @@ def _hand_on_mask(
     call = DogeCall(mask, _kept_layer(module, cache, mask, hidden_states.shape[1]))
     if len(args) > 2:
         args = (*args[:2], call, *args[3:])
-        return args, {**kwargs, _CALL: call}
-    return args, {**kwargs, "attention_mask": call, _CALL: call}
+        return args, {**kwargs, CALL: call}
+    return args, {**kwargs, "attention_mask": call, CALL: call}
 
 
 def _kept_layer(module: Any, cache: Any, mask: Mask, added: int) -> KeptLayer | None:

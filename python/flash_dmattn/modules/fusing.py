@@ -13,15 +13,15 @@ from torch.nn.modules import module as every_module
 from ..arguments import autocast_dtype
 from ..state.stepping import has_kernel
 from .cache import AttentionCache
-from .parts import Fusable, Part
+from .parts import Fusable, Part, Projecting
 
 if TYPE_CHECKING:
     from .step import Step
 
-__all__ = ["fused_step"]
+__all__ = ["MOST_SEQUENCES", "are_as_found", "fused_step", "plain_parts"]
 
 # Of more sequences, or of larger projections, products of matrices are faster than of vectors.
-_MOST_SEQUENCES = 4
+MOST_SEQUENCES = 4
 _MOST_WEIGHTS = 1 << 23
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "dt_proj")
 _NORMS = ("q_norm", "k_norm")
@@ -55,7 +55,7 @@ def fused_step(
     if kept is None or kept.rollback or len(shape) != 3 or dtype == torch.float64:
         return None
     batch, tokens, width = shape
-    if tokens != 1 or not 0 < batch <= _MOST_SEQUENCES or width != layer.embed_dim:
+    if tokens != 1 or not 0 < batch <= MOST_SEQUENCES or width != layer.embed_dim:
         return None
     if any(other is not None for other in others) or autocast_dtype(hidden_states) is not None:
         return None
@@ -70,11 +70,11 @@ def fused_step(
         step is not None
         and step.dtype == dtype
         and step.is_of(layer)
-        and _are_as_found(step.parts, dtype, device)
+        and are_as_found(step.parts, dtype, device)
     ):
         return step
     parts = _plain_parts(layer, kind)
-    if parts is None or not _are_as_found(parts, dtype, device):
+    if parts is None or not are_as_found(parts, dtype, device):
         return None
     from .step import Step
 
@@ -87,7 +87,17 @@ def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
     for name in _METHODS:
         if getattr(type(layer), name) is not getattr(kind, name) or name in layer.__dict__:
             return None
-    if type(layer.A) is not nn.Parameter or not layer.is_causal:
+    return plain_parts(layer, nn.RMSNorm) if layer.is_causal else None
+
+
+def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | None:
+    """Return projections and norms if nothing else has taken their place, otherwise None.
+
+    Args:
+        layer: that has them.
+        norm: the class that its norms must have, if it has any.
+    """
+    if type(layer.A) is not nn.Parameter:
         return None
     biased = layer.q_proj.bias is not None
     parts = []
@@ -95,7 +105,7 @@ def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
         module: nn.Module | None = getattr(layer, name)
         if module is None and name in _NORMS:
             continue
-        wanted = nn.RMSNorm if name in _NORMS else nn.Linear
+        wanted = norm if name in _NORMS else nn.Linear
         if module is None or type(module) is not wanted:
             return None
         bias = module._parameters.get("bias")
@@ -108,7 +118,7 @@ def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
     return tuple(parts)
 
 
-def _are_as_found(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> bool:
+def are_as_found(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Say whether nothing has replaced, hooked, moved or converted the parts of a layer."""
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return False

@@ -7,20 +7,27 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-__all__ = ["Fusable", "Part"]
+__all__ = ["Fusable", "Part", "Projecting"]
 
 
-class Fusable(Protocol):
-    """The parts of a layer, and what it is told."""
+class Projecting(Protocol):
+    """The parts of a layer."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
     o_proj: nn.Linear
     dt_proj: nn.Linear
+    A: nn.Parameter
+    _modules: dict[str, nn.Module | None]
+    _parameters: dict[str, nn.Parameter | None]
+
+
+class Fusable(Projecting, Protocol):
+    """The parts of a layer, and what it is told."""
+
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
-    A: nn.Parameter
     sink: nn.Parameter | None
     embed_dim: int
     num_heads: int
@@ -33,8 +40,6 @@ class Fusable(Protocol):
     softcap: float
     softmax_scale: float | None
     backend: str | None
-    _modules: dict[str, nn.Module | None]
-    _parameters: dict[str, nn.Parameter | None]
 
 
 class Part(NamedTuple):

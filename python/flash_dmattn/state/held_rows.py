@@ -266,12 +266,15 @@ class HeldRows:
         """Say whether a gradient would be lost by taking tokens in in place."""
         return needs_gradient(chunk, self._kept, self._recent)
 
-    def has_slots_for(self, shape: tuple[int, int, int], like: Tensor) -> bool:
+    def has_slots_for(
+        self, shape: tuple[int, int, int], like: Tensor, bias_dtype: torch.dtype = torch.float32
+    ) -> bool:
         """Say whether `step` can write a token with a bias of its own for each key/value head.
 
         Args:
             shape: B, Hk and D of the token.
             like: a tensor of its dtype and device.
+            bias_dtype: of its biases.
         """
         if self._kept is None:
             return False
@@ -280,7 +283,7 @@ class HeldRows:
         return (
             (batch, kv_heads, dim) == shape
             and (key.dtype, key.device) == (like.dtype, like.device)
-            and (bias.shape[1], bias.dtype) == (kv_heads, torch.float32)
+            and (bias.shape[1], bias.dtype) == (kv_heads, bias_dtype)
         )
 
     def step(self, write: Callable[[Rows, Tensor], None]) -> Rows:

@@ -72,11 +72,14 @@ def insert(
         state = tl.sum(all_values.to(tl.float32) * weight.to(tl.float32), 0)
         if HAS_STATES_BIAS:
             state += tl.load(states_bias + of_set).to(tl.float32)
-        new_bias = tl.load(amplitude + of_set).to(tl.float32) * _softplus(
-            state.to(value.dtype.element_ty).to(tl.float32)
-        )
+        # PyTorch's operations round to the dtype of the biases.
+        dtype = held_bias.dtype.element_ty
+        soft = _softplus(state.to(value.dtype.element_ty).to(tl.float32)).to(dtype)
+        new_bias = tl.load(amplitude + of_set).to(tl.float32) * soft.to(tl.float32)
+        new_bias = new_bias.to(dtype).to(tl.float32)
         if KEY_BIAS == EXPONENTIAL:
             new_bias = tl.exp(new_bias) if INTERPRETED else libdevice.exp(new_bias)
+            new_bias = new_bias.to(dtype).to(tl.float32)
     # The worst row: the smallest bias, of equal ones the latest. Rows that hold nothing come first.
     worst_bias = tl.full((), float("inf"), tl.float32)
     worst_position = tl.full((), -1, tl.int64)

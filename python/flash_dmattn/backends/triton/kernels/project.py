@@ -5,7 +5,23 @@ import triton
 import triton.language as tl
 
 # They differ from call to call; Triton would compile again for each that is 1 or a multiple of 16.
-SIZES = ["x_row"]
+SIZES = ["x_row", "turn_row"]
+
+# How a head is normalised: not; as nn.RMSNorm does; or rounded before it is multiplied by the
+# weight, as transformers' models do.
+NO_NORM = tl.constexpr(0)
+RMS_NORM = tl.constexpr(1)
+ROUNDED_NORM = tl.constexpr(2)
+# How it is rotated: not; by a frequency for each pair and the token's position, in float32; or by
+# cosines and sines of the tokens' dtype, with which each product is rounded.
+NO_TURN = tl.constexpr(0)
+BY_POSITION = tl.constexpr(1)
+BY_COSINES = tl.constexpr(2)
+
+
+@triton.jit
+def _rounded_sum(one, other, dtype: tl.constexpr):
+    return one.to(dtype).to(tl.float32) + other.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -19,14 +35,15 @@ def project_heads(
     value_bias,
     query_norm,
     key_norm,
-    frequency,
-    start,
+    turn,
+    other_turn,
     query,
     key,
     value,
     query_eps,
     key_eps,
     x_row,
+    turn_row,
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -42,7 +59,8 @@ def project_heads(
 
     A program has one head: first come those of the queries, then keys, then values, which are
     neither normalised nor rotated. Of a head the two halves are computed side by side, as an
-    element is rotated with the one that stands half a head away.
+    element is rotated with the one that stands half a head away. ``turn`` and ``other_turn`` are
+    the frequencies and the position, or the cosines and the sines ``(B, DIM)``.
     """
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -76,18 +94,32 @@ def project_heads(
         first += tl.load(bias + head * DIM + element, is_first, 0.0).to(tl.float32)
         second += tl.load(bias + head * DIM + HALF + element, is_second, 0.0).to(tl.float32)
     first, second = first.to(dtype), second.to(dtype)
-    if tl.program_id(0) < (HEADS + KV_HEADS) * (NORM or TURN):
+    if tl.program_id(0) < (HEADS + KV_HEADS) * (NORM != NO_NORM or TURN != NO_TURN):
         one, other = first.to(tl.float32), second.to(tl.float32)
-        if NORM:
+        if NORM != NO_NORM:
             scale = tl.rsqrt((tl.sum(one * one, 0) + tl.sum(other * other, 0)) / DIM + eps)
-            one *= scale * tl.load(norm + element, is_first, 0.0).to(tl.float32)
-            other *= scale * tl.load(norm + HALF + element, is_second, 0.0).to(tl.float32)
+            one, other = one * scale, other * scale
+            if NORM == ROUNDED_NORM:
+                one, other = one.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+            one *= tl.load(norm + element, is_first, 0.0).to(tl.float32)
+            other *= tl.load(norm + HALF + element, is_second, 0.0).to(tl.float32)
             one, other = one.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
-        if TURN:
-            angle = tl.load(start).to(tl.float32) * tl.load(frequency + element, is_first, 0.0)
+        if TURN == BY_POSITION:
+            angle = tl.load(other_turn).to(tl.float32) * tl.load(turn + element, is_first, 0.0)
             cos, sin = tl.cos(angle), tl.sin(angle)
             turned = one * cos - other * sin
             other = other * cos + one * sin
+            one = turned
+        if TURN == BY_COSINES:
+            cos, sin = turn + row * turn_row + element, other_turn + row * turn_row + element
+            turned = _rounded_sum(
+                one * tl.load(cos, is_first, 0.0), -other * tl.load(sin, is_first, 0.0), dtype
+            )
+            other = _rounded_sum(
+                other * tl.load(cos + HALF, is_second, 0.0),
+                one * tl.load(sin + HALF, is_second, 0.0),
+                dtype,
+            )
             one = turned
         first, second = one.to(dtype), other.to(dtype)
     to = result + (row * heads + head) * DIM + element

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A decoding step of a Doge attention module in few kernels, in place of some fifty."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_dmattn.arguments import autocast_dtype, backend_name
+from flash_dmattn.modules.fusing import MOST_SEQUENCES, are_as_found, plain_parts
+from flash_dmattn.modules.parts import Part
+from flash_dmattn.state.stepping import has_kernel
+
+from .kept_layer import KeptLayer
+from .key_bias import CALL
+from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
+
+__all__ = ["doge_step"]
+
+# Arguments that do not change what a module computes when it has a cache and no gradients.
+_NEUTRAL = frozenset({"cache_position", "position_ids", "use_cache"})
+_TAKEN = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+_OWN = frozenset({*_TAKEN, CALL})
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
+# What was made of modules, until they change.
+_steps: weakref.WeakKeyDictionary[nn.Module, _Step] = weakref.WeakKeyDictionary()
+
+
+class _Step:
+    """The kernels of a module's decoding steps, and what they were made for."""
+
+    def __init__(self, module: Any, parts: tuple[Part, ...]) -> None:
+        from flash_dmattn.backends.triton.kernels.project import BY_COSINES
+        from flash_dmattn.modules.step_kernels import Sizes, StepKernels
+        from flash_dmattn.state.insert_kernel import BiasOfValues
+
+        query, key, states, norms = parts[0], parts[1], parts[4], parts[5:]
+        dim = module.head_dim
+        norm_eps: list[Any] = [norm.module.variance_epsilon for norm in norms]
+        self.parts = parts
+        # A module is converted in place, which leaves its parameters what they are.
+        self.dtype = query.weight.dtype
+        self._amplitude = module.A
+        self._settings = _settings(module)
+        self.sizes = Sizes(
+            query.weight.shape[1], query.weight.shape[0] // dim, key.weight.shape[0] // dim, dim
+        )
+        self.kernels = StepKernels(
+            self.sizes,
+            parts,
+            BiasOfValues(states.weight, states.bias, module.A, is_exponential=True),
+            eps=(norm_eps[0], norm_eps[1]),
+            rounds_norm=True,
+            turn=BY_COSINES.value,
+            scale=module.scaling,
+            backend=backend_name(None),
+        )
+
+    def is_of(self, module: Any) -> bool:
+        """Say whether the module still has these parts and settings."""
+        return _settings(module) == self._settings and module.A is self._amplitude
+
+
+def doge_step(
+    module: Any, layer: KeptLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """Return what a module returns for one token, ``(B, 1, width)``, which its cache takes in.
+
+    Args:
+        module: with what `apply_flash_dmattn` gave it.
+        layer: of the cache, prepared for this call.
+        args, kwargs: of the call.
+
+    Returns:
+        None where something has been changed, or is asked for, that the kernels do not know; then
+        nothing has been done.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or module.training:
+        return None
+    given = {**kwargs, **dict(zip(_TAKEN, args, strict=False))}
+    if len(args) > len(_TAKEN) or not all(
+        value is None or value is False or name in _NEUTRAL or name in _OWN
+        for name, value in given.items()
+    ):
+        return None
+    x, turns = given["hidden_states"], given["position_embeddings"]
+    if not _is_token(x) or not has_kernel(x.device.type) or not _are_cosines(turns, x, module):
+        return None
+    if module.config._attn_implementation not in (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME):
+        return None
+    step = _steps.get(module)
+    if step is None or step.dtype != x.dtype or not step.is_of(module):
+        step = _found(module)
+    if step is None or not are_as_found(step.parts, x.dtype, x.device):
+        return None
+    width, _, kv_heads, dim = step.sizes
+    if x.shape[2] != width:
+        return None
+    if not layer.can_step((x.shape[0], kv_heads, dim), x, module.keep_window_size):
+        return None
+    from flash_dmattn.modules.step_kernels import Turn
+
+    cos, sin = turns
+    row = cos.stride(0) if cos.shape[0] > 1 else 0
+    return step.kernels(x, Turn(cos, sin, row), layer.step, None, 0.0)
+
+
+def _found(module: Any) -> _Step | None:
+    from transformers.models.doge import modeling_doge
+
+    if type(module) is not modeling_doge.DogeAttention:
+        return None
+    parts = plain_parts(module, modeling_doge.DogeRMSNorm)
+    if parts is None or len(parts) != 7:
+        return None
+    _steps[module] = step = _Step(module, parts)
+    return step
+
+
+def _settings(module: Any) -> tuple[object, ...]:
+    norms = module.q_norm, module.k_norm
+    return (
+        *module._modules.values(),
+        module.head_dim,
+        module.scaling,
+        *(getattr(norm, "variance_epsilon", None) for norm in norms),
+    )
+
+
+def _is_token(x: Any) -> bool:
+    """Say whether these are states of one token that the kernels read."""
+    return (
+        type(x) in _PLAIN_TYPES
+        and x.dim() == 3
+        and x.shape[1] == 1
+        and 0 < x.shape[0] <= MOST_SEQUENCES
+        and x.dtype != torch.float64
+        and x.stride(2) == 1
+        and not x.is_neg()
+        and autocast_dtype(x) is None
+    )
+
+
+def _are_cosines(turns: Any, x: Tensor, module: Any) -> bool:
+    """Say whether these are cosines and sines for each sequence, or for all of them."""
+    if not isinstance(turns, tuple) or len(turns) != 2:
+        return False
+    cos, sin = turns
+    return (
+        type(cos) in _PLAIN_TYPES
+        and type(sin) in _PLAIN_TYPES
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, x.shape[0])
+        and cos.shape[1:] == (1, module.head_dim)
+        and cos.stride() == sin.stride()
+        and cos.stride(2) == 1
+        and cos.dtype == sin.dtype == x.dtype
+        and cos.device == sin.device == x.device
+    )

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The kernels of a decoding step: from a token to its heads, into what is kept, and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import triton
+from torch import Tensor, nn
+
+from .. import ops
+from ..arguments import resolved_deterministic
+from ..backends.triton.kernels.project import (
+    NO_NORM,
+    NO_TURN,
+    RMS_NORM,
+    ROUNDED_NORM,
+    project_heads,
+)
+from ..backends.triton.prepared import Prepared
+from ..record import AttentionInputs
+from ..state.insert_kernel import BiasOfValues, launch_insert
+from ..state.rows import Rows
+from .parts import Part
+
+__all__ = ["Sizes", "StepKernels", "Turn"]
+
+_COLUMNS = 256
+_WARPS = 8
+
+
+class Sizes(NamedTuple):
+    """Of a layer."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Turn(NamedTuple):
+    """By what heads are rotated, as the kernel reads it."""
+
+    first: Tensor
+    second: Tensor
+    row: int = 0  # elements from one sequence's to the next's
+
+
+# Writes a token into rows, given a function of the rows and their counter; returns the rows.
+Write = Callable[[Callable[[Rows, Tensor], None]], Rows]
+
+
+class StepKernels:
+    """The kernels for a layer of certain sizes, with the parameters that they read."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        parts: Sequence[Part],
+        bias: BiasOfValues,
+        *,
+        eps: tuple[float, float],
+        rounds_norm: bool,
+        turn: int,
+        scale: float,
+        backend: str,
+    ) -> None:
+        """Prepare the kernels; they are compiled when they are first started.
+
+        Args:
+            sizes: of the layer.
+            parts: projections to queries, keys, values, the output and the states of biases, then
+                the norms of queries and keys, or none.
+            bias: how the bias of a key follows from its values.
+            eps: of the two norms.
+            rounds_norm: the norms round before they multiply by the weight.
+            turn: how heads are rotated, one of the kernel's kinds.
+            scale: of the scores.
+            backend: of attention.
+        """
+        query, key, value, output = parts[:4]
+        width, heads, kv_heads, dim = sizes
+        self._sizes, self._bias, self._eps = sizes, bias, eps
+        self._scale, self._backend = scale, backend
+        is_normed, biased, part = len(parts) > 5, query.bias is not None, _part(width)
+        norm = (ROUNDED_NORM if rounds_norm else RMS_NORM) if is_normed else NO_NORM
+        self._into_heads = _prepared(width, heads, kv_heads, dim, biased, norm.value, turn)
+        # A "head" of the output is a part of it.
+        self._out_of_heads = _prepared(
+            heads * dim, width // part, 0, part, biased, NO_NORM.value, NO_TURN.value
+        )
+        self._outputs = width // part
+        self._weights = (query.weight, key.weight, value.weight)
+        self._biases = tuple(
+            weight if given.bias is None else given.bias
+            for weight, given in zip(self._weights, parts, strict=False)
+        )
+        self._norms = (parts[5].weight, parts[6].weight) if is_normed else self._weights[:2]
+        self._output = (output.weight,) * 3
+        self._output_bias = (output.weight if output.bias is None else output.bias,) * 3
+
+    def __call__(
+        self, x: Tensor, turn: Turn, write: Write, sink: nn.Parameter | None, softcap: float
+    ) -> Tensor:
+        """Return the output ``(B, 1, width)`` for one token, and take it in.
+
+        Args:
+            x: ``(B, 1, width)``.
+            turn: how it is rotated.
+            write: writes it into what is kept.
+            sink, softcap: as in `flash_dmattn_func`.
+        """
+        batch = x.shape[0]
+        width, heads, kv_heads, dim = self._sizes
+        query = x.new_empty(batch, 1, heads, dim)
+        key, value = x.new_empty(2, batch, 1, kv_heads, dim)
+        self._into_heads.start(
+            (heads + 2 * kv_heads, batch, 1),
+            (x, *self._weights, *self._biases, *self._norms, *turn[:2], query, key, value),
+            (*self._eps, x.stride(0), turn.row),
+        )
+        rows = write(lambda held, counter: launch_insert(held, key, value, self._bias, counter))
+        inputs = AttentionInputs(
+            query,
+            rows.key,
+            rows.value,
+            bias=rows.bias,
+            sink=sink,
+            scale=self._scale,
+            softcap=softcap,
+            deterministic=resolved_deterministic(None),
+        )
+        out, _ = ops.attention(inputs, self._backend, need_lse=False)
+        result = x.new_empty(batch, 1, width)
+        self._out_of_heads.start(
+            (self._outputs, batch, 1),
+            (out, *self._output, *self._output_bias, *self._norms, out, out, *(result,) * 3),
+            (0.0, 0.0, out.stride(0), 0),
+        )
+        return result
+
+
+def _part(width: int) -> int:
+    """Return a divisor of the width, such that there are about as many parts as SMs."""
+    return next(part for part in (16, 8, 4, 2, 1) if width % part == 0)
+
+
+def _prepared(
+    width: int, heads: int, kv_heads: int, dim: int, biased: bool, norm: int, turn: int
+) -> Prepared:
+    half = (dim + 1) // 2
+    return Prepared(
+        project_heads,
+        _WARPS,
+        WIDTH=width,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_WIDTH=min(_COLUMNS * max(1, 32 // half), triton.next_power_of_2(width)),
+        BIASED=biased,
+        NORM=norm,
+        TURN=turn,
+    )
