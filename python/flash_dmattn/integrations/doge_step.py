@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -18,7 +19,7 @@ from .kept_layer import KeptLayer
 from .key_bias import CALL
 from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 
-__all__ = ["doge_step"]
+__all__ = ["doge_step", "let_steps_be_fused"]
 
 # Arguments that do not change what a module computes when it has a cache and no gradients.
 _NEUTRAL = frozenset({"cache_position", "position_ids", "use_cache"})
@@ -62,6 +63,28 @@ class _Step:
     def is_of(self, module: Any) -> bool:
         """Say whether the module still has these parts and settings."""
         return _settings(module) == self._settings and module.A is self._amplitude
+
+
+def let_steps_be_fused(kind: Any) -> None:
+    """Let modules of a class that hand on a `KeptLayer` try `doge_step`. Repeating is harmless.
+
+    The class and not the module is changed, since data-parallel replicas share what a module has.
+    """
+    forward = kind.forward
+    if hasattr(forward, "knows_flash_dmattn"):
+        return
+
+    @functools.wraps(forward)
+    def step_or_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = kwargs.get(CALL)
+        if call is not None and call.layer is not None:
+            output = doge_step(self, call.layer, args, kwargs)
+            if output is not None:
+                return output, None
+        return forward(self, *args, **kwargs)
+
+    step_or_forward.knows_flash_dmattn = True  # type: ignore[attr-defined]
+    kind.forward = step_or_forward
 
 
 def doge_step(

@@ -113,25 +113,14 @@ def patch_doge(module: Any, window_size: int | None) -> None:
     """
     if window_size is not None:
         module.keep_window_size = window_size
+    from .doge_step import let_steps_be_fused
     from .kept_layer import remember_recording
 
     remember_recording()
     if module.prepare_dynamic_mask is not _take_key_bias:
         module.prepare_dynamic_mask = _take_key_bias
         module.register_forward_pre_hook(_hand_on_mask, with_kwargs=True)
-        module.forward = functools.partial(_forward, module)
-
-
-def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a decoding step in few kernels where that gives what the module's own method does."""
-    call: DogeCall | None = kwargs.get(CALL)
-    if call is not None and call.layer is not None:
-        from .doge_step import doge_step
-
-        output = doge_step(module, call.layer, args, kwargs)
-        if output is not None:
-            return output, None
-    return type(module).forward(module, *args, **kwargs)
+    let_steps_be_fused(type(module))
 
 
 def _hand_on_mask(
