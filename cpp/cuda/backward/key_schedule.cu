@@ -30,6 +30,25 @@ __device__ Parts divide(int64_t steps, int64_t most) {
   return {count, kLengths - 1 - int32_t(min64(kLengths - 1, steps * (kLengths / 2) / (most * count)))};
 }
 
+// Blocks are numbered as if every packed sequence were as long as the longest. This goes through those that a sequence
+// has keys for; a few threads share a head, since sequences may be many and short, or few and long.
+template <class Function>
+__device__ void for_each_packed_block(const BackwardParams &params, const Function &function) {
+  constexpr int kTogether = 8;
+  const KeyWork &keys = params.keys;
+  const int together = max(1, min(kTogether, keys.blocks));
+  const int32_t own = int32_t(threadIdx.x) % together, stride = keys.listed ? keys.buckets : 1;
+  for (int32_t head = int32_t(threadIdx.x) / together; head < keys.heads; head += kThreads / together) {
+    const KeyBlockPlace place = key_block_place(params, head);
+    const auto count = int32_t(keys.listed ? place.keys : place.s.k_count);
+    const int32_t bucket_keys = keys.listed ? min(count, kBucketKeys) : count;
+    const int32_t buckets = keys.listed ? min(stride, (count + kBucketKeys - 1) / kBucketKeys) : 1;
+    const int32_t past = buckets * ((bucket_keys + keys.block_keys - 1) / keys.block_keys);
+    for (int32_t n = own; n < past; n += together)
+      function(int64_t(n / buckets * stride + n % buckets) * keys.heads + head);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_constant__ BackwardParams params) {
   __shared__ unsigned long long all;
   __shared__ int32_t slots, items[kLengths];
@@ -41,8 +60,10 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
     const RowRange rows = key_block_rows(params, key_block_place(params, block));
     return rows.past < rows.first ? -1 : key_steps(params, rows).count;
   };
-  const int64_t own = count_steps(threadIdx.x); // most often the only one
+  const bool packed = is_varlen(params.p);
+  const int64_t own = packed ? -1 : count_steps(threadIdx.x); // most often the only one
   const auto for_each_block = [&](const auto &function) {
+    if (packed) return for_each_packed_block(params, [&](int64_t block) { function(block, count_steps(block)); });
     for (int64_t block = threadIdx.x; block < blocks; block += kThreads)
       function(block, block == threadIdx.x ? own : count_steps(block));
   };
@@ -81,7 +102,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   for (int length = 0; length < kLengths && length < int(threadIdx.x); ++length) before += items[length];
   __syncthreads();
   if (int(threadIdx.x) < kLengths) items[threadIdx.x] = before;
-  if (threadIdx.x == kLengths) *params.keys.item_count = before;
+  // Bounds of packed sequences that overlap would make more items than there is room for.
+  if (threadIdx.x == kLengths) *params.keys.item_count = min(before, params.keys.max_items);
   if (threadIdx.x == 0) slots = 0;
   __syncthreads();
   for_each_block([&](int64_t block, int64_t steps) {
@@ -89,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
     if (parts.count == 0) return;
     const int32_t first = atomicAdd(&items[parts.length], parts.count);
     const int32_t slot = parts.count > 1 ? atomicAdd(&slots, parts.count) : 0;
-    for (int32_t part = 0; part < parts.count; ++part)
+    for (int32_t part = 0; part < parts.count && first + part < params.keys.max_items; ++part)
       params.keys.items[first + part] = {int32_t(block), part, parts.count, slot};
   });
 }

@@ -13,6 +13,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kDivisions = 8; // blocks of threads for the keys of an item
+// Of many items few are divided, so blocks of threads go through them.
+constexpr int kMostBlocks = 1024;
 
 __device__ int32_t key_of_row(const BackwardParams &params, const KeyBlockPlace &place, int r) {
   if (params.keys.listed) return listed_key(params, place, r).key;
@@ -38,12 +40,8 @@ template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const 
   return total;
 }
 
-__global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ BackwardParams params) {
+__device__ void sum_item(const BackwardParams &params, const KeyItem &item) {
   const KeyWork &keys = params.keys;
-  ptx::wait_for_kernel_ahead();
-  if (!has_key_item(params, blockIdx.x)) return;
-  const KeyItem item = key_item(keys, int32_t(blockIdx.x));
-  if (item.parts == 1 || item.part != 0) return;
   const fdm_problem &p = params.p;
   const KeyBlockPlace place = key_block_place(params, item.block);
   const int head_dim = int(p.head_dim), rows = keys.block_keys / kDivisions, first = int(blockIdx.y) * rows;
@@ -72,10 +70,21 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ Ba
   }
 }
 
+__global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ BackwardParams params) {
+  const KeyWork &keys = params.keys;
+  ptx::wait_for_kernel_ahead();
+  const int32_t past = keys.parts == 0 ? *keys.item_count : keys.max_items;
+  for (int32_t number = int32_t(blockIdx.x); number < past; number += int32_t(gridDim.x)) {
+    const KeyItem item = key_item(keys, number);
+    if (item.parts > 1 && item.part == 0 && has_key_item(params, number)) sum_item(params, item);
+  }
+}
+
 } // namespace
 
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream) {
-  return launch<Overlap::kernel_ahead>(sum_parts, {params.keys.max_items, kDivisions}, kThreads, 0, stream, params);
+  const int32_t blocks = params.keys.max_items < kMostBlocks ? params.keys.max_items : kMostBlocks;
+  return launch<Overlap::kernel_ahead>(sum_parts, {blocks, kDivisions}, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda
