@@ -73,7 +73,10 @@ def apply_flash_dmattn(
     _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
     for module in modules:
         if key_bias is None:
+            from .doge_step import let_steps_be_fused
+
             patch_doge(module, window_size)
+            let_steps_be_fused(type(module))
         else:
             give_bias(module, KeyBias(key_bias, window_size))
     return model

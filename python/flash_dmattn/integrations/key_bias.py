@@ -113,7 +113,6 @@ def patch_doge(module: Any, window_size: int | None) -> None:
     """
     if window_size is not None:
         module.keep_window_size = window_size
-    from .doge_step import let_steps_be_fused
     from .kept_layer import remember_recording
 
     remember_recording()
