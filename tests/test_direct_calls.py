@@ -5,6 +5,7 @@ it has nothing to do.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -287,9 +288,8 @@ def test_an_allocator_that_refuses(
     want = flash_dmattn_func(**given, window_size=window)
     calls = []
 
-    def refuse(*arguments: Any) -> bool:
+    def refuse(*arguments: Any) -> None:
         calls.append(arguments)
-        return False
 
     if is_older_torch:
         monkeypatch.setattr(pack, "_CORE_READS_TENSORS", False)
@@ -305,12 +305,11 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
     given = arguments(pack_target, "keys")
     backend = select_backend(torch.device(pack_target.device), pack_target.backend)
     assert isinstance(backend, pack.PackBackend)
-    out = torch.full_like(given["query"], 7.0)
     names = ("query", "key", "value", "attn_mask")
     tensors = (*(as_tuple(given[name]) for name in names), *(None,) * 8)
     settings = (0, 0, 0.3, False, 0.0, False, 0, -1)
-    assert not _core.attend(backend.pack, 1, as_tuple(out), None, (*tensors, *settings))
-    assert (out == 7.0).all()
+    allocator = _core.Allocator(torch.empty_like, torch.float32, torch.uint8)
+    assert _core.attend(backend.pack, 1, allocator, False, (*tensors, *settings)) is None
     keep = torch.ones(2, 2, 1, 9, dtype=torch.bool, device=pack_target.device)
     chosen = (as_tuple(given["attn_bias"]), None, None, None, 2, 4, 2, 7, 9, 0, False)
     is_done = _core.select(backend.pack, 1, as_tuple(keep), None, chosen)  # where it needs none
@@ -322,3 +321,23 @@ def as_tuple(tensor: Tensor) -> tuple[Any, ...]:
         patch.setattr(pack, "_CORE_READS_TENSORS", False)
         described: tuple[Any, ...] = pack.exchanged(tensor)
     return described
+
+
+@pytest.mark.parametrize("way", ["direct", "refused", "recorded"])
+@pytest.mark.parametrize("kind", [*MASKS, "window"])
+def test_an_lse_that_nobody_asks_for(
+    kind: str, way: str, pack_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept behind the plan, where each way to the gradients finds it."""
+    given = {**arguments(pack_target, kind), "deterministic": True}
+    given["window_size"] = 3 if kind == "window" else None
+    names = ("query", "key", "value", "attn_bias")
+    leaves = tuple(given[name].requires_grad_() for name in names)
+    with_lse, _ = flash_dmattn_func(**given)
+    want = torch.autograd.grad(with_lse, leaves, torch.ones_like(with_lse))
+    out = flash_dmattn_func(**{**given, "return_lse": False})
+    if way == "refused":
+        monkeypatch.setattr(pack._core, "differentiate", lambda *_: None)
+    with torch.profiler.profile() if way == "recorded" else contextlib.nullcontext():
+        got = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    equal((out, *got), (with_lse, *want))

@@ -83,7 +83,9 @@ def test_both_ways_make_the_same_record(
         {"query": lambda t: t[0]},
         {"key": lambda t: t.double()},
         {"value": lambda t: t.to("meta")},
-        {"attn_bias": lambda t: t[:, :, 0]},
+        {"attn_bias": lambda t: t[:, 0, 0]},
+        {"attn_bias": lambda t: t[:1, :, 0]},
+        {"attn_bias": lambda t: t[:, :, 0, :-1]},
         {"attn_bias": lambda t: t[:1].expand(2, -1, -1, -1)},
         {"attn_bias": lambda t: t.double()},
         {"attn_bias": lambda t: None},
@@ -122,3 +124,23 @@ def test_what_is_missing_is_named(name: str) -> None:
     given = {**tensors("cpu", torch.float32), name: None}
     with pytest.raises(TypeError, match=rf"^{name} must be a torch.Tensor, got None$"):
         flash_dmattn_func(**given)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_bias_of_three_dimensions(
+    window: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernel packs read it as it is; others get the dimension of queries."""
+    if target.backend not in ("cpu", "cuda"):
+        monkeypatch.setenv("FLASH_DMATTN_BACKEND", target.backend)
+    given = tensors(target.device, target.dtypes[-1])
+    arguments: dict[str, Any] = {**given, "is_causal": True, "window_size": window}
+    results = []
+    for bias in (given["attn_bias"], given["attn_bias"][:, :, 0]):
+        leaf = bias.clone().requires_grad_()
+        out = flash_dmattn_func(**{**arguments, "attn_bias": leaf})
+        out.backward(torch.ones_like(out))
+        assert leaf.grad is not None
+        assert leaf.grad.shape == leaf.shape
+        results.append((out.detach(), leaf.grad.reshape(2, 2, 9)))
+    torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)

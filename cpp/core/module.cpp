@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "calls.h"
 #include "checks.h"
 #include "error.h"
 #include "library.h"
@@ -94,15 +95,28 @@ void bind_problem(nb::module_ &module) {
           "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "gradients"_a, "plan"_a.none(), "workspace"_a.none());
 }
 
-void bind_attend(nb::module_ &module) {
+void bind_calls(nb::module_ &module) {
+  nb::class_<Allocator>(module, "Allocator")
+      .def(nb::init<nb::object, nb::object, nb::object>(), "empty_like"_a, "float32"_a, "uint8"_a);
   module.def(
       "attend",
-      [](const Pack &pack, int32_t threads, nb::handle out, nb::handle lse, nb::handle inputs) {
-        const auto record = read_record<AttentionRecord>(inputs);
-        Problem problem(pack.table(), record, {threads});
-        return problem.attend(Exchange(record.query), out, lse, record.given_plan);
+      [](const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse, nb::handle inputs) {
+        return attend(pack.table(), threads, allocator, need_lse, inputs);
       },
-      "pack"_a, "threads"_a, "out"_a, "lse"_a.none(), "inputs"_a);
+      "pack"_a, "threads"_a, "allocator"_a, "need_lse"_a, "inputs"_a);
+  module.def(
+      "attend_and_keep",
+      [](const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse, nb::handle inputs) {
+        return attend_and_keep(pack.table(), threads, allocator, need_lse, inputs);
+      },
+      "pack"_a, "threads"_a, "allocator"_a, "need_lse"_a, "inputs"_a);
+  module.def(
+      "differentiate",
+      [](const Pack &pack, int32_t threads, const Allocator &allocator, nb::handle dout, nb::handle dlse,
+         nb::handle out, nb::handle lse, nb::tuple wanted, nb::handle inputs) {
+        return differentiate(pack.table(), threads, allocator, {dout, dlse, out, lse}, wanted, inputs);
+      },
+      "pack"_a, "threads"_a, "allocator"_a, "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a.none(), "wanted"_a, "inputs"_a);
 }
 
 void bind_usual(nb::module_ &module) {
@@ -114,28 +128,6 @@ void bind_usual(nb::module_ &module) {
       },
       "query"_a, "key"_a.none(), "value"_a.none(), "bias"_a.none(), "sink"_a.none(), "scale"_a.none(),
       "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "deterministic"_a);
-}
-
-void bind_training(nb::module_ &module) {
-  module.def(
-      "attend_and_keep",
-      [](const Pack &pack, int32_t threads, nb::handle out, nb::handle lse, nb::handle allocate, nb::handle inputs) {
-        const auto record = read_record<AttentionRecord>(inputs);
-        Problem problem(pack.table(), record, {threads});
-        nb::object plan = nb::borrow(record.given_plan);
-        const bool done = problem.attend_and_keep(Exchange(record.query), out, lse, allocate, plan);
-        return nb::make_tuple(done, plan);
-      },
-      "pack"_a, "threads"_a, "out"_a, "lse"_a, "allocate"_a, "inputs"_a);
-  module.def(
-      "differentiate",
-      [](const Pack &pack, int32_t threads, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse,
-         nb::dict gradients, nb::handle inputs) {
-        const auto record = read_record<AttentionRecord>(inputs);
-        Problem problem(pack.table(), record, {threads});
-        return problem.backward(Exchange(record.query), {dout, dlse, out, lse, gradients}, record.given_plan);
-      },
-      "pack"_a, "threads"_a, "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "gradients"_a, "inputs"_a);
 }
 
 void bind_selection(nb::module_ &module) {
@@ -196,9 +188,8 @@ NB_MODULE(_core, module) {
   bind_pack(module);
   module.def("load_pack", [](std::string path) { return new Pack(std::move(path)); }, "path"_a);
   bind_problem(module);
-  bind_attend(module);
+  bind_calls(module);
   bind_usual(module);
-  bind_training(module);
   bind_selection(module);
   bind_select(module);
   bind_checks(module);

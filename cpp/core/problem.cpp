@@ -13,6 +13,8 @@ namespace {
 
 constexpr const char *packed_form = "(total, heads, head_dim) with cu_seqlens";
 constexpr const char *batch_form = "(batch, length, heads, head_dim)";
+int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
 constexpr const char *paged_form = "(pages, page size, heads, head_dim) with block_table";
 
 } // namespace
@@ -277,7 +279,6 @@ fdm_tensor Problem::read_out(nb::handle object) const {
 }
 
 Problem::Scratch Problem::scratch_of(bool has_lse, bool has_plan) const {
-  const auto padded = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
   Scratch scratch{};
   if (!has_lse) scratch.lse = padded(lse_bytes(extents_));
   scratch.workspace = workspace_bytes(FDM_PASS_FORWARD);
@@ -302,19 +303,25 @@ bool Problem::attend(const Exchange &exchange, nb::handle out, nb::handle lse, n
   return true;
 }
 
-bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle allocate,
-                              nb::object &plan) {
+int64_t Problem::kept_bytes(bool has_lse) const {
+  return has_lse ? plan_bytes_ : padded(plan_bytes_) + lse_bytes(extents_);
+}
+
+fdm_tensor Problem::lse_behind(fdm_buffer plan) const {
+  if (plan.bytes < kept_bytes(false)) value_error("lse is None, but there is no room for it behind plan");
+  return contiguous_lse(static_cast<std::byte *>(plan.data) + padded(plan_bytes_), extents_);
+}
+
+bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan,
+                              bool makes_plan) {
   if (!exchange.current_stream(device_, problem_.context.stream)) return false;
-  const bool makes_plan = is_absent(plan) && plan_bytes_ > 0;
   const int64_t bytes =
       std::max(workspace_bytes(FDM_PASS_FORWARD), makes_plan ? workspace_bytes(FDM_PASS_PLAN) : int64_t{0});
   const DeviceBytes memory(exchange, bytes, device_);
   if (memory.data() == nullptr && bytes > 0) return false;
   const fdm_tensor out_tensor = read_out(out);
-  const fdm_tensor lse_tensor = read_lse(lse, "lse");
-  require_distinct_elements(lse_tensor, "lse");
-  if (makes_plan) plan = allocate(plan_bytes_);
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_), workspace{memory.data(), bytes};
+  const fdm_tensor lse_tensor = is_absent(lse) ? lse_behind(plan_buffer) : read_lse(lse, "lse");
   if (makes_plan) run_plan(plan_buffer, workspace);
   run_forward(out_tensor, lse_tensor, 0, plan_buffer, workspace);
   return true;
@@ -338,15 +345,15 @@ void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::
 }
 
 void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const {
-  const fdm_backward_args args = read_gradients(arguments);
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_backward_args args = read_gradients(arguments, plan_buffer);
   run_backward(args, plan_buffer, read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_BACKWARD), device_));
 }
 
 bool Problem::backward(const Exchange &exchange, const BackwardArguments &arguments, nb::handle plan) {
   if (!exchange.current_stream(device_, problem_.context.stream)) return false;
-  const fdm_backward_args args = read_gradients(arguments);
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_backward_args args = read_gradients(arguments, plan_buffer);
   const int64_t bytes = workspace_bytes(FDM_PASS_BACKWARD);
   const DeviceBytes memory(exchange, bytes, device_);
   if (memory.data() == nullptr && bytes > 0) return false;
@@ -361,12 +368,12 @@ void Problem::run_backward(const fdm_backward_args &args, fdm_buffer plan, fdm_b
   });
 }
 
-fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments) const {
+fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, fdm_buffer plan) const {
   if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
   fdm_backward_args args{};
   args.struct_size = sizeof args;
   args.out = read_like(arguments.out, "out", problem_.q, "query");
-  args.lse = read_lse(arguments.lse, "lse");
+  args.lse = is_absent(arguments.lse) ? lse_behind(plan) : read_lse(arguments.lse, "lse");
   args.dout = read_like(arguments.dout, "dout", problem_.q, "query");
   args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
 

@@ -34,9 +34,10 @@ public:
   // The same on the current stream of a tensor library, and in memory of its allocator. False, with nothing done, where
   // it does not offer both.
   bool attend(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan);
-  // As attend, for a call whose plan is kept for backward: where none is given, allocate(bytes) returns what it is
-  // written to, and `plan` becomes that.
-  bool attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle allocate, nb::object &plan);
+  // As attend, for a call whose plan is kept for backward; `makes_plan` says that it is still to be made. An lse that is
+  // None lies behind the plan, in the last of kept_bytes(), and so it does for backward.
+  int64_t kept_bytes(bool has_lse) const;
+  bool attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan, bool makes_plan);
   void backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const;
   bool backward(const Exchange &exchange, const BackwardArguments &arguments, nb::handle plan);
 
@@ -63,7 +64,8 @@ private:
   fdm_tensor read_lse(nb::handle object, const char *name) const;
   fdm_tensor read_out(nb::handle object) const;
   Scratch scratch_of(bool has_lse, bool has_plan) const;
-  fdm_backward_args read_gradients(const BackwardArguments &arguments) const;
+  fdm_tensor lse_behind(fdm_buffer plan) const;
+  fdm_backward_args read_gradients(const BackwardArguments &arguments, fdm_buffer plan) const;
 
   // What a pack is given: where the problem selects its keys, start and end are the first part of the plan's memory.
   struct Placed {

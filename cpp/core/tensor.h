@@ -59,6 +59,8 @@ public:
   // An exchange of a type without the API refuses everything.
   explicit Exchange(nb::handle tensor);
 
+  bool offers_memory() const { return table_ != nullptr && table_->allocate != nullptr; }
+
   // Where the device has streams, the one that the library puts its work on.
   bool current_stream(Device device, void *&stream) const;
 

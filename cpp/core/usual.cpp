@@ -22,10 +22,18 @@ bool is_expanded(const TensorView &view) {
   return false;
 }
 
+// Four dimensions, or (B, {H|Hk|1}, K).
+bool is_usual_bias(const TensorView &query, const TensorView &key, const TensorView &bias) {
+  if (bias.rank == 4) return true;
+  const int64_t heads = bias.shape[1];
+  return bias.rank == 3 && bias.shape[0] == query.shape[0] && bias.shape[2] == key.shape[1] &&
+         (heads == 1 || heads == key.shape[2] || heads == query.shape[2]);
+}
+
 // A selection that attention makes by itself: causal, of some of the keys, by a bias that is the same for every query.
 bool is_usual_selection(int64_t window, const TensorView &query, const TensorView &key, const TensorView &bias) {
   const int64_t batch = query.shape[0], queries = query.shape[1], keys = key.shape[1];
-  return window >= 0 && window < keys && queries != 1 && bias.shape[2] == 1 &&
+  return window >= 0 && window < keys && queries != 1 && (bias.rank == 3 || bias.shape[2] == 1) &&
          (bias.shape[0] == 1 || bias.shape[0] == batch);
 }
 
@@ -45,8 +53,8 @@ nb::object usual_call(const UsualArguments &arguments) {
   if (!alike || !is_usual_number(scale) || !is_usual_number(softcap) || !is_usual_flag(causal)) return nb::none();
   const bool is_causal = causal.ptr() == Py_True;
   if (!is_absent(bias_object)) {
-    if (!try_read_tensor(bias, bias_object) || bias.rank != 4 || bias.dtype->pack_code == no_pack_float64 ||
-        !same_device(query.device, bias.device) || is_expanded(bias))
+    if (!try_read_tensor(bias, bias_object) || !is_usual_bias(query, key, bias) ||
+        bias.dtype->pack_code == no_pack_float64 || !same_device(query.device, bias.device) || is_expanded(bias))
       return nb::none();
   }
   if (!is_absent(sink)) {

@@ -11,7 +11,7 @@ Failures of a pack raise ValueError (invalid argument, buffer too small), NotImp
 (unsupported), MemoryError or RuntimeError.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from .record import AttentionInputs, SelectionInputs
@@ -165,13 +165,19 @@ class Problem:
         Each has its field's shape and dtype.
         """
 
+class Allocator:
+    """Makes tensors for results, on the device of a tensor of the call."""
+
+    def __init__(self, empty_like: Any, float32: Any, uint8: Any) -> None:
+        """empty_like: torch's. float32, uint8: the dtypes of that name."""
+
 def attend(
-    pack: Pack, threads: int, out: TensorLike, lse: TensorLike | None, inputs: AttentionInputs
-) -> bool:
+    pack: Pack, threads: int, allocator: Allocator, need_lse: bool, inputs: AttentionInputs
+) -> tuple[Any, Any] | None:
     """Makes a Problem and does what its attend does, on the current stream of query's library.
 
-    The scratch memory is from that library's allocator. False, with nothing done, where query's
-    type has no DLPack C exchange API, or the allocator refuses.
+    The scratch memory is from that library's allocator. Returns out, and lse if it is needed. None,
+    with nothing done, where query's type has no DLPack C exchange API, or the allocator refuses.
     """
 
 def usual_call(
@@ -194,29 +200,28 @@ def usual_call(
     """
 
 def attend_and_keep(
-    pack: Pack,
-    threads: int,
-    out: TensorLike,
-    lse: TensorLike,
-    allocate: Callable[[int], Any],
-    inputs: AttentionInputs,
-) -> tuple[bool, Any]:
-    """Does what attend does for a call whose plan backward needs, and returns that plan too.
+    pack: Pack, threads: int, allocator: Allocator, need_lse: bool, inputs: AttentionInputs
+) -> tuple[Any, Any, Any] | None:
+    """Does what attend does for a call that has a backward pass; returns out, lse and the plan.
 
-    allocate: returns a uint8 tensor of so many bytes, for a plan where none is given.
+    An lse that is not needed is the last part of a plan that the call makes, and None.
     """
 
 def differentiate(
     pack: Pack,
     threads: int,
+    allocator: Allocator,
     dout: TensorLike,
     dlse: TensorLike | None,
     out: TensorLike,
-    lse: TensorLike,
-    gradients: dict[str, Any],
+    lse: TensorLike | None,
+    wanted: tuple[str, ...],
     inputs: AttentionInputs,
-) -> bool:
-    """Makes a Problem and does what its backward does; else as attend."""
+) -> dict[str, Any] | None:
+    """Makes a Problem and does what its backward does; else as attend.
+
+    wanted: names of fields, of which the gradients are returned, each by its name.
+    """
 
 class Selection:
     """A validated selection of the window keys with the largest bias.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from . import dispatch_state
 from .arguments import autocast_dtype, resolved_deterministic
 from .backends import select_backend
-from .backends.base import lse_dtype, lse_shape
+from .backends.base import lse_dtype, lse_shape, lse_within
 from .backends.reference import ReferenceBackend
 from .operators import define, library, without_negation
 from .record import ATTENTION, AttentionInputs, Gradients, no_gradient
@@ -28,6 +29,9 @@ _GRADIENTS = ", ".join(f"Tensor d{name}" for name in ATTENTION.differentiable)
 _FIELD_COUNT = len(AttentionInputs._fields)
 _PLAN = AttentionInputs._fields.index("given_plan")
 _TENSOR_COUNT = ATTENTION.tensor_count
+# The differentiable fields of a record.
+_differentiable: Callable[[AttentionInputs], tuple[Tensor | None, ...]]
+_differentiable = operator.itemgetter(*ATTENTION.places)
 _DIFFERENTIABLE = tuple(zip(ATTENTION.differentiable, ATTENTION.places, strict=True))
 
 _REFERENCE = ReferenceBackend()
@@ -87,16 +91,15 @@ def attention_of_plain(
     needed.
     """
     chosen = select_backend(inputs.query.device, backend)
-    if inputs.window >= 0 and not chosen.selects:
-        assert select is not None
-        inputs = select(inputs, backend)
-    if (
-        not (torch.is_grad_enabled() and _requires_grad(inputs))
-        or dispatch_state.is_below_autograd()
-    ):
+    if not chosen.selects:
+        inputs = inputs.in_4d()
+        if inputs.window >= 0:
+            assert select is not None
+            inputs = select(inputs, backend)
+    given = _differentiable(inputs)
+    if not _is_recorded(given) or dispatch_state.is_below_autograd():
         return chosen.attend(inputs, need_lse=need_lse)
-    given = (inputs[place] for place in ATTENTION.places)
-    made = _apply(*given, inputs, backend, chosen, need_lse)
+    made = _apply(*given, (inputs, backend, chosen, need_lse))
     return made if need_lse else (made, None)
 
 
@@ -127,14 +130,6 @@ def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
         return select_backend(inputs.query.device, backend).make_plan(inputs, zeroed=False)
     plan: Tensor = torch.ops.flash_dmattn.attention_plan.default(*inputs, backend)
     return plan
-
-
-def _requires_grad(inputs: AttentionInputs) -> bool:
-    for place in ATTENTION.places:
-        tensor = inputs[place]
-        if tensor is not None and tensor.requires_grad:  # type: ignore[union-attr]
-            return True
-    return False
 
 
 def _is_recorded(tensors: tuple[Any, ...]) -> bool:
@@ -266,6 +261,7 @@ def _saved_gradients(
     """Return the gradients of the differentiable fields, None where a flag does not want one."""
     *tensors, out, lse, plan = ctx.saved_tensors
     *settings, backend = ctx.settings
+    lse = lse_within(plan, out) if lse is None else lse
     if (dout is None and dlse is None) or not any(flags):
         return [None] * len(flags)
     if dout is None:
@@ -302,8 +298,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-        inputs, backend, chosen, need_lse = arguments[-4:]
-        out, lse, plan = chosen.forward(inputs)
+        inputs, backend, chosen, need_lse = arguments[-1]
+        out, lse, plan = chosen.keep(inputs, need_lse=need_lse)
         plan = None if plan is inputs.given_plan else plan
         ctx.save_for_backward(*inputs[:_TENSOR_COUNT], out, lse, plan)
         ctx.settings = (*inputs[_TENSOR_COUNT:], backend)
@@ -320,19 +316,16 @@ class _Attention(torch.autograd.Function):
             or torch.is_grad_enabled()
             or not dispatch_state.is_idle((dout, dlse, *saved))
         ):
-            return (*_saved_gradients(ctx, flags, dout, dlse), *_NONE_OF_THE_OTHERS)
+            return (*_saved_gradients(ctx, flags, dout, dlse), None)
         *tensors, out, lse, plan = saved
         if plan is not None:
             tensors[_PLAN] = plan
         inputs = AttentionInputs(*tensors, *ctx.settings[:-1])
         wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
         gradients = ctx.chosen.backward(inputs, dout, dlse, out, lse, wanted)
-        return (*map(gradients.get, ATTENTION.differentiable), *_NONE_OF_THE_OTHERS)
+        return (*map(gradients.get, ATTENTION.differentiable), None)
 
 
-# Of the arguments of `_Attention` that are no tensors: the call, the backend's name, what it stands
-# for, and whether lse is needed.
-_NONE_OF_THE_OTHERS = (None, None, None, None)
 # Function.apply without its questions about functorch, which is_idle has answered.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 

@@ -13,6 +13,7 @@ from .core_calls import batch_call, refused, to_core
 
 FIELDS = _core.ATTENTION_FIELDS
 COUNT = f"{len(FIELDS)} fields"
+ALLOCATOR = _core.Allocator(*"elf")  # of which nothing is asked
 
 
 def values(**changes: Any) -> tuple[Any, ...]:
@@ -54,7 +55,7 @@ WRONG = [
         lambda pack: _core.Problem(pack, *values(max_seqlen_q=1 << 70)),
         ["max_seqlen_q", "out of range", "an integer of 64 bits"],
     ),
-    (lambda pack: _core.attend(pack, 1, (), None, values()[1:]), ["a tuple of", COUNT]),
+    (lambda pack: _core.attend(pack, 1, ALLOCATOR, True, values()[1:]), ["a tuple of", COUNT]),
     (lambda _: _core.check_attention([1, 2], 1), ["a tuple of", COUNT]),
     (lambda _: _core.check_selection((), 1), ["a tuple of 11 fields", "window"]),
 ]  # fmt: skip

@@ -66,35 +66,48 @@ template <int kThreads, int kItems> struct WindowExits {
     __syncthreads();
   }
 
-  __device__ void divide(Dividing &shared, BlockRanks<kThreads, kItems> &ranks) const {
+  // Each warp counts the ones of all groups of 32 places for itself, which takes a barrier less than to share sums.
+  __device__ void divide(Dividing &shared) const {
+    constexpr int kWarps = kThreads / 32, kPerLane = (kWords + 31) / 32;
     uint32_t position[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) position[i] = key[i];
     for (int level = 0; level < kLevels; ++level) {
-      bool one[kItems], zero[kItems];
-      uint32_t rank[kItems];
+      Word *words = shared.words[level];
+      uint32_t bits[kItems], count[kPerLane], ones = 0;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        one[i] = position[i] >> (kLevels - 1 - level) & 1;
-        zero[i] = !one[i];
+        bits[i] = __ballot_sync(kAllLanes, position[i] >> (kLevels - 1 - level) & 1);
+        if (lane_id() == 0) words[i * kWarps + warp_id()].bits = bits[i];
       }
-      const uint32_t total = ranks.rank(one, zero, rank);
-      const uint32_t zeros = ranks.second_of(total);
+      __syncthreads();
+#pragma unroll
+      for (int n = 0; n < kPerLane; ++n) {
+        const int word = n * 32 + lane_id();
+        count[n] = word < kWords ? __popc(words[word].bits) : 0;
+        ones += count[n];
+      }
+      ones = __reduce_add_sync(kAllLanes, ones);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        const uint32_t ones_before = ranks.first_of(rank[i]), bits = __ballot_sync(kAllLanes, one[i]);
-        if (lane_id() == 0) shared.words[level][i * (kThreads / 32) + warp_id()] = {bits, ones_before};
-        shared.positions[one[i] ? zeros + ones_before : ranks.second_of(rank[i])] = position[i];
+        const int own = i * kWarps + warp_id();
+        uint32_t before = 0;
+#pragma unroll
+        for (int n = 0; n < kPerLane; ++n) before += n * 32 + lane_id() < own ? count[n] : 0;
+        before = __reduce_add_sync(kAllLanes, before);
+        if (lane_id() == 0) words[own].before = before;
+        const uint32_t ones_before = before + __popc(bits[i] & ((1u << lane_id()) - 1));
+        const bool one = bits[i] >> lane_id() & 1;
+        shared.positions[one ? kKeys - ones + ones_before : i * kThreads + threadIdx.x - ones_before] = position[i];
       }
       if (threadIdx.x == 0) {
-        shared.words[level][kWords] = {0, ranks.first_of(total)};
-        shared.zeros[level] = zeros;
+        words[kWords] = {0, ones};
+        shared.zeros[level] = kKeys - ones;
       }
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kItems; ++i) position[i] = shared.positions[i * kThreads + threadIdx.x];
     }
-    __syncthreads();
   }
 
   // The position of the key with whose arrival key[i] leaves a window of `size`; kKeys if it stays; no more than key[i]

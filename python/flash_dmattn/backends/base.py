@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "keep_shape",
     "lse_dtype",
     "lse_shape",
+    "lse_within",
 ]
 
 
@@ -44,6 +46,15 @@ class Backend(Protocol):
         None stands for a plan of no bytes.
         """
 
+    def keep(
+        self, inputs: AttentionInputs, *, need_lse: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As forward, for a call whose results autograd keeps.
+
+        None stands for an lse that is not needed and is the last part of the plan: see lse_within.
+        """
+        return self.forward(inputs)
+
     def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Return out, and lse if it is needed, of a call that keeps nothing for backward."""
         out, lse, _ = self.forward(inputs)
@@ -58,7 +69,10 @@ class Backend(Protocol):
         lse: Tensor,
         wanted: tuple[str, ...],
     ) -> Gradients:
-        """Return the gradients of the fields that are wanted; inputs have forward's plan."""
+        """Return the gradients of the fields that are wanted; inputs have the plan of the call.
+
+        lse is None where `keep` has returned that.
+        """
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Return start and end, int32 of `interval_shape`."""
@@ -74,6 +88,13 @@ def lse_shape(query: Tensor) -> tuple[int, ...]:
         return (batch, heads, rows)
     rows, heads, _ = query.shape
     return (heads, rows)
+
+
+def lse_within(plan: Tensor, out: Tensor) -> Tensor:
+    """Return the lse that is the last part of a plan."""
+    shape = lse_shape(out)
+    behind = plan.numel() - 4 * math.prod(shape)
+    return plan[behind:].view(torch.float32).view(shape)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

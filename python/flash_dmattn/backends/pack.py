@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import functools
 import mmap
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from .base import (
     interval_shape,
     keep_shape,
     lse_shape,
+    lse_within,
 )
 
 # torch >= 2.10: the core reads the tensor itself, in a fraction of the time.
@@ -29,6 +28,8 @@ _CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 # From here on mapping pages costs less than writing zeros.
 _PAGED_BYTES = 1 << 17
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
+# What the core makes results with, since each crossing between it and Python costs a small call.
+_ALLOCATOR = _core.Allocator(torch.empty_like, torch.float32, torch.uint8)
 
 
 class PackBackend(Backend):
@@ -84,16 +85,25 @@ class PackBackend(Backend):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward pass, and plan it first if no plan is given."""
+        out, lse, plan = self.keep(inputs, need_lse=True)
+        assert lse is not None
+        return out, lse, plan
+
+    def keep(
+        self, inputs: AttentionInputs, *, need_lse: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As forward, in one call of the core, and with an allocation less if lse is not needed."""
+        if _CORE_READS_TENSORS:
+            made: tuple[Tensor, Tensor | None, Tensor | None] | None = _core.attend_and_keep(
+                self.pack, self._threads(), _ALLOCATOR, need_lse, inputs
+            )
+            if made is not None:
+                return made
+        # An older torch; or one whose allocator has refused, which it now tells in its own words.
         query, plan = inputs.query, inputs.given_plan
         device = query.device
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(lse_shape(query), dtype=torch.float32, device=device)
-        if _CORE_READS_TENSORS:
-            done, made = _core.attend_and_keep(
-                self.pack, self._threads(), out, lse, _allocator(device), inputs
-            )
-            if done:
-                return out, lse, made
         problem = self._problem(inputs)
         workspace_bytes = problem.forward_workspace_bytes
         if plan is None and (plan_bytes := problem.plan_bytes):
@@ -107,15 +117,18 @@ class PackBackend(Backend):
         return out, lse, plan
 
     def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """As forward, in one call of the core and with one allocation for all that is not kept."""
+        """As keep, with one allocation for all that is not kept."""
+        if _CORE_READS_TENSORS:
+            made: tuple[Tensor, Tensor | None] | None = _core.attend(
+                self.pack, self._threads(), _ALLOCATOR, need_lse, inputs
+            )
+            if made is not None:
+                return made
         query, plan = inputs.query, inputs.given_plan
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = None
         if need_lse:
             lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
-        if _CORE_READS_TENSORS and _core.attend(self.pack, self._threads(), out, lse, inputs):
-            return out, lse
-        # An older torch; or one whose allocator has refused, which it now tells in its own words.
         problem, device = self._problem(inputs), query.device
         scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), device)
         problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
@@ -127,18 +140,23 @@ class PackBackend(Backend):
         dout: Tensor,
         dlse: Tensor | None,
         out: Tensor,
-        lse: Tensor,
+        lse: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
+        if _CORE_READS_TENSORS:
+            made: Gradients | None = _core.differentiate(
+                self.pack, self._threads(), _ALLOCATOR, dout, dlse, out, lse, wanted, inputs
+            )
+            if made is not None:
+                return made
+        if lse is None:
+            assert inputs.given_plan is not None
+            lse = lse_within(inputs.given_plan, out)
         gradients: Gradients = {}
         for name in wanted:
             like: Tensor = getattr(inputs, name)
             gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
-        if _CORE_READS_TENSORS and _core.differentiate(
-            self.pack, self._threads(), dout, dlse, out, lse, gradients, inputs
-        ):
-            return gradients
         problem = self._problem(inputs)
         workspace = _scratch(problem.backward_workspace_bytes, out.device)
         problem.backward(
@@ -249,11 +267,6 @@ def _zeros(size: int, device: torch.device) -> Tensor:
 
 def _bytes(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-@functools.cache
-def _allocator(device: torch.device) -> Callable[[int], Tensor]:
-    return partial(torch.empty, dtype=torch.uint8, device=device)
 
 
 def _scratch(size: int, device: torch.device) -> Tensor | None:

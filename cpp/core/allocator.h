@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Tensors for results, made as Python code makes them: their memory belongs to the library of the tensors of a call.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <utility>
+
+namespace fdm {
+
+namespace nb = nanobind;
+
+class Allocator {
+public:
+  // torch.empty_like, and the dtypes of sums() and bytes().
+  Allocator(nb::object empty_like, nb::object float32, nb::object uint8)
+      : empty_like_(std::move(empty_like)), float32_(std::move(float32)), uint8_(std::move(uint8)) {}
+
+  // A contiguous tensor of the shape and dtype of another.
+  nb::object like(nb::handle tensor, const char *name) const;
+  // Contiguous ones on the device of another: float32 of these sizes, and bytes.
+  nb::object sums(nb::handle tensor, nb::handle sizes) const;
+  nb::object bytes(nb::handle tensor, int64_t count) const;
+
+private:
+  nb::object empty_like_, float32_, uint8_;
+};
+
+} // namespace fdm

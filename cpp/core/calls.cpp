@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "calls.h"
+
+#include <cstring>
+
+#include "problem.h"
+
+namespace fdm {
+
+namespace {
+
+// A tensor for lse: (B, H, Q), or (H, total_q).
+nb::object new_lse(const Allocator &allocator, nb::handle query) {
+  const TensorView view = read_tensor(query, "query");
+  if (view.rank == 4) return allocator.sums(query, nb::make_tuple(view.shape[0], view.shape[2], view.shape[1]));
+  return allocator.sums(query, nb::make_tuple(view.shape[1], view.shape[0]));
+}
+
+nb::handle field_of(AttentionRecord &record, const char *wanted) {
+  nb::handle found;
+  record.each_field([&](const char *name, auto &field) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, nb::handle>)
+      if (std::strcmp(name, wanted) == 0) found = field;
+  });
+  return found;
+}
+
+} // namespace
+
+nb::object attend(const fdm_pack &pack, int32_t threads, const Allocator &allocator, bool need_lse, nb::handle inputs) {
+  const auto record = read_record<AttentionRecord>(inputs);
+  const Exchange exchange(record.query);
+  if (!exchange.offers_memory()) return nb::none();
+  Problem problem(pack, record, {threads});
+  nb::object out = allocator.like(record.query, "query");
+  nb::object lse = need_lse ? new_lse(allocator, record.query) : nb::none();
+  if (!problem.attend(exchange, out, lse, record.given_plan)) return nb::none();
+  return nb::make_tuple(out, lse);
+}
+
+nb::object attend_and_keep(const fdm_pack &pack, int32_t threads, const Allocator &allocator, bool need_lse,
+                           nb::handle inputs) {
+  const auto record = read_record<AttentionRecord>(inputs);
+  const Exchange exchange(record.query);
+  if (!exchange.offers_memory()) return nb::none();
+  Problem problem(pack, record, {threads});
+  const bool is_planned = !is_absent(record.given_plan), has_lse = need_lse || is_planned;
+  nb::object out = allocator.like(record.query, "query");
+  nb::object lse = has_lse ? new_lse(allocator, record.query) : nb::none();
+  nb::object plan = nb::borrow(record.given_plan);
+  const int64_t bytes = is_planned ? 0 : problem.kept_bytes(has_lse);
+  if (bytes > 0) plan = allocator.bytes(record.query, bytes);
+  const bool makes_plan = !is_planned && problem.plan_bytes() > 0;
+  if (!problem.attend_and_keep(exchange, out, lse, plan, makes_plan)) return nb::none();
+  return nb::make_tuple(out, lse, plan);
+}
+
+nb::object differentiate(const fdm_pack &pack, int32_t threads, const Allocator &allocator,
+                         const ForwardResults &results, nb::tuple wanted, nb::handle inputs) {
+  auto record = read_record<AttentionRecord>(inputs);
+  const Exchange exchange(record.query);
+  if (!exchange.offers_memory()) return nb::none();
+  Problem problem(pack, record, {threads});
+  nb::dict gradients;
+  for (nb::handle name : wanted) {
+    const char *text = nb::cast<const char *>(name);
+    gradients[name] = allocator.like(field_of(record, text), text);
+  }
+  const BackwardArguments arguments{results.dout, results.dlse, results.out, results.lse, gradients};
+  if (!problem.backward(exchange, arguments, record.given_plan)) return nb::none();
+  return gradients;
+}
+
+} // namespace fdm
