@@ -102,6 +102,7 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
 BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_t *bytes) {
   BackwardParams params{};
   params.p = p;
+  params.group = int32_t(group_size(p));
   KeyWork &keys = params.keys;
   keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
     constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);

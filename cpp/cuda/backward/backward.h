@@ -107,6 +107,7 @@ struct BackwardParams {
   fdm_problem p;
   fdm_backward_args a;
   Plan plan;
+  int32_t group;             // query heads of a key/value head
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   float *sink_shares;        // [head][batch, or 1 for varlen][row]: what each row adds to the gradient of its sink
   KeyWork keys;

@@ -10,6 +10,7 @@
 
 #if FDM_TILE_ARCH == 90
 #include "../host/launch_sm90.cuh"
+#include "../host/row_map.h"
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/dkdv.cuh"
 #include "sm90/fused_kernel.cuh"
@@ -58,7 +59,12 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardPa
   return launch_with_softcap(params, [&](auto has_softcap) {
     constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
     using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap>;
-    return launch_sm90<FusedMemory<Config>, fused_kernel<Config>>(params, params.keys.max_items, stream);
+    FusedParams fused{params, {}};
+    constexpr int kRows = RowProducer<Config>::kOwnRows;
+    const fdm_problem &p = params.p;
+    fused.maps.known = make_row_map(p.q, p.head_dim, kRows, &fused.maps.q) &&
+                       make_row_map(params.a.dout, p.head_dim, kRows, &fused.maps.dout);
+    return launch_sm90<FusedMemory<Config>, fused_kernel<Config>>(fused, params.keys.max_items, stream);
   });
 }
 

@@ -17,9 +17,9 @@ struct KeySteps {
 };
 
 __device__ __forceinline__ KeySteps key_steps(const BackwardParams &params, const RowRange &rows) {
-  const int32_t size = params.keys.tile_rows, first = rows.first / size;
-  const int32_t tiles = rows.past > rows.first ? (rows.past + size - 1) / size - first : 0;
-  return {first, tiles, tiles * group_size(params.p)};
+  const int32_t shift = __ffs(params.keys.tile_rows) - 1, first = rows.first >> shift; // a power of two
+  const int32_t tiles = rows.past > rows.first ? ((rows.past - 1) >> shift) + 1 - first : 0;
+  return {first, tiles, tiles * params.group};
 }
 
 struct KeyTask {
@@ -27,13 +27,12 @@ struct KeyTask {
   int64_t sequence_index, kv_head;
   int64_t first_head; // the first query head of the group
   KeySteps steps;
-  int64_t begin, end;          // the steps of this part
-  int32_t max_first, min_past; // rows from the one to the other keep every key
-  bool same_rows;              // the rows of a key are the same for all query heads of the group
-  bool test_all;               // no tile is known to be kept by every key
-  const RowWord *words;        // not null: a row plan
-  float *slot;                 // null: this is the only part
-  int64_t key_head;            // of segments: counted over sequences
+  int64_t begin, end;   // the steps of this part
+  bool same_rows;       // the rows of a key are the same for all query heads of the group
+  bool test_all;        // no tile is known to be kept by every one of some keys
+  const RowWord *words; // not null: a row plan
+  float *slot;          // null: this is the only part
+  int64_t key_head;     // of segments: counted over sequences
 };
 
 struct KeyStep {
@@ -54,15 +53,15 @@ template <int kCount> struct WholeBlock {
 template <int kKeys, int kBufferCount> struct KeyBlockShared {
   static constexpr int kBuffers = kBufferCount;
   KeyTask task;
-  int32_t key[kKeys];                 // -1: none
-  int32_t sum[kKeys];                 // as KeyRows has it
-  bool readable[kKeys];               // some query head keeps it
-  RowRange rows[kBuffers][kKeys];     // the rows that keep a key for the head of a step
-  float bias[kBuffers][kKeys];        // the bias to base 2; -inf: the key is not kept
-  uint32_t active[kMappedTiles / 32]; // row plans: the tiles of kTileRows rows that keep any key
-  int32_t dropping_head[kBuffers];    // a query head that drops a key by a bias of -inf that another keeps
-  int32_t max_first, min_past;
-  RowRange group_rows[(kKeys + 63) / 64]; // rows that may keep any of 64 keys, for all query heads of the group
+  int32_t key[kKeys];                         // -1: none
+  int32_t sum[kKeys];                         // as KeyRows has it
+  bool readable[kKeys];                       // some query head keeps it
+  RowRange rows[kBuffers][kKeys];             // the rows that keep a key for the head of a step
+  float bias[kBuffers][kKeys];                // the bias to base 2; -inf: the key is not kept
+  uint32_t active[kMappedTiles / 32];         // row plans: the tiles of kTileRows rows that keep any key
+  int32_t dropping_head[kBuffers];            // a query head that drops a key by a bias of -inf that another keeps
+  alignas(16) RowRange full_rows[kKeys / 16]; // rows from the one to the other keep every one of 16 keys
+  RowRange group_rows[(kKeys + 63) / 64];     // rows that may keep any of 64 keys, for all query heads of the group
 };
 
 // kHasSegments says that gradients of keys may be added to the sums of KeySegments.
@@ -92,44 +91,53 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
   }
   __device__ void start(const KeyItem &item, const KeyBlockPlace &place, bool clears_bias) {
     const fdm_problem &p = params.p;
-    if (Team::thread() == 0) make_task(item, place);
     const int r = Team::thread();
     KeyRows key_rows{-1, 0, 0, -1};
+    bool readable = false;
+    if (params.keys.listed && r < kKeys) key_rows = listed_key(params, place, r);
+    if (r == 0) make_task(item, place); // while the load is under way
     if (r < kKeys) {
-      if (params.keys.listed) {
-        key_rows = listed_key(params, place, r);
-      } else if (int64_t(place.block) * kKeys + r < place.s.k_count) {
+      const int64_t first_head = place.kv_head * params.group;
+      if (!params.keys.listed && int64_t(place.block) * kKeys + r < place.s.k_count) {
         key_rows.key = place.block * kKeys + r;
-        const RowRange rows = rows_of_key(p, place.s, place.kv_head * group_size(p), key_rows.key);
+        const RowRange rows = rows_of_key(p, place.s, first_head, key_rows.key);
         key_rows.start = rows.first;
         key_rows.end = rows.past;
       }
+      const float bias = bias_of(place.s, first_head, key_rows.key);
+      readable = is_readable(place.s, first_head, key_rows.key, bias);
       shared.key[r] = key_rows.key;
       shared.sum[r] = key_rows.sum;
+      shared.readable[r] = readable;
+      shared.bias[0][r] = bias;
+      for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {key_rows.start, key_rows.end};
     }
     Team::sync();
-    if (r < kKeys) {
-      for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {key_rows.start, key_rows.end};
-      shared.readable[r] = is_readable(key_rows.key);
-      if (shared.readable[r]) {
-        atomicMax(&shared.max_first, key_rows.start);
-        atomicMin(&shared.min_past, key_rows.end);
-        RowRange &group = shared.group_rows[r / 64];
-        atomicMin(&group.first, shared.task.same_rows ? key_rows.start : 0);
-        atomicMax(&group.past, shared.task.same_rows ? key_rows.end : INT32_MAX);
-      }
-      load_head(0, 0);
+    if (readable) {
+      RowRange &full = shared.full_rows[r / 16], &group = shared.group_rows[r / 64];
+      atomicMax(&full.first, key_rows.start);
+      atomicMin(&full.past, key_rows.end);
+      atomicMin(&group.first, shared.task.same_rows ? key_rows.start : 0);
+      atomicMax(&group.past, shared.task.same_rows ? key_rows.end : INT32_MAX);
+      if (shared.bias[0][r] == -INFINITY) shared.dropping_head[0] = 0;
     }
     if (shared.task.slot && clears_bias && params.wants_bias_sums)
       for (int i = r; i < params.bias_heads * kKeys; i += Team::kThreads) slot_bias()[i] = 0.0f;
     Team::sync();
   }
 
-  // Does the tile of a step have no pair that is not kept, apart from keys that are zeros here?
-  __device__ bool covers(const KeyStep &step, int tile_rows) const {
-    const int first = step.tile * tile_rows;
-    if (shared.task.test_all || shared.dropping_head[step.buffer] == step.head) return false;
-    return first >= shared.max_first && first + tile_rows <= shared.min_past;
+  // Does the query head of a step drop a key that is not zeros here?
+  __device__ bool drops_keys(int head_of_group, int buffer) const {
+    return shared.dropping_head[buffer] == head_of_group;
+  }
+  // Do rows from `first` on lie within those of all keys of some groups of 16, apart from keys that are zeros here?
+  __device__ bool keep_all(int first_group, int groups, int first, int rows) const {
+    bool all = true;
+    for (int n = first_group; n < first_group + groups; ++n) {
+      const RowRange full = shared.full_rows[n];
+      all = all && first >= full.first && first + rows <= full.past;
+    }
+    return all;
   }
 
   // May a row of the tile of a step keep any of 64 keys of the block?
@@ -150,7 +158,8 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
     const KeyTask &own_task = shared.task;
     KeyStep step{};
     step.number = own_task.begin;
-    if (own_task.begin < own_task.end) {
+    step.tile = own_task.steps.first_tile;
+    if (own_task.begin > 0 && own_task.begin < own_task.end) {
       step.head = int32_t(own_task.begin / own_task.steps.tiles);
       step.tile = own_task.steps.first_tile + int32_t(own_task.begin - int64_t(step.head) * own_task.steps.tiles);
     }
@@ -189,35 +198,45 @@ private:
     own_task.s = place.s;
     own_task.sequence_index = place.sequence_index;
     own_task.kv_head = place.kv_head;
-    own_task.first_head = place.kv_head * group_size(p);
+    own_task.first_head = place.kv_head * params.group;
     own_task.key_head = place.sequence_index * p.kv_heads + place.kv_head;
     own_task.steps = key_steps(params, key_block_rows(params, place));
-    own_task.begin = own_task.steps.count * item.part / item.parts;
-    own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
-    own_task.same_rows = params.keys.listed || !is_interval_plan(kind);
+    own_task.begin = 0;
+    own_task.end = own_task.steps.count;
+    if (item.parts > 1) { // divisions of 64 bits
+      own_task.begin = own_task.steps.count * item.part / item.parts;
+      own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
+    }
+    own_task.same_rows = has_same_rows();
     own_task.test_all = kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias);
     own_task.words = params.plan.words;
     own_task.slot =
         item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
-    shared.max_first = 0;
-    shared.min_past = INT32_MAX;
     for (int32_t &head : shared.dropping_head) head = -1;
+    for (RowRange &full : shared.full_rows) full = {0, INT32_MAX};
     for (RowRange &group : shared.group_rows) group = {INT32_MAX, 0};
   }
 
   __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
+  __device__ bool has_same_rows() const { return params.keys.listed || !is_interval_plan(mask_kind(params.p)); }
 
-  // Is a key kept by any query head, as far as can be told without looking at the mask's rows?
-  __device__ bool is_readable(int32_t key) const {
+  // The bias of a key for a head, to base 2; -inf: there is no key.
+  __device__ float bias_of(const Sequence &s, int64_t head, int32_t key) const {
+    if (key < 0) return -INFINITY;
+    return bias_is_of_keys() ? to_base_2(score_view(params.p, params.p.bias, s, head).load(0, key)) : 0.0f;
+  }
+
+  // Is a key kept by any query head, as far as can be told without looking at the mask's rows? `bias` is that of the
+  // first head.
+  __device__ bool is_readable(const Sequence &s, int64_t first_head, int32_t key, float bias) const {
     const fdm_problem &p = params.p;
     if (key < 0) return false;
-    if (!bias_is_of_keys() && shared.task.same_rows) return true;
-    for (int64_t g = 0; g < group_size(p); ++g) {
-      const int64_t head = shared.task.first_head + g;
-      const RowRange rows = shared.task.same_rows ? RowRange{0, 1} : rows_of_key(p, shared.task.s, head, key);
-      if (rows.first >= rows.past) continue;
-      if (!bias_is_of_keys() || score_view(p, p.bias, shared.task.s, head).load(0, key) != -INFINITY) return true;
-      if (shared.task.same_rows && p.bias.shape[1] != p.heads) return false;
+    const bool same_rows = has_same_rows();
+    if (same_rows && bias != -INFINITY) return true;
+    if (same_rows && p.bias.shape[1] != p.heads) return false;
+    for (int64_t head = first_head; head < first_head + params.group; ++head) {
+      const RowRange rows = same_rows ? RowRange{0, 1} : rows_of_key(p, s, head, key);
+      if (rows.first < rows.past && bias_of(s, head, key) != -INFINITY) return true;
     }
     return false;
   }
@@ -227,9 +246,7 @@ private:
     const int r = Team::thread();
     const int32_t key = shared.key[r];
     const int64_t head = shared.task.first_head + head_of_group;
-    float bias = key < 0 ? -INFINITY : 0.0f;
-    if (key >= 0 && bias_is_of_keys())
-      bias = to_base_2(score_view(params.p, params.p.bias, shared.task.s, head).load(0, key));
+    const float bias = bias_of(shared.task.s, head, key);
     shared.bias[buffer][r] = bias;
     if (bias == -INFINITY && shared.readable[r]) shared.dropping_head[buffer] = head_of_group;
     if (key >= 0 && !shared.task.same_rows) shared.rows[buffer][r] = rows_of_key(params.p, shared.task.s, head, key);
@@ -250,8 +267,7 @@ private:
     for (; step.number < own_task.end; advance(step))
       if (!own_task.words || is_active(step, tile_rows)) break;
     step.valid = step.number < own_task.end;
-    if (step.valid && step.head != loaded_head && group_size(params.p) > 1 &&
-        (bias_is_of_keys() || !own_task.same_rows)) {
+    if (step.valid && step.head != loaded_head && params.group > 1 && (bias_is_of_keys() || !own_task.same_rows)) {
       step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
       if (Team::thread() < kKeys) load_head(step.head, step.buffer);
     }

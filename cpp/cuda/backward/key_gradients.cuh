@@ -48,10 +48,10 @@ struct KeyGradients {
 
   // Finds which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key
   // that this head drops by a bias of -inf may be there for another head of the group.
-  __device__ void keep_bits(const RowStage<kKeys, kRows> &stage, int key, uint32_t (&bits)[kWordCount]) const {
-    const int first = stage.step.tile * kRows;
-    RowRange range = keys.shared.rows[stage.step.buffer][key];
-    if (keys.shared.bias[stage.step.buffer][key] == -INFINITY) range.past = range.first;
+  __device__ void keep_bits(const RowStage<kKeys, kRows> &stage, int first, int buffer, int key,
+                            uint32_t (&bits)[kWordCount]) const {
+    RowRange range = keys.shared.rows[buffer][key];
+    if (keys.shared.bias[buffer][key] == -INFINITY) range.past = range.first;
 #pragma unroll
     for (int w = 0; w < kWordCount; ++w) {
       uint32_t word = row_bits(range.first - first - 32 * w, range.past - first - 32 * w);
@@ -89,7 +89,7 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const float bias = keys.shared.bias[step.buffer][key];
         uint32_t bits[kWordCount];
-        if constexpr (kTest) keep_bits(stage, key, bits);
+        if constexpr (kTest) keep_bits(stage, step.tile * kRows, step.buffer, key, bits);
         uint32_t key_shift = 0;
         if constexpr (kGeneral)
           if (has_row_bias) key_shift = row_bias.key_shift(key);
@@ -124,18 +124,19 @@ struct KeyGradients {
   }
 
   // The same in two parts, where there is neither a softcap nor a bias with rows: P' as soon as the scores are there,
-  // dS' when dP' is.
+  // dS' when dP' is. `first` is the first row of the tile, `buffer` that of the step.
   template <bool kTest>
-  __device__ void make_probabilities(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4]) {
+  __device__ void make_probabilities(const RowStage<kKeys, kRows> &stage, int first, int buffer,
+                                     float (&scores)[kKeyTiles][kRowTiles][4]) {
     const ScoreFactors factors(params.p);
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = key_row(m, half);
-        const float bias = keys.shared.bias[stage.step.buffer][key];
+        const float bias = keys.shared.bias[buffer][key];
         uint32_t bits[kWordCount];
-        if constexpr (kTest) keep_bits(stage, key, bits);
+        if constexpr (kTest) keep_bits(stage, first, buffer, key, bits);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
           const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[8 * n + accumulator_column()]);
@@ -169,9 +170,17 @@ struct KeyGradients {
     }
   }
 
-  // May some pairs of a tile not be kept? kLargeLse tells what makes a tile `careful`.
+  // Do all rows of a tile, which begins at `first`, lie within the rows of all of this warp's keys?
+  __device__ bool keep_all(int first) const {
+    return keys.keep_all(threadIdx.x / 32 * kKeyTiles % (kKeys / 16), kKeyTiles, first, kRows);
+  }
+  // May some pairs of a tile and this warp's keys not be kept? kLargeLse tells what makes a tile `careful`. The vote
+  // tells the compiler that the lanes of a warp agree.
   __device__ bool needs_test(const RowStage<kKeys, kRows> &stage, bool careful) const {
-    return kGeneral || careful || !keys.covers(stage.step, kRows);
+    const KeyStep &step = stage.step;
+    return kGeneral ||
+           __any_sync(0xffffffffu, careful || keys.task().test_all || keys.drops_keys(step.head, step.buffer) ||
+                                       !keep_all(step.tile * kRows));
   }
   template <bool kCap, class RowBias>
   __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],

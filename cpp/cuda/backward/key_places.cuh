@@ -30,29 +30,52 @@ __device__ __forceinline__ bool list_overflows(const KeyWork &keys, int64_t list
   const KeySegments &segments = keys.segments;
   const int32_t room = segments.blocks * keys.block_keys;
   bool overflows = false;
+#pragma unroll 1 // most often once
   for (int n = threadIdx.x % 32; n < segments.count; n += 32)
     overflows |= segments.live[list * segments.count + n] > room;
   return __any_sync(0xffffffffu, overflows);
 }
 
-// Finds the keys of a block of a list with segments. Blocks are numbered across segments: the longest of every segment
-// come first.
-__device__ __forceinline__ void place_in_segment(const BackwardParams &params, KeyBlockPlace &place) {
+// Finds a block of a list with segments, of which there are fewer than 2^31. Blocks are numbered across segments: the
+// longest of every segment come first. All lanes of a warp call this.
+__device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &params, uint32_t number) {
+  const fdm_problem &p = params.p;
   const KeyWork &keys = params.keys;
   const KeySegments &segments = keys.segments;
-  const int32_t segment = segments.count - 1 - place.block % segments.count, number = place.block / segments.count;
-  const int64_t segment_of_list = place.list_sequence * segments.count + segment;
-  place.rows = segments.order[segment_of_list * segments.blocks + number];
+  const auto count = static_cast<uint32_t>(segments.count), heads = static_cast<uint32_t>(keys.heads);
+  uint32_t head, rank, segment;
+  if (number < segments.leading * count * heads) {
+    const uint32_t segment_of_heads = number / segments.leading;
+    rank = number - segment_of_heads * segments.leading;
+    head = segment_of_heads / count;
+    segment = segment_of_heads - head * count;
+  } else {
+    const uint32_t block = number / heads;
+    head = number - block * heads;
+    rank = block / count;
+    segment = block - rank * count;
+  }
+  KeyBlockPlace place{};
+  const uint32_t sequence_index = head / static_cast<uint32_t>(p.kv_heads);
+  place.block = static_cast<int32_t>(rank * count + segment);
+  place.sequence_index = sequence_index;
+  place.kv_head = head - sequence_index * static_cast<uint32_t>(p.kv_heads);
+  place.s = sequence(p, sequence_index);
+  const fdm_tensor &list = list_tensor(p); // one for all heads, or for each head of keys
+  place.list_sequence = batch_index(list, place.s) * params.plan.batch_lists + (list.shape[1] == 1 ? 0 : place.kv_head);
+  const int64_t segment_of_list = place.list_sequence * count + (count - 1 - segment);
+  place.rows = segments.order[segment_of_list * segments.blocks + rank];
   place.in_key_order = list_overflows(keys, place.list_sequence);
   if (place.in_key_order) {
     const int64_t position = int64_t(place.block) * keys.block_keys;
-    place.first_key += position;
+    place.first_key = place.list_sequence * params.plan.list_keys + position;
     place.keys = params.plan.kept_count[place.list_sequence] - position;
     place.rows = {0, place.keys > 0 ? static_cast<int32_t>(place.s.q_count) : -1};
-    return;
+    return place;
   }
   place.first_key = (segment_of_list * segments.blocks + place.rows.position) * keys.block_keys;
   place.keys = place.rows.keys;
+  return place;
 }
 
 // The sums of a key of a head, counted over sequences.
@@ -65,33 +88,21 @@ FDM_INLINE float *bias_segment_sum(const KeyWork &keys, int64_t head, int32_t su
 
 // With segments, all lanes of a warp call this.
 __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &params, int64_t number) {
+  if (params.keys.segments.rows > 0) return place_in_segment(params, static_cast<uint32_t>(number));
   const fdm_problem &p = params.p;
   KeyBlockPlace place{};
-  const int64_t block = quotient(number, params.keys.heads);
+  const int64_t block = quotient(number, params.keys.heads), head = number - block * params.keys.heads;
   place.block = static_cast<int32_t>(block);
-  int64_t head = number - block * params.keys.heads;
-  const KeySegments &segments = params.keys.segments;
-  if (segments.rows > 0 && number < int64_t(segments.leading) * segments.count * params.keys.heads) {
-    const int64_t segment = quotient(number, segments.leading);
-    head = quotient(segment, segments.count);
-    const int64_t segment_of_head = segment - head * segments.count;
-    place.block = static_cast<int32_t>((number - segment * segments.leading) * segments.count + segment_of_head);
-  }
   place.sequence_index = quotient(head, p.kv_heads);
   place.kv_head = head - place.sequence_index * p.kv_heads;
   place.s = sequence(p, place.sequence_index);
   if (!params.keys.listed) return place;
   const Plan &plan = params.plan;
-  const int64_t list = list_number(p, plan, place.s, place.kv_head * group_size(p));
+  const int64_t list = list_number(p, plan, place.s, place.kv_head * params.group);
   place.list_sequence = is_varlen(p) ? list * p.batch + place.sequence_index : list;
-  place.first_key = list * plan.list_keys + place.s.k_begin;
-  if (segments.rows > 0) {
-    place_in_segment(params, place);
-  } else {
-    const int64_t position = ordered_position(params.keys, place.block);
-    place.first_key += position;
-    place.keys = plan.kept_count[place.list_sequence] - position;
-  }
+  const int64_t position = ordered_position(params.keys, place.block);
+  place.first_key = list * plan.list_keys + place.s.k_begin + position;
+  place.keys = plan.kept_count[place.list_sequence] - position;
   return place;
 }
 
@@ -137,6 +148,7 @@ __device__ __forceinline__ bool has_key_item(const BackwardParams &params, int64
 }
 __device__ __forceinline__ KeyItem key_item(const KeyWork &keys, int32_t number) {
   if (keys.parts == 0) return keys.items[number];
+  if (keys.parts == 1) return {number, 0, 1, 0};
   const int32_t part = number % keys.parts;
   return {number / keys.parts, part, keys.parts, number - part};
 }

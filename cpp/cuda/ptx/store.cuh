@@ -29,10 +29,11 @@ __device__ __forceinline__ void add_global_bulk(float *sums, uint32_t shared_sum
                : "memory");
 }
 
-// Waits until all that this thread has started of these is done.
-__device__ __forceinline__ void wait_for_bulk() {
+// Waits until all that this thread has started of these has read the shared memory. The sums are there when the kernel has
+// ended.
+__device__ __forceinline__ void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.commit_group;\n"
-               "cp.async.bulk.wait_group 0;\n" ::
+               "cp.async.bulk.wait_group.read 0;\n" ::
                    : "memory");
 }
 

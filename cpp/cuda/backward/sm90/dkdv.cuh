@@ -26,10 +26,10 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
 
   // The products are not overlapped with the elementwise work of the same warpgroup: that takes more registers than
   // there are, and was slower.
-  __device__ void run_step(int number) {
+  __device__ void run_step(const StepFacts &facts, int number) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, number);
-    this->make(scores, gradients, number);
+    this->make(facts, scores, gradients, number);
     start_sum_of(sums.dv[0], scores, shared.sdO[number]);
     start_sum_of(sums.dk[0], gradients, shared.sQ[number]);
     ptx::warpgroup_wait<0>();
@@ -42,11 +42,10 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
     Roles::consumer_wait(shared.keys_full, 0);
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
-      const auto &stage = shared.stages[state.index];
-      const KeyStep &step = stage.parts[0].step;
-      if (!step.valid) break;
-      if (sums.keys.concerns(Roles::consumer_group(), step, kRows)) run_step(state.index);
-      if (params.bias_heads > 1 && stage.head_ends) sums.write_bias(step.head);
+      const StepFacts facts = shared.stages[state.index].facts.read();
+      if (!facts.valid) break;
+      if (facts.concerns >> Roles::consumer_group() & 1) run_step(facts, state.index);
+      if (params.bias_heads > 1 && facts.head_ends) sums.write_bias(facts.head);
       Roles::consumer_release(shared.empty[state.index]);
     }
     if (params.bias_heads == 1) sums.write_bias(0);

@@ -47,17 +47,20 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // What is to be known of a step until its dQ is computed.
   struct Step {
-    float *dq;                       // this warp's part of the sums
-    int first_key = 0, past_key = 0; // the keys that concern it, a multiple of 64; none before the first step
-    int stage;
-    uint32_t phase;
+    float *dq;         // this thread's part of the sums
+    uint32_t keys = 0; // bit n: it concerns the keys of warpgroup n; none before the first step
   };
 
   Shared &shared;
+  uint32_t ds_steps = 0; // whose dS' was given to the other warpgroup
+  float *own_sums;       // this thread's part of the sums of the first row of the first head of the group
   Step before{};
 
   __device__ FusedConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory) {}
+
+  __device__ static uint32_t ds_stage(uint32_t step) { return step % Shared::kStages; }
+  __device__ static uint32_t ds_phase(uint32_t step) { return step / Shared::kStages % 2; }
 
   // How many tiles of 8 columns of dQ are this warpgroup's.
   __device__ static int own_tiles() {
@@ -67,9 +70,10 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // Starts this warpgroup's part of dQ of the step before.
   __device__ void start_dq(float (&dq)[kColumns / 8][4]) const {
-    if (before.past_key > 0) Roles::consumer_wait(shared.ds_full[before.stage], before.phase);
+    const uint32_t stage = ds_stage(ds_steps - 1);
+    if (before.keys) Roles::consumer_wait(shared.ds_full[stage], ds_phase(ds_steps - 1));
     const int group = Roles::consumer_group();
-    const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[before.stage])) +
+    const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[stage])) +
                         Shared::Tile::offset(0, kRowsDivided ? 64 : 0) * group;
     const uint64_t k =
         KeyTile::descriptor(ptx::shared_address(shared.sK)) + KeyTile::offset(0, kRowsDivided ? 0 : 64) * group;
@@ -77,10 +81,11 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     const auto add = [&](uint64_t a, uint64_t b, auto keys) {
       warpgroup_gemm_ss_columns<Element, typename Shared::Tile, true, KeyTile, decltype(keys)::value>(dq, a, b, false);
     };
-    if (before.past_key - before.first_key == 128)
+    const uint32_t high = before.keys / 2;
+    if (before.keys == 3)
       add(ds, k, std::integral_constant<int, 128>{});
     else
-      add(ds + Shared::Tile::offset(8, 0) * (before.first_key / 8), k + KeyTile::offset(8, 0) * (before.first_key / 8),
+      add(ds + Shared::Tile::offset(64, 0) * high, k + KeyTile::offset(64, 0) * high,
           std::integral_constant<int, 64>{});
     ptx::warpgroup_commit_batch();
   }
@@ -88,25 +93,26 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   // Adds this warpgroup's part of dQ of the step before, which is there, to the sums.
   __device__ void add_dq(float (&dq)[kColumns / 8][4]) const {
     ptx::warpgroup_fence_operand(dq);
-    if (before.past_key == 0) return;
-    ptx::arrive(shared.ds_empty[before.stage]);
+    if (before.keys == 0) return;
+    ptx::arrive(shared.ds_empty[ds_stage(ds_steps - 1)]);
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n)
       if (n < own_tiles()) ptx::add_global(before.dq + n * 128, dq[n]);
   }
 
   // The products of a step that concerns this warpgroup's keys.
-  __device__ void run_step(int number, const PipelineState<Shared::kStages> &ds_state) {
+  __device__ void run_step(const StepFacts &facts, int number) {
     Scores scores, gradients;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
     this->start_scores(scores, gradients, number);
-    this->make(scores, gradients, number);
+    this->make(facts, scores, gradients, number);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
-    Roles::producer_acquire(shared.ds_empty[ds_state.index], ds_state.phase);
-    store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[ds_state.index]), threadIdx.x / 32 * 16, 0);
+    const uint32_t stage = ds_stage(ds_steps);
+    Roles::producer_acquire(shared.ds_empty[stage], ds_phase(ds_steps));
+    store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[stage]), threadIdx.x / 32 * 16, 0);
     ptx::fence_async_proxy();
-    ptx::arrive(shared.ds_full[ds_state.index]);
+    ptx::arrive(shared.ds_full[stage]);
     auto &dq = reinterpret_cast<float (&)[kColumns / 8][4]>(scores[0]);
     start_dq(dq);
     Base::start_sum(sums.dv[0], p, shared.sdO[number]);
@@ -127,35 +133,36 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     add_dq(dq);
   }
 
-  // Where this thread's part of dQ of a step is added.
-  __device__ float *own_sums(const KeyStep &step) const {
+  // Where this thread's part of dQ of the first row is added, for the first head of a group.
+  __device__ float *first_sums() const {
     const int warp = threadIdx.x / 32, band = kRowsDivided ? warp : warp % 4;
     const int panel = kRowsDivided ? 0 : warp / 4;
     const KeyTask &task = sums.keys.task();
-    float *rows = query_sums(this->params, task.s, task.sequence_index, sums.keys.head(step), step.tile * kRows);
+    float *rows = query_sums(this->params, task.s, task.sequence_index, task.first_head, 0);
     return rows + (band * (kHeadDim / 8) + panel * 8) * 128 + threadIdx.x % 32 * 4;
   }
 
   __device__ void run() {
-    sums.start();
     Roles::consumer_wait(shared.keys_full, 0);
+    if (!uniform(shared.exists)) return;
+    sums.start();
     const int group = Roles::consumer_group();
-    PipelineState<Shared::kStages> ds_state;
+    own_sums = first_sums();
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
-      const KeyStep &rows = this->own_rows(state.index).step;
-      if (!rows.valid) break;
-      const bool low = sums.keys.concerns(0, rows, kRows), high = sums.keys.concerns(1, rows, kRows);
-      if (low || high) {
-        const Step step{own_sums(rows), low ? 0 : 64, high ? 128 : 64, ds_state.index, ds_state.phase};
-        if (group ? high : low) {
-          run_step(state.index, ds_state);
+      const StepFacts facts = shared.stages[state.index].facts.read();
+      if (!facts.valid) break;
+      if (facts.concerns) {
+        const int64_t row = facts.head * this->params.query_sums.head_rows + facts.first;
+        const Step step{own_sums + row * kHeadDim, facts.concerns};
+        if (facts.concerns >> group & 1) {
+          run_step(facts, state.index);
         } else {
-          ptx::arrive(shared.ds_full[ds_state.index]);
+          ptx::arrive(shared.ds_full[ds_stage(ds_steps)]);
           finish_before();
         }
         before = step;
-        ++ds_state;
+        ++ds_steps;
       }
       Roles::consumer_release(shared.empty[state.index]);
     }

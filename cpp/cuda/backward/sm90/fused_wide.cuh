@@ -83,10 +83,10 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
     sync_consumers();
   }
 
-  __device__ void run_step(int number) {
+  __device__ void run_step(const StepFacts &facts, int number) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, number);
-    this->make(scores, gradients, number);
+    this->make(facts, scores, gradients, number);
     store(scores, gradients);
     float dq[kColumns / 8][4];
     start_columns<true, KeyTile>(dq, shared.sdS, shared.sK, false);
@@ -117,12 +117,14 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   }
 
   __device__ void run() {
-    sums.start();
     Roles::consumer_wait(shared.keys_full, 0);
+    if (!uniform(shared.exists)) return;
+    sums.start();
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
-      if (!this->own_rows(state.index).step.valid) break;
-      run_step(state.index);
+      const StepFacts facts = shared.stages[state.index].facts.read();
+      if (!facts.valid) break;
+      run_step(facts, state.index);
       Roles::consumer_release(shared.empty[state.index]);
     }
     write_bias();

@@ -4,6 +4,7 @@
 // a pipeline stage for each step.
 #pragma once
 
+#include "../../ptx/tensor.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/roles.cuh"
 #include "../key_gradients.cuh"
@@ -35,11 +36,31 @@ struct KeyStationaryConfig {
   using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, true, true, false, Keys>;
 };
 
+// What every consumer asks of a step, read at once: one load after the other would take as long as a product.
+struct alignas(16) StepFacts {
+  bool tests
+      [Roles::kProducerWarps]; // of all pairs of a warp's rows: some have a very large lse, or the task asks for it
+  bool valid;                  // false ends the steps
+  bool head_ends;
+  uint8_t concerns; // bit n: a row may keep any of the keys of group n
+  uint8_t buffer;   // of the KeyStep
+  int32_t head;     // of the KeyStep
+  int32_t first;    // row
+
+  __device__ bool any_tests() const { return tests[0] || tests[1] || tests[2] || tests[3]; }
+  // All lanes of the warp call this, and branch alike by what it returns.
+  __device__ StepFacts read() const {
+    auto words = *reinterpret_cast<const int4 *>(this);
+    words.y = uniform(words.y);
+    return *reinterpret_cast<const StepFacts *>(&words);
+  }
+};
+static_assert(sizeof(StepFacts) == sizeof(int4));
+
 // What is known of a tile of rows while it is in shared memory.
 template <class Config> struct PassingRows {
   RowStage<Config::kKeys, Config::kScoreRows> parts[Config::kParts]; // the tiles of their steps count parts
-  bool careful[Roles::kProducerWarps]; // rows of very large lse, by the warp that loaded them
-  bool head_ends;
+  StepFacts facts;
 };
 
 template <class Config> struct KeyStationaryShared {
@@ -48,6 +69,7 @@ template <class Config> struct KeyStationaryShared {
   char sQ[Config::kStages][Config::RowTile::kBytes], sdO[Config::kStages][Config::RowTile::kBytes];
   PassingRows<Config> stages[Config::kStages]; // a step that is not valid ends the steps
   typename Config::Keys::Shared keys;
+  bool exists; // there is a block of keys
   uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -60,16 +82,24 @@ template <class Config> struct KeyStationaryShared {
   }
 };
 
+// Q and dO, for copies of the rows of a step that a warp loads; `known`: their strides allow that.
+struct RowMaps {
+  CUtensorMap q, dout;
+  bool known;
+};
+
 template <class Config> struct RowProducer {
   static constexpr int kRows = Config::kRows, kOwnRows = kRows / Roles::kProducerWarps;
 
   const BackwardParams &params;
   KeyStationaryShared<Config> &shared;
+  const RowMaps *maps; // null: there are none
   typename Config::Keys keys;
   PipelineState<Config::kStages> state;
 
-  __device__ RowProducer(const BackwardParams &parameters, KeyStationaryShared<Config> &memory)
-      : params(parameters), shared(memory), keys(parameters, memory.keys) {}
+  __device__ RowProducer(const BackwardParams &parameters, KeyStationaryShared<Config> &memory,
+                         const RowMaps *row_maps = nullptr)
+      : params(parameters), shared(memory), maps(row_maps), keys(parameters, memory.keys) {}
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
   // Each lane of a producer warp knows one row of a tile, or none.
@@ -110,13 +140,15 @@ template <class Config> struct RowProducer {
     }
     const uint32_t used = __ballot_sync(0xffffffffu, !statistics.empty());
     const bool careful = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
-    if (threadIdx.x % 32 == 0) stage.careful[warp()] = careful;
-    if (Roles::producer_thread() == 0) {
-      set_step(step);
-      stage.head_ends = head_ends;
+    if (threadIdx.x % 32 == 0) stage.facts.tests[warp()] = careful || keys.task().test_all;
+    if (Roles::producer_thread() == 0) set_step(step, head_ends);
+    constexpr uint32_t kAll = ~0u >> (32 - kOwnRows);
+    if (maps && maps->known && used == kAll) {
+      if (threadIdx.x % 32 == 0) copy_boxes(step);
+    } else {
+      copy_rows(params.p.q, step, used, shared.sQ[state.index]);
+      copy_rows(params.a.dout, step, used, shared.sdO[state.index]);
     }
-    copy_rows(params.p.q, step, used, shared.sQ[state.index]);
-    copy_rows(params.a.dout, step, used, shared.sdO[state.index]);
     if constexpr (!Config::kShared) {
       if (keys.task().words) {
         const int r = Roles::producer_thread();
@@ -128,12 +160,40 @@ template <class Config> struct RowProducer {
   }
 
   // Tells the consumers which step the stage is for; one that is not valid ends the steps.
-  __device__ void set_step(const KeyStep &step) const {
+  __device__ void set_step(const KeyStep &step, bool head_ends) const {
+    auto &stage = shared.stages[state.index];
 #pragma unroll
     for (int n = 0; n < Config::kParts; ++n) {
-      KeyStep &own_step = shared.stages[state.index].parts[n].step;
+      KeyStep &own_step = stage.parts[n].step;
       own_step = step;
       own_step.tile = step.tile * Config::kParts + n;
+    }
+    StepFacts &facts = stage.facts;
+    facts.valid = step.valid;
+    facts.head_ends = head_ends;
+    uint32_t concerns = 0;
+#pragma unroll
+    for (int n = 0; n < Config::kKeys / 64; ++n) concerns |= uint32_t(keys.concerns(n, step, kRows)) << n;
+    facts.concerns = uint8_t(concerns);
+    facts.buffer = uint8_t(step.buffer);
+    facts.head = step.head;
+    facts.first = step.tile * kRows;
+  }
+
+  // Copies this warp's rows of a step, all of which are used. One thread calls this, before it arrives.
+  __device__ void copy_boxes(const KeyStep &step) const {
+    using RowTile = typename Config::RowTile;
+    uint64_t &full = shared.full[state.index];
+    const Sequence &s = keys.task().s;
+    const int first = warp() * kOwnRows, row = int(s.q_begin) + step.tile * kRows + first;
+    const int head = int(keys.head(step)), batch = int(s.batch);
+    ptx::expect_bytes(full, 2 * RowTile::kPanels * kOwnRows * RowTile::kRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < RowTile::kPanels; ++panel) {
+      const uint32_t offset = panel * RowTile::kPanelBytes + first * RowTile::kRowBytes;
+      ptx::copy_box(ptx::shared_address(shared.sQ[state.index]) + offset, maps->q, 64 * panel, row, head, batch, full);
+      ptx::copy_box(ptx::shared_address(shared.sdO[state.index]) + offset, maps->dout, 64 * panel, row, head, batch,
+                    full);
     }
   }
 
@@ -169,7 +229,7 @@ template <class Config> struct RowProducer {
       statistics = next_statistics;
     }
     Roles::producer_acquire(shared.empty[state.index], state.phase);
-    if (Roles::producer_thread() == 0) set_step(step);
+    if (Roles::producer_thread() == 0) set_step(step, true);
     Roles::producer_commit(shared.full[state.index]);
   }
 };
@@ -220,23 +280,23 @@ template <class Config> struct KeyConsumer {
   }
 
   // Puts P' in the place of the scores, and dS' in that of dP', of which the products were just started.
-  __device__ void make(Scores &scores, Scores &gradients, int number) {
-    const auto &careful = shared.stages[number].careful;
+  __device__ void make(const StepFacts &facts, Scores &scores, Scores &gradients, int number) {
     const auto &rows = own_rows(number);
-    const bool any_careful = careful[0] || careful[1] || careful[2] || careful[3];
+    const bool any_tests = facts.any_tests();
     if constexpr (Config::kSoftcap) {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(scores[0]);
       ptx::warpgroup_fence_operand(gradients[0]);
-      sums.template make<true>(rows, any_careful, scores, gradients);
+      sums.template make<true>(rows, any_tests, scores, gradients);
     } else {
-      const bool test = sums.needs_test(rows, any_careful);
+      const int first = facts.first + (Config::kShared ? kScoreRows * Roles::consumer_group() : 0);
+      const bool test = uniform(any_tests || sums.keys.drops_keys(facts.head, facts.buffer) || !sums.keep_all(first));
       ptx::warpgroup_wait<1>();
       ptx::warpgroup_fence_operand(scores[0]);
       if (test)
-        sums.template make_probabilities<true>(rows, scores);
+        sums.template make_probabilities<true>(rows, first, facts.buffer, scores);
       else
-        sums.template make_probabilities<false>(rows, scores);
+        sums.template make_probabilities<false>(rows, first, facts.buffer, scores);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)

@@ -38,7 +38,7 @@ __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const type
   const auto key = static_cast<int>(threadIdx.x);
   if (key >= Config::kKeys || sums.keys.shared.key[key] < 0 || sums.keys.shared.sum[key] < 0) return;
   ptx::add_global_bulk(sums.keys.segment_sums(key), ptx::shared_address(shared.sK + key * kStride), kRowBytes);
-  ptx::wait_for_bulk();
+  ptx::wait_for_bulk_reads();
 }
 
 } // namespace fdm::cuda

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Descriptions of tensors of rows for the copies of ptx/tensor.cuh. The driver makes them.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "../../indexing.h"
+
+namespace fdm::cuda {
+
+using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
+
+// Packs are not linked with the driver. Null: it does not know the function.
+inline EncodeTensorMap find_tensor_map_encoder() {
+  void *function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  constexpr const char *kName = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(kName, &function, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault, &found);
+#endif
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTensorMap>(function)
+                                                                      : nullptr;
+}
+
+// Describes a (B, rows, heads, D) tensor of 16-bit elements: boxes of 64 columns and `rows` rows of a head, swizzled as
+// SmemTile says. Returns false if its strides are none that the hardware knows.
+inline bool make_row_map(const fdm_tensor &t, int64_t head_dim, int rows, CUtensorMap *map) {
+  static const EncodeTensorMap encode = find_tensor_map_encoder();
+  if (!encode) return false;
+  const cuuint64_t sizes[4] = {cuuint64_t(head_dim), cuuint64_t(t.shape[1]), cuuint64_t(t.shape[2]),
+                               cuuint64_t(t.shape[0])};
+  const auto stride = [&](int d) { return cuuint64_t(t.shape[d] > 1 ? 2 * t.stride[d] : 16); };
+  const cuuint64_t strides[3] = {stride(1), stride(2), stride(0)};
+  const cuuint32_t box[4] = {64, cuuint32_t(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, t.data, sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+} // namespace fdm::cuda
