@@ -11,6 +11,7 @@
 #include "../host/dispatch.h"
 #include "../plan/list_work.cuh"
 #include "../tile/copy_rows.cuh"
+#include "../tile/tile_order.cuh"
 #include "../tile/tile_sizes.cuh"
 #include "query_sums.cuh"
 #include "row_statistics.cuh"
@@ -211,6 +212,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   params.plan = plan_of(p, plan);
   params.aligned = aligned;
   params.dout_aligned = dout_aligned;
+  params.sequences_together = sequences_together(p);
   params.wants_bias_sums = wants_bias_sums;
   if (wants_bias_sums) {
     params.reduces_bias = !std::equal(args.dbias.shape, args.dbias.shape + 4, params.bias_sums.shape);

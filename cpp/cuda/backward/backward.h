@@ -121,6 +121,7 @@ struct BackwardParams {
   bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
   bool beside_dq;             // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
+  int32_t sequences_together; // of a persistent kernel, see tile_order.cuh
 };
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream);

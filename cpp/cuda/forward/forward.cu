@@ -9,6 +9,7 @@
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../tile/copy_rows.cuh"
+#include "../tile/tile_order.cuh"
 #include "../tile/tile_sizes.cuh"
 #include "decode.h"
 
@@ -101,6 +102,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.bias_factor = linear ? 1.0f / params.factors.scale : 0.0f;
   params.heads_per_tile = division.heads_per_tile;
   params.tiles = int32_t(division.tiles);
+  params.sequences_together = sequences_together(p);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);
   params.splits = int32_t(std::clamp<int64_t>(splits, 1, room_for_splits(division)));
   params.partial_out = static_cast<float *>(workspace);

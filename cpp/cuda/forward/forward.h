@@ -15,10 +15,11 @@ struct ForwardParams {
   fdm_problem p;
   fdm_forward_args a;
   Plan plan;
-  ScoreFactors factors;   // made once, since a division on the device takes registers throughout the mainloop
-  float bias_factor;      // makes a bias to base 2 one in units of q.k; 0: scores are not linear in q.k
-  int32_t tiles;          // tiles of the longest sequence
-  int32_t heads_per_tile; // 1, or the heads of a group
+  ScoreFactors factors;       // made once, since a division on the device takes registers throughout the mainloop
+  float bias_factor;          // makes a bias to base 2 one in units of q.k; 0: scores are not linear in q.k
+  int32_t tiles;              // tiles of the longest sequence
+  int32_t heads_per_tile;     // 1, or the heads of a group
+  int32_t sequences_together; // of a persistent kernel, see tile_order.cuh
   int32_t splits;
   float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
   float *partial_max, *partial_sum; // [split][batch][head][query], to base 2

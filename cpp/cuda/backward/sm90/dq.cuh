@@ -62,7 +62,7 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
             tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
             score_view(p, p.bias, t.s, t.head)};
   };
-  TaskProducer<DqTask, decltype(make)> scheduler(p, shared.tasks, make);
+  TaskProducer<DqTask, decltype(make)> scheduler(p, params.sequences_together, shared.tasks, make);
   const auto on_column = [](int, int, float) {};
   KeyProducer<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
   keys.start(scheduler.current());

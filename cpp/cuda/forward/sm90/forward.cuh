@@ -71,7 +71,7 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
             score_view(p, p.bias, t.s, t.head),
             sink_score(p, t.head)};
   };
-  TaskProducer<ForwardTask, decltype(make)> scheduler(p, shared.tasks, make);
+  TaskProducer<ForwardTask, decltype(make)> scheduler(p, params.sequences_together, shared.tasks, make);
   const auto on_column = [&](int slot, int i, float bias) {
     if (present(p.bias) && params.bias_factor != 0.0f) shared.bias.store(slot, i, bias, params.bias_factor);
   };

@@ -37,9 +37,10 @@ __device__ __forceinline__ int64_t find_packed_sequence(const fdm_problem &p, in
   return first;
 }
 
-// The tile of a number below sequence_tiles() * heads. Heads go fastest, and those of a group meet in L2. The last tiles
-// of a sequence, which a causal mask makes the longest, come first. All lanes of a warp call this.
-__device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, uint32_t number) {
+// The tile of a number below sequence_tiles() * heads. Heads go fastest, and those of a group meet in L2; then come
+// `together` sequences. Their last tiles, which a causal mask makes the longest, come first. All lanes of a warp call
+// this.
+__device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, uint32_t together, uint32_t number) {
   const auto heads = static_cast<uint32_t>(p.heads);
   HeadTile found;
   found.head = number % heads;
@@ -50,9 +51,11 @@ __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, uint32_t num
     found.tile = tile - tile_number(p, found.s, found.sequence_index, 0);
   } else {
     const auto tiles = static_cast<uint32_t>(ceil_div(p.queries, kTileRows));
-    found.sequence_index = number / heads / tiles;
+    const uint32_t row = number / heads, first = row / (tiles * together) * together;
+    const uint32_t members = min(together, static_cast<uint32_t>(p.batch) - first), place = row - first * tiles;
+    found.sequence_index = first + place % members;
     found.s = sequence(p, found.sequence_index);
-    found.tile = tiles - 1 - number / heads % tiles;
+    found.tile = tiles - 1 - place / members;
   }
   return found;
 }
@@ -87,11 +90,13 @@ template <class Task, class Make> struct TaskProducer {
   static constexpr int kSlots = TaskPipeline<Task>::kSlots;
 
   const fdm_problem &p;
+  const int32_t &together; // see sequences_together()
   TaskPipeline<Task> &pipeline;
   const Make &make;
 
-  __device__ TaskProducer(const fdm_problem &problem, TaskPipeline<Task> &shared, const Make &make_task)
-      : p(problem), pipeline(shared), make(make_task) {
+  __device__ TaskProducer(const fdm_problem &problem, const int32_t &sequences, TaskPipeline<Task> &shared,
+                          const Make &make_task)
+      : p(problem), together(sequences), pipeline(shared), make(make_task) {
     pipeline.set_own_number(0);
 #pragma unroll 1 // the code is long
     for (uint32_t index = 0; index < 2; ++index)
@@ -132,7 +137,7 @@ private:
     const int64_t tile_index = place + int64_t(index) * gridDim.x;
     const bool end = tile_index >= sequence_tiles(p) * p.heads;
     HeadTile tile{};
-    if (!end) tile = find_tile(p, static_cast<uint32_t>(tile_index));
+    if (!end) tile = find_tile(p, together, static_cast<uint32_t>(tile_index));
     if (threadIdx.x % 32 != 0) return;
     Task &task = pipeline.tasks[index % kSlots];
     pipeline.end[index % kSlots] = end;
