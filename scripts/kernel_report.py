@@ -169,8 +169,8 @@ ALLOWANCES = (
     Allowance(
         "dense_fused_kernel<*, 64, true>>",
         "*",
-        488,
-        "a tile of dbias, two of products and their results fill 232 registers",
+        64,
+        "a tile of dbias, two of products and their results fill 224 registers",
     ),
     Allowance(
         "dense_fused_kernel<*>",
@@ -181,15 +181,15 @@ ALLOWANCES = (
     Allowance(
         "dense_wide_forward_kernel<*, 64, 2, *>>",
         "*",
-        1072,
+        2272,
         "a tile of the bias, one of scores and two of results fill 232 registers; mostly in "
         "the run that knows the rare cases",
     ),
     Allowance(
         "dense_wide_forward_kernel<*>",
         "*",
-        272,
-        "a tile of the bias, one of scores and two of results fill 232 registers; mostly in "
+        752,
+        "a tile of the bias, one of scores and two of results fill 216 registers; mostly in "
         "the run that knows the rare cases",
     ),
 )

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes delta = dO . O - dlse of each row, with as many threads for a row as it has chunks of 16 bytes; and finds what is
-// odd in dO and lse (odd_values.cuh).
+// Computes delta = dO . O - dlse of each row, with as many threads for a row as it has chunks of 16 bytes; and finds rows that
+// the fused kernel cannot deal with (dense.h).
 #include "../backward/make_statistics.cuh"
 #include "../host/launch.cuh"
 #include "../tile/copy_rows.cuh"
-#include "odd_values.cuh"
 #include "sources.cuh"
 
 namespace fdm::cuda {
@@ -27,26 +26,22 @@ __global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant_
   const float natural = exists ? static_cast<const float *>(lse.data)[lse_offset(lse, s, i, head)] : INFINITY;
   const bool usable = fabsf(natural) <= kUnusableLse;
   bool odd = exists && (usable ? fabsf(natural) * kLog2E > kLargeLse : !(natural < 0.0f));
-  // The fused kernel multiplies dO of rows that keep nothing, too.
-  if (exists && (usable || work.odd)) {
+  if (exists && usable) {
     const auto *a = static_cast<const Element *>(dout.data) + row_offset(dout, s, i, head);
     const auto *b = static_cast<const Element *>(out.data) + row_offset(out, s, i, head);
     if constexpr (kAligned) {
       if (lane * 8 < head_dim) {
         const uint4 x = *reinterpret_cast<const uint4 *>(a + lane * 8),
                     y = *reinterpret_cast<const uint4 *>(b + lane * 8);
-        odd |= has_odd_value<Element>(x);
         const auto *u = reinterpret_cast<const Element *>(&x), *v = reinterpret_cast<const Element *>(&y);
-        if (usable)
 #pragma unroll
-          for (int d = 0; d < 8; ++d) delta = fmaf(to_float(u[d]), to_float(v[d]), delta);
+        for (int d = 0; d < 8; ++d) delta = fmaf(to_float(u[d]), to_float(v[d]), delta);
       }
-    } else if (usable) {
+    } else {
       for (int d = lane; d < head_dim; d += kAcross)
         delta = fmaf(to_float(a[d * dout.stride[3]]), to_float(b[d * out.stride[3]]), delta);
     }
-    if (usable && lane == 0 && present(dlse))
-      delta -= static_cast<const float *>(dlse.data)[lse_offset(dlse, s, i, head)];
+    if (lane == 0 && present(dlse)) delta -= static_cast<const float *>(dlse.data)[lse_offset(dlse, s, i, head)];
   }
 #pragma unroll
   for (int distance = kAcross / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);

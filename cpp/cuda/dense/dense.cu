@@ -321,7 +321,6 @@ cudaError_t run_fused(DenseBackward &work, char *sums, int sms, cudaStream_t str
   division.dv = part(work.a.dv, plan.dq_bytes + plan.key_bytes);
   const int64_t dbias_begin = plan.dq_bytes + 2 * plan.key_bytes;
   division.dbias = plan.dbias_bytes > 0 ? part(work.a.dbias, dbias_begin) : nullptr;
-  if (cudaError_t error = launch_odd_values(work, stream)) return error;
   const int64_t source_heads = work.call.heads;
   for (int64_t first = 0; first < p.batch; first += plan.work.batches) {
     division.first_batch = int32_t(first);
@@ -333,24 +332,28 @@ cudaError_t run_fused(DenseBackward &work, char *sums, int sms, cudaStream_t str
       division.first_unit = int32_t(first * p.bias.shape[1]);
       division.units = int32_t(division.batches * p.bias.shape[1]);
     }
-    const bool clears_dbias = division.dbias && (first == 0 || !plan.shares);
-    if (cudaError_t error = cudaMemsetAsync(sums, 0, clears_dbias ? plan.bytes() : dbias_begin, stream)) return error;
+    const bool clears_dbias = division.dbias && !plan.shares;
+    // Those of the first launch were cleared with `odd`.
+    if (first > 0)
+      if (cudaError_t error = cudaMemsetAsync(sums, 0, clears_dbias ? plan.bytes() : dbias_begin, stream)) return error;
     if (cudaError_t error = with_wide_types(p, [&](auto element, auto dim) {
           return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
         }))
       return error;
-    if (cudaError_t error = launch_fused_sums(work, stream)) return error;
-    if (division.dbias && !plan.shares)
-      if (cudaError_t error = launch_fused_dbias(work, stream)) return error;
+    const bool completes_dbias = division.dbias && (!plan.shares || first + division.batches == p.batch);
+    if (cudaError_t error = launch_fused_sums(work, completes_dbias, stream)) return error;
   }
-  return division.dbias && plan.shares ? launch_fused_dbias(work, stream) : cudaSuccess;
+  return cudaSuccess;
 }
 
 // The gradient of a bias with several sources.
 cudaError_t run_dbias(DenseBackward &work, void *workspace, int sms, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
   work.dbias = divide_dbias(work.call, sms);
-  if (!lends_dk(p))
+  // What the fused kernel leaves is rare, and no launch is to be spent on its parts.
+  if (work.odd)
+    work.dbias.whole = true;
+  else if (!lends_dk(p))
     work.dbias.parts = reinterpret_cast<float *>(static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes);
   else if (contiguous_bytes(work.a.dk) >= parts_bytes(work.dbias))
     work.dbias.parts = static_cast<float *>(work.a.dk.data);
@@ -458,7 +461,8 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
                      present(args.dq) && (present(args.dk) || present(args.dv));
   if (fused) {
     work.odd = reinterpret_cast<uint32_t *>(static_cast<char *>(workspace) + deltas_bytes(p));
-    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, sizeof(uint32_t), stream)) return error;
+    const int64_t cleared = kOddBytes + plan_fused(work.call, count).bytes();
+    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, cleared, stream)) return error;
   }
   if (cudaError_t error = launch_deltas(work, stream)) return error;
   if (fused)

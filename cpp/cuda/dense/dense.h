@@ -87,8 +87,9 @@ struct DenseBackward {
   int32_t slots, tiles, groups; // of dq: as in the forward pass; of dkdv: tiles of keys, and groups of sequences
   bool writes_dbias;            // dq writes the gradient of the bias
   DbiasWork dbias;
-  // What odd_values.cuh found, or null where the fused kernel is not tried. That kernel does nothing if something was
-  // found, and the other kernels do nothing if nothing was.
+  // Not 0 once something is found that the fused kernel cannot deal with, and null where that is not tried: a row whose lse
+  // is so large that P must be computed with care (deltas.cu), or sums that are not finite (fused_sums.cu), since a pair
+  // that is dropped has P = 0, but 0 times NaN or Inf is NaN. The kernels of fixed order do nothing if nothing was found.
   uint32_t *odd;
   FusedWork fused;
 };
@@ -100,9 +101,8 @@ template <class Element, int kHeadDim> cudaError_t launch_dense_dbias(const Dens
 template <class Element, int kHeadDim>
 cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream);
-cudaError_t launch_odd_values(const DenseBackward &work, cudaStream_t stream);
-cudaError_t launch_fused_sums(const DenseBackward &work, cudaStream_t stream);
-cudaError_t launch_fused_dbias(const DenseBackward &work, cudaStream_t stream);
+// `with_dbias`: the sums of dbias are complete.
+cudaError_t launch_fused_sums(const DenseBackward &work, bool with_dbias, cudaStream_t stream);
 cudaError_t launch_deltas(const DenseBackward &work, cudaStream_t stream);
 cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream);
 

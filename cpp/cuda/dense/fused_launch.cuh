@@ -2,6 +2,8 @@
 // The launch of a fused instantiation.
 #pragma once
 
+#include <algorithm>
+
 #include "dense.h"
 #include "tile_sizes.cuh"
 #if FDM_TILE_ARCH == 90
@@ -14,11 +16,13 @@ namespace fdm::cuda {
 template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
   const FusedWork &division = work.fused;
-  const int64_t blocks = int64_t(division.units) * division.row_tiles * division.key_tiles * division.splits;
+  const int64_t tasks = int64_t(division.units) * division.row_tiles * division.key_tiles * division.splits;
+  int most;
+  if (cudaError_t error = sm_count(&most)) return error;
   const auto launch_for = [&](auto wide) {
     using Config = DenseFusedConfig<Element, kHeadDim, decltype(wide)::value>;
-    return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>>(work, blocks, Roles::kThreads,
-                                                                                    stream);
+    return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>>(
+        work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
   };
   return work.call.p.bias.dtype == FDM_FLOAT32 ? launch_for(std::true_type{}) : launch_for(std::false_type{});
 #else

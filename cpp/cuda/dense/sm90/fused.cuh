@@ -7,147 +7,17 @@
 // dQ, dK and dV are sums over tiles of other blocks, so they are added to float32 sums in global memory, in no fixed
 // order, as is a tile of dbias whose sources several blocks share.
 //
-// Nothing here knows the rare cases. Products with numbers so large, NaN or Inf, that what a pair does not keep could
-// reach a result, are found before (odd_values.cu); then this kernel does nothing, and those of fixed order do all.
+// The kernel is persistent: while the results of a tile are written, the producer copies the first rows of the next.
+//
+// Nothing here knows the rare cases. What NaN, Inf and very large numbers do where a pair is not kept shows in sums that are
+// not finite, which are found when they are rounded (../fused_sums.cu); then the kernels of fixed order do all.
 #pragma once
 
 #include "../../tile/score.cuh"
 #include "../../tile/sm90/products.cuh"
-#include "../fused_tiles.cuh"
-#include "row_copy.cuh"
+#include "fused_producer.cuh"
 
 namespace fdm::cuda {
-
-template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFusedConfig {
-  using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
-  static constexpr bool kWide = kWideBias; // the bias is float32
-  using Pair = TilePair<kHeadDim>;         // Q and dO, or K and V
-  using Scores = SmemTile<kTile, kTile>;
-  static constexpr int kStages = kHeadDim == 64 && kWide ? 1 : 2;
-  static constexpr int kBiasChunks = kWide ? 16 : 8; // 16 bytes each, of a thread
-};
-
-template <class Config> struct DenseFusedShared {
-  struct Stage {
-    float shift[Config::kTile], delta[Config::kTile]; // -lse to base 2, of the rows
-    DroppedKeys dropped;
-    int64_t first_row, first_key; // of the tile in the sums of the source
-  };
-
-  alignas(1024) char sRows[Config::kStages][Config::Pair::kBytes], sKeys[Config::kStages][Config::Pair::kBytes];
-  char sP[Config::Scores::kBytes], sdS[Config::Scores::kBytes];
-  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads]; // each thread's own elements, -inf where a pair is dropped
-  Stage stages[Config::kStages];
-  uint64_t full[Config::kStages], empty[Config::kStages];
-
-  // One thread of the block calls this, before the others use the barriers.
-  __device__ void init() {
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
-      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
-    }
-  }
-};
-
-// The tile of a block of threads, and the sources that go by.
-struct DenseFusedTask {
-  int unit, row_tile, key_tile;
-  int64_t first, past;
-
-  __device__ explicit DenseFusedTask(const DenseBackward &work) {
-    const FusedWork &division = work.fused;
-    int64_t number = blockIdx.x;
-    key_tile = int(number % division.key_tiles);
-    number /= division.key_tiles;
-    row_tile = int(number % division.row_tiles);
-    number /= division.row_tiles;
-    unit = division.first_unit + int(number % division.units);
-    const int64_t split = number / division.units;
-    first = division.first_source + division.sources * split / division.splits;
-    past = division.first_source + division.sources * (split + 1) / division.splits;
-    const fdm_problem &p = work.call.p;
-    const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kWideTile)) - 1;
-    if (is_causal(p) && int64_t(key_tile) * kWideTile > last_row + p.keys - p.queries) past = first;
-  }
-};
-
-template <class Config> struct DenseFusedProducer {
-  using Rows = WideRows<typename Config::Pair>;
-
-  const DenseBackward &work;
-  DenseFusedShared<Config> &shared;
-  const DenseFusedTask &task;
-  const int first_row, first_key;
-  const Rows q, dout, k, v;
-  const uint32_t used; // the rows of this warp that exist
-
-  __device__ DenseFusedProducer(const DenseBackward &own_work, DenseFusedShared<Config> &memory,
-                                const DenseFusedTask &own_task)
-      : work(own_work), shared(memory), task(own_task), first_row(own_task.row_tile * Config::kTile),
-        first_key(own_task.key_tile * Config::kTile), q(own_work.call.p.q, own_work.call.p.head_dim, first_row),
-        dout(own_work.a.dout, own_work.call.p.head_dim, first_row),
-        k(own_work.call.p.k, own_work.call.p.head_dim, first_key),
-        v(own_work.call.p.v, own_work.call.p.head_dim, first_key),
-        used(__ballot_sync(0xffffffffu, first_row + own() < own_work.call.p.queries)) {}
-
-  // What this thread knows of its row and its key, fetched a step ahead, as it lies in memory.
-  struct Facts {
-    RowStatistics row;
-    uint8_t kept;
-  };
-
-  __device__ static int own() { return Roles::producer_thread(); }
-
-  __device__ Facts fetch(const SourceWalk &source) const {
-    const fdm_problem &p = work.call.p;
-    Facts facts{{INFINITY, 0.0f}, 0};
-    if (first_row + own() < p.queries)
-      facts.row = fetch_statistics(work, {source.batch, source.head, true}, first_row + own());
-    if (first_key + own() < p.keys) {
-      const uint8_t *kept = kept_key(p, source.batch, source.head, first_key + own());
-      facts.kept = kept ? *kept : 1;
-    }
-    return facts;
-  }
-
-  __device__ void load(int stage, const SourceWalk &source, const Facts &facts) const {
-    const fdm_problem &p = work.call.p;
-    const FusedWork &division = work.fused;
-    auto &known = shared.stages[stage];
-    const RowStatistics row = to_base_2(facts.row);
-    known.shift[own()] = -row.lse;
-    known.delta[own()] = row.delta;
-    const uint32_t kept = known.dropped.set(facts.kept != 0);
-    const int64_t kv_head = kv_head_of(p, source.head), batch = source.batch - division.first_batch;
-    if (own() == 0) {
-      known.first_row = (batch * p.heads + source.head) * division.sum_rows() + first_row;
-      known.first_key = (batch * p.kv_heads + kv_head) * division.sum_keys() + first_key;
-    }
-    q.copy(shared.sRows[stage], 0, q.row_of(source.batch, source.head), used);
-    k.copy(shared.sKeys[stage], 0, k.row_of(source.batch, kv_head), kept);
-    dout.copy(shared.sRows[stage], 1, dout.row_of(source.batch, source.head), used);
-    v.copy(shared.sKeys[stage], 1, v.row_of(source.batch, kv_head), kept);
-  }
-
-  __device__ void run() const {
-    if (task.first >= task.past) return;
-    PipelineState<Config::kStages> state;
-    SourceWalk source(work.call, task.unit, task.first);
-    Facts facts = fetch(source);
-    for (int64_t index = task.first; index < task.past; ++index, ++state) {
-      SourceWalk after = source;
-      ++after;
-      Facts next{};
-      if (index + 1 < task.past) next = fetch(after);
-      Roles::producer_acquire(shared.empty[state.index], state.phase);
-      load(state.index, source, facts);
-      Roles::producer_commit(shared.full[state.index]);
-      source = after;
-      facts = next;
-    }
-  }
-};
 
 template <class Config> struct DenseFusedConsumer {
   using Element = typename Config::Element;
@@ -160,8 +30,12 @@ template <class Config> struct DenseFusedConsumer {
 
   const DenseBackward &work;
   DenseFusedShared<Config> &shared;
-  const DenseFusedTask &task;
+  DenseFusedTask task;
+  PipelineState<Config::kStages> state;
   Scores dbias;
+
+  __device__ DenseFusedConsumer(const DenseBackward &own_work, DenseFusedShared<Config> &memory)
+      : work(own_work), shared(memory) {}
 
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
@@ -190,17 +64,26 @@ template <class Config> struct DenseFusedConsumer {
         const int64_t r = row(i / 2 % 2), k = key(c * kChunkTiles + i / 4) + i % 2,
                       offset = r * bias.row + k * bias.col;
         const bool keeps = is_kept(s, source, r, k);
-        if constexpr (Config::kWide)
-          words[i] = keeps ? static_cast<const uint32_t *>(bias.base)[offset] : 0xff800000u;
+        if constexpr (Config::kFloats)
+          words[i] = keeps ? word_of(bias, offset) : 0xff800000u;
         else
           halves[i] = keeps ? static_cast<const uint16_t *>(bias.base)[offset]
                             : uint16_t(__is_same(Element, __half) ? 0xfc00 : 0xff80);
       }
-      if constexpr (!Config::kWide)
+      if constexpr (!Config::kFloats)
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = halves[2 * i] | uint32_t(halves[2 * i + 1]) << 16;
       shared.bias[c][threadIdx.x] = make_uint4(words[0], words[1], words[2], words[3]);
     }
+  }
+  // An element of the bias as it is kept.
+  __device__ static uint32_t word_of(const Matrix &bias, int64_t offset) {
+    float element;
+    if constexpr (Config::kWide)
+      element = static_cast<const float *>(bias.base)[offset];
+    else
+      element = float(static_cast<const Element *>(bias.base)[offset]);
+    return __float_as_uint(element * (Config::kFolds ? kLog2E : 1.0f));
   }
   // Loads two neighbours at a time, of a tile that is whole, and of which no pair is dropped.
   __device__ void load_whole_bias(const Matrix &bias) const {
@@ -217,8 +100,24 @@ template <class Config> struct DenseFusedConsumer {
       for (int n = 0; n < kChunkTiles; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) pairs[n][half] = first[half][4 * (c * kChunkTiles + n)];
-      static_assert(sizeof(pairs) == sizeof(uint4));
-      shared.bias[c][threadIdx.x] = reinterpret_cast<const uint4 &>(pairs);
+      if constexpr (Config::kFolds) {
+        float words[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if constexpr (Config::kWide) {
+            words[2 * half] = __uint_as_float(pairs[0][half].x);
+            words[2 * half + 1] = __uint_as_float(pairs[0][half].y);
+          } else {
+            ptx::unpack<Element>(pairs[0][half], words[2 * half], words[2 * half + 1]);
+          }
+        }
+#pragma unroll
+        for (float &word : words) word *= kLog2E;
+        shared.bias[c][threadIdx.x] = reinterpret_cast<const uint4 &>(words);
+      } else {
+        static_assert(sizeof(pairs) == sizeof(uint4));
+        shared.bias[c][threadIdx.x] = reinterpret_cast<const uint4 &>(pairs);
+      }
     }
   }
   // A mask of keys is a matter of each source.
@@ -236,7 +135,7 @@ template <class Config> struct DenseFusedConsumer {
 
   __device__ void read_bias(int chunk, float (&values)[kChunkTiles][4]) const {
     const uint4 words = shared.bias[chunk][threadIdx.x];
-    if constexpr (Config::kWide) {
+    if constexpr (Config::kFloats) {
       values[0][0] = __uint_as_float(words.x);
       values[0][1] = __uint_as_float(words.y);
       values[0][2] = __uint_as_float(words.z);
@@ -249,9 +148,31 @@ template <class Config> struct DenseFusedConsumer {
     }
   }
 
+  // Puts P in the place of products that have -lse in them, and -inf for what is dropped.
+  __device__ void make_folded_probabilities(Scores &scores) const {
+    const float factor = work.call.p.scale * kLog2E;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float bias[1][4];
+      read_bias(n, bias);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[n][i] = ptx::exp2_approximate(fmaf(scores[n][i], factor, bias[0][i]));
+    }
+  }
+  // Puts dS in the place of dP - delta, and adds it to dbias.
+  __device__ void make_folded_gradients(const Scores &p, Scores &gradients) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        gradients[n][i] *= p[n][i];
+        dbias[n][i] += gradients[n][i];
+      }
+  }
+
   // Puts P in the place of the products Q K'.
   template <bool kDrops> __device__ void make_probabilities(Scores &scores, int stage) const {
-    const auto &known = shared.stages[stage];
+    const auto &known = shared.known.stages[stage];
     const float scale = work.call.p.scale;
     const float low = known.shift[16 * warp() + accumulator_row(0)],
                 high = known.shift[16 * warp() + accumulator_row(1)];
@@ -260,12 +181,12 @@ template <class Config> struct DenseFusedConsumer {
     for (int n = 0; n < kTiles; ++n) {
       if (n % kChunkTiles == 0) read_bias(n / kChunkTiles, bias);
       float dropped[2];
-      if constexpr (kDrops) known.dropped.read(n, dropped);
+      if constexpr (kDrops) known.dropped.read(n, dropped); // inf or -inf
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float score = fmaf(scores[n][i], scale, bias[n % kChunkTiles][i]);
-        // The bias of what is dropped may be NaN.
-        if constexpr (kDrops) score = dropped[i % 2] == 0.0f ? score : -INFINITY;
+        // The bias of what is dropped may be NaN, which fminf leaves out.
+        if constexpr (kDrops) score = fminf(score, dropped[i % 2]);
         scores[n][i] = ptx::exp2_approximate(fmaf(score, kLog2E, i < 2 ? low : high));
       }
     }
@@ -273,7 +194,7 @@ template <class Config> struct DenseFusedConsumer {
 
   // Puts dS in the place of dP, and adds it to dbias.
   __device__ void make_score_gradients(const Scores &p, Scores &gradients, int stage) {
-    const auto &known = shared.stages[stage];
+    const auto &known = shared.known.stages[stage];
     const float low = known.delta[16 * warp() + accumulator_row(0)],
                 high = known.delta[16 * warp() + accumulator_row(1)];
 #pragma unroll
@@ -297,96 +218,157 @@ template <class Config> struct DenseFusedConsumer {
     for (int n = 0; n < kOutTiles; ++n) ptx::add_global(own + n * 128, x[n]);
   }
 
-  __device__ void step(int stage, bool first) {
-    const int group = Roles::consumer_group();
-    const uint32_t rows_at = ptx::shared_address(shared.sRows[stage]),
-                   keys_at = ptx::shared_address(shared.sKeys[stage]);
-    const uint64_t queries = Pair::descriptor(rows_at, 0), dout = Pair::descriptor(rows_at, 1);
-    const uint64_t keys = Pair::descriptor(keys_at, 0), values = Pair::descriptor(keys_at, 1);
-    const uint64_t own_rows = Tile::offset(64, 0) * group;
+  struct Products {
+    float dq[kOutTiles][4], dk[kOutTiles][4], dv[kOutTiles][4];
+  };
 
-    Scores scores, gradients;
+  __device__ uint64_t rows_of(int stage, int which) const {
+    return Pair::descriptor(ptx::shared_address(shared.sRows[stage]), which);
+  }
+  __device__ uint64_t keys_of(int stage, int which) const {
+    return Pair::descriptor(ptx::shared_address(shared.sKeys[stage]), which);
+  }
+
+  // Starts S = Q K' or dP = dO V' of this warpgroup's rows: the first or second of each pair.
+  __device__ void start_scores(Scores &products, int stage, int which) const {
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores, queries + own_rows, keys, false);
+    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(
+        products, rows_of(stage, which) + Tile::offset(64, 0) * Roles::consumer_group(), keys_of(stage, which), false);
+    if constexpr (Config::kFolds) {
+      const int group = Roles::consumer_group();
+      const uint64_t left = which == 0 ? shared.known.shifts_of(stage, group) : shared.known.deltas_of(stage, group),
+                     right = which == 0 ? shared.known.keys_of(stage) : shared.known.ones_descriptor();
+      ptx::wgmma_ss<Element, false, false>(products, left, right, true);
+    }
     ptx::warpgroup_commit_batch();
-    warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(gradients, dout + own_rows, values, false);
+  }
+
+  // Starts dV = P' dO and dK = dS' Q of this warpgroup's keys, and dQ = dS K of its rows.
+  __device__ void start_gradients(Products &sums, const uint32_t (&own_ds)[kTiles / 2][4], int stage) const {
+    const int group = Roles::consumer_group();
+    const uint64_t p = Config::Scores::descriptor(ptx::shared_address(shared.sP)),
+                   ds = Config::Scores::descriptor(ptx::shared_address(shared.sdS)),
+                   own_keys = Config::Scores::offset(0, 64) * group;
+    using Left = typename Config::Scores;
+    warpgroup_gemm_ss_columns<Element, Left, true, Tile, Config::kTile>(sums.dv, p + own_keys, rows_of(stage, 1),
+                                                                        false);
+    warpgroup_gemm_ss_columns<Element, Left, true, Tile, Config::kTile>(sums.dk, ds + own_keys, rows_of(stage, 0),
+                                                                        false);
+    warpgroup_gemm_rs<Element, Tile>(sums.dq, own_ds, keys_of(stage, 0), false);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<1>();
-    ptx::warpgroup_fence_operand(scores);
-    const auto &known = shared.stages[stage];
-    if (known.dropped.any())
+  }
+
+  __device__ static void finish_gradients(Products &sums, uint32_t (&own_ds)[kTiles / 2][4]) {
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(sums.dq);
+    ptx::warpgroup_fence_operand(sums.dk);
+    ptx::warpgroup_fence_operand(sums.dv);
+    ptx::warpgroup_fence_operand(own_ds);
+  }
+
+  // Adds what start_gradients() has made to the sums, and releases the stage.
+  __device__ void add_gradients(const Products &sums, int stage) const {
+    const int64_t first_row = shared.places[stage].first_row, first_key = shared.places[stage].first_key;
+    Roles::consumer_release(shared.empty[stage]);
+    add_sums(work.fused.dq, first_row, sums.dq);
+    add_sums(work.fused.dk, first_key, sums.dk);
+    add_sums(work.fused.dv, first_key, sums.dv);
+  }
+
+  __device__ void turn_into_probabilities(Scores &scores, int stage) const {
+    if constexpr (Config::kFolds)
+      make_folded_probabilities(scores);
+    else if (shared.known.stages[stage].dropped.any())
       make_probabilities<true>(scores, stage);
     else
       make_probabilities<false>(scores, stage);
+  }
+
+  __device__ void step(int stage) {
+    Scores scores, gradients;
     uint32_t packed[kTiles / 2][4];
+    Products sums;
+    start_scores(scores, stage, 0);
+    start_scores(gradients, stage, 1);
+    ptx::warpgroup_wait<1>();
+    ptx::warpgroup_fence_operand(scores);
+    turn_into_probabilities(scores, stage);
     pack_left<Element>(packed, scores);
-    if (!first) Roles::take_turn(group); // the products of the step before have read P and dS
+    Roles::take_turn(Roles::consumer_group()); // the products of the step before have read P and dS
     store(packed, shared.sP);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(gradients);
-    make_score_gradients(scores, gradients, stage);
+    if constexpr (Config::kFolds)
+      make_folded_gradients(scores, gradients);
+    else
+      make_score_gradients(scores, gradients, stage);
     pack_left<Element>(packed, gradients);
     store(packed, shared.sdS);
     ptx::fence_async_proxy();
     ptx::sync_threads<kFullBarrier, Roles::kConsumerThreads>();
-
-    float dq[kOutTiles][4], dk[kOutTiles][4], dv[kOutTiles][4];
-    clear_sums(dq);
-    const uint64_t own_keys = Config::Scores::offset(0, 64) * group;
-    const uint64_t p_desc = Config::Scores::descriptor(ptx::shared_address(shared.sP)) + own_keys;
-    const uint64_t ds_desc = Config::Scores::descriptor(ptx::shared_address(shared.sdS)) + own_keys;
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, typename Config::Scores, true, Tile, Config::kTile>(dv, p_desc, dout, false);
-    warpgroup_gemm_ss_columns<Element, typename Config::Scores, true, Tile, Config::kTile>(dk, ds_desc, queries, false);
-    warpgroup_gemm_rs<Element, Tile>(dq, packed, keys);
-    ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(dq);
-    ptx::warpgroup_fence_operand(dk);
-    ptx::warpgroup_fence_operand(dv);
-    ptx::warpgroup_fence_operand(packed);
-    const int64_t first_row = known.first_row, first_key = known.first_key;
-    Roles::consumer_release(shared.empty[stage]);
-    Roles::pass_turn(group);
-    add_sums(work.fused.dq, first_row, dq);
-    add_sums(work.fused.dk, first_key, dk);
-    add_sums(work.fused.dv, first_key, dv);
-  }
-
-  __device__ static void clear_sums(float (&sums)[kOutTiles][4]) {
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+    start_gradients(sums, packed, stage);
+    finish_gradients(sums, packed);
+    Roles::pass_turn(Roles::consumer_group());
+    add_gradients(sums, stage);
   }
 
   __device__ void write_dbias() const {
     const FusedWork &division = work.fused;
+    const fdm_problem &p = work.call.p;
     if (!present(work.a.dbias)) return;
     const FusedDbiasTile tile{task.unit, task.row_tile, task.key_tile};
+    const int first = warp() * kTiles * 32 + lane(); // quads
+    if (division.dbias) {
+      float *sums = division.dbias + (tile_number(division, tile) * kWideTileQuads + first) * 4;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int index = (warp() * kTiles + n) * 32 + lane();
-      if (division.dbias)
-        ptx::add_global(division.dbias + (tile_number(division, tile) * kWideTileQuads + index) * 4, dbias[n]);
-      else
-        store_quad<Element>(work, tile, index, make_float4(dbias[n][0], dbias[n][1], dbias[n][2], dbias[n][3]));
+      for (int n = 0; n < kTiles; ++n) ptx::add_global(sums + n * 128, dbias[n]);
+      return;
+    }
+    const bool whole =
+        int64_t(task.row_tile + 1) * Config::kTile <= p.queries && int64_t(task.key_tile + 1) * Config::kTile <= p.keys;
+    if (work.dbias_pairs && whole) return store_whole_dbias();
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      store_quad<Element>(work, tile, first + n * 32, make_float4(dbias[n][0], dbias[n][1], dbias[n][2], dbias[n][3]));
+  }
+  // Stores two neighbours at a time.
+  __device__ void store_whole_dbias() const {
+    const fdm_tensor &t = work.a.dbias;
+    const int64_t head = task.unit / t.shape[1] * t.stride[0] + task.unit % t.shape[1] * t.stride[1];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t first = head + row(half) * t.stride[2] + key(0);
+      if (t.dtype == FDM_FLOAT32) {
+        auto *own = reinterpret_cast<float2 *>(static_cast<float *>(t.data) + first);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) own[4 * n] = {dbias[n][2 * half], dbias[n][2 * half + 1]};
+      } else {
+        auto *own = reinterpret_cast<uint32_t *>(static_cast<Element *>(t.data) + first);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) own[4 * n] = ptx::pack<Element>(dbias[n][2 * half], dbias[n][2 * half + 1]);
+      }
     }
   }
 
-  __device__ void run() {
+  __device__ void run(const DenseFusedTask &own_task) {
+    task = own_task;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) dbias[n][i] = 0.0f;
     if (task.first < task.past) load_bias();
-    PipelineState<Config::kStages> state;
     for (int64_t index = task.first; index < task.past; ++index, ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
-      step(state.index, index == task.first);
+      step(state.index);
     }
-    if (task.first < task.past) Roles::take_turn(Roles::consumer_group()); // the last turn that was passed on
     write_dbias();
+  }
+
+  __device__ void run() {
+    Roles::pass_turn(Roles::consumer_group());
+    DenseFusedTask::for_each(work, [&](const DenseFusedTask &next) { run(next); });
+    Roles::take_turn(Roles::consumer_group()); // the last turn that was passed on
   }
 };
 
@@ -395,16 +377,17 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dense_fused_kernel(const _
   extern __shared__ __align__(1024) char dynamic_shared[];
   if (*work.odd) return;
   auto &shared = *reinterpret_cast<DenseFusedShared<Config> *>(dynamic_shared);
-  if (threadIdx.x == 0) shared.init();
+  shared.init();
   __syncthreads();
-  const DenseFusedTask task(work);
-  using Registers = RoleRegisters<232, 40>;
+  using Registers = std::conditional_t<Config::kFolds, RoleRegisters<216, 72>, RoleRegisters<224, 56>>;
   if (Roles::is_producer()) {
     Registers::produce();
-    DenseFusedProducer<Config>(work, shared, task).run();
+    PipelineState<Config::kStages> state;
+    DenseFusedTask::for_each(
+        work, [&](const DenseFusedTask &task) { DenseFusedProducer<Config>(work, shared, task).run(state); });
   } else {
     Registers::consume();
-    DenseFusedConsumer<Config>{work, shared, task}.run();
+    DenseFusedConsumer<Config>(work, shared).run();
   }
 }
 

@@ -85,16 +85,19 @@ template <class Pair> struct WideRows {
   }
 };
 
-// Which of 128 keys a source drops, as a producer warp finds them: what is to be added to the scores, 0 or -inf.
+constexpr uint16_t kBfloat16Inf = 0x7f80;
+
+// Which of 128 keys a source drops, as a producer warp finds them: a number for each, -inf for those.
 struct DroppedKeys {
-  alignas(4) uint16_t added[kWideTile]; // bfloat16
+  alignas(4) uint16_t numbers[kWideTile]; // bfloat16
   bool found[Roles::kProducerWarps];
 
-  // A producer thread tells of its key. Returns which keys of its warp are kept, as bits.
-  __device__ __forceinline__ uint32_t set(bool kept) {
+  // A producer thread tells of its key, with the number of one that is kept. Returns which keys of its warp are kept, as
+  // bits.
+  __device__ __forceinline__ uint32_t set(bool kept, uint16_t number = 0) {
     const int own = Roles::producer_thread();
     const uint32_t all = __ballot_sync(0xffffffffu, kept);
-    added[own] = kept ? 0 : 0xff80;
+    numbers[own] = kept ? number : kBfloat16Inf | 0x8000;
     if (own % 32 == 0) found[own / 32] = all != ~0u;
     return all;
   }
@@ -104,9 +107,9 @@ struct DroppedKeys {
     for (int warp = 0; warp < Roles::kProducerWarps; ++warp) some |= found[warp];
     return some;
   }
-  // Reads what is to be added to this thread's two keys of tile n of 8.
+  // Reads the numbers of this thread's two keys of tile n of 8.
   __device__ __forceinline__ void read(int n, float (&own)[2]) const {
-    const uint32_t pair = reinterpret_cast<const uint32_t *>(added)[4 * n + threadIdx.x % 4];
+    const uint32_t pair = reinterpret_cast<const uint32_t *>(numbers)[4 * n + threadIdx.x % 4];
     ptx::unpack<__nv_bfloat16>(pair, own[0], own[1]);
   }
 };

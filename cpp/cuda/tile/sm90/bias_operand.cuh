@@ -47,6 +47,13 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
     slots[slot][column] = chunk(first, second, rest - second);
   }
 
+  // Stores a bias of -inf for a column that is dropped, else of 0.
+  __device__ void drop(int slot, int column, bool dropped) {
+    Chunk made{};
+    if (dropped) made.column[0] = Element(-INFINITY);
+    slots[slot][column] = made;
+  }
+
   __device__ uint64_t ones_descriptor() const { return descriptor(ones); }
   __device__ uint64_t descriptor(int slot) const { return descriptor(slots[slot]); }
 

@@ -71,10 +71,11 @@ __device__ __forceinline__ void pack_left(uint32_t (&packed)[kTiles / 2][4], con
   }
 }
 
-// sums += A B with A in registers and B the rows of a RightTile, one for each column of A.
+// sums = A B, or sums += A B where `accumulate`, with A in registers and B the rows of a RightTile, one for each column
+// of A.
 template <class Element, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], const uint32_t (&left)[kDepth][4],
-                                                  uint64_t right) {
+                                                  uint64_t right, bool accumulate = true) {
   // An instruction has at most 128 columns.
   constexpr int kWide = kTiles / 16 * 16, kRest = kTiles - kWide;
 #pragma unroll
@@ -82,15 +83,15 @@ __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], cons
 #pragma unroll
     for (int n = 0; n < kWide; n += 16)
       ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * n), true);
+                                   right + RightTile::offset(16 * k, 8 * n), accumulate || k > 0);
     if constexpr (kRest == 12) {
       ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWide]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWide), true);
+                                   right + RightTile::offset(16 * k, 8 * kWide), accumulate || k > 0);
       ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWide + 8]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWide + 64), true);
+                                   right + RightTile::offset(16 * k, 8 * kWide + 64), accumulate || k > 0);
     } else if constexpr (kRest > 0) {
       ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWide]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWide), true);
+                                   right + RightTile::offset(16 * k, 8 * kWide), accumulate || k > 0);
     }
   }
 }

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The tasks and the shared memory of the dense forward kernel for sm_90, and its producer warpgroup: it copies Q of a task,
+// and for each block of keys the bias, and K and V of each source.
+#pragma once
+
+#include "../../tile/sm90/bias_operand.cuh"
+#include "row_copy.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension, int kSourceCount, bool kWideBias> struct WideForwardConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
+  static constexpr bool kWide = kWideBias; // the bias is float32
+  using Pair = TilePair<kHeadDim>;
+  static constexpr int kSources = kSourceCount;
+  static constexpr int kStages = kHeadDim == 32 ? 4 : 3;
+  // The products add -inf for keys that are dropped.
+  static constexpr bool kDropsByProduct = kHeadDim == 32;
+  // A consumer reads its part of the bias while S is under way, unless results of 64 columns fill the registers.
+  static constexpr bool kReadsBiasBeside = kHeadDim == 32;
+  // Producers have what the sums of consumers leave them.
+  using Registers =
+      std::conditional_t<kHeadDim == 32, RoleRegisters<216, 72>,
+                         std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
+  // Tiles of 64 columns beside a wide bias leave no room for two.
+  static constexpr int kQueryStages = kHeadDim == 64 && kWide ? 1 : 2;
+  // Elements of 16 bits lie so that ldmatrix reads accumulators; the pitch of words lets pairs meet all banks.
+  using Bias = SmemTile<kTile, kTile>;
+  static constexpr int kPitch = kTile + 8;
+  static constexpr int kBiasBytes = kWide ? kTile * kPitch * 4 : Bias::kBytes;
+};
+
+template <class Config> struct WideForwardShared {
+  static constexpr int kOddWords = 16;
+
+  alignas(1024) char sQ[Config::kQueryStages][Config::Pair::kBytes]; // Q of the sources
+  char sKV[Config::kStages][Config::Pair::kBytes];
+  char bias[Config::kBiasBytes]; // in registers while the next is copied
+  DroppedKeys dropped[Config::kStages];
+  struct None {};
+  // -inf of keys that are dropped.
+  std::conditional_t<Config::kDropsByProduct, BiasOperand<typename Config::Element, Config::kTile, Config::kStages>,
+                     None>
+      drops;
+  uint32_t live[Config::kTile / 32]; // of an exact run: keys that a row of the tile keeps
+  uint32_t odd[kOddWords];           // a bit for each task that is to be run again, exact; some share one
+  uint64_t q_full[Config::kQueryStages], q_empty[Config::kQueryStages];
+  uint64_t full[Config::kStages], empty[Config::kStages];
+  uint64_t bias_full, bias_empty;
+
+  // All threads of the block call this, before they are synchronized.
+  __device__ void init() {
+    if constexpr (Config::kDropsByProduct) drops.init();
+    if (threadIdx.x > 0) return;
+    for (uint32_t &word : odd) word = 0;
+    for (int stage = 0; stage < Config::kQueryStages; ++stage) {
+      ptx::init_barrier(q_full[stage], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(q_empty[stage], Roles::kConsumerThreads);
+    }
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
+    }
+    ptx::init_barrier(bias_full, 2 * Roles::kProducerThreads);
+    ptx::init_barrier(bias_empty, Roles::kConsumerThreads);
+  }
+
+  // `turn` counts the tasks of this block of threads.
+  __device__ bool is_odd(int turn) const { return odd[turn / 32 % kOddWords] >> turn % 32 & 1; }
+  __device__ void mark_odd(int turn) { atomicOr(&odd[turn / 32 % kOddWords], 1u << turn % 32); }
+};
+
+// Where a role is in each pipeline, from task to task.
+template <class Config> struct WideForwardStates {
+  PipelineState<Config::kQueryStages> queries;
+  PipelineState<Config::kStages> keys;
+  PipelineState<1> bias;
+};
+
+// The rows and sources of a task, and how many blocks of keys it sees.
+struct WideForwardTask {
+  int unit, first_source, first_row, blocks;
+
+  __device__ WideForwardTask(const DenseForward &work, int sources, int number) {
+    const fdm_problem &p = work.call.p;
+    // The tiles of rows go fastest: they share K and V. The last, which a causal mask makes the longest, come first.
+    const int tile = work.tiles - 1 - number % work.tiles;
+    first_row = tile * kWideTile;
+    first_source = number / work.tiles % work.groups * sources;
+    unit = number / work.tiles / work.groups;
+    const int64_t last_row = min64(int64_t(first_row) + kWideTile, p.queries) - 1;
+    const int64_t visible = is_causal(p) ? clamp64(last_row + p.keys - p.queries + 1, 0, p.keys) : p.keys;
+    blocks = int(ceil_div(visible, kWideTile));
+  }
+
+  // Calls function(task, turn) for the tasks of this block of threads.
+  template <class Function>
+  __device__ static void for_each(const DenseForward &work, int sources, const Function &function) {
+    const fdm_problem &p = work.call.p;
+    const int count = int(p.bias.shape[0] * p.bias.shape[1]) * work.groups * work.tiles;
+#pragma unroll 1
+    for (int number = int(blockIdx.x), turn = 0; number < count; number += int(gridDim.x), ++turn)
+      function(WideForwardTask(work, sources, number), turn);
+  }
+};
+
+template <class Config> struct WideForwardProducer {
+  using Pair = typename Config::Pair;
+
+  using Rows = WideRows<Pair>;
+
+  const DenseForward &work;
+  WideForwardShared<Config> &shared;
+  const WideForwardTask &task;
+  const SourceWalk first_source;
+  const Rows k, v;
+  // For each source this thread has its first row of K and V, and its first byte of a mask of keys, where there is one.
+  const uint16_t *k_row[Config::kSources], *v_row[Config::kSources];
+  const uint8_t *kept[Config::kSources];
+  int sources; // that exist
+  WideForwardStates<Config> &states;
+
+  __device__ WideForwardProducer(const DenseForward &own_work, WideForwardShared<Config> &memory,
+                                 const WideForwardTask &own_task, WideForwardStates<Config> &own_states)
+      : work(own_work), shared(memory), task(own_task),
+        first_source(own_work.call, own_task.unit, own_task.first_source),
+        k(own_work.call.p.k, own_work.call.p.head_dim, 0), v(own_work.call.p.v, own_work.call.p.head_dim, 0),
+        sources(own_work.call.batches * own_work.call.heads - own_task.first_source), states(own_states) {
+    const fdm_problem &p = work.call.p;
+    SourceWalk source = first_source;
+#pragma unroll
+    for (int n = 0; n < Config::kSources; ++n, ++source) {
+      const int64_t head = kv_head_of(p, source.head);
+      k_row[n] = k.row_of(source.batch, head);
+      v_row[n] = v.row_of(source.batch, head);
+      kept[n] = kept_key(p, source.batch, source.head, own());
+    }
+  }
+
+  __device__ static int own() { return Roles::producer_thread(); }
+
+  __device__ void load_queries() const {
+    const fdm_problem &p = work.call.p;
+    const Rows q(p.q, p.head_dim, task.first_row);
+    SourceWalk source = first_source;
+    auto &state = states.queries;
+    Roles::producer_acquire(shared.q_empty[state.index], state.phase);
+#pragma unroll 1
+    for (int n = 0; n < Config::kSources; ++n, ++source)
+      q.copy(shared.sQ[state.index], n, q.row_of(source.batch, source.head),
+             __ballot_sync(0xffffffffu, n < sources && task.first_row + own() < p.queries));
+    Roles::producer_commit(shared.q_full[state.index]);
+    ++state;
+  }
+
+  __device__ void load_bias(int block) {
+    const fdm_problem &p = work.call.p;
+    constexpr int kSize = Config::kWide ? 4 : 2, kAcross = Config::kTile * kSize / 16;
+    constexpr int kDown = Roles::kProducerThreads / kAcross;
+    const Matrix m = score_matrix(p, p.bias, dense_sequence(p, first_source.batch), first_source.head, kSize);
+    const int chunk = own() % kAcross, own_row = own() / kAcross, key = block * Config::kTile;
+    const int rows = int(p.queries) - task.first_row;
+    const int bytes = max(0, min(16, (int(p.keys) - key) * kSize - chunk * 16));
+    const char *elements =
+        static_cast<const char *>(m.base) + ((task.first_row + own_row) * m.row + key) * kSize + chunk * 16;
+    Roles::producer_acquire(shared.bias_empty, states.bias.phase);
+    const uint32_t base = ptx::shared_address(shared.bias);
+#pragma unroll 4
+    for (int r = own_row; r < Config::kTile; r += kDown) {
+      const uint32_t address =
+          Config::kWide ? base + (r * Config::kPitch) * 4 + chunk * 16 : Config::Bias::chunk_address(base, r, chunk);
+      ptx::cp_async_up_to_16(address, elements, r < rows ? bytes : 0);
+      elements += kDown * m.row * kSize;
+    }
+    Roles::producer_commit(shared.bias_full);
+    ++states.bias;
+  }
+
+  // Returns the byte of the mask as it lies in memory: not 0 if the source keeps this thread's key of a block.
+  __device__ uint8_t fetch_kept(int n, int block) const {
+    const fdm_problem &p = work.call.p;
+    const int key = block * Config::kTile;
+    if (n >= sources || key + own() >= p.keys) return 0;
+    return kept[n] ? kept[n][p.mask.shape[3] == 1 ? 0 : key * p.mask.stride[3]] : 1;
+  }
+
+  __device__ void load_keys(int n, int block, bool keeps) {
+    const fdm_problem &p = work.call.p;
+    const int stage = states.keys.index;
+    Roles::producer_acquire(shared.empty[stage], states.keys.phase);
+    const uint32_t there = shared.dropped[stage].set(keeps);
+    if constexpr (Config::kDropsByProduct) shared.drops.drop(stage, own(), !keeps);
+    k.copy(shared.sKV[stage], 0, k_row[n] + block * Config::kTile * p.k.stride[1], there);
+    v.copy(shared.sKV[stage], 1, v_row[n] + block * Config::kTile * p.v.stride[1], there);
+    Roles::producer_commit(shared.full[stage]);
+    ++states.keys;
+  }
+
+  __device__ void run() {
+    load_queries();
+    uint8_t fetched = fetch_kept(0, 0);
+#pragma unroll 1
+    for (int block = 0; block < task.blocks; ++block) {
+      load_bias(block);
+#pragma unroll
+      for (int n = 0; n < Config::kSources; ++n) {
+        const bool last = n + 1 == Config::kSources;
+        const uint8_t next = fetch_kept(last ? 0 : n + 1, block + last);
+        load_keys(n, block, fetched != 0);
+        fetched = next;
+      }
+    }
+  }
+};
+
+} // namespace fdm::cuda

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The tasks of the fused kernel, and the shared memory of a block of threads.
+#pragma once
+
+#include "../fused_tiles.cuh"
+#include "row_columns.cuh"
+#include "row_copy.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFusedConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
+  static constexpr bool kWide = kWideBias; // the bias is float32
+  using Pair = TilePair<kHeadDim>;         // Q and dO, or K and V
+  using Scores = SmemTile<kTile, kTile>;
+  static constexpr int kStages = kHeadDim == 64 && kWide ? 1 : 2;
+  // Where shared memory has room, the products add what belongs to rows and keys (row_columns.cuh), and the bias is kept
+  // as float32, times log2 e.
+  static constexpr bool kFolds = kHeadDim == 32, kFloats = kWide || kFolds;
+  static constexpr int kBiasChunks = kFloats ? 16 : 8; // 16 bytes each, of a thread
+};
+
+template <class Config> struct DenseFusedShared {
+  struct Place {
+    int64_t first_row, first_key; // of the tile in the sums of the source
+  };
+
+  alignas(1024) char sRows[Config::kStages][Config::Pair::kBytes], sKeys[Config::kStages][Config::Pair::kBytes];
+  char sP[Config::Scores::kBytes], sdS[Config::Scores::kBytes];
+  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads]; // each thread's own elements, -inf where a pair is dropped
+  Place places[Config::kStages];
+  std::conditional_t<Config::kFolds, RowColumns<typename Config::Element, Config::kStages>, RowNumbers<Config::kStages>>
+      known;
+  uint64_t full[Config::kStages], empty[Config::kStages];
+
+  // All threads of the block call this, before they are synchronized.
+  __device__ void init() {
+    known.init();
+    if (threadIdx.x > 0) return;
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
+    }
+  }
+};
+
+// A tile, and the sources that go by.
+struct DenseFusedTask {
+  int unit, row_tile, key_tile;
+  int64_t first, past;
+
+  DenseFusedTask() = default;
+  __device__ DenseFusedTask(const DenseBackward &work, int64_t number) {
+    const FusedWork &division = work.fused;
+    key_tile = int(number % division.key_tiles);
+    number /= division.key_tiles;
+    row_tile = int(number % division.row_tiles);
+    number /= division.row_tiles;
+    unit = division.first_unit + int(number % division.units);
+    const int64_t split = number / division.units;
+    first = division.first_source + division.sources * split / division.splits;
+    past = division.first_source + division.sources * (split + 1) / division.splits;
+    const fdm_problem &p = work.call.p;
+    const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kWideTile)) - 1;
+    if (is_causal(p) && int64_t(key_tile) * kWideTile > last_row + p.keys - p.queries) past = first;
+  }
+
+  // Calls function(task) for the tasks of this block of threads.
+  template <class Function> __device__ static void for_each(const DenseBackward &work, const Function &function) {
+    const FusedWork &division = work.fused;
+    const int64_t count = int64_t(division.units) * division.row_tiles * division.key_tiles * division.splits;
+#pragma unroll 1
+    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) function(DenseFusedTask(work, number));
+  }
+};
+
+} // namespace fdm::cuda
