@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) fused_sums_kernel(const __grid_const
   const int64_t list = quotient(number, bands), first = (number - list * bands) * kBandRows;
   const int64_t batch = quotient(list, t.shape[2]), head = list - batch * t.shape[2];
   if (batch >= all.batches) return;
-  const auto *band = reinterpret_cast<const float4 *>(sums.data + number * kBandRows * all.dim);
+  const float *band = sums.data + number * kBandRows * all.dim;
   round_band<Element>(band, all.dim, sums.scale, t, all.head_dim, [&](int row) -> int64_t {
     if (first + row >= t.shape[1]) return -1;
     return (all.first_batch + batch) * t.stride[0] + (first + row) * t.stride[1] + head * t.stride[2];
