@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients where the rows are many segments, each with its own blocks of the keys that it keeps.
 
-On Hopper's kernels these are masks of which `max_kept` is known, without deterministic=True.
+In CUDA packs these are masks of which `max_kept` is known, without deterministic=True.
 """
 
 from __future__ import annotations

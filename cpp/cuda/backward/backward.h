@@ -8,7 +8,8 @@
 //   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
 //   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;
-//      sm90/fused.cuh          all of these at once, where equal bits are not asked for: blocks of keys add to float32
+//      all_gradients.cuh, sm90/fused.cuh
+//                              all of these at once, where equal bits are not asked for: blocks of keys add to float32
 //                              sums of dq, in no fixed order, which query_sums.cu rounds; key_segment_sums.cu does so
 //                              with those of keys that several segments of rows keep;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;

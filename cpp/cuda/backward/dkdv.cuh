@@ -9,8 +9,7 @@
 // by each warp for its keys.
 #pragma once
 
-#include "../tile/copy_rows.cuh"
-#include "key_gradients.cuh"
+#include "step_rows.cuh"
 
 namespace fdm::cuda {
 
@@ -27,7 +26,6 @@ struct DkdvConfig {
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kKeyTiles = kKeys / kWarps / 16;               // tiles of 16 keys of each warp
   using Tile = SmemTile<kHeadDim>;
-  static constexpr int kKeyBytes = Tile::bytes(kKeys), kRowBytes = Tile::bytes(kRows);
   static constexpr int kBiasPitch = kKeys + 4; // two words of a warp's rows, and eight keys, meet all banks
   static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kBucketKeys % kKeys == 0);
   static_assert(kRows <= kThreads);
@@ -36,112 +34,24 @@ struct DkdvConfig {
       KeyGradients<Element, kKeys, kKeyTiles, kRows, kHeadDim, kKeyGradient, kValueGradient, kGeneral, KeysOfBlock>;
 };
 
-template <class Config> struct DkdvShared {
-  alignas(1024) char sK[Config::kKeyBytes];
-  char sV[Config::kKeyBytes];
-  char sQ[2][Config::kRowBytes], sdO[2][Config::kRowBytes];
-  RowStage<Config::kKeys, Config::kRows> stages[2];
-  typename Config::KeysOfBlock::Shared keys;
+template <class Config> struct DkdvShared : StepMemory<Config> {
   uint32_t sBias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
 };
 
-template <class Config> struct DkdvBlock : Config::Gradients {
+template <class Config> struct DkdvBlock : StepRows<Config> {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   static constexpr int kKeyTiles = Config::kKeyTiles, kKeys = Config::kKeys, kRows = Config::kRows;
   static constexpr int kHeadDim = Config::kHeadDim, kRowTiles = kRows / 8;
   static constexpr bool kKeyGradient = Config::kKeyGradient, kValueGradient = Config::kValueGradient;
-  using Base = typename Config::Gradients;
-  using Base::dk, Base::dv, Base::keys, Base::params;
+  using Base = StepRows<Config>;
+  using Base::column_offset_right, Base::row_offset_right;
+  using Base::dk, Base::dv, Base::keys, Base::params, Base::k_fragment, Base::v_fragment;
 
   DkdvShared<Config> &shared;
-  uint32_t k_fragment, v_fragment, q_base, dout_base;
-  uint32_t row_offset_right, column_offset_right;
 
   __device__ DkdvBlock(const BackwardParams &parameters, DkdvShared<Config> &memory)
-      : Base(parameters, memory.keys), shared(memory) {
-    const int first = threadIdx.x / 32 * (16 * kKeyTiles);
-    k_fragment = Tile::left(ptx::shared_address(shared.sK), first);
-    v_fragment = Tile::left(ptx::shared_address(shared.sV), first);
-    q_base = ptx::shared_address(shared.sQ[0]);
-    dout_base = ptx::shared_address(shared.sdO[0]);
-    row_offset_right = Tile::right_rows(0);
-    column_offset_right = Tile::right_columns(0);
-  }
-
-  __device__ void load_keys() const {
-    const auto copy = [&](const fdm_tensor &t, const char *tile) {
-      copy_rows<Tile, kKeys, Config::kThreads>(
-          ptx::shared_address(tile), !Config::kGeneral || params.aligned, int(params.p.head_dim), t.stride[3],
-          [&](int r) -> const uint16_t * {
-            return shared.keys.readable[r] ? static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r) : kZeroRow;
-          });
-    };
-    copy(params.p.k, shared.sK);
-    if constexpr (kKeyGradient) copy(params.p.v, shared.sV);
-  }
-
-  __device__ void load_rows(const KeyStep &step, int stage) const {
-    const int64_t head = keys.head(step);
-    const int first = step.tile * kRows, rows = min(kRows, int(keys.task().s.q_count) - first);
-    const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
-      const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, keys.task().s, first, head);
-      copy_rows<Tile, kRows, Config::kThreads>(
-          tile + stage * Config::kRowBytes, aligned, int(params.p.head_dim), t.stride[3],
-          [&](int r) -> const uint16_t * { return r < rows ? base + r * t.stride[1] : kZeroRow; });
-    };
-    copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
-    copy(params.a.dout, dout_base, !Config::kGeneral || params.dout_aligned);
-    if (keys.task().words && int(threadIdx.x) < kKeys) {
-      const RowWord *words = keys.words(step, kRows);
-      const int32_t key = shared.keys.key[threadIdx.x];
-      ptx::cp_async_16(ptx::shared_address(&shared.stages[stage].words[threadIdx.x]), words + max(key, 0), key >= 0);
-    }
-  }
-
-  // Threads that have a row of the tile copy its statistics.
-  __device__ void load_statistics(const KeyStep &step, int stage) {
-    const int row = step.tile * kRows + int(threadIdx.x);
-    if (int(threadIdx.x) >= kRows) return;
-    float &lse = shared.stages[stage].lse[threadIdx.x], &delta = shared.stages[stage].delta[threadIdx.x];
-    if (row < keys.task().s.q_count) {
-      const RowStatistics &statistics = row_statistics(params, keys.task().s, keys.head(step), row);
-      ptx::cp_async_4(ptx::shared_address(&lse), &statistics.lse);
-      ptx::cp_async_4(ptx::shared_address(&delta), &statistics.delta);
-    } else {
-      lse = INFINITY;
-      delta = 0.0f;
-    }
-  }
-
-  // Does the row whose statistics this thread has copied need care? Rows past the last have lse = inf too, but are
-  // zeros already; what clears them again costs little, once for each head.
-  __device__ bool is_odd(int stage) const {
-    return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;
-  }
-
-  // Starts the copies of a step, if there is one.
-  __device__ bool load(const KeyStep &step, int stage) {
-    if (step.valid) {
-      load_rows(step, stage);
-      load_statistics(step, stage);
-      if (threadIdx.x == 0) shared.stages[stage].step = step;
-    }
-    ptx::cp_async_fence();
-    return step.valid;
-  }
-
-  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result. This is seldom
-  // needed.
-  __device__ void clear_empty_rows(int stage) const {
-    for (int i = threadIdx.x; i < kRows * Tile::kChunks; i += Config::kThreads) {
-      const int r = i / Tile::kChunks;
-      if (shared.stages[stage].lse[r] != INFINITY) continue;
-      for (const uint32_t base : {q_base, dout_base})
-        store_chunk(Tile::chunk_address(base + stage * Config::kRowBytes, r, i % Tile::kChunks), uint4{});
-    }
-    __syncthreads();
-  }
+      : Base(parameters, memory), shared(memory) {}
 
   __device__ RowBiasTile bias_tile(const KeyStep &step) const {
     return {params.p.bias, score_view(params.p, params.p.bias, keys.task().s, keys.head(step))};
@@ -175,7 +85,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
 
   template <bool kCap, class Accumulators>
   __device__ void make(int stage, bool careful, Accumulators &scores, Accumulators &gradients) {
-    const RowStage<kKeys, kRows> &row_stage = shared.stages[stage];
+    const typename Base::Stage &row_stage = shared.stages[stage];
     if constexpr (Config::kGeneral) {
       const RowBias row_bias(bias_tile(row_stage.step), shared, int64_t(row_stage.step.tile) * kRows);
       Base::template make<kCap>(row_stage, careful, scores, gradients, row_bias);
@@ -185,7 +95,7 @@ template <class Config> struct DkdvBlock : Config::Gradients {
   }
 
   __device__ void multiply(int stage, bool careful, const KeyStep &next) {
-    const uint32_t q = q_base + stage * Config::kRowBytes, dout = dout_base + stage * Config::kRowBytes;
+    const uint32_t q = this->q(stage), dout = this->dout(stage);
     float scores[kKeyTiles][kRowTiles][4], gradients[kKeyTiles][kRowTiles][4];
     clear(scores);
     gemm_ss<Element, kHeadDim>(scores, k_fragment, q + row_offset_right);
@@ -213,18 +123,19 @@ template <class Config> struct DkdvBlock : Config::Gradients {
   // The prologue loads K and V and starts the copies of the first step; the mainloop goes through all steps.
   __device__ void run() {
     this->start();
-    load_keys();
+    this->load_keys();
     const KeyStep first = keys.first_step(kRows);
     if constexpr (Config::kGeneral) load_row_bias(first);
-    bool more = load(first, 0);
+    bool more = this->load(first, 0);
     for (int stage = 0; more; stage ^= 1) {
       ptx::cp_async_wait<0>();
-      const bool careful = __syncthreads_or(is_odd(stage)); // this tile is there; nobody reads the last one any more
+      const bool careful =
+          __syncthreads_or(this->is_odd(stage)); // this tile is there; nobody reads the last one any more
       const KeyStep &step = shared.stages[stage].step;
       const KeyStep next = keys.next_step(step, kRows);
       const bool head_ends = !next.valid || next.head != step.head;
-      more = load(next, stage ^ 1);
-      if (careful) clear_empty_rows(stage);
+      more = this->load(next, stage ^ 1);
+      if (careful) this->clear_empty_rows(stage);
       multiply(stage, careful, next);
       if (params.bias_heads > 1 && head_ends) this->write_bias(step.head);
     }

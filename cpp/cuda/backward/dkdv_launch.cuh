@@ -14,6 +14,8 @@
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/dkdv.cuh"
 #include "sm90/fused_kernel.cuh"
+#else
+#include "all_gradients.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -78,12 +80,20 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
     return launch_sm90<KeyStationaryShared<Config>, dkdv_kernel_sm90<Config>>(params, params.keys.max_items, stream);
   });
 }
+#else
+template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
+  constexpr FusedTileChoice tile = fused_tile(FDM_TILE_ARCH, kHeadDim);
+  if constexpr (tile.keys > 0) {
+    using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks>;
+    return launch_with_shared<AllGradientsShared<Config>, all_gradients_kernel<Config>>(params, params.keys.max_items,
+                                                                                        Config::kThreads, stream);
+  }
+  return cudaErrorNotSupported;
+}
 #endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream) {
-#if FDM_TILE_ARCH == 90
   if (params.query_sums.data) return launch_fused<Element, kHeadDim>(params, stream);
-#endif
   if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
 #if FDM_TILE_ARCH == 90
   if constexpr (kHeadDim <= kMostDkdvHeadDim)

@@ -49,25 +49,30 @@ template <int kCount> struct WholeBlock {
   __device__ static __forceinline__ void sync() { __syncthreads(); }
 };
 
-// kBuffers is one more than the number of heads whose steps may be under way at a time.
-template <int kKeys, int kBufferCount> struct KeyBlockShared {
+// kBuffers is one more than the number of heads whose steps may be under way at a time. kHasRowPlans says that there may
+// be a row plan.
+template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct KeyBlockShared {
   static constexpr int kBuffers = kBufferCount;
   KeyTask task;
-  int32_t key[kKeys];                         // -1: none
-  int32_t sum[kKeys];                         // as KeyRows has it
-  bool readable[kKeys];                       // some query head keeps it
-  RowRange rows[kBuffers][kKeys];             // the rows that keep a key for the head of a step
-  float bias[kBuffers][kKeys];                // the bias to base 2; -inf: the key is not kept
-  uint32_t active[kMappedTiles / 32];         // row plans: the tiles of kTileRows rows that keep any key
+  int32_t key[kKeys];                                    // -1: none
+  int32_t sum[kKeys];                                    // as KeyRows has it
+  bool readable[kKeys];                                  // some query head keeps it
+  RowRange rows[kBuffers][kKeys];                        // the rows that keep a key for the head of a step
+  float bias[kBuffers][kKeys];                           // the bias to base 2; -inf: the key is not kept
+  uint32_t active[kHasRowPlans ? kMappedTiles / 32 : 1]; // row plans: the tiles of kTileRows rows that keep any key
   int32_t dropping_head[kBuffers];            // a query head that drops a key by a bias of -inf that another keeps
   alignas(16) RowRange full_rows[kKeys / 16]; // rows from the one to the other keep every one of 16 keys
-  RowRange group_rows[(kKeys + 63) / 64];     // rows that may keep any of 64 keys, for all query heads of the group
+  // Rows that may keep any of kGroupKeys keys, for all query heads of the group.
+  RowRange group_rows[(kKeys + kGroupKeys - 1) / kGroupKeys];
 };
 
 // kHasSegments says that gradients of keys may be added to the sums of KeySegments.
-template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct KeyBlock {
-  static constexpr bool kSegments = kHasSegments;
-  using Shared = KeyBlockShared<kKeys, kBuffers>;
+template <int kKeys, class Team, int kBuffers, bool kHasSegments = false, bool kHasRowPlans = true,
+          int kGroupKeyCount = 64>
+struct KeyBlock {
+  static constexpr bool kSegments = kHasSegments, kRowPlans = kHasRowPlans;
+  static constexpr int kGroupKeys = kGroupKeyCount;
+  using Shared = KeyBlockShared<kKeys, kBuffers, kRowPlans, kGroupKeys>;
   static_assert(kKeys <= Team::kThreads);
 
   const BackwardParams &params;
@@ -114,7 +119,7 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
     }
     Team::sync();
     if (readable) {
-      RowRange &full = shared.full_rows[r / 16], &group = shared.group_rows[r / 64];
+      RowRange &full = shared.full_rows[r / 16], &group = shared.group_rows[r / kGroupKeys];
       atomicMax(&full.first, key_rows.start);
       atomicMin(&full.past, key_rows.end);
       atomicMin(&group.first, shared.task.same_rows ? key_rows.start : 0);
@@ -140,7 +145,7 @@ template <int kKeys, class Team, int kBuffers, bool kHasSegments = false> struct
     return all;
   }
 
-  // May a row of the tile of a step keep any of 64 keys of the block?
+  // May a row of the tile of a step keep any of a group of kGroupKeys keys of the block?
   __device__ bool concerns(int group, const KeyStep &step, int tile_rows) const {
     const RowRange &rows = shared.group_rows[group];
     const int first = step.tile * tile_rows;
@@ -264,8 +269,8 @@ private:
   // Finds this step or the first after it that may keep something. The step's buffer holds the facts of `loaded_head`.
   __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int tile_rows) {
     const KeyTask &own_task = shared.task;
-    for (; step.number < own_task.end; advance(step))
-      if (!own_task.words || is_active(step, tile_rows)) break;
+    if constexpr (kRowPlans)
+      while (step.number < own_task.end && own_task.words && !is_active(step, tile_rows)) advance(step);
     step.valid = step.number < own_task.end;
     if (step.valid && step.head != loaded_head && params.group > 1 && (bias_is_of_keys() || !own_task.same_rows)) {
       step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;

@@ -11,9 +11,9 @@
 namespace fdm::cuda {
 
 // What is known of a tile of query rows while it is in shared memory.
-template <int kKeys, int kRows> struct RowStage {
-  alignas(16) float lse[kRows], delta[kRows]; // as RowStatistics has them
-  alignas(16) RowWord words[kKeys];           // set for row plans
+template <int kKeys, int kRows, bool kHasRowPlans = true> struct RowStage {
+  alignas(16) float lse[kRows], delta[kRows];          // as RowStatistics has them
+  alignas(16) RowWord words[kHasRowPlans ? kKeys : 1]; // set for row plans
   KeyStep step;
 };
 
@@ -21,6 +21,7 @@ template <int kKeys, int kRows> struct RowStage {
 template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, bool kKeyGradient, bool kValueGradient,
           bool kGeneral, class Keys>
 struct KeyGradients {
+  using Stage = RowStage<kKeys, kRows, Keys::kRowPlans>;
   static constexpr int kRowTiles = kRows / 8, kWordCount = (kRows + 31) / 32;
 
   const BackwardParams &params;
@@ -48,14 +49,14 @@ struct KeyGradients {
 
   // Finds which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key
   // that this head drops by a bias of -inf may be there for another head of the group.
-  __device__ void keep_bits(const RowStage<kKeys, kRows> &stage, int first, int buffer, int key,
-                            uint32_t (&bits)[kWordCount]) const {
+  __device__ void keep_bits(const Stage &stage, int first, int buffer, int key, uint32_t (&bits)[kWordCount]) const {
     RowRange range = keys.shared.rows[buffer][key];
     if (keys.shared.bias[buffer][key] == -INFINITY) range.past = range.first;
 #pragma unroll
     for (int w = 0; w < kWordCount; ++w) {
       uint32_t word = row_bits(range.first - first - 32 * w, range.past - first - 32 * w);
-      if (keys.task().words) word &= stage.words[key].part[first % kTileRows / 32 + w] >> (first % 32);
+      if (Keys::kRowPlans && keys.task().words)
+        word &= stage.words[key].part[first % kTileRows / 32 + w] >> (first % 32);
       bits[w] = word >> accumulator_column();
     }
   }
@@ -77,7 +78,7 @@ struct KeyGradients {
   // may not be kept. row_bias.elements(key, row) returns the elements of a bias with a row for each query for a key
   // and two rows of the tile.
   template <bool kCap, bool kTest, class RowBias>
-  __device__ void make_both(const RowStage<kKeys, kRows> &stage, float (&scores)[kKeyTiles][kRowTiles][4],
+  __device__ void make_both(const Stage &stage, float (&scores)[kKeyTiles][kRowTiles][4],
                             float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
     const KeyStep &step = stage.step;
@@ -126,7 +127,7 @@ struct KeyGradients {
   // The same in two parts, where there is neither a softcap nor a bias with rows: P' as soon as the scores are there,
   // dS' when dP' is. `first` is the first row of the tile, `buffer` that of the step.
   template <bool kTest>
-  __device__ void make_probabilities(const RowStage<kKeys, kRows> &stage, int first, int buffer,
+  __device__ void make_probabilities(const Stage &stage, int first, int buffer,
                                      float (&scores)[kKeyTiles][kRowTiles][4]) {
     const ScoreFactors factors(params.p);
 #pragma unroll
@@ -151,8 +152,7 @@ struct KeyGradients {
       }
   }
   template <bool kTest>
-  __device__ void make_score_gradients(const RowStage<kKeys, kRows> &stage,
-                                       const float (&probabilities)[kKeyTiles][kRowTiles][4],
+  __device__ void make_score_gradients(const Stage &stage, const float (&probabilities)[kKeyTiles][kRowTiles][4],
                                        float (&gradients)[kKeyTiles][kRowTiles][4]) {
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
@@ -176,20 +176,20 @@ struct KeyGradients {
   }
   // May some pairs of a tile and this warp's keys not be kept? kLargeLse tells what makes a tile `careful`. The vote
   // tells the compiler that the lanes of a warp agree.
-  __device__ bool needs_test(const RowStage<kKeys, kRows> &stage, bool careful) const {
+  __device__ bool needs_test(const Stage &stage, bool careful) const {
     const KeyStep &step = stage.step;
     return kGeneral ||
            __any_sync(0xffffffffu, careful || keys.task().test_all || keys.drops_keys(step.head, step.buffer) ||
                                        !keep_all(step.tile * kRows));
   }
   template <bool kCap, class RowBias>
-  __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+  __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     if (needs_test(stage, careful)) return make_both<kCap, true>(stage, scores, gradients, row_bias);
     if constexpr (!kGeneral) make_both<kCap, false>(stage, scores, gradients, row_bias);
   }
   template <bool kCap>
-  __device__ void make(const RowStage<kKeys, kRows> &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+  __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4]) {
     static_assert(!kGeneral);
     make<kCap>(stage, careful, scores, gradients, nullptr);

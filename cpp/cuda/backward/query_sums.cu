@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) round_query_sums(const __grid_consta
   const int64_t sequence_index = is_varlen(p) ? sequence_of(p, sums.tile_rows, first) : batch;
   const Sequence s = sequence(p, sequence_index);
   const int64_t first_row = first - first_query_sum(p, sums.tile_rows, s.q_begin, sequence_index);
-  const auto *band = reinterpret_cast<const float4 *>(sums.data + number * kBandRows * sums.dim);
+  const float *band = sums.data + number * kBandRows * sums.dim;
   round_band<Element>(band, sums.dim, p.scale, t, int(p.head_dim), [&](int row) -> int64_t {
     const int64_t i = first_row + row;
     return i >= 0 && i < s.q_count ? row_offset(t, s, i, head) : -1;

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // How the float32 sums of dq lie in memory.
 //
-// Each head has bands of 16 rows, and a band has tiles of 8 columns. A tile lies as the threads of a warp hold it in
-// their accumulators (ptx/matrix.cuh): thread t's four numbers, then those of t + 1. Each thread adds them at once, and
-// a warp adds to whole lines of the cache.
+// Each head has bands of 16 rows, and a band has tiles of 8 columns. A tile lies as sum_bands.cuh tells.
 #pragma once
 
 #include "../../indexing.h"

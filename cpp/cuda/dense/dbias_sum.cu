@@ -9,8 +9,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// Asked for one block on an SM, the compiler spills no registers to make room for a fifth.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) dbias_sum_kernel(const __grid_constant__ DenseBackward work) {
+__global__ void __launch_bounds__(kThreads, 1) dbias_sum_kernel(const __grid_constant__ DenseBackward work) {
   if (is_superseded(work)) return;
   const DbiasWork &division = work.dbias;
   const int64_t boundary = int64_t(blockIdx.x) + 1, inside = first_step(division, boundary);

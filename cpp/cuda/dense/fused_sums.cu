@@ -26,7 +26,7 @@ template <class Element> __device__ void round_sums(const DenseBackward &work, c
   const int64_t list = quotient(number, bands), first = (number - list * bands) * kBandRows;
   const int64_t batch = quotient(list, t.shape[2]), head = list - batch * t.shape[2];
   if (batch >= division.batches) return;
-  const auto *band = reinterpret_cast<const float4 *>(sums.data + number * kBandRows * division.dim);
+  const float *band = sums.data + number * kBandRows * division.dim;
   const bool finite =
       round_band<Element>(band, division.dim, sums.scale, t, int(work.call.p.head_dim), [&](int row) -> int64_t {
         if (first + row >= t.shape[1]) return -1;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../../indexing.h"
-#include "../tile/smem_tile.cuh"
+#include "../tile/copy_rows.cuh"
 #include "dense.h"
 
 namespace fdm::cuda {
@@ -42,47 +42,5 @@ template <int kMostSlots, int kTensors> struct SlotTable {
     kept[slot] = static_cast<const uint8_t *>(m.base);
   }
 };
-
-// How rows of a tensor are copied to a tile.
-struct RowCopy {
-  int64_t row, col; // strides
-  int head_dim;
-  bool aligned; // 16 bytes at a time
-
-  __device__ __forceinline__ RowCopy(const fdm_tensor &t, int64_t dims, bool chunks)
-      : row(t.stride[1]), col(t.stride[3]), head_dim(int(dims)), aligned(chunks) {}
-};
-
-// Starts the copies of `count` rows from `first` on to rows from `tile_row` on of a tile, of which `there` exist; the others
-// become zeros. Where rows cannot be copied 16 bytes at a time, elements are stored one by one. That loop is not
-// unrolled, and no call: a call in the mainloop would cost it registers.
-template <class Tile, int kThreads>
-__device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, const uint16_t *first, int count, int there,
-                                               const RowCopy &copy) {
-  constexpr int kAcross = Tile::kRowBytes / 16, kDown = kThreads / kAcross; // threads of a row, and rows at a time
-  constexpr bool kAlike = kDown % 8 == 0; // the chunks of a thread lie alike in their rows
-  if (copy.aligned) {
-    const int chunk = threadIdx.x % kAcross, row = threadIdx.x / kAcross;
-    const uint16_t *source = first + row * copy.row + chunk * 8;
-    const uint32_t address = Tile::chunk_address(base, tile_row + row, chunk);
-    const int rows_left = chunk * 8 < copy.head_dim ? there - row : 0;
-    if (Tile::kChunks == kAcross || chunk < Tile::kChunks)
-#pragma unroll
-      for (int r = 0; r < count; r += kDown) {
-        if (count % kDown == 0 || row + r < count)
-          ptx::cp_async_16(kAlike ? address + r * Tile::kRowBytes
-                                  : Tile::chunk_address(base, tile_row + row + r, chunk),
-                           source, r < rows_left);
-        source += kDown * copy.row;
-      }
-    return;
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < count * Tile::kChunks * 8; i += kThreads) {
-    const int r = i / (Tile::kChunks * 8), d = i % (Tile::kChunks * 8);
-    const uint16_t element = r < there && d < copy.head_dim ? first[r * copy.row + d * copy.col] : 0;
-    ptx::store_shared_16(Tile::chunk_address(base, tile_row + r, d / 8) + d % 8 * 2, element);
-  }
-}
 
 } // namespace fdm::cuda

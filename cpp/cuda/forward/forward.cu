@@ -101,6 +101,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   const bool linear = p.softcap == 0 && params.factors.scale > 0x1p-30f && params.factors.scale < 0x1p20f;
   params.bias_factor = linear ? 1.0f / params.factors.scale : 0.0f;
   params.heads_per_tile = division.heads_per_tile;
+  params.heads_reciprocal = 65536u / uint32_t(division.heads_per_tile) + 1;
   params.tiles = int32_t(division.tiles);
   params.sequences_together = sequences_together(p);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);

@@ -50,7 +50,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   using Tile = typename Config::Tile;
   using Ring = KeyRing<Config::kColumns, Config::kThreads>;
   static constexpr int kRowTiles = Config::kRowTiles, kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
-  using Rows::out, Rows::params, Rows::scores, Rows::task;
+  using Rows::out, Rows::params, Rows::scores, Rows::softmax, Rows::task;
 
   ForwardShared<Config> &shared;
   Ring &ring;
@@ -151,10 +151,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
         if (block + 1 < end) load_row_bias(block + 1);
         ptx::cp_async_fence();
       }
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) this->rescale(m, half, this->softmax(m, half));
+      softmax();
       gemm_rs<Element, kHeadDim>(out, scores, v_fragment);
     }
     ptx::cp_async_wait<0>();
@@ -170,13 +167,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const fdm_problem &p = params.p;
   // Heads go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes the longest, come
   // first.
-  const int64_t groups = p.heads / params.heads_per_tile;
-  int64_t number = blockIdx.x / groups;
-  const int64_t head = blockIdx.x % groups * params.heads_per_tile;
-  const int split = int(number % params.splits);
-  number /= params.splits;
-  const int64_t tile = params.tiles - 1 - number % params.tiles, sequence_index = number / params.tiles;
-  const int64_t first_row = tile * (Config::kRows / params.heads_per_tile);
+  const int64_t groups = quotient(p.heads, params.heads_per_tile);
+  const int64_t tile_of_heads = quotient(blockIdx.x, groups), number = quotient(tile_of_heads, params.splits);
+  const int64_t head = (blockIdx.x - tile_of_heads * groups) * params.heads_per_tile;
+  const int split = int(tile_of_heads - number * params.splits);
+  const int64_t sequence_index = quotient(number, params.tiles);
+  const int64_t tile = params.tiles - 1 - (number - sequence_index * params.tiles);
+  const int64_t first_row = tile * quotient(Config::kRows, params.heads_per_tile);
   const Sequence s = sequence(p, sequence_index);
   if (first_row >= s.q_count) return;
   if (threadIdx.x == 0) {
@@ -184,7 +181,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     shared.task = {s,
                    sequence_index,
                    head,
-                   head / group_size(p),
+                   quotient(head, group_size(p)),
                    first_row,
                    split,
                    tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),

@@ -20,6 +20,8 @@ struct ForwardParams {
   int32_t tiles;              // tiles of the longest sequence
   int32_t heads_per_tile;     // 1, or the heads of a group
   int32_t sequences_together; // of a persistent kernel, see tile_order.cuh
+  // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
+  uint32_t heads_reciprocal;
   int32_t splits;
   float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
   float *partial_max, *partial_sum; // [split][batch][head][query], to base 2

@@ -45,8 +45,11 @@ struct ForwardRows {
       : params(parameters), task(&own_task) {}
 
   // Row r of the block is query r / heads_per_tile of head r % heads_per_tile.
-  __device__ int64_t query(int r) const { return task->first_row + (kOneHead ? r : r / params.heads_per_tile); }
-  __device__ int64_t head(int r) const { return task->head + (kOneHead ? 0 : r % params.heads_per_tile); }
+  __device__ int query_of_block(int r) const { return kOneHead ? r : int(uint32_t(r) * params.heads_reciprocal >> 16); }
+  __device__ int64_t query(int r) const { return task->first_row + query_of_block(r); }
+  __device__ int64_t head(int r) const {
+    return task->head + (kOneHead ? 0 : r - query_of_block(r) * params.heads_per_tile);
+  }
   // The same row in the plan's tile, which several blocks may share.
   __device__ int row_of_tile(int r) const { return kOneHead ? r : int(query(r) - task->columns.first_row); }
   __device__ bool exists(int r) const { return query(r) < task->s.q_count; }
@@ -217,6 +220,26 @@ struct ForwardRows {
         out[m][d][2 * half + 1] *= factor;
       }
     }
+  }
+
+  // The softmax of all rows. One test for all leaves the compiler free to overlap their latencies.
+  __device__ void softmax() {
+    float factor[kRowTiles][2];
+    bool changed = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        factor[m][half] = softmax(m, half);
+        changed |= factor[m][half] != 1.0f;
+      }
+    if (!__any_sync(0xffffffffu, changed)) return;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][d][i] *= factor[m][i / 2];
   }
 
   __device__ void finish() {

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   if (work.part == last_part) finish_list(p, plan, work, tile_counts, before + kept, kChunkThreads);
 }
 
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 1)
     compact_lists(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan) {
   __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
   ptx::start_dependents();

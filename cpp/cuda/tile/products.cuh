@@ -30,27 +30,19 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
   }
 }
 
-// sums += A B with A the accumulators of an earlier product, rounded to Element, and B kHeadDim columns wide in shared
-// memory. `right` is SmemTile::right_columns of B.
-template <class Element, int kHeadDim, int kLeftTiles, int kDepthTiles>
-__device__ __forceinline__ void gemm_rs(float (&sums)[kLeftTiles][kHeadDim / 8][4],
-                                        const float (&left)[kLeftTiles][kDepthTiles][4], uint32_t right) {
-  using Tile = SmemTile<kHeadDim>;
+// sums += A B, summed over kDepth rows of B, which lies in shared memory. load_left(a, k) loads the fragments of 16
+// columns of A from k on. `right` is SmemTile::right_columns of B; pairs of tiles of sums are kColumnStep columns apart.
+template <class Element, class RightTile, int kDepth, int kColumnStep = 16, int kLeftTiles, int kRightTiles, class Left>
+__device__ __forceinline__ void gemm_columns(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t right,
+                                             const Left &load_left) {
 #pragma unroll
-  for (int k = 0; k < kDepthTiles; k += 2) {
+  for (int k = 0; k < kDepth; k += 16) {
     uint32_t a[kLeftTiles][4];
+    load_left(a, k);
 #pragma unroll
-    for (int m = 0; m < kLeftTiles; ++m) {
-      const float (&low)[4] = left[m][k], (&high)[4] = left[m][k + 1];
-      a[m][0] = ptx::pack<Element>(low[0], low[1]);
-      a[m][1] = ptx::pack<Element>(low[2], low[3]);
-      a[m][2] = ptx::pack<Element>(high[0], high[1]);
-      a[m][3] = ptx::pack<Element>(high[2], high[3]);
-    }
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 8; d += 2) {
+    for (int d = 0; d < kRightTiles; d += 2) {
       uint32_t b[4];
-      ptx::ldmatrix_trans(b, Tile::fragment_address(right, 8 * k, 8 * d));
+      ptx::ldmatrix_trans(b, RightTile::fragment_address(right, k, d / 2 * kColumnStep));
 #pragma unroll
       for (int m = 0; m < kLeftTiles; ++m) {
         ptx::mma<Element>(sums[m][d], a[m], b[0], b[1]);
@@ -58,6 +50,22 @@ __device__ __forceinline__ void gemm_rs(float (&sums)[kLeftTiles][kHeadDim / 8][
       }
     }
   }
+}
+
+// The same with A the accumulators of an earlier product, rounded to Element, and B kHeadDim columns wide.
+template <class Element, int kHeadDim, int kLeftTiles, int kDepthTiles>
+__device__ __forceinline__ void gemm_rs(float (&sums)[kLeftTiles][kHeadDim / 8][4],
+                                        const float (&left)[kLeftTiles][kDepthTiles][4], uint32_t right) {
+  gemm_columns<Element, SmemTile<kHeadDim>, 8 * kDepthTiles>(sums, right, [&](uint32_t (&a)[kLeftTiles][4], int k) {
+#pragma unroll
+    for (int m = 0; m < kLeftTiles; ++m) {
+      const float (&low)[4] = left[m][k / 8], (&high)[4] = left[m][k / 8 + 1];
+      a[m][0] = ptx::pack<Element>(low[0], low[1]);
+      a[m][1] = ptx::pack<Element>(low[2], low[3]);
+      a[m][2] = ptx::pack<Element>(high[0], high[1]);
+      a[m][3] = ptx::pack<Element>(high[2], high[3]);
+    }
+  });
 }
 
 template <int kLeftTiles, int kRightTiles>
@@ -74,6 +82,21 @@ __device__ __forceinline__ void clear(float (&sums)[kLeftTiles][kRightTiles][4])
 __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 32 / 4 + 8 * half; }
 // The first of this thread's two columns in an 8-column tile.
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
+
+// Rounds accumulators to Element and stores them in a tile, from a row and a column on.
+template <class Element, class Tile, int kLeftTiles, int kRightTiles>
+__device__ __forceinline__ void store_accumulators(const float (&sums)[kLeftTiles][kRightTiles][4], uint32_t base,
+                                                   int row, int column) {
+#pragma unroll
+  for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kRightTiles; ++n)
+        ptx::store_shared(Tile::chunk_address(base, row + 16 * m + accumulator_row(half), column / 8 + n) +
+                              2 * accumulator_column(),
+                          ptx::pack<Element>(sums[m][n][2 * half], sums[m][n][2 * half + 1]));
+}
 
 // The lanes that share a row of accumulators.
 __device__ __forceinline__ uint32_t lanes_of_row() { return 0xfu << (threadIdx.x % 32 & ~3); }

@@ -90,17 +90,26 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   return arch == 80 ? DkdvTileChoice{64, 32, 4, 1, false} : DkdvTileChoice{128, 32, 8, 1, false};
 }
 
-// All gradients at once: keys of a block and rows of a step; 0: there is no such kernel.
+// All gradients at once: keys of a block and rows of a step; of the kernel with mma.sync also warps, and blocks for
+// which an SM must have registers. 0: there is no such kernel.
 struct FusedTileChoice {
-  int keys, rows;
+  int keys, rows, warps = 0, blocks = 0;
 };
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
-  if (arch != 90) return {0, 0};
   // Accumulators of dk and dv take head_dim registers of a thread for 128 keys, and as many as 128 for 64. P and dP take
   // as many as there are rows; wide products read less shared memory for each operation.
-  if (head_dim <= 64) return {128, 128};
-  return head_dim <= 128 ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
+  if (arch == 90) {
+    if (head_dim <= 64) return {128, 128};
+    return head_dim <= 128 ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
+  }
+  // Two blocks share an SM, and one computes while the other waits at a barrier: seen on an H200, where it is as fast
+  // as 128 keys for many heads and a fifth faster for two.
+  if (head_dim == 64) return {64, 64, 4, 2};
+  // The accumulators of 16 keys and 64 rows fill the registers. More keys mean fewer additions to dq.
+  const bool small_shared = shared_limit(arch) < 100 * 1024;
+  if (head_dim == 128) return small_shared ? FusedTileChoice{64, 32, 4, 2} : FusedTileChoice{128, 64, 8, 1};
+  return {0, 0};
 }
 
 // The gradient of a bias with a row for each query: 16 rows a warp, and the buffers that RowBiasConfig describes.

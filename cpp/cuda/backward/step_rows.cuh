@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the key-stationary kernels with mma.sync share: K and V of a block of keys stay in shared memory, and the rows of
+// Q and dO that may keep them are loaded step by step, a pipeline stage for each.
+#pragma once
+
+#include "../tile/copy_rows.cuh"
+#include "key_gradients.cuh"
+
+namespace fdm::cuda {
+
+template <class Config> struct StepMemory {
+  static constexpr int kKeyBytes = Config::Tile::bytes(Config::kKeys), kRowBytes = Config::Tile::bytes(Config::kRows);
+
+  alignas(1024) char sK[kKeyBytes];
+  char sV[kKeyBytes];
+  char sQ[2][kRowBytes], sdO[2][kRowBytes];
+  typename Config::Gradients::Stage stages[2];
+  typename Config::KeysOfBlock::Shared keys;
+};
+
+template <class Config> struct StepRows : Config::Gradients {
+  using Base = typename Config::Gradients;
+  using Tile = typename Config::Tile;
+  using Memory = StepMemory<Config>;
+  using Base::keys, Base::params;
+  static constexpr int kKeys = Config::kKeys, kRows = Config::kRows, kRowBytes = Memory::kRowBytes;
+  static constexpr bool kKeyGradient = Config::kKeyGradient;
+
+  Memory &shared;
+  uint32_t k_fragment, v_fragment, q_base, dout_base;
+  uint32_t row_offset_right, column_offset_right;
+
+  __device__ StepRows(const BackwardParams &parameters, Memory &memory)
+      : Base(parameters, memory.keys), shared(memory) {
+    const int first = threadIdx.x / 32 * (16 * Config::kKeyTiles);
+    k_fragment = Tile::left(ptx::shared_address(shared.sK), first);
+    v_fragment = Tile::left(ptx::shared_address(shared.sV), first);
+    q_base = ptx::shared_address(shared.sQ[0]);
+    dout_base = ptx::shared_address(shared.sdO[0]);
+    row_offset_right = Tile::right_rows(0);
+    column_offset_right = Tile::right_columns(0);
+  }
+
+  __device__ void load_keys() const {
+    const auto copy = [&](const fdm_tensor &t, const char *tile) {
+      copy_rows<Tile, kKeys, Config::kThreads>(
+          ptx::shared_address(tile), !Config::kGeneral || params.aligned, int(params.p.head_dim), t.stride[3],
+          [&](int r) -> const uint16_t * {
+            return shared.keys.readable[r] ? static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r) : kZeroRow;
+          });
+    };
+    copy(params.p.k, shared.sK);
+    if constexpr (kKeyGradient) copy(params.p.v, shared.sV);
+  }
+
+  // Starts the copies of a step's rows of q or dout.
+  __device__ void copy_step(const KeyStep &step, const fdm_tensor &t, uint32_t tile, bool aligned) const {
+    const int first = step.tile * kRows, rows = int(keys.task().s.q_count) - first;
+    const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, keys.task().s, first, keys.head(step));
+    copy_tile_rows<Tile, Config::kThreads>(tile, 0, base, kRows, rows, RowCopy(t, params.p.head_dim, aligned));
+  }
+  __device__ uint32_t q(int stage) const { return q_base + stage * kRowBytes; }
+  __device__ uint32_t dout(int stage) const { return dout_base + stage * kRowBytes; }
+  __device__ void load_queries(const KeyStep &step, int stage) const {
+    copy_step(step, params.p.q, q(stage), !Config::kGeneral || params.aligned);
+    if constexpr (Config::KeysOfBlock::kRowPlans) {
+      if (keys.task().words && int(threadIdx.x) < kKeys) {
+        const RowWord *words = keys.words(step, kRows);
+        const int32_t key = shared.keys.key[threadIdx.x];
+        ptx::cp_async_16(ptx::shared_address(&shared.stages[stage].words[threadIdx.x]), words + max(key, 0), key >= 0);
+      }
+    }
+  }
+  __device__ void load_dout(const KeyStep &step, int stage) const {
+    copy_step(step, params.a.dout, dout(stage), !Config::kGeneral || params.dout_aligned);
+  }
+
+  // Threads that have a row of the step copy its statistics.
+  __device__ void load_statistics(const KeyStep &step, int stage) const {
+    const int row = step.tile * kRows + int(threadIdx.x);
+    if (int(threadIdx.x) >= kRows) return;
+    float &lse = shared.stages[stage].lse[threadIdx.x], &delta = shared.stages[stage].delta[threadIdx.x];
+    if (row < keys.task().s.q_count) {
+      const RowStatistics &statistics = row_statistics(params, keys.task().s, keys.head(step), row);
+      ptx::cp_async_4(ptx::shared_address(&lse), &statistics.lse);
+      ptx::cp_async_4(ptx::shared_address(&delta), &statistics.delta);
+    } else {
+      lse = INFINITY;
+      delta = 0.0f;
+    }
+  }
+
+  // Does the row whose statistics this thread has copied need care? Rows past the last have lse = inf too, but are
+  // zeros already; what clears them again costs little, once for each head.
+  __device__ bool is_odd(int stage) const {
+    return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;
+  }
+
+  // Starts the copies of a step, if there is one.
+  __device__ bool load(const KeyStep &step, int stage) const {
+    if (step.valid) {
+      load_queries(step, stage);
+      load_dout(step, stage);
+      load_statistics(step, stage);
+      if (threadIdx.x == 0) shared.stages[stage].step = step;
+    }
+    ptx::cp_async_fence();
+    return step.valid;
+  }
+
+  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result. This is seldom
+  // needed.
+  __device__ void clear_empty_rows(int stage) const {
+    for (int i = threadIdx.x; i < kRows * Tile::kChunks; i += Config::kThreads) {
+      const int r = i / Tile::kChunks;
+      if (shared.stages[stage].lse[r] != INFINITY) continue;
+      for (const uint32_t base : {q(stage), dout(stage)})
+        store_chunk(Tile::chunk_address(base, r, i % Tile::kChunks), uint4{});
+    }
+    __syncthreads();
+  }
+};
+
+} // namespace fdm::cuda
