@@ -119,7 +119,6 @@ def patch_doge(module: Any, window_size: int | None) -> None:
     if module.prepare_dynamic_mask is not _take_key_bias:
         module.prepare_dynamic_mask = _take_key_bias
         module.register_forward_pre_hook(_hand_on_mask, with_kwargs=True)
-    let_steps_be_fused(type(module))
 
 
 def _hand_on_mask(
