@@ -308,12 +308,28 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
     names = ("query", "key", "value", "attn_mask")
     tensors = (*(as_tuple(given[name]) for name in names), *(None,) * 8)
     settings = (0, 0, 0.3, False, 0.0, False, 0, -1)
-    allocator = _core.Allocator(torch.empty_like, torch.float32, torch.uint8)
+    allocator = pack._ALLOCATOR
     assert _core.attend(backend.pack, 1, allocator, False, (*tensors, *settings)) is None
     keep = torch.ones(2, 2, 1, 9, dtype=torch.bool, device=pack_target.device)
     chosen = (as_tuple(given["attn_bias"]), None, None, None, 2, 4, 2, 7, 9, 0, False)
     is_done = _core.select(backend.pack, 1, as_tuple(keep), None, chosen)  # where it needs none
     assert bool(keep.any()) is not is_done
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_results_are_contiguous(deterministic: bool, pack_target: Target) -> None:
+    """Also where a size is 1 or 0, and the strides of the arguments tell nothing."""
+    dtype, device = pack_target.dtypes[0], pack_target.device
+    query, key, value = (randn(1, rows, 2, 9, dtype=dtype).to(device) for rows in (1, 7, 7))
+    query, key = query.as_strided(query.shape, (5, 3, 9, 1)), key[:, :, :1]
+    bias = randn(1, 1, 1, 14, dtype=dtype).to(device)[..., ::2]
+    sink = randn(4, dtype=dtype).to(device)[::2]
+    leaves = [t.detach().requires_grad_() for t in (query, key, value[:, :, :1], bias, sink)]
+    out = flash_dmattn_func(
+        *leaves[:3], None, leaves[3], sink=leaves[4], deterministic=deterministic
+    )
+    for result in (out, *torch.autograd.grad(out, leaves, torch.ones_like(out))):
+        assert result.stride() == torch.empty(result.shape).stride()
 
 
 def as_tuple(tensor: Tensor) -> tuple[Any, ...]:

@@ -14,12 +14,12 @@ namespace nb = nanobind;
 
 class Allocator {
 public:
-  // torch.empty_like, and the dtypes of sums() and bytes().
+  // A function that makes what like() returns, and the dtypes of sums() and bytes().
   Allocator(nb::object empty_like, nb::object float32, nb::object uint8)
       : empty_like_(std::move(empty_like)), float32_(std::move(float32)), uint8_(std::move(uint8)) {}
 
   // A contiguous tensor of the shape and dtype of another.
-  nb::object like(nb::handle tensor, const char *name) const;
+  nb::object like(nb::handle tensor) const;
   // Contiguous ones on the device of another: float32 of these sizes, and bytes.
   nb::object sums(nb::handle tensor, nb::handle sizes) const;
   nb::object bytes(nb::handle tensor, int64_t count) const;

@@ -32,7 +32,7 @@ nb::object attend(const fdm_pack &pack, int32_t threads, const Allocator &alloca
   const Exchange exchange(record.query);
   if (!exchange.offers_memory()) return nb::none();
   Problem problem(pack, record, {threads});
-  nb::object out = allocator.like(record.query, "query");
+  nb::object out = allocator.like(record.query);
   nb::object lse = need_lse ? new_lse(allocator, record.query) : nb::none();
   if (!problem.attend(exchange, out, lse, record.given_plan)) return nb::none();
   return nb::make_tuple(out, lse);
@@ -45,7 +45,7 @@ nb::object attend_and_keep(const fdm_pack &pack, int32_t threads, const Allocato
   if (!exchange.offers_memory()) return nb::none();
   Problem problem(pack, record, {threads});
   const bool is_planned = !is_absent(record.given_plan), has_lse = need_lse || is_planned;
-  nb::object out = allocator.like(record.query, "query");
+  nb::object out = allocator.like(record.query);
   nb::object lse = has_lse ? new_lse(allocator, record.query) : nb::none();
   nb::object plan = nb::borrow(record.given_plan);
   const int64_t bytes = is_planned ? 0 : problem.kept_bytes(has_lse);
@@ -64,7 +64,7 @@ nb::object differentiate(const fdm_pack &pack, int32_t threads, const Allocator 
   nb::dict gradients;
   for (nb::handle name : wanted) {
     const char *text = nb::cast<const char *>(name);
-    gradients[name] = allocator.like(field_of(record, text), text);
+    gradients[name] = allocator.like(field_of(record, text));
   }
   const BackwardArguments arguments{results.dout, results.dlse, results.out, results.lse, gradients};
   if (!problem.backward(exchange, arguments, record.given_plan)) return nb::none();

@@ -169,7 +169,7 @@ class Allocator:
     """Makes tensors for results, on the device of a tensor of the call."""
 
     def __init__(self, empty_like: Any, float32: Any, uint8: Any) -> None:
-        """empty_like: torch's. float32, uint8: the dtypes of that name."""
+        """empty_like: returns a contiguous tensor like another. float32, uint8: torch's dtypes."""
 
 def attend(
     pack: Pack, threads: int, allocator: Allocator, need_lse: bool, inputs: AttentionInputs
