@@ -150,7 +150,6 @@ ALLOWANCES = (
         516,
         "sums of 64 elements beside products and fragments of both operands fill 255 registers",
     ),
-    Allowance("plan_short_lists", "*", 136, "for its addresses, once a block of 4096 keys"),
     Allowance("row_bias_kernel<*>", "*", 16, "outside of the loop over columns"),
     Allowance(
         "dense_forward_kernel<*, 32>>",

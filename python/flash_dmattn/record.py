@@ -37,7 +37,7 @@ class AttentionInputs(NamedTuple):
     """One attention call: its tensors, then its settings.
 
     Dense: query ``(B, Q, H, D)``, key and value ``(B, K, Hk, D)``, mask and bias 4-D, start and end
-    3-D. The sink is ``(H,)``.
+    3-D. The sink is ``(H,)``. The packs also take a bias ``(B, {H|Hk|1}, K)``.
     Packed (varlen), when the cu_seqlens are there: query ``(total_q, H, D)``, key and value
     ``(total_k, Hk, D)`` or paged ``(pages, page, Hk, D)``, mask and bias 3-D, start and end 2-D.
     """

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 
 from flash_dmattn.backends.triton import why_unavailable
 
@@ -113,7 +114,13 @@ def test_calls_that_ask_for_more_go_to_the_module(
         patch.setattr(doge_step, "has_kernel", lambda _: False)
         got = decoded(model, ids[:, :22], 20)[0]
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
-    monkeypatch.setattr(attention, "q_norm", torch.nn.Identity())
+    for name, other in (("q_norm", torch.nn.Identity), ("q_proj", torch.nn.Sequential)):
+        part = getattr(attention, name)
+        setattr(attention, name, other(part))
+        assert not runs_fused()
+        setattr(attention, name, part)
+        assert runs_fused()
+    prune.identity(attention.k_proj, "weight")
     assert not runs_fused()
 
 

@@ -34,9 +34,8 @@ __device__ Parts divide(int64_t steps, int64_t most) {
 // has keys for; a few threads share a head, since sequences may be many and short, or few and long.
 template <class Function>
 __device__ void for_each_packed_block(const BackwardParams &params, const Function &function) {
-  constexpr int kTogether = 8;
   const KeyWork &keys = params.keys;
-  const int together = max(1, min(kTogether, keys.blocks));
+  const int together = keys.blocks >= 8 ? 8 : keys.blocks >= 4 ? 4 : keys.blocks >= 2 ? 2 : 1; // a divisor of kThreads
   const int32_t own = int32_t(threadIdx.x) % together, stride = keys.listed ? keys.buckets : 1;
   for (int32_t head = int32_t(threadIdx.x) / together; head < keys.heads; head += kThreads / together) {
     const KeyBlockPlace place = key_block_place(params, head);

@@ -91,7 +91,8 @@ __device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, cons
     const uint16_t *source = first + row * copy.row + chunk * 8;
     const uint32_t address = Tile::chunk_address(base, tile_row + row, chunk);
     const int rows_left = chunk * 8 < copy.head_dim ? there - row : 0;
-    if (Tile::kChunks == kAcross || chunk < Tile::kChunks)
+    // Threads that are left over have no row.
+    if ((Tile::kChunks == kAcross || chunk < Tile::kChunks) && (kThreads % kAcross == 0 || row < kDown))
 #pragma unroll
       for (int r = 0; r < count; r += kDown) {
         if (count % kDown == 0 || row + r < count)

@@ -71,7 +71,7 @@ class Backend(Protocol):
     ) -> Gradients:
         """Return the gradients of the fields that are wanted; inputs have the plan of the call.
 
-        lse is None where `keep` has returned that.
+        lse may be None for a backend whose `keep` has returned that.
         """
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
@@ -90,9 +90,12 @@ def lse_shape(query: Tensor) -> tuple[int, ...]:
     return (heads, rows)
 
 
-def lse_within(plan: Tensor, out: Tensor) -> Tensor:
-    """Return the lse that is the last part of a plan."""
+def lse_within(plan: Tensor | None, out: Tensor) -> Tensor:
+    """Return the lse that is the last part of a plan; of a call without rows there may be none."""
     shape = lse_shape(out)
+    if plan is None:
+        assert not math.prod(shape)
+        return out.new_empty(shape, dtype=torch.float32)
     behind = plan.numel() - 4 * math.prod(shape)
     return plan[behind:].view(torch.float32).view(shape)
 

@@ -16,7 +16,7 @@ from flash_dmattn.modules.parts import Part
 from flash_dmattn.state.stepping import has_kernel
 
 from .kept_layer import KeptLayer
-from .key_bias import CALL
+from .key_bias import CALL, take_key_bias
 from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 
 __all__ = ["doge_step", "let_steps_be_fused"]
@@ -71,8 +71,8 @@ def let_steps_be_fused(kind: Any) -> None:
     The class and not the module is changed, since data-parallel replicas share what a module has.
     """
     forward = kind.forward
-    if hasattr(forward, "knows_flash_dmattn"):
-        return
+    if hasattr(forward, "knows_flash_dmattn") or forward.__module__ != kind.__module__:
+        return  # or a method that somebody else has put there
 
     @functools.wraps(forward)
     def step_or_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +113,8 @@ def doge_step(
     if not _is_token(x) or not has_kernel(x.device.type) or not _are_cosines(turns, x, module):
         return None
     if module.config._attn_implementation not in (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME):
+        return None
+    if module.prepare_dynamic_mask is not take_key_bias:
         return None
     step = _steps.get(module)
     if step is None or step.dtype != x.dtype or not step.is_of(module):

@@ -27,6 +27,7 @@ __all__ = [
     "give_bias",
     "is_doge_attention",
     "patch_doge",
+    "take_key_bias",
 ]
 
 KeyBiasFunction = Callable[[torch.nn.Module, Tensor], Tensor]
@@ -116,8 +117,8 @@ def patch_doge(module: Any, window_size: int | None) -> None:
     from .kept_layer import remember_recording
 
     remember_recording()
-    if module.prepare_dynamic_mask is not _take_key_bias:
-        module.prepare_dynamic_mask = _take_key_bias
+    if module.prepare_dynamic_mask is not take_key_bias:
+        module.prepare_dynamic_mask = take_key_bias
         module.register_forward_pre_hook(_hand_on_mask, with_kwargs=True)
 
 
@@ -154,7 +155,7 @@ def _doge_bias(module: Any, value: Tensor) -> Tensor:
     return torch.exp(module.A * softplus(states)).transpose(-1, -2).unsqueeze(2)
 
 
-def _take_key_bias(
+def take_key_bias(
     hidden_states: Tensor,
     dt_states: Tensor,
     keep_window_size: int = 2048,

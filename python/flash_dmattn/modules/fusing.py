@@ -99,8 +99,7 @@ def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | 
     """
     if type(layer.A) is not nn.Parameter:
         return None
-    biased = layer.q_proj.bias is not None
-    parts = []
+    parts: list[Part] = []
     for name in (*_PROJECTIONS, *_NORMS):
         module: nn.Module | None = getattr(layer, name)
         if module is None and name in _NORMS:
@@ -109,10 +108,10 @@ def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | 
         if module is None or type(module) is not wanted:
             return None
         bias = module._parameters.get("bias")
-        weight = module._parameters["weight"]
+        weight = module._parameters.get("weight")
         if weight is None or weight.numel() > _MOST_WEIGHTS:
             return None
-        if name in _PROJECTIONS and (bias is not None) != biased:
+        if name in _PROJECTIONS and parts and (bias is None) != (parts[0].bias is None):
             return None
         parts.append(Part(module, wanted, weight, bias))
     return tuple(parts)

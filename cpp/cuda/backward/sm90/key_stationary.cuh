@@ -79,6 +79,7 @@ template <class Config> struct KeyStationaryShared {
       ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
       ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
     }
+    ptx::fence_async_proxy(); // copies of boxes arrive at them
   }
 };
 
