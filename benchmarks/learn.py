@@ -101,6 +101,8 @@ class Learner:
 
 def learn(name: str, case: Case, layers: int, marks: Sequence[float]) -> list[Point]:
     """Train a model of one method, and tell how far it was at each mark, in seconds."""
+    if case.device.startswith("cuda"):
+        torch.cuda.set_device(case.device)
     learner = Learner(name, case, layers, load_corpus(None, minimum=case.length + 2))
     points, trained = [], 0.0
     for mark in marks:
