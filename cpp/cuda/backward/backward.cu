@@ -116,7 +116,7 @@ void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
   small.block_keys = kSmallBlock.keys;
   small.tile_rows = kSmallBlock.rows;
   small.listed = keys.listed && !takes_consecutive_keys(p);
-  const int64_t rows = small.listed ? segment_rows(p, small) : p.queries;
+  const int64_t rows = std::min(p.queries, small.listed ? segment_rows(p, small) : p.queries);
   const int64_t steps = ceil_div(rows, small.tile_rows) * group_size(p);
   if (steps > 0 && steps <= (keys.listed ? kMostMaskedSteps : kMostSteps)) keys = small;
 }
