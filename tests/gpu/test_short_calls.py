@@ -34,12 +34,12 @@ def test_selected_keys(queries: int, keys: int, window: int, head_dim: int, gpu:
     check_gradients(mask, bias, Target(gpu, "cuda"), queries=queries, head_dim=head_dim)
 
 
-@pytest.mark.parametrize(("keys", "batch"), [(260, 75), (600, 40)])
-def test_many_sequences(keys: int, batch: int, gpu: str) -> None:
-    """All blocks of keys of a part of them come before those of the others."""
+@pytest.mark.parametrize("keys", [500, 600])
+def test_many_sequences(keys: int, gpu: str) -> None:
+    """All blocks of keys of some come before those of others: L2 has no room for all of them."""
     bias = randn(1, KV_HEADS, 1, keys, dtype=torch.bfloat16, seed=4)
-    mask = dynamic_mask(bias, 90, True, query_length=60)
-    check_gradients(mask, bias, Target(gpu, "cuda"), queries=60, head_dim=64, batch=batch)
+    mask = dynamic_mask(bias, 90, True, query_length=100)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=100, head_dim=64, batch=50)
 
 
 @pytest.mark.parametrize("max_kept", [0, 1, 200])
