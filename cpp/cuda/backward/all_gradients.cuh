@@ -149,27 +149,6 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     }
     ptx::cp_async_wait<0>();
   }
-
-  // Adds the gradients of keys that several segments keep to their sums, which lie as key_segment_sums.cu knows.
-  __device__ void add_segment_sums() const {
-    if (params.keys.segments.most_sums == 0) return;
-#pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int key = this->key_row(m, half);
-        if (shared.keys.key[key] < 0 || shared.keys.sum[key] < 0) continue;
-        float *row = keys.segment_sums(key) + threadIdx.x % 4 * 4;
-        const auto add = [&](float *sums, const float (&own)[kHeadDim / 8][4]) {
-#pragma unroll
-          for (int d = 0; d < kHeadDim / 8; d += 2)
-            add_neighbours(sums + 8 * d,
-                           {own[d][2 * half], own[d][2 * half + 1], own[d + 1][2 * half], own[d + 1][2 * half + 1]});
-        };
-        add(row, dk[m]);
-        add(row + params.keys.slot_dim, dv[m]);
-      }
-  }
 };
 
 template <class Config>

@@ -98,6 +98,41 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
   keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, int64_t(keys.blocks) * keys.heads));
 }
 
+// Do the small blocks of keys take consecutive keys, though a mask has lists of those that are kept? A selection of many of
+// so few keys leaves nearly every block one that is kept to the end. Ordering keys would spare few steps, and take as long.
+bool takes_consecutive_keys(const fdm_problem &p) {
+  constexpr int64_t kMostKeys = 512, kLeastShare = 8;
+  return mask_kind(p) == FDM_MASK_INTERVALS && p.keys <= kMostKeys && p.max_kept >= ceil_div(p.keys, kLeastShare);
+}
+
+// Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq twice as often as the other, which
+// is faster with more steps; smaller blocks leave out more of the pairs that a mask drops, so then it pays longer (seen on
+// an H200). It knows no lists but those of segments.
+void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
+  constexpr int64_t kMostKeys = 2048, kMostSteps = 16, kMostMaskedSteps = 32;
+  if (FDM_TILE_ARCH != 90 || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.keys > kMostKeys) return;
+  KeyWork small = keys;
+  small.small = true;
+  small.block_keys = kSmallBlock.keys;
+  small.tile_rows = kSmallBlock.rows;
+  small.listed = keys.listed && !takes_consecutive_keys(p);
+  const int64_t rows = std::min(p.queries, small.listed ? segment_rows(p, small) : p.queries);
+  const int64_t steps = ceil_div(rows, small.tile_rows) * group_size(p);
+  if (steps > 0 && steps <= (keys.listed ? kMostMaskedSteps : kMostSteps)) keys = small;
+}
+
+// How many heads of keys are gone through together: enough for all SMs, but else no more than L2 has room for Q, dO and
+// the sums of dQ of, until all blocks of their keys are done.
+int32_t heads_together(const fdm_problem &p, const KeyWork &keys) {
+  if (is_varlen(p)) return keys.heads;
+  constexpr int64_t kL2Bytes = 20 << 20; // of 50 MB of an H100, which keeps what all SMs read in both halves
+  constexpr int64_t kRowBytes = 2 + 2 + 4, kKeyBytes = 2 + 2;
+  const int64_t bytes = (p.queries * group_size(p) * kRowBytes + p.keys * kKeyBytes) * keys.slot_dim;
+  const int64_t enough = ceil_div(2 * kWantedItems, std::max<int64_t>(1, keys.blocks));
+  const int64_t groups = ceil_div(keys.heads, std::max(enough, kL2Bytes / std::max<int64_t>(1, bytes)));
+  return int32_t(ceil_div(keys.heads, std::max<int64_t>(1, groups)));
+}
+
 // Fills in what depends on the problem and on whether one kernel computes all gradients; `bytes` becomes the size of the
 // workspace.
 BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_t *bytes) {
@@ -113,10 +148,12 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
     return int32_t(decltype(dim)::value);
   });
   keys.listed = takes_listed_keys(p);
+  keys.heads = int32_t(p.batch * p.kv_heads);
+  if (fused) choose_small_blocks(p, keys);
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
   keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
                                     : ceil_div(p.keys, keys.block_keys));
-  keys.heads = int32_t(p.batch * p.kv_heads);
+  keys.together = heads_together(p, keys);
   params.bias_heads = sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
 
   auto *base = static_cast<char *>(workspace);
@@ -138,6 +175,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   }
   if (const int64_t rows = fused ? segment_rows(p, keys) : 0) {
     lay_out_segments(p, rows, base, &used, keys);
+    keys.together = heads_together(p, keys);
     *bytes = used;
     return params;
   }
@@ -149,7 +187,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
   // No part is shorter than two thirds of kLeastSteps, so few steps need no slots.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
-  const int64_t parts = (2 * steps + kLeastSteps) / (2 * kLeastSteps);
+  const int64_t parts = keys.small ? 1 : (2 * steps + kLeastSteps) / (2 * kLeastSteps);
   if (is_varlen(p) || p.keys > kMostUnscheduledKeys) {
     // The schedule makes do with the slots that there are.
     keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);

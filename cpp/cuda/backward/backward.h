@@ -8,7 +8,7 @@
 //   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
 //   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
 //      key_sum.cu              sums the parts;
-//      all_gradients.cuh, sm90/fused.cuh
+//      all_gradients.cuh, sm90/fused.cuh, sm90/small_blocks.cuh
 //                              all of these at once, where equal bits are not asked for: blocks of keys add to float32
 //                              sums of dq, in no fixed order, which query_sums.cu rounds; key_segment_sums.cu does so
 //                              with those of keys that several segments of rows keep;
@@ -71,10 +71,12 @@ struct KeyItem {
 struct KeyWork {
   // If true, blocks take kept keys in the order of `ordered`; if not, consecutive keys.
   bool listed;
+  bool small; // the kernel of sm90/small_blocks.cuh takes them, whose sizes kSmallBlock has
   int32_t block_keys, tile_rows;
   // `blocks` counts the blocks of one key/value head. A block of all heads has the number block * heads + head, where
-  // heads are counted over sequences too.
-  int32_t blocks, heads;
+  // heads are counted over sequences too, and are those of a group of so many that are gone through together: see
+  // HeadsTogether.
+  int32_t blocks, heads, together;
   int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
   // Above 0: every block has so many parts, and there is no schedule. Else `items` is the schedule.
   int32_t parts;

@@ -14,6 +14,7 @@
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/dkdv.cuh"
 #include "sm90/fused_kernel.cuh"
+#include "sm90/small_blocks.cuh"
 #else
 #include "all_gradients.cuh"
 #endif
@@ -57,15 +58,30 @@ template <class Launch> cudaError_t launch_with_softcap(const BackwardParams &pa
   return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
 }
 
+inline FusedParams fused_params(const BackwardParams &params, int rows) {
+  FusedParams fused{params, {}};
+  const fdm_problem &p = params.p;
+  fused.maps.known = make_row_map(p.q, p.head_dim, rows, &fused.maps.q) &&
+                     make_row_map(params.a.dout, p.head_dim, rows, &fused.maps.dout);
+  return fused;
+}
+
+template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardParams &params, cudaStream_t stream) {
+  return launch_with_softcap(params, [&](auto has_softcap) {
+    using Config = SmallBlocksConfig<Element, kHeadDim, has_softcap>;
+    const FusedParams fused = fused_params(params, Config::kRows);
+    return launch_with_shared<SmallBlocksShared<Config>, small_blocks_kernel<Config>, Overlap::kernel_ahead>(
+        fused, params.keys.max_items, Config::kThreads, stream);
+  });
+}
+
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
+  if constexpr (kHeadDim <= kSmallBlock.most_head_dim)
+    if (params.keys.small) return launch_small<Element, kHeadDim>(params, stream);
   return launch_with_softcap(params, [&](auto has_softcap) {
     constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
     using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap>;
-    FusedParams fused{params, {}};
-    constexpr int kRows = RowProducer<Config>::kOwnRows;
-    const fdm_problem &p = params.p;
-    fused.maps.known = make_row_map(p.q, p.head_dim, kRows, &fused.maps.q) &&
-                       make_row_map(params.a.dout, p.head_dim, kRows, &fused.maps.dout);
+    const FusedParams fused = fused_params(params, RowProducer<Config>::kOwnRows);
     return launch_sm90<FusedMemory<Config>, fused_kernel<Config>>(fused, params.keys.max_items, stream);
   });
 }

@@ -66,9 +66,11 @@ template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct
   RowRange group_rows[(kKeys + kGroupKeys - 1) / kGroupKeys];
 };
 
-// kHasSegments says that gradients of keys may be added to the sums of KeySegments.
+// kHasSegments says that gradients of keys may be added to the sums of KeySegments; kUniform, that blocks are not divided
+// into parts, and that the query heads of a group keep the same keys: much of the code is then left out, which a kernel
+// whose blocks have few steps would mostly wait for.
 template <int kKeys, class Team, int kBuffers, bool kHasSegments = false, bool kHasRowPlans = true,
-          int kGroupKeyCount = 64>
+          int kGroupKeyCount = 64, bool kUniform = false>
 struct KeyBlock {
   static constexpr bool kSegments = kHasSegments, kRowPlans = kHasRowPlans;
   static constexpr int kGroupKeys = kGroupKeyCount;
@@ -110,11 +112,11 @@ struct KeyBlock {
         key_rows.end = rows.past;
       }
       const float bias = bias_of(place.s, first_head, key_rows.key);
-      readable = is_readable(place.s, first_head, key_rows.key, bias);
+      readable = is_readable(place.s, first_head, key_rows, bias);
       shared.key[r] = key_rows.key;
       shared.sum[r] = key_rows.sum;
       shared.readable[r] = readable;
-      shared.bias[0][r] = bias;
+      shared.bias[0][r] = readable ? bias : -INFINITY;
       for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {key_rows.start, key_rows.end};
     }
     Team::sync();
@@ -126,7 +128,7 @@ struct KeyBlock {
       atomicMax(&group.past, shared.task.same_rows ? key_rows.end : INT32_MAX);
       if (shared.bias[0][r] == -INFINITY) shared.dropping_head[0] = 0;
     }
-    if (shared.task.slot && clears_bias && params.wants_bias_sums)
+    if (!kUniform && shared.task.slot && clears_bias && params.wants_bias_sums)
       for (int i = r; i < params.bias_heads * kKeys; i += Team::kThreads) slot_bias()[i] = 0.0f;
     Team::sync();
   }
@@ -164,7 +166,7 @@ struct KeyBlock {
     KeyStep step{};
     step.number = own_task.begin;
     step.tile = own_task.steps.first_tile;
-    if (own_task.begin > 0 && own_task.begin < own_task.end) {
+    if (!kUniform && own_task.begin > 0 && own_task.begin < own_task.end) {
       step.head = int32_t(own_task.begin / own_task.steps.tiles);
       step.tile = own_task.steps.first_tile + int32_t(own_task.begin - int64_t(step.head) * own_task.steps.tiles);
     }
@@ -177,7 +179,7 @@ struct KeyBlock {
   }
 
   __device__ float *partial_sums(int which, int r) const {
-    if (!shared.task.slot) return nullptr;
+    if (kUniform || !shared.task.slot) return nullptr;
     return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
   }
   // The sums of a key that several segments keep.
@@ -187,7 +189,7 @@ struct KeyBlock {
   __device__ void write_bias_sum(int64_t head_of_group, int r, float sum) const {
     if (kSegments && shared.sum[r] >= 0)
       atomicAdd(bias_segment_sum(params.keys, shared.task.key_head, shared.sum[r]), sum);
-    else if (shared.task.slot)
+    else if (!kUniform && shared.task.slot)
       slot_bias()[head_of_group * kKeys + r] = sum;
     else
       store_bias_sum(params, shared.task.s, shared.task.kv_head, head_of_group, shared.key[r], sum);
@@ -208,12 +210,12 @@ private:
     own_task.steps = key_steps(params, key_block_rows(params, place));
     own_task.begin = 0;
     own_task.end = own_task.steps.count;
-    if (item.parts > 1) { // divisions of 64 bits
+    if (!kUniform && item.parts > 1) { // divisions of 64 bits
       own_task.begin = own_task.steps.count * item.part / item.parts;
       own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
     }
     own_task.same_rows = has_same_rows();
-    own_task.test_all = kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias);
+    own_task.test_all = !kUniform && (kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias));
     own_task.words = params.plan.words;
     own_task.slot =
         item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
@@ -223,7 +225,7 @@ private:
   }
 
   __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
-  __device__ bool has_same_rows() const { return params.keys.listed || !is_interval_plan(mask_kind(params.p)); }
+  __device__ bool has_same_rows() const { return kUniform || group_shares_mask(params.p); }
 
   // The bias of a key for a head, to base 2; -inf: there is no key.
   __device__ float bias_of(const Sequence &s, int64_t head, int32_t key) const {
@@ -232,11 +234,14 @@ private:
   }
 
   // Is a key kept by any query head, as far as can be told without looking at the mask's rows? `bias` is that of the
-  // first head.
-  __device__ bool is_readable(const Sequence &s, int64_t first_head, int32_t key, float bias) const {
+  // first head, as are the key's rows.
+  __device__ bool is_readable(const Sequence &s, int64_t first_head, const KeyRows &key_rows, float bias) const {
     const fdm_problem &p = params.p;
+    const int32_t key = key_rows.key;
     if (key < 0) return false;
     const bool same_rows = has_same_rows();
+    if (same_rows && key_rows.start >= key_rows.end) return false;
+    if constexpr (kUniform) return bias != -INFINITY;
     if (same_rows && bias != -INFINITY) return true;
     if (same_rows && p.bias.shape[1] != p.heads) return false;
     for (int64_t head = first_head; head < first_head + params.group; ++head) {
@@ -251,10 +256,11 @@ private:
     const int r = Team::thread();
     const int32_t key = shared.key[r];
     const int64_t head = shared.task.first_head + head_of_group;
-    const float bias = bias_of(shared.task.s, head, key);
+    const float bias = shared.readable[r] ? bias_of(shared.task.s, head, key) : -INFINITY;
     shared.bias[buffer][r] = bias;
     if (bias == -INFINITY && shared.readable[r]) shared.dropping_head[buffer] = head_of_group;
-    if (key >= 0 && !shared.task.same_rows) shared.rows[buffer][r] = rows_of_key(params.p, shared.task.s, head, key);
+    if (!kUniform && key >= 0 && !shared.task.same_rows)
+      shared.rows[buffer][r] = rows_of_key(params.p, shared.task.s, head, key);
   }
 
   __device__ void advance(KeyStep &step) const {

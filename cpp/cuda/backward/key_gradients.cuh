@@ -7,6 +7,7 @@
 #include "../tile/products.cuh"
 #include "../tile/row_bias_tile.cuh"
 #include "key_blocks.cuh"
+#include "sum_bands.cuh"
 
 namespace fdm::cuda {
 
@@ -206,13 +207,36 @@ struct KeyGradients {
           const float sum = ptx::row_sum(dbias[m][half]);
           dbias[m][half] = 0.0f;
           const int key = key_row(m, half);
-          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0) keys.write_bias_sum(head_of_group, key, sum);
+          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0)
+            keys.write_bias_sum(head_of_group, key, keys.shared.readable[key] ? sum : 0.0f);
         }
     }
   }
 
+  // Adds the gradients of keys that several segments keep to their sums, which lie as key_segment_sums.cu knows.
+  __device__ void add_segment_sums() const {
+    if (params.keys.segments.most_sums == 0) return;
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = key_row(m, half);
+        if (keys.shared.key[key] < 0 || keys.shared.sum[key] < 0) continue;
+        float *row = keys.segment_sums(key) + threadIdx.x % 4 * 4;
+        const auto add = [&](float *sums, const float (&own)[kHeadDim / 8][4]) {
+#pragma unroll
+          for (int d = 0; d < kHeadDim / 8; d += 2)
+            add_neighbours(sums + 8 * d,
+                           {own[d][2 * half], own[d][2 * half + 1], own[d + 1][2 * half], own[d + 1][2 * half + 1]});
+        };
+        add(row, dk[m]);
+        add(row + params.keys.slot_dim, dv[m]);
+      }
+  }
+
   // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: the kHeadDim
-  // columns from `first` on. Gradients of keys that several segments of rows keep have their own sums.
+  // columns from `first` on. Gradients of keys that several segments of rows keep have their own sums. Those of a key that
+  // nobody keeps are zeros: its sums may hold what NaN in dO makes of a probability of 0.
   __device__ void write(int first = 0) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
@@ -220,6 +244,7 @@ struct KeyGradients {
       for (int half = 0; half < 2; ++half) {
         const int key = key_row(m, half);
         if (keys.shared.key[key] < 0 || (Keys::kSegments && keys.shared.sum[key] >= 0)) continue;
+        const bool blank = !keys.shared.readable[key];
         const auto write = [&](const fdm_tensor &t, const auto &sums, float factor, int which) {
           if (!present(t)) return;
           if (float *partial = keys.partial_sums(which, key)) {
@@ -227,10 +252,10 @@ struct KeyGradients {
             for (int d = 0; d < kHeadDim / 8; ++d)
               if (first + 8 * d < params.keys.slot_dim)
                 *reinterpret_cast<float2 *>(partial + first + 8 * d + accumulator_column()) =
-                    make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
+                    blank ? float2{} : make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
           } else {
             write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key) + first * t.stride[3], t.stride[3],
-                      int(params.p.head_dim) - first, sums, half, factor);
+                      int(params.p.head_dim) - first, sums, half, factor, lanes_of_row(), true, blank);
           }
         };
         if constexpr (kKeyGradient) write(params.a.dk, dk[m], params.p.scale, 0);

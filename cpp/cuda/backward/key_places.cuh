@@ -7,6 +7,11 @@
 
 namespace fdm::cuda {
 
+// The sequence of a batch that is not packed.
+__device__ __forceinline__ Sequence whole_sequence(const fdm_problem &p, int64_t b) {
+  return {b, 0, p.queries, 0, p.keys, p.keys - p.queries};
+}
+
 // Where the keys of a block lie in the order of its list. Blocks are numbered across buckets: the first of every
 // bucket, then the second of every bucket. The blocks with the most rows then come first.
 FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
@@ -23,6 +28,20 @@ struct KeyBlockPlace {
   int64_t keys;          // listed: keys from there on
   bool in_key_order;     // a list that keeps more keys than its segments have room for
   SegmentBlock rows;     // segments: the rows that keep any of the keys
+};
+
+// The heads that are gone through together. A number of a block becomes one among theirs.
+struct HeadsTogether {
+  uint32_t first, heads;
+
+  __device__ HeadsTogether(const KeyWork &keys, uint32_t &number) : first(0), heads(static_cast<uint32_t>(keys.heads)) {
+    if (keys.together == keys.heads) return;
+    const auto together = static_cast<uint32_t>(keys.together), blocks = static_cast<uint32_t>(keys.blocks) * together;
+    const uint32_t group = number / blocks;
+    number -= group * blocks;
+    first = group * together;
+    heads = min(together, heads - first);
+  }
 };
 
 // Does a list keep more keys than fit the blocks of its segments? All lanes of the warp call this.
@@ -42,7 +61,9 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
   const fdm_problem &p = params.p;
   const KeyWork &keys = params.keys;
   const KeySegments &segments = keys.segments;
-  const auto count = static_cast<uint32_t>(segments.count), heads = static_cast<uint32_t>(keys.heads);
+  const auto count = static_cast<uint32_t>(segments.count);
+  const HeadsTogether together(keys, number);
+  const uint32_t heads = together.heads;
   uint32_t head, rank, segment;
   if (number < segments.leading * count * heads) {
     const uint32_t segment_of_heads = number / segments.leading;
@@ -55,12 +76,13 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
     rank = block / count;
     segment = block - rank * count;
   }
+  head += together.first;
   KeyBlockPlace place{};
   const uint32_t sequence_index = head / static_cast<uint32_t>(p.kv_heads);
   place.block = static_cast<int32_t>(rank * count + segment);
   place.sequence_index = sequence_index;
   place.kv_head = head - sequence_index * static_cast<uint32_t>(p.kv_heads);
-  place.s = sequence(p, sequence_index);
+  place.s = whole_sequence(p, sequence_index);
   const fdm_tensor &list = list_tensor(p); // one for all heads, or for each head of keys
   place.list_sequence = batch_index(list, place.s) * params.plan.batch_lists + (list.shape[1] == 1 ? 0 : place.kv_head);
   const int64_t segment_of_list = place.list_sequence * count + (count - 1 - segment);
@@ -91,7 +113,9 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   if (params.keys.segments.rows > 0) return place_in_segment(params, static_cast<uint32_t>(number));
   const fdm_problem &p = params.p;
   KeyBlockPlace place{};
-  const int64_t block = quotient(number, params.keys.heads), head = number - block * params.keys.heads;
+  auto in_group = static_cast<uint32_t>(number);
+  const HeadsTogether together(params.keys, in_group);
+  const uint32_t block = in_group / together.heads, head = together.first + in_group - block * together.heads;
   place.block = static_cast<int32_t>(block);
   place.sequence_index = quotient(head, p.kv_heads);
   place.kv_head = head - place.sequence_index * p.kv_heads;
@@ -136,6 +160,24 @@ __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params,
   if (key >= place.s.k_count) return {0, -1};
   const int32_t past = static_cast<int32_t>(place.s.q_count);
   return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
+}
+
+// The place of a small block, which has consecutive keys or those of a segment. There may be no such block.
+__device__ __forceinline__ bool find_small_block(const BackwardParams &params, uint32_t number, KeyBlockPlace &place) {
+  const KeyWork &keys = params.keys;
+  if (keys.segments.rows > 0) {
+    place = place_in_segment(params, number);
+    return place.rows.past >= place.rows.first;
+  }
+  const HeadsTogether together(keys, number);
+  const uint32_t block = number / together.heads, head = together.first + number - block * together.heads;
+  const auto kv_heads = static_cast<uint32_t>(params.p.kv_heads);
+  place = {};
+  place.block = static_cast<int32_t>(block);
+  place.sequence_index = head / kv_heads;
+  place.kv_head = head - static_cast<uint32_t>(place.sequence_index) * kv_heads;
+  place.s = whole_sequence(params.p, place.sequence_index);
+  return int64_t(place.block) * keys.block_keys < params.p.keys;
 }
 
 // The item of a block of threads. Without a schedule the blocks of keys come one after the other, each with its parts;

@@ -69,6 +69,15 @@ int64_t choose_splits(const Division &division, int sms) {
 // device has.
 int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostSms); }
 
+// Tiles of up to so many columns have the kernel of small_tiles.cuh. With 640 the persistent kernel is as fast, with more
+// it is faster (seen on an H200, head dimensions 64 and 128).
+constexpr int64_t kFewColumns = 512;
+
+// The columns that a tile may have.
+int64_t most_columns(const fdm_problem &p) {
+  return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
+}
+
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 
 } // namespace
@@ -104,6 +113,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.heads_reciprocal = 65536u / uint32_t(division.heads_per_tile) + 1;
   params.tiles = int32_t(division.tiles);
   params.sequences_together = sequences_together(p);
+  params.few_columns = most_columns(p) <= kFewColumns;
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);
   params.splits = int32_t(std::clamp<int64_t>(splits, 1, room_for_splits(division)));
   params.partial_out = static_cast<float *>(workspace);

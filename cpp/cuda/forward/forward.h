@@ -23,6 +23,7 @@ struct ForwardParams {
   // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
   uint32_t heads_reciprocal;
   int32_t splits;
+  bool few_columns; // sm90/small_tiles.cuh is for them
   float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
   float *partial_max, *partial_sum; // [split][batch][head][query], to base 2
   bool aligned;                     // what rows_are_aligned says of q, k and v

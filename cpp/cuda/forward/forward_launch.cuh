@@ -9,6 +9,7 @@
 #include "../host/launch_sm90.cuh"
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/forward.cuh"
+#include "sm90/small_tiles.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -17,6 +18,16 @@ template <class Config> cudaError_t launch_forward_config(const ForwardParams &p
   const int64_t blocks = params.p.batch * params.tiles * params.splits * (params.p.heads / params.heads_per_tile);
   return launch_with_shared<ForwardShared<Config>, forward_kernel<Config>>(params, blocks, Config::kThreads, stream);
 }
+
+#if FDM_TILE_ARCH == 90
+template <class Element, int kHeadDim>
+cudaError_t launch_small_tiles(const ForwardParams &params, cudaStream_t stream) {
+  constexpr SmallTileChoice tile = small_tile(kHeadDim);
+  using Config = SmallTilesConfig<Element, kHeadDim, tile.columns, tile.stages>;
+  return launch_with_shared<SmallTilesShared<Config>, small_tiles_kernel<Config>, Overlap::kernel_ahead>(
+      params, sequence_tiles(params.p) * params.p.heads, Config::kThreads, stream);
+}
+#endif
 
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream) {
   constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, kHeadDim);
@@ -32,6 +43,8 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     constexpr ForwardTileSm90 choice = forward_tile_sm90(kHeadDim);
     using Config = ForwardConfigSm90<Element, kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
+    if constexpr (small_tile(kHeadDim).columns > 0)
+      if (params.few_columns) return launch_small_tiles<Element, kHeadDim>(params, stream);
     return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<Config>>(params, tiles, stream);
   }
 #endif

@@ -134,6 +134,12 @@ inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   }
 }
 
+// Do the query heads of a group keep the same keys, as far as the mask tells?
+FDM_INLINE bool group_shares_mask(const fdm_problem &p) {
+  const fdm_mask_kind kind = mask_kind(p);
+  return !is_interval_plan(kind) || group_size(p) == 1 || list_tensor(p).shape[1] != p.heads;
+}
+
 // Numbers for parts of a packed dimension, `size` each, of all sequences: those of a sequence follow those of the
 // sequences before it. Kernels whose blocks of threads go by them have no more of them than there is work, give or take
 // one for each sequence; with as many for each sequence as the longest has, most would find nothing to do.

@@ -112,6 +112,13 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
   return {0, 0};
 }
 
+// All gradients at once, of blocks of keys that one warpgroup of sm_90 computes by itself. Accumulators take head_dim + 64
+// registers of a thread, so three of them share an SM; of larger head dimensions two would, which is slower.
+struct SmallBlockChoice {
+  int keys, rows, most_head_dim;
+};
+constexpr SmallBlockChoice kSmallBlock{64, 64, 64};
+
 // The gradient of a bias with a row for each query: 16 rows a warp, and the buffers that RowBiasConfig describes.
 struct RowBiasTileChoice {
   int columns, warps, query_buffers, key_buffers;

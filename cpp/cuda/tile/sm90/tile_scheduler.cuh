@@ -18,7 +18,7 @@ struct HeadTile {
 };
 
 // Tiles of all sequences, for one head. Packed sequences have no more than their rows need, and one more each.
-__device__ __forceinline__ int64_t sequence_tiles(const fdm_problem &p) {
+FDM_INLINE int64_t sequence_tiles(const fdm_problem &p) {
   return is_varlen(p) ? total_rows(p) / kTileRows + p.batch : p.batch * ceil_div(p.queries, kTileRows);
 }
 

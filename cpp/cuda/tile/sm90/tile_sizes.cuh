@@ -25,6 +25,17 @@ constexpr int forward_consumer_registers(int head_dim) {
   return head_dim == 128 || head_dim == 256 ? 216 : 208;
 }
 
+// Tiles with few blocks of columns, of which two share an SM: a thread has 128 registers, of which accumulators take
+// head_dim / 2 + columns / 2, probabilities columns / 4. 0: there is no such kernel.
+struct SmallTileChoice {
+  int columns, stages;
+};
+
+constexpr SmallTileChoice small_tile(int head_dim) {
+  if (head_dim <= 64) return {64, 4};
+  return head_dim <= 128 ? SmallTileChoice{32, 3} : SmallTileChoice{0, 0};
+}
+
 struct DqTileSm90 {
   int columns, stages;
 };

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward pass with Hopper's wgmma where tiles have few blocks of columns: a block of threads for each tile, two of which
+// share an SM, so that one computes while the other waits for its columns and keys. The persistent kernel of forward.cuh
+// hides that behind the products of other blocks of columns, of which there are too few here.
+//
+// Two warpgroups have 64 rows each. All of their threads also find columns and gather rows of K and V, some blocks ahead.
+#pragma once
+
+#include "../../ptx/barrier.cuh"
+#include "../../ptx/dependent.cuh"
+#include "../../tile/sm90/products.cuh"
+#include "../../tile/sm90/tile_scheduler.cuh"
+#include "../forward_rows.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCount> struct SmallTilesConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount, kStages = kStageCount;
+  static constexpr int kThreads = 2 * kRows, kWarps = kThreads / 32, kBlocks = 2; // kBlocks share an SM
+  using QTile = SmemTile<kHeadDim, kRows>;
+  using KeyTile = SmemTile<kHeadDim, kColumns>;
+  using Ring = KeyRing<kColumns, kThreads>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
+  static_assert(kStages <= Ring::kBatch, "what is known of a block is stored a step before its copies are started");
+};
+
+template <class Config> struct SmallTilesShared {
+  alignas(1024) char sQ[Config::QTile::kBytes];
+  char sK[Config::kStages][Config::KeyTile::kBytes], sV[Config::kStages][Config::KeyTile::kBytes];
+  typename Config::Ring ring;
+  ForwardTask task;
+};
+
+template <class Config> struct SmallTile : Config::Rows {
+  using Rows = typename Config::Rows;
+  using Element = typename Config::Element;
+  using QTile = typename Config::QTile;
+  using KeyTile = typename Config::KeyTile;
+  using Ring = typename Config::Ring;
+  static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim, kStages = Config::kStages;
+  using Rows::out, Rows::params, Rows::scores, Rows::task;
+
+  SmallTilesShared<Config> &shared;
+
+  __device__ SmallTile(const ForwardParams &parameters, SmallTilesShared<Config> &memory)
+      : Rows(parameters, memory.task), shared(memory) {}
+
+  __device__ static int warp() { return int(threadIdx.x) / 32; }
+
+  __device__ void load_queries() const {
+    constexpr int kOwnRows = Config::kRows / Config::kWarps;
+    const fdm_tensor &q = params.p.q;
+    const int lane = threadIdx.x % 32;
+    const int64_t i = task->first_row + warp() * kOwnRows + lane;
+    const uint16_t *row = kZeroRow;
+    if (lane < kOwnRows && i < task->s.q_count)
+      row = static_cast<const uint16_t *>(q.data) + row_offset(q, task->s, i, task->head);
+    QTile::template gather<Config::kWarps>(ptx::shared_address(shared.sQ), warp(), row, int(params.p.head_dim));
+  }
+
+  // Starts the copies of a block, if there is one.
+  __device__ void load_keys(int block, int blocks) const {
+    if (block < blocks) {
+      // One half of the warps has K, the other V.
+      constexpr int kWarps = Config::kWarps / 2, kOwnKeys = kColumns / kWarps;
+      const auto &slot = shared.ring.slot(block);
+      const bool values = warp() >= kWarps;
+      const int own_warp = warp() % kWarps, stage = block % kStages;
+      const int c = own_warp * kOwnKeys + int(threadIdx.x) % kOwnKeys;
+      KeyTile::template gather<kWarps>(ptx::shared_address(values ? shared.sV[stage] : shared.sK[stage]), own_warp,
+                                       values ? slot.v_row[c] : slot.k_row[c], int(params.p.head_dim));
+    }
+    ptx::cp_async_fence();
+  }
+
+  // The column that this thread fetches of the batch of blocks that begins with `block`.
+  __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
+  __device__ void store(int block, const ColumnEntry &entry) {
+    store_column<kColumns>(shared.ring.slot(block + int(threadIdx.x) / kColumns), params.p, task->s,
+                           task->sequence_index, task->kv_head, task->columns, task->bias, column(block), entry);
+  }
+
+  __device__ void run() {
+    const TileColumns &columns = task->columns;
+    const int blocks = (columns.count + kColumns - 1) / kColumns;
+    load_queries();
+    store(0, fetch_column(columns, task->bias, column(0), fetch_key(columns, column(0))));
+    int32_t next_key = fetch_key(columns, column(Ring::kBatch));
+    __syncthreads();
+    for (int block = 0; block < kStages - 1; ++block) load_keys(block, blocks);
+    this->start();
+    const uint64_t q = QTile::descriptor(ptx::shared_address(shared.sQ)) + QTile::offset(64, 0) * (warp() / 4);
+    for (int block = 0; block < blocks; ++block) {
+      const int stage = block % kStages;
+      ptx::cp_async_wait<kStages - 2>();
+      ptx::fence_async_proxy();
+      __syncthreads(); // this block is there, and nobody reads the last one any more
+      load_keys(block + kStages - 1, blocks);
+      ptx::warpgroup_arrive();
+      warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(
+          scores[0], q, KeyTile::descriptor(ptx::shared_address(shared.sK[stage])), false);
+      ptx::warpgroup_commit_batch();
+      if (block % Ring::kBatch == 0 && block + Ring::kBatch < blocks) {
+        const int ahead = block + Ring::kBatch;
+        store(ahead, fetch_column(columns, task->bias, column(ahead), next_key));
+        next_key = fetch_key(columns, column(ahead + Ring::kBatch));
+      }
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(scores[0]);
+      Rows::finish_scores(shared.ring.slot(block), (block + 1) * kColumns > columns.full);
+      Rows::softmax();
+      uint32_t probabilities[kColumns / 16][4];
+      pack_left<Element>(probabilities, scores[0]);
+      ptx::warpgroup_fence_operand(out[0]);
+      ptx::warpgroup_arrive();
+      warpgroup_gemm_rs<Element, KeyTile>(out[0], probabilities,
+                                          KeyTile::descriptor(ptx::shared_address(shared.sV[stage])));
+      ptx::warpgroup_commit_batch();
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(out[0]);
+      ptx::warpgroup_fence_operand(probabilities);
+    }
+    ptx::cp_async_wait<0>();
+    this->finish();
+    this->write();
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    small_tiles_kernel(const __grid_constant__ ForwardParams params) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<SmallTilesShared<Config> *>(dynamic_shared);
+  const fdm_problem &p = params.p;
+  ptx::wait_for_kernel_ahead();
+  const HeadTile tile = find_tile(p, params.sequences_together, blockIdx.x);
+  if (!tile.has_rows()) return;
+  if (threadIdx.x == 0)
+    shared.task = {tile.s,
+                   tile.sequence_index,
+                   tile.head,
+                   kv_head_of(p, tile.head),
+                   tile.tile * kTileRows,
+                   0,
+                   tile_columns(p, params.plan, tile.s, tile.sequence_index, tile.head, tile.tile),
+                   score_view(p, p.bias, tile.s, tile.head),
+                   sink_score(p, tile.head)};
+  __syncthreads();
+  SmallTile<Config>(params, shared).run();
+}
+
+} // namespace fdm::cuda

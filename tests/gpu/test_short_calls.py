@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Calls of so few keys that several blocks of threads share an SM, forward and backward.
+
+On Hopper they have kernels of their own. Where the keys are fewest, blocks take consecutive ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_dmattn import IntervalMask, dynamic_mask
+from support import Problem, Target, assert_accurate, cotangent, randn
+
+from .test_row_segments import HEADS, KV_HEADS, check_gradients, intervals
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "window", "head_dim"),
+    [
+        (512, 512, 128, 64),
+        (200, 333, 100, 128),
+        (130, 130, 30, 40),
+        (9, 9, 2, 32),
+        (1000, 1000, 300, 64),
+        (700, 900, 20, 128),
+        (64, 1024, 500, 64),
+    ],
+)
+def test_selected_keys(queries: int, keys: int, window: int, head_dim: int, gpu: str) -> None:
+    bias = randn(1, KV_HEADS, 1, keys, dtype=torch.bfloat16, seed=4)
+    bias = bias.masked_fill(randn(*bias.shape, seed=5) > 1.0, -torch.inf)
+    mask = dynamic_mask(bias, window, True, query_length=queries)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=queries, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("keys", [500, 600])
+def test_many_sequences(keys: int, gpu: str) -> None:
+    """All blocks of keys of some come before those of others: L2 has no room for all of them."""
+    bias = randn(1, KV_HEADS, 1, keys, dtype=torch.bfloat16, seed=4)
+    mask = dynamic_mask(bias, 90, True, query_length=100)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=100, head_dim=64, batch=50)
+
+
+@pytest.mark.parametrize("max_kept", [0, 1, 200])
+def test_rows_and_keys_that_keep_nothing(max_kept: int, gpu: str) -> None:
+    start, end = intervals(450, 6, 300)
+    rows = torch.arange(450)
+    end = torch.where((rows > 60) & (rows < 330), start, end)
+    bias = randn(1, KV_HEADS, 1, 450, seed=4)
+    mask = IntervalMask(start, end, max_kept=max_kept or None)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=450, head_dim=64)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim"), [(333, 333, 64), (100, 777, 128), (500, 70, 32)]
+)
+def test_without_a_mask(
+    queries: int, keys: int, head_dim: int, causal: bool, softcap: float, gpu: str
+) -> None:
+    dtype = torch.float16
+    query = randn(2, queries, HEADS, head_dim, dtype=dtype, seed=1)
+    key = randn(2, keys, KV_HEADS, head_dim, dtype=dtype, seed=2)
+    value = randn(2, keys, KV_HEADS, head_dim, dtype=dtype, seed=3)
+    bias = randn(1, KV_HEADS, 1, keys, dtype=dtype, seed=4)
+    problem = Problem(query, key, value, bias=bias, causal=causal, softcap=softcap)
+    dout = cotangent(query)
+    got = problem.results(Target(gpu, "cuda"), dout=dout)
+    assert_accurate(got, problem.truth(dout=dout), problem.eager(dout=dout))
+
+
+def test_a_cotangent_that_is_nan_reaches_no_dropped_key(gpu: str) -> None:
+    for length in (100, 300):
+        query = randn(1, length, HEADS, 64, dtype=torch.bfloat16, seed=1)
+        key, value = (
+            randn(1, length, KV_HEADS, 64, dtype=torch.bfloat16, seed=seed) for seed in (2, 3)
+        )
+        bias = randn(1, KV_HEADS, 1, length, dtype=torch.bfloat16, seed=5)
+        dropped = torch.arange(length) % 3 == 1
+        bias[..., dropped] = torch.nan
+        problem = Problem(query, key, value, bias=bias, causal=True)
+        dout = torch.full_like(query, torch.nan)
+        got = problem.results(Target(gpu, "cuda"), dout=dout, window_size=length // 3)
+        for name in ("dkey", "dvalue"):
+            assert not got[name][:, dropped].any(), name
+        assert not got["dbias"][..., dropped].any()
