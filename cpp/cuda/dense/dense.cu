@@ -112,7 +112,7 @@ bool has_wide_tiles(const DenseCall &call) {
 bool divide_wide_forward(DenseForward *work, int sms) {
   const fdm_problem &p = work->call.p;
   if (!has_wide_tiles(work->call) || !work->call.bias_chunks || has_rows(p.mask) || present(p.start)) return false;
-  const int64_t sources = sources_of(work->call), most = kWideSources;
+  const int64_t sources = sources_of(work->call), most = wide_sources(int(p.head_dim));
   const int64_t tiles = ceil_div(p.queries, kWideTile), units = p.bias.shape[0] * p.bias.shape[1];
   const int64_t slots = sources >= most && units * tiles * (sources / most) >= sms ? most : 1;
   if (units * tiles * ceil_div(sources, slots) < sms / 2) return false;
@@ -262,12 +262,14 @@ FusedPlan plan_fused(const DenseCall &call, int sms) {
   const int64_t row_bytes = work.dim * int64_t(sizeof(float));
   work.units = int32_t(bias_heads);
   // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share them; and
-  // all of the batch is in one launch where its sums take less than those of dbias.
+  // all of the batch is in one launch where its sums take less than those of dbias. Else launches have as many sequences as
+  // take no more than dbias.
   const int64_t dbias_bytes = fused_dbias_bytes(work);
   plan.sums_dbias = dbias_bytes <= kMostFusedBytes;
   const int64_t sequence_bytes = (p.heads * work.sum_rows() + 2 * p.kv_heads * work.sum_keys()) * row_bytes;
   const int64_t batch_bytes = sequence_bytes + (plan.shares || !plan.sums_dbias ? 0 : dbias_bytes);
-  const int64_t launches = ceil_div(p.batch, std::clamp<int64_t>(kMostFusedBytes / batch_bytes, 1, p.batch));
+  const int64_t room = plan.shares ? max64(kMostFusedBytes, dbias_bytes) : kMostFusedBytes;
+  const int64_t launches = ceil_div(p.batch, std::clamp<int64_t>(room / batch_bytes, 1, p.batch));
   work.batches = int32_t(ceil_div(p.batch, launches));
   if (plan.shares && !plan.sums_dbias && work.batches < p.batch) {
     plan.sums_dbias = (p.batch - work.batches) * sequence_bytes > dbias_bytes;
@@ -308,9 +310,8 @@ template <class Function> cudaError_t with_wide_types(const fdm_problem &p, cons
 }
 
 // All gradients, unless something odd is found.
-cudaError_t run_fused(DenseBackward &work, char *sums, int sms, cudaStream_t stream) {
+cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *sums, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
-  const FusedPlan plan = plan_fused(work.call, sms);
   work.fused = plan.work;
   FusedWork &division = work.fused;
   const auto part = [&](const fdm_tensor &t, int64_t begin) {
@@ -459,14 +460,16 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
   char *const free_workspace = static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes;
   const bool fused = may_fuse(work.call) && work.dout_aligned && rows_are_aligned(args.out, p.head_dim) &&
                      present(args.dq) && (present(args.dk) || present(args.dv));
+  FusedPlan plan{};
   if (fused) {
+    plan = plan_fused(work.call, count);
+    if (!present(dbias)) plan.dbias_bytes = 0;
     work.odd = reinterpret_cast<uint32_t *>(static_cast<char *>(workspace) + deltas_bytes(p));
-    const int64_t cleared = kOddBytes + plan_fused(work.call, count).bytes();
-    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, cleared, stream)) return error;
+    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, kOddBytes + plan.bytes(), stream)) return error;
   }
   if (cudaError_t error = launch_deltas(work, stream)) return error;
   if (fused)
-    if (cudaError_t error = run_fused(work, free_workspace, count, stream)) return error;
+    if (cudaError_t error = run_fused(work, plan, free_workspace, stream)) return error;
   // First, since it may have its parts in dk.
   if (present(dbias) && !work.writes_dbias)
     if (cudaError_t error = run_dbias(work, workspace, count, stream)) return error;

@@ -59,7 +59,7 @@ struct DbiasWork {
 // Rows and keys of a tile of the kernels for sm_90.
 constexpr int kWideTile = 128;
 // Sources of a block of threads in their forward pass, where a bias has so many: as the registers of their sums allow.
-constexpr int kWideSources = 2;
+constexpr int wide_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
 
 // How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, `splits` blocks of threads for each
 // tile of kWideTile rows and keys. The sums are those of the batch of a launch, each head's rows or keys rounded up to

@@ -8,13 +8,19 @@
 
 namespace fdm::cuda {
 
+// What has a barrier of its own where there is one stage.
+enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
+
 template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFusedConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
   static constexpr bool kWide = kWideBias; // the bias is float32
   using Pair = TilePair<kHeadDim>;         // Q and dO, or K and V
   using Scores = SmemTile<kTile, kTile>;
-  static constexpr int kStages = kHeadDim == 64 && kWide ? 1 : 2;
+  // With 128 columns, shared memory has one tile of each operand, and one for P and then dS.
+  static constexpr bool kInTurn = kHeadDim == 128;
+  static constexpr int kStages = kInTurn || (kHeadDim == 64 && kWide) ? 1 : 2, kScoreTiles = kInTurn ? 1 : 2;
+  static constexpr int kBarriers = kInTurn ? kFusedOperands : kStages;
   // Where shared memory has room, the products add what belongs to rows and keys (row_columns.cuh), and the bias is kept
   // as float32, times log2 e.
   static constexpr bool kFolds = kHeadDim == 32, kFloats = kWide || kFolds;
@@ -27,20 +33,20 @@ template <class Config> struct DenseFusedShared {
   };
 
   alignas(1024) char sRows[Config::kStages][Config::Pair::kBytes], sKeys[Config::kStages][Config::Pair::kBytes];
-  char sP[Config::Scores::kBytes], sdS[Config::Scores::kBytes];
-  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads]; // each thread's own elements, -inf where a pair is dropped
+  char sScores[Config::kScoreTiles][Config::Scores::kBytes]; // P and dS
+  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads];  // each thread's own elements, -inf where a pair is dropped
   Place places[Config::kStages];
   std::conditional_t<Config::kFolds, RowColumns<typename Config::Element, Config::kStages>, RowNumbers<Config::kStages>>
       known;
-  uint64_t full[Config::kStages], empty[Config::kStages];
+  uint64_t full[Config::kBarriers], empty[Config::kBarriers];
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
     known.init();
     if (threadIdx.x > 0) return;
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
-      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
+    for (int i = 0; i < Config::kBarriers; ++i) {
+      ptx::init_barrier(full[i], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(empty[i], Roles::kConsumerThreads);
     }
   }
 };
