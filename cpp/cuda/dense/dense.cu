@@ -250,6 +250,21 @@ struct FusedPlan {
   int64_t bytes() const { return dq_bytes + 2 * key_bytes + dbias_bytes; }
 };
 
+// Returns FusedWork::splits that take the least time.
+int32_t choose_splits(const FusedWork &work, bool sums_dbias, bool causal, int64_t sms) {
+  const int64_t tiles = work.tiles(), sources = work.sources;
+  const auto time_of = [&](int64_t splits) {
+    return ceil_div(tiles * splits, sms) * (ceil_div(sources, splits) + kFusedTaskSteps);
+  };
+  int32_t best = 1;
+  for (int32_t splits = 2; sums_dbias && splits <= std::min<int64_t>(sources, sms); ++splits)
+    if (time_of(splits) < time_of(best)) best = splits;
+  // A block's equal share begins and ends within a tile. With a causal mask, some of the shares would have tiles that no
+  // row sees. A block counts steps in 32 bits.
+  const int64_t steps = tiles * sources, share = ceil_div(steps, sms), parts = ceil_div(share, sources) + 1;
+  return sums_dbias && !causal && steps < INT32_MAX && share + parts * kFusedTaskSteps < time_of(best) ? 0 : best;
+}
+
 FusedPlan plan_fused(const DenseCall &call, int sms) {
   const fdm_problem &p = call.p;
   const int64_t bias_heads = p.bias.shape[1];
@@ -277,17 +292,11 @@ FusedPlan plan_fused(const DenseCall &call, int sms) {
   }
   if (!plan.shares) work.units *= work.batches;
   work.sources = int64_t(plan.shares ? work.batches : 1) * call.heads;
-  const int64_t tiles = int64_t(work.units) * work.row_tiles * work.key_tiles;
-  const auto time_of = [&](int64_t splits) {
-    return ceil_div(tiles * splits, sms) * (ceil_div(work.sources, splits) + kFusedTaskSteps);
-  };
-  work.splits = 1;
-  for (int32_t splits = 2; plan.sums_dbias && splits <= std::min<int64_t>(work.sources, sms); ++splits)
-    if (time_of(splits) < time_of(work.splits)) work.splits = splits;
+  work.splits = choose_splits(work, plan.sums_dbias, is_causal(p), sms);
   plan.dq_bytes = work.batches * p.heads * work.sum_rows() * row_bytes;
   plan.key_bytes = work.batches * p.kv_heads * work.sum_keys() * row_bytes;
   // One block of threads for each tile writes it itself.
-  const bool adds_dbias = work.splits > 1 || (plan.shares && work.batches < p.batch);
+  const bool adds_dbias = work.splits != 1 || (plan.shares && work.batches < p.batch);
   plan.dbias_bytes = adds_dbias ? fused_dbias_bytes(work) : 0;
   return plan;
 }
@@ -320,9 +329,9 @@ cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *sums, cu
   division.dq = part(work.a.dq, 0);
   division.dk = part(work.a.dk, plan.dq_bytes);
   division.dv = part(work.a.dv, plan.dq_bytes + plan.key_bytes);
-  const int64_t dbias_begin = plan.dq_bytes + 2 * plan.key_bytes;
-  division.dbias = plan.dbias_bytes > 0 ? part(work.a.dbias, dbias_begin) : nullptr;
+  division.dbias = plan.dbias_bytes > 0 ? part(work.a.dbias, plan.dq_bytes + 2 * plan.key_bytes) : nullptr;
   const int64_t source_heads = work.call.heads;
+  // The sums of the first launch were cleared with `odd`.
   for (int64_t first = 0; first < p.batch; first += plan.work.batches) {
     division.first_batch = int32_t(first);
     division.batches = int32_t(std::min<int64_t>(plan.work.batches, p.batch - first));
@@ -333,15 +342,12 @@ cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *sums, cu
       division.first_unit = int32_t(first * p.bias.shape[1]);
       division.units = int32_t(division.batches * p.bias.shape[1]);
     }
-    const bool clears_dbias = division.dbias && !plan.shares;
-    // Those of the first launch were cleared with `odd`.
-    if (first > 0)
-      if (cudaError_t error = cudaMemsetAsync(sums, 0, clears_dbias ? plan.bytes() : dbias_begin, stream)) return error;
+    division.clears = first + division.batches < p.batch;
     if (cudaError_t error = with_wide_types(p, [&](auto element, auto dim) {
           return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
         }))
       return error;
-    const bool completes_dbias = division.dbias && (!plan.shares || first + division.batches == p.batch);
+    const bool completes_dbias = division.dbias && (!plan.shares || !division.clears);
     if (cudaError_t error = launch_fused_sums(work, completes_dbias, stream)) return error;
   }
   return cudaSuccess;

@@ -57,16 +57,15 @@ struct DenseFusedTask {
   int64_t first, past;
 
   DenseFusedTask() = default;
-  __device__ DenseFusedTask(const DenseBackward &work, int64_t number) {
+  // `tile` is among those of the launch, and the sources among its sources.
+  __device__ DenseFusedTask(const DenseBackward &work, int tile, int first_source, int past_source) {
     const FusedWork &division = work.fused;
-    key_tile = int(number % division.key_tiles);
-    number /= division.key_tiles;
-    row_tile = int(number % division.row_tiles);
-    number /= division.row_tiles;
-    unit = division.first_unit + int(number % division.units);
-    const int64_t split = number / division.units;
-    first = division.first_source + division.sources * split / division.splits;
-    past = division.first_source + division.sources * (split + 1) / division.splits;
+    const int row = tile / division.key_tiles;
+    key_tile = tile - row * division.key_tiles;
+    row_tile = row % division.row_tiles;
+    unit = division.first_unit + row / division.row_tiles;
+    first = division.first_source + first_source;
+    past = division.first_source + past_source;
     const fdm_problem &p = work.call.p;
     const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kWideTile)) - 1;
     if (is_causal(p) && int64_t(key_tile) * kWideTile > last_row + p.keys - p.queries) past = first;
@@ -75,9 +74,23 @@ struct DenseFusedTask {
   // Calls function(task) for the tasks of this block of threads.
   template <class Function> __device__ static void for_each(const DenseBackward &work, const Function &function) {
     const FusedWork &division = work.fused;
-    const int64_t count = int64_t(division.units) * division.row_tiles * division.key_tiles * division.splits;
+    const int tiles = int(division.tiles()), sources = int(division.sources), splits = division.splits;
+    // Counts tasks, a tile after the other for each split; or steps, a source after the other for each tile.
+    int number = int(blockIdx.x), past = tiles * splits;
+    if (splits == 0) {
+      const int64_t steps = int64_t(tiles) * sources;
+      number = int(steps * blockIdx.x / gridDim.x);
+      past = int(steps * (blockIdx.x + 1) / gridDim.x);
+    }
 #pragma unroll 1
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) function(DenseFusedTask(work, number));
+    while (number < past) {
+      const int split = splits == 0 ? 0 : number / tiles;
+      const int tile = splits == 0 ? number / sources : number - split * tiles;
+      const int first = splits == 0 ? number - tile * sources : int(int64_t(sources) * split / splits);
+      const int end = splits == 0 ? min(sources, past - tile * sources) : int(int64_t(sources) * (split + 1) / splits);
+      function(DenseFusedTask(work, tile, first, end));
+      number += splits == 0 ? end - first : int(gridDim.x);
+    }
   }
 };
 
