@@ -38,32 +38,50 @@ def test_heads_of_more_than_64_columns(
 
 
 # Of 16 x 3 x 3 tiles and 20 sequences, each SM takes an equal share of the steps; twice as many
-# sequences take two launches.
+# sequences take more launches.
 @pytest.mark.parametrize("batch", [20, 40])
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_many_sequences(head_dim: int, batch: int, gpu: str) -> None:
     length, heads = 270, 16
     shape = (batch, length, heads, head_dim)
-    *inputs, dout = (randn(*shape, seed=n).bfloat16().to(gpu) for n in range(4))
-    inputs.append(randn(1, heads, length, length, seed=4).to(gpu))
-    mask = rand_bool(batch, 1, 1, length, density=0.8, seed=5).to(gpu)
-    dout = cotangent(dout)
+    query, key, value = (randn(*shape, seed=n).bfloat16() for n in range(3))
+    bias = randn(1, heads, length, length, seed=4)
+    mask = rand_bool(batch, 1, 1, length, density=0.8, seed=5)
+    check_beside_a_fixed_order(Problem(query, key, value, mask, bias), gpu)
+
+
+@pytest.mark.parametrize("length", [200, 1000, 2500])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_few_rows_with_a_mask_for_each_query(head_dim: int, length: int, gpu: str) -> None:
+    """The keys are divided over parts, which are merged."""
+    query = randn(1, length, 2, head_dim).bfloat16()
+    key, value = (randn(1, length, 1, head_dim, seed=n).bfloat16() for n in (1, 2))
+    bias = randn(1, 1, length, length, seed=3).bfloat16()
+    mask = rand_bool(1, 1, length, length, density=0.4, seed=4)
+    mask[..., 17, :] = False
+    check_beside_a_fixed_order(Problem(query, key, value, mask, bias, causal=True), gpu)
+
+
+def check_beside_a_fixed_order(problem: Problem, gpu: str) -> None:
+    """Errors are at most twice those of the kernels of fixed order, which have less in common."""
+    dout = cotangent(randn(*problem.query.shape, seed=6)).to(gpu)
+    assert problem.mask is not None
+    mask = problem.mask.to(gpu)
 
     def results(kind: str) -> dict[str, Tensor]:
-        dtype = torch.float64 if kind == "truth" else None
-        leaves = [t.to(dtype or t.dtype).requires_grad_() for t in inputs]
-        query, key, value, bias = leaves
+        leaves = problem.leaves(gpu, torch.float64 if kind == "truth" else None)
+        query, key, value, bias = leaves.values()
         if kind == "truth":
-            out = attention_reference(query, key, value, mask, bias)[0]
+            out = attention_reference(query, key, value, mask, bias, causal=problem.causal)[0]
         else:
-            fixed = kind == "fixed order"
             found = flash_dmattn_func(
-                query, key, value, mask, bias, backend="cuda", deterministic=fixed
-            )
+                query, key, value, mask, bias, is_causal=problem.causal, backend="cuda",
+                deterministic=kind == "fixed order",
+            )  # fmt: skip
             assert isinstance(found, Tensor)
             out = found
-        gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
-        names = ("out", "dquery", "dkey", "dvalue", "dbias")
-        return dict(zip(names, (t.detach().cpu() for t in (out, *gradients)), strict=True))
+        gradients = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
+        named = {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+        return {name: t.detach().cpu() for name, t in {"out": out, **named}.items()}
 
     assert_accurate(results("ours"), results("truth"), results("fixed order"))
