@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not edit.\n"
 # The registers do not hold more: beyond it the general kernels take a bias for each query.
 MOST_DENSE_HEAD_DIM = 128
-# Of the kernels of dense blocks for sm_90: their shared memory does not hold more.
-MOST_WIDE_HEAD_DIM = 64
+# Of the kernels of dense blocks for sm_90: their shared memory does not hold more. Heads of 96
+# columns take tiles of 128.
+WIDE_HEAD_DIMS = (32, 64, 128)
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 # What declares them; a family's header includes it only where the arch has kernels of the family.
 INCLUDES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n\n"
@@ -34,6 +35,12 @@ class Family:
     header: str
     params: str
     most_head_dim: int = 256
+    only_head_dims: tuple[int, ...] = ()  # all up to the largest where none are named
+
+    def serves(self, head_dim: int) -> bool:
+        """Tell whether the family has kernels of a head dimension."""
+        named = not self.only_head_dims or head_dim in self.only_head_dims
+        return named and head_dim <= self.most_head_dim
 
     def source(self, dtype: str, head_dim: int) -> str:
         """Return the file that instantiates one kernel."""
@@ -55,15 +62,19 @@ FAMILIES = (
     Family("dense_dkdv", "dense/dkdv_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family("dense_dbias", "dense/dbias_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family(
-        "dense_wide_forward", "dense/wide_forward_launch.cuh", "DenseForward", MOST_WIDE_HEAD_DIM
+        "dense_wide_forward",
+        "dense/wide_forward_launch.cuh",
+        "DenseForward",
+        only_head_dims=WIDE_HEAD_DIMS,
     ),
-    Family("dense_fused", "dense/fused_launch.cuh", "DenseBackward", MOST_WIDE_HEAD_DIM),
+    Family("dense_fused", "dense/fused_launch.cuh", "DenseBackward", only_head_dims=WIDE_HEAD_DIMS),
 )
 
 
-def list_head_dims(name: str, head_dims: list[int], most: int) -> str:
-    """Declare the head dimensions up to `most`, and the largest: 0 where there are none."""
-    served = [dim for dim in head_dims if dim <= most]
+def list_head_dims(name: str, head_dims: list[int], family_name: str) -> str:
+    """Declare the head dimensions of a family, and the largest: 0 where there are none."""
+    family = next(family for family in FAMILIES if family.name == family_name)
+    served = [dim for dim in head_dims if family.serves(dim)]
     listed = ", ".join(map(str, served or head_dims[:1]))
     return (
         f"using {name}HeadDims = HeadDims<{listed}>;\n"
@@ -80,8 +91,8 @@ def head_dims_source(head_dims: list[int]) -> str:
         f"using InstantiatedHeadDims = HeadDims<{listed}>;\n"
         f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
         "// Of the kernels of dense blocks. Where the largest is 0, there are none.\n"
-        f"{list_head_dims('Dense', head_dims, MOST_DENSE_HEAD_DIM)}"
-        f"{list_head_dims('Wide', head_dims, MOST_WIDE_HEAD_DIM)}"
+        f"{list_head_dims('Dense', head_dims, 'dense_forward')}"
+        f"{list_head_dims('Wide', head_dims, 'dense_wide_forward')}"
         "} // namespace fdm::cuda\n"
     )
 
@@ -120,7 +131,7 @@ def main() -> None:
     for family in FAMILIES:
         for dtype in table["dtypes"]:
             for head_dim in head_dims:
-                if head_dim > family.most_head_dim:
+                if not family.serves(head_dim):
                     continue
                 path = options.output / f"{family.name}_{dtype}_{head_dim}.cu"
                 write(path, family.source(dtype, head_dim))

@@ -13,6 +13,7 @@
 #include "dbias.cuh"
 #include "dense_launch.cuh"
 #include "dkdv.cuh"
+#include "fused_plan.h"
 #include "row_block.cuh"
 
 namespace fdm::cuda {
@@ -24,7 +25,10 @@ constexpr int kMostSms = 256; // of any device: what depends on the device has r
 // fold into each tile of the bias. On one H200, forward and backward with 1024 keys kept by each of 8192 queries took them
 // 2.7 ms, and dense blocks 5.0 ms.
 constexpr int64_t kMostKeysOfRows = 2048;
-constexpr int64_t kMaxSplits = 32, kBlocksOfSplit = 4; // as in forward.cu
+// The second case has more where sm90/fused.cuh serves it and so few rows that latency decides: with two heads of 4096
+// queries, on one H200, the other kernels took 1.1 ms. Larger problems gain more by what a mask leaves out.
+constexpr int64_t kMostKeysOfFewRows = 4096, kFewRows = 16384;
+constexpr int64_t kMaxSplits = 32; // as in forward.cu
 
 // The tiles of a kernel: rows or keys of a block of threads, over all slots, and the least of a slot; and the shared
 // memory for a number of slots.
@@ -112,7 +116,7 @@ bool has_wide_tiles(const DenseCall &call) {
 bool divide_wide_forward(DenseForward *work, int sms) {
   const fdm_problem &p = work->call.p;
   if (!has_wide_tiles(work->call) || !work->call.bias_chunks || has_rows(p.mask) || present(p.start)) return false;
-  const int64_t sources = sources_of(work->call), most = kWideSources;
+  const int64_t sources = sources_of(work->call), most = wide_sources(int(p.head_dim));
   const int64_t tiles = ceil_div(p.queries, kWideTile), units = p.bias.shape[0] * p.bias.shape[1];
   const int64_t slots = sources >= most && units * tiles * (sources / most) >= sms ? most : 1;
   if (units * tiles * ceil_div(sources, slots) < sms / 2) return false;
@@ -138,13 +142,34 @@ int64_t forward_blocks(const DenseForward &work) {
   return work.call.p.bias.shape[0] * work.call.p.bias.shape[1] * work.groups * work.tiles;
 }
 
-// Few rows leave most of the chip idle, unless the keys are divided.
+int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+
+// Few rows leave most of the chip idle, unless the keys are divided. Blocks of threads that an SM holds beside each other
+// take little longer than one, since they mostly wait. On one H200 a block of 64 keys took 3.6 us where a mask was folded,
+// and 1024 rows of partial results took about as long to be merged; without a mask, a block takes less.
 int64_t choose_splits(const DenseForward &work, int sms) {
-  const int64_t most = std::clamp<int64_t>(work.call.p.keys / (kDenseKeys * kBlocksOfSplit), 1, kMaxSplits);
-  return std::clamp<int64_t>(sms / std::max<int64_t>(1, forward_blocks(work)), 1, most);
+  const fdm_problem &p = work.call.p;
+  const bool mask = has_rows(p.mask);
+  const int bytes = tiles_of<ForwardSizes>(p).shared_bytes(work.slots, p.bias.dtype == FDM_FLOAT32, mask);
+  const int64_t resident = std::min(dense_forward_tile(int(p.head_dim)).blocks, kMostShared / bytes);
+  const int64_t key_blocks = ceil_div(p.keys, kDenseKeys), launched = std::max<int64_t>(1, forward_blocks(work));
+  const int64_t most = std::min({resident * sms / launched, key_blocks, kMaxSplits});
+  const int64_t merge = (mask ? 1 : 2) * (1 + partial_rows(p) / 1024);
+  const auto time_of = [&](int64_t splits) {
+    return ceil_div(key_blocks, splits) + (splits > 1 ? merge + splits / 4 : 0);
+  };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= most; ++splits)
+    if (time_of(splits) < time_of(best)) best = splits;
+  return best;
 }
 
-int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+// On any device. What is large enough for the kernel for sm_90 on all of them needs no room for partial results.
+int64_t most_splits(const DenseCall &call) {
+  DenseForward work = divide_forward(call);
+  const int64_t splits = choose_splits(work, kMostSms);
+  return divide_wide_forward(&work, kMostSms) ? 1 : splits;
+}
 
 // Gives a tile its slots and stages. False if it does not fit shared memory.
 bool fit_dbias_tile(const fdm_problem &p, DbiasWork *work) {
@@ -225,69 +250,9 @@ template <class Function> cudaError_t with_dense_types(const fdm_problem &p, con
     });
 }
 
-// Sums of the fused kernel for so many bytes at a time: about what L2 holds. Those of a sequence may take more, and those
-// of dbias are beside them where the batch shares it.
-constexpr int64_t kMostFusedBytes = int64_t(64) << 20;
-// A block of threads takes the time of so many steps before its first and after its last.
-constexpr int64_t kFusedTaskSteps = 3;
-
 // May the fused kernel compute all gradients, if all are wanted?
 bool may_fuse(const DenseCall &call) {
   return call.p.batch > 0 && has_wide_tiles(call) && !(call.p.flags & FDM_DETERMINISTIC) && call.shares_mask;
-}
-
-int64_t fused_dbias_bytes(const FusedWork &work) {
-  return int64_t(work.units) * work.row_tiles * work.key_tiles * kWideTileQuads * 16;
-}
-
-// The launches of the fused kernel, each with an equal part of the batch; the last may have less.
-struct FusedPlan {
-  FusedWork work; // of the first launch
-  int64_t dq_bytes, key_bytes, dbias_bytes;
-  bool shares;     // the batch shares the bias, so all launches add to the same sums of dbias
-  bool sums_dbias; // there may be such sums: blocks of threads may share a tile
-
-  int64_t bytes() const { return dq_bytes + 2 * key_bytes + dbias_bytes; }
-};
-
-FusedPlan plan_fused(const DenseCall &call, int sms) {
-  const fdm_problem &p = call.p;
-  const int64_t bias_heads = p.bias.shape[1];
-  FusedPlan plan{};
-  FusedWork &work = plan.work;
-  plan.shares = call.batches > 1;
-  work.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
-  work.key_tiles = int32_t(ceil_div(p.keys, kWideTile));
-  work.dim = with_head_dim(p.head_dim, WideHeadDims{}, [](auto dim) { return int32_t(decltype(dim)::value); });
-  const int64_t row_bytes = work.dim * int64_t(sizeof(float));
-  work.units = int32_t(bias_heads);
-  // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share them; and
-  // all of the batch is in one launch where its sums take less than those of dbias.
-  const int64_t dbias_bytes = fused_dbias_bytes(work);
-  plan.sums_dbias = dbias_bytes <= kMostFusedBytes;
-  const int64_t sequence_bytes = (p.heads * work.sum_rows() + 2 * p.kv_heads * work.sum_keys()) * row_bytes;
-  const int64_t batch_bytes = sequence_bytes + (plan.shares || !plan.sums_dbias ? 0 : dbias_bytes);
-  const int64_t launches = ceil_div(p.batch, std::clamp<int64_t>(kMostFusedBytes / batch_bytes, 1, p.batch));
-  work.batches = int32_t(ceil_div(p.batch, launches));
-  if (plan.shares && !plan.sums_dbias && work.batches < p.batch) {
-    plan.sums_dbias = (p.batch - work.batches) * sequence_bytes > dbias_bytes;
-    if (!plan.sums_dbias) work.batches = int32_t(p.batch);
-  }
-  if (!plan.shares) work.units *= work.batches;
-  work.sources = int64_t(plan.shares ? work.batches : 1) * call.heads;
-  const int64_t tiles = int64_t(work.units) * work.row_tiles * work.key_tiles;
-  const auto time_of = [&](int64_t splits) {
-    return ceil_div(tiles * splits, sms) * (ceil_div(work.sources, splits) + kFusedTaskSteps);
-  };
-  work.splits = 1;
-  for (int32_t splits = 2; plan.sums_dbias && splits <= std::min<int64_t>(work.sources, sms); ++splits)
-    if (time_of(splits) < time_of(work.splits)) work.splits = splits;
-  plan.dq_bytes = work.batches * p.heads * work.sum_rows() * row_bytes;
-  plan.key_bytes = work.batches * p.kv_heads * work.sum_keys() * row_bytes;
-  // One block of threads for each tile writes it itself.
-  const bool adds_dbias = work.splits > 1 || (plan.shares && work.batches < p.batch);
-  plan.dbias_bytes = adds_dbias ? fused_dbias_bytes(work) : 0;
-  return plan;
 }
 
 int64_t fused_bytes(const DenseCall &call) {
@@ -308,9 +273,8 @@ template <class Function> cudaError_t with_wide_types(const fdm_problem &p, cons
 }
 
 // All gradients, unless something odd is found.
-cudaError_t run_fused(DenseBackward &work, char *sums, int sms, cudaStream_t stream) {
+cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *sums, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
-  const FusedPlan plan = plan_fused(work.call, sms);
   work.fused = plan.work;
   FusedWork &division = work.fused;
   const auto part = [&](const fdm_tensor &t, int64_t begin) {
@@ -319,9 +283,9 @@ cudaError_t run_fused(DenseBackward &work, char *sums, int sms, cudaStream_t str
   division.dq = part(work.a.dq, 0);
   division.dk = part(work.a.dk, plan.dq_bytes);
   division.dv = part(work.a.dv, plan.dq_bytes + plan.key_bytes);
-  const int64_t dbias_begin = plan.dq_bytes + 2 * plan.key_bytes;
-  division.dbias = plan.dbias_bytes > 0 ? part(work.a.dbias, dbias_begin) : nullptr;
+  division.dbias = plan.dbias_bytes > 0 ? part(work.a.dbias, plan.dq_bytes + 2 * plan.key_bytes) : nullptr;
   const int64_t source_heads = work.call.heads;
+  // The sums of the first launch were cleared with `odd`.
   for (int64_t first = 0; first < p.batch; first += plan.work.batches) {
     division.first_batch = int32_t(first);
     division.batches = int32_t(std::min<int64_t>(plan.work.batches, p.batch - first));
@@ -332,15 +296,12 @@ cudaError_t run_fused(DenseBackward &work, char *sums, int sms, cudaStream_t str
       division.first_unit = int32_t(first * p.bias.shape[1]);
       division.units = int32_t(division.batches * p.bias.shape[1]);
     }
-    const bool clears_dbias = division.dbias && !plan.shares;
-    // Those of the first launch were cleared with `odd`.
-    if (first > 0)
-      if (cudaError_t error = cudaMemsetAsync(sums, 0, clears_dbias ? plan.bytes() : dbias_begin, stream)) return error;
+    division.clears = first + division.batches < p.batch;
     if (cudaError_t error = with_wide_types(p, [&](auto element, auto dim) {
           return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
         }))
       return error;
-    const bool completes_dbias = division.dbias && (!plan.shares || first + division.batches == p.batch);
+    const bool completes_dbias = division.dbias && (!plan.shares || !division.clears);
     if (cudaError_t error = launch_fused_sums(work, completes_dbias, stream)) return error;
   }
   return cudaSuccess;
@@ -397,11 +358,13 @@ bool is_dense(const fdm_problem &p) {
   if (!has_rows(p.bias) || p.bias.shape[3] != p.keys || p.queries <= kDecodeRows || is_varlen(p)) return false;
   if (p.head_dim > kMaxDenseHeadDim || present(p.sink)) return false;
   const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
-  return p.keys <= kMostKeysOfRows || !(one_source || has_rows(p.mask));
+  if (p.keys <= kMostKeysOfRows || !(one_source || has_rows(p.mask))) return true;
+  const bool fuses = FDM_TILE_ARCH == 90 && p.softcap <= 0 && p.head_dim <= kMaxWideHeadDim;
+  return !one_source && fuses && p.keys <= kMostKeysOfFewRows && partial_rows(p) <= kFewRows;
 }
 
 int64_t dense_forward_workspace_bytes(const fdm_problem &p) {
-  const int64_t splits = choose_splits(divide_forward(make_call(p)), kMostSms);
+  const int64_t splits = most_splits(make_call(p));
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
@@ -416,8 +379,7 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
     return with_wide_types(p, [&](auto element, auto dim) {
       return launch_dense_wide_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
     });
-  const int64_t room = choose_splits(work, kMostSms),
-                wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
+  const int64_t room = most_splits(work.call), wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
   work.splits = int32_t(std::clamp<int64_t>(wanted, 1, room));
   work.partial_out = static_cast<float *>(workspace);
   work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;
@@ -459,14 +421,16 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
   char *const free_workspace = static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes;
   const bool fused = may_fuse(work.call) && work.dout_aligned && rows_are_aligned(args.out, p.head_dim) &&
                      present(args.dq) && (present(args.dk) || present(args.dv));
+  FusedPlan plan{};
   if (fused) {
+    plan = plan_fused(work.call, count);
+    if (!present(dbias)) plan.dbias_bytes = 0;
     work.odd = reinterpret_cast<uint32_t *>(static_cast<char *>(workspace) + deltas_bytes(p));
-    const int64_t cleared = kOddBytes + plan_fused(work.call, count).bytes();
-    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, cleared, stream)) return error;
+    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, kOddBytes + plan.bytes(), stream)) return error;
   }
   if (cudaError_t error = launch_deltas(work, stream)) return error;
   if (fused)
-    if (cudaError_t error = run_fused(work, free_workspace, count, stream)) return error;
+    if (cudaError_t error = run_fused(work, plan, free_workspace, stream)) return error;
   // First, since it may have its parts in dk.
   if (present(dbias) && !work.writes_dbias)
     if (cudaError_t error = run_dbias(work, workspace, count, stream)) return error;

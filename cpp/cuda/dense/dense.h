@@ -59,10 +59,11 @@ struct DbiasWork {
 // Rows and keys of a tile of the kernels for sm_90.
 constexpr int kWideTile = 128;
 // Sources of a block of threads in their forward pass, where a bias has so many: as the registers of their sums allow.
-constexpr int kWideSources = 2;
+constexpr int wide_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
 
-// How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, `splits` blocks of threads for each
-// tile of kWideTile rows and keys. The sums are those of the batch of a launch, each head's rows or keys rounded up to
+// How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, and `splits` tasks for each tile of
+// kWideTile rows and keys. Where `splits` is 0, each block of threads has as many steps as any other, which follow each
+// other; a step is the work of a tile on a source. The sums are those of the batch of a launch, each head's rows or keys rounded up to
 // whole tiles; they lie as ../backward/query_sums.cuh tells.
 constexpr int kWideTileQuads = kWideTile * kWideTile / 4;
 
@@ -73,7 +74,9 @@ struct FusedWork {
   int64_t first_source, sources; // of each unit
   int32_t dim;                   // columns of the sums of dq, dk and dv
   float *dq, *dk, *dv, *dbias;   // null: not wanted, or for dbias: each tile has one block of threads, which writes it
+  bool clears;                   // the next launch adds to the same sums, so they are cleared once they are rounded
 
+  __host__ __device__ int64_t tiles() const { return int64_t(units) * row_tiles * key_tiles; }
   __host__ __device__ int64_t sum_rows() const { return int64_t(row_tiles) * kWideTile; }
   __host__ __device__ int64_t sum_keys() const { return int64_t(key_tiles) * kWideTile; }
 };

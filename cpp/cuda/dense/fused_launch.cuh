@@ -16,7 +16,7 @@ namespace fdm::cuda {
 template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
   const FusedWork &division = work.fused;
-  const int64_t tasks = int64_t(division.units) * division.row_tiles * division.key_tiles * division.splits;
+  const int64_t tasks = division.tiles() * (division.splits > 0 ? division.splits : division.sources);
   int most;
   if (cudaError_t error = sm_count(&most)) return error;
   const auto launch_for = [&](auto wide) {

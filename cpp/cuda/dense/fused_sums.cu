@@ -12,7 +12,7 @@ constexpr int kThreads = 256, kBandRows = 16;
 // The sums of one gradient.
 struct Sums {
   const fdm_tensor &t;
-  const float *data; // null: not wanted
+  float *data; // null: not wanted
   float scale;
   int64_t rows; // of a head, whole tiles
 };
@@ -26,13 +26,15 @@ template <class Element> __device__ void round_sums(const DenseBackward &work, c
   const int64_t list = quotient(number, bands), first = (number - list * bands) * kBandRows;
   const int64_t batch = quotient(list, t.shape[2]), head = list - batch * t.shape[2];
   if (batch >= division.batches) return;
-  const float *band = sums.data + number * kBandRows * division.dim;
+  float *band = sums.data + number * kBandRows * division.dim;
   const bool finite =
       round_band<Element>(band, division.dim, sums.scale, t, int(work.call.p.head_dim), [&](int row) -> int64_t {
         if (first + row >= t.shape[1]) return -1;
         return (division.first_batch + batch) * t.stride[0] + (first + row) * t.stride[1] + head * t.stride[2];
       });
   if (!finite) *work.odd = 1;
+  if (division.clears)
+    for (int i = threadIdx.x % 32; i < kBandRows * division.dim / 4; i += 32) reinterpret_cast<float4 *>(band)[i] = {};
 }
 
 // A thread has four numbers of a tile.
@@ -42,9 +44,11 @@ template <class Element> __device__ void round_dbias(const DenseBackward &work) 
   const auto tiles = int64_t(division.row_tiles) * division.key_tiles, unit = quotient(tile, tiles);
   if (unit >= division.units) return;
   const int64_t place = tile - unit * tiles, row_tile = quotient(place, division.key_tiles);
+  float4 &sums = reinterpret_cast<float4 *>(division.dbias)[number];
   store_quad<Element>(work,
                       {division.first_unit + int(unit), int(row_tile), int(place - row_tile * division.key_tiles)},
-                      int(number % kWideTileQuads), reinterpret_cast<const float4 *>(division.dbias)[number]);
+                      int(number % kWideTileQuads), sums);
+  if (division.clears) sums = {};
 }
 
 // A row of this grid has a gradient: dq, dk, dv, and dbias where its sums are complete.

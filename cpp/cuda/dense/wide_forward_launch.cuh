@@ -28,8 +28,10 @@ cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t str
   const auto launch_for_bias = [&](auto sources) {
     return p.bias.dtype == FDM_FLOAT32 ? launch_for(sources, std::true_type{}) : launch_for(sources, std::false_type{});
   };
-  if (work.slots == 1) return launch_for_bias(std::integral_constant<int, 1>{});
-  return launch_for_bias(std::integral_constant<int, kWideSources>{});
+  constexpr int kMostSources = wide_sources(kHeadDim);
+  if constexpr (kMostSources > 1)
+    if (work.slots == kMostSources) return launch_for_bias(std::integral_constant<int, kMostSources>{});
+  return launch_for_bias(std::integral_constant<int, 1>{});
 #else
   return cudaErrorInvalidConfiguration;
 #endif

@@ -26,7 +26,7 @@ template <class Config> struct WideForwardConsumer {
   WideForwardStates<Config> &states;
   DenseSoftmax<1, kTiles> softmax[kSources];
   float out[kSources][1][kOutTiles][4];
-  float bias[kTiles][4];
+  std::conditional_t<Config::kHoldsBias, float[kTiles][4], float[1][4]> bias;
 
   __device__ WideForwardConsumer(const DenseForward &own_work, WideForwardShared<Config> &memory,
                                  const WideForwardTask &own_task, WideForwardStates<Config> &own_states)
@@ -37,45 +37,69 @@ template <class Config> struct WideForwardConsumer {
   __device__ int row(int half) const { return task.first_row + 16 * warp() + accumulator_row(half); }
   __device__ bool exists(int n, int half) const { return source(n).exists && row(half) < work.call.p.queries; }
 
-  __device__ void read_bias() {
-    Roles::consumer_wait(shared.bias_full, states.bias.phase);
-    const char *tile = shared.bias;
+  // Loads this thread's part of the bias that belongs to two tiles of 8 keys, of which 2 * k is the first.
+  __device__ void load_bias(int k, float (&low)[4], float (&high)[4]) const {
     if constexpr (Config::kWide) {
+      const auto pair_of = [&](int half, int n) {
+        const int pair = threadIdx.x % 4;
+        const uint32_t place = Config::bias_chunk(0, 16 * warp() + accumulator_row(half), 2 * n + pair / 2);
+        return *reinterpret_cast<const float2 *>(shared.bias + place + pair % 2 * 8);
+      };
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int place = (16 * warp() + accumulator_row(half)) * Config::kPitch + 8 * n + accumulator_column();
-          const float2 pair = reinterpret_cast<const float2 *>(tile)[place / 2];
-          bias[n][2 * half] = pair.x;
-          bias[n][2 * half + 1] = pair.y;
-        }
+      for (int half = 0; half < 2; ++half) {
+        const float2 first = pair_of(half, 2 * k), second = pair_of(half, 2 * k + 1);
+        low[2 * half] = first.x;
+        low[2 * half + 1] = first.y;
+        high[2 * half] = second.x;
+        high[2 * half + 1] = second.y;
+      }
     } else {
-      uint32_t pairs[kTiles / 2][4];
-      load_left<typename Config::Bias>(pairs, ptx::shared_address(tile), 16 * warp());
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ptx::unpack<Element>(pairs[n / 2][n % 2 * 2 + half], bias[n][2 * half], bias[n][2 * half + 1]);
+      uint32_t pairs[4];
+      ptx::ldmatrix(pairs, Config::bias_chunk(ptx::shared_address(shared.bias), 16 * warp() + threadIdx.x % 16,
+                                              2 * k + threadIdx.x % 32 / 16));
+      ptx::unpack<Element>(pairs[0], low[0], low[1]);
+      ptx::unpack<Element>(pairs[1], low[2], low[3]);
+      ptx::unpack<Element>(pairs[2], high[0], high[1]);
+      ptx::unpack<Element>(pairs[3], high[2], high[3]);
     }
+  }
+  __device__ void wait_for_bias() const { Roles::consumer_wait(shared.bias_full, states.bias.phase); }
+  __device__ void release_bias() {
     ptx::arrive(shared.bias_empty);
     ++states.bias;
   }
+  __device__ void read_bias() {
+    wait_for_bias();
+#pragma unroll
+    for (int k = 0; k < kTiles / 2; ++k) load_bias(k, bias[2 * k], bias[2 * k + 1]);
+    release_bias();
+  }
+
+  // Makes scores of products and their part of the bias.
+  template <bool kExact> __device__ void add_bias(float (&scores)[4], const float (&own)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float score = fmaf(scores[i], work.call.p.scale, own[i]);
+      scores[i] = !kExact ? score : (own[i] == -INFINITY ? -INFINITY : ptx::max_or_nan(score, kLowestBias));
+    }
+  }
 
   // Makes scores of products: -inf where a pair is dropped.
-  template <bool kExact> __device__ void finish_scores(float (&scores)[kTiles][4], int block) const {
-    const float scale = work.call.p.scale;
+  template <bool kExact> __device__ void finish_scores(float (&scores)[kTiles][4], int block) {
+    if constexpr (Config::kHoldsBias) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
+      for (int n = 0; n < kTiles; ++n) add_bias<kExact>(scores[n], bias[n]);
+    } else {
+      wait_for_bias();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[n][i] = fmaf(scores[n][i], scale, bias[n][i]);
-    if constexpr (kExact)
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          scores[n][i] = bias[n][i] == -INFINITY ? -INFINITY : ptx::max_or_nan(scores[n][i], kLowestBias);
+      for (int k = 0; k < kTiles / 2; ++k) {
+        float low[4], high[4];
+        load_bias(k, low, high);
+        add_bias<kExact>(scores[2 * k], low);
+        add_bias<kExact>(scores[2 * k + 1], high);
+      }
+      release_bias();
+    }
     const DroppedKeys &dropped = shared.dropped[states.keys.index];
     if ((!Config::kDropsByProduct || kExact) && dropped.any())
 #pragma unroll
@@ -123,7 +147,8 @@ template <class Config> struct WideForwardConsumer {
 
   template <bool kExact> __device__ void step(int block, int n) {
     const int stage = states.keys.index;
-    if (n == 0 && !Config::kReadsBiasBeside) read_bias();
+    if constexpr (Config::kHoldsBias && !Config::kReadsBiasBeside)
+      if (n == 0) read_bias();
     Roles::consumer_wait(shared.full[stage], states.keys.phase);
     const uint64_t keys = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 0);
     const uint64_t values = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 1);
@@ -136,7 +161,8 @@ template <class Config> struct WideForwardConsumer {
       ptx::wgmma_ss<Element, false, false>(scores[0], shared.drops.ones_descriptor(), shared.drops.descriptor(stage),
                                            true);
     ptx::warpgroup_commit_batch();
-    if (n == 0 && Config::kReadsBiasBeside) read_bias();
+    if constexpr (Config::kReadsBiasBeside)
+      if (n == 0) read_bias();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(scores[0]);
     finish_scores<kExact>(scores[0], block);

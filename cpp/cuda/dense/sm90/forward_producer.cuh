@@ -14,27 +14,35 @@ template <class ElementType, int kHeadDimension, int kSourceCount, bool kWideBia
   static constexpr bool kWide = kWideBias; // the bias is float32
   using Pair = TilePair<kHeadDim>;
   static constexpr int kSources = kSourceCount;
-  static constexpr int kStages = kHeadDim == 32 ? 4 : 3;
+  static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
   // The products add -inf for keys that are dropped.
   static constexpr bool kDropsByProduct = kHeadDim == 32;
-  // A consumer reads its part of the bias while S is under way, unless results of 64 columns fill the registers.
-  static constexpr bool kReadsBiasBeside = kHeadDim == 32;
+  // A consumer holds its part of the bias in registers while the sources go by, unless results of 128 columns of the only
+  // source fill them. It reads that part while S is under way, unless results of 64 columns of two sources do.
+  static constexpr bool kHoldsBias = kHeadDim <= 64, kReadsBiasBeside = kHeadDim == 32;
+  static_assert(kHoldsBias || kSources == 1);
   // Producers have what the sums of consumers leave them.
   using Registers =
       std::conditional_t<kHeadDim == 32, RoleRegisters<216, 72>,
                          std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
   // Tiles of 64 columns beside a wide bias leave no room for two.
-  static constexpr int kQueryStages = kHeadDim == 64 && kWide ? 1 : 2;
-  // Elements of 16 bits lie so that ldmatrix reads accumulators; the pitch of words lets pairs meet all banks.
+  static constexpr int kQueryStages = kHeadDim >= 64 && kWide ? 1 : 2;
+  // Q of two sources, or of one where that has panels of its own.
+  static constexpr int kQueryBytes = kSources == 1 && !Pair::kPaired ? Pair::Tile::kBytes : Pair::kBytes;
+  // Elements of 16 bits lie so that ldmatrix reads accumulators. Those of 32 bits lie in rows whose chunks of 16 bytes are
+  // swizzled, so that the pairs which half a warp reads meet all banks.
   using Bias = SmemTile<kTile, kTile>;
-  static constexpr int kPitch = kTile + 8;
-  static constexpr int kBiasBytes = kWide ? kTile * kPitch * 4 : Bias::kBytes;
+  static constexpr int kBiasBytes = kWide ? kTile * kTile * 4 : Bias::kBytes;
+  __device__ static __forceinline__ uint32_t bias_chunk(uint32_t base, int row, int chunk) {
+    if constexpr (kWide) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
+    return Bias::chunk_address(base, row, chunk);
+  }
 };
 
 template <class Config> struct WideForwardShared {
   static constexpr int kOddWords = 16;
 
-  alignas(1024) char sQ[Config::kQueryStages][Config::Pair::kBytes]; // Q of the sources
+  alignas(1024) char sQ[Config::kQueryStages][Config::kQueryBytes]; // Q of the sources
   char sKV[Config::kStages][Config::Pair::kBytes];
   char bias[Config::kBiasBytes]; // in registers while the next is copied
   DroppedKeys dropped[Config::kStages];
@@ -168,9 +176,7 @@ template <class Config> struct WideForwardProducer {
     const uint32_t base = ptx::shared_address(shared.bias);
 #pragma unroll 4
     for (int r = own_row; r < Config::kTile; r += kDown) {
-      const uint32_t address =
-          Config::kWide ? base + (r * Config::kPitch) * 4 + chunk * 16 : Config::Bias::chunk_address(base, r, chunk);
-      ptx::cp_async_up_to_16(address, elements, r < rows ? bytes : 0);
+      ptx::cp_async_up_to_16(Config::bias_chunk(base, r, chunk), elements, r < rows ? bytes : 0);
       elements += kDown * m.row * kSize;
     }
     Roles::producer_commit(shared.bias_full);
@@ -202,7 +208,7 @@ template <class Config> struct WideForwardProducer {
     uint8_t fetched = fetch_kept(0, 0);
 #pragma unroll 1
     for (int block = 0; block < task.blocks; ++block) {
-      load_bias(block);
+      if constexpr (Config::kHoldsBias) load_bias(block);
 #pragma unroll
       for (int n = 0; n < Config::kSources; ++n) {
         const bool last = n + 1 == Config::kSources;
@@ -210,6 +216,8 @@ template <class Config> struct WideForwardProducer {
         load_keys(n, block, fetched != 0);
         fetched = next;
       }
+      // The consumers release the bias of the block before late, and K and V need not wait for that.
+      if constexpr (!Config::kHoldsBias) load_bias(block);
     }
   }
 };

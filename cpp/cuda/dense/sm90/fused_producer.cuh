@@ -45,20 +45,47 @@ template <class Config> struct DenseFusedProducer {
     return facts;
   }
 
-  __device__ void load(int stage, const SourceWalk &source, const Facts &facts) const {
+  // Stores what belongs to the rows and keys of a source. Returns which keys of this warp are kept, as bits.
+  __device__ uint32_t store_facts(int stage, const SourceWalk &source, const Facts &facts) const {
     const fdm_problem &p = work.call.p;
     const FusedWork &division = work.fused;
-    shared.known.set_row(stage, own(), facts.row, p.scale);
-    const uint32_t kept = shared.known.set_key(stage, own(), facts.kept != 0);
-    const int64_t kv_head = kv_head_of(p, source.head), batch = source.batch - division.first_batch;
     if (own() == 0) {
+      const int64_t batch = source.batch - division.first_batch, kv_head = kv_head_of(p, source.head);
       shared.places[stage].first_row = (batch * p.heads + source.head) * division.sum_rows() + first_row;
       shared.places[stage].first_key = (batch * p.kv_heads + kv_head) * division.sum_keys() + first_key;
     }
+    shared.known.set_row(stage, own(), facts.row, p.scale);
+    return shared.known.set_key(stage, own(), facts.kept != 0);
+  }
+
+  __device__ void load(const PipelineState<Config::kStages> &state, const SourceWalk &source,
+                       const Facts &facts) const {
+    const int stage = state.index;
+    const int64_t kv_head = kv_head_of(work.call.p, source.head);
+    Roles::producer_acquire(shared.empty[stage], state.phase);
+    const uint32_t kept = store_facts(stage, source, facts);
     q.copy(shared.sRows[stage], 0, q.row_of(source.batch, source.head), used);
     k.copy(shared.sKeys[stage], 0, k.row_of(source.batch, kv_head), kept);
     dout.copy(shared.sRows[stage], 1, dout.row_of(source.batch, source.head), used);
     v.copy(shared.sKeys[stage], 1, v.row_of(source.batch, kv_head), kept);
+    Roles::producer_commit(shared.full[stage]);
+  }
+
+  // Copies each operand as soon as the step before has released it.
+  __device__ void load_in_turn(uint32_t phase, const SourceWalk &source, const Facts &facts) const {
+    const int64_t kv_head = kv_head_of(work.call.p, source.head);
+    const uint32_t kept = __ballot_sync(0xffffffffu, facts.kept != 0);
+    const auto copy = [&](FusedOperand operand, const Rows &rows, const char *pair, int which, int64_t head,
+                          uint32_t there) {
+      Roles::producer_acquire(shared.empty[operand], phase);
+      if (operand == kQuery) store_facts(0, source, facts);
+      rows.copy(pair, which, rows.row_of(source.batch, head), there);
+      Roles::producer_commit(shared.full[operand]);
+    };
+    copy(kValue, v, shared.sKeys[0], 1, kv_head, kept);
+    copy(kDout, dout, shared.sRows[0], 1, source.head, used);
+    copy(kQuery, q, shared.sRows[0], 0, source.head, used);
+    copy(kKey, k, shared.sKeys[0], 0, kv_head, kept);
   }
 
   __device__ void run(PipelineState<Config::kStages> &state) const {
@@ -70,9 +97,10 @@ template <class Config> struct DenseFusedProducer {
       ++after;
       Facts next{};
       if (index + 1 < task.past) next = fetch(after);
-      Roles::producer_acquire(shared.empty[state.index], state.phase);
-      load(state.index, source, facts);
-      Roles::producer_commit(shared.full[state.index]);
+      if constexpr (Config::kInTurn)
+        load_in_turn(state.phase, source, facts);
+      else
+        load(state, source, facts);
       source = after;
       facts = next;
     }

@@ -8,13 +8,19 @@
 
 namespace fdm::cuda {
 
+// What has a barrier of its own where there is one stage.
+enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
+
 template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFusedConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
   static constexpr bool kWide = kWideBias; // the bias is float32
   using Pair = TilePair<kHeadDim>;         // Q and dO, or K and V
   using Scores = SmemTile<kTile, kTile>;
-  static constexpr int kStages = kHeadDim == 64 && kWide ? 1 : 2;
+  // With 128 columns, shared memory has one tile of each operand, and one for P and then dS.
+  static constexpr bool kInTurn = kHeadDim == 128;
+  static constexpr int kStages = kInTurn || (kHeadDim == 64 && kWide) ? 1 : 2, kScoreTiles = kInTurn ? 1 : 2;
+  static constexpr int kBarriers = kInTurn ? kFusedOperands : kStages;
   // Where shared memory has room, the products add what belongs to rows and keys (row_columns.cuh), and the bias is kept
   // as float32, times log2 e.
   static constexpr bool kFolds = kHeadDim == 32, kFloats = kWide || kFolds;
@@ -27,20 +33,20 @@ template <class Config> struct DenseFusedShared {
   };
 
   alignas(1024) char sRows[Config::kStages][Config::Pair::kBytes], sKeys[Config::kStages][Config::Pair::kBytes];
-  char sP[Config::Scores::kBytes], sdS[Config::Scores::kBytes];
-  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads]; // each thread's own elements, -inf where a pair is dropped
+  char sScores[Config::kScoreTiles][Config::Scores::kBytes]; // P and dS
+  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads];  // each thread's own elements, -inf where a pair is dropped
   Place places[Config::kStages];
   std::conditional_t<Config::kFolds, RowColumns<typename Config::Element, Config::kStages>, RowNumbers<Config::kStages>>
       known;
-  uint64_t full[Config::kStages], empty[Config::kStages];
+  uint64_t full[Config::kBarriers], empty[Config::kBarriers];
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
     known.init();
     if (threadIdx.x > 0) return;
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
-      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
+    for (int i = 0; i < Config::kBarriers; ++i) {
+      ptx::init_barrier(full[i], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(empty[i], Roles::kConsumerThreads);
     }
   }
 };
@@ -51,16 +57,15 @@ struct DenseFusedTask {
   int64_t first, past;
 
   DenseFusedTask() = default;
-  __device__ DenseFusedTask(const DenseBackward &work, int64_t number) {
+  // `tile` is among those of the launch, and the sources among its sources.
+  __device__ DenseFusedTask(const DenseBackward &work, int tile, int first_source, int past_source) {
     const FusedWork &division = work.fused;
-    key_tile = int(number % division.key_tiles);
-    number /= division.key_tiles;
-    row_tile = int(number % division.row_tiles);
-    number /= division.row_tiles;
-    unit = division.first_unit + int(number % division.units);
-    const int64_t split = number / division.units;
-    first = division.first_source + division.sources * split / division.splits;
-    past = division.first_source + division.sources * (split + 1) / division.splits;
+    const int row = tile / division.key_tiles;
+    key_tile = tile - row * division.key_tiles;
+    row_tile = row % division.row_tiles;
+    unit = division.first_unit + row / division.row_tiles;
+    first = division.first_source + first_source;
+    past = division.first_source + past_source;
     const fdm_problem &p = work.call.p;
     const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kWideTile)) - 1;
     if (is_causal(p) && int64_t(key_tile) * kWideTile > last_row + p.keys - p.queries) past = first;
@@ -69,9 +74,23 @@ struct DenseFusedTask {
   // Calls function(task) for the tasks of this block of threads.
   template <class Function> __device__ static void for_each(const DenseBackward &work, const Function &function) {
     const FusedWork &division = work.fused;
-    const int64_t count = int64_t(division.units) * division.row_tiles * division.key_tiles * division.splits;
+    const int tiles = int(division.tiles()), sources = int(division.sources), splits = division.splits;
+    // Counts tasks, a tile after the other for each split; or steps, a source after the other for each tile.
+    int number = int(blockIdx.x), past = tiles * splits;
+    if (splits == 0) {
+      const int64_t steps = int64_t(tiles) * sources;
+      number = int(steps * blockIdx.x / gridDim.x);
+      past = int(steps * (blockIdx.x + 1) / gridDim.x);
+    }
 #pragma unroll 1
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) function(DenseFusedTask(work, number));
+    while (number < past) {
+      const int split = splits == 0 ? 0 : number / tiles;
+      const int tile = splits == 0 ? number / sources : number - split * tiles;
+      const int first = splits == 0 ? number - tile * sources : int(int64_t(sources) * split / splits);
+      const int end = splits == 0 ? min(sources, past - tile * sources) : int(int64_t(sources) * (split + 1) / splits);
+      function(DenseFusedTask(work, tile, first, end));
+      number += splits == 0 ? end - first : int(gridDim.x);
+    }
   }
 };
 

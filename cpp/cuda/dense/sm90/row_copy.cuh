@@ -12,8 +12,8 @@ namespace fdm::cuda {
 // Two tensors in shared memory, 128 rows of each. Those of 32 columns lie side by side in a panel of 64.
 template <int kHeadDim> struct TilePair {
   static constexpr bool kPaired = kHeadDim == 32;
-  static_assert(kPaired || kHeadDim == 64);
-  using Tile = SmemTile<64, kWideTile>;
+  static_assert(kPaired || kHeadDim == 64 || kHeadDim == 128);
+  using Tile = SmemTile<kPaired ? 64 : kHeadDim, kWideTile>;
   static constexpr int kChunks = kHeadDim / 8, kBytes = kPaired ? Tile::kBytes : 2 * Tile::kBytes;
 
   __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int which, int row, int chunk) {
@@ -76,7 +76,7 @@ template <class Pair> struct WideRows {
   __device__ __forceinline__ void copy(const char *tile, int which, const uint16_t *row, uint32_t there) const {
     const int lane_row = threadIdx.x % 32 / Pair::kChunks, first_row = Roles::producer_thread() / 32 * kRows;
     const uint32_t base = ptx::shared_address(tile), rows = inside ? there >> lane_row : 0;
-#pragma unroll
+#pragma unroll(kRows / kStepRows <= 8 ? kRows / kStepRows : 4)
     for (int r = 0; r < kRows; r += kStepRows) {
       ptx::cp_async_16(Pair::chunk_address(base, which, first_row + r + lane_row, threadIdx.x % Pair::kChunks), row,
                        rows >> r & 1);
