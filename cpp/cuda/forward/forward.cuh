@@ -43,7 +43,7 @@ template <class Config> struct ForwardShared {
   alignas(1024) char sQ[Config::kQBytes];
   char sK[Config::kKeyBytes], sV[Config::kKeyBytes];
   typename Config::Ring ring;
-  GatheredRows k, v; // of the task
+  GatheredRows k, v; // of the task; not in the general kernel
   ForwardTask task;
   alignas(16) uint32_t sBias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
   DeadColumns<Config::kColumns, Config::kGeneral> dead;
@@ -267,8 +267,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
                    score_view(p, p.bias, s, head),
                    sink_score(p, head)};
-    shared.k = RowNumbers::rows(p, p.k, params.rows.k_bytes, s, shared.task.kv_head);
-    shared.v = RowNumbers::rows(p, p.v, params.rows.v_bytes, s, shared.task.kv_head);
+    if constexpr (!Config::kGeneral) {
+      shared.k = RowNumbers::rows(p, p.k, params.rows.k_bytes, s, shared.task.kv_head);
+      shared.v = RowNumbers::rows(p, p.v, params.rows.v_bytes, s, shared.task.kv_head);
+    }
   }
   __syncthreads();
 

@@ -23,11 +23,11 @@ struct GatheredRows {
   int32_t bytes;     // from one row to the next
 };
 
-// Where the rows of K and V lie, by numbers that both have in common.
+// Where the rows of K and V lie, by numbers that both have in common: keys, or with a block table places in its pages.
 struct RowNumbers {
   int32_t k_bytes, v_bytes; // from one row to the next
   int32_t page_rows;        // from one page of a block table to the next
-  bool possible;            // or the strides are too large, or pages lie differently in K and V
+  bool possible;            // false where strides are too large for this, or pages lie differently in K and V
 
   RowNumbers() = default;
   explicit RowNumbers(const fdm_problem &p) {
