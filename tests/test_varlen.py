@@ -13,7 +13,16 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_varlen_func
-from support import Problem, Target, assert_accurate, cotangent, eager_attention, rand_bool, randn
+from support import (
+    Problem,
+    Target,
+    assert_accurate,
+    cotangent,
+    eager_attention,
+    moved,
+    rand_bool,
+    randn,
+)
 
 LENGTHS = [0, 5, 1, 40, 0, 70, 3]
 KEY_LENGTHS = [3, 5, 0, 70, 0, 33, 130]
@@ -287,8 +296,9 @@ def test_window_size_of_the_call(target: Target) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("bias_kind", ["none", "keys", "rows"])
-def test_paged_keys(causal: bool, bias_kind: str, target: Target) -> None:
+@pytest.mark.parametrize(("bias_kind", "gap"), [("none", 0), ("keys", 0), ("rows", 0), ("keys", 3)])
+def test_paged_keys(causal: bool, bias_kind: str, gap: int, target: Target) -> None:
+    """With a gap between pages of values, those and pages of keys are not equally far apart."""
     dtype, page = target.dtypes[-1], 16
     packed = Packed.random(dtype, causal=causal)
     packed.problem.bias = make_bias(bias_kind, 2, dtype)
@@ -297,7 +307,10 @@ def test_paged_keys(causal: bool, bias_kind: str, target: Target) -> None:
     numbers = torch.randperm(sum(per_sequence) + 2, generator=torch.Generator().manual_seed(0))
     table = torch.zeros(len(KEY_LENGTHS), max(per_sequence) + 1, dtype=torch.int32)
     # NaN where no key lies: such places must not be read.
-    pages = torch.full((2, len(numbers), page, 2, 16), torch.nan, dtype=dtype)
+    pages = [
+        torch.full((len(numbers), page + rows, 2, 16), torch.nan, dtype=dtype)[:, :page]
+        for rows in (0, gap)
+    ]
     used = 0
     for index, (_, _, part) in enumerate(packed.sequences()):
         for start in range(0, KEY_LENGTHS[index], page):
@@ -306,7 +319,7 @@ def test_paged_keys(causal: bool, bias_kind: str, target: Target) -> None:
             table[index, start // page] = number
             for side, tensor in enumerate((part.key, part.value)):
                 rows = tensor[0, start : start + page]
-                pages[side, number, : len(rows)] = rows
+                pages[side][number, : len(rows)] = rows
     with torch.no_grad():
         want = run(packed, target, packed.problem.leaves(target.device, None), return_lse=True)
         got = run(
@@ -314,8 +327,8 @@ def test_paged_keys(causal: bool, bias_kind: str, target: Target) -> None:
             target,
             {
                 **packed.problem.leaves(target.device, None),
-                "key": pages[0].to(target.device),
-                "value": pages[1].to(target.device),
+                "key": moved(pages[0], target.device, None),
+                "value": moved(pages[1], target.device, None),
             },
             return_lse=True,
             block_table=table.to(target.device),

@@ -121,6 +121,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.partial_sum = params.partial_max + params.splits * partial_rows(p);
   params.aligned =
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  params.rows = RowNumbers(p);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   const cudaError_t error = with_kernel_types(p, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../plan/plan.cuh"
+#include "../tile/column_ring.cuh"
 #include "../tile/score.cuh"
 
 namespace fdm::cuda {
@@ -26,6 +27,7 @@ struct ForwardParams {
   bool few_columns; // sm90/small_tiles.cuh is for them
   float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
   float *partial_max, *partial_sum; // [split][batch][head][query], to base 2
+  RowNumbers rows;                  // of k and v
   bool aligned;                     // what rows_are_aligned says of q, k and v
 };
 

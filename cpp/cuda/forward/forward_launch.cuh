@@ -14,9 +14,13 @@
 
 namespace fdm::cuda {
 
+inline int64_t forward_blocks(const ForwardParams &params) {
+  return params.p.batch * params.tiles * params.splits * (params.p.heads / params.heads_per_tile);
+}
+
 template <class Config> cudaError_t launch_forward_config(const ForwardParams &params, cudaStream_t stream) {
-  const int64_t blocks = params.p.batch * params.tiles * params.splits * (params.p.heads / params.heads_per_tile);
-  return launch_with_shared<ForwardShared<Config>, forward_kernel<Config>>(params, blocks, Config::kThreads, stream);
+  return launch_with_shared<ForwardShared<Config>, forward_kernel<Config>>(params, forward_blocks(params),
+                                                                           Config::kThreads, stream);
 }
 
 #if FDM_TILE_ARCH == 90
@@ -31,7 +35,7 @@ cudaError_t launch_small_tiles(const ForwardParams &params, cudaStream_t stream)
 
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream) {
   constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, kHeadDim);
-  if (!params.aligned || has_rows(params.p.bias)) {
+  if (!params.aligned || !params.rows.possible || has_rows(params.p.bias)) {
     constexpr ForwardTileChoice general = general_forward_tile(FDM_TILE_ARCH, kHeadDim);
     static_assert(general.rows == tile.rows, "the host divides rows by it");
     return launch_forward_config<
@@ -46,6 +50,18 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     if constexpr (small_tile(kHeadDim).columns > 0)
       if (params.few_columns) return launch_small_tiles<Element, kHeadDim>(params, stream);
     return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<Config>>(params, tiles, stream);
+  }
+#else
+  constexpr ForwardTileChoice crowded = crowded_forward_tile(FDM_TILE_ARCH, kHeadDim);
+  if constexpr (crowded.blocks > tile.blocks) {
+    static_assert(crowded.rows == tile.rows, "the host divides rows by it");
+    int sms;
+    if (cudaError_t error = sm_count(&sms)) return error;
+    if (forward_blocks(params) > int64_t(tile.blocks) * sms) {
+      using Config =
+          ForwardConfig<Element, kHeadDim, crowded.rows, crowded.columns, crowded.warps, crowded.blocks, false>;
+      return launch_forward_config<Config>(params, stream);
+    }
   }
 #endif
   return launch_forward_config<

@@ -122,22 +122,33 @@ struct ForwardRows {
   }
 
   template <class Slot> __device__ void drop_columns(const Slot &slot) {
+    if (kOneHead || params.heads_per_tile == 1)
+      drop_columns_of<true>(slot);
+    else
+      drop_columns_of<false>(slot);
+  }
+  // kSameHead says that all rows of the block are of one head: a warp's are then in the same word.
+  template <bool kSameHead, class Slot> __device__ void drop_columns_of(const Slot &slot) {
+    static_assert(kRowTiles <= 2, "a word has the bits of 32 rows");
+    int rows[kRowTiles][2];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      const int rows[2] = {row_of_tile(row(m, 0)), row_of_tile(row(m, 1))};
+    for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
-        uint2 word;
+      for (int half = 0; half < 2; ++half)
+        rows[m][half] = kSameHead ? row_of_tile(row(0, 0)) + 16 * m + 8 * half : row_of_tile(row(m, half));
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      uint2 word;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int r = rows[half];
-          // Both rows of one head are in the same word.
-          if (half == 0 || !kOneHead)
+          const int r = rows[m][half];
+          if (!kSameHead || (m == 0 && half == 0))
             word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32 % 4][8 * n + accumulator_column()]);
           if (!(word.x >> (r % 32) & 1)) scores[m][n][2 * half] = -INFINITY;
           if (!(word.y >> (r % 32) & 1)) scores[m][n][2 * half + 1] = -INFINITY;
         }
-      }
     }
   }
 

@@ -27,6 +27,25 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&m)[4], uint32_t addres
                : "memory");
 }
 
+// sum = c + a b; a is 16 x 16, b 16 x 8, both of Element; c float32.
+template <class Element>
+__device__ __forceinline__ void mma_from(float (&sum)[4], const float4 &c, const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  if constexpr (__is_same(Element, __half)) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%10, %11, %12, %13};\n"
+                 : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c.x), "f"(c.y), "f"(c.z),
+                   "f"(c.w));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%10, %11, %12, %13};\n"
+                 : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c.x), "f"(c.y), "f"(c.z),
+                   "f"(c.w));
+  }
+}
+
 // c += a b; a is 16 x 16, b 16 x 8, both of Element; c float32.
 template <class Element>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -30,6 +30,35 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
   }
 }
 
+// sums = A B' + what its columns begin with: first(n) has the numbers of this thread's two columns of tile n, twice.
+template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles, class First>
+__device__ __forceinline__ void gemm_ss_from(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t left, uint32_t right,
+                                             const First &first) {
+  using Tile = SmemTile<kHeadDim>;
+#pragma unroll
+  for (int d = 0; d < kHeadDim; d += 16) {
+    uint32_t a[kLeftTiles][4];
+#pragma unroll
+    for (int m = 0; m < kLeftTiles; ++m) ptx::ldmatrix(a[m], Tile::fragment_address(left, 16 * m, d));
+#pragma unroll
+    for (int n = 0; n < kRightTiles; n += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix(b, Tile::fragment_address(right, 8 * n, d));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float4 begin = d == 0 ? first(n + i) : float4{};
+#pragma unroll
+        for (int m = 0; m < kLeftTiles; ++m) {
+          if (d == 0)
+            ptx::mma_from<Element>(sums[m][n + i], begin, a[m], b[2 * i], b[2 * i + 1]);
+          else
+            ptx::mma<Element>(sums[m][n + i], a[m], b[2 * i], b[2 * i + 1]);
+        }
+      }
+    }
+  }
+}
+
 // sums += A B, summed over kDepth rows of B, which lies in shared memory. load_left(a, k) loads the fragments of 16
 // columns of A from k on. `right` is SmemTile::right_columns of B; pairs of tiles of sums are kColumnStep columns apart.
 template <class Element, class RightTile, int kDepth, int kColumnStep = 16, int kLeftTiles, int kRightTiles, class Left>

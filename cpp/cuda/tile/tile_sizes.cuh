@@ -31,6 +31,14 @@ constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
   return {128, 64, 8, 1};
 }
 
+// The tile where there are blocks of threads for more than two on every SM. Three smaller ones share an SM then, and have
+// enough registers: seen on an H200, where twelve warps hide each other's latencies better than eight, though each
+// barrier comes twice as often.
+constexpr ForwardTileChoice crowded_forward_tile(int arch, int head_dim) {
+  if (head_dim == 64) return {128, 32, 4, 3};
+  return forward_tile(arch, head_dim);
+}
+
 // The tile of the general kernel, which has four bytes of bias for each row and column too.
 constexpr ForwardTileChoice general_forward_tile(int arch, int head_dim) {
   const bool large_shared = shared_limit(arch) > 200 * 1024;
