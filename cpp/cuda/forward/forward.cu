@@ -3,6 +3,8 @@
 #include "forward.h"
 
 #include <algorithm>
+#include <climits>
+#include <cstdlib>
 
 #include "../../indexing.h"
 #include "../dense/dense.h"
@@ -69,6 +71,29 @@ int64_t choose_splits(const Division &division, int sms) {
 // device has.
 int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostSms); }
 
+// Rows from one page of K and V to the next, for kernels that find a row by its number; 0: there are no pages. Returns
+// false if rows cannot be found so, or not with numbers of 32 bits.
+bool find_page_rows(const fdm_problem &p, int32_t *page_rows) {
+  *page_rows = 0;
+  for (const fdm_tensor *t : {&p.q, &p.k, &p.v})
+    if (std::abs(t->stride[1]) > INT_MAX / 2) return false;
+  if (!present(p.block_table)) return true;
+  const int64_t row = p.k.stride[1], page = p.k.stride[0];
+  if (row == 0 || page % row != 0 || page / row * p.v.stride[1] != p.v.stride[0]) return false;
+  const int64_t rows = page / row, pages = p.k.shape[0];
+  if (std::abs(rows) > INT_MAX / max64(pages, 1)) return false;
+  *page_rows = int32_t(rows);
+  return true;
+}
+
+// Are tiles of a persistent kernel given out in the order in which blocks of threads ask for them? It then needs a counter
+// in the workspace. Only where the tiles of a block of threads are many and long, this is worth the time it takes to clear
+// the counter.
+bool gives_out_tiles(const Division &division) {
+  static const bool on = !std::getenv("FDM_STATIC");
+  return on && FDM_TILE_ARCH == 90 && !division.decode && division.heads_per_tile == 1 && room_for_splits(division) == 1;
+}
+
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 
 } // namespace
@@ -82,7 +107,9 @@ ForwardTileSize forward_tile_size(int64_t head_dim) {
 
 int64_t forward_workspace_bytes(const fdm_problem &p) {
   if (is_dense(p)) return dense_forward_workspace_bytes(p);
-  const int64_t splits = room_for_splits(divide(p));
+  const Division division = divide(p);
+  if (gives_out_tiles(division)) return sizeof(uint32_t);
+  const int64_t splits = room_for_splits(division);
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
@@ -109,9 +136,16 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.partial_out = static_cast<float *>(workspace);
   params.partial_max = params.partial_out + params.splits * partial_rows(p) * p.head_dim;
   params.partial_sum = params.partial_max + params.splits * partial_rows(p);
+  params.q_row_bytes = int32_t(2 * p.q.stride[1]);
+  params.k_row_bytes = int32_t(2 * p.k.stride[1]);
+  params.v_row_bytes = int32_t(2 * p.v.stride[1]);
   params.aligned =
-      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+      find_page_rows(p, &params.page_rows) && rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  if (gives_out_tiles(division) && params.aligned && !has_rows(p.bias)) {
+    params.tickets = static_cast<uint32_t *>(workspace);
+    if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
+  }
   const cudaError_t error = with_kernel_types(p, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;
     if (division.decode) return launch_decode<Element, decltype(dim)::value>(params, stream);

@@ -32,7 +32,8 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     constexpr ForwardTileSm90 choice = forward_tile_sm90(kHeadDim);
     using Config = ForwardConfigSm90<Element, kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
-    return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<Config>>(params, tiles, stream);
+    return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<Config>, Roles::kThreadsWithLookup>(
+        params, tiles, stream);
   }
 #endif
   return launch_forward_config<

@@ -3,6 +3,10 @@
 // stages, with the reason for each. Registers of a consumer thread: about 200; shared memory of a block: 227 KB.
 #pragma once
 
+#include <type_traits>
+
+#include "roles.cuh"
+
 namespace fdm::cuda {
 
 struct ForwardTileSm90 {
@@ -18,12 +22,12 @@ constexpr ForwardTileSm90 forward_tile_sm90(int head_dim) {
   return head_dim <= 192 ? ForwardTileSm90{64, 3, 2} : ForwardTileSm90{64, 2, 2};
 }
 
-// Registers of a consumer thread; a producer thread has what is left. Neither should need local memory, whose loads wait
-// behind all copies that were started before: a thousand cycles and more.
-constexpr int forward_consumer_registers(int head_dim) {
-  if (head_dim <= 64) return 200;
-  return head_dim == 128 || head_dim == 256 ? 216 : 208;
-}
+// Registers of a thread of each role. None should need local memory, whose loads wait behind all copies that were started
+// before: a thousand cycles and more.
+template <int kHeadDim>
+using ForwardRegisters = std::conditional_t<kHeadDim <= 64, LookupRoleRegisters<200, 48, 64>,
+                                            std::conditional_t<kHeadDim == 256, LookupRoleRegisters<208, 40, 56>,
+                                                               LookupRoleRegisters<200, 48, 64>>>;
 
 struct DqTileSm90 {
   int columns, stages;
