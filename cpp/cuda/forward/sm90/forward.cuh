@@ -48,19 +48,16 @@ template <class Config> __device__ void prefetch_queries(const ForwardParams &pa
   for (int d = 0; d < params.p.head_dim; d += 64) ptx::prefetch_l2(row + d);
 }
 
-template <class Config> __device__ void load_queries(const ForwardParams &params, const ForwardTask &task, char *sQ) {
+template <class Config>
+__device__ void load_queries(const ForwardParams &params, const ForwardTask &task,
+                             const TaskLoader<ForwardTask> &tasks, char *sQ) {
+  using Gather = RowGather<typename Config::QTile, Config::kRows>;
   const fdm_tensor &q = params.p.q;
   const auto *first = static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, task.first_row, task.head);
-  using Gather = RowGather<typename Config::QTile, Config::kRows>;
-  const int rows = int(min64(task.s.q_count - task.first_row, Config::kRows));
-  Gather::copy(ptx::shared_address(sQ), reinterpret_cast<const char *>(first), params.q_row_bytes,
-               int(params.p.head_dim), [&](int, int r) {
-                 typename Gather::Numbers numbers;
-#pragma unroll
-                 for (int i = 0; i < Gather::kBatch; ++i)
-                   numbers.of_step[i] = r + i * Gather::kStepRows < rows ? r + i * Gather::kStepRows : -1;
-                 return numbers;
-               });
+  const int64_t rows = min64(task.s.q_count - task.first_row, Config::kRows);
+  const auto sources = Gather::consecutive(reinterpret_cast<const char *>(first), params.q_row_bytes, int(rows));
+  tasks.producer_acquire();
+  Gather::copy(ptx::shared_address(sQ), sources, int(params.p.head_dim));
 }
 
 template <class Config>
@@ -116,8 +113,7 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
       if (block > 0) continue;
       // K of the first block need not wait until there is room for Q.
       keys.first_v = key_rows(p, p.v, task);
-      tasks.producer_acquire();
-      load_queries<Config>(params, task, shared.sQ);
+      load_queries<Config>(params, task, tasks, shared.sQ);
       tasks.producer_commit();
     }
   }

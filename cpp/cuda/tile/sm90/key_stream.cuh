@@ -82,9 +82,12 @@ template <class Stream> struct KeyGatherer {
 private:
   __device__ int load_keys(const char *first_k) {
     const int stage = k_state.index, slot = row_state.index;
-    ptx::wait(stream.found[stage], k_state.phase); // the lookup threads have waited for the stage
+    ptx::wait(stream.found[stage], k_state.phase);
+    const auto sources = Gather::listed(first_k, k_stride, stream.rows[slot]);
+    // The lookup threads have waited for this before, so it takes no time.
+    Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
 #ifndef FDM_NOCOPY
-    Gather::copy_listed(ptx::shared_address(stream.sK[stage]), first_k, k_stride, head_dim, stream.rows[slot]);
+    Gather::copy(ptx::shared_address(stream.sK[stage]), sources, head_dim);
 #endif
     Roles::producer_commit(stream.k_full[stage]);
     ++k_state;
@@ -94,9 +97,10 @@ private:
   __device__ void load_values() {
     if (v_slot < 0) return;
     const int stage = v_state.index;
+    const auto sources = Gather::listed(first_v, v_stride, stream.rows[v_slot]);
     Roles::producer_acquire(stream.v_empty[stage], v_state.phase);
 #ifndef FDM_NOCOPY
-    Gather::copy_listed(ptx::shared_address(stream.sV[stage]), first_v, v_stride, head_dim, stream.rows[v_slot]);
+    Gather::copy(ptx::shared_address(stream.sV[stage]), sources, head_dim);
 #endif
     Roles::producer_commit_copies(stream.v_full[stage]);
     ++v_state;

@@ -8,17 +8,34 @@
 namespace fdm::cuda {
 
 // Each producer warp copies its own kOwnRows rows of a tile. A step copies a panel of kStepRows rows, and a thread has the
-// same chunk of its row in all steps. The addresses of several steps are found before the first copy: a register that a
-// copy reads cannot be written until the copy has left the queue.
+// same chunk of its row in all steps.
 template <class Tile, int kRows> struct RowGather {
   static constexpr int kOwnRows = kRows / Roles::kProducerWarps;
   static constexpr int kRowLanes = Tile::kChunks < 8 ? Tile::kChunks : 8, kStepRows = 32 / kRowLanes;
   static constexpr int kSteps = kOwnRows / kStepRows, kBatch = kSteps < 4 ? kSteps : 4;
   static_assert(Tile::kHasPanels && kOwnRows % 8 == 0 && 8 % kRowLanes == 0 && kSteps % kBatch == 0);
-  // The numbers of a thread's rows for as many steps, which shared memory gives at once.
-  struct alignas(4 * kBatch) Numbers {
-    int32_t of_step[kBatch];
+
+  // What a thread copies. It is found before the thread waits for the tile's place, and in registers of its own: a
+  // register that a copy reads cannot be written until the copy has left the queue.
+  struct Sources {
+    uint64_t chunk[kSteps];
+    uint32_t valid; // a bit for each step; the others copy zeros
+
+    // The step copies the row of this number. Row 0 begins at `first`, and rows are `stride` bytes apart.
+    __device__ __forceinline__ void set(int step, const char *first, int32_t stride, int32_t number, bool exists) {
+      const uint64_t own_first = reinterpret_cast<uint64_t>(first) + own_chunk() * 16;
+      asm volatile("mad.wide.s32 %0, %1, %2, %3;\n"
+                   : "=l"(chunk[step])
+                   : "r"(number), "r"(stride), "l"(own_first));
+      valid |= uint32_t(exists) << step;
+    }
   };
+
+  __device__ static __forceinline__ int own_chunk() { return threadIdx.x % kRowLanes; }
+  // This thread's row of the first step.
+  __device__ static __forceinline__ int first_row() {
+    return Roles::producer_thread() / 32 * kOwnRows + threadIdx.x % 32 / kRowLanes;
+  }
 
   // Where the number of row r of a tile lies in a list: those of a thread lie side by side.
   __device__ static __forceinline__ int place(int r) {
@@ -26,45 +43,54 @@ template <class Tile, int kRows> struct RowGather {
     return r - own + own % kStepRows * kSteps + own / kStepRows;
   }
 
-  // Copies rows `stride` bytes apart, of which row 0 begins at `first`. numbers_of(first_step, r) returns the numbers of
-  // rows r, r + kStepRows and so on of the tile; -1: zeros. Columns from head_dim on become zeros too.
-  template <class NumbersOf>
-  __device__ static __forceinline__ void copy(uint32_t tile, const char *first, int32_t stride, int head_dim,
-                                              const NumbersOf &numbers_of) {
-    const int lane = threadIdx.x % 32, warp = Roles::producer_thread() / 32;
-    const int own_row = lane / kRowLanes, own_chunk = lane % kRowLanes, first_row = warp * kOwnRows + own_row;
+  // The rows whose numbers lie in shared memory, each at its place(); -1: zeros.
+  __device__ static __forceinline__ Sources listed(const char *first, int32_t stride, const int32_t *list) {
+    struct alignas(4 * kBatch) Numbers {
+      int32_t of_step[kBatch];
+    };
+    const int32_t *own = list + place(first_row());
+    Sources sources;
+    sources.valid = 0;
+#pragma unroll
+    for (int batch = 0; batch < kSteps; batch += kBatch) {
+      const Numbers numbers = *reinterpret_cast<const Numbers *>(own + batch);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        sources.set(batch + i, first, stride, numbers.of_step[i], numbers.of_step[i] >= 0);
+    }
+    return sources;
+  }
+  // Consecutive rows, `count` of them.
+  __device__ static __forceinline__ Sources consecutive(const char *first, int32_t stride, int count) {
+    const char *own = first + int64_t(first_row()) * stride;
+    const int left = count - first_row();
+    Sources sources;
+    sources.valid = 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      sources.set(step, own, stride, step * kStepRows, step * kStepRows < left);
+    return sources;
+  }
+
+  // Columns from head_dim on become zeros.
+  __device__ static __forceinline__ void copy(uint32_t tile, const Sources &sources, int head_dim) {
     // Swizzled for rows of either half of eight; all other addresses are constants away.
     uint32_t own_address[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      own_address[half] = Tile::chunk_address(tile, first_row + 4 * half, own_chunk) - 4 * half * Tile::kRowBytes;
-    const char *own_first = first + 16 * own_chunk;
+      own_address[half] =
+          Tile::chunk_address(tile, first_row() + 4 * half, own_chunk()) - 4 * half * Tile::kRowBytes;
 #pragma unroll
-    for (int batch = 0; batch < kSteps; batch += kBatch) {
-      const Numbers numbers = numbers_of(batch, first_row + batch * kStepRows);
-      const char *chunk_of[kBatch];
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) chunk_of[i] = own_first + int64_t(numbers.of_step[i]) * stride;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {
-          const int r = (batch + i) * kStepRows, chunk = 8 * panel + own_chunk;
-          const uint32_t address = own_address[r / 4 % 2] + r * Tile::kRowBytes + panel * Tile::kPanelBytes;
-          if (chunk < Tile::kChunks)
-            ptx::cp_async_16(address, chunk_of[i] + 128 * panel, numbers.of_step[i] >= 0 && chunk * 8 < head_dim);
-        }
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        const int r = step * kStepRows, chunk = 8 * panel + own_chunk();
+        const uint32_t address = own_address[r / 4 % 2] + r * Tile::kRowBytes + panel * Tile::kPanelBytes;
+        if (chunk < Tile::kChunks)
+          ptx::cp_async_16(address, reinterpret_cast<const char *>(sources.chunk[step]) + 128 * panel,
+                           (sources.valid >> step & 1) && chunk * 8 < head_dim);
       }
     }
-  }
-
-  // The same for rows whose numbers lie in shared memory, each at its place().
-  __device__ static __forceinline__ void copy_listed(uint32_t tile, const char *first, int32_t stride, int head_dim,
-                                                     const int32_t *list) {
-    copy(tile, first, stride, head_dim, [&](int step, int) {
-      const int lane = threadIdx.x % 32, warp = Roles::producer_thread() / 32;
-      return *reinterpret_cast<const Numbers *>(list + warp * kOwnRows + lane / kRowLanes * kSteps + step);
-    });
   }
 };
 

@@ -25,9 +25,8 @@ constexpr ForwardTileSm90 forward_tile_sm90(int head_dim) {
 // Registers of a thread of each role. None should need local memory, whose loads wait behind all copies that were started
 // before: a thousand cycles and more.
 template <int kHeadDim>
-using ForwardRegisters = std::conditional_t<kHeadDim <= 64, LookupRoleRegisters<200, 48, 64>,
-                                            std::conditional_t<kHeadDim == 256, LookupRoleRegisters<208, 40, 56>,
-                                                               LookupRoleRegisters<200, 48, 64>>>;
+using ForwardRegisters =
+    std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<200, 56, 56>, LookupRoleRegisters<216, 40, 40>>;
 
 struct DqTileSm90 {
   int columns, stages;
