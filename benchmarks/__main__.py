@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import engine, equivalence, generate, sets, train
+from . import engine, equivalence, generate, learn, sets, train
 from .bars import bars_table, verdicts
 from .cases import shape_text
 from .entrants import ENTRANTS
@@ -26,7 +26,14 @@ from .environment import describe_environment, gpu_state
 from .figures import drawings, load_pyplot, write_figures
 from .pages import RESULTS, ROOT, draw_pages, rendered, tables_of
 from .results import Results, Step, read, short_reason
-from .tables import GENERATE_QUANTITIES, QUANTITIES, TRAIN_QUANTITIES, Table, about
+from .tables import (
+    GENERATE_QUANTITIES,
+    LEARN_QUANTITIES,
+    QUANTITIES,
+    TRAIN_QUANTITIES,
+    Table,
+    about,
+)
 from .timing import clock_for
 
 # Seconds of timing for each contestant and quantity; the lesser of the sweeps.
@@ -105,6 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", nargs="+", type=_positive, help="tokens of a sequence")
     add("--tokens", type=_positive, help="of a step, all sequences together")
     add("--seconds", type=float, default=2.0, help="of timing each (default: 2)")
+    add = command("learn", "loss of such a model over the time of its training", _learn)
+    _add_measuring(add)
+    _add_model(add, train.METHODS)
+    add("--length", type=_positive, help="tokens of a sequence")
+    add("--tokens", type=_positive, help="of a step, all sequences together")
+    add("--minutes", type=float, default=10.0, help="of training each (default: 10)")
+    add("--marks", type=_positive, default=30, help="at how many times the losses are noted")
     add = command("show", "tables, bars and plots of results", _show)
     add("results", type=Path, nargs="+", help="the JSON that --output wrote")
     _add_presentation(add)
@@ -321,6 +335,22 @@ def _train(options: argparse.Namespace) -> int:
     plain = {case.name: {**asdict(case), **more} for case in cases}
     steps, count = train.steps(setting, who, clock, options.seconds), len(cases) * len(who)
     _measure(options, clock.description, about(TRAIN_QUANTITIES), plain, steps, count)
+    return 0
+
+
+def _learn(options: argparse.Namespace) -> int:
+    several = options.device is None and torch.cuda.device_count() > 1
+    device, who = _device(options), options.contestants
+    clock = "wall clock, without the losses of text that was held out"
+    setting = learn.GPU if device.startswith("cuda") else learn.CPU
+    shape = replace(setting.shape, device=device, **_given(options, "window"))
+    setting = setting._replace(shape=shape, **_given(options, "layers", "tokens"))
+    case = setting.case(options.length or setting.lengths[0])
+    marks = [60 * options.minutes * n / options.marks for n in range(1, options.marks + 1)]
+    devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if several else [device]
+    step = learn.step(case, setting.layers, who, devices[: len(who)], marks)
+    plain = {known["name"]: known for known in learn.mark_cases(case, setting.layers, who, marks)}
+    _measure(options, clock, about(LEARN_QUANTITIES), plain, [step], 1)
     return 0
 
 

@@ -124,7 +124,7 @@ def verdicts(results: Results) -> list[Verdict]:
     """How each bar that is meant for a run stands, by its numbers."""
     kind = next(iter(results.cases), "").partition("-")[0]
     standard = BARS if results.environment["gpu"] else CPU_BARS
-    bars = {"generate": GENERATE_BARS, "train": TRAIN_BARS}.get(kind, standard)
+    bars = {"generate": GENERATE_BARS, "train": TRAIN_BARS, "learn": ()}.get(kind, standard)
     return [_verdict(bar, results.values) for bar in bars]
 
 

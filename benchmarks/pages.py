@@ -23,7 +23,7 @@ from .tables import COLUMNS, Table, run_tables
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/index.md", "docs/benchmarks.md")
-_FIGURE = re.compile(r"\]\(figures/([\w-]+)\.png\)")
+_FIGURE = re.compile(r"\]\((?:docs/)?figures/([\w-]+)\.png\)")
 _ABSENT = "*Not measured yet.*\n"
 
 

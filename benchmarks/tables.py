@@ -12,7 +12,14 @@ from tabulate import tabulate
 from .cases import Pass, shape_text
 from .results import Record, Results
 
-_UNITS = {"ms": (1e-3, 3), "us": (1e-6, 1), "MiB": (float(1 << 20), 0)}  # and shown digits
+# What one is in seconds, bytes or as a plain number, and shown digits.
+_UNITS = {
+    "ms": (1e-3, 3),
+    "us": (1e-6, 1),
+    "MiB": (float(1 << 20), 0),
+    "nats": (1.0, 3),
+    "steps": (1.0, 0),
+}
 
 
 class Quantity(NamedTuple):
@@ -28,7 +35,7 @@ class Quantity(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What one unit is in seconds or bytes."""
+        """What one unit is in seconds or bytes, or 1."""
         return _UNITS[self.unit][0]
 
     def cell(self, value: float | None) -> str:
@@ -73,7 +80,12 @@ TRAIN_QUANTITIES = {
     "train_step": Quantity("forward, backward and AdamW of a whole model", "step ms"),
     "memory_train": Quantity("peak memory of a step, beyond weights", "extra MiB", unit="MiB"),
 }
-COLUMNS = {**QUANTITIES, **GENERATE_QUANTITIES, **TRAIN_QUANTITIES}
+LEARN_QUANTITIES = {
+    "loss": Quantity("mean loss of the steps since the mark before", "loss", unit="nats"),
+    "held_out_loss": Quantity("loss of text that was held out", "held out", unit="nats"),
+    "steps": Quantity("steps until then", "steps", unit="steps"),
+}
+COLUMNS = {**QUANTITIES, **GENERATE_QUANTITIES, **TRAIN_QUANTITIES, **LEARN_QUANTITIES}
 
 
 def about(quantities: Mapping[str, Quantity]) -> dict[str, str]:

@@ -23,9 +23,8 @@ from .cases import Case
 from .entrants import ALL_KEYS, TOP_KEYS_OF_EACH_QUERY
 from .memory import peak_extra_memory
 from .results import Record, Step
+from .text import VOCABULARY
 from .timing import Clock, summary
-
-_WORDS = 256  # one token per byte
 
 
 class Setting(NamedTuple):
@@ -100,8 +99,8 @@ def make_model(name: str, case: Case, layers: int) -> nn.Module:
     attention = METHODS[name][0]
     sizes = (width, case.heads, case.kv_heads)
     blocks = [Block(attention(*sizes, window_size=case.window), width) for _ in range(layers)]
-    head = nn.Linear(width, _WORDS, bias=False)
-    model = nn.Sequential(nn.Embedding(_WORDS, width), *blocks, nn.RMSNorm(width), head)
+    head = nn.Linear(width, VOCABULARY, bias=False)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.RMSNorm(width), head)
     return model.to(case.device)
 
 
@@ -111,7 +110,7 @@ def make_step(name: str, case: Case, layers: int) -> Callable[[], Tensor]:
     on_gpu = case.device.startswith("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
     shape = (case.batch, case.length + 1)
-    tokens = torch.randint(_WORDS, shape, device=case.device)
+    tokens = torch.randint(VOCABULARY, shape, device=case.device)
 
     def step() -> Tensor:
         with torch.autocast(case.device.partition(":")[0], torch.bfloat16, enabled=on_gpu):

@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.environment import cpu_model, describe_pack
 from benchmarks.memory import PEAK_METHOD
+from benchmarks.text import VOCABULARY, load_corpus
 from demo.attention import ATTENTIONS
 from demo.model import LanguageModel, ModelConfig
 from demo.plot import write_plot
 from demo.sweep import time_layers
-from demo.text import VOCABULARY, load_corpus
 from demo.training import Run, make_run, train
 from flash_dmattn.loader import trace_for
 

@@ -21,8 +21,7 @@ def test_many_sequences_of_few_blocks(
     longest = 128 * blocks
     lengths = torch.randint(longest - 127, longest + 1, (sequences,), generator=generator)
     total = int(lengths.sum())
-    tensors = [randn(total, heads, 16, dtype=torch.bfloat16).to(gpu) for heads in (2, 2, 2)]
-    dout = randn(total, 2, 16, dtype=torch.bfloat16).to(gpu)
+    *tensors, dout = (randn(total, 2, 16, dtype=torch.bfloat16, seed=n).to(gpu) for n in range(4))
 
     def gradients(first: int, past: int) -> tuple[Tensor, ...]:
         begin, end = int(lengths[:first].sum()), int(lengths[:past].sum())

@@ -23,7 +23,8 @@ constexpr int kThreads = 512;
 
 // Blocks of threads for each work.
 struct Division {
-  int64_t order, statistics, clearing;
+  int64_t order, clearing;
+  StatisticsWork statistics;
   bool vectors; // rows of dk and dv are cleared eight elements at a time
 };
 
@@ -91,19 +92,31 @@ __global__ void __launch_bounds__(kThreads, 2)
     typename SegmentOrder<kThreads>::Shared segments;
   } shared;
   ptx::start_dependents();
-  int64_t block = blockIdx.x;
-  if (block < division.order) {
+  // Blocks that order keys wait most of the time and those of the statistics load and store: so they take turns.
+  const int64_t turns = min64(division.order, division.statistics.blocks), number = blockIdx.x;
+  const bool in_turns = number < 2 * turns;
+  const int64_t block = in_turns ? number / 2 : number - turns;
+  if (in_turns ? number % 2 == 0 : block < division.order) {
     if (params.keys.segments.rows > 0) return SegmentOrder<kThreads>(params, shared.segments, block).run();
     return KeyOrder<kThreads>{shared.keys}.run(params, block);
   }
-  block -= division.order;
-  if (block < division.statistics)
-    return make_statistics<kThreads, kLanes, Element, kAligned>(params, block, division.statistics);
-  clear_gradients(params, division, block - division.statistics);
+  if (block < division.statistics.blocks)
+    return make_statistics<kThreads, kLanes, Element, kAligned>(params, division.statistics, int32_t(block));
+  clear_gradients(params, division, number - division.order - division.statistics.blocks);
 }
 
 // The lanes of a row read all of a row of up to 64 or 128 elements at once.
 constexpr int kFewLanes = 8, kManyLanes = 16;
+
+// Blocks of threads have up to so many units of rows, as long as there are a few blocks for each SM.
+constexpr int64_t kMostUnits = 8, kWantedBlocks = 768;
+
+StatisticsWork divide_rows(const fdm_problem &p, int lanes, int rows_of_thread) {
+  const int64_t all = (is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, together = kThreads / lanes;
+  const int64_t units = ceil_div(all, together * rows_of_thread);
+  const int64_t blocks = std::max(std::min(units, kWantedBlocks), units / kMostUnits);
+  return {int32_t(units), int32_t(blocks), head_row(p, together), head_row(p, blocks * together * rows_of_thread)};
+}
 
 template <class Element> cudaError_t launch_for(const BackwardParams &params, Division division, cudaStream_t stream) {
   const fdm_problem &p = params.p;
@@ -111,9 +124,8 @@ template <class Element> cudaError_t launch_for(const BackwardParams &params, Di
   const bool many = aligned && p.head_dim > 64;
   auto kernel = aligned ? prepare_backward<Element, true, kFewLanes> : prepare_backward<Element, false, kFewLanes>;
   if (many) kernel = prepare_backward<Element, true, kManyLanes>;
-  const int64_t rows = (is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads;
-  division.statistics = ceil_div(rows, kThreads / (many ? kManyLanes : kFewLanes) * statistics_rows(aligned));
-  return launch(kernel, division.order + division.statistics + division.clearing, kThreads, 0, stream, params,
+  division.statistics = divide_rows(p, many ? kManyLanes : kFewLanes, statistics_rows(aligned));
+  return launch(kernel, division.order + division.statistics.blocks + division.clearing, kThreads, 0, stream, params,
                 division);
 }
 
