@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstdlib>
 
 #include "../../indexing.h"
 #include "../dense/dense.h"
@@ -86,12 +85,17 @@ bool find_page_rows(const fdm_problem &p, int32_t *page_rows) {
   return true;
 }
 
-// Are tiles of a persistent kernel given out in the order in which blocks of threads ask for them? It then needs a counter
-// in the workspace. Only where the tiles of a block of threads are many and long, this is worth the time it takes to clear
-// the counter.
-bool gives_out_tiles(const Division &division) {
-  static const bool on = !std::getenv("FDM_STATIC");
-  return on && FDM_TILE_ARCH == 90 && !division.decode && division.heads_per_tile == 1 && room_for_splits(division) == 1;
+// Are tiles given out in the order in which the blocks of threads of a persistent kernel ask for them? With a fixed order
+// some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that this takes
+// costs two microseconds, so a block must have several tiles, of many columns.
+//
+// The counter lies in the workspace, which belongs to this call alone, and a memset clears it on the stream before the
+// kernel. So calls that share a plan may run at the same time, and a CUDA graph clears it each time that it is launched.
+bool gives_out_tiles(const fdm_problem &p, const Division &division) {
+  constexpr int64_t kTilesOfBlock = 3, kUsualSms = 132, kColumns = 1024;
+  const int64_t columns = p.max_kept > 0 ? min64(p.keys, p.max_kept + kTileRows) : p.keys;
+  return FDM_TILE_ARCH == 90 && !division.decode && division.heads_per_tile == 1 && !has_rows(p.bias) &&
+         room_for_splits(division) == 1 && columns >= kColumns && division.blocks >= kTilesOfBlock * kUsualSms;
 }
 
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
@@ -108,7 +112,7 @@ ForwardTileSize forward_tile_size(int64_t head_dim) {
 int64_t forward_workspace_bytes(const fdm_problem &p) {
   if (is_dense(p)) return dense_forward_workspace_bytes(p);
   const Division division = divide(p);
-  if (gives_out_tiles(division)) return sizeof(uint32_t);
+  if (gives_out_tiles(p, division)) return sizeof(uint32_t);
   const int64_t splits = room_for_splits(division);
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
@@ -142,7 +146,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.aligned =
       find_page_rows(p, &params.page_rows) && rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
-  if (gives_out_tiles(division) && params.aligned && !has_rows(p.bias)) {
+  if (gives_out_tiles(p, division) && params.aligned) {
     params.tickets = static_cast<uint32_t *>(workspace);
     if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
   }

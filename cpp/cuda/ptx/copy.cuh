@@ -12,10 +12,6 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
 
 // Copies `bytes` bytes, at most 16, and writes zeros behind them. Where that is 0 it does not read the source.
 __device__ __forceinline__ void cp_async_up_to_16(uint32_t smem, const void *gmem, int bytes) {
-#ifdef FDM_L2_256
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
-  return;
-#endif
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem, bool valid) {

@@ -48,31 +48,38 @@ template <class Config> __device__ void prefetch_queries(const ForwardParams &pa
   for (int d = 0; d < params.p.head_dim; d += 64) ptx::prefetch_l2(row + d);
 }
 
+// As many rows at a time as a block has columns, so that a thread needs no more registers than for those.
 template <class Config>
-__device__ void load_queries(const ForwardParams &params, const ForwardTask &task,
-                             const TaskLoader<ForwardTask> &tasks, char *sQ) {
-  using Gather = RowGather<typename Config::QTile, Config::kRows>;
+__device__ void load_queries(const ForwardParams &params, const TaskLoader<ForwardTask> &tasks, char *sQ) {
+  using QTile = typename Config::QTile;
+  constexpr int kRows = Config::kColumns;
+  using Gather = RowGather<QTile, kRows>;
   const fdm_tensor &q = params.p.q;
-  const auto *first = static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, task.first_row, task.head);
-  const int64_t rows = min64(task.s.q_count - task.first_row, Config::kRows);
-  const auto sources = Gather::consecutive(reinterpret_cast<const char *>(first), params.q_row_bytes, int(rows));
-  tasks.producer_acquire();
-  Gather::copy(ptx::shared_address(sQ), sources, int(params.p.head_dim));
+#pragma unroll 1
+  for (int row = 0; row < Config::kRows; row += kRows) {
+    const ForwardTask &task = tasks.current();
+    const auto *first = static_cast<const uint16_t *>(q.data) + row_offset(q, task.s, task.first_row + row, task.head);
+    const int64_t rows = min64(task.s.q_count - task.first_row - row, kRows);
+    const auto sources = Gather::consecutive(reinterpret_cast<const char *>(first), params.q_row_bytes, int(rows));
+    if (row == 0) tasks.producer_acquire();
+    uint32_t tile = ptx::shared_address(sQ) + row * QTile::kRowBytes;
+    asm volatile("" : "+r"(tile)); // what follows from it would take registers throughout the loop over tiles
+    Gather::copy(tile, sources, int(params.p.head_dim));
+  }
 }
 
 template <class Config>
 __device__ void look_up_forward(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
   const fdm_problem &p = params.p;
-  const auto make = [&](const HeadTile &t) -> ForwardTask {
-    return {t.s,
-            t.sequence_index,
-            t.head,
-            kv_head_of(p, t.head),
-            t.tile * Config::kRows,
-            0,
-            tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
-            score_view(p, p.bias, t.s, t.head),
-            sink_score(p, t.head)};
+  const auto make = [&](const HeadTile &t, ForwardTask &task) {
+    task.s = t.s;
+    task.sequence_index = t.sequence_index;
+    task.head = t.head;
+    task.kv_head = kv_head_of(p, t.head);
+    task.first_row = t.tile * Config::kRows;
+    task.bias = score_view(p, p.bias, t.s, t.head);
+    task.columns = tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile);
+    task.sink = sink_score(p, t.head);
   };
   TaskMaker<ForwardTask, decltype(make)> scheduler(p, params.sequences_together, params.tickets, shared.tasks, make);
   const auto on_column = [&](int stage, int i, float bias) {
@@ -106,14 +113,15 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
   for (; tasks.wait(); tasks.advance()) {
     const ForwardTask &task = tasks.current();
     const char *first_k = key_rows(p, p.k, task);
-    const int blocks = (task.columns.count + Config::kColumns - 1) / Config::kColumns;
+    // Read from shared memory each time, their number takes no register.
+    const auto blocks = [&] { return (tasks.current().columns.count + Config::kColumns - 1) / Config::kColumns; };
 #pragma unroll 1
-    for (int block = 0; block == 0 || block < blocks; ++block) {
-      keys.load(first_k, block < blocks);
+    for (int block = 0; block == 0 || block < blocks(); ++block) {
+      keys.load(first_k, block < blocks());
       if (block > 0) continue;
       // K of the first block need not wait until there is room for Q.
       keys.first_v = key_rows(p, p.v, task);
-      load_queries<Config>(params, task, tasks, shared.sQ);
+      load_queries<Config>(params, tasks, shared.sQ);
       tasks.producer_commit();
     }
   }

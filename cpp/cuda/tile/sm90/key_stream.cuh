@@ -67,9 +67,6 @@ template <class Stream> struct KeyGatherer {
   typename Stream::RowState row_state;
   int v_slot = -1; // the rows of the block whose K was loaded last; -1 once its V is loaded too
   const char *first_v = nullptr;
-#ifdef FDM_NOCOPY
-  int copied = 0;
-#endif
 
   __device__ KeyGatherer(Stream &shared, int dims, int32_t k_bytes, int32_t v_bytes)
       : stream(shared), head_dim(dims), k_stride(k_bytes), v_stride(v_bytes) {}
@@ -89,9 +86,6 @@ private:
     const auto sources = Gather::listed(first_k, k_stride, stream.rows[slot]);
     // The lookup threads have waited for this before, so it takes no time.
     Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
-#ifdef FDM_NOCOPY
-    if (copied++ < 12)
-#endif
     Gather::copy(ptx::shared_address(stream.sK[stage]), sources, head_dim);
     Roles::producer_commit(stream.k_full[stage]);
     ++k_state;
@@ -103,9 +97,6 @@ private:
     const int stage = v_state.index;
     const auto sources = Gather::listed(first_v, v_stride, stream.rows[v_slot]);
     Roles::producer_acquire(stream.v_empty[stage], v_state.phase);
-#ifdef FDM_NOCOPY
-    if (copied++ < 12)
-#endif
     Gather::copy(ptx::shared_address(stream.sV[stage]), sources, head_dim);
     Roles::producer_commit_copies(stream.v_full[stage]);
     ++v_state;

@@ -48,7 +48,11 @@ template <class Tile, int kRows> struct RowGather {
     struct alignas(4 * kBatch) Numbers {
       int32_t of_step[kBatch];
     };
-    const int32_t *own = list + place(first_row());
+    // Read anew each time, the thread's index takes no register in between.
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    const uint32_t warp = thread / 32 % Roles::kProducerWarps, lane = thread % 32;
+    const int32_t *own = list + warp * kOwnRows + lane / kRowLanes * kSteps; // the place() of this thread's first row
     Sources sources;
     sources.valid = 0;
 #pragma unroll

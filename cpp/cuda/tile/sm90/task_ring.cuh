@@ -44,7 +44,7 @@ template <class Task> struct TaskRing {
   }
 };
 
-// The lookup warpgroup. make(HeadTile) returns a Task. A tile without rows becomes an empty one.
+// The lookup warpgroup. make(HeadTile, Task &) fills in a task where it lies. A tile without rows becomes an empty one.
 template <class Task, class Make> struct TaskMaker {
   static constexpr int kSlots = TaskRing<Task>::kSlots;
 
@@ -100,7 +100,7 @@ private:
     Task &task = ring.tasks[index % kSlots];
     ring.end[index % kSlots] = end;
     if (tile.has_rows())
-      task = make(tile);
+      make(tile, task);
     else
       task = {};
     ptx::arrive(ring.made[index % kSlots]);
