@@ -143,8 +143,8 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.q_row_bytes = int32_t(2 * p.q.stride[1]);
   params.k_row_bytes = int32_t(2 * p.k.stride[1]);
   params.v_row_bytes = int32_t(2 * p.v.stride[1]);
-  params.aligned =
-      find_page_rows(p, &params.page_rows) && rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  params.aligned = find_page_rows(p, &params.page_rows) && rows_are_aligned(p.q, p.head_dim) &&
+                   rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   if (gives_out_tiles(p, division) && params.aligned) {
     params.tickets = static_cast<uint32_t *>(workspace);

@@ -33,14 +33,13 @@ struct Chunks {
 
 Chunks chunks_of(const fdm_selection &s, int64_t chunk_keys) {
   if (!is_varlen(s)) return {chunk_keys, ceil_div(s.keys, chunk_keys)};
-  return {chunk_keys, max64(s.bias.shape[3], s.mask.shape[3]) / chunk_keys + s.batch};
+  return {chunk_keys, s.batch == 0 ? 0 : max64(s.bias.shape[3], s.mask.shape[3]) / chunk_keys + s.batch};
 }
 
 // Without a causal limit only the window over all keys matters.
 Chunks chunks_of(const fdm_selection &s) {
   if (!(s.flags & FDM_CAUSAL)) return chunks_of(s, max64(1, s.keys));
-  return chunks_of(s, max64(kMinChunkKeys,
-                            min64(kMaxChunkKeys, round_up(ceil_div(s.keys, kChunks), kMinChunkKeys))));
+  return chunks_of(s, max64(kMinChunkKeys, min64(kMaxChunkKeys, round_up(ceil_div(s.keys, kChunks), kMinChunkKeys))));
 }
 
 // Heads of a sequence that is not packed have chunks of their own.
@@ -79,7 +78,8 @@ struct IntervalWork {
     causal = (s.flags & FDM_CAUSAL) != 0;
   }
 
-  __device__ bool absent() const { return begin >= end; }
+  // Bounds of sequences that are wrong may give a block a chunk before the first.
+  __device__ bool absent() const { return chunk < 0 || begin >= end; }
   __device__ int64_t first_row(int64_t key) const { return causal ? max64(0, key - row.causal_off) : 0; }
 
   // A key that no row selects has the interval [0, 0).
@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     write_window(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks,
                  const __grid_constant__ Chunks windows_of, Window *all_windows) {
   const IntervalWork work(s, chunks, windows_of, all_windows);
+  if (work.absent()) return;
   const Candidates<kDtype> source(s, work.row, 0);
   for (int32_t j = work.begin + static_cast<int32_t>(threadIdx.x); j < work.end; j += kThreads)
     work.write(j, work.windows[0].holds(source(j), j) ? work.row.q_count : 0);
@@ -156,7 +157,7 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
 }
 
 // Finds the keys before the chunk that the window before holds and the window after does not. They are no more than the
-// arrivals.
+// arrivals, unless the bounds of sequences are wrong: then some windows may never have been found.
 template <int kDtype>
 __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
                              const Window &before, const Window &after) {
@@ -168,24 +169,25 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
 #pragma unroll
     for (int n = 0; n < kBatch; ++n) {
       const int32_t j = first + n * kThreads;
-      if (before.holds(value[n], j) && !after.holds(value[n], j))
-        changes.leavers[atomicAdd(&changes.leaver_count, 1)] = order_of(value[n], j);
+      if (!before.holds(value[n], j) || after.holds(value[n], j)) continue;
+      const int place = atomicAdd(&changes.leaver_count, 1);
+      if (place < kMaxChunkKeys) changes.leavers[place] = order_of(value[n], j);
     }
   }
 }
 
 // The key with whose arrival x leaves: the n-th arrival before x in the order. It is x itself where x cannot enter,
 // since the window before was full of better keys.
-__device__ int32_t driven_out_by(const ChunkChanges &changes, int arrivals, int64_t room, uint64_t x) {
+__device__ int32_t driven_out_by(const ChunkChanges &changes, int leavers, int arrivals, int64_t room, uint64_t x) {
   int64_t missing = room;
-  for (int n = 0; n < changes.leaver_count; ++n) missing += changes.leavers[n] <= x;
+  for (int n = 0; n < leavers; ++n) missing += changes.leavers[n] <= x;
   if (missing == 0) return key_of(x);
   int n = 0;
   for (; n < arrivals; ++n) {
     missing -= changes.arrivals[n] > x;
     if (missing == 0) break;
   }
-  return key_of(changes.arrivals[n]);
+  return key_of(changes.arrivals[min(n, kMaxChunkKeys - 1)]);
 }
 
 template <int kDtype>
@@ -206,11 +208,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
 
   const int64_t room = s.window - before.size;
-  const int leavers = changes.leaver_count;
+  const int leavers = min(changes.leaver_count, kMaxChunkKeys);
   for (int n = threadIdx.x; n < leavers + arrivals; n += kThreads) {
     const uint64_t x = n < leavers ? changes.leavers[n] : changes.arrivals[n - leavers];
     if (n >= leavers && after.holds(static_cast<uint32_t>(x >> 32), key_of(x))) continue;
-    const int32_t cause = driven_out_by(changes, arrivals, room, x);
+    const int32_t cause = driven_out_by(changes, leavers, arrivals, room, x);
     // A key that is driven out by one before itself never was in the window.
     work.write(key_of(x), cause > key_of(x) ? work.first_row(cause) : 0);
   }

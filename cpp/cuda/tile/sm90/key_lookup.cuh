@@ -20,7 +20,7 @@ template <class Stream, class OnColumn> struct KeyLookup {
   const int32_t page_rows; // rows from one page of K and V to the next; 0: there are no pages
   typename Stream::KPipelineState k_state;
   typename Stream::RowState row_state;
-  int32_t key;       // of the block after the one that was stored last, which may be the next task's; -1: none
+  int32_t key; // of the block after the one that was stored last, which may be the next task's; -1: none
   uint32_t bias_bits;
   int32_t next_key;        // of the block after that
   const TileColumns *keys; // of the task of the column that is asked for next
@@ -115,7 +115,8 @@ private:
     const fdm_tensor &table = p.block_table;
     const int32_t page_size = static_cast<int32_t>(p.k.shape[1]);
     const int64_t place = task.sequence_index * table.stride[0] + (j / page_size) * table.stride[1];
-    const int64_t page = clamp64(static_cast<const int32_t *>(table.data)[place], 0, p.k.shape[0] - 1); // see sequence()
+    const int64_t page =
+        clamp64(static_cast<const int32_t *>(table.data)[place], 0, p.k.shape[0] - 1); // see sequence()
     return static_cast<int32_t>(page) * page_rows + j % page_size;
   }
 

@@ -33,7 +33,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   char sV[kVStages][Tile::kBytes];
   ColumnFacts<kColumns> facts[kKStages];
   alignas(16) int32_t rows[kRowSlots][kColumns]; // their rows of K and V, each at its Gather::place(); -1: none
-  Parked parked[32];                              // of one warp
+  Parked parked[32];                             // of one warp
   uint64_t found[kKStages], k_full[kKStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
 
   // One thread of the block calls this, before the others use the barriers.

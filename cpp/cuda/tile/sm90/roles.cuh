@@ -27,7 +27,8 @@ struct Roles {
   // Every consumer thread arrives. One thread for each warp is no faster, and compute-sanitizer's racecheck does not
   // see that it stands for the others.
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  static constexpr int kFirstTurnBarrier = 2; // 0 is that of __syncthreads, 1 that of sync_producers(), 4 that of sync_lookup()
+  static constexpr int kFirstTurnBarrier =
+      2; // 0 is that of __syncthreads, 1 that of sync_producers(), 4 that of sync_lookup()
   __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
 
   // Consumer warpgroups may take turns (ping-pong): while one starts products, the other works with its scores. Group 0

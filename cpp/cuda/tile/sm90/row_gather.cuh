@@ -24,9 +24,7 @@ template <class Tile, int kRows> struct RowGather {
     // The step copies the row of this number. Row 0 begins at `first`, and rows are `stride` bytes apart.
     __device__ __forceinline__ void set(int step, const char *first, int32_t stride, int32_t number, bool exists) {
       const uint64_t own_first = reinterpret_cast<uint64_t>(first) + own_chunk() * 16;
-      asm volatile("mad.wide.s32 %0, %1, %2, %3;\n"
-                   : "=l"(chunk[step])
-                   : "r"(number), "r"(stride), "l"(own_first));
+      asm volatile("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(chunk[step]) : "r"(number), "r"(stride), "l"(own_first));
       valid |= uint32_t(exists) << step;
     }
   };
@@ -71,8 +69,7 @@ template <class Tile, int kRows> struct RowGather {
     Sources sources;
     sources.valid = 0;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      sources.set(step, own, stride, step * kStepRows, step * kStepRows < left);
+    for (int step = 0; step < kSteps; ++step) sources.set(step, own, stride, step * kStepRows, step * kStepRows < left);
     return sources;
   }
 
@@ -82,8 +79,7 @@ template <class Tile, int kRows> struct RowGather {
     uint32_t own_address[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      own_address[half] =
-          Tile::chunk_address(tile, first_row() + 4 * half, own_chunk()) - 4 * half * Tile::kRowBytes;
+      own_address[half] = Tile::chunk_address(tile, first_row() + 4 * half, own_chunk()) - 4 * half * Tile::kRowBytes;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll

@@ -49,7 +49,7 @@ template <class Task, class Make> struct TaskMaker {
   static constexpr int kSlots = TaskRing<Task>::kSlots;
 
   const fdm_problem &p;
-  const int32_t &together; // see sequences_together()
+  const int32_t &together;  // see sequences_together()
   uint32_t *const &tickets; // the next tile of all but the first of each block of threads; null: their order is fixed
   TaskRing<Task> &ring;
   const Make &make;
@@ -79,7 +79,9 @@ template <class Task, class Make> struct TaskMaker {
 
 private:
   __device__ uint32_t number() const { return ring.own_number(); }
-  __device__ static bool prepares(uint32_t index) { return threadIdx.x / 32 % Roles::kLookupWarps == index % Roles::kLookupWarps; }
+  __device__ static bool prepares(uint32_t index) {
+    return threadIdx.x / 32 % Roles::kLookupWarps == index % Roles::kLookupWarps;
+  }
   // Tiles get shorter towards the end. With a fixed order, every other round goes backwards, so that no block always has
   // the longest.
   __device__ uint32_t place(uint32_t index) const {
