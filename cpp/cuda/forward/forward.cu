@@ -70,19 +70,16 @@ int64_t choose_splits(const Division &division, int sms) {
 // device has.
 int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostSms); }
 
-// Rows from one page of K and V to the next, for kernels that find a row by its number; 0: there are no pages. Returns
-// false if rows cannot be found so, or not with numbers of 32 bits.
-bool find_page_rows(const fdm_problem &p, int32_t *page_rows) {
-  *page_rows = 0;
+// Rows from one page of K and V to the next, for kernels that find a row by its number; 0: there are no pages. -1: rows
+// cannot be found so, or not with 32 bits.
+int32_t rows_of_page(const fdm_problem &p) {
   for (const fdm_tensor *t : {&p.q, &p.k, &p.v})
-    if (std::abs(t->stride[1]) > INT_MAX / 2) return false;
-  if (!present(p.block_table)) return true;
+    if (std::abs(t->stride[1]) > INT_MAX / 2) return -1;
+  if (!present(p.block_table)) return 0;
   const int64_t row = p.k.stride[1], page = p.k.stride[0];
-  if (row == 0 || page % row != 0 || page / row * p.v.stride[1] != p.v.stride[0]) return false;
-  const int64_t rows = page / row, pages = p.k.shape[0];
-  if (std::abs(rows) > INT_MAX / max64(pages, 1)) return false;
-  *page_rows = int32_t(rows);
-  return true;
+  if (row <= 0 || page < row || page % row != 0 || page / row * p.v.stride[1] != p.v.stride[0]) return -1;
+  const int64_t rows = page / row;
+  return rows > INT_MAX / max64(p.k.shape[0], 1) ? -1 : int32_t(rows);
 }
 
 // Are tiles given out in the order in which the blocks of threads of a persistent kernel ask for them? With a fixed order
@@ -143,8 +140,9 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.q_row_bytes = int32_t(2 * p.q.stride[1]);
   params.k_row_bytes = int32_t(2 * p.k.stride[1]);
   params.v_row_bytes = int32_t(2 * p.v.stride[1]);
-  params.aligned = find_page_rows(p, &params.page_rows) && rows_are_aligned(p.q, p.head_dim) &&
-                   rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
+  params.page_rows = rows_of_page(p);
+  params.aligned =
+      rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   if (gives_out_tiles(p, division) && params.aligned) {
     params.tickets = static_cast<uint32_t *>(workspace);

@@ -26,7 +26,7 @@ struct ForwardParams {
   float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
   float *partial_max, *partial_sum; // [split][batch][head][query], to base 2
   uint32_t *tickets; // of a persistent kernel: a counter of tiles, 0 at first; null: their order is fixed
-  int32_t page_rows; // rows of K and V from one page to the next; 0: there are no pages
+  int32_t page_rows; // see rows_of_page()
   int32_t q_row_bytes, k_row_bytes, v_row_bytes; // from row to row
   bool aligned;                                  // what rows_are_aligned says of q, k and v
 };

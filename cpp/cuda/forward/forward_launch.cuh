@@ -28,7 +28,7 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
                                                                                                               stream);
   }
 #if FDM_TILE_ARCH == 90
-  if (params.heads_per_tile == 1 && params.splits == 1) {
+  if (params.heads_per_tile == 1 && params.splits == 1 && params.page_rows >= 0) {
     constexpr ForwardTileSm90 choice = forward_tile_sm90(kHeadDim);
     using Config = ForwardConfigSm90<Element, kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
