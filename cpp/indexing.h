@@ -30,6 +30,7 @@ struct Sequence {
 };
 
 FDM_INLINE bool is_varlen(const fdm_problem &p) { return p.cu_seqlens_q.data != nullptr; }
+FDM_INLINE bool is_varlen(const fdm_selection &s) { return s.cu_seqlens_q.data != nullptr; }
 FDM_INLINE bool is_causal(const fdm_problem &p) { return (p.flags & FDM_CAUSAL) != 0; }
 // Divisions of 32 bits: those of 64 take a GPU longer than some of what a small kernel does.
 FDM_INLINE int64_t group_size(const fdm_problem &p) {

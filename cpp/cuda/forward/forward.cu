@@ -3,6 +3,7 @@
 #include "forward.h"
 
 #include <algorithm>
+#include <climits>
 
 #include "../../indexing.h"
 #include "../dense/dense.h"
@@ -78,6 +79,18 @@ int64_t most_columns(const fdm_problem &p) {
   return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
 }
 
+// Are tiles given out in the order in which the blocks of threads of a persistent kernel ask for them? With a fixed order
+// some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that this takes
+// costs two microseconds, so a block must have several tiles, of many columns.
+//
+// The counter lies in the workspace, which belongs to this call alone, and a memset clears it on the stream before the
+// kernel. So calls that share a plan may run at the same time, and a CUDA graph clears it each time that it is launched.
+bool gives_out_tiles(const fdm_problem &p, const Division &division) {
+  constexpr int64_t kTilesOfBlock = 3, kUsualSms = 132, kColumns = 1024;
+  return FDM_TILE_ARCH == 90 && !division.decode && division.heads_per_tile == 1 && !has_rows(p.bias) &&
+         room_for_splits(division) == 1 && most_columns(p) >= kColumns && division.blocks >= kTilesOfBlock * kUsualSms;
+}
+
 int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 
 } // namespace
@@ -91,7 +104,9 @@ ForwardTileSize forward_tile_size(int64_t head_dim) {
 
 int64_t forward_workspace_bytes(const fdm_problem &p) {
   if (is_dense(p)) return dense_forward_workspace_bytes(p);
-  const int64_t splits = room_for_splits(divide(p));
+  const Division division = divide(p);
+  if (gives_out_tiles(p, division)) return sizeof(uint32_t);
+  const int64_t splits = room_for_splits(division);
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
@@ -121,8 +136,12 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.partial_sum = params.partial_max + params.splits * partial_rows(p);
   params.aligned =
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
-  params.rows = RowNumbers(p);
+  params.rows = RowPlaces(p);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  if (gives_out_tiles(p, division) && params.aligned) {
+    params.tickets = static_cast<uint32_t *>(workspace);
+    if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
+  }
   const cudaError_t error = with_kernel_types(p, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;
     if (division.decode) return launch_decode<Element, decltype(dim)::value>(params, stream);

@@ -268,8 +268,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    score_view(p, p.bias, s, head),
                    sink_score(p, head)};
     if constexpr (!Config::kGeneral) {
-      shared.k = RowNumbers::rows(p, p.k, params.rows.k_bytes, s, shared.task.kv_head);
-      shared.v = RowNumbers::rows(p, p.v, params.rows.v_bytes, s, shared.task.kv_head);
+      shared.k = RowPlaces::rows(p, p.k, params.rows.k_bytes, s, shared.task.kv_head);
+      shared.v = RowPlaces::rows(p, p.v, params.rows.v_bytes, s, shared.task.kv_head);
     }
   }
   __syncthreads();

@@ -49,7 +49,8 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
     if constexpr (small_tile(kHeadDim).columns > 0)
       if (params.few_columns) return launch_small_tiles<Element, kHeadDim>(params, stream);
-    return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<Config>>(params, tiles, stream);
+    return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<Config>, Roles::kThreadsWithLookup>(
+        params, tiles, stream);
   }
 #else
   constexpr ForwardTileChoice crowded = crowded_forward_tile(FDM_TILE_ARCH, kHeadDim);

@@ -157,9 +157,9 @@ FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t 
   return is_varlen(p) ? first_number(s.q_begin, sequence_index, kTileRows) + tile : tile;
 }
 
-// begin_of(sequence) is where the sequence begins in the packed dimension.
-template <class Begin>
-__device__ __forceinline__ NumberedPart numbered_part(const fdm_problem &p, int64_t number, int64_t size,
+// begin_of(sequence) is where the sequence begins in the packed dimension, of an attention problem or a selection.
+template <class Problem, class Begin>
+__device__ __forceinline__ NumberedPart numbered_part(const Problem &p, int64_t number, int64_t size,
                                                       const Begin &begin_of) {
   if (!is_varlen(p)) return {0, number};
   const auto first = [&](int64_t b) { return first_number(begin_of(sequence(p, b)), b, size); };

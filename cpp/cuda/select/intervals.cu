@@ -13,6 +13,7 @@
 // chunk or stays to the end, else that of the chunk in which it leaves.
 #include "../host/launch.cuh"
 #include "../plan/make_plan.h"
+#include "../plan/plan.cuh"
 #include "radix_select.cuh"
 #include "select.h"
 
@@ -27,15 +28,22 @@ constexpr int kChunkItems = kMaxChunkKeys / kThreads;
 
 struct Chunks {
   int64_t keys;  // keys of a chunk
-  int64_t count; // chunks of the longest sequence
+  int64_t count; // of a head: of a sequence, or of all that are packed, as numbered_part() numbers them
 };
 
-// Without a causal limit only the window over all keys matters.
-FDM_INLINE Chunks chunks_of(const fdm_selection &s) {
-  if (!(s.flags & FDM_CAUSAL)) return {s.keys, 1};
-  const int64_t keys = max64(kMinChunkKeys, min64(kMaxChunkKeys, round_up(ceil_div(s.keys, kChunks), kMinChunkKeys)));
-  return {keys, ceil_div(s.keys, keys)};
+Chunks chunks_of(const fdm_selection &s, int64_t chunk_keys) {
+  if (!is_varlen(s)) return {chunk_keys, ceil_div(s.keys, chunk_keys)};
+  return {chunk_keys, s.batch == 0 ? 0 : max64(s.bias.shape[3], s.mask.shape[3]) / chunk_keys + s.batch};
 }
+
+// Without a causal limit only the window over all keys matters.
+Chunks chunks_of(const fdm_selection &s) {
+  if (!(s.flags & FDM_CAUSAL)) return chunks_of(s, max64(1, s.keys));
+  return chunks_of(s, max64(kMinChunkKeys, min64(kMaxChunkKeys, round_up(ceil_div(s.keys, kChunks), kMinChunkKeys))));
+}
+
+// Heads of a sequence that is not packed have chunks of their own.
+int64_t chunk_rows(const fdm_selection &s) { return s.start.shape[1] * (is_varlen(s) ? 1 : s.start.shape[0]); }
 
 struct IntervalWork {
   SelectionRow row;
@@ -46,18 +54,21 @@ struct IntervalWork {
   int64_t start_stride, end_stride;
   bool causal;
 
-  // Chunks count down: the last ones have the longest rows before them.
-  __device__ IntervalWork(const fdm_selection &s, int64_t chunk_keys, int64_t chunks, Window *all_windows) {
+  // Chunks count down: the last ones have the longest rows before them. `windows_of` are the chunks that have windows.
+  __device__ IntervalWork(const fdm_selection &s, const Chunks &chunks, const Chunks &windows_of, Window *all_windows) {
     // A grid has fewer than 2^31 blocks, so its divisions need 32 bits only.
-    const auto heads = static_cast<uint32_t>(s.start.shape[1]);
-    const uint32_t lists = heads * static_cast<uint32_t>(selection_sequences(s, s.start));
-    const uint32_t list = blockIdx.x % lists, b = list / heads, head = list % heads;
-    const int64_t batch = present(s.cu_seqlens_q) ? 0 : b;
-    chunk = (gridDim.x - 1 - blockIdx.x) / lists;
+    const auto heads = static_cast<uint32_t>(s.start.shape[1]), rows = gridDim.x / static_cast<uint32_t>(chunks.count);
+    const uint32_t list = blockIdx.x % rows, head = list % heads;
+    const auto begin_of = [](const Sequence &sequence) { return sequence.k_begin; };
+    NumberedPart part = numbered_part(s, (gridDim.x - 1 - blockIdx.x) / rows, chunks.keys, begin_of);
+    if (!is_varlen(s)) part.sequence_index = list / heads;
+    const int64_t b = part.sequence_index, batch = is_varlen(s) ? 0 : b;
+    chunk = part.part;
     row = selection_row(s, s.start, b, head);
-    begin = static_cast<int32_t>(min64(row.k_count, chunk * chunk_keys));
-    end = static_cast<int32_t>(min64(row.k_count, (chunk + 1) * chunk_keys));
-    windows = all_windows + list * chunks;
+    begin = static_cast<int32_t>(min64(row.k_count, chunk * chunks.keys));
+    end = static_cast<int32_t>(min64(row.k_count, (chunk + 1) * chunks.keys));
+    windows = all_windows + list * windows_of.count;
+    if (is_varlen(s)) windows += first_number(row.k_begin, b, windows_of.keys);
     start_stride = s.start.stride[3];
     end_stride = s.end.stride[3];
     row_start = static_cast<int32_t *>(s.start.data) + batch * s.start.stride[0] + head * s.start.stride[1] +
@@ -67,7 +78,8 @@ struct IntervalWork {
     causal = (s.flags & FDM_CAUSAL) != 0;
   }
 
-  __device__ bool absent() const { return begin >= end; }
+  // Bounds of sequences that are wrong may give a block a chunk before the first.
+  __device__ bool absent() const { return chunk < 0 || begin >= end; }
   __device__ int64_t first_row(int64_t key) const { return causal ? max64(0, key - row.causal_off) : 0; }
 
   // A key that no row selects has the interval [0, 0).
@@ -81,9 +93,9 @@ struct IntervalWork {
 
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
-    find_windows(const __grid_constant__ fdm_selection s, int64_t chunk_keys, int64_t chunks, Window *all_windows) {
+    find_windows(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks, Window *all_windows) {
   __shared__ typename RadixSelect<kThreads>::Shared shared;
-  const IntervalWork work(s, chunk_keys, chunks, all_windows);
+  const IntervalWork work(s, chunks, chunks, all_windows);
   if (work.absent()) return;
   const Candidates<kDtype> source(s, work.row, 0);
   const Window window = RadixSelect<kThreads>::select(shared, source, work.end, s.window);
@@ -93,8 +105,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 // Without a causal limit, writes the keys of the one window, which holds for all rows.
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
-    write_window(const __grid_constant__ fdm_selection s, int64_t chunk_keys, const Window *all_windows) {
-  const IntervalWork work(s, chunk_keys, 1, const_cast<Window *>(all_windows));
+    write_window(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks,
+                 const __grid_constant__ Chunks windows_of, Window *all_windows) {
+  const IntervalWork work(s, chunks, windows_of, all_windows);
+  if (work.absent()) return;
   const Candidates<kDtype> source(s, work.row, 0);
   for (int32_t j = work.begin + static_cast<int32_t>(threadIdx.x); j < work.end; j += kThreads)
     work.write(j, work.windows[0].holds(source(j), j) ? work.row.q_count : 0);
@@ -143,7 +157,7 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
 }
 
 // Finds the keys before the chunk that the window before holds and the window after does not. They are no more than the
-// arrivals.
+// arrivals, unless the bounds of sequences are wrong: then some windows may never have been found.
 template <int kDtype>
 __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
                              const Window &before, const Window &after) {
@@ -155,36 +169,38 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
 #pragma unroll
     for (int n = 0; n < kBatch; ++n) {
       const int32_t j = first + n * kThreads;
-      if (before.holds(value[n], j) && !after.holds(value[n], j))
-        changes.leavers[atomicAdd(&changes.leaver_count, 1)] = order_of(value[n], j);
+      if (!before.holds(value[n], j) || after.holds(value[n], j)) continue;
+      const int place = atomicAdd(&changes.leaver_count, 1);
+      if (place < kMaxChunkKeys) changes.leavers[place] = order_of(value[n], j);
     }
   }
 }
 
 // The key with whose arrival x leaves: the n-th arrival before x in the order. It is x itself where x cannot enter,
 // since the window before was full of better keys.
-__device__ int32_t driven_out_by(const ChunkChanges &changes, int arrivals, int64_t room, uint64_t x) {
+__device__ int32_t driven_out_by(const ChunkChanges &changes, int leavers, int arrivals, int64_t room, uint64_t x) {
   int64_t missing = room;
-  for (int n = 0; n < changes.leaver_count; ++n) missing += changes.leavers[n] <= x;
+  for (int n = 0; n < leavers; ++n) missing += changes.leavers[n] <= x;
   if (missing == 0) return key_of(x);
   int n = 0;
   for (; n < arrivals; ++n) {
     missing -= changes.arrivals[n] > x;
     if (missing == 0) break;
   }
-  return key_of(changes.arrivals[n]);
+  return key_of(changes.arrivals[min(n, kMaxChunkKeys - 1)]);
 }
 
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
-    write_intervals(const __grid_constant__ fdm_selection s, int64_t chunk_keys, int64_t chunks, Window *all_windows) {
+    write_intervals(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks,
+                    Window *all_windows) {
   __shared__ ChunkChanges changes;
-  const IntervalWork work(s, chunk_keys, chunks, all_windows);
+  const IntervalWork work(s, chunks, chunks, all_windows);
   if (work.absent()) return;
   const Candidates<kDtype> source(s, work.row, 0);
   const Window before =
       work.chunk > 0 ? work.windows[work.chunk - 1] : (s.window > 0 ? open_window(0) : closed_window());
-  const Window after = work.windows[work.chunk], last = work.windows[ceil_div(work.row.k_count, chunk_keys) - 1];
+  const Window after = work.windows[work.chunk], last = work.windows[ceil_div(work.row.k_count, chunks.keys) - 1];
   if (threadIdx.x == 0) changes.leaver_count = 0;
   const int arrivals = find_arrivals(changes, work, source, before, last);
   if (before.size + arrivals == after.size) return; // nothing leaves
@@ -192,11 +208,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
 
   const int64_t room = s.window - before.size;
-  const int leavers = changes.leaver_count;
+  const int leavers = min(changes.leaver_count, kMaxChunkKeys);
   for (int n = threadIdx.x; n < leavers + arrivals; n += kThreads) {
     const uint64_t x = n < leavers ? changes.leavers[n] : changes.arrivals[n - leavers];
     if (n >= leavers && after.holds(static_cast<uint32_t>(x >> 32), key_of(x))) continue;
-    const int32_t cause = driven_out_by(changes, arrivals, room, x);
+    const int32_t cause = driven_out_by(changes, leavers, arrivals, room, x);
     // A key that is driven out by one before itself never was in the window.
     work.write(key_of(x), cause > key_of(x) ? work.first_row(cause) : 0);
   }
@@ -208,26 +224,23 @@ __global__ void __launch_bounds__(kThreads, 2)
 // there.
 int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
   const int64_t heads = max64(s.bias.shape[1], s.mask.shape[1]);
-  const int64_t batches = present(s.cu_seqlens_q) ? s.batch : max64(s.bias.shape[0], s.mask.shape[0]);
+  const int64_t batches = is_varlen(s) ? 1 : max64(s.bias.shape[0], s.mask.shape[0]);
   return heads * batches * chunks_of(s).count * int64_t{sizeof(Window)};
 }
 
 cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream_t stream) {
   const Chunks chunks = chunks_of(s);
-  const int64_t lists = s.start.shape[1] * selection_sequences(s, s.start), blocks = lists * chunks.count;
+  const int64_t rows = chunk_rows(s), blocks = rows * chunks.count;
   if (s.keys == 0) return cudaSuccess;
   if (fits_short_lists(s)) return launch_short_selection(s, stream);
   auto *windows = static_cast<Window *>(workspace);
   return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
     constexpr int kDtype = decltype(dtype)::value;
-    const cudaError_t error =
-        launch(find_windows<kDtype>, blocks, kThreads, 0, stream, s, chunks.keys, chunks.count, windows);
+    const cudaError_t error = launch(find_windows<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
     if (error) return error;
-    if (s.flags & FDM_CAUSAL)
-      return launch(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks.keys, chunks.count, windows);
-    const int64_t writers = lists * ceil_div(s.keys, kMaxChunkKeys);
-    return launch(write_window<kDtype>, writers, kThreads, 0, stream, s, int64_t{kMaxChunkKeys},
-                  static_cast<const Window *>(windows));
+    if (s.flags & FDM_CAUSAL) return launch(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
+    const Chunks writers = chunks_of(s, kMaxChunkKeys);
+    return launch(write_window<kDtype>, rows * writers.count, kThreads, 0, stream, s, writers, chunks, windows);
   });
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "key_ring.cuh"
+#include "row_places.cuh"
 
 namespace fdm::cuda {
 
@@ -16,52 +17,6 @@ __device__ __forceinline__ float bias_in_products(float bias, float factor) {
   const float scaled = bias * factor;
   return bias == -INFINITY ? bias : ptx::max_or_nan(ptx::min_or_nan(scaled, kMost), -kMost);
 }
-
-// Rows of K or V that are copied 16 bytes at a time, for one key/value head of a sequence.
-struct GatheredRows {
-  const char *first; // row 0
-  int32_t bytes;     // from one row to the next
-};
-
-// Where the rows of K and V lie, by numbers that both have in common: keys, or with a block table places in its pages.
-struct RowNumbers {
-  int32_t k_bytes, v_bytes; // from one row to the next
-  int32_t page_rows;        // from one page of a block table to the next
-  bool possible;            // false where strides are too large for this, or pages lie differently in K and V
-
-  RowNumbers() = default;
-  explicit RowNumbers(const fdm_problem &p) {
-    constexpr int64_t kMost = INT32_MAX;
-    const auto bytes = [](const fdm_tensor &t) { return 2 * t.stride[1]; };
-    k_bytes = int32_t(bytes(p.k));
-    v_bytes = int32_t(bytes(p.v));
-    possible = k_bytes == bytes(p.k) && v_bytes == bytes(p.v);
-    page_rows = 0;
-    if (!present(p.block_table)) return;
-    const int64_t k_rows = p.k.stride[1] ? p.k.stride[0] / p.k.stride[1] : 0;
-    possible = possible && k_rows * p.k.stride[1] == p.k.stride[0] && k_rows * p.v.stride[1] == p.v.stride[0] &&
-               k_rows >= 0 && (k_rows == 0 || p.k.shape[0] <= kMost / k_rows - 1);
-    page_rows = int32_t(k_rows);
-  }
-
-  __device__ __forceinline__ static GatheredRows rows(const fdm_problem &p, const fdm_tensor &t, int32_t bytes,
-                                                      const Sequence &s, int64_t kv_head) {
-    const auto *first = static_cast<const uint16_t *>(t.data) + kv_head * t.stride[2];
-    if (!present(p.block_table)) first = first_key_row(t, s, kv_head);
-    return {reinterpret_cast<const char *>(first), bytes};
-  }
-
-  // The row of key j of a sequence.
-  __device__ __forceinline__ int32_t row(const fdm_problem &p, int64_t sequence_index, int32_t j) const {
-    const fdm_tensor &table = p.block_table;
-    if (!present(table)) return j;
-    const auto page_size = static_cast<int32_t>(p.k.shape[1]);
-    const int32_t entry = j / page_size;
-    const int32_t page =
-        static_cast<const int32_t *>(table.data)[sequence_index * table.stride[0] + entry * table.stride[1]];
-    return max(0, min(page, int32_t(p.k.shape[0]) - 1)) * page_rows + (j - entry * page_size); // see sequence()
-  }
-};
 
 template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing {
   static constexpr int kColumns = kColumnCount, kThreads = kThreadCount;

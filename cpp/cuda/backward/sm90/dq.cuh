@@ -63,8 +63,7 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
             score_view(p, p.bias, t.s, t.head)};
   };
   TaskProducer<DqTask, decltype(make)> scheduler(p, params.sequences_together, shared.tasks, make);
-  const auto on_column = [](int, int, float) {};
-  KeyProducer<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
+  KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
   keys.start(scheduler.current());
   for (; !scheduler.at_end(); scheduler.advance()) {
     const DqTask &task = scheduler.current(), &next = scheduler.next();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The pipeline of K and V: a producer warpgroup gathers rows of K and V, kColumns at a time, while consumer warpgroups
-// multiply those of earlier blocks. Each stage has barriers that say "full" and "empty".
+// The pipeline of K and V of a kernel without lookup warps (key_stream.cuh): a producer warpgroup finds and gathers rows of
+// K and V, kColumns at a time, while consumer warpgroups multiply those of earlier blocks. Each stage has barriers that
+// say "full" and "empty".
 #pragma once
 
 #include "../key_ring.cuh"
@@ -56,18 +57,12 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
 // A producer thread, which knows one column of each block, or none. The blocks of all tasks are one stream: V of a
 // task's last block is loaded among the blocks of the next, whose first columns were asked for before. What is needed
 // of a task for each block is held in registers: it would be read from shared memory again each time.
-//
-// on_column(slot, i, bias) is called for each column of a block whose facts have been stored.
-template <class Pipeline, class OnColumn> struct KeyProducer {
+template <class Pipeline> struct KeyProducer {
   static constexpr int kColumns = Pipeline::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
   using Tile = typename Pipeline::Tile;
-  // Where K has a stage more, K of a block is loaded before V of the previous block. The stage of that V is released
-  // so late that K would come late too if it had to wait behind it.
-  static constexpr bool kValuesLag = Pipeline::kKStages > Pipeline::kVStages;
 
   const fdm_problem &p;
   Pipeline &pipeline;
-  const OnColumn &on_column;
   typename Pipeline::KPipelineState k_state;
   typename Pipeline::VPipelineState v_state;
   const uint16_t *first_k, *first_v; // key 0 of the task that is loaded
@@ -80,8 +75,7 @@ template <class Pipeline, class OnColumn> struct KeyProducer {
   TileColumns keys;                // what is read here is what finds keys
   const uint16_t *v_row = nullptr; // of the block whose K was loaded last; null once its V is loaded too
 
-  __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared, const OnColumn &call)
-      : p(problem), pipeline(shared), on_column(call) {
+  __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared) : p(problem), pipeline(shared) {
     bias.col = p.bias.shape[3] == 1 ? 0 : p.bias.stride[3];
     bias.dtype = p.bias.dtype;
     bias.rows = false;
@@ -163,10 +157,8 @@ private:
   }
 
   template <class Task> __device__ void load_block(const Task &task, const Task &next, int block, int blocks) {
-    if constexpr (!kValuesLag) load_values();
-    const uint16_t *row = load_keys(task, next, block, blocks);
-    if constexpr (kValuesLag) load_values();
-    v_row = row;
+    load_values();
+    v_row = load_keys(task, next, block, blocks);
   }
 
   // Loads K and the facts of a block. Returns this lane's row of V.
@@ -179,8 +171,6 @@ private:
       auto &facts = pipeline.facts[k_state.facts];
       const bool partial = (block + 1) * kColumns > full;
       key = store_facts<kColumns>(facts, task.columns, bias, column(block), partial, entry);
-      const int i = column(block) % kColumns;
-      on_column(k_state.facts, i, facts.bias[i]);
     }
     const auto row_of = [&](const fdm_tensor &t, const uint16_t *first) {
       if (key < 0) return static_cast<const uint16_t *>(kZeroRow);

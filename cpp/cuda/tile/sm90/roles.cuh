@@ -14,6 +14,11 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 struct Roles {
   static constexpr int kConsumerGroups = 2, kConsumerWarps = 8, kProducerWarps = 4;
   static constexpr int kProducerThreads = 32 * kProducerWarps, kThreads = 32 * (kConsumerWarps + kProducerWarps);
+  // Kernels may have a lookup warpgroup more, which finds what the producers are to copy.
+  static constexpr int kLookupWarps = 4, kLookupThreads = 32 * kLookupWarps;
+  static constexpr int kThreadsWithLookup = kThreads + kLookupThreads;
+  __device__ static __forceinline__ bool is_lookup() { return threadIdx.x / 32 >= kConsumerWarps + kProducerWarps; }
+  __device__ static __forceinline__ void sync_lookup() { ptx::sync_threads<4, kLookupThreads>(); }
   __device__ static __forceinline__ bool is_producer() { return threadIdx.x / 32 >= kConsumerWarps; }
   __device__ static __forceinline__ int consumer_group() { return uniform(threadIdx.x / 128); }
   // The index of this thread among the producers.
@@ -22,7 +27,8 @@ struct Roles {
   // Every consumer thread arrives. One thread for each warp is no faster, and compute-sanitizer's racecheck does not
   // see that it stands for the others.
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  static constexpr int kFirstTurnBarrier = 2; // 0 is that of __syncthreads, 1 that of sync_producers()
+  static constexpr int kFirstTurnBarrier =
+      2; // 0 is that of __syncthreads, 1 that of sync_producers(), 4 that of sync_lookup()
   __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
 
   // Consumer warpgroups may take turns (ping-pong): while one starts products, the other works with its scores. Group 0
@@ -60,6 +66,15 @@ template <int kConsumer, int kProducer> struct RoleRegisters {
   static_assert(2 * kConsumer + kProducer <= 3 * 168, "a warpgroup would wait for registers for ever");
 
   __device__ static __forceinline__ void produce() { ptx::warpgroup_reg_dealloc<kProducer>(); }
+  __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }
+};
+
+// The same where there is a lookup warpgroup, with which a thread starts with 128.
+template <int kConsumer, int kProducer, int kLookup> struct LookupRoleRegisters {
+  static_assert(2 * kConsumer + kProducer + kLookup <= 4 * 128, "a warpgroup would wait for registers for ever");
+
+  __device__ static __forceinline__ void produce() { ptx::warpgroup_reg_dealloc<kProducer>(); }
+  __device__ static __forceinline__ void look_up() { ptx::warpgroup_reg_dealloc<kLookup>(); }
   __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }
 };
 

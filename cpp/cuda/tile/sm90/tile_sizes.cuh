@@ -3,6 +3,10 @@
 // stages, with the reason for each. Registers of a consumer thread: about 200; shared memory of a block: 227 KB.
 #pragma once
 
+#include <type_traits>
+
+#include "roles.cuh"
+
 namespace fdm::cuda {
 
 struct ForwardTileSm90 {
@@ -18,12 +22,11 @@ constexpr ForwardTileSm90 forward_tile_sm90(int head_dim) {
   return head_dim <= 192 ? ForwardTileSm90{64, 3, 2} : ForwardTileSm90{64, 2, 2};
 }
 
-// Registers of a consumer thread; a producer thread has what is left. Neither should need local memory, whose loads wait
-// behind all copies that were started before: a thousand cycles and more.
-constexpr int forward_consumer_registers(int head_dim) {
-  if (head_dim <= 64) return 200;
-  return head_dim == 128 || head_dim == 256 ? 216 : 208;
-}
+// Registers of a thread of each role. None should need local memory, whose loads wait behind all copies that were started
+// before: a thousand cycles and more.
+template <int kHeadDim>
+using ForwardRegisters =
+    std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<200, 56, 56>, LookupRoleRegisters<216, 40, 40>>;
 
 // Tiles with few blocks of columns, of which two share an SM: a thread has 128 registers, of which accumulators take
 // head_dim / 2 + columns / 2, probabilities columns / 4. 0: there is no such kernel.

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The lookup warpgroup finds what the producer and consumer warps need to know of the columns of a block, some blocks
+// ahead: the rows of K and V, the bias, and which queries keep them.
+#pragma once
+
+#include "../row_places.cuh"
+#include "key_stream.cuh"
+
+namespace fdm::cuda {
+
+// A lookup thread, which knows one column of each block, or none. The blocks of all tasks are one stream: the first
+// columns of a task are asked for before those of the task before are stored. What is needed of a task for each block is
+// held in registers: it would be read from shared memory again each time.
+//
+// on_column(stage, i, bias) is called for each column of a block whose facts have been stored.
+template <class Stream, class OnColumn> struct KeyLookup {
+  static constexpr int kColumns = Stream::kColumns, kOwnColumns = kColumns / Roles::kLookupWarps;
+  const fdm_problem &p;
+  Stream &stream;
+  const OnColumn &on_column;
+  const RowPlaces &places;
+  typename Stream::KPipelineState k_state;
+  typename Stream::RowState row_state;
+  int32_t key; // of the block after the one that was stored last, which may be the next task's; -1: none
+  uint32_t bias_bits;
+  int32_t next_key;        // of the block after that
+  const TileColumns *keys; // of the task of the column that is asked for next
+  const void *biases;      // of the task of the next key; null: none
+
+  __device__ KeyLookup(const fdm_problem &problem, Stream &shared, const RowPlaces &rows, const OnColumn &call)
+      : p(problem), stream(shared), on_column(call), places(rows) {}
+
+  __device__ static int column(int block) {
+    // Read anew each time, it takes no register in between.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    const int lane = thread % 32, warp = thread / 32 % Roles::kLookupWarps;
+    return lane < kOwnColumns ? block * kColumns + warp * kOwnColumns + lane : INT32_MAX;
+  }
+  template <class Task> __device__ static int blocks_of(const Task &task) {
+    return (task.columns.count + kColumns - 1) / kColumns;
+  }
+
+  // Asks for what is known of the first columns, which is then there when they are stored.
+  template <class Task> __device__ void start(const Task &task) {
+    keys = &task.columns;
+    fetch_from(task);
+    fetch(fetch_key(*keys, column(0)));
+    next_key = fetch_key(*keys, column(1));
+  }
+
+  // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least. What is read of
+  // tasks comes from shared memory each time: registers are scarce.
+  template <class Tasks, class Meanwhile> __device__ void run(const Tasks &tasks, const Meanwhile &meanwhile) {
+    hold(tasks, 0);
+#pragma unroll 1
+    for (int block = 0;; ++block) {
+      const int blocks = blocks_of(tasks.current());
+      if (block == min(blocks, Stream::kKStages)) {
+        meanwhile();
+        hold(tasks, block);
+      }
+      if (block >= blocks) break;
+      store_block(tasks, block, blocks);
+    }
+    if (blocks_of(tasks.current()) < 2) start(tasks.next()); // store_block() asked for too little ahead
+  }
+
+  // One warp at a time may call these around other work that needs its registers.
+  __device__ void park() const {
+    stream.parked[threadIdx.x % 32] = {key, next_key, bias_bits, k_state, row_state};
+    asm volatile("" ::: "memory");
+  }
+  __device__ void unpark() {
+    asm volatile("" ::: "memory");
+    const auto &parked = stream.parked[threadIdx.x % 32];
+    key = parked.key;
+    next_key = parked.next_key;
+    bias_bits = parked.bias_bits;
+    k_state = parked.k_state;
+    row_state = parked.row_state;
+  }
+
+private:
+  // Whose columns are asked for when this block is to be stored next.
+  template <class Tasks> __device__ void hold(const Tasks &tasks, int block) {
+    const int left = blocks_of(tasks.current()) - block;
+    keys = left < 2 && block > 0 ? &tasks.next().columns : &tasks.current().columns;
+    fetch_from(left < 1 && block > 0 ? tasks.next() : tasks.current());
+  }
+
+  template <class Tasks> __device__ void store_block(const Tasks &tasks, int block, int blocks) {
+    const auto &task = tasks.current();
+    const int stage = k_state.index;
+    // Few blocks are partial, so which rows keep their columns is not asked for further ahead.
+    ColumnEntry entry{key, bias_bits};
+    const bool partial = (block + 1) * kColumns > task.columns.full;
+    if (partial && key >= 0) fetch_rows(entry, task.columns);
+    Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
+    if (threadIdx.x % 32 < kOwnColumns) {
+      auto &facts = stream.facts[stage];
+      const int32_t kept = store_facts<kColumns>(facts, task.columns, bias_view(), column(block), partial, entry);
+      const int i = column(block) % kColumns;
+      on_column(stage, i, facts.bias[i]);
+      stream.rows[row_state.index][Stream::Gather::place(i)] = kept < 0 ? -1 : places.row(p, task.sequence_index, kept);
+    }
+    ptx::arrive(stream.found[stage]);
+    ++k_state;
+    ++row_state;
+    ask_ahead(tasks, block, blocks - block);
+  }
+
+  // Asks for the column of the block after this one, and for the key of the one after that. `left` blocks are left: 1,
+  // if this is the last.
+  template <class Tasks> __device__ void ask_ahead(const Tasks &tasks, int block, int left) {
+    if (left <= 2) keys = &tasks.next().columns;
+    if (left == 1) fetch_from(tasks.next());
+    fetch(next_key);
+    next_key = fetch_key(*keys, column(left > 2 ? block + 2 : 2 - left));
+  }
+
+  // Columns are those of this task from here on.
+  template <class Task> __device__ void fetch_from(const Task &task) {
+    biases = task.bias.rows ? nullptr : task.bias.data;
+  }
+  __device__ ScoreView bias_view() const {
+    return {biases, 0, p.bias.shape[3] == 1 ? 0 : p.bias.stride[3], p.bias.dtype, false};
+  }
+  __device__ void fetch(int32_t j) {
+    key = j;
+    if (j >= 0 && biases) bias_bits = bias_view().load_bits(j);
+  }
+};
+
+} // namespace fdm::cuda

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The pipeline of K and V: producer warps gather rows of K and V, kColumns at a time, while consumer warpgroups multiply
+// those of earlier blocks. Which rows they are, a lookup warpgroup has found before (key_lookup.cuh). Each stage has
+// barriers that say "full" and "empty".
+#pragma once
+
+#include "../key_ring.cuh"
+#include "row_gather.cuh"
+
+namespace fdm::cuda {
+
+template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> struct KeyStream {
+  static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
+  static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
+  using Tile = SmemTile<kHeadDim, kColumns>;
+  using Gather = RowGather<Tile, kColumns>;
+  using KPipelineState = PipelineState<kKStages>;
+  using VPipelineState = PipelineState<kVStages>;
+  // The facts of a block lie with its K, and are stored when that stage is free. Its rows are read once more for V, before
+  // K of the next block is released.
+  static constexpr int kRowSlots = kKStages + 1;
+  using RowState = PipelineState<kRowSlots>;
+
+  // What a lookup thread puts aside.
+  struct Parked {
+    int32_t key, next_key;
+    uint32_t bias_bits;
+    KPipelineState k_state;
+    RowState row_state;
+  };
+
+  alignas(1024) char sK[kKStages][Tile::kBytes];
+  char sV[kVStages][Tile::kBytes];
+  ColumnFacts<kColumns> facts[kKStages];
+  alignas(16) int32_t rows[kRowSlots][kColumns]; // their rows of K and V, each at its Gather::place(); -1: none
+  Parked parked[32];                             // of one warp
+  uint64_t found[kKStages], k_full[kKStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    for (int stage = 0; stage < kKStages; ++stage) {
+      ptx::init_barrier(found[stage], Roles::kLookupThreads);
+      ptx::init_barrier(k_full[stage], 2 * Roles::kProducerThreads); // the copies, and what passes the facts on
+      ptx::init_barrier(k_empty[stage], Roles::kConsumerThreads);
+    }
+    for (int stage = 0; stage < kVStages; ++stage) {
+      ptx::init_barrier(v_full[stage], Roles::kProducerThreads);
+      ptx::init_barrier(v_empty[stage], Roles::kConsumerThreads);
+    }
+  }
+};
+
+// A producer thread. The blocks of all tasks are one stream: V of a task's last block is loaded among the blocks of the
+// next.
+template <class Stream> struct KeyGatherer {
+  using Tile = typename Stream::Tile;
+  using Gather = typename Stream::Gather;
+  // Where K has a stage more, K of a block is loaded before V of the previous block. The stage of that V is released
+  // so late that K would come late too if it had to wait behind it.
+  static constexpr bool kValuesLag = Stream::kKStages > Stream::kVStages;
+
+  Stream &stream;
+  const int head_dim;
+  const int32_t k_stride, v_stride; // bytes from row to row
+  typename Stream::KPipelineState k_state;
+  typename Stream::VPipelineState v_state;
+  typename Stream::RowState row_state;
+  int v_slot = -1; // the rows of the block whose K was loaded last; -1 once its V is loaded too
+  const char *first_v = nullptr;
+
+  __device__ KeyGatherer(Stream &shared, int dims, int32_t k_bytes, int32_t v_bytes)
+      : stream(shared), head_dim(dims), k_stride(k_bytes), v_stride(v_bytes) {}
+
+  // Loads K of the next block, whose row 0 is first_k, if there is one; and V of the block whose K was loaded last.
+  __device__ void load(const char *first_k, bool exists) {
+    if constexpr (!kValuesLag) load_values();
+    const int slot = exists ? load_keys(first_k) : -1;
+    if constexpr (kValuesLag) load_values();
+    v_slot = slot;
+  }
+
+private:
+  __device__ int load_keys(const char *first_k) {
+    const int stage = k_state.index, slot = row_state.index;
+    ptx::wait(stream.found[stage], k_state.phase);
+    const auto sources = Gather::listed(first_k, k_stride, stream.rows[slot]);
+    // The lookup threads have waited for this before, so it takes no time.
+    Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
+    Gather::copy(ptx::shared_address(stream.sK[stage]), sources, head_dim);
+    Roles::producer_commit(stream.k_full[stage]);
+    ++k_state;
+    ++row_state;
+    return slot;
+  }
+  __device__ void load_values() {
+    if (v_slot < 0) return;
+    const int stage = v_state.index;
+    const auto sources = Gather::listed(first_v, v_stride, stream.rows[v_slot]);
+    Roles::producer_acquire(stream.v_empty[stage], v_state.phase);
+    Gather::copy(ptx::shared_address(stream.sV[stage]), sources, head_dim);
+    Roles::producer_commit_copies(stream.v_full[stage]);
+    ++v_state;
+  }
+};
+
+} // namespace fdm::cuda

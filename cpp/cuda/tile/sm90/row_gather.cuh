@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Copies of listed rows of global memory to a tile that wgmma reads, by the producer warps together.
+#pragma once
+
+#include "../smem_tile.cuh"
+#include "roles.cuh"
+
+namespace fdm::cuda {
+
+// Each producer warp copies its own kOwnRows rows of a tile. A step copies a panel of kStepRows rows, and a thread has the
+// same chunk of its row in all steps.
+template <class Tile, int kRows> struct RowGather {
+  static constexpr int kOwnRows = kRows / Roles::kProducerWarps;
+  static constexpr int kRowLanes = Tile::kChunks < 8 ? Tile::kChunks : 8, kStepRows = 32 / kRowLanes;
+  static constexpr int kSteps = kOwnRows / kStepRows, kBatch = kSteps < 4 ? kSteps : 4;
+  static_assert(Tile::kHasPanels && kOwnRows % 8 == 0 && 8 % kRowLanes == 0 && kSteps % kBatch == 0);
+
+  // What a thread copies. It is found before the thread waits for the tile's place, and in registers of its own: a
+  // register that a copy reads cannot be written until the copy has left the queue.
+  struct Sources {
+    uint64_t chunk[kSteps];
+    uint32_t valid; // a bit for each step; the others copy zeros
+
+    // The step copies the row of this number. Row 0 begins at `first`, and rows are `stride` bytes apart.
+    __device__ __forceinline__ void set(int step, const char *first, int32_t stride, int32_t number, bool exists) {
+      const uint64_t own_first = reinterpret_cast<uint64_t>(first) + own_chunk() * 16;
+      asm volatile("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(chunk[step]) : "r"(number), "r"(stride), "l"(own_first));
+      valid |= uint32_t(exists) << step;
+    }
+  };
+
+  __device__ static __forceinline__ int own_chunk() { return threadIdx.x % kRowLanes; }
+  // This thread's row of the first step.
+  __device__ static __forceinline__ int first_row() {
+    return Roles::producer_thread() / 32 * kOwnRows + threadIdx.x % 32 / kRowLanes;
+  }
+
+  // Where the number of row r of a tile lies in a list: those of a thread lie side by side.
+  __device__ static __forceinline__ int place(int r) {
+    const int own = r % kOwnRows;
+    return r - own + own % kStepRows * kSteps + own / kStepRows;
+  }
+
+  // The rows whose numbers lie in shared memory, each at its place(); -1: zeros.
+  __device__ static __forceinline__ Sources listed(const char *first, int32_t stride, const int32_t *list) {
+    struct alignas(4 * kBatch) Numbers {
+      int32_t of_step[kBatch];
+    };
+    // Read anew each time, the thread's index takes no register in between.
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    const uint32_t warp = thread / 32 % Roles::kProducerWarps, lane = thread % 32;
+    const int32_t *own = list + warp * kOwnRows + lane / kRowLanes * kSteps; // the place() of this thread's first row
+    Sources sources;
+    sources.valid = 0;
+#pragma unroll
+    for (int batch = 0; batch < kSteps; batch += kBatch) {
+      const Numbers numbers = *reinterpret_cast<const Numbers *>(own + batch);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        sources.set(batch + i, first, stride, numbers.of_step[i], numbers.of_step[i] >= 0);
+    }
+    return sources;
+  }
+  // Consecutive rows, `count` of them.
+  __device__ static __forceinline__ Sources consecutive(const char *first, int32_t stride, int count) {
+    const char *own = first + int64_t(first_row()) * stride;
+    const int left = count - first_row();
+    Sources sources;
+    sources.valid = 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) sources.set(step, own, stride, step * kStepRows, step * kStepRows < left);
+    return sources;
+  }
+
+  // Columns from head_dim on become zeros.
+  __device__ static __forceinline__ void copy(uint32_t tile, const Sources &sources, int head_dim) {
+    // Swizzled for rows of either half of eight; all other addresses are constants away.
+    uint32_t own_address[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      own_address[half] = Tile::chunk_address(tile, first_row() + 4 * half, own_chunk()) - 4 * half * Tile::kRowBytes;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        const int r = step * kStepRows, chunk = 8 * panel + own_chunk();
+        const uint32_t address = own_address[r / 4 % 2] + r * Tile::kRowBytes + panel * Tile::kPanelBytes;
+        if (chunk < Tile::kChunks)
+          ptx::cp_async_16(address, reinterpret_cast<const char *>(sources.chunk[step]) + 128 * panel,
+                           (sources.valid >> step & 1) && chunk * 8 < head_dim);
+      }
+    }
+  }
+};
+
+} // namespace fdm::cuda

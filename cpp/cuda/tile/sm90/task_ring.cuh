@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The tile scheduler of persistent kernels with a lookup warpgroup, whose warps take turns at making tasks, two tiles
+// before they are looked up; producers and consumers take them one after the other.
+#pragma once
+
+#include "tile_scheduler.cuh"
+
+namespace fdm::cuda {
+
+template <class Task> struct TaskRing {
+  // Consumers may still write out a task when they have released the next; then come those that wait for their keys, the
+  // one that is looked up, the next, and the one that is made meanwhile.
+  static constexpr int kSlots = 8;
+
+  Task tasks[kSlots];
+  bool end[kSlots]; // there are no more tasks from this slot on
+  // Of the task that each warp is at: registers are scarce.
+  uint32_t number[Roles::kThreadsWithLookup / 32];
+  uint64_t made[kSlots], released[kSlots], full;
+
+  // Read anew each time, the thread's index takes no register in between.
+  __device__ static uint32_t thread() {
+    uint32_t index;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(index));
+    return index;
+  }
+  __device__ uint32_t own_number() const { return number[thread() / 32]; }
+  __device__ void set_own_number(uint32_t own) {
+    __syncwarp();
+    const uint32_t index = thread();
+    if (index % 32 == 0) number[index / 32] = own;
+    __syncwarp();
+  }
+  // The parity of the barriers of a slot when it has task n.
+  __device__ static uint32_t phase(uint32_t n) { return n / kSlots % 2; }
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::init_barrier(made[slot], 1);
+      ptx::init_barrier(released[slot], Roles::kConsumerThreads);
+    }
+    ptx::init_barrier(full, 2 * Roles::kProducerThreads); // the copies, and what passes the task on
+  }
+};
+
+// The lookup warpgroup. make(HeadTile, Task &) fills in a task where it lies. A tile without rows becomes an empty one.
+template <class Task, class Make> struct TaskMaker {
+  static constexpr int kSlots = TaskRing<Task>::kSlots;
+
+  const fdm_problem &p;
+  const int32_t &together;  // see sequences_together()
+  uint32_t *const &tickets; // the next tile of all but the first of each block of threads; null: their order is fixed
+  TaskRing<Task> &ring;
+  const Make &make;
+
+  __device__ TaskMaker(const fdm_problem &problem, const int32_t &sequences, uint32_t *const &counter,
+                       TaskRing<Task> &shared, const Make &make_task)
+      : p(problem), together(sequences), tickets(counter), ring(shared), make(make_task) {
+    ring.set_own_number(0);
+#pragma unroll 1 // the code is long
+    for (uint32_t index = 0; index < 2; ++index)
+      if (prepares(index)) prepare(index);
+    Roles::sync_lookup();
+  }
+
+  __device__ const Task &current() const { return ring.tasks[number() % kSlots]; }
+  // It keeps no keys where there is none.
+  __device__ const Task &next() const { return ring.tasks[(number() + 1) % kSlots]; }
+  __device__ bool at_end() const { return ring.end[number() % kSlots]; }
+
+  // One warp prepares the task after the next.
+  __device__ bool prepares() const { return prepares(number() + 2); }
+  __device__ void prepare_ahead() { prepare(number() + 2); }
+  __device__ void advance() {
+    ring.set_own_number(number() + 1);
+    Roles::sync_lookup();
+  }
+
+private:
+  __device__ uint32_t number() const { return ring.own_number(); }
+  __device__ static bool prepares(uint32_t index) {
+    return threadIdx.x / 32 % Roles::kLookupWarps == index % Roles::kLookupWarps;
+  }
+  // Tiles get shorter towards the end. With a fixed order, every other round goes backwards, so that no block always has
+  // the longest.
+  __device__ uint32_t place(uint32_t index) const {
+    if (!tickets) return index * gridDim.x + (index % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (index == 0) return blockIdx.x;
+    uint32_t ticket = 0;
+    if (threadIdx.x % 32 == 0) ticket = atomicAdd(tickets, 1u);
+    return gridDim.x + __shfl_sync(0xffffffffu, ticket, 0);
+  }
+  __device__ void prepare(uint32_t index) {
+    // Who has released a task has written those before the one before.
+    if (index >= kSlots) ptx::wait(ring.released[(index + 2) % kSlots], TaskRing<Task>::phase(index + 2 - kSlots));
+    const uint32_t tile_index = place(index);
+    const bool end = tile_index >= sequence_tiles(p) * p.heads;
+    HeadTile tile{};
+    if (!end) tile = find_tile(p, together, tile_index);
+    if (threadIdx.x % 32 != 0) return;
+    Task &task = ring.tasks[index % kSlots];
+    ring.end[index % kSlots] = end;
+    if (tile.has_rows())
+      make(tile, task);
+    else
+      task = {};
+    ptx::arrive(ring.made[index % kSlots]);
+  }
+};
+
+// A producer thread goes through the tasks.
+template <class Task> struct TaskLoader {
+  static constexpr int kSlots = TaskRing<Task>::kSlots;
+
+  TaskRing<Task> &ring;
+
+  __device__ explicit TaskLoader(TaskRing<Task> &shared) : ring(shared) { ring.set_own_number(0); }
+
+  // Waits until the task is made. Returns false if there are no more.
+  __device__ bool wait() const {
+    const uint32_t n = ring.own_number();
+    ptx::wait(ring.made[n % kSlots], TaskRing<Task>::phase(n));
+    return !ring.end[n % kSlots];
+  }
+  __device__ const Task &current() const { return ring.tasks[ring.own_number() % kSlots]; }
+  __device__ void advance() { ring.set_own_number(ring.own_number() + 1); }
+
+  // Waits until the consumers no longer need what was loaded for the previous task.
+  __device__ void producer_acquire() const {
+    const uint32_t n = ring.own_number();
+    if (n > 0) ptx::wait(ring.released[(n - 1) % kSlots], TaskRing<Task>::phase(n - 1));
+  }
+  // Hands the task to the consumers. The copies that belong to it have been started.
+  __device__ void producer_commit() { Roles::producer_commit(ring.full); }
+  __device__ void producer_tail() {
+    producer_acquire();
+    producer_commit();
+  }
+};
+
+// A consumer releases each task once, when it needs nothing more that was loaded.
+template <class Task> struct RingConsumer {
+  static constexpr int kSlots = TaskRing<Task>::kSlots;
+
+  TaskRing<Task> &ring;
+
+  __device__ explicit RingConsumer(TaskRing<Task> &shared) : ring(shared) { ring.set_own_number(0); }
+
+  // Waits until a task is loaded. Returns false if there are no more.
+  __device__ bool wait() const {
+    Roles::consumer_wait(ring.full, ring.own_number() % 2);
+    return !uniform(ring.end[ring.own_number() % kSlots]);
+  }
+  __device__ const Task &current() const { return ring.tasks[ring.own_number() % kSlots]; }
+  __device__ const Task &before() const { return ring.tasks[(ring.own_number() - 1) % kSlots]; }
+  __device__ void release() const { Roles::consumer_release(ring.released[ring.own_number() % kSlots]); }
+  __device__ void advance() { ring.set_own_number(ring.own_number() + 1); }
+};
+
+} // namespace fdm::cuda
