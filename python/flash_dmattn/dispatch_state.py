@@ -12,6 +12,7 @@ from torch.utils._device import DeviceContext
 
 __all__ = [
     "IS_READABLE",
+    "PLAIN_TYPES",
     "forward_mode_is_compiled",
     "is_below_autograd",
     "is_idle",
@@ -19,7 +20,8 @@ __all__ = [
     "watch_kernels",
 ]
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+# Tensors of any other type may change what an operation does.
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _NAMESPACES = ("flash_dmattn/", "_/")  # of our operators, and of fallbacks for all operators
 
 
@@ -99,7 +101,7 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
     if not _Kernels.are_own or (_function_modes() and _has_function_mode()):
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()):
+        if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_neg()):
             return False
     # All tensors of a call are on one device. Others may have kernels of their own; and meta
     # tensors have no data to compute on, the fake kernels give their results.
