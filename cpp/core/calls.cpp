@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "error.h"
 #include "problem.h"
 
 namespace fdm {
@@ -17,11 +18,12 @@ nb::object new_lse(const Allocator &allocator, nb::handle query) {
 }
 
 nb::handle field_of(AttentionRecord &record, const char *wanted) {
-  nb::handle found;
+  nb::handle found = Py_None;
   record.each_field([&](const char *name, auto &field) {
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, nb::handle>)
       if (std::strcmp(name, wanted) == 0) found = field;
   });
+  if (found.is_none()) value_error("the gradient of ", wanted, " is wanted, but a call has no tensor of this name");
   return found;
 }
 

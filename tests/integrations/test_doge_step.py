@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import prune
 
-
 from .tiny_models import padding, tiny_model, tokens, transformers
 
 doge_step = pytest.importorskip("flash_dmattn.integrations.doge_step")
