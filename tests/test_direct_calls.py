@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import IntervalMask, _core, dispatch_state, dynamic_mask, flash_dmattn_func
 from flash_dmattn.backends import pack, select_backend
-from flash_dmattn.record import AttentionInputs
+from flash_dmattn.record import ATTENTION, AttentionInputs
 from support import Target, rand_bool, randn
 
 BOUNDS = ("start", "end")
@@ -345,11 +345,17 @@ def test_gradients_are_of_tensors_of_a_call(pack_target: Target) -> None:
     assert isinstance(backend, pack.PackBackend)
     x = randn(1, 1, 1, 8, dtype=pack_target.dtypes[0]).to(pack_target.device)
     inputs = AttentionInputs(x, x, x)
-    out, lse = backend.attend(inputs, need_lse=True)
-    assert lse is not None
+    *tensors, settings = *inputs[: ATTENTION.tensor_count], inputs[ATTENTION.tensor_count :]
+    saved = (*tensors, *backend.keep(inputs, need_lse=True))
+    given = backend.pack, 1, pack._ALLOCATOR, saved, settings, x, None
+    query, _, more = _core.differentiate(*given, ("query", "key"), (True, False, False)) or ()
+    assert query.shape == x.shape
+    assert more is None
     for name in ("keys", "scale", "bias"):
         with pytest.raises(ValueError, match=f"gradient of {name} is wanted, but a call has no"):
-            backend.backward(inputs, out, None, out, lse, ("query", name))
+            _core.differentiate(*given, ("query", name), (True, True))
+    with pytest.raises(TypeError, match="a record must be two tuples of 20 fields in all"):
+        _core.differentiate(*given[:3], saved[1:], *given[4:], ("query",), (True,))
 
 
 def as_tuple(tensor: Tensor) -> tuple[Any, ...]:

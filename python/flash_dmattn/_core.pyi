@@ -211,16 +211,22 @@ def differentiate(
     pack: Pack,
     threads: int,
     allocator: Allocator,
+    tensors: tuple[TensorLike | None, ...],
+    settings: tuple[Any, ...],
     dout: TensorLike,
     dlse: TensorLike | None,
-    out: TensorLike,
-    lse: TensorLike | None,
-    wanted: tuple[str, ...],
-    inputs: AttentionInputs,
-) -> dict[str, Any] | None:
+    names: tuple[str, ...],
+    flags: tuple[bool, ...],
+) -> tuple[Any, ...] | None:
     """Makes a Problem and does what its backward does; else as attend.
 
-    wanted: names of fields, of which the gradients are returned, each by its name.
+    tensors: of the call's record, then out, lse and plan as attend_and_keep has made them; plan is
+        None where the record has one.
+    settings: of the record.
+    names, flags: which fields have gradients, and whether each is wanted.
+
+    Returns the gradients in the order of the names, None where a flag does not want one, and as
+    many more of them as there are more flags.
     """
 
 class Selection:
