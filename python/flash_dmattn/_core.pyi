@@ -168,8 +168,11 @@ class Problem:
 class Allocator:
     """Makes tensors for results, on the device of a tensor of the call."""
 
-    def __init__(self, empty_like: Any, float32: Any, uint8: Any) -> None:
-        """empty_like: returns a contiguous tensor like another. float32, uint8: torch's dtypes."""
+    def __init__(self, empty_like: Any, contiguous: Any, float32: Any, uint8: Any) -> None:
+        """empty_like: returns a tensor like another, contiguous with this memory_format.
+
+        float32, uint8: torch's dtypes.
+        """
 
 def attend(
     pack: Pack, threads: int, allocator: Allocator, need_lse: bool, inputs: AttentionInputs

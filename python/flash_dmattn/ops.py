@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch_state
-from .arguments import autocast_dtype, resolved_deterministic
+from .arguments import any_autocast, resolved_deterministic
 from .backends import select_backend
 from .backends.base import lse_dtype, lse_shape, lse_within
 from .backends.reference import ReferenceBackend
@@ -116,12 +116,15 @@ def usual_inputs(
     Args:
         tensors: query, key, value, bias and sink; they and the settings are as they were given.
     """
-    if not dispatch_state.is_idle(tensors) or autocast_dtype(tensors[0]) is not None:
+    if not dispatch_state.is_idle(tensors) or any_autocast():
         return None
-    settings = scale, causal, softcap, window, resolved_deterministic(deterministic)
     usual_call = _usual_call()
-    fields = usual_call(*tensors, *settings) if usual_call else None
-    return None if fields is None else AttentionInputs._make(fields)
+    if usual_call is None:
+        return None
+    is_deterministic = resolved_deterministic(deterministic)
+    fields = usual_call(*tensors, scale, causal, softcap, window, is_deterministic)
+    # As AttentionInputs._make, in a third of the time.
+    return None if fields is None else tuple.__new__(AttentionInputs, fields)
 
 
 def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
@@ -324,8 +327,11 @@ class _Attention(torch.autograd.Function):
         return gradients
 
 
-# Function.apply without its questions about functorch, which is_idle has answered.
+# Function.apply without its questions about functorch, which is_idle has answered; and what the
+# engine calls, without the look for the function that we know.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+_node: Any = _Attention._backward_cls
+_node.apply = _Attention.backward
 
 
 class _TransformedAttention(torch.autograd.Function):

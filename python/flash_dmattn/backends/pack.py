@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import mmap
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,11 +30,7 @@ _CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 _PAGED_BYTES = 1 << 17
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 # What the core makes results with, since each crossing between it and Python costs a small call.
-_ALLOCATOR = _core.Allocator(
-    functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
-    torch.float32,
-    torch.uint8,
-)
+_ALLOCATOR = _core.Allocator(torch.empty_like, torch.contiguous_format, torch.float32, torch.uint8)
 
 
 class PackBackend(Backend):
