@@ -123,7 +123,7 @@ def usual_inputs(
         return None
     is_deterministic = resolved_deterministic(deterministic)
     fields = usual_call(*tensors, scale, causal, softcap, window, is_deterministic)
-    # As AttentionInputs._make, in a third of the time.
+    # As AttentionInputs._make, in two thirds of the time.
     return None if fields is None else tuple.__new__(AttentionInputs, fields)
 
 
