@@ -116,3 +116,9 @@ def pack_target(request: pytest.FixtureRequest) -> Target:
 def kernel_target(request: pytest.FixtureRequest) -> Target:
     """As target, for tests of what the plain formula has no need of."""
     return _require(request.param)
+
+
+@pytest.fixture(params=[t for t in TARGETS if t.backend == "triton"], ids=str)
+def triton_device(request: pytest.FixtureRequest) -> str:
+    """The name of a kind of device that Triton's kernels run on."""
+    return _require(request.param).device

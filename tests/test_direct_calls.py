@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import IntervalMask, _core, dispatch_state, dynamic_mask, flash_dmattn_func
 from flash_dmattn.backends import pack, select_backend
+from flash_dmattn.record import ATTENTION, AttentionInputs
 from support import Target, rand_bool, randn
 
 BOUNDS = ("start", "end")
@@ -316,20 +317,45 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
     assert bool(keep.any()) is not is_done
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_results_are_contiguous(deterministic: bool, pack_target: Target) -> None:
-    """Also where a size is 1 or 0, and the strides of the arguments tell nothing."""
-    dtype, device = pack_target.dtypes[0], pack_target.device
-    query, key, value = (randn(1, rows, 2, 9, dtype=dtype).to(device) for rows in (1, 7, 7))
-    query, key = query.as_strided(query.shape, (5, 3, 9, 1)), key[:, :, :1]
-    bias = randn(1, 1, 1, 14, dtype=dtype).to(device)[..., ::2]
-    sink = randn(4, dtype=dtype).to(device)[::2]
-    leaves = [t.detach().requires_grad_() for t in (query, key, value[:, :, :1], bias, sink)]
-    out = flash_dmattn_func(
-        *leaves[:3], None, leaves[3], sink=leaves[4], deterministic=deterministic
-    )
-    for result in (out, *torch.autograd.grad(out, leaves, torch.ones_like(out))):
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_results_are_contiguous(size: int, pack_target: Target) -> None:
+    """However arguments are strided. Those of a size of 0 or 1 count as contiguous with any strides
+    for it, and torch.empty_like would give results the same.
+    """
+    shapes = {
+        "query": (size, size, 2, 8),
+        "key": (size, size, 1, 8),
+        "value": (size, size, 1, 8),
+        "attn_bias": (size, 2, 1, size),
+        "sink": (2,),
+    }
+    leaves = {}
+    for name, shape in shapes.items():
+        backwards = randn(*reversed(shape), dtype=pack_target.dtypes[0])
+        axes = reversed(range(len(shape)))
+        leaves[name] = backwards.to(pack_target.device).permute(*axes).requires_grad_()
+    out, lse = flash_dmattn_func(**leaves, return_lse=True)
+    gradients = torch.autograd.grad(out.sum() + lse.sum(), tuple(leaves.values()))
+    for result in (out, lse, *gradients):
         assert result.stride() == torch.empty(result.shape).stride()
+
+
+def test_gradients_are_of_tensors_of_a_call(pack_target: Target) -> None:
+    backend = select_backend(torch.device(pack_target.device), pack_target.backend)
+    assert isinstance(backend, pack.PackBackend)
+    x = randn(1, 1, 1, 8, dtype=pack_target.dtypes[0]).to(pack_target.device)
+    inputs = AttentionInputs(x, x, x)
+    *tensors, settings = *inputs[: ATTENTION.tensor_count], inputs[ATTENTION.tensor_count :]
+    saved = (*tensors, *backend.keep(inputs, need_lse=True))
+    given = backend.pack, 1, pack._ALLOCATOR, saved, settings, x, None
+    query, _, more = _core.differentiate(*given, ("query", "key"), (True, False, False)) or ()
+    assert query.shape == x.shape
+    assert more is None
+    for name in ("keys", "scale", "bias"):
+        with pytest.raises(ValueError, match=f"gradient of {name} is wanted, but a call has no"):
+            _core.differentiate(*given, ("query", name), (True, True))
+    with pytest.raises(TypeError, match="a record must be two tuples of 20 fields in all"):
+        _core.differentiate(*given[:3], saved[1:], *given[4:], ("query",), (True,))
 
 
 def as_tuple(tensor: Tensor) -> tuple[Any, ...]:

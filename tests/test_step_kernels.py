@@ -11,19 +11,9 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import AttentionCache, DynamicMaskAttention, KeptKeys
-from flash_dmattn.backends.triton import why_unavailable
 from flash_dmattn.modules import fusing
 from flash_dmattn.state import stepping
 from flash_dmattn.state.rows import Rows, empty_rows
-
-
-@pytest.fixture(params=["cpu-triton", "cuda-triton"])
-def device(request: pytest.FixtureRequest) -> str:
-    name = str(request.param).partition("-")[0]
-    reason = why_unavailable(name)
-    if reason is not None:
-        pytest.skip(reason)
-    return name
 
 
 @pytest.mark.parametrize(
@@ -32,7 +22,7 @@ def device(request: pytest.FixtureRequest) -> str:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_slot_is_written(
-    device: str, bias_heads: int, kv_heads: int, window: int, dim: int, dtype: torch.dtype
+    triton_device: str, bias_heads: int, kv_heads: int, window: int, dim: int, dtype: torch.dtype
 ) -> None:
     """The same rows after each token, among ties, NaN and -inf."""
     generator = torch.Generator().manual_seed(0)
@@ -45,12 +35,12 @@ def test_a_slot_is_written(
         bias[bias == 5] = torch.nan
         bias[bias == 4] = -torch.inf
         positions = torch.full((batch, sets, 1), position)
-        key, value = both.to(device).split(kv_heads, 2)
-        return Rows(key, value, bias.to(device), positions.to(device))
+        key, value = both.to(triton_device).split(kv_heads, 2)
+        return Rows(key, value, bias.to(triton_device), positions.to(triton_device))
 
     got = empty_rows(token(0), window)
     want = Rows(*(tensor.clone() for tensor in got))
-    counters = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    counters = torch.zeros(2, 3, dtype=torch.int64, device=triton_device)
     for position in range(3 * window + 5):
         new = token(position)
         stepping.insert(got, new, window, counters[0])
@@ -81,15 +71,17 @@ def decoded(layer: DynamicMaskAttention, x: Tensor, is_fused: bool) -> tuple[Ten
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_step_is_what_the_layer_computes(device: str, settings: dict[str, Any]) -> None:
-    for dtype in (torch.bfloat16,) if device == "cuda" else (torch.float32, torch.bfloat16):
+def test_a_step_is_what_the_layer_computes(triton_device: str, settings: dict[str, Any]) -> None:
+    for dtype in (torch.bfloat16,) if triton_device == "cuda" else (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         made = {"window_size": 6, "init_std": 0.3, **settings}
-        layer = DynamicMaskAttention(48, 4, 2, backend=device, **made).to(device, dtype)
+        layer = DynamicMaskAttention(48, 4, 2, backend=triton_device, **made).to(
+            triton_device, dtype
+        )
         for name, parameter in layer.named_parameters():
             if name.endswith(("norm.weight", "bias")):
                 torch.nn.init.normal_(parameter)
-        x = torch.randn(2, 20, 48).to(device, dtype)
+        x = torch.randn(2, 20, 48).to(triton_device, dtype)
         got, kept = decoded(layer, x, is_fused=True)
         want, other = decoded(layer, x, is_fused=False)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5

@@ -14,9 +14,11 @@ namespace nb = nanobind;
 
 class Allocator {
 public:
-  // A function that makes what like() returns, and the dtypes of sums() and bytes().
-  Allocator(nb::object empty_like, nb::object float32, nb::object uint8)
-      : empty_like_(std::move(empty_like)), float32_(std::move(float32)), uint8_(std::move(uint8)) {}
+  // A function that makes a tensor like another, and its argument `memory_format` for a contiguous one; and the dtypes of
+  // sums() and bytes().
+  Allocator(nb::object empty_like, nb::object contiguous, nb::object float32, nb::object uint8)
+      : empty_like_(std::move(empty_like)), contiguous_(std::move(contiguous)), float32_(std::move(float32)),
+        uint8_(std::move(uint8)) {}
 
   // A contiguous tensor of the shape and dtype of another.
   nb::object like(nb::handle tensor) const;
@@ -25,7 +27,7 @@ public:
   nb::object bytes(nb::handle tensor, int64_t count) const;
 
 private:
-  nb::object empty_like_, float32_, uint8_;
+  nb::object empty_like_, contiguous_, float32_, uint8_;
 };
 
 } // namespace fdm

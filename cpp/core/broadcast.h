@@ -28,6 +28,10 @@ fdm_tensor map_intervals(const TensorView &view, const char *name, const Extents
 // (batch, heads, queries); varlen (heads, total_q)
 fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &extents);
 
+// What the bytes of one thing take where another follows in the same memory: each begins at a multiple of 256, as what
+// CUDA allocates does.
+constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
 // An lse of this form in memory of its own, and the bytes that it needs.
 int64_t lse_bytes(const Extents &extents);
 fdm_tensor contiguous_lse(void *data, const Extents &extents);

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "calls.h"
 
+#include <algorithm>
 #include <cstring>
 
+#include "error.h"
 #include "problem.h"
 
 namespace fdm {
@@ -17,11 +19,12 @@ nb::object new_lse(const Allocator &allocator, nb::handle query) {
 }
 
 nb::handle field_of(AttentionRecord &record, const char *wanted) {
-  nb::handle found;
+  nb::handle found = Py_None;
   record.each_field([&](const char *name, auto &field) {
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, nb::handle>)
       if (std::strcmp(name, wanted) == 0) found = field;
   });
+  if (found.is_none()) value_error("the gradient of ", wanted, " is wanted, but a call has no tensor of this name");
   return found;
 }
 
@@ -55,20 +58,29 @@ nb::object attend_and_keep(const fdm_pack &pack, int32_t threads, const Allocato
   return nb::make_tuple(out, lse, plan);
 }
 
-nb::object differentiate(const fdm_pack &pack, int32_t threads, const Allocator &allocator,
-                         const ForwardResults &results, nb::tuple wanted, nb::handle inputs) {
-  auto record = read_record<AttentionRecord>(inputs);
+nb::object differentiate(const fdm_pack &pack, int32_t threads, const Allocator &allocator, const KeptCall &call,
+                         nb::handle dout, nb::handle dlse, nb::tuple names, nb::tuple flags) {
+  constexpr size_t made = 3; // out, lse and plan
+  const size_t inputs = call.tensors.size() - std::min(made, call.tensors.size());
+  auto record = read_record<AttentionRecord>(call.tensors, inputs, call.settings);
+  const nb::handle out = call.tensors[inputs], lse = call.tensors[inputs + 1], plan = call.tensors[inputs + 2];
+  if (!is_absent(plan)) record.given_plan = plan;
   const Exchange exchange(record.query);
   if (!exchange.offers_memory()) return nb::none();
   Problem problem(pack, record, {threads});
   nb::dict gradients;
-  for (nb::handle name : wanted) {
-    const char *text = nb::cast<const char *>(name);
-    gradients[name] = allocator.like(field_of(record, text));
+  nb::list results;
+  for (size_t i = 0; i < flags.size(); ++i) {
+    if (i < names.size() && nb::cast<bool>(flags[i])) {
+      nb::object gradient = allocator.like(field_of(record, nb::cast<const char *>(names[i])));
+      gradients[names[i]] = gradient;
+      results.append(gradient);
+    } else {
+      results.append(nb::none());
+    }
   }
-  const BackwardArguments arguments{results.dout, results.dlse, results.out, results.lse, gradients};
-  if (!problem.backward(exchange, arguments, record.given_plan)) return nb::none();
-  return gradients;
+  if (!problem.backward(exchange, {dout, dlse, out, lse, gradients}, record.given_plan)) return nb::none();
+  return nb::tuple(results);
 }
 
 } // namespace fdm

@@ -19,11 +19,15 @@ nb::object attend(const fdm_pack &pack, int32_t threads, const Allocator &alloca
 nb::object attend_and_keep(const fdm_pack &pack, int32_t threads, const Allocator &allocator, bool need_lse,
                            nb::handle inputs);
 
-// The gradients of the fields that `wanted` names, by name. What the others are the record of inputs tells, plan included.
-struct ForwardResults {
-  nb::handle dout, dlse, out, lse;
+// What is kept of a call: the tensors of its record, then out, lse and plan as attend_and_keep has made them, where plan is
+// None if the record has one; and the settings of its record.
+struct KeptCall {
+  nb::tuple tensors, settings;
 };
-nb::object differentiate(const fdm_pack &pack, int32_t threads, const Allocator &allocator,
-                         const ForwardResults &results, nb::tuple wanted, nb::handle inputs);
+
+// The gradients of the fields of these names, in a tuple as long as `flags`: None where a flag does not want one, and
+// behind the names.
+nb::object differentiate(const fdm_pack &pack, int32_t threads, const Allocator &allocator, const KeptCall &call,
+                         nb::handle dout, nb::handle dlse, nb::tuple names, nb::tuple flags);
 
 } // namespace fdm

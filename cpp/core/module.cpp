@@ -97,7 +97,8 @@ void bind_problem(nb::module_ &module) {
 
 void bind_calls(nb::module_ &module) {
   nb::class_<Allocator>(module, "Allocator")
-      .def(nb::init<nb::object, nb::object, nb::object>(), "empty_like"_a, "float32"_a, "uint8"_a);
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "empty_like"_a, "contiguous"_a, "float32"_a,
+           "uint8"_a);
   module.def(
       "attend",
       [](const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse, nb::handle inputs) {
@@ -112,11 +113,11 @@ void bind_calls(nb::module_ &module) {
       "pack"_a, "threads"_a, "allocator"_a, "need_lse"_a, "inputs"_a);
   module.def(
       "differentiate",
-      [](const Pack &pack, int32_t threads, const Allocator &allocator, nb::handle dout, nb::handle dlse,
-         nb::handle out, nb::handle lse, nb::tuple wanted, nb::handle inputs) {
-        return differentiate(pack.table(), threads, allocator, {dout, dlse, out, lse}, wanted, inputs);
+      [](const Pack &pack, int32_t threads, const Allocator &allocator, nb::tuple tensors, nb::tuple settings,
+         nb::handle dout, nb::handle dlse, nb::tuple names, nb::tuple flags) {
+        return differentiate(pack.table(), threads, allocator, {tensors, settings}, dout, dlse, names, flags);
       },
-      "pack"_a, "threads"_a, "allocator"_a, "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a.none(), "wanted"_a, "inputs"_a);
+      "pack"_a, "threads"_a, "allocator"_a, "tensors"_a, "settings"_a, "dout"_a, "dlse"_a.none(), "names"_a, "flags"_a);
 }
 
 void bind_usual(nb::module_ &module) {

@@ -13,8 +13,6 @@ namespace {
 
 constexpr const char *packed_form = "(total, heads, head_dim) with cu_seqlens";
 constexpr const char *batch_form = "(batch, length, heads, head_dim)";
-int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 constexpr const char *paged_form = "(pages, page size, heads, head_dim) with block_table";
 
 } // namespace

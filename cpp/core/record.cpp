@@ -60,6 +60,19 @@ template <class Record> Record read_record(nb::handle tuple) {
   return read_fields<Record>(tuple.ptr(), nullptr);
 }
 
+template <class Record> Record read_record(nb::tuple first, size_t count, nb::tuple others) {
+  if (first.size() < count || count + others.size() != static_cast<size_t>(field_count<Record>()))
+    type_error("a record must be two tuples of ", field_count<Record>(), " fields in all, ",
+               nb::str(field_names<Record>()).c_str());
+  Record record;
+  size_t position = 0;
+  record.each_field([&](const char *name, auto &field) {
+    read_field(name, position < count ? first[position] : others[position - count], field);
+    ++position;
+  });
+  return record;
+}
+
 template <class Record> Record read_record(const nb::args &positional, const nb::kwargs &named) {
   return read_fields<Record>(positional.ptr(), named.ptr());
 }
@@ -82,6 +95,7 @@ template <class Record> nb::tuple field_names() {
 }
 
 template AttentionRecord read_record<AttentionRecord>(nb::handle);
+template AttentionRecord read_record<AttentionRecord>(nb::tuple, size_t, nb::tuple);
 template SelectionRecord read_record<SelectionRecord>(nb::handle);
 template AttentionRecord read_record<AttentionRecord>(const nb::args &, const nb::kwargs &);
 template SelectionRecord read_record<SelectionRecord>(const nb::args &, const nb::kwargs &);

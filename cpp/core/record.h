@@ -82,6 +82,9 @@ struct Execution {
 // Reads a record from a tuple of all its fields. TypeError for another number of them, or a value of another type.
 template <class Record> Record read_record(nb::handle tuple);
 
+// The same from a tuple that begins with its first `count` fields, and a tuple of the others.
+template <class Record> Record read_record(nb::tuple first, size_t count, nb::tuple others);
+
 // Reads a record from its first fields by position and any others by name.
 template <class Record> Record read_record(const nb::args &positional, const nb::kwargs &named);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "tensor.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -171,6 +172,15 @@ bool TensorView::empty() const {
   for (int i = 0; i < rank; ++i)
     if (shape[i] == 0) return true;
   return false;
+}
+
+bool TensorView::contiguous() const {
+  int64_t expected = 1;
+  for (int i = rank - 1; i >= 0; --i) {
+    if (stride[i] != expected) return false;
+    expected *= std::max<int64_t>(shape[i], 1);
+  }
+  return true;
 }
 
 TensorView read_tensor(nb::handle object, const char *name) {

@@ -44,6 +44,8 @@ struct TensorView {
   int64_t stride[max_rank]; // in elements
 
   bool empty() const;
+  // With the strides that a new tensor has, also in dimensions of a size of 0 or 1, where others would do.
+  bool contiguous() const;
 };
 
 // Reads an object whose type has DLPack's C exchange API, or the tuple

@@ -57,7 +57,7 @@ fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, i
 
 int64_t bound_bytes(const fdm_selection &selection) {
   const int64_t *shape = selection.start.shape;
-  return (shape[0] * shape[1] * shape[3] * static_cast<int64_t>(sizeof(int32_t)) + 255) / 256 * 256;
+  return padded(shape[0] * shape[1] * shape[3] * static_cast<int64_t>(sizeof(int32_t)));
 }
 
 } // namespace fdm

@@ -11,7 +11,7 @@ namespace fdm {
 // start and end have no memory yet.
 fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, int64_t window);
 
-// The bytes of start or end in memory of their own, rounded up for what follows.
+// The bytes of start or end in memory of their own, padded.
 int64_t bound_bytes(const fdm_selection &selection);
 
 } // namespace fdm

@@ -168,8 +168,11 @@ class Problem:
 class Allocator:
     """Makes tensors for results, on the device of a tensor of the call."""
 
-    def __init__(self, empty_like: Any, float32: Any, uint8: Any) -> None:
-        """empty_like: returns a contiguous tensor like another. float32, uint8: torch's dtypes."""
+    def __init__(self, empty_like: Any, contiguous: Any, float32: Any, uint8: Any) -> None:
+        """empty_like: returns a tensor like another, contiguous with this memory_format.
+
+        float32, uint8: torch's dtypes.
+        """
 
 def attend(
     pack: Pack, threads: int, allocator: Allocator, need_lse: bool, inputs: AttentionInputs
@@ -211,16 +214,22 @@ def differentiate(
     pack: Pack,
     threads: int,
     allocator: Allocator,
+    tensors: tuple[TensorLike | None, ...],
+    settings: tuple[Any, ...],
     dout: TensorLike,
     dlse: TensorLike | None,
-    out: TensorLike,
-    lse: TensorLike | None,
-    wanted: tuple[str, ...],
-    inputs: AttentionInputs,
-) -> dict[str, Any] | None:
+    names: tuple[str, ...],
+    flags: tuple[bool, ...],
+) -> tuple[Any, ...] | None:
     """Makes a Problem and does what its backward does; else as attend.
 
-    wanted: names of fields, of which the gradients are returned, each by its name.
+    tensors: of the call's record, then out, lse and plan as attend_and_keep has made them; plan is
+        None where the record has one.
+    settings: of the record.
+    names, flags: which fields have gradients, and whether each is wanted.
+
+    Returns the gradients in the order of the names, None where a flag does not want one, and as
+    many more of them as there are more flags.
     """
 
 class Selection:

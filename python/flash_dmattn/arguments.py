@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
@@ -15,6 +16,7 @@ from .masks import IntervalMask
 
 __all__ = [
     "MaskParts",
+    "any_autocast",
     "autocast",
     "autocast_dtype",
     "backend_name",
@@ -91,17 +93,20 @@ _AUTOCAST_DEVICES = frozenset(
     for name in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia")
     if torch.amp.is_autocast_available(name)
 )
-# Not public: says of all device types at once that there is none.
-_ANY_AUTOCAST_IS_READABLE = hasattr(torch._C, "_is_any_autocast_enabled")
+
+
+def _ask_each_device() -> bool:
+    return any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+
+
+# Whether it is enabled for any device type. What asks for all at once is not public.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _ask_each_device)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return what torch.autocast casts to on a tensor's device, or None where it is off."""
-    if (
-        _ANY_AUTOCAST_IS_READABLE
-        and not torch.compiler.is_compiling()  # not every version's compiler knows the function
-        and not torch._C._is_any_autocast_enabled()
-    ):
+    # Not every version's compiler knows the function.
+    if not torch.compiler.is_compiling() and not any_autocast():
         return None
     device = tensor.device.type
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):

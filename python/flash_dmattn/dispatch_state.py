@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
 
 __all__ = [
     "IS_READABLE",
+    "PLAIN_TYPES",
     "forward_mode_is_compiled",
     "is_below_autograd",
     "is_idle",
@@ -19,7 +21,8 @@ __all__ = [
     "watch_kernels",
 ]
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+# Tensors of any other type may change what an operation does.
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _NAMESPACES = ("flash_dmattn/", "_/")  # of our operators, and of fallbacks for all operators
 
 
@@ -49,6 +52,8 @@ IS_READABLE = _is_readable()
 # Each dot costs a small call as much as the question behind it.
 if IS_READABLE:
     _KEY = torch._C.DispatchKey
+    _AUTOGRAD = _KEY.AutogradFunctionality
+    _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
     _included_keys = torch._C._dispatch_tls_local_include_set
     # What a thread includes that does nothing special, and one in inference mode. All else there is
     # shows here: dispatch modes, also those before dispatch, functorch, both kinds of vmap,
@@ -90,7 +95,7 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
     profiler or functorch transform. Of what records calls one thing cannot be seen: a
     torch.profiler.ExecutionTraceObserver that is started without a profiler.
     """
-    if torch.compiler.is_compiling() or not IS_READABLE:
+    if is_compiling() or not IS_READABLE:
         return False
     if _included_keys() not in _IDLE_KEYS or _is_profiled() or forward_ad._current_level >= 0:
         return False
@@ -99,7 +104,7 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
     if not _Kernels.are_own or (_function_modes() and _has_function_mode()):
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()):
+        if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_neg()):
             return False
     # All tensors of a call are on one device. Others may have kernels of their own; and meta
     # tensors have no data to compute on, the fake kernels give their results.
@@ -121,7 +126,7 @@ def is_below_autograd() -> bool:
 
     The question of is_idle must have been answered with yes.
     """
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY.AutogradFunctionality)
+    return _is_excluded(_AUTOGRAD)
 
 
 def is_transformed() -> bool:
@@ -130,7 +135,7 @@ def is_transformed() -> bool:
     The autograd formula of an operator serves neither: torch.func refuses it, and a tangent is
     dropped. Where torch does not tell, the answer is yes, since what serves both serves all.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     return not IS_READABLE or _transform() is not None or forward_ad._current_level >= 0
 
@@ -140,4 +145,4 @@ def forward_mode_is_compiled() -> bool:
 
     It cannot trace what refuses them elsewhere, and reads only this of the state.
     """
-    return torch.compiler.is_compiling() and IS_READABLE and forward_ad._current_level >= 0
+    return is_compiling() and IS_READABLE and forward_ad._current_level >= 0

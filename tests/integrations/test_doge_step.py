@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import prune
 
-from flash_dmattn.backends.triton import why_unavailable
-
 from .tiny_models import padding, tiny_model, tokens, transformers
 
 doge_step = pytest.importorskip("flash_dmattn.integrations.doge_step")
@@ -21,15 +19,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(transformers.DynamicCache, "activate_past_recording"),
     reason="this transformers takes drafts back without saying so first",
 )
-
-
-@pytest.fixture(params=["cpu-triton", "cuda-triton"])
-def device(request: pytest.FixtureRequest) -> str:
-    name = str(request.param).partition("-")[0]
-    reason = why_unavailable(name)
-    if reason is not None:
-        pytest.skip(reason)
-    return name
 
 
 @pytest.fixture
@@ -62,15 +51,19 @@ def decoded(model: Any, ids: Tensor, prompt: int, **inputs: Any) -> tuple[Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_steps_are_what_the_modules_compute(
-    dtype: torch.dtype, batch: int, device: str, fused: list[bool], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    batch: int,
+    triton_device: str,
+    fused: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if device == "cuda" and dtype == torch.float32:
+    if triton_device == "cuda" and dtype == torch.float32:
         pytest.skip("the packs of GPUs compute in 16 bits")
-    model = tiny_model("doge", "applied").eval().to(device, dtype)
+    model = tiny_model("doge", "applied").eval().to(triton_device, dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith(".A"):
             torch.nn.init.normal_(parameter)
-    ids = tokens()[:batch].to(device)
+    ids = tokens(batch, 28).to(triton_device)  # more than the window keeps
     got, cache = decoded(model, ids, 20)
     layers = len(cache.layers)
     assert fused == [False] * layers + [True] * layers * (ids.shape[1] - 20)
@@ -89,11 +82,14 @@ def test_steps_are_what_the_modules_compute(
 
 
 def test_calls_that_ask_for_more_go_to_the_module(
-    device: str, fused: list[bool], monkeypatch: pytest.MonkeyPatch
+    triton_device: str, fused: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is hooked, replaced, converted or padded is not fused, and is right."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model, ids = tiny_model("doge", "applied").eval().to(device, dtype), tokens().to(device)
+    dtype = torch.bfloat16 if triton_device == "cuda" else torch.float32
+    model, ids = (
+        tiny_model("doge", "applied").eval().to(triton_device, dtype),
+        tokens().to(triton_device),
+    )
     attention = model.model.layers[0].self_attn
 
     def runs_fused(**inputs: Any) -> bool:
@@ -102,7 +98,7 @@ def test_calls_that_ask_for_more_go_to_the_module(
         return fused[2]
 
     assert runs_fused()
-    assert not runs_fused(attention_mask=padding("left").to(device))
+    assert not runs_fused(attention_mask=padding("left").to(triton_device))
     handle = attention.v_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
     assert not runs_fused()
     handle.remove()
@@ -124,10 +120,13 @@ def test_calls_that_ask_for_more_go_to_the_module(
     assert not runs_fused()
 
 
-def test_copies_have_steps_of_their_own(device: str, fused: list[bool]) -> None:
+def test_copies_have_steps_of_their_own(triton_device: str, fused: list[bool]) -> None:
     """A copied module computes by its own weights."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model, ids = tiny_model("doge", "applied").eval().to(device, dtype), tokens().to(device)
+    dtype = torch.bfloat16 if triton_device == "cuda" else torch.float32
+    model, ids = (
+        tiny_model("doge", "applied").eval().to(triton_device, dtype),
+        tokens().to(triton_device),
+    )
     decoded(model, ids[:, :22], 20)
     other = copy.deepcopy(model)
     with torch.no_grad():

@@ -51,12 +51,22 @@ def train_in_one_of_two(rank: int, folder: str) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
     )
+    gradients = gradients_of_one_of_two(rank)
+    torch.save(gradients, Path(folder) / f"gradients{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def gradients_of_one_of_two(rank: int) -> list[Tensor | None]:
+    """Train in parallel, and end with the parallel module.
+
+    It must not outlive the call that destroys the process group: it would be the last to hold that,
+    and end it with the GIL, for which a thread of gloo may wait. Neither would go on.
+    """
     model = tiny_model("doge", "applied")
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     own = tokens(4)[2 * rank : 2 * rank + 2]
     parallel(own, labels=own, use_cache=False).loss.backward()
-    torch.save([p.grad for p in model.parameters()], Path(folder) / f"gradients{rank}")
-    torch.distributed.destroy_process_group()
+    return [p.grad for p in model.parameters()]
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:

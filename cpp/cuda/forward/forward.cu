@@ -3,7 +3,6 @@
 #include "forward.h"
 
 #include <algorithm>
-#include <climits>
 
 #include "../../indexing.h"
 #include "../dense/dense.h"

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flash_dmattn.record import AttentionInputs, Gradients, SelectionInputs
+from flash_dmattn.record import ATTENTION, AttentionInputs, Gradients, SelectionInputs
 
 __all__ = [
     "AttentionInputs",
@@ -73,6 +74,32 @@ class Backend(Protocol):
 
         lse may be None for a backend whose `keep` has returned that.
         """
+
+    def differentiate(
+        self,
+        tensors: tuple[Any, ...],
+        settings: tuple[Any, ...],
+        flags: tuple[bool, ...],
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the differentiable fields of a call, in their order, where a flag
+        wants them, else None. More flags than there are such fields give as many more of these.
+
+        Args:
+            tensors: of the record, then out, lse and plan as `keep` has returned them, but None in
+                place of a plan that is in the record.
+            settings: of the record.
+            flags, dout, dlse: which gradients are wanted, and those of out and lse.
+        """
+        *given, out, lse, plan = tensors
+        inputs = AttentionInputs(*given, *settings)
+        if plan is not None:
+            inputs = inputs._replace(given_plan=plan)
+        wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
+        gradients = self.backward(inputs, dout, dlse, out, lse, wanted)
+        more = len(flags) - len(ATTENTION.differentiable)
+        return (*map(gradients.get, ATTENTION.differentiable), *(None,) * more)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Return start and end, int32 of `interval_shape`."""

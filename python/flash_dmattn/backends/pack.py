@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import mmap
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
+from flash_dmattn.record import ATTENTION
 
 from .base import (
     AttentionInputs,
@@ -30,11 +30,7 @@ _CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 _PAGED_BYTES = 1 << 17
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 # What the core makes results with, since each crossing between it and Python costs a small call.
-_ALLOCATOR = _core.Allocator(
-    functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
-    torch.float32,
-    torch.uint8,
-)
+_ALLOCATOR = _core.Allocator(torch.empty_like, torch.contiguous_format, torch.float32, torch.uint8)
 
 
 class PackBackend(Backend):
@@ -47,6 +43,7 @@ class PackBackend(Backend):
         self.pack = pack
         self.name = "cpu" if pack.device_type == _DLPACK_DEVICES["cpu"] else "cuda"
         self._layouts = pack.plan_layouts
+        self._threads = torch.get_num_threads if self.name == "cpu" else _one_thread
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Evaluate the formula of pack.h's fdm_plan_layout, which holds for symbolic sizes too."""
@@ -149,12 +146,6 @@ class PackBackend(Backend):
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
-        if _CORE_READS_TENSORS:
-            made: Gradients | None = _core.differentiate(
-                self.pack, self._threads(), _ALLOCATOR, dout, dlse, out, lse, wanted, inputs
-            )
-            if made is not None:
-                return made
         if lse is None:
             lse = lse_within(inputs.given_plan, out)
         gradients: Gradients = {}
@@ -173,6 +164,31 @@ class PackBackend(Backend):
             exchanged(workspace),
         )
         return gradients
+
+    def differentiate(
+        self,
+        tensors: tuple[Any, ...],
+        settings: tuple[Any, ...],
+        flags: tuple[bool, ...],
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward pass in one call of the core."""
+        if _CORE_READS_TENSORS:
+            made: tuple[Tensor | None, ...] | None = _core.differentiate(
+                self.pack,
+                self._threads(),
+                _ALLOCATOR,
+                tensors,
+                settings,
+                dout,
+                dlse,
+                ATTENTION.differentiable,
+                flags,
+            )
+            if made is not None:
+                return made
+        return super().differentiate(tensors, settings, flags, dout, dlse)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query."""
@@ -217,13 +233,14 @@ class PackBackend(Backend):
         # The tensor itself: what an older torch's is exchanged for does not keep it alive.
         return selection, _scratch(selection.workspace_bytes, inputs.bias.device)
 
-    def _threads(self) -> int:
-        return torch.get_num_threads() if self.name == "cpu" else 1
-
     def _stream(self, tensor: Tensor) -> int:
         if self.name == "cpu":
             return 0
         return raw_stream(tensor.device.index)
+
+
+def _one_thread() -> int:
+    return 1
 
 
 def _public_raw_stream(device_index: int) -> int:

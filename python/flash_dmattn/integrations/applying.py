@@ -71,14 +71,15 @@ def apply_flash_dmattn(
             "key_bias and attention"
         )
     _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
-    for module in modules:
-        if key_bias is None:
-            from .doge_step import let_steps_be_fused
-
-            patch_doge(module, window_size)
-            let_steps_be_fused(type(module))
-        else:
+    if key_bias is not None:
+        for module in modules:
             give_bias(module, KeyBias(key_bias, window_size))
+        return model
+    from .doge_step import let_steps_be_fused
+
+    for module in modules:
+        patch_doge(module, window_size)
+        let_steps_be_fused(type(module))
     return model
 
 

@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flash_dmattn.arguments import autocast_dtype, backend_name
-from flash_dmattn.modules.fusing import MOST_SEQUENCES, are_as_found, plain_parts
+from flash_dmattn.arguments import backend_name
+from flash_dmattn.dispatch_state import PLAIN_TYPES
+from flash_dmattn.modules.fusing import are_as_found, is_token, plain_parts
 from flash_dmattn.modules.parts import Part
 from flash_dmattn.state.stepping import has_kernel
 
 from .kept_layer import KeptLayer
 from .key_bias import CALL, take_key_bias
 from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
+from .wrapping import wrap_once
 
 __all__ = ["doge_step", "let_steps_be_fused"]
 
@@ -25,7 +27,6 @@ __all__ = ["doge_step", "let_steps_be_fused"]
 _NEUTRAL = frozenset({"cache_position", "position_ids", "use_cache"})
 _TAKEN = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 _OWN = frozenset({*_TAKEN, CALL})
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 # What was made of modules, until they change.
 _steps: weakref.WeakKeyDictionary[nn.Module, _Step] = weakref.WeakKeyDictionary()
 
@@ -70,21 +71,17 @@ def let_steps_be_fused(kind: Any) -> None:
 
     The class and not the module is changed, since data-parallel replicas share what a module has.
     """
-    forward = kind.forward
-    if hasattr(forward, "knows_flash_dmattn") or forward.__module__ != kind.__module__:
-        return  # or a method that somebody else has put there
+    if kind.forward.__module__ == kind.__module__:  # else somebody has put another method there
+        wrap_once(kind, "forward", _step_or_forward)
 
-    @functools.wraps(forward)
-    def step_or_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = kwargs.get(CALL)
-        if call is not None and call.layer is not None:
-            output = doge_step(self, call.layer, args, kwargs)
-            if output is not None:
-                return output, None
-        return forward(self, *args, **kwargs)
 
-    step_or_forward.knows_flash_dmattn = True  # type: ignore[attr-defined]
-    kind.forward = step_or_forward
+def _step_or_forward(forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    call = kwargs.get(CALL)
+    if call is not None and call.layer is not None:
+        output = doge_step(module, call.layer, args, kwargs)
+        if output is not None:
+            return output, None
+    return forward(module, *args, **kwargs)
 
 
 def doge_step(
@@ -110,7 +107,7 @@ def doge_step(
     ):
         return None
     x, turns = given["hidden_states"], given["position_embeddings"]
-    if not _is_token(x) or not has_kernel(x.device.type) or not _are_cosines(turns, x, module):
+    if not is_token(x) or not has_kernel(x.device.type) or not _are_cosines(turns, x, module):
         return None
     if module.config._attn_implementation not in (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME):
         return None
@@ -155,28 +152,14 @@ def _settings(module: Any) -> tuple[object, ...]:
     )
 
 
-def _is_token(x: Any) -> bool:
-    """Say whether these are states of one token that the kernels read."""
-    return (
-        type(x) in _PLAIN_TYPES
-        and x.dim() == 3
-        and x.shape[1] == 1
-        and 0 < x.shape[0] <= MOST_SEQUENCES
-        and x.dtype != torch.float64
-        and x.stride(2) == 1
-        and not x.is_neg()
-        and autocast_dtype(x) is None
-    )
-
-
 def _are_cosines(turns: Any, x: Tensor, module: Any) -> bool:
     """Say whether these are cosines and sines for each sequence, or for all of them."""
     if not isinstance(turns, tuple) or len(turns) != 2:
         return False
     cos, sin = turns
     return (
-        type(cos) in _PLAIN_TYPES
-        and type(sin) in _PLAIN_TYPES
+        type(cos) in PLAIN_TYPES
+        and type(sin) in PLAIN_TYPES
         and cos.shape == sin.shape
         and cos.shape[0] in (1, x.shape[0])
         and cos.shape[1:] == (1, module.head_dim)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,8 @@ from transformers import cache_utils
 
 from flash_dmattn.state import KeptKeys
 from flash_dmattn.state.rows import Rows
+
+from .wrapping import wrap_once
 
 __all__ = ["KeptLayer", "kept_layer_of", "remember_recording"]
 
@@ -81,14 +82,17 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._key_bias = self._padding = None
         self._seen += key.shape[1]
         tokens = key, value, bias
+        self.is_initialized = True
         if self.record_past:
             self._held = tokens if self._held is None else _joined(self._held, tokens)
-            key, value, self.bias = self.kept.visible(*self._held)
+            self._show(*self.kept.visible(*self._held))
         else:
-            key, value, self.bias = self.kept.update(*tokens)
-        self.is_initialized = True
-        self.keys, self.values = key.transpose(1, 2), value.transpose(1, 2)
+            self._show(*self.kept.update(*tokens))
         return self.keys[:, :, -1:], self.values[:, :, -1:]
+
+    def _show(self, key: Tensor, value: Tensor, bias: Tensor) -> None:
+        """Let attention read these: key, value ``(B, rows, Hk, D)``, bias ``(B, Hk, 1, rows)``."""
+        self.keys, self.values, self.bias = key.transpose(1, 2), value.transpose(1, 2), bias
 
     def can_step(self, shape: tuple[int, int, int], like: Tensor, window_size: int) -> bool:
         """Say whether `step` may do in place of `update`.
@@ -114,8 +118,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._key_bias = None
         self._seen += 1
         rows = self.kept.step(write)
-        self.keys, self.values = rows.key.transpose(1, 2), rows.value.transpose(1, 2)
-        self.bias = rows.bias
+        self._show(rows.key, rows.value, rows.bias)
         return rows
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -231,17 +234,12 @@ def remember_recording() -> None:
 
     Drafts are announced to a cache before its first use, to layers that do not listen.
     """
-    ask = getattr(cache_utils.Cache, "activate_past_recording", None)
-    if ask is None or hasattr(ask, "knows_flash_dmattn"):
-        return
+    wrap_once(cache_utils.Cache, "activate_past_recording", _ask_and_remember)
 
-    @functools.wraps(ask)
-    def ask_and_remember(self: Any) -> Any:
-        setattr(self, _RECORDS, True)
-        return ask(self)
 
-    ask_and_remember.knows_flash_dmattn = True  # type: ignore[attr-defined]
-    cache_utils.Cache.activate_past_recording = ask_and_remember
+def _ask_and_remember(ask: Callable[..., Any], cache: Any) -> Any:
+    setattr(cache, _RECORDS, True)
+    return ask(cache)
 
 
 def _joined(one: _Tokens, other: _Tokens) -> _Tokens:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from .choices import choose_attention_dropout
 from .import_utils import require_transformers
+from .wrapping import wrap_once
 
 __all__ = ["ATTENTION_NAME", "KEY_BIAS_ATTENTION_NAME", "register"]
 
@@ -53,19 +54,16 @@ def _take_names_as_they_are() -> None:
     """
     from transformers import PreTrainedModel
 
-    check = getattr(PreTrainedModel, "_check_and_adjust_attn_implementation", None)
-    if check is None or hasattr(check, "knows_flash_dmattn"):
-        return
+    wrap_once(PreTrainedModel, "_check_and_adjust_attn_implementation", _check_others)
 
-    @functools.wraps(check)
-    def check_others(self: Any, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation not in _NAMES:
-            return check(self, implementation, *args, **kwargs)
-        _refuse_own_attention(type(self))
-        return implementation
 
-    check_others.knows_flash_dmattn = True  # type: ignore[attr-defined]
-    PreTrainedModel._check_and_adjust_attn_implementation = check_others
+def _check_others(
+    check: Callable[..., Any], model: Any, implementation: str | None, *args: Any, **kwargs: Any
+) -> Any:
+    if implementation not in _NAMES:
+        return check(model, implementation, *args, **kwargs)
+    _refuse_own_attention(type(model))
+    return implementation
 
 
 def _refuse_own_attention(model_class: Any) -> None:
@@ -93,20 +91,17 @@ def _refuse_continuous_batching() -> None:
     except ImportError:
         return
     manager = getattr(continuous_api, "ContinuousBatchingManager", None)
-    switch = getattr(manager, "switch_to_cb_friendly_attn", None)
-    if manager is None or switch is None or hasattr(switch, "knows_flash_dmattn"):
-        return
+    wrap_once(manager, "switch_to_cb_friendly_attn", _switch_others)
 
-    @functools.wraps(switch)
-    def switch_others(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        implementation = model.config._attn_implementation
-        if implementation in _NAMES:
-            raise NotImplementedError(
-                f"attn_implementation={implementation!r}: the paged caches of continuous batching "
-                "are not read by flash_dmattn; call generate() in place of generate_batch(), or "
-                "model.set_attn_implementation('sdpa') before it"
-            )
-        return switch(self, model, *args, **kwargs)
 
-    switch_others.knows_flash_dmattn = True  # type: ignore[attr-defined]
-    manager.switch_to_cb_friendly_attn = switch_others
+def _switch_others(
+    switch: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    implementation = model.config._attn_implementation
+    if implementation in _NAMES:
+        raise NotImplementedError(
+            f"attn_implementation={implementation!r}: the paged caches of continuous batching "
+            "are not read by flash_dmattn; call generate() in place of generate_batch(), or "
+            "model.set_attn_implementation('sdpa') before it"
+        )
+    return switch(manager, model, *args, **kwargs)

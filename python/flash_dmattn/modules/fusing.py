@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
 from ..arguments import autocast_dtype
+from ..dispatch_state import PLAIN_TYPES
 from ..state.stepping import has_kernel
 from .cache import AttentionCache
 from .parts import Fusable, Part, Projecting
@@ -18,15 +19,14 @@ from .parts import Fusable, Part, Projecting
 if TYPE_CHECKING:
     from .step import Step
 
-__all__ = ["MOST_SEQUENCES", "are_as_found", "fused_step", "plain_parts"]
+__all__ = ["are_as_found", "fused_step", "is_token", "plain_parts"]
 
 # Of more sequences, or of larger projections, products of matrices are faster than of vectors.
-MOST_SEQUENCES = 4
+_MOST_SEQUENCES = 4
 _MOST_WEIGHTS = 1 << 23
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "dt_proj")
 _NORMS = ("q_norm", "k_norm")
 _METHODS = ("attend", "key_bias")
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 # What was made of layers, until they change.
 _steps: weakref.WeakKeyDictionary[Fusable, Step] = weakref.WeakKeyDictionary()
 
@@ -49,18 +49,14 @@ def fused_step(
     """
     if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if type(cache) is not AttentionCache or type(hidden_states) not in _PLAIN_TYPES:
+    if type(cache) is not AttentionCache or any(other is not None for other in others):
         return None
-    kept, shape, dtype = cache.kept, hidden_states.shape, hidden_states.dtype
-    if kept is None or kept.rollback or len(shape) != 3 or dtype == torch.float64:
+    kept = cache.kept
+    if kept is None or kept.rollback or not is_token(hidden_states):
         return None
-    batch, tokens, width = shape
-    if tokens != 1 or not 0 < batch <= MOST_SEQUENCES or width != layer.embed_dim:
-        return None
-    if any(other is not None for other in others) or autocast_dtype(hidden_states) is not None:
-        return None
+    (batch, _, width), dtype = hidden_states.shape, hidden_states.dtype
     device = hidden_states.device
-    if hidden_states.stride(2) != 1 or hidden_states.is_neg() or not has_kernel(device.type):
+    if width != layer.embed_dim or not has_kernel(device.type):
         return None
     held = batch, layer.num_kv_heads, layer.head_dim
     if layer.window_size != kept.window_size or not kept.has_slots_for(held, hidden_states):
@@ -80,6 +76,20 @@ def fused_step(
 
     step = _steps[layer] = Step(layer, parts)
     return step
+
+
+def is_token(x: Any) -> bool:
+    """Say whether these are states of one token, ``(B, 1, width)``, that the kernels read."""
+    return (
+        type(x) in PLAIN_TYPES
+        and x.dim() == 3
+        and x.shape[1] == 1
+        and 0 < x.shape[0] <= _MOST_SEQUENCES
+        and x.dtype != torch.float64
+        and x.stride(2) == 1
+        and not x.is_neg()
+        and autocast_dtype(x) is None
+    )
 
 
 def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
