@@ -82,18 +82,18 @@ struct StatisticsWork {
 };
 
 // The elements of a row that a thread loads at once: eight, or one.
-template <bool kAligned> struct PartOf {
+template <bool kAligned, class Element> struct PartOf {
   using Type = uint4;
 };
-template <> struct PartOf<false> {
-  using Type = uint16_t;
+template <class Element> struct PartOf<false, Element> {
+  using Type = Element;
 };
 
 // Some rows of dO and O, of each of which kLanes threads have a part: eight elements of each row where rows are aligned,
 // else one, and what follows kLanes such parts later.
 template <int kThreads, int kLanes, class Element, bool kAligned> struct StatisticsRows {
   static constexpr int kRows = statistics_rows(kAligned), kStep = kAligned ? 8 : 1;
-  using Part = typename PartOf<kAligned>::Type;
+  using Part = typename PartOf<kAligned, Element>::Type;
 
   HeadRow row[kRows];
   Part dout[kRows], out[kRows];

@@ -113,6 +113,7 @@ constexpr int64_t kMostUnits = 8, kWantedBlocks = 768;
 
 StatisticsWork divide_rows(const fdm_problem &p, int lanes, int rows_of_thread) {
   const int64_t all = (is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, together = kThreads / lanes;
+  if (all == 0) return {};
   const int64_t units = ceil_div(all, together * rows_of_thread);
   const int64_t blocks = std::max(std::min(units, kWantedBlocks), units / kMostUnits);
   return {int32_t(units), int32_t(blocks), head_row(p, together), head_row(p, blocks * together * rows_of_thread)};
