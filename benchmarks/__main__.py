@@ -231,7 +231,7 @@ def _measure(
                 if options.budget is not None and time.monotonic() - begun >= options.budget:
                     reason = f"not measured: the time budget of {options.budget:g} s was spent"
                 else:
-                    results.records.extend(step.run())
+                    results.records.extend(record.rounded() for record in step.run())
             except Exception as error:  # whatever it is, the others go on
                 reason = short_reason(error)
             except KeyboardInterrupt:

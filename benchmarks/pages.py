@@ -59,6 +59,11 @@ HEADLINES = {
         h200-triton heads32-8k triton backward
         h200-flex heads32-8k intervals forward
         h200-flex heads32-8k intervals backward""",
+    "training": """
+        h200-train train-2k flash_dmattn train_step = 32 x 2048 tokens
+        h200-train train-4k flash_dmattn train_step = 16 x 4096 tokens
+        h200-train train-16k flash_dmattn train_step = 4 x 16,384 tokens
+        h200-train train-64k flash_dmattn train_step = 1 x 65,536 tokens""",
     "readme-cpu": """
         cpu masked-4k intervals forward = forward
         cpu masked-4k intervals forward_backward = forward + backward
@@ -74,6 +79,7 @@ _TITLES = {
     "summary": "At a glance",
     "slower": "Where it is slower, or nearly",
     "portable": "Backends for GPUs that no pack serves",
+    "training": "A training step on an H200",
 }
 _WORDS = {"forward_with_mask": "mask + forward", "end_to_end": "mask + forward + backward"}
 

@@ -45,6 +45,10 @@ class Record:
         known = {name: value for name, value in asdict(self).items() if value is not None}
         return {n: float(f"{v:.6g}") if isinstance(v, float) else v for n, v in known.items()}
 
+    def rounded(self) -> Record:
+        """As a file gives it back: what is shown after a run is what the file shows later."""
+        return Record(**self.plain())
+
 
 class Step(NamedTuple):
     """A part of a run that is measured by itself."""

@@ -110,7 +110,7 @@ ALLOWANCES = (
     Allowance(
         "dkdv_kernel_sm90<*, 96, 128, 64, 3, false>>",
         "sm_90a",
-        16,
+        32,
         "the producer has 56 registers, as at head dimension 128",
     ),
     Allowance(

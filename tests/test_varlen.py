@@ -298,7 +298,10 @@ def test_window_size_of_the_call(target: Target) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("bias_kind", "gap"), [("none", 0), ("keys", 0), ("rows", 0), ("keys", 3)])
 def test_paged_keys(causal: bool, bias_kind: str, gap: int, target: Target) -> None:
-    """With a gap between pages of values, those and pages of keys are not equally far apart."""
+    """With a gap between pages of values, those and pages of keys are not equally far apart.
+
+    Another kernel may then have them, which rounds differently.
+    """
     dtype, page = target.dtypes[-1], 16
     packed = Packed.random(dtype, causal=causal)
     packed.problem.bias = make_bias(bias_kind, 2, dtype)
@@ -333,8 +336,9 @@ def test_paged_keys(causal: bool, bias_kind: str, gap: int, target: Target) -> N
             return_lse=True,
             block_table=table.to(target.device),
         )
+    rounding = {"atol": 4e-3, "rtol": 2e-2} if gap and dtype != torch.float32 else {}
     for paged, plain in zip(got, want, strict=True):
-        torch.testing.assert_close(paged, plain)
+        torch.testing.assert_close(paged, plain, **rounding)
 
 
 def test_probabilities(target: Target) -> None:
