@@ -87,8 +87,13 @@ FDM_INLINE Sequence packed_sequence(const fdm_tensor &cu_seqlens_q, const fdm_te
   return {0, q0, q_count, k0, k_count, k_count - q_count};
 }
 
+// The sequence of a batch that is not packed.
+FDM_INLINE Sequence whole_sequence(const fdm_problem &p, int64_t b) {
+  return {b, 0, p.queries, 0, p.keys, p.keys - p.queries};
+}
+
 FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
-  if (!is_varlen(p)) return {b, 0, p.queries, 0, p.keys, p.keys - p.queries};
+  if (!is_varlen(p)) return whole_sequence(p, b);
   PackedRoom room{p.q.shape[1], p.k.shape[1], p.queries, p.keys};
   if (present(p.block_table)) {
     // The shapes of pages do not tell how many keys there are in all; those of masks and biases of keys do.

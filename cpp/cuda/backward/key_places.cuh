@@ -7,11 +7,6 @@
 
 namespace fdm::cuda {
 
-// The sequence of a batch that is not packed.
-__device__ __forceinline__ Sequence whole_sequence(const fdm_problem &p, int64_t b) {
-  return {b, 0, p.queries, 0, p.keys, p.keys - p.queries};
-}
-
 // Where the keys of a block lie in the order of its list. Blocks are numbered across buckets: the first of every
 // bucket, then the second of every bucket. The blocks with the most rows then come first.
 FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
