@@ -20,10 +20,7 @@ namespace fdm::cuda {
 namespace {
 
 // Are the keys of a block taken from the lists of a plan? Query heads of a group with lists of their own share no keys.
-bool takes_listed_keys(const fdm_problem &p) {
-  if (!is_interval_plan(mask_kind(p))) return false;
-  return group_size(p) == 1 || list_tensor(p).shape[1] != p.heads;
-}
+bool takes_listed_keys(const fdm_problem &p) { return is_interval_plan(mask_kind(p)) && group_shares_mask(p); }
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
@@ -153,7 +150,6 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
   keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
                                     : ceil_div(p.keys, keys.block_keys));
-  keys.together = heads_together(p, keys);
   params.bias_heads = sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
 
   auto *base = static_cast<char *>(workspace);
@@ -179,6 +175,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
     *bytes = used;
     return params;
   }
+  keys.together = heads_together(p, keys);
   if (keys.listed) {
     const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
     keys.ordered = take<KeyRows>(base, &used, lists * list_keys(p));

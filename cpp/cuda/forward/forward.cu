@@ -80,7 +80,7 @@ int64_t most_columns(const fdm_problem &p) {
 
 // Are tiles given out in the order in which the blocks of threads of a persistent kernel ask for them? With a fixed order
 // some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that this takes
-// costs two microseconds, so a block must have several tiles, of many columns.
+// must be cleared first, so a block must have several tiles, of many columns.
 //
 // The counter lies in the workspace, which belongs to this call alone, and a memset clears it on the stream before the
 // kernel. So calls that share a plan may run at the same time, and a CUDA graph clears it each time that it is launched.
@@ -137,7 +137,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
       rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) && rows_are_aligned(p.v, p.head_dim);
   params.rows = RowPlaces(p);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
-  if (gives_out_tiles(p, division) && params.aligned) {
+  if (gives_out_tiles(p, division) && params.aligned && params.rows.possible) {
     params.tickets = static_cast<uint32_t *>(workspace);
     if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
   }

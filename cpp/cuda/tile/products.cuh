@@ -7,10 +7,10 @@
 
 namespace fdm::cuda {
 
-// sums += A B' with both in shared memory, summed over their kHeadDim columns. `left` is SmemTile::left of the first
-// row of A, `right` SmemTile::right_rows of B.
-template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles>
-__device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t left, uint32_t right) {
+// Calls multiply(d, n, a, b) for each 16 columns d of A and B, and each two tiles n of 8 rows of B, with their fragments and
+// those of all tiles of A.
+template <int kHeadDim, int kLeftTiles, int kRightTiles, class Multiply>
+__device__ __forceinline__ void for_fragments(uint32_t left, uint32_t right, const Multiply &multiply) {
   using Tile = SmemTile<kHeadDim>;
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += 16) {
@@ -21,42 +21,43 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
     for (int n = 0; n < kRightTiles; n += 2) {
       uint32_t b[4];
       ptx::ldmatrix(b, Tile::fragment_address(right, 8 * n, d));
-#pragma unroll
-      for (int m = 0; m < kLeftTiles; ++m) {
-        ptx::mma<Element>(sums[m][n], a[m], b[0], b[1]);
-        ptx::mma<Element>(sums[m][n + 1], a[m], b[2], b[3]);
-      }
+      multiply(d, n, a, b);
     }
   }
+}
+
+// sums += A B' with both in shared memory, summed over their kHeadDim columns. `left` is SmemTile::left of the first
+// row of A, `right` SmemTile::right_rows of B.
+template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles>
+__device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t left, uint32_t right) {
+  const auto multiply = [&](int, int n, const uint32_t (&a)[kLeftTiles][4], const uint32_t (&b)[4]) {
+#pragma unroll
+    for (int m = 0; m < kLeftTiles; ++m) {
+      ptx::mma<Element>(sums[m][n], a[m], b[0], b[1]);
+      ptx::mma<Element>(sums[m][n + 1], a[m], b[2], b[3]);
+    }
+  };
+  for_fragments<kHeadDim, kLeftTiles, kRightTiles>(left, right, multiply);
 }
 
 // sums = A B' + what its columns begin with: first(n) has the numbers of this thread's two columns of tile n, twice.
 template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles, class First>
 __device__ __forceinline__ void gemm_ss_from(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t left, uint32_t right,
                                              const First &first) {
-  using Tile = SmemTile<kHeadDim>;
+  const auto multiply = [&](int d, int n, const uint32_t (&a)[kLeftTiles][4], const uint32_t (&b)[4]) {
 #pragma unroll
-  for (int d = 0; d < kHeadDim; d += 16) {
-    uint32_t a[kLeftTiles][4];
+    for (int i = 0; i < 2; ++i) {
+      const float4 begin = d == 0 ? first(n + i) : float4{};
 #pragma unroll
-    for (int m = 0; m < kLeftTiles; ++m) ptx::ldmatrix(a[m], Tile::fragment_address(left, 16 * m, d));
-#pragma unroll
-    for (int n = 0; n < kRightTiles; n += 2) {
-      uint32_t b[4];
-      ptx::ldmatrix(b, Tile::fragment_address(right, 8 * n, d));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 begin = d == 0 ? first(n + i) : float4{};
-#pragma unroll
-        for (int m = 0; m < kLeftTiles; ++m) {
-          if (d == 0)
-            ptx::mma_from<Element>(sums[m][n + i], begin, a[m], b[2 * i], b[2 * i + 1]);
-          else
-            ptx::mma<Element>(sums[m][n + i], a[m], b[2 * i], b[2 * i + 1]);
-        }
+      for (int m = 0; m < kLeftTiles; ++m) {
+        if (d == 0)
+          ptx::mma_from<Element>(sums[m][n + i], begin, a[m], b[2 * i], b[2 * i + 1]);
+        else
+          ptx::mma<Element>(sums[m][n + i], a[m], b[2 * i], b[2 * i + 1]);
       }
     }
-  }
+  };
+  for_fragments<kHeadDim, kLeftTiles, kRightTiles>(left, right, multiply);
 }
 
 // sums += A B, summed over kDepth rows of B, which lies in shared memory. load_left(a, k) loads the fragments of 16

@@ -3,9 +3,8 @@
 //
 // The kernel is warp-specialized. A lookup warpgroup finds tiles and the keys of their columns, and a producer warpgroup
 // gathers the rows of Q, K and V, as far ahead as the stages of the pipeline allow, also over the end of a tile. Two
-// consumer warpgroups have 64 rows each. In their
-// mainloop, the scores of a block are started before the previous block's product with V, so the tensor cores work
-// while a warpgroup makes probabilities.
+// consumer warpgroups have 64 rows each. In their mainloop, the scores of a block are started before the previous block's
+// product with V, so the tensor cores work while a warpgroup makes probabilities.
 #pragma once
 
 #include "../../ptx/dependent.cuh"

@@ -30,13 +30,7 @@ template <class Stream, class OnColumn> struct KeyLookup {
   __device__ KeyLookup(const fdm_problem &problem, Stream &shared, const RowPlaces &rows, const OnColumn &call)
       : p(problem), stream(shared), on_column(call), places(rows) {}
 
-  __device__ static int column(int block) {
-    // Read anew each time, it takes no register in between.
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
-    const int lane = thread % 32, warp = thread / 32 % Roles::kLookupWarps;
-    return lane < kOwnColumns ? block * kColumns + warp * kOwnColumns + lane : INT32_MAX;
-  }
+  __device__ static int column(int block) { return Roles::own_column<kColumns, Roles::kLookupWarps>(block); }
   template <class Task> __device__ static int blocks_of(const Task &task) {
     return (task.columns.count + kColumns - 1) / kColumns;
   }

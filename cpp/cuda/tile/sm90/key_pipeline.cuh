@@ -82,13 +82,7 @@ template <class Pipeline> struct KeyProducer {
   }
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
-  __device__ static int column(int block) {
-    // Read anew each time, it takes no register in between.
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
-    const int lane = thread % 32, warp = thread / 32 % Roles::kProducerWarps;
-    return lane < kOwnColumns ? block * kColumns + warp * kOwnColumns + lane : INT32_MAX;
-  }
+  __device__ static int column(int block) { return Roles::own_column<kColumns, Roles::kProducerWarps>(block); }
   template <class Task> __device__ static int blocks_of(const Task &task) {
     return (task.columns.count + kColumns - 1) / kColumns;
   }

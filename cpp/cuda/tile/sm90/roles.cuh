@@ -21,14 +21,23 @@ struct Roles {
   __device__ static __forceinline__ void sync_lookup() { ptx::sync_threads<4, kLookupThreads>(); }
   __device__ static __forceinline__ bool is_producer() { return threadIdx.x / 32 >= kConsumerWarps; }
   __device__ static __forceinline__ int consumer_group() { return uniform(threadIdx.x / 128); }
+  // The column of a block that this thread of a warpgroup has, the warps side by side; INT32_MAX: none.
+  template <int kColumns, int kWarps> __device__ static __forceinline__ int own_column(int block) {
+    constexpr int kOwnColumns = kColumns / kWarps;
+    // Read anew each time, it takes no register in between.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    const int lane = thread % 32, warp = thread / 32 % kWarps;
+    return lane < kOwnColumns ? block * kColumns + warp * kOwnColumns + lane : INT32_MAX;
+  }
   // The index of this thread among the producers.
   __device__ static __forceinline__ int producer_thread() { return int(threadIdx.x) - 32 * kConsumerWarps; }
   __device__ static __forceinline__ void sync_producers() { ptx::sync_threads<1, kProducerThreads>(); }
   // Every consumer thread arrives. One thread for each warp is no faster, and compute-sanitizer's racecheck does not
   // see that it stands for the others.
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  static constexpr int kFirstTurnBarrier =
-      2; // 0 is that of __syncthreads, 1 that of sync_producers(), 4 that of sync_lookup()
+  // 0 is that of __syncthreads, 1 that of sync_producers(), 4 that of sync_lookup().
+  static constexpr int kFirstTurnBarrier = 2;
   __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
 
   // Consumer warpgroups may take turns (ping-pong): while one starts products, the other works with its scores. Group 0

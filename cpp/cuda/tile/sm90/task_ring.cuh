@@ -82,10 +82,8 @@ private:
   __device__ static bool prepares(uint32_t index) {
     return threadIdx.x / 32 % Roles::kLookupWarps == index % Roles::kLookupWarps;
   }
-  // Tiles get shorter towards the end. With a fixed order, every other round goes backwards, so that no block always has
-  // the longest.
   __device__ uint32_t place(uint32_t index) const {
-    if (!tickets) return index * gridDim.x + (index % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (!tickets) return static_cast<uint32_t>(tile_of_round(index));
     if (index == 0) return blockIdx.x;
     uint32_t ticket = 0;
     if (threadIdx.x % 32 == 0) ticket = atomicAdd(tickets, 1u);

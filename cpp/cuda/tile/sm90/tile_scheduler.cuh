@@ -60,6 +60,13 @@ __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, uint32_t tog
   return found;
 }
 
+// The tile that a block of threads takes as its `index`th in a fixed order. Tiles get shorter towards the end. Every other
+// round goes backwards, so that no block always has the longest.
+__device__ __forceinline__ int64_t tile_of_round(uint32_t index) {
+  const uint32_t place = index % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  return place + int64_t(index) * gridDim.x;
+}
+
 template <class Task> struct TaskPipeline {
   // Consumers may still write out a task when they have released the next, of one block; then come the one that is
   // loaded, the next, and the one that is made meanwhile.
@@ -132,9 +139,7 @@ private:
     return uint32_t(Roles::producer_thread()) / 32 == index % Roles::kProducerWarps;
   }
   __device__ void prepare(uint32_t index) {
-    // Tiles get shorter towards the end. Every other round goes backwards, so that no block always has the longest.
-    const uint32_t place = index % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int64_t tile_index = place + int64_t(index) * gridDim.x;
+    const int64_t tile_index = tile_of_round(index);
     const bool end = tile_index >= sequence_tiles(p) * p.heads;
     HeadTile tile{};
     if (!end) tile = find_tile(p, together, static_cast<uint32_t>(tile_index));
