@@ -167,6 +167,13 @@ def four_dimensional(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
+def assert_forward_is_accurate(problem: Problem, target: Target) -> None:
+    """Assert the rule of `assert_accurate` of out and lse."""
+    dout = torch.zeros_like(problem.query)
+    parts = problem.results(target, dout=dout), problem.truth(dout=dout), problem.eager(dout=dout)
+    assert_accurate(*({name: part[name] for name in ("out", "lse")} for part in parts))
+
+
 def assert_accurate(
     got: dict[str, Tensor], truth: dict[str, Tensor], eager: dict[str, Tensor]
 ) -> None:
