@@ -75,6 +75,15 @@ def test_selected_keys(length: int, window: int, head_dim: int, gpu: str) -> Non
     check_gradients(mask, bias, Target(gpu, "cuda"), queries=length, head_dim=head_dim)
 
 
+@pytest.mark.parametrize("head_dim", [33, 64])
+def test_more_keys_than_a_bucket(head_dim: int, gpu: str) -> None:
+    """Without `max_kept` there are no segments: blocks end where 2048 kept keys do."""
+    keys = 2400
+    mask = IntervalMask(*intervals(keys, seed=6, longest=900))
+    bias = randn(1, KV_HEADS, 1, keys, dtype=torch.bfloat16, seed=4)
+    check_gradients(mask, bias, Target(gpu, "cuda"), queries=keys, head_dim=head_dim)
+
+
 def test_keys_that_all_heads_and_the_batch_share(gpu: str) -> None:
     bias = randn(1, 1, 1, 1200, dtype=torch.bfloat16, seed=4)
     mask = dynamic_mask(bias, 100, True)

@@ -188,7 +188,9 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   if (is_varlen(p) || p.keys > kMostUnscheduledKeys) {
     // The schedule makes do with the slots that there are.
     keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
-    const int64_t existing = is_varlen(p) ? p.kv_heads * (list_keys(p) / keys.block_keys + p.batch) : blocks;
+    // The last block of a sequence may be a part of one, as may that of a bucket.
+    const int64_t partial = p.batch + (keys.listed ? list_keys(p) / kBucketKeys + 1 : 0);
+    const int64_t existing = is_varlen(p) ? p.kv_heads * (list_keys(p) / keys.block_keys + partial) : blocks;
     keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, std::min(existing, blocks) + keys.slot_count));
     keys.items = take<KeyItem>(base, &used, keys.max_items);
     keys.item_count = take<int32_t>(base, &used, 1);

@@ -80,9 +80,11 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardPa
     if (params.keys.small) return launch_small<Element, kHeadDim>(params, stream);
   return launch_with_softcap(params, [&](auto has_softcap) {
     constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
-    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap>;
+    using Config =
+        KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap, false>;
     const FusedParams fused = fused_params(params, RowProducer<Config>::kOwnRows);
-    return launch_sm90<FusedMemory<Config>, fused_kernel<Config>>(fused, params.keys.max_items, stream);
+    return launch_sm90<typename FusedParts<Config>::Memory, fused_kernel<Config>, Config::Roles::kThreads>(
+        fused, params.keys.max_items, stream);
   });
 }
 
@@ -91,7 +93,7 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardPa
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
   return launch_with_softcap(params, [&](auto has_softcap) {
     constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
-    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, has_softcap>;
+    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, has_softcap, true>;
     static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
     return launch_sm90<KeyStationaryShared<Config>, dkdv_kernel_sm90<Config>>(params, params.keys.max_items, stream);
   });

@@ -75,7 +75,7 @@ struct KeyBlock {
   static constexpr bool kSegments = kHasSegments, kRowPlans = kHasRowPlans;
   static constexpr int kGroupKeys = kGroupKeyCount;
   using Shared = KeyBlockShared<kKeys, kBuffers, kRowPlans, kGroupKeys>;
-  static_assert(kKeys <= Team::kThreads);
+  static constexpr int kOwnKeys = (kKeys + Team::kThreads - 1) / Team::kThreads; // of a thread
 
   const BackwardParams &params;
   Shared &shared;
@@ -97,39 +97,20 @@ struct KeyBlock {
     start(item, key_block_place(params, item.block), clears_bias);
   }
   __device__ void start(const KeyItem &item, const KeyBlockPlace &place, bool clears_bias) {
-    const fdm_problem &p = params.p;
-    const int r = Team::thread();
-    KeyRows key_rows{-1, 0, 0, -1};
-    bool readable = false;
-    if (params.keys.listed && r < kKeys) key_rows = listed_key(params, place, r);
-    if (r == 0) make_task(item, place); // while the load is under way
-    if (r < kKeys) {
-      const int64_t first_head = place.kv_head * params.group;
-      if (!params.keys.listed && int64_t(place.block) * kKeys + r < place.s.k_count) {
-        key_rows.key = place.block * kKeys + r;
-        const RowRange rows = rows_of_key(p, place.s, first_head, key_rows.key);
-        key_rows.start = rows.first;
-        key_rows.end = rows.past;
-      }
-      const float bias = bias_of(place.s, first_head, key_rows.key);
-      readable = is_readable(place.s, first_head, key_rows, bias);
-      shared.key[r] = key_rows.key;
-      shared.sum[r] = key_rows.sum;
-      shared.readable[r] = readable;
-      shared.bias[0][r] = readable ? bias : -INFINITY;
-      for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {key_rows.start, key_rows.end};
-    }
+    KeyRows key_rows[kOwnKeys];
+    bool readable[kOwnKeys] = {};
+    for_each_key([&](int n, int r) {
+      key_rows[n] = {-1, 0, 0, -1};
+      if (params.keys.listed) key_rows[n] = listed_key(params, place, r);
+    });
+    if (Team::thread() == 0) make_task(item, place); // while the loads are under way
+    for_each_key([&](int n, int r) { readable[n] = set_key(place, key_rows[n], r); });
     Team::sync();
-    if (readable) {
-      RowRange &full = shared.full_rows[r / 16], &group = shared.group_rows[r / kGroupKeys];
-      atomicMax(&full.first, key_rows.start);
-      atomicMin(&full.past, key_rows.end);
-      atomicMin(&group.first, shared.task.same_rows ? key_rows.start : 0);
-      atomicMax(&group.past, shared.task.same_rows ? key_rows.end : INT32_MAX);
-      if (shared.bias[0][r] == -INFINITY) shared.dropping_head[0] = 0;
-    }
+    for_each_key([&](int n, int r) {
+      if (readable[n]) add_to_ranges(key_rows[n], r);
+    });
     if (!kUniform && shared.task.slot && clears_bias && params.wants_bias_sums)
-      for (int i = r; i < params.bias_heads * kKeys; i += Team::kThreads) slot_bias()[i] = 0.0f;
+      for (int i = Team::thread(); i < params.bias_heads * kKeys; i += Team::kThreads) slot_bias()[i] = 0.0f;
     Team::sync();
   }
 
@@ -196,6 +177,42 @@ struct KeyBlock {
   }
 
 private:
+  // Calls function(n, r) for the n-th key of this thread, in row r of the block.
+  template <class Function> __device__ static void for_each_key(const Function &function) {
+#pragma unroll
+    for (int n = 0; n < kOwnKeys; ++n) {
+      const int r = Team::thread() + n * Team::kThreads;
+      if (r < kKeys) function(n, r);
+    }
+  }
+
+  // Sets what is known of a key, and completes its rows. Returns whether any query head keeps it.
+  __device__ bool set_key(const KeyBlockPlace &place, KeyRows &key_rows, int r) const {
+    const int64_t first_head = place.kv_head * params.group;
+    if (!params.keys.listed && int64_t(place.block) * kKeys + r < place.s.k_count) {
+      key_rows.key = place.block * kKeys + r;
+      const RowRange rows = rows_of_key(params.p, place.s, first_head, key_rows.key);
+      key_rows.start = rows.first;
+      key_rows.end = rows.past;
+    }
+    const float bias = bias_of(place.s, first_head, key_rows.key);
+    const bool readable = is_readable(place.s, first_head, key_rows, bias);
+    shared.key[r] = key_rows.key;
+    shared.sum[r] = key_rows.sum;
+    shared.readable[r] = readable;
+    shared.bias[0][r] = readable ? bias : -INFINITY;
+    for (int buffer = 0; buffer < kBuffers; ++buffer) shared.rows[buffer][r] = {key_rows.start, key_rows.end};
+    return readable;
+  }
+  __device__ void add_to_ranges(const KeyRows &key_rows, int r) const {
+    RowRange &full = shared.full_rows[r / 16], &group = shared.group_rows[r / kGroupKeys];
+    atomicMax(&full.first, key_rows.start);
+    atomicMin(&full.past, key_rows.end);
+    atomicMin(&group.first, shared.task.same_rows ? key_rows.start : 0);
+    atomicMax(&group.past, shared.task.same_rows ? key_rows.end : INT32_MAX);
+    if (shared.bias[0][r] == -INFINITY) shared.dropping_head[0] = 0;
+  }
+
   __device__ float *slot_bias() const { return shared.task.slot + int64_t(2) * kKeys * params.keys.slot_dim; }
 
   __device__ void make_task(const KeyItem &item, const KeyBlockPlace &place) const {
@@ -251,9 +268,8 @@ private:
     return false;
   }
 
-  // Loads what a query head of the group knows of this thread's key.
-  __device__ void load_head(int32_t head_of_group, int buffer) {
-    const int r = Team::thread();
+  // Loads what a query head of the group knows of a key.
+  __device__ void load_head(int32_t head_of_group, int buffer, int r) {
     const int32_t key = shared.key[r];
     const int64_t head = shared.task.first_head + head_of_group;
     const float bias = shared.readable[r] ? bias_of(shared.task.s, head, key) : -INFINITY;
@@ -280,7 +296,7 @@ private:
     step.valid = step.number < own_task.end;
     if (step.valid && step.head != loaded_head && params.group > 1 && (bias_is_of_keys() || !own_task.same_rows)) {
       step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
-      if (Team::thread() < kKeys) load_head(step.head, step.buffer);
+      for_each_key([&](int, int r) { load_head(step.head, step.buffer, r); });
     }
     return step;
   }

@@ -130,7 +130,11 @@ struct KeyGradients {
   template <bool kTest>
   __device__ void make_probabilities(const Stage &stage, int first, int buffer,
                                      float (&scores)[kKeyTiles][kRowTiles][4]) {
-    const ScoreFactors factors(params.p);
+    make_probabilities<kTest>(stage, first, buffer, scores, ScoreFactors(params.p));
+  }
+  template <bool kTest>
+  __device__ void make_probabilities(const Stage &stage, int first, int buffer,
+                                     float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors) {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll

@@ -20,7 +20,7 @@ struct KeyBlockPlace {
   int32_t block;
   int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
   int64_t first_key;     // listed: where the block begins in `ordered`, or where `in_key_order`, among the kept keys
-  int64_t keys;          // listed: keys from there on
+  int64_t keys;          // listed: keys from there on, of the same bucket if there are any
   bool in_key_order;     // a list that keeps more keys than its segments have room for
   SegmentBlock rows;     // segments: the rows that keep any of the keys
 };
@@ -121,7 +121,8 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   place.list_sequence = is_varlen(p) ? list * p.batch + place.sequence_index : list;
   const int64_t position = ordered_position(params.keys, place.block);
   place.first_key = list * plan.list_keys + place.s.k_begin + position;
-  place.keys = plan.kept_count[place.list_sequence] - position;
+  // The last block of a bucket may have fewer keys than others.
+  place.keys = min64(plan.kept_count[place.list_sequence] - position, kBucketKeys - position % kBucketKeys);
   return place;
 }
 

@@ -39,7 +39,7 @@ __device__ void for_each_packed_block(const BackwardParams &params, const Functi
   const int32_t own = int32_t(threadIdx.x) % together, stride = keys.listed ? keys.buckets : 1;
   for (int32_t head = int32_t(threadIdx.x) / together; head < keys.heads; head += kThreads / together) {
     const KeyBlockPlace place = key_block_place(params, head);
-    const auto count = int32_t(keys.listed ? place.keys : place.s.k_count);
+    const auto count = int32_t(keys.listed ? params.plan.kept_count[place.list_sequence] : place.s.k_count);
     const int32_t bucket_keys = keys.listed ? min(count, kBucketKeys) : count;
     const int32_t buckets = keys.listed ? min(stride, (count + kBucketKeys - 1) / kBucketKeys) : 1;
     const int32_t past = buckets * ((bucket_keys + keys.block_keys - 1) / keys.block_keys);

@@ -19,6 +19,13 @@ struct ScoreFactors {
   ScoreFactors() = default;
   __host__ __device__ explicit ScoreFactors(const fdm_problem &p)
       : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E), cap(p.softcap * kLog2E) {}
+  // The same where it is known that there is no softcap: a multiplication, without a branch.
+  __device__ static ScoreFactors uncapped(const fdm_problem &p) {
+    ScoreFactors factors;
+    factors.scale = p.scale * kLog2E;
+    factors.cap = 0.0f;
+    return factors;
+  }
 
   // Returns the score to base 2. `slope` becomes the derivative of the capped score with respect to the one without a
   // cap.

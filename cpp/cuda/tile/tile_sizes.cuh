@@ -106,9 +106,10 @@ struct FusedTileChoice {
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
   // Accumulators of dk and dv take head_dim registers of a thread for 128 keys, and as many as 128 for 64. P and dP take
-  // as many as there are rows; wide products read less shared memory for each operation.
+  // as many as there are rows; wide products read less shared memory for each operation. Up to 64 columns, three
+  // warpgroups have registers for 64 keys each.
   if (arch == 90) {
-    if (head_dim <= 64) return {128, 128};
+    if (head_dim <= 64) return {192, 64};
     return head_dim <= 128 ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
   }
   // Two blocks share an SM, and one computes while the other waits at a barrier: seen on an H200, where it is as fast

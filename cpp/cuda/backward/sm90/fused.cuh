@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, with Hopper's wgmma: five products for each block of keys and tile of rows, where kernels for
-// dq and for dk and dv take seven. One block of threads for a block of keys or a part of its work, as ../dkdv.cuh tells.
+// All gradients at once, with Hopper's wgmma, for head dimensions from 65 to 128: five products for each block of keys and
+// tile of rows, where kernels for dq and for dk and dv take seven. One block of threads for a block of keys or a part of its
+// work, as ../dkdv.cuh tells.
 //
 // dQ of a tile of rows is a sum over all blocks of keys, each of which adds its own part to float32 sums in global
 // memory: FlashAttention-3's way, whose order is not fixed. The keys of a block belong to two consumer warpgroups, which
@@ -40,10 +41,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   using Shared = FusedShared<Config>;
   using Base::kRows, Base::kHeadDim, Base::sums;
   using typename Base::Element, typename Base::KeyTile, typename Base::Scores;
-  // A warpgroup computes 64 rows of all columns, or the 64 rows of one or two panels of 64 columns.
-  static constexpr bool kRowsDivided = kRows == 128;
-  static constexpr int kColumns = kHeadDim < 64 ? kHeadDim : 64;
-  static_assert(kRowsDivided ? kHeadDim <= 64 : kRows == 64 && kHeadDim > 64 && kHeadDim <= 128);
+  static constexpr int kColumns = 64; // of which a warpgroup computes dQ
+  static_assert(kRows == 64 && kHeadDim > 64 && kHeadDim <= 128);
 
   // What is to be known of a step until its dQ is computed.
   struct Step {
@@ -73,10 +72,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     const uint32_t stage = ds_stage(ds_steps - 1);
     if (before.keys) Roles::consumer_wait(shared.ds_full[stage], ds_phase(ds_steps - 1));
     const int group = Roles::consumer_group();
-    const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[stage])) +
-                        Shared::Tile::offset(0, kRowsDivided ? 64 : 0) * group;
-    const uint64_t k =
-        KeyTile::descriptor(ptx::shared_address(shared.sK)) + KeyTile::offset(0, kRowsDivided ? 0 : 64) * group;
+    const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[stage]));
+    const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK)) + KeyTile::offset(0, 64) * group;
     ptx::warpgroup_arrive();
     const auto add = [&](uint64_t a, uint64_t b, auto keys) {
       warpgroup_gemm_ss_columns<Element, typename Shared::Tile, true, KeyTile, decltype(keys)::value>(dq, a, b, false);
@@ -135,8 +132,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // Where this thread's part of dQ of the first row is added, for the first head of a group.
   __device__ float *first_sums() const {
-    const int warp = threadIdx.x / 32, band = kRowsDivided ? warp : warp % 4;
-    const int panel = kRowsDivided ? 0 : warp / 4;
+    const int band = threadIdx.x / 32 % 4, panel = Roles::consumer_group();
     const KeyTask &task = sums.keys.task();
     float *rows = query_sums(this->params, task.s, task.sequence_index, task.first_head, 0);
     return rows + (band * (kHeadDim / 8) + panel * 8) * 128 + threadIdx.x % 32 * 4;

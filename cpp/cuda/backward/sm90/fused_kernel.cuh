@@ -1,30 +1,40 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel that computes all gradients at once: fused.cuh or fused_wide.cuh, by the head dimension.
+// The kernel that computes all gradients at once: fused_narrow.cuh, fused.cuh or fused_wide.cuh, by the head dimension.
 #pragma once
 
 #include "fused.cuh"
+#include "fused_narrow.cuh"
 #include "fused_wide.cuh"
 
 namespace fdm::cuda {
 
-template <class Config>
-using FusedMemory = std::conditional_t<Config::kShared, WideShared<Config>, FusedShared<Config>>;
+// What the head dimension chooses: the shared memory, the consumers, and the registers of each role.
+template <class Config, int kGroups = Config::Roles::kConsumerGroups> struct FusedParts {
+  using Memory = std::conditional_t<Config::kShared, WideShared<Config>, FusedShared<Config>>;
+  using Consumer = std::conditional_t<Config::kShared, WideConsumer<Config>, FusedConsumer<Config>>;
+  using Registers = RoleRegisters<224, 56>;
+};
+template <class Config> struct FusedParts<Config, 3> {
+  using Memory = NarrowShared<Config>;
+  using Consumer = NarrowConsumer<Config>;
+  using Registers = RoleRegisters<152, 56, 3>;
+};
 
 struct FusedParams : BackwardParams {
   RowMaps maps;
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Roles::kThreads, 1) fused_kernel(const __grid_constant__ FusedParams params) {
-  using Consumer = std::conditional_t<Config::kShared, WideConsumer<Config>, FusedConsumer<Config>>;
+__global__ void __launch_bounds__(Config::Roles::kThreads, 1) fused_kernel(const __grid_constant__ FusedParams params) {
+  using Roles = typename Config::Roles;
+  using Parts = FusedParts<Config>;
   extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<FusedMemory<Config> *>(dynamic_shared);
+  auto &shared = *reinterpret_cast<typename Parts::Memory *>(dynamic_shared);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   ptx::wait_for_kernel_ahead();
-  using Registers = RoleRegisters<224, 56>;
   if (Roles::is_producer()) {
-    Registers::produce();
+    Parts::Registers::produce();
     KeyItem item;
     KeyBlockPlace place;
     const bool exists = find_key_item(params, int32_t(blockIdx.x), item, place);
@@ -34,8 +44,8 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) fused_kernel(const __grid_
     else
       Roles::producer_commit(shared.keys_full);
   } else {
-    Registers::consume();
-    Consumer(params, shared).run();
+    Parts::Registers::consume();
+    typename Parts::Consumer(params, shared).run();
   }
 }
 

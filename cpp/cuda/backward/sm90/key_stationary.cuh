@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the key-stationary Hopper kernels share. K and V of a block of keys stay in shared memory, 64 keys for each of
-// two consumer warpgroups; a producer warpgroup loads them once, then finds the steps and loads their rows of Q and dO,
+// What the key-stationary Hopper kernels share. K and V of a block of keys stay in shared memory, 64 keys for each
+// consumer warpgroup; a producer warpgroup loads them once, then finds the steps and loads their rows of Q and dO,
 // a pipeline stage for each step.
 #pragma once
 
@@ -11,28 +11,33 @@
 
 namespace fdm::cuda {
 
-struct Producers {
+template <class Roles> struct Producers {
   static constexpr int kThreads = Roles::kProducerThreads;
   __device__ static __forceinline__ int thread() { return Roles::producer_thread(); }
   __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
 };
 
-// With 128 keys, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do not fit
-// the registers of one, each computes the scores of half of a step's rows, and half of the columns of the gradients.
-template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, bool kHasSoftcap>
+// With 128 keys or more, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do not fit
+// the registers of one, each of two computes the scores of half of a step's rows, and half of the columns of the gradients.
+// kHasRowPlans says that there may be a row plan.
+template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, bool kHasSoftcap,
+          bool kHasRowPlans>
 struct KeyStationaryConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kStages = kStageCount;
   static constexpr bool kSoftcap = kHasSoftcap, kShared = kKeys == 64;
-  static_assert(kShared || (kKeys == 64 * Roles::kConsumerGroups && kKeys == Roles::kProducerThreads));
-  // The rows of a step whose scores a warpgroup computes, the columns of its gradients, and the number of such parts.
-  static constexpr int kScoreRows = kShared ? kRows / 2 : kRows, kColumns = kShared ? 128 : kHeadDim;
+  using Roles = WarpRoles<kShared ? 2 : kKeys / 64>;
+  static_assert(kKeys % 64 == 0 && (!kHasRowPlans || kShared || kKeys == Roles::kProducerThreads));
+  // The rows of a step whose scores a warpgroup computes at a time, the columns of its gradients, and the number of such
+  // parts. Three consumer warpgroups have registers for the scores of half of the rows.
+  static constexpr int kScoreRows = kShared || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
+  static constexpr int kColumns = kShared ? 128 : kHeadDim;
   static constexpr int kParts = kRows / kScoreRows;
   static_assert(!kShared || (kHeadDim > 128 && kHeadDim % 64 == 0));
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
-  using Keys = KeyBlock<kKeys, Producers, kStages + 2, true>;
+  using Keys = KeyBlock<kKeys, Producers<Roles>, kStages + 2, true, kHasRowPlans>;
   using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, true, true, false, Keys>;
 };
 
@@ -59,11 +64,14 @@ static_assert(sizeof(StepFacts) == sizeof(int4));
 
 // What is known of a tile of rows while it is in shared memory.
 template <class Config> struct PassingRows {
-  RowStage<Config::kKeys, Config::kScoreRows> parts[Config::kParts]; // the tiles of their steps count parts
+  RowStage<Config::kKeys, Config::kScoreRows, Config::Keys::kRowPlans>
+      parts[Config::kParts]; // the tiles of their steps count parts
   StepFacts facts;
 };
 
 template <class Config> struct KeyStationaryShared {
+  using Roles = typename Config::Roles;
+
   alignas(1024) char sK[Config::KeyTile::kBytes];
   char sV[Config::KeyTile::kBytes];
   char sQ[Config::kStages][Config::RowTile::kBytes], sdO[Config::kStages][Config::RowTile::kBytes];
@@ -90,6 +98,7 @@ struct RowMaps {
 };
 
 template <class Config> struct RowProducer {
+  using Roles = typename Config::Roles;
   static constexpr int kRows = Config::kRows, kOwnRows = kRows / Roles::kProducerWarps;
 
   const BackwardParams &params;
@@ -108,17 +117,23 @@ template <class Config> struct RowProducer {
   __device__ static int row() { return warp() * kOwnRows + threadIdx.x % 32; }
 
   __device__ void load_keys() {
-    constexpr int kOwnKeys = Config::kKeys / Roles::kProducerWarps;
-    const int r = warp() * kOwnKeys + threadIdx.x % 32;
-    const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
-    const auto load = [&](const fdm_tensor &t, char *tile) {
-      const uint16_t *row = kZeroRow;
-      if (readable) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
-      Config::KeyTile::template gather<Roles::kProducerWarps>(ptx::shared_address(tile), warp(), row,
-                                                              int(params.p.head_dim));
-    };
-    load(params.p.k, shared.sK);
-    load(params.p.v, shared.sV);
+    // A warp copies some keys at a time, at most one for each lane.
+    constexpr int kWarps = Roles::kProducerWarps;
+    constexpr int kTurns = Config::kKeys <= 32 * kWarps ? 1 : Config::kKeys / (16 * kWarps);
+    constexpr int kOwnKeys = Config::kKeys / (kTurns * kWarps);
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int place = turn * kWarps + warp(), r = place * kOwnKeys + threadIdx.x % 32;
+      const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
+      const auto load = [&](const fdm_tensor &t, char *tile) {
+        const uint16_t *row = kZeroRow;
+        if (readable) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
+        Config::KeyTile::template gather<kTurns * kWarps>(ptx::shared_address(tile), place, row,
+                                                          int(params.p.head_dim));
+      };
+      load(params.p.k, shared.sK);
+      load(params.p.v, shared.sV);
+    }
     Roles::producer_commit(shared.keys_full);
   }
 
@@ -150,7 +165,7 @@ template <class Config> struct RowProducer {
       copy_rows(params.p.q, step, used, shared.sQ[state.index]);
       copy_rows(params.a.dout, step, used, shared.sdO[state.index]);
     }
-    if constexpr (!Config::kShared) {
+    if constexpr (Config::Keys::kRowPlans) {
       if (keys.task().words) {
         const int r = Roles::producer_thread();
         const int32_t key = shared.keys.key[r];
@@ -236,6 +251,7 @@ template <class Config> struct RowProducer {
 };
 
 template <class Config> struct KeyConsumer {
+  using Roles = typename Config::Roles;
   using Element = typename Config::Element;
   using KeyTile = typename Config::KeyTile;
   using RowTile = typename Config::RowTile;
@@ -254,14 +270,14 @@ template <class Config> struct KeyConsumer {
     v_desc = KeyTile::descriptor(ptx::shared_address(shared.sV)) + own_keys;
   }
 
-  // What is known of the rows whose scores this warpgroup computes.
-  __device__ const auto &own_rows(int stage) const {
-    return shared.stages[stage].parts[Config::kShared ? Roles::consumer_group() : 0];
-  }
+  // The rows whose scores this warpgroup computes are a part of a step: its only one, or those of its turn.
+  __device__ static int own_part(int turn = 0) { return Config::kShared ? Roles::consumer_group() : turn; }
+  // What is known of them.
+  __device__ const auto &own_rows(int stage, int turn = 0) const { return shared.stages[stage].parts[own_part(turn)]; }
 
   // Starts the products S' and dP'.
-  __device__ void start_scores(Scores &scores, Scores &gradients, int stage) const {
-    const uint64_t part = Config::kShared ? RowTile::offset(kScoreRows, 0) * Roles::consumer_group() : 0;
+  __device__ void start_scores(Scores &scores, Scores &gradients, int stage, int turn = 0) const {
+    const uint64_t part = RowTile::offset(kScoreRows, 0) * own_part(turn);
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part, false);
     ptx::warpgroup_commit_batch();
@@ -280,24 +296,30 @@ template <class Config> struct KeyConsumer {
     ptx::warpgroup_commit_batch();
   }
 
+  // May some pairs of this warp's keys and of rows from `first` on not be kept?
+  __device__ bool needs_test(const StepFacts &facts, int first, int rows) const {
+    return uniform(facts.any_tests() || sums.keys.drops_keys(facts.head, facts.buffer) ||
+                   !sums.keys.keep_all(threadIdx.x / 32 % (Config::kKeys / 16), 1, first, rows));
+  }
+
   // Puts P' in the place of the scores, and dS' in that of dP', of which the products were just started.
-  __device__ void make(const StepFacts &facts, Scores &scores, Scores &gradients, int number) {
-    const auto &rows = own_rows(number);
-    const bool any_tests = facts.any_tests();
+  __device__ void make(const StepFacts &facts, Scores &scores, Scores &gradients, int number, int turn = 0) {
+    const auto &rows = own_rows(number, turn);
     if constexpr (Config::kSoftcap) {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(scores[0]);
       ptx::warpgroup_fence_operand(gradients[0]);
-      sums.template make<true>(rows, any_tests, scores, gradients);
+      sums.template make<true>(rows, facts.any_tests(), scores, gradients);
     } else {
-      const int first = facts.first + (Config::kShared ? kScoreRows * Roles::consumer_group() : 0);
-      const bool test = uniform(any_tests || sums.keys.drops_keys(facts.head, facts.buffer) || !sums.keep_all(first));
+      const int first = facts.first + kScoreRows * own_part(turn);
+      const bool test = needs_test(facts, first, kScoreRows);
+      const ScoreFactors factors = ScoreFactors::uncapped(params.p);
       ptx::warpgroup_wait<1>();
       ptx::warpgroup_fence_operand(scores[0]);
       if (test)
-        sums.template make_probabilities<true>(rows, first, facts.buffer, scores);
+        sums.template make_probabilities<true>(rows, first, facts.buffer, scores, factors);
       else
-        sums.template make_probabilities<false>(rows, first, facts.buffer, scores);
+        sums.template make_probabilities<false>(rows, first, facts.buffer, scores, factors);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)

@@ -15,6 +15,7 @@ template <class Config>
 __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const typename Config::Gradients &sums,
                                  int first = 0) {
   if (sums.params.keys.segments.most_sums == 0) return;
+  using Roles = typename Config::Roles;
   constexpr int kHeadDim = Config::kHeadDim, kColumns = Config::kColumns, kRowBytes = 2 * kHeadDim * 4;
   constexpr int kStride = kRowBytes + 16; // the rows of a warp lie in different banks
   static_assert(Config::kKeys * kStride <= offsetof(KeyStationaryShared<Config>, stages));

@@ -9,10 +9,10 @@ namespace fdm::cuda {
 // A value that all lanes of a warp have. Lane 0's tells the compiler so: what follows from it takes uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// The roles of the warps of a block of threads: two consumer warpgroups of 64 rows each come first, then the producers.
-// The functions have the names of CUTLASS's pipelines, but take a stage's barriers.
-struct Roles {
-  static constexpr int kConsumerGroups = 2, kConsumerWarps = 8, kProducerWarps = 4;
+// The roles of the warps of a block of threads: the consumer warpgroups come first, then the producers. The functions have
+// the names of CUTLASS's pipelines, but take a stage's barriers.
+template <int kGroups> struct WarpRoles {
+  static constexpr int kConsumerGroups = kGroups, kConsumerWarps = 4 * kGroups, kProducerWarps = 4;
   static constexpr int kProducerThreads = 32 * kProducerWarps, kThreads = 32 * (kConsumerWarps + kProducerWarps);
   // Kernels may have a lookup warpgroup more, which finds what the producers are to copy.
   static constexpr int kLookupWarps = 4, kLookupThreads = 32 * kLookupWarps;
@@ -69,10 +69,14 @@ struct Roles {
   }
 };
 
-// How many registers a thread of each role has. All warpgroups start with 168, the most that 384 threads can have; what
-// the producers give back, the consumers take.
-template <int kConsumer, int kProducer> struct RoleRegisters {
-  static_assert(2 * kConsumer + kProducer <= 3 * 168, "a warpgroup would wait for registers for ever");
+// Most kernels have two consumer warpgroups, of 64 rows each.
+using Roles = WarpRoles<2>;
+
+// How many registers a thread of each role has. All warpgroups start with as many as fit: 168 where there are three of
+// them, 128 where there are four. What the producers give back, the consumers take.
+template <int kConsumer, int kProducer, int kGroups = Roles::kConsumerGroups> struct RoleRegisters {
+  static_assert(kGroups * kConsumer + kProducer <= (kGroups + 1) * (kGroups == 2 ? 168 : 128),
+                "a warpgroup would wait for registers for ever");
 
   __device__ static __forceinline__ void produce() { ptx::warpgroup_reg_dealloc<kProducer>(); }
   __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }

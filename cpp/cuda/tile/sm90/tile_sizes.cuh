@@ -62,6 +62,9 @@ constexpr int kMostDkdvHeadDim = 128;
 constexpr DkdvTileSm90 dkdv_tile_sm90(int) { return {64, 3}; }
 
 // All gradients at once: the stages that shared memory has room for.
-constexpr int fused_stages(int head_dim) { return head_dim <= 128 ? 3 : 2; }
+constexpr int fused_stages(int head_dim) {
+  if (head_dim <= 64) return 4;
+  return head_dim <= 128 ? 3 : 2;
+}
 
 } // namespace fdm::cuda

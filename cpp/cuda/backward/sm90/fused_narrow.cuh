@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// All gradients at once, as fused.cuh computes them, for head dimensions up to 64: three consumer warpgroups have 64 keys
+// each, so each scheduler has three warps to choose from, and a row of dQ is added to once for 192 keys.
+//
+// dQ of a step is the work of one warpgroup, the next step's that of the next. It is computed a step later, when the
+// others have most often stored their dS.
+#pragma once
+
+#include "../../ptx/dependent.cuh"
+#include "../query_sums.cuh"
+#include "key_stationary.cuh"
+#include "segment_sums.cuh"
+
+namespace fdm::cuda {
+
+// dS' of the steps: a row for each key, a column for each row of the step. A warpgroup computes the dQ of one of them.
+template <class Config> struct NarrowShared : KeyStationaryShared<Config> {
+  using Roles = typename Config::Roles;
+  static constexpr int kSteps = Roles::kConsumerGroups;
+  using Tile = SmemTile<Config::kRows, Config::kKeys>;
+
+  alignas(1024) char sdS[kSteps][Tile::kBytes];
+  uint64_t ds_full[kSteps], ds_empty[kSteps];
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    KeyStationaryShared<Config>::init();
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::init_barrier(ds_full[step], Roles::kConsumerThreads);
+      ptx::init_barrier(ds_empty[step], 128); // of the warpgroup that computes dQ
+    }
+  }
+};
+
+template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
+  using Base = KeyConsumer<Config>;
+  using Shared = NarrowShared<Config>;
+  using Tile = typename Shared::Tile;
+  using Base::kRows, Base::kScoreRows, Base::kHeadDim, Base::sums;
+  using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Roles,
+      typename Base::Scores;
+  static constexpr int kGroups = Roles::kConsumerGroups, kParts = Config::kParts;
+  static_assert(kRows == 64 && kHeadDim <= 64);
+
+  Shared &shared;
+  PipelineState<Shared::kSteps> state; // of dS
+  int32_t row_before = -1; // the first row of the step before, counted over the heads of the group; -1: there is none
+
+  __device__ NarrowConsumer(const BackwardParams &parameters, Shared &memory)
+      : Base(parameters, memory), shared(memory) {}
+
+  // Computes dQ of the step before, if that is this warpgroup's work, and adds it to the sums.
+  __device__ void finish_before() const {
+    const int number = state.index == 0 ? kGroups - 1 : state.index - 1;
+    if (row_before < 0 || number != Roles::consumer_group()) return;
+    Roles::consumer_wait(shared.ds_full[number], state.index == 0 ? state.phase ^ 1 : state.phase);
+    const uint64_t ds = Tile::descriptor(ptx::shared_address(shared.sdS[number])),
+                   k = KeyTile::descriptor(ptx::shared_address(shared.sK));
+    float *own = own_sums(), dq[kHeadDim / 8][4];
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_ss_columns<Element, Tile, true, KeyTile, Config::kKeys>(dq, ds, k, false);
+    ptx::warpgroup_commit_batch();
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(dq);
+    ptx::arrive(shared.ds_empty[number]);
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(own + n * 128, dq[n]);
+  }
+
+  // P' and dS' of all rows of a step, as left operands.
+  struct Results {
+    uint32_t p[kParts][kScoreRows / 16][4], ds[kParts][kScoreRows / 16][4];
+  };
+
+  // Keeps the results of a part of the rows, and gives its dS' to the warpgroup that computes dQ.
+  __device__ void keep(Results &results, int part, const Scores &p, const Scores &ds) const {
+    pack_left<Element>(results.ds[part], ds[0]);
+    pack_left<Element>(results.p[part], p[0]);
+    if (part == 0) Roles::producer_acquire(shared.ds_empty[state.index], state.phase);
+    store_left<Tile>(results.ds[part], ptx::shared_address(shared.sdS[state.index]), threadIdx.x / 32 * 16,
+                     kScoreRows * part);
+  }
+
+  // With a softcap one part comes after the other: the slope of each score needs a register.
+  __device__ void make_in_turn(const StepFacts &facts, int number, Results &results) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Scores scores, gradients;
+      this->start_scores(scores, gradients, number, part);
+      this->make(facts, scores, gradients, number, part);
+      keep(results, part, scores, gradients);
+    }
+  }
+
+  // S' of all rows is there at once. The registers of dP' serve one part after the other.
+  __device__ void make_together(const StepFacts &facts, int number, Results &results) {
+    Scores scores[kParts], gradients;
+    auto &all_scores = reinterpret_cast<float (&)[kRows / 8][4]>(scores);
+    const uint64_t dout = Base::row_desc(shared.sdO[number]);
+    const auto start_gradients = [&](int part) {
+      ptx::warpgroup_arrive();
+      warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], this->v_desc,
+                                                             dout + RowTile::offset(kScoreRows, 0) * part, false);
+      ptx::warpgroup_commit_batch();
+    };
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(all_scores, this->k_desc, Base::row_desc(shared.sQ[number]),
+                                                           false);
+    ptx::warpgroup_commit_batch();
+    start_gradients(0);
+    const bool test = this->needs_test(facts, facts.first, kRows);
+    const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
+    ptx::warpgroup_wait<1>();
+    ptx::warpgroup_fence_operand(all_scores);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const auto &rows = this->own_rows(number, part);
+      const int first = facts.first + kScoreRows * part;
+      if (test)
+        sums.template make_probabilities<true>(rows, first, facts.buffer, scores[part], factors);
+      else
+        sums.template make_probabilities<false>(rows, first, facts.buffer, scores[part], factors);
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const auto &rows = this->own_rows(number, part);
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(gradients[0]);
+      if (test)
+        sums.template make_score_gradients<true>(rows, scores[part], gradients);
+      else
+        sums.template make_score_gradients<false>(rows, scores[part], gradients);
+      keep(results, part, scores[part], gradients);
+      if (part + 1 < kParts) start_gradients(part + 1);
+    }
+  }
+
+  // The products of a step that concerns this warpgroup's keys.
+  __device__ void run_step(const StepFacts &facts, int number) {
+    Results results;
+    if constexpr (Config::kSoftcap)
+      make_in_turn(facts, number, results);
+    else
+      make_together(facts, number, results);
+    ptx::fence_async_proxy();
+    ptx::arrive(shared.ds_full[state.index]);
+    auto &p = reinterpret_cast<uint32_t (&)[kRows / 16][4]>(results.p);
+    auto &ds = reinterpret_cast<uint32_t (&)[kRows / 16][4]>(results.ds);
+    Base::start_sum(sums.dv[0], p, shared.sdO[number]);
+    Base::start_sum(sums.dk[0], ds, shared.sQ[number]);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(sums.dv[0]);
+    ptx::warpgroup_fence_operand(sums.dk[0]);
+    ptx::warpgroup_fence_operand(p);
+    ptx::warpgroup_fence_operand(ds);
+  }
+
+  // A step of the other warpgroups: dS of these keys is 0.
+  __device__ void pass_step() {
+    const uint32_t zeros[kRows / 16][4] = {};
+    Roles::producer_acquire(shared.ds_empty[state.index], state.phase);
+    store_left<Tile>(zeros, ptx::shared_address(shared.sdS[state.index]), threadIdx.x / 32 * 16, 0);
+    ptx::fence_async_proxy();
+    ptx::arrive(shared.ds_full[state.index]);
+  }
+
+  // Where this thread's part of dQ of the step before is added.
+  __device__ float *own_sums() const {
+    const KeyTask &task = sums.keys.task();
+    float *rows = query_sums(this->params, task.s, task.sequence_index, task.first_head, 0);
+    return rows + int64_t(row_before) * kHeadDim + threadIdx.x / 32 % 4 * (kHeadDim / 8) * 128 + threadIdx.x % 32 * 4;
+  }
+
+  __device__ void run() {
+    Roles::consumer_wait(shared.keys_full, 0);
+    if (!uniform(shared.exists)) return;
+    sums.start();
+    const int group = Roles::consumer_group();
+    for (PipelineState<Config::kStages> stage;; ++stage) {
+      Roles::consumer_wait(shared.full[stage.index], stage.phase);
+      const StepFacts facts = shared.stages[stage.index].facts.read();
+      if (!facts.valid) break;
+      if (facts.concerns) {
+        if (facts.concerns >> group & 1)
+          run_step(facts, stage.index);
+        else
+          pass_step();
+      }
+      Roles::consumer_release(shared.empty[stage.index]);
+      if (facts.concerns == 0) continue;
+      finish_before();
+      row_before = int32_t(facts.head * this->params.query_sums.head_rows) + facts.first;
+      ++state;
+    }
+    finish_before();
+    sums.write_bias(0);
+    add_segment_sums<Config>(shared, sums);
+    sums.write();
+  }
+};
+
+} // namespace fdm::cuda
