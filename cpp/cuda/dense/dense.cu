@@ -20,14 +20,12 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kMostSms = 256; // of any device: what depends on the device has room for so many
-// With more keys than these, the kernels that gather columns are faster in two cases: where the bias gradient is summed
-// over nothing, since they then need no third pass; and where a boolean mask has a row for each query, which dense blocks
-// fold into each tile of the bias. On one H200, forward and backward with 1024 keys kept by each of 8192 queries took them
-// 2.7 ms, and dense blocks 5.0 ms.
+// With more keys than these, the kernels that gather columns are faster than those with mma.sync in two cases: where the
+// bias gradient is summed over nothing, since they then need no third pass; and where a boolean mask has a row for each
+// query, which dense blocks fold into each tile of the bias. On one H200, forward and backward with 1024 keys kept by each
+// of 8192 queries took them 2.7 ms, and those dense blocks 5.0 ms. The kernels for sm_90 pass over tiles of such a mask
+// that keep nothing.
 constexpr int64_t kMostKeysOfRows = 2048;
-// The second case has more where sm90/fused.cuh serves it and so few rows that latency decides: with two heads of 4096
-// queries, on one H200, the other kernels took 1.1 ms. Larger problems gain more by what a mask leaves out.
-constexpr int64_t kMostKeysOfFewRows = 4096, kFewRows = 16384;
 constexpr int64_t kMaxSplits = 32; // as in forward.cu
 
 // The tiles of a kernel: rows or keys of a block of threads, over all slots, and the least of a slot; and the shared
@@ -76,10 +74,13 @@ bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
   return !present(p.start) || shared(p.start);
 }
 
+// Sequences that share an element of the bias.
+int64_t batches_of(const fdm_problem &p) { return p.bias.shape[0] == 1 ? p.batch : 1; }
+
 DenseCall make_call(const fdm_problem &p) {
   DenseCall call{};
   call.p = p;
-  call.batches = int32_t(p.bias.shape[0] == 1 ? p.batch : 1);
+  call.batches = int32_t(batches_of(p));
   call.heads = int32_t(p.heads / p.bias.shape[1]);
   call.shares_mask = shares_mask(p, call.batches, call.heads);
   call.bias_chunks = has_chunks(p.bias, p.bias.dtype == FDM_FLOAT32 ? 4 : 2);
@@ -104,27 +105,98 @@ int choose_slots(const Tiles &tiles, const fdm_problem &p, int64_t length, int64
 
 int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.heads; }
 
-// Do the kernels for sm_90 serve a problem? Not where most of their tiles would be empty.
-bool has_wide_tiles(const DenseCall &call) {
-  const fdm_problem &p = call.p;
-  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kMaxWideHeadDim || !call.aligned) return false;
+// Do the kernels for sm_90 serve problems of these sizes? Not where most of their tiles would be empty.
+bool has_wide_sizes(const fdm_problem &p) {
+  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kMaxWideHeadDim) return false;
   return 2 * p.queries * p.keys >= round_up(p.queries, kWideTile) * round_up(p.keys, kWideTile);
 }
+bool has_wide_tiles(const DenseCall &call) { return call.aligned && has_wide_sizes(call.p); }
 
-// The forward kernel for sm_90 copies the bias in chunks, and no block of threads shares the keys of its rows with another.
-// Sources share the bias of a block as long as there are blocks for all SMs.
+bool has_room_for_mask(const fdm_problem &p) {
+  return cuda::has_room_for_mask(int(p.head_dim), p.bias.dtype == FDM_FLOAT32);
+}
+
+int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+int64_t units_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1]; }
+
+int64_t key_tiles_of(const fdm_problem &p) { return max64(1, ceil_div(p.keys, kWideTile)); }
+
+int32_t wide_splits(const DenseForward &work) {
+  return int32_t(ceil_div(key_tiles_of(work.call.p), work.split_tiles));
+}
+
+// Chooses how many tiles of keys a split of the forward kernel for sm_90 has, by the time that they take. Its unit is that
+// of a tile of scores: on one H200 about 2 us, which a block of threads also takes before its first and after its last,
+// and in which 4 MB of partial results are written and merged; a launch takes about as long.
+int32_t choose_split_tiles(const DenseForward &work, int sms) {
+  const fdm_problem &p = work.call.p;
+  const int64_t key_tiles = key_tiles_of(p), sources = sources_of(work.call) * units_of(p);
+  int64_t seen = 0; // tiles of keys, of all tiles of rows
+  for (int64_t tile = 0; tile < work.tiles; ++tile) seen += visible_key_tiles(p, tile);
+  int64_t least_time = INT64_MAX, best = key_tiles;
+  for (int64_t splits = 1; splits <= std::min(key_tiles, kMaxSplits); ++splits) {
+    const int64_t split_tiles = ceil_div(key_tiles, splits);
+    // Of each tile of rows, half of a split is missing if the mask is causal.
+    const int64_t tasks = splits == 1 ? work.tiles : ceil_div(seen, split_tiles) + (is_causal(p) ? work.tiles / 2 : 0);
+    const int64_t merged = splits == 1 ? 0 : 1 + partial_rows(p) * splits * p.head_dim * 4 / (int64_t(1) << 22);
+    const int64_t time = ceil_div(tasks * sources, sms) * (split_tiles + 1) + merged;
+    if (time >= least_time) continue;
+    least_time = time;
+    best = split_tiles;
+  }
+  return int32_t(best);
+}
+
+// The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
+// all SMs; beside a mask of rows, which is read where the bias is, keys are divided too.
 bool divide_wide_forward(DenseForward *work, int sms) {
   const fdm_problem &p = work->call.p;
-  if (!has_wide_tiles(work->call) || !work->call.bias_chunks || has_rows(p.mask) || present(p.start)) return false;
+  if (!has_wide_tiles(work->call) || !work->call.bias_chunks || present(p.start)) return false;
   const int64_t sources = sources_of(work->call), most = wide_sources(int(p.head_dim));
-  const int64_t tiles = ceil_div(p.queries, kWideTile), units = p.bias.shape[0] * p.bias.shape[1];
-  const int64_t slots = sources >= most && units * tiles * (sources / most) >= sms ? most : 1;
-  if (units * tiles * ceil_div(sources, slots) < sms / 2) return false;
-  work->slots = int32_t(slots);
-  work->tiles = int32_t(tiles);
-  work->groups = int32_t(ceil_div(sources, slots));
+  work->tiles = int32_t(ceil_div(p.queries, kWideTile));
   work->splits = 1;
+  work->split_tiles = int32_t(key_tiles_of(p));
+  if (has_rows(p.mask)) {
+    if (!work->call.mask_chunks || !work->call.shares_mask || !has_room_for_mask(p)) return false;
+    work->slots = 1;
+    work->split_tiles = choose_split_tiles(*work, sms);
+  } else {
+    const int64_t tiles = units_of(p) * work->tiles;
+    work->slots = int32_t(sources >= most && tiles * (sources / most) >= sms ? most : 1);
+    if (tiles * ceil_div(sources, work->slots) < sms / 2) return false;
+  }
+  work->groups = int32_t(ceil_div(sources, work->slots));
   return true;
+}
+
+// What depends on the tiles of keys of a split.
+void count_splits(DenseForward *work, int64_t splits) {
+  const fdm_problem &p = work->call.p;
+  work->split_tiles = int32_t(ceil_div(key_tiles_of(p), splits));
+  work->splits = wide_splits(*work);
+  work->row_splits = work->tiles;
+  if (work->splits == 1) return;
+  work->row_splits = 0;
+  for (int64_t tile = 0; tile < work->tiles; ++tile)
+    work->row_splits += std::max(1, int32_t(ceil_div(visible_key_tiles(p, tile), work->split_tiles)));
+}
+
+// Finding the live tiles of a mask takes a launch, so there must be many.
+bool finds_live_tiles(const DenseCall &call) {
+  return has_rows(call.p.mask) && call.mask_chunks && call.shares_mask && call.p.keys > kMostKeysOfRows;
+}
+LiveTiles live_tiles(const DenseCall &call, void *words) {
+  const fdm_problem &p = call.p;
+  LiveTiles live{};
+  live.words = static_cast<uint32_t *>(words);
+  live.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
+  live.row_words = int32_t(ceil_div(p.keys, 32 * kWideTile));
+  return live;
+}
+int64_t live_bytes(const DenseCall &call) {
+  if (!finds_live_tiles(call)) return 0;
+  const LiveTiles live = live_tiles(call, nullptr);
+  return align_256(units_of(call.p) * live.row_tiles * live.row_words * int64_t(sizeof(uint32_t)));
 }
 
 DenseForward divide_forward(const DenseCall &call) {
@@ -141,8 +213,6 @@ DenseForward divide_forward(const DenseCall &call) {
 int64_t forward_blocks(const DenseForward &work) {
   return work.call.p.bias.shape[0] * work.call.p.bias.shape[1] * work.groups * work.tiles;
 }
-
-int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 
 // Few rows leave most of the chip idle, unless the keys are divided. Blocks of threads that an SM holds beside each other
 // take little longer than one, since they mostly wait. On one H200 a block of 64 keys took 3.6 us where a mask was folded,
@@ -164,11 +234,12 @@ int64_t choose_splits(const DenseForward &work, int sms) {
   return best;
 }
 
-// On any device. What is large enough for the kernel for sm_90 on all of them needs no room for partial results.
+// On any device. Without a mask of rows, what is large enough for the kernel for sm_90 on all of them needs no room for
+// partial results.
 int64_t most_splits(const DenseCall &call) {
   DenseForward work = divide_forward(call);
   const int64_t splits = choose_splits(work, kMostSms);
-  return divide_wide_forward(&work, kMostSms) ? 1 : splits;
+  return divide_wide_forward(&work, kMostSms) ? wide_splits(work) : splits;
 }
 
 // Gives a tile its slots and stages. False if it does not fit shared memory.
@@ -359,13 +430,17 @@ bool is_dense(const fdm_problem &p) {
   if (p.head_dim > kMaxDenseHeadDim || present(p.sink)) return false;
   const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
   if (p.keys <= kMostKeysOfRows || !(one_source || has_rows(p.mask))) return true;
-  const bool fuses = FDM_TILE_ARCH == 90 && p.softcap <= 0 && p.head_dim <= kMaxWideHeadDim;
-  return !one_source && fuses && p.keys <= kMostKeysOfFewRows && partial_rows(p) <= kFewRows;
+  // Where the kernels for sm_90 will not serve a problem, since its tensors do not lie as they need it, slower ones do:
+  // what is decided here must be the same for all calls of a plan, so it must not depend on how tensors lie.
+  const bool even = p.keys % 16 == 0 && p.head_dim % 8 == 0;
+  return even && has_wide_sizes(p) && !(p.flags & FDM_DETERMINISTIC) && !present(p.start) &&
+         (!has_rows(p.mask) || (has_room_for_mask(p) && shares_mask(p, batches_of(p), p.heads / p.bias.shape[1])));
 }
 
 int64_t dense_forward_workspace_bytes(const fdm_problem &p) {
-  const int64_t splits = most_splits(make_call(p));
-  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+  const DenseCall call = make_call(p);
+  const int64_t splits = most_splits(call);
+  return live_bytes(call) + (splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float)));
 }
 
 cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args, void *workspace) {
@@ -374,19 +449,34 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
   if (cudaError_t error = sm_count(&count)) return error;
   DenseForward work = divide_forward(make_call(p));
   work.a = args;
+  work.out_aligned = rows_are_aligned(args.out, p.head_dim);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
-  if (args.splits <= 1 && divide_wide_forward(&work, count))
-    return with_wide_types(p, [&](auto element, auto dim) {
-      return launch_dense_wide_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
-    });
-  const int64_t room = most_splits(work.call), wanted = args.splits > 0 ? args.splits : choose_splits(work, count);
-  work.splits = int32_t(std::clamp<int64_t>(wanted, 1, room));
-  work.partial_out = static_cast<float *>(workspace);
+  DenseForward wide = work;
+  const bool is_wide = args.splits <= 1 && divide_wide_forward(&wide, count);
+  if (is_wide) work = wide;
+  const int64_t room = most_splits(work.call), chosen = is_wide ? wide_splits(work) : choose_splits(work, count);
+  const int64_t splits = std::clamp<int64_t>(args.splits > 0 ? args.splits : chosen, 1, room);
+  if (is_wide)
+    count_splits(&work, splits);
+  else
+    work.splits = int32_t(splits);
+  work.partial_out = reinterpret_cast<float *>(static_cast<char *>(workspace) + live_bytes(work.call));
   work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;
   work.partial_sum = work.partial_max + work.splits * partial_rows(p);
-  const cudaError_t error = with_dense_types(p, [&](auto element, auto dim) {
-    return launch_dense_forward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
-  });
+  if (is_wide && finds_live_tiles(work.call)) {
+    work.live = live_tiles(work.call, workspace);
+    if (cudaError_t error = launch_live_tiles(work.call, work.live, stream)) return error;
+  }
+  const cudaError_t error =
+      is_wide ? with_wide_types(p,
+                                [&](auto element, auto dim) {
+                                  using Element = typename decltype(element)::Type;
+                                  return launch_dense_wide_forward<Element, decltype(dim)::value>(work, stream);
+                                })
+              : with_dense_types(p, [&](auto element, auto dim) {
+                  using Element = typename decltype(element)::Type;
+                  return launch_dense_forward<Element, decltype(dim)::value>(work, stream);
+                });
   if (error || work.splits == 1) return error;
   ForwardParams merge{};
   merge.p = p;
@@ -401,7 +491,7 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
 int64_t dense_backward_workspace_bytes(const fdm_problem &p) {
   const DenseCall call = make_call(p);
   const bool parts = !has_one_source(call) && !lends_dk(p);
-  return deltas_bytes(p) + kOddBytes +
+  return deltas_bytes(p) + kOddBytes + live_bytes(call) +
          std::max(fused_bytes(call), parts ? parts_bytes(divide_dbias(call, kMostSms)) : 0);
 }
 
@@ -418,7 +508,7 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
   work.dbias_pairs = present(dbias) && has_pairs(dbias);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
-  char *const free_workspace = static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes;
+  char *const live_words = static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes;
   const bool fused = may_fuse(work.call) && work.dout_aligned && rows_are_aligned(args.out, p.head_dim) &&
                      present(args.dq) && (present(args.dk) || present(args.dv));
   FusedPlan plan{};
@@ -426,11 +516,17 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
     plan = plan_fused(work.call, count);
     if (!present(dbias)) plan.dbias_bytes = 0;
     work.odd = reinterpret_cast<uint32_t *>(static_cast<char *>(workspace) + deltas_bytes(p));
-    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, kOddBytes + plan.bytes(), stream)) return error;
+    // The live tiles are between these and the sums.
+    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, kOddBytes + live_bytes(work.call) + plan.bytes(), stream))
+      return error;
+    if (finds_live_tiles(work.call)) {
+      work.live = live_tiles(work.call, live_words);
+      if (cudaError_t error = launch_live_tiles(work.call, work.live, stream)) return error;
+    }
   }
   if (cudaError_t error = launch_deltas(work, stream)) return error;
   if (fused)
-    if (cudaError_t error = run_fused(work, plan, free_workspace, stream)) return error;
+    if (cudaError_t error = run_fused(work, plan, live_words + live_bytes(work.call), stream)) return error;
   // First, since it may have its parts in dk.
   if (present(dbias) && !work.writes_dbias)
     if (cudaError_t error = run_dbias(work, workspace, count, stream)) return error;

@@ -35,11 +35,41 @@ struct DenseCall {
   bool aligned;                  // what rows_are_aligned says of q, k and v
 };
 
+// Rows and keys of a tile of the kernels for sm_90.
+constexpr int kWideTile = 128;
+
+// Tiles of kWideTile keys that a row of a tile of kWideTile rows sees.
+FDM_INLINE int32_t visible_key_tiles(const fdm_problem &p, int64_t row_tile) {
+  if (!is_causal(p)) return int32_t(ceil_div(p.keys, kWideTile));
+  const int64_t last_row = min64((row_tile + 1) * kWideTile, p.queries) - 1;
+  return int32_t(ceil_div(clamp64(last_row + p.keys - p.queries + 1, 0, p.keys), kWideTile));
+}
+
+// Which tiles a mask of rows leaves something of (live_tiles.cu): bit k % 32 of word k / 32 of a tile of rows tells of its
+// tile k of keys. Without such bits all of them are live.
+struct LiveTiles {
+  uint32_t *words; // [unit][tile of rows][words_of(keys)]; null: none
+  int32_t row_tiles, row_words;
+
+  __host__ __device__ const uint32_t *row(int unit, int row_tile) const {
+    return words ? words + (int64_t(unit) * row_tiles + row_tile) * row_words : nullptr;
+  }
+  // `row` is that of a tile of rows.
+  __host__ __device__ static bool is_live(const uint32_t *row, int key_tile) {
+    return !row || row[key_tile / 32] >> key_tile % 32 & 1;
+  }
+};
+
 struct DenseForward {
   DenseCall call;
   fdm_forward_args a;
   int32_t slots, tiles, groups; // tiles of rows; groups of `slots` sources
   int32_t splits;
+  // Of the kernel for sm_90: tiles of keys of a split, the splits of all tiles of rows that see so many keys, and what a
+  // mask of rows leaves.
+  int32_t split_tiles, row_splits;
+  LiveTiles live;
+  bool out_aligned;                               // as rows_are_aligned says
   float *partial_out, *partial_max, *partial_sum; // as in ForwardParams
 };
 
@@ -56,10 +86,10 @@ struct DbiasWork {
   float *parts;   // [2 * blocks][tile_rows * tile_keys]: of a block's first and last tile, where these are divided
 };
 
-// Rows and keys of a tile of the kernels for sm_90.
-constexpr int kWideTile = 128;
 // Sources of a block of threads in their forward pass, where a bias has so many: as the registers of their sums allow.
 constexpr int wide_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
+// Has it shared memory for a mask of rows, for one source? Not beside 128 columns and a bias of float32.
+constexpr bool has_room_for_mask(int head_dim, bool wide_bias) { return head_dim <= 64 || !wide_bias; }
 
 // How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, and `splits` tasks for each tile of
 // kWideTile rows and keys. Where `splits` is 0, each block of threads has as many steps as any other, which follow each
@@ -94,6 +124,7 @@ struct DenseBackward {
   // is so large that P must be computed with care (deltas.cu), or sums that are not finite (fused_sums.cu), since a pair
   // that is dropped has P = 0, but 0 times NaN or Inf is NaN. The kernels of fixed order do nothing if nothing was found.
   uint32_t *odd;
+  LiveTiles live; // of the fused kernel
   FusedWork fused;
 };
 
@@ -107,6 +138,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const Dens
 // `with_dbias`: the sums of dbias are complete.
 cudaError_t launch_fused_sums(const DenseBackward &work, bool with_dbias, cudaStream_t stream);
 cudaError_t launch_deltas(const DenseBackward &work, cudaStream_t stream);
+cudaError_t launch_live_tiles(const DenseCall &call, const LiveTiles &live, cudaStream_t stream);
 cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream);
 
 // Is a problem served by these kernels?

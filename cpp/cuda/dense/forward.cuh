@@ -62,8 +62,6 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
   // The epilogue writes normalized rows and their lse; or, of a split, rows that are not normalized, with their maximum
   // and sum to base 2.
   __device__ void write(int split) const {
-    const int head_dim = int(problem().head_dim);
-    const int64_t batch = this->source().batch, head = this->source().head;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -75,19 +73,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
           write_dense_row<Element>(work, this->source(), i, out[m], half, sum, shift);
           continue;
         }
-        const int64_t partial_row =
-            ((split * problem().batch + batch) * problem().heads + head) * problem().queries + i;
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 8; ++d)
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            const int column = 8 * d + accumulator_column() + k;
-            if (column < head_dim) work.partial_out[partial_row * head_dim + column] = out[m][d][2 * half + k];
-          }
-        if (threadIdx.x % 4 == 0) {
-          work.partial_max[partial_row] = sum == 0.0f ? -INFINITY : -shift;
-          work.partial_sum[partial_row] = sum;
-        }
+        write_partial_row(work, this->source(), i, split, out[m], half, sum, shift);
       }
   }
 };

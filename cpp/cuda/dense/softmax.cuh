@@ -107,7 +107,7 @@ template <int kRowTiles, int kSubTileCount> struct DenseSoftmax {
   }
 
   __device__ bool has_large_maximum(int m, int half) const {
-    return maximum[m][half] != -INFINITY && fabsf(maximum[m][half]) > kLargeLse;
+    return (maximum[m][half] != -INFINITY) & (fabsf(maximum[m][half]) > kLargeLse);
   }
 
   // Does a row for which exists(m, half) show what only an exact run can compute?
@@ -116,8 +116,7 @@ template <int kRowTiles, int kSubTileCount> struct DenseSoftmax {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        odd |= exists(m, half) && (isnan(sum[m][half]) || has_large_maximum(m, half));
+      for (int half = 0; half < 2; ++half) odd |= exists(m, half) & (isnan(sum[m][half]) | has_large_maximum(m, half));
     return odd;
   }
 };
@@ -134,6 +133,25 @@ __device__ __forceinline__ void write_dense_row(const DenseForward &work, const 
   if (threadIdx.x % 4 == 0)
     static_cast<float *>(lse.data)[lse_offset(lse, s, i, source.head)] =
         sum == 0.0f ? -INFINITY : (log2f(sum) - shift) / kLog2E;
+}
+
+// Writes row i of a source for a split: not normalized, with its maximum and sum to base 2.
+template <int kOutTiles>
+__device__ __forceinline__ void write_partial_row(const DenseForward &work, const Source &source, int64_t i, int split,
+                                                  const float (&out)[kOutTiles][4], int half, float sum, float shift) {
+  const fdm_problem &p = work.call.p;
+  const int head_dim = int(p.head_dim);
+  const int64_t row = ((split * p.batch + source.batch) * p.heads + source.head) * p.queries + i;
+#pragma unroll
+  for (int d = 0; d < kOutTiles; ++d)
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int column = 8 * d + accumulator_column() + k;
+      if (column < head_dim) work.partial_out[row * head_dim + column] = out[d][2 * half + k];
+    }
+  if (threadIdx.x % 4 != 0) return;
+  work.partial_max[row] = sum == 0.0f ? -INFINITY : -shift;
+  work.partial_sum[row] = sum;
 }
 
 } // namespace fdm::cuda

@@ -7,6 +7,7 @@
 // for each; it is ahead by those stages, so the next task's first tiles are there when the results of one are written.
 #pragma once
 
+#include "../../ptx/store.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../softmax.cuh"
 #include "forward_producer.cuh"
@@ -17,19 +18,23 @@ template <class Config> struct WideForwardConsumer {
   using Element = typename Config::Element;
   using Tile = typename Config::Pair::Tile;
   using Pair = typename Config::Pair;
+  using Task = WideForwardTask<Config>;
   static constexpr int kTiles = Config::kTile / 8, kOutTiles = Config::kHeadDim / 8, kSources = Config::kSources;
   static constexpr int kExactBarrier = 4;
 
   const DenseForward &work;
   WideForwardShared<Config> &shared;
-  const WideForwardTask &task;
+  const Task &task;
   WideForwardStates<Config> &states;
   DenseSoftmax<1, kTiles> softmax[kSources];
   float out[kSources][1][kOutTiles][4];
-  std::conditional_t<Config::kHoldsBias, float[kTiles][4], float[1][4]> bias;
+  using Scores = float[kTiles][4];
+  using Pairs = uint32_t[kTiles / 2][4];
+  struct None {};
+  std::conditional_t<Config::kHoldsPairs, Pairs, std::conditional_t<Config::kHoldsBias, Scores, None>> bias;
 
-  __device__ WideForwardConsumer(const DenseForward &own_work, WideForwardShared<Config> &memory,
-                                 const WideForwardTask &own_task, WideForwardStates<Config> &own_states)
+  __device__ WideForwardConsumer(const DenseForward &own_work, WideForwardShared<Config> &memory, const Task &own_task,
+                                 WideForwardStates<Config> &own_states)
       : work(own_work), shared(memory), task(own_task), states(own_states) {}
 
   __device__ static int warp() { return threadIdx.x / 32; }
@@ -37,7 +42,33 @@ template <class Config> struct WideForwardConsumer {
   __device__ int row(int half) const { return task.first_row + 16 * warp() + accumulator_row(half); }
   __device__ bool exists(int n, int half) const { return source(n).exists && row(half) < work.call.p.queries; }
 
-  // Loads this thread's part of the bias that belongs to two tiles of 8 keys, of which 2 * k is the first.
+  // Loads this thread's part of a bias of 16 bits that belongs to two tiles of 8 keys, of which 2 * k is the first.
+  __device__ void load_pairs(int k, uint32_t (&pairs)[4]) const {
+    ptx::ldmatrix(pairs, Config::bias_chunk(ptx::shared_address(shared.bias), 16 * warp() + threadIdx.x % 16,
+                                            2 * k + threadIdx.x % 32 / 16));
+    if constexpr (Config::kMasks) {
+      constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00 : 0xff80;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t kept = kept_pair(i % 2, 2 * k + i / 2);
+        if (!(kept & 0xff)) pairs[i] = (pairs[i] & 0xffff0000u) | kDropped;
+        if (!(kept & 0xff00)) pairs[i] = (pairs[i] & 0xffffu) | kDropped << 16;
+      }
+    }
+  }
+  __device__ static void unpack_pairs(const uint32_t (&pairs)[4], float (&low)[4], float (&high)[4]) {
+    ptx::unpack<Element>(pairs[0], low[0], low[1]);
+    ptx::unpack<Element>(pairs[1], low[2], low[3]);
+    ptx::unpack<Element>(pairs[2], high[0], high[1]);
+    ptx::unpack<Element>(pairs[3], high[2], high[3]);
+  }
+  // The bytes of a mask of rows for this thread's two keys of a tile of 8.
+  __device__ uint32_t kept_pair(int half, int tile) const {
+    return *reinterpret_cast<const uint16_t *>(
+        &shared.mask.rows[16 * warp() + accumulator_row(half)][8 * tile + accumulator_column()]);
+  }
+
+  // Loads this thread's part of the bias, of any type. It is -inf where a mask of rows drops a pair.
   __device__ void load_bias(int k, float (&low)[4], float (&high)[4]) const {
     if constexpr (Config::kWide) {
       const auto pair_of = [&](int half, int n) {
@@ -48,19 +79,18 @@ template <class Config> struct WideForwardConsumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 first = pair_of(half, 2 * k), second = pair_of(half, 2 * k + 1);
-        low[2 * half] = first.x;
-        low[2 * half + 1] = first.y;
-        high[2 * half] = second.x;
-        high[2 * half + 1] = second.y;
+        uint32_t kept[2] = {~0u, ~0u};
+        if constexpr (Config::kMasks)
+          for (int i = 0; i < 2; ++i) kept[i] = kept_pair(half, 2 * k + i);
+        low[2 * half] = kept[0] & 0xff ? first.x : -INFINITY;
+        low[2 * half + 1] = kept[0] & 0xff00 ? first.y : -INFINITY;
+        high[2 * half] = kept[1] & 0xff ? second.x : -INFINITY;
+        high[2 * half + 1] = kept[1] & 0xff00 ? second.y : -INFINITY;
       }
     } else {
       uint32_t pairs[4];
-      ptx::ldmatrix(pairs, Config::bias_chunk(ptx::shared_address(shared.bias), 16 * warp() + threadIdx.x % 16,
-                                              2 * k + threadIdx.x % 32 / 16));
-      ptx::unpack<Element>(pairs[0], low[0], low[1]);
-      ptx::unpack<Element>(pairs[1], low[2], low[3]);
-      ptx::unpack<Element>(pairs[2], high[0], high[1]);
-      ptx::unpack<Element>(pairs[3], high[2], high[3]);
+      load_pairs(k, pairs);
+      unpack_pairs(pairs, low, high);
     }
   }
   __device__ void wait_for_bias() const { Roles::consumer_wait(shared.bias_full, states.bias.phase); }
@@ -71,7 +101,12 @@ template <class Config> struct WideForwardConsumer {
   __device__ void read_bias() {
     wait_for_bias();
 #pragma unroll
-    for (int k = 0; k < kTiles / 2; ++k) load_bias(k, bias[2 * k], bias[2 * k + 1]);
+    for (int k = 0; k < kTiles / 2; ++k) {
+      if constexpr (Config::kHoldsPairs)
+        load_pairs(k, bias[k]);
+      else
+        load_bias(k, bias[2 * k], bias[2 * k + 1]);
+    }
     release_bias();
   }
 
@@ -86,7 +121,15 @@ template <class Config> struct WideForwardConsumer {
 
   // Makes scores of products: -inf where a pair is dropped.
   template <bool kExact> __device__ void finish_scores(float (&scores)[kTiles][4], int block) {
-    if constexpr (Config::kHoldsBias) {
+    if constexpr (Config::kHoldsPairs) {
+#pragma unroll
+      for (int k = 0; k < kTiles / 2; ++k) {
+        float low[4], high[4];
+        unpack_pairs(bias[k], low, high);
+        add_bias<kExact>(scores[2 * k], low);
+        add_bias<kExact>(scores[2 * k + 1], high);
+      }
+    } else if constexpr (Config::kHoldsBias) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) add_bias<kExact>(scores[n], bias[n]);
     } else {
@@ -189,29 +232,83 @@ template <class Config> struct WideForwardConsumer {
     }
     Roles::consumer_wait(shared.q_full[states.queries.index], states.queries.phase);
 #pragma unroll 1
-    for (int block = 0; block < task.blocks; ++block)
+    for (int block = task.next(task.begin); block < task.end; block = task.next(block + 1))
 #pragma unroll
       for (int n = 0; n < kSources; ++n) step<kExact>(block, n);
     Roles::consumer_release(shared.q_empty[states.queries.index]);
     ++states.queries;
+    // Sources and rows that do not exist need no test: they show nothing odd, unless another does too.
     bool odd = false;
 #pragma unroll
     for (int n = 0; n < kSources; ++n) {
       softmax[n].finish();
-      const auto there = [&](int, int half) { return exists(n, half); };
-      odd |= has_nan(out[n], there) || softmax[n].is_odd(there);
+      odd |= !is_finite(out[n][0]) || softmax[n].is_odd([](int, int) { return true; });
     }
     return odd;
   }
+  // 0 times NaN or Inf is NaN: a multiply-add for each, and one test.
+  __device__ static bool is_finite(const float (&sums)[kOutTiles][4]) {
+    float probe[4] = {};
+#pragma unroll
+    for (int d = 0; d < kOutTiles; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) probe[i] = fmaf(sums[d][i], 0.0f, probe[i]);
+    return probe[0] + probe[1] + (probe[2] + probe[3]) == 0.0f;
+  }
 
   __device__ void write() const {
+    SourceWalk source(work.call, task.unit, task.first_source);
+    const int sources = work.call.batches * work.call.heads - task.first_source;
 #pragma unroll
-    for (int n = 0; n < kSources; ++n)
+    for (int n = 0; n < kSources; ++n, ++source)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (exists(n, half))
-          write_dense_row<Element>(work, source(n), row(half), out[n][0], half, softmax[n].sum[0][half],
-                                   softmax[n].shift[0][half]);
+      for (int half = 0; half < 2; ++half) {
+        const bool there = n < sources && row(half) < work.call.p.queries;
+        if (work.splits > 1) {
+          if (there) write_part(n, source, half);
+        } else if (work.out_aligned) {
+          write_aligned(n, source, half, there);
+        } else if (there) {
+          write_dense_row<Element>(work, {source.batch, source.head, true}, row(half), out[n][0], half,
+                                   softmax[n].sum[0][half], softmax[n].shift[0][half]);
+        }
+      }
+  }
+  // Writes a row, normalized, and its lse. All threads of the warp call this.
+  __device__ void write_aligned(int n, const SourceWalk &source, int half, bool there) const {
+    const fdm_problem &p = work.call.p;
+    const fdm_tensor &t = work.a.out, &lse = work.a.lse;
+    const float sum = softmax[n].sum[0][half], inverse = __fdividef(1.0f, sum);
+    const int i = row(half), pair = threadIdx.x % 4;
+    auto *const first = static_cast<Element *>(t.data) + source.batch * t.stride[0] + source.head * t.stride[2] +
+                        i * t.stride[1] + 8 * pair;
+#pragma unroll
+    for (int d = 0; d < kOutTiles; d += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float (&own)[4] = out[n][0][d + k];
+        words[k] = sum == 0.0f ? 0u : ptx::pack<Element>(own[2 * half] * inverse, own[2 * half + 1] * inverse);
+      }
+      transpose_quad(words, 0xffffffffu);
+      if (there && 8 * (d + pair) < int(p.head_dim)) ptx::store_global_16(first + 8 * d, words);
+    }
+    if (there && pair == 0)
+      static_cast<float *>(lse.data)[source.batch * lse.stride[0] + source.head * lse.stride[1] + i * lse.stride[2]] =
+          sum == 0.0f ? -INFINITY : (__log2f(sum) - softmax[n].shift[0][half]) * (1.0f / kLog2E);
+  }
+  // Writes a row of a split, and the splits that other tiles of rows have beyond those of this one: nothing.
+  __device__ void write_part(int n, const SourceWalk &source, int half) const {
+    const fdm_problem &p = work.call.p;
+    write_partial_row(work, {source.batch, source.head, true}, row(half), task.split, out[n][0], half,
+                      softmax[n].sum[0][half], softmax[n].shift[0][half]);
+    if (!task.last || threadIdx.x % 4 != 0) return;
+#pragma unroll 1
+    for (int split = task.split + 1; split < work.splits; ++split) {
+      const int64_t i = ((split * p.batch + source.batch) * p.heads + source.head) * p.queries + row(half);
+      work.partial_max[i] = -INFINITY;
+      work.partial_sum[i] = 0.0f;
+    }
   }
 };
 
@@ -223,21 +320,20 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   shared.init();
   __syncthreads();
   WideForwardStates<Config> states;
+  using Task = WideForwardTask<Config>;
   using Registers = typename Config::Registers;
   if (Roles::is_producer()) {
     Registers::produce();
-    const auto produce = [&](const WideForwardTask &task) {
-      WideForwardProducer<Config>(work, shared, task, states).run();
-    };
-    WideForwardTask::for_each(work, Config::kSources, [&](const WideForwardTask &task, int) { produce(task); });
+    const auto produce = [&](const Task &task) { WideForwardProducer<Config>(work, shared, task, states).run(); };
+    Task::for_each(work, [&](const Task &task, int) { produce(task); });
     if (__syncthreads_or(false))
-      WideForwardTask::for_each(work, Config::kSources, [&](const WideForwardTask &task, int turn) {
+      Task::for_each(work, [&](const Task &task, int turn) {
         if (shared.is_odd(turn)) produce(task);
       });
   } else {
     Registers::consume();
     bool some_odd = false;
-    WideForwardTask::for_each(work, Config::kSources, [&](const WideForwardTask &task, int turn) {
+    Task::for_each(work, [&](const Task &task, int turn) {
       WideForwardConsumer<Config> consumer(work, shared, task, states);
       const bool odd = consumer.template run<false>();
       if (odd) shared.mark_odd(turn);
@@ -245,7 +341,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
       consumer.write();
     });
     if (__syncthreads_or(some_odd))
-      WideForwardTask::for_each(work, Config::kSources, [&](const WideForwardTask &task, int turn) {
+      Task::for_each(work, [&](const Task &task, int turn) {
         if (!shared.is_odd(turn)) return;
         WideForwardConsumer<Config> consumer(work, shared, task, states);
         consumer.template run<true>();

@@ -68,7 +68,8 @@ struct DenseFusedTask {
     past = division.first_source + past_source;
     const fdm_problem &p = work.call.p;
     const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kWideTile)) - 1;
-    if (is_causal(p) && int64_t(key_tile) * kWideTile > last_row + p.keys - p.queries) past = first;
+    const bool seen = !is_causal(p) || int64_t(key_tile) * kWideTile <= last_row + p.keys - p.queries;
+    if (!seen || !LiveTiles::is_live(work.live.row(unit, row_tile), key_tile)) past = first;
   }
 
   // Calls function(task) for the tasks of this block of threads.

@@ -129,8 +129,21 @@ private:
     const int64_t last_row = int64_t(task.row_tile + 1) * Config::kTile,
                   last_key = int64_t(task.key_tile + 1) * Config::kTile;
     const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kTile + p.keys - p.queries + 1;
-    if (work.call.bias_chunks && !folds_mask(p) && sees_all && last_row <= p.queries && last_key <= p.keys)
-      return load_whole_bias(bias);
+    if (work.call.bias_chunks && last_row <= p.queries && last_key <= p.keys && !present(p.start)) {
+      if (!has_rows(p.mask) && sees_all) return load_whole_bias(bias, [](int, int) { return kNoneDropped; });
+      if (!has_rows(p.mask)) return load_whole_bias(bias, [&](int half, int n) { return dropped_later(half, n); });
+      if (work.call.mask_chunks) {
+        const Matrix mask = score_matrix(p, p.mask, s, source.head, 1);
+        const auto *const first = static_cast<const char *>(mask.base) + key(0);
+        const uint16_t *const rows[2] = {reinterpret_cast<const uint16_t *>(first + row(0) * mask.row),
+                                         reinterpret_cast<const uint16_t *>(first + row(1) * mask.row)};
+        return load_whole_bias(bias, [&](int half, int n) {
+          const uint32_t kept = rows[half][4 * n];
+          return (sees_all ? kNoneDropped : dropped_later(half, n)) | (kept & 0xff ? 0u : 1u) |
+                 (kept & 0xff00 ? 0u : 2u);
+        });
+      }
+    }
 #pragma unroll 1
     for (int c = 0; c < Config::kBiasChunks; ++c) {
       uint32_t words[4];
@@ -161,8 +174,15 @@ private:
       element = float(static_cast<const Element *>(bias.base)[offset]);
     return __float_as_uint(element * (Config::kFolds ? kLog2E : 1.0f));
   }
-  // Loads two neighbours at a time, of a tile that is whole, and of which no pair is dropped.
-  __device__ void load_whole_bias(const Matrix &bias) const {
+  static constexpr uint32_t kNoneDropped = 0;
+  // Bits for this thread's two neighbours in tile n of 8 keys: which of them the causal mask drops.
+  __device__ uint32_t dropped_later(int half, int n) const {
+    const fdm_problem &p = work.call.p;
+    const int later = int(key(n) - row(half) - (p.keys - p.queries));
+    return (later > 0 ? 1u : 0u) | (later >= 0 ? 2u : 0u);
+  }
+  // Loads two neighbours at a time, of a tile that is whole. dropped(half, n) has a bit for each that is dropped.
+  template <class Dropped> __device__ void load_whole_bias(const Matrix &bias, const Dropped &dropped) const {
     using Pair = std::conditional_t<Config::kWide, uint2, uint32_t>;
     const Pair *first[2];
 #pragma unroll
@@ -175,7 +195,10 @@ private:
 #pragma unroll
       for (int n = 0; n < kChunkTiles; ++n)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) pairs[n][half] = first[half][4 * (c * kChunkTiles + n)];
+        for (int half = 0; half < 2; ++half) {
+          pairs[n][half] = first[half][4 * (c * kChunkTiles + n)];
+          drop(pairs[n][half], dropped(half, c * kChunkTiles + n));
+        }
       if constexpr (Config::kFolds) {
         float words[4];
 #pragma unroll
@@ -195,6 +218,16 @@ private:
         shared.bias[c][threadIdx.x] = reinterpret_cast<const uint4 &>(pairs);
       }
     }
+  }
+  // Makes -inf of the elements whose bits are set.
+  __device__ static void drop(uint2 &pair, uint32_t dropped) {
+    if (dropped & 1) pair.x = 0xff800000u;
+    if (dropped & 2) pair.y = 0xff800000u;
+  }
+  __device__ static void drop(uint32_t &pair, uint32_t dropped) {
+    constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00 : 0xff80;
+    if (dropped & 1) pair = (pair & 0xffff0000u) | kDropped;
+    if (dropped & 2) pair = (pair & 0xffffu) | kDropped << 16;
   }
   // A mask of keys is a matter of each source.
   __device__ bool is_kept(const Sequence &s, const Source &source, int64_t r, int64_t k) const {
