@@ -112,6 +112,15 @@ bool has_wide_sizes(const fdm_problem &p) {
 }
 bool has_wide_tiles(const DenseCall &call) { return call.aligned && has_wide_sizes(call.p); }
 
+// Does sm90/fused_windows.cuh serve a problem? Not where most of its tiles, or most SMs, would be idle.
+bool has_windows(const DenseCall &call) {
+  constexpr int64_t kLeastSources = 1024;
+  const fdm_problem &p = call.p;
+  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kWindowHeadDim || !call.aligned) return false;
+  return p.queries <= kWindow && p.keys <= kWindow && 2 * p.queries * p.keys >= kWindow * kWindow && call.batches > 1 &&
+         group_size(p) == 1 && p.batch * p.heads >= kLeastSources;
+}
+
 bool has_room_for_mask(const fdm_problem &p) {
   return cuda::has_room_for_mask(int(p.head_dim), p.bias.dtype == FDM_FLOAT32);
 }
@@ -323,13 +332,17 @@ template <class Function> cudaError_t with_dense_types(const fdm_problem &p, con
 
 // May the fused kernel compute all gradients, if all are wanted?
 bool may_fuse(const DenseCall &call) {
-  return call.p.batch > 0 && has_wide_tiles(call) && !(call.p.flags & FDM_DETERMINISTIC) && call.shares_mask;
+  return call.p.batch > 0 && (has_wide_tiles(call) || has_windows(call)) && !(call.p.flags & FDM_DETERMINISTIC) &&
+         call.shares_mask;
+}
+FusedPlan plan_of_fused(const DenseCall &call, int sms) {
+  return has_windows(call) ? plan_windows(call, sms) : plan_fused(call, sms);
 }
 
 int64_t fused_bytes(const DenseCall &call) {
   if (!may_fuse(call)) return 0;
   // The number of SMs decides whether blocks of threads share a tile of dbias.
-  FusedPlan plan = plan_fused(call, kMostSms);
+  FusedPlan plan = plan_of_fused(call, kMostSms);
   if (sources_of(call) > 1 && plan.sums_dbias) plan.dbias_bytes = fused_dbias_bytes(plan.work);
   return plan.bytes();
 }
@@ -348,13 +361,13 @@ cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *sums, cu
   const fdm_problem &p = work.call.p;
   work.fused = plan.work;
   FusedWork &division = work.fused;
-  const auto part = [&](const fdm_tensor &t, int64_t begin) {
-    return present(t) ? reinterpret_cast<float *>(sums + begin) : nullptr;
+  const auto part = [&](const fdm_tensor &t, int64_t begin, int64_t bytes) {
+    return present(t) && bytes > 0 ? reinterpret_cast<float *>(sums + begin) : nullptr;
   };
-  division.dq = part(work.a.dq, 0);
-  division.dk = part(work.a.dk, plan.dq_bytes);
-  division.dv = part(work.a.dv, plan.dq_bytes + plan.key_bytes);
-  division.dbias = plan.dbias_bytes > 0 ? part(work.a.dbias, plan.dq_bytes + 2 * plan.key_bytes) : nullptr;
+  division.dq = part(work.a.dq, 0, plan.dq_bytes);
+  division.dk = part(work.a.dk, plan.dq_bytes, plan.key_bytes);
+  division.dv = part(work.a.dv, plan.dq_bytes + plan.key_bytes, plan.key_bytes);
+  division.dbias = part(work.a.dbias, plan.dq_bytes + 2 * plan.key_bytes, plan.dbias_bytes);
   const int64_t source_heads = work.call.heads;
   // The sums of the first launch were cleared with `odd`.
   for (int64_t first = 0; first < p.batch; first += plan.work.batches) {
@@ -509,11 +522,13 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   char *const live_words = static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes;
+  const auto may_write = [&](const fdm_tensor &t) { return !present(t) || rows_are_aligned(t, p.head_dim); };
   const bool fused = may_fuse(work.call) && work.dout_aligned && rows_are_aligned(args.out, p.head_dim) &&
-                     present(args.dq) && (present(args.dk) || present(args.dv));
+                     present(args.dq) && (present(args.dk) || present(args.dv)) &&
+                     (!has_windows(work.call) || (may_write(args.dq) && may_write(args.dk) && may_write(args.dv)));
   FusedPlan plan{};
   if (fused) {
-    plan = plan_fused(work.call, count);
+    plan = plan_of_fused(work.call, count);
     if (!present(dbias)) plan.dbias_bytes = 0;
     work.odd = reinterpret_cast<uint32_t *>(static_cast<char *>(workspace) + deltas_bytes(p));
     // The live tiles are between these and the sums.

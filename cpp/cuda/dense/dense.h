@@ -97,7 +97,11 @@ constexpr bool has_room_for_mask(int head_dim, bool wide_bias) { return head_dim
 // whole tiles; they lie as ../backward/query_sums.cuh tells.
 constexpr int kWideTileQuads = kWideTile * kWideTile / 4;
 
+// sm90/fused_windows.cuh serves problems with at most so many rows and keys, and so many columns.
+constexpr int kWindow = 64, kWindowHeadDim = 32;
+
 struct FusedWork {
+  bool windows; // they do
   int32_t row_tiles, key_tiles, splits;
   int32_t first_batch, batches;
   int32_t first_unit, units;     // a unit is a head of the bias, and an element of its batch

@@ -9,6 +9,7 @@
 #if FDM_TILE_ARCH == 90
 #include "../host/launch_sm90.cuh"
 #include "sm90/fused.cuh"
+#include "sm90/fused_windows.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -20,7 +21,14 @@ template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const Dens
   int most;
   if (cudaError_t error = sm_count(&most)) return error;
   const auto launch_for = [&](auto wide) {
-    using Config = DenseFusedConfig<Element, kHeadDim, decltype(wide)::value>;
+    constexpr bool kWide = decltype(wide)::value;
+    if constexpr (kHeadDim == kWindowHeadDim) {
+      using Windows = DenseFusedConfig<Element, kHeadDim, kWide, true>;
+      if (division.windows)
+        return launch_with_shared<DenseFusedShared<Windows>, dense_windows_kernel<Windows>>(
+            work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
+    }
+    using Config = DenseFusedConfig<Element, kHeadDim, kWide>;
     return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>>(
         work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
   };

@@ -44,6 +44,22 @@ inline int32_t choose_splits(const FusedWork &work, bool sums_dbias, bool causal
   return sums_dbias && !causal && steps < INT32_MAX && share + parts * kFusedTaskSteps < time_of(best) ? 0 : best;
 }
 
+// The plan of sm90/fused_windows.cuh: a task for each SM, with as many of the sources of a head of the bias as another.
+inline FusedPlan plan_windows(const DenseCall &call, int sms) {
+  const fdm_problem &p = call.p;
+  FusedPlan plan{};
+  FusedWork &work = plan.work;
+  work.windows = plan.shares = plan.sums_dbias = true;
+  work.row_tiles = work.key_tiles = 1;
+  work.dim = kWindowHeadDim;
+  work.units = int32_t(p.bias.shape[1]);
+  work.batches = int32_t(p.batch);
+  work.sources = p.batch * call.heads;
+  work.splits = int32_t(std::clamp<int64_t>(sms / work.units, 1, work.sources));
+  plan.dbias_bytes = fused_dbias_bytes(work);
+  return plan;
+}
+
 inline FusedPlan plan_fused(const DenseCall &call, int sms) {
   const fdm_problem &p = call.p;
   const int64_t bias_heads = p.bias.shape[1];

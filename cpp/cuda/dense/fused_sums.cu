@@ -70,7 +70,7 @@ cudaError_t launch_fused_sums(const DenseBackward &work, bool with_dbias, cudaSt
   const FusedWork &division = work.fused;
   const int64_t rows = max64(p.heads * division.sum_rows(), p.kv_heads * division.sum_keys());
   const int64_t tiles = int64_t(division.units) * division.row_tiles * division.key_tiles;
-  const int64_t blocks = ceil_div(division.batches * rows / kBandRows, kThreads / 32);
+  const int64_t blocks = division.windows ? 0 : ceil_div(division.batches * rows / kBandRows, kThreads / 32);
   const auto kernel = p.q.dtype == FDM_FLOAT16 ? fused_sums_kernel<__half> : fused_sums_kernel<__nv_bfloat16>;
   const Grid grid = with_dbias ? Grid(max64(blocks, tiles * (kWideTileQuads / kThreads)), 4) : Grid(blocks, 3);
   return launch(kernel, grid, kThreads, 0, stream, work);

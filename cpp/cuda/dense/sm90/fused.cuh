@@ -71,7 +71,7 @@ template <class Config> struct DenseFusedConsumer {
     if constexpr (Config::kFolds) {
       const int group = Roles::consumer_group();
       const uint64_t left = which == 0 ? shared.known.shifts_of(stage, group) : shared.known.deltas_of(stage, group),
-                     right = which == 0 ? shared.known.keys_of(stage) : shared.known.ones_descriptor();
+                     right = which == 0 ? shared.known.keys_of(stage, 0) : shared.known.ones_descriptor();
       ptx::wgmma_ss<Element, false, false>(products, left, right, true);
     }
     ptx::warpgroup_commit_batch();

@@ -18,8 +18,10 @@ template <class Config> struct DenseFusedProducer {
 
   __device__ DenseFusedProducer(const DenseBackward &own_work, DenseFusedShared<Config> &memory,
                                 const DenseFusedTask &own_task)
-      : work(own_work), shared(memory), task(own_task), first_row(own_task.row_tile * Config::kTile),
-        first_key(own_task.key_tile * Config::kTile), q(own_work.call.p.q, own_work.call.p.head_dim, first_row),
+      : work(own_work), shared(memory), task(own_task),
+        first_row(own_task.row_tile * Config::kTile - own_source() * Config::kSide),
+        first_key(own_task.key_tile * Config::kTile - own_source() * Config::kSide),
+        q(own_work.call.p.q, own_work.call.p.head_dim, first_row),
         dout(own_work.a.dout, own_work.call.p.head_dim, first_row),
         k(own_work.call.p.k, own_work.call.p.head_dim, first_key),
         v(own_work.call.p.v, own_work.call.p.head_dim, first_key),
@@ -32,6 +34,8 @@ template <class Config> struct DenseFusedProducer {
   };
 
   __device__ static int own() { return Roles::producer_thread(); }
+  // Whose rows and keys this thread's warp has, of the sources of a tile.
+  __device__ static int own_source() { return Config::kWindows ? own() / Config::kSide : 0; }
 
   __device__ Facts fetch(const SourceWalk &source) const {
     const fdm_problem &p = work.call.p;
@@ -49,7 +53,7 @@ template <class Config> struct DenseFusedProducer {
   __device__ uint32_t store_facts(int stage, const SourceWalk &source, const Facts &facts) const {
     const fdm_problem &p = work.call.p;
     const FusedWork &division = work.fused;
-    if (own() == 0) {
+    if (!Config::kWindows && own() == 0) {
       const int64_t batch = source.batch - division.first_batch, kv_head = kv_head_of(p, source.head);
       shared.places[stage].first_row = (batch * p.heads + source.head) * division.sum_rows() + first_row;
       shared.places[stage].first_key = (batch * p.kv_heads + kv_head) * division.sum_keys() + first_key;
@@ -58,15 +62,16 @@ template <class Config> struct DenseFusedProducer {
     return shared.known.set_key(stage, own(), facts.kept != 0);
   }
 
-  __device__ void load(const PipelineState<Config::kStages> &state, const SourceWalk &source,
+  __device__ void load(const PipelineState<Config::kStages> &state, const SourceWalk &source, bool exists,
                        const Facts &facts) const {
     const int stage = state.index;
+    const uint32_t used_rows = Config::kWindows && !exists ? 0 : used;
     const int64_t kv_head = kv_head_of(work.call.p, source.head);
     Roles::producer_acquire(shared.empty[stage], state.phase);
     const uint32_t kept = store_facts(stage, source, facts);
-    q.copy(shared.sRows[stage], 0, q.row_of(source.batch, source.head), used);
+    q.copy(shared.sRows[stage], 0, q.row_of(source.batch, source.head), used_rows);
     k.copy(shared.sKeys[stage], 0, k.row_of(source.batch, kv_head), kept);
-    dout.copy(shared.sRows[stage], 1, dout.row_of(source.batch, source.head), used);
+    dout.copy(shared.sRows[stage], 1, dout.row_of(source.batch, source.head), used_rows);
     v.copy(shared.sKeys[stage], 1, v.row_of(source.batch, kv_head), kept);
     Roles::producer_commit(shared.full[stage]);
   }
@@ -90,19 +95,24 @@ template <class Config> struct DenseFusedProducer {
 
   __device__ void run(PipelineState<Config::kStages> &state) const {
     if (task.first >= task.past) return;
-    SourceWalk source(work.call, task.unit, task.first);
-    Facts facts = fetch(source);
-    for (int64_t index = task.first; index < task.past; ++index, ++state) {
+    SourceWalk source(work.call, task.unit, task.first + own_source());
+    bool exists = task.first + own_source() < task.past;
+    Facts facts{{INFINITY, 0.0f}, 0};
+    if (!Config::kWindows || exists) facts = fetch(source);
+    for (int64_t index = task.first; index < task.past; index += Config::kSources, ++state) {
       SourceWalk after = source;
-      ++after;
-      Facts next{};
-      if (index + 1 < task.past) next = fetch(after);
+#pragma unroll
+      for (int n = 0; n < Config::kSources; ++n) ++after;
+      const bool next_exists = index + Config::kSources + own_source() < task.past;
+      Facts next{{INFINITY, 0.0f}, 0};
+      if (next_exists) next = fetch(after);
       if constexpr (Config::kInTurn)
         load_in_turn(state.phase, source, facts);
       else
-        load(state, source, facts);
+        load(state, source, exists, facts);
       source = after;
       facts = next;
+      exists = next_exists;
     }
   }
 };

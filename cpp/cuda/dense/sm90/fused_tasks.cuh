@@ -11,12 +11,15 @@ namespace fdm::cuda {
 // What has a barrier of its own where there is one stage.
 enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
 
-template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFusedConfig {
+// kHasWindows: the problem has at most kWindow rows and keys, and a tile those of two sources, one below the other.
+template <class ElementType, int kHeadDimension, bool kWideBias, bool kHasWindows = false> struct DenseFusedConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
   static constexpr bool kWide = kWideBias; // the bias is float32
   using Pair = TilePair<kHeadDim>;         // Q and dO, or K and V
-  using Scores = SmemTile<kTile, kTile>;
+  static constexpr bool kWindows = kHasWindows;
+  static constexpr int kSources = kWindows ? 2 : 1, kSide = kTile / kSources; // rows and keys of a source
+  using Scores = SmemTile<kSide, kTile>;
   // With 128 columns, shared memory has one tile of each operand, and one for P and then dS.
   static constexpr bool kInTurn = kHeadDim == 128;
   static constexpr int kStages = kInTurn || (kHeadDim == 64 && kWide) ? 1 : 2, kScoreTiles = kInTurn ? 1 : 2;
@@ -24,7 +27,7 @@ template <class ElementType, int kHeadDimension, bool kWideBias> struct DenseFus
   // Where shared memory has room, the products add what belongs to rows and keys (row_columns.cuh), and the bias is kept
   // as float32, times log2 e.
   static constexpr bool kFolds = kHeadDim == 32, kFloats = kWide || kFolds;
-  static constexpr int kBiasChunks = kFloats ? 16 : 8; // 16 bytes each, of a thread
+  static constexpr int kBiasChunks = (kFloats ? 16 : 8) / kSources; // 16 bytes each, of a thread
 };
 
 template <class Config> struct DenseFusedShared {

@@ -11,7 +11,7 @@ namespace fdm::cuda {
 
 template <class Config> struct FusedBiasTile {
   using Element = typename Config::Element;
-  static constexpr int kTiles = Config::kTile / 8;
+  static constexpr int kTiles = Config::kSide / 8;
   static constexpr int kSize = Config::kWide ? 4 : 2, kChunkTiles = kTiles / Config::kBiasChunks;
 
   const DenseBackward &work;
@@ -24,10 +24,11 @@ template <class Config> struct FusedBiasTile {
 
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ static int band() { return Config::kWindows ? warp() % (Config::kSide / 16) : warp(); } // of 16 rows of a source
   __device__ int64_t row(int half) const {
-    return int64_t(task.row_tile) * Config::kTile + 16 * warp() + accumulator_row(half);
+    return int64_t(task.row_tile) * Config::kSide + 16 * band() + accumulator_row(half);
   }
-  __device__ int64_t key(int n) const { return int64_t(task.key_tile) * Config::kTile + 8 * n + accumulator_column(); }
+  __device__ int64_t key(int n) const { return int64_t(task.key_tile) * Config::kSide + 8 * n + accumulator_column(); }
 
   __device__ void start(const DenseFusedTask &own_task) {
     task = own_task;
@@ -71,13 +72,14 @@ template <class Config> struct FusedBiasTile {
     const fdm_problem &p = work.call.p;
     if (!present(work.a.dbias)) return;
     const FusedDbiasTile tile{task.unit, task.row_tile, task.key_tile};
-    const int first = warp() * kTiles * 32 + lane(); // quads
+    const int first = band() * (Config::kTile / 8) * 32 + lane(); // quads
     if (division.dbias) {
       float *sums = division.dbias + (tile_number(division, tile) * kWideTileQuads + first) * 4;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) ptx::add_global(sums + n * 128, dbias[n]);
       return;
     }
+    if constexpr (Config::kWindows) return; // several blocks of threads share their tile
     const bool whole =
         int64_t(task.row_tile + 1) * Config::kTile <= p.queries && int64_t(task.key_tile + 1) * Config::kTile <= p.keys;
     if (work.dbias_pairs && whole) return store_whole_dbias();
@@ -126,9 +128,9 @@ private:
     const Source source = source_of(work.call, task.unit, task.first);
     const Sequence s = dense_sequence(p, source.batch);
     const Matrix bias = score_matrix(p, p.bias, s, source.head, kSize);
-    const int64_t last_row = int64_t(task.row_tile + 1) * Config::kTile,
-                  last_key = int64_t(task.key_tile + 1) * Config::kTile;
-    const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kTile + p.keys - p.queries + 1;
+    const int64_t last_row = int64_t(task.row_tile + 1) * Config::kSide,
+                  last_key = int64_t(task.key_tile + 1) * Config::kSide;
+    const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kSide + p.keys - p.queries + 1;
     if (work.call.bias_chunks && last_row <= p.queries && last_key <= p.keys && !present(p.start)) {
       if (!has_rows(p.mask) && sees_all) return load_whole_bias(bias, [](int, int) { return kNoneDropped; });
       if (!has_rows(p.mask)) return load_whole_bias(bias, [&](int half, int n) { return dropped_later(half, n); });

@@ -42,7 +42,7 @@ template <class Element, int kStages> struct RowColumns {
   // Left operands of a consumer warpgroup, and right operands.
   __device__ uint64_t shifts_of(int stage, int group) const { return descriptor(&shifts[stage][64 * group]); }
   __device__ uint64_t deltas_of(int stage, int group) const { return descriptor(&deltas[stage][64 * group]); }
-  __device__ uint64_t keys_of(int stage) const { return descriptor(keys[stage]); }
+  __device__ uint64_t keys_of(int stage, int first) const { return descriptor(&keys[stage][first]); }
   __device__ uint64_t ones_descriptor() const { return descriptor(ones); }
 
 private:
