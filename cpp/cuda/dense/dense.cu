@@ -130,9 +130,7 @@ int64_t units_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1
 
 int64_t key_tiles_of(const fdm_problem &p) { return max64(1, ceil_div(p.keys, kWideTile)); }
 
-int32_t wide_splits(const DenseForward &work) {
-  return int32_t(ceil_div(key_tiles_of(work.call.p), work.split_tiles));
-}
+int32_t wide_splits(const DenseForward &work) { return int32_t(ceil_div(key_tiles_of(work.call.p), work.split_tiles)); }
 
 // Chooses how many tiles of keys a split of the forward kernel for sm_90 has, by the time that they take. Its unit is that
 // of a tile of scores: on one H200 about 2 us, which a block of threads also takes before its first and after its last,
@@ -465,11 +463,17 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
   work.out_aligned = rows_are_aligned(args.out, p.head_dim);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   DenseForward wide = work;
-  const bool is_wide = args.splits <= 1 && divide_wide_forward(&wide, count);
+  wide.windows = has_windows(work.call) && work.call.shares_mask && work.out_aligned;
+  if (wide.windows) {
+    wide.splits = 1;
+    wide.split_tiles = 1;
+    wide.groups = int32_t(std::clamp<int64_t>(count / p.bias.shape[1], 1, sources_of(work.call)));
+  }
+  const bool is_wide = args.splits <= 1 && (wide.windows || divide_wide_forward(&wide, count));
   if (is_wide) work = wide;
   const int64_t room = most_splits(work.call), chosen = is_wide ? wide_splits(work) : choose_splits(work, count);
   const int64_t splits = std::clamp<int64_t>(args.splits > 0 ? args.splits : chosen, 1, room);
-  if (is_wide)
+  if (is_wide && !work.windows)
     count_splits(&work, splits);
   else
     work.splits = int32_t(splits);

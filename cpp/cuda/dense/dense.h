@@ -37,6 +37,8 @@ struct DenseCall {
 
 // Rows and keys of a tile of the kernels for sm_90.
 constexpr int kWideTile = 128;
+// sm90/forward_windows.cuh and sm90/fused_windows.cuh serve problems with at most so many rows and keys, and columns.
+constexpr int kWindow = 64, kWindowHeadDim = 32;
 
 // Tiles of kWideTile keys that a row of a tile of kWideTile rows sees.
 FDM_INLINE int32_t visible_key_tiles(const fdm_problem &p, int64_t row_tile) {
@@ -69,7 +71,8 @@ struct DenseForward {
   // mask of rows leaves.
   int32_t split_tiles, row_splits;
   LiveTiles live;
-  bool out_aligned;                               // as rows_are_aligned says
+  bool out_aligned; // as rows_are_aligned says
+  bool windows;     // sm90/forward_windows.cuh serves it, in `groups` tasks for each head of the bias
   float *partial_out, *partial_max, *partial_sum; // as in ForwardParams
 };
 
@@ -96,9 +99,6 @@ constexpr bool has_room_for_mask(int head_dim, bool wide_bias) { return head_dim
 // other; a step is the work of a tile on a source. The sums are those of the batch of a launch, each head's rows or keys rounded up to
 // whole tiles; they lie as ../backward/query_sums.cuh tells.
 constexpr int kWideTileQuads = kWideTile * kWideTile / 4;
-
-// sm90/fused_windows.cuh serves problems with at most so many rows and keys, and so many columns.
-constexpr int kWindow = 64, kWindowHeadDim = 32;
 
 struct FusedWork {
   bool windows; // they do

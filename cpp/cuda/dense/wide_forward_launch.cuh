@@ -9,6 +9,7 @@
 #if FDM_TILE_ARCH == 90
 #include "../host/launch_sm90.cuh"
 #include "sm90/forward.cuh"
+#include "sm90/forward_windows.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -17,6 +18,15 @@ template <class Element, int kHeadDim>
 cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
   const fdm_problem &p = work.call.p;
+  if constexpr (kHeadDim == kWindowHeadDim)
+    if (work.windows) {
+      const auto launch_windows = [&](auto wide_bias) {
+        using Config = WindowForwardConfig<Element, decltype(wide_bias)::value>;
+        return launch_with_shared<WindowForwardShared<Config>, dense_window_forward_kernel<Config>>(
+            work, work.groups * p.bias.shape[1], Roles::kThreads, stream);
+      };
+      return p.bias.dtype == FDM_FLOAT32 ? launch_windows(std::true_type{}) : launch_windows(std::false_type{});
+    }
   const int64_t tasks = p.bias.shape[0] * p.bias.shape[1] * work.groups * work.row_splits;
   int most;
   if (cudaError_t error = sm_count(&most)) return error;

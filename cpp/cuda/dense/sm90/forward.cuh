@@ -7,10 +7,9 @@
 // for each; it is ahead by those stages, so the next task's first tiles are there when the results of one are written.
 #pragma once
 
-#include "../../ptx/store.cuh"
 #include "../../tile/sm90/products.cuh"
-#include "../softmax.cuh"
 #include "forward_producer.cuh"
+#include "forward_rows.cuh"
 
 namespace fdm::cuda {
 
@@ -246,15 +245,6 @@ template <class Config> struct WideForwardConsumer {
     }
     return odd;
   }
-  // 0 times NaN or Inf is NaN: a multiply-add for each, and one test.
-  __device__ static bool is_finite(const float (&sums)[kOutTiles][4]) {
-    float probe[4] = {};
-#pragma unroll
-    for (int d = 0; d < kOutTiles; ++d)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) probe[i] = fmaf(sums[d][i], 0.0f, probe[i]);
-    return probe[0] + probe[1] + (probe[2] + probe[3]) == 0.0f;
-  }
 
   __device__ void write() const {
     SourceWalk source(work.call, task.unit, task.first_source);
@@ -267,35 +257,13 @@ template <class Config> struct WideForwardConsumer {
         if (work.splits > 1) {
           if (there) write_part(n, source, half);
         } else if (work.out_aligned) {
-          write_aligned(n, source, half, there);
+          write_aligned_row<Element>(work, source, row(half), there, out[n][0], half, softmax[n].sum[0][half],
+                                     softmax[n].shift[0][half]);
         } else if (there) {
           write_dense_row<Element>(work, {source.batch, source.head, true}, row(half), out[n][0], half,
                                    softmax[n].sum[0][half], softmax[n].shift[0][half]);
         }
       }
-  }
-  // Writes a row, normalized, and its lse. All threads of the warp call this.
-  __device__ void write_aligned(int n, const SourceWalk &source, int half, bool there) const {
-    const fdm_problem &p = work.call.p;
-    const fdm_tensor &t = work.a.out, &lse = work.a.lse;
-    const float sum = softmax[n].sum[0][half], inverse = __fdividef(1.0f, sum);
-    const int i = row(half), pair = threadIdx.x % 4;
-    auto *const first = static_cast<Element *>(t.data) + source.batch * t.stride[0] + source.head * t.stride[2] +
-                        i * t.stride[1] + 8 * pair;
-#pragma unroll
-    for (int d = 0; d < kOutTiles; d += 4) {
-      uint32_t words[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float (&own)[4] = out[n][0][d + k];
-        words[k] = sum == 0.0f ? 0u : ptx::pack<Element>(own[2 * half] * inverse, own[2 * half + 1] * inverse);
-      }
-      transpose_quad(words, 0xffffffffu);
-      if (there && 8 * (d + pair) < int(p.head_dim)) ptx::store_global_16(first + 8 * d, words);
-    }
-    if (there && pair == 0)
-      static_cast<float *>(lse.data)[source.batch * lse.stride[0] + source.head * lse.stride[1] + i * lse.stride[2]] =
-          sum == 0.0f ? -INFINITY : (__log2f(sum) - softmax[n].shift[0][half]) * (1.0f / kLog2E);
   }
   // Writes a row of a split, and the splits that other tiles of rows have beyond those of this one: nothing.
   __device__ void write_part(int n, const SourceWalk &source, int half) const {

@@ -24,7 +24,9 @@ template <class Config> struct FusedBiasTile {
 
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
-  __device__ static int band() { return Config::kWindows ? warp() % (Config::kSide / 16) : warp(); } // of 16 rows of a source
+  __device__ static int band() {
+    return Config::kWindows ? warp() % (Config::kSide / 16) : warp();
+  } // of 16 rows of a source
   __device__ int64_t row(int half) const {
     return int64_t(task.row_tile) * Config::kSide + 16 * band() + accumulator_row(half);
   }
@@ -154,7 +156,7 @@ private:
       for (int i = 0; i < 4 * kChunkTiles; ++i) {
         const int64_t r = row(i / 2 % 2), k = key(c * kChunkTiles + i / 4) + i % 2,
                       offset = r * bias.row + k * bias.col;
-        const bool keeps = is_kept(s, source, r, k);
+        const bool keeps = is_kept_pair(p, s, source.head, r, k);
         if constexpr (Config::kFloats)
           words[i] = keeps ? word_of(bias, offset) : 0xff800000u;
         else
@@ -231,19 +233,6 @@ private:
     if (dropped & 1) pair = (pair & 0xffff0000u) | kDropped;
     if (dropped & 2) pair = (pair & 0xffffu) | kDropped << 16;
   }
-  // A mask of keys is a matter of each source.
-  __device__ bool is_kept(const Sequence &s, const Source &source, int64_t r, int64_t k) const {
-    const fdm_problem &p = work.call.p;
-    if (r >= p.queries || k >= p.keys || (is_causal(p) && k > r + p.keys - p.queries)) return false;
-    if (has_rows(p.mask)) {
-      const Matrix mask = score_matrix(p, p.mask, s, source.head, 1);
-      return static_cast<const uint8_t *>(mask.base)[r * mask.row + k * mask.col] != 0;
-    }
-    if (!present(p.start)) return true;
-    const RowRange rows = rows_of_key(p, s, source.head, k);
-    return rows.first <= r && r < rows.past;
-  }
-
   __device__ void read_bias(int chunk, float (&values)[kChunkTiles][4]) const {
     const uint4 words = shared.bias[chunk][threadIdx.x];
     if constexpr (Config::kFloats) {

@@ -57,8 +57,8 @@ template <class Config> struct WindowConsumer {
     warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(products, rows_of(stage, which), keys_of(stage, which),
                                                              false);
     const uint64_t left = which == 0 ? shared.known.shifts_of(stage, group) : shared.known.deltas_of(stage, group),
-                   right = which == 0 ? shared.known.keys_of(stage, Config::kSide * group)
-                                      : shared.known.ones_descriptor();
+                   right =
+                       which == 0 ? shared.known.keys_of(stage, Config::kSide * group) : shared.known.ones_descriptor();
     ptx::wgmma_ss<Element, false, false>(products, left, right, true);
     ptx::warpgroup_commit_batch();
   }

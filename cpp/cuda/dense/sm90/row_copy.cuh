@@ -2,6 +2,7 @@
 // What the Hopper kernels of dense blocks have in common: tiles of 128 rows, and the copies that fill them.
 #pragma once
 
+#include "../../backward/row_statistics.cuh"
 #include "../../ptx/matrix.cuh"
 #include "../../tile/sm90/roles.cuh"
 #include "../../tile/smem_tile.cuh"
@@ -31,6 +32,20 @@ __device__ __forceinline__ const uint8_t *kept_key(const fdm_problem &p, int64_t
   if (mask_kind(p) != FDM_MASK_KEYS) return nullptr;
   const Matrix mask = score_matrix(p, p.mask, dense_sequence(p, batch), head, 1);
   return static_cast<const uint8_t *>(mask.base) + key * mask.col;
+}
+
+// Does a query keep a key, as far as masks of rows, intervals and the causal limit tell? A mask of keys is a matter of each
+// source.
+__device__ __forceinline__ bool is_kept_pair(const fdm_problem &p, const Sequence &s, int64_t head, int64_t r,
+                                             int64_t k) {
+  if (r >= p.queries || k >= p.keys || (is_causal(p) && k > r + p.keys - p.queries)) return false;
+  if (has_rows(p.mask)) {
+    const Matrix mask = score_matrix(p, p.mask, s, head, 1);
+    return static_cast<const uint8_t *>(mask.base)[r * mask.row + k * mask.col] != 0;
+  }
+  if (!present(p.start)) return true;
+  const RowRange rows = rows_of_key(p, s, head, k);
+  return rows.first <= r && r < rows.past;
 }
 
 // Goes through consecutive sources of a bias.

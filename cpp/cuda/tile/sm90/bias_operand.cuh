@@ -42,7 +42,9 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
   }
 
   __device__ uint64_t ones_descriptor() const { return operand_descriptor(ones, zeros); }
-  __device__ uint64_t descriptor(int slot) const { return operand_descriptor(slots[slot], zeros); }
+  __device__ uint64_t descriptor(int slot, int first = 0) const {
+    return operand_descriptor(&slots[slot][first], zeros);
+  }
 };
 
 } // namespace fdm::cuda
