@@ -50,8 +50,9 @@ def test_many_sequences(head_dim: int, batch: int, gpu: str) -> None:
     check_beside_a_fixed_order(Problem(query, key, value, mask, bias), gpu)
 
 
-@pytest.mark.parametrize("length", [200, 1000, 2500])
-@pytest.mark.parametrize("head_dim", [64, 128])
+# Rows of the mask begin at multiples of 16 bytes where the length is one.
+@pytest.mark.parametrize("length", [200, 208, 1000, 1008, 2500, 2512])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_few_rows_with_a_mask_for_each_query(head_dim: int, length: int, gpu: str) -> None:
     """The keys are divided over parts, which are merged."""
     query = randn(1, length, 2, head_dim).bfloat16()
@@ -60,6 +61,62 @@ def test_few_rows_with_a_mask_for_each_query(head_dim: int, length: int, gpu: st
     mask = rand_bool(1, 1, length, length, density=0.4, seed=4)
     mask[..., 17, :] = False
     check_beside_a_fixed_order(Problem(query, key, value, mask, bias, causal=True), gpu)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=["narrow", "float32"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_tiles_that_keep_nothing(head_dim: int, bias_dtype: torch.dtype, gpu: str) -> None:
+    """Whole tiles of a mask are passed over; one that keeps a single pair is not. Their keys may
+    hold anything.
+    """
+    batch, queries, keys, heads = 2, 1100, 2192, 2
+    query = randn(batch, queries, heads, head_dim).bfloat16()
+    key, value = (randn(batch, keys, heads, head_dim, seed=n).bfloat16() for n in (1, 2))
+    bias = randn(1, heads, queries, keys, seed=3).to(bias_dtype)
+    place = torch.arange(keys) - torch.arange(queries).view(-1, 1)
+    mask = ((place > 300) & (place < 500)).expand(1, 1, -1, -1).clone()
+    mask[..., 900, 2100] = True
+    mask[..., 128:256, :] = False
+    clean = Problem(query, key, value, mask, bias)
+    dead = ~mask.any(2).view(1, keys, 1, 1)
+    key, value = (tensor.masked_fill(dead, torch.nan) for tensor in (key, value))
+    dout = cotangent(randn(*query.shape, seed=5)).bfloat16()
+    got = Problem(query, key, value, mask, bias).results(Target(gpu, "cuda"), dout=dout)
+    assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=["narrow", "float32"])
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("mask_kind", ["none", "keys", "rows", "causal"])
+@pytest.mark.parametrize("length", [46, 49, 64])
+@pytest.mark.parametrize("head_dim", [16, 32])
+def test_many_windows(
+    head_dim: int,
+    length: int,
+    mask_kind: str,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    gpu: str,
+) -> None:
+    """So many that two at a time have a tile; their number is odd."""
+    batch, heads = 351, 3
+    shape = (batch, length, heads, head_dim)
+    query, key, value = (randn(*shape, seed=n).to(dtype) for n in range(3))
+    bias = randn(1, heads, length, length, seed=4).to(bias_dtype or dtype)
+    shapes = {"keys": (batch, 1, 1, length), "rows": (1, 1, length, length)}
+    mask = None
+    if mask_kind in shapes:
+        mask = rand_bool(*shapes[mask_kind], density=0.7, seed=5)
+        mask[..., 7] = False
+    causal = mask_kind == "causal"
+    clean = Problem(query, key, value, mask, bias, causal=causal)
+    if mask is not None:
+        dead = torch.arange(length).view(1, length, 1, 1) == 7
+        key, value = (tensor.masked_fill(dead, torch.nan) for tensor in (key, value))
+    dout = cotangent(randn(*shape, seed=6)).to(dtype)
+    problem = Problem(query, key, value, mask, bias, causal=causal)
+    got = problem.results(Target(gpu, "cuda"), dout=dout)
+    assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
 
 
 def check_beside_a_fixed_order(problem: Problem, gpu: str) -> None:
