@@ -155,7 +155,8 @@ int32_t choose_split_tiles(const DenseForward &work, int sms) {
 }
 
 // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
-// all SMs; beside a mask of rows, which is read where the bias is, keys are divided too.
+// all SMs. Keys are divided beside a mask of rows, which is read where the bias is, and of many keys where there are few
+// tiles of rows; with fewer keys than those, mma.sync is as fast.
 bool divide_wide_forward(DenseForward *work, int sms) {
   const fdm_problem &p = work->call.p;
   if (!has_wide_tiles(work->call) || !work->call.bias_chunks || present(p.start)) return false;
@@ -170,7 +171,11 @@ bool divide_wide_forward(DenseForward *work, int sms) {
   } else {
     const int64_t tiles = units_of(p) * work->tiles;
     work->slots = int32_t(sources >= most && tiles * (sources / most) >= sms ? most : 1);
-    if (tiles * ceil_div(sources, work->slots) < sms / 2) return false;
+    if (tiles * ceil_div(sources, work->slots) < sms / 2) {
+      if (p.keys <= kMostKeysOfRows) return false;
+      work->slots = 1;
+      work->split_tiles = choose_split_tiles(*work, sms);
+    }
   }
   work->groups = int32_t(ceil_div(sources, work->slots));
   return true;
