@@ -15,19 +15,12 @@
 #include "dkdv.cuh"
 #include "fused_plan.h"
 #include "row_block.cuh"
+#include "wide_plan.h"
 
 namespace fdm::cuda {
 namespace {
 
 constexpr int kMostSms = 256; // of any device: what depends on the device has room for so many
-// With more keys than these, the kernels that gather columns are faster than those with mma.sync in two cases: where the
-// bias gradient is summed over nothing, since they then need no third pass; and where a boolean mask has a row for each
-// query, which dense blocks fold into each tile of the bias. On one H200, forward and backward with 1024 keys kept by each
-// of 8192 queries took them 2.7 ms, and those dense blocks 5.0 ms. The kernels for sm_90 pass over tiles of such a mask
-// that keep nothing.
-constexpr int64_t kMostKeysOfRows = 2048;
-constexpr int64_t kMaxSplits = 32; // as in forward.cu
-
 // The tiles of a kernel: rows or keys of a block of threads, over all slots, and the least of a slot; and the shared
 // memory for a number of slots.
 struct Tiles {
@@ -103,114 +96,6 @@ int choose_slots(const Tiles &tiles, const fdm_problem &p, int64_t length, int64
   return slots;
 }
 
-int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.heads; }
-
-// Do the kernels for sm_90 serve problems of these sizes? Not where most of their tiles would be empty.
-bool has_wide_sizes(const fdm_problem &p) {
-  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kMaxWideHeadDim) return false;
-  return 2 * p.queries * p.keys >= round_up(p.queries, kWideTile) * round_up(p.keys, kWideTile);
-}
-bool has_wide_tiles(const DenseCall &call) { return call.aligned && has_wide_sizes(call.p); }
-
-// Does sm90/fused_windows.cuh serve a problem? Not where most of its tiles, or most SMs, would be idle.
-bool has_windows(const DenseCall &call) {
-  constexpr int64_t kLeastSources = 1024;
-  const fdm_problem &p = call.p;
-  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kWindowHeadDim || !call.aligned) return false;
-  return p.queries <= kWindow && p.keys <= kWindow && 2 * p.queries * p.keys >= kWindow * kWindow && call.batches > 1 &&
-         group_size(p) == 1 && p.batch * p.heads >= kLeastSources;
-}
-
-bool has_room_for_mask(const fdm_problem &p) {
-  return cuda::has_room_for_mask(int(p.head_dim), p.bias.dtype == FDM_FLOAT32);
-}
-
-int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
-int64_t units_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1]; }
-
-int64_t key_tiles_of(const fdm_problem &p) { return max64(1, ceil_div(p.keys, kWideTile)); }
-
-int32_t wide_splits(const DenseForward &work) { return int32_t(ceil_div(key_tiles_of(work.call.p), work.split_tiles)); }
-
-// Chooses how many tiles of keys a split of the forward kernel for sm_90 has, by the time that they take. Its unit is that
-// of a tile of scores: on one H200 about 2 us, which a block of threads also takes before its first and after its last,
-// and in which 4 MB of partial results are written and merged; a launch takes about as long.
-int32_t choose_split_tiles(const DenseForward &work, int sms) {
-  const fdm_problem &p = work.call.p;
-  const int64_t key_tiles = key_tiles_of(p), sources = sources_of(work.call) * units_of(p);
-  int64_t seen = 0; // tiles of keys, of all tiles of rows
-  for (int64_t tile = 0; tile < work.tiles; ++tile) seen += visible_key_tiles(p, tile);
-  int64_t least_time = INT64_MAX, best = key_tiles;
-  for (int64_t splits = 1; splits <= std::min(key_tiles, kMaxSplits); ++splits) {
-    const int64_t split_tiles = ceil_div(key_tiles, splits);
-    // Of each tile of rows, half of a split is missing if the mask is causal.
-    const int64_t tasks = splits == 1 ? work.tiles : ceil_div(seen, split_tiles) + (is_causal(p) ? work.tiles / 2 : 0);
-    const int64_t merged = splits == 1 ? 0 : 1 + partial_rows(p) * splits * p.head_dim * 4 / (int64_t(1) << 22);
-    const int64_t time = ceil_div(tasks * sources, sms) * (split_tiles + 1) + merged;
-    if (time >= least_time) continue;
-    least_time = time;
-    best = split_tiles;
-  }
-  return int32_t(best);
-}
-
-// The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
-// all SMs. Keys are divided beside a mask of rows, which is read where the bias is, and of many keys where there are few
-// tiles of rows; with fewer keys than those, mma.sync is as fast.
-bool divide_wide_forward(DenseForward *work, int sms) {
-  const fdm_problem &p = work->call.p;
-  if (!has_wide_tiles(work->call) || !work->call.bias_chunks || present(p.start)) return false;
-  const int64_t sources = sources_of(work->call), most = wide_sources(int(p.head_dim));
-  work->tiles = int32_t(ceil_div(p.queries, kWideTile));
-  work->splits = 1;
-  work->split_tiles = int32_t(key_tiles_of(p));
-  if (has_rows(p.mask)) {
-    if (!work->call.mask_chunks || !work->call.shares_mask || !has_room_for_mask(p)) return false;
-    work->slots = 1;
-    work->split_tiles = choose_split_tiles(*work, sms);
-  } else {
-    const int64_t tiles = units_of(p) * work->tiles;
-    work->slots = int32_t(sources >= most && tiles * (sources / most) >= sms ? most : 1);
-    if (tiles * ceil_div(sources, work->slots) < sms / 2) {
-      if (p.keys <= kMostKeysOfRows) return false;
-      work->slots = 1;
-      work->split_tiles = choose_split_tiles(*work, sms);
-    }
-  }
-  work->groups = int32_t(ceil_div(sources, work->slots));
-  return true;
-}
-
-// What depends on the tiles of keys of a split.
-void count_splits(DenseForward *work, int64_t splits) {
-  const fdm_problem &p = work->call.p;
-  work->split_tiles = int32_t(ceil_div(key_tiles_of(p), splits));
-  work->splits = wide_splits(*work);
-  work->row_splits = work->tiles;
-  if (work->splits == 1) return;
-  work->row_splits = 0;
-  for (int64_t tile = 0; tile < work->tiles; ++tile)
-    work->row_splits += std::max(1, int32_t(ceil_div(visible_key_tiles(p, tile), work->split_tiles)));
-}
-
-// Finding the live tiles of a mask takes a launch, so there must be many.
-bool finds_live_tiles(const DenseCall &call) {
-  return has_rows(call.p.mask) && call.mask_chunks && call.shares_mask && call.p.keys > kMostKeysOfRows;
-}
-LiveTiles live_tiles(const DenseCall &call, void *words) {
-  const fdm_problem &p = call.p;
-  LiveTiles live{};
-  live.words = static_cast<uint32_t *>(words);
-  live.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
-  live.row_words = int32_t(ceil_div(p.keys, 32 * kWideTile));
-  return live;
-}
-int64_t live_bytes(const DenseCall &call) {
-  if (!finds_live_tiles(call)) return 0;
-  const LiveTiles live = live_tiles(call, nullptr);
-  return align_256(units_of(call.p) * live.row_tiles * live.row_words * int64_t(sizeof(uint32_t)));
-}
-
 DenseForward divide_forward(const DenseCall &call) {
   const fdm_problem &p = call.p;
   const Tiles rows = tiles_of<ForwardSizes>(p);
@@ -235,7 +120,7 @@ int64_t choose_splits(const DenseForward &work, int sms) {
   const int bytes = tiles_of<ForwardSizes>(p).shared_bytes(work.slots, p.bias.dtype == FDM_FLOAT32, mask);
   const int64_t resident = std::min(dense_forward_tile(int(p.head_dim)).blocks, kMostShared / bytes);
   const int64_t key_blocks = ceil_div(p.keys, kDenseKeys), launched = std::max<int64_t>(1, forward_blocks(work));
-  const int64_t most = std::min({resident * sms / launched, key_blocks, kMaxSplits});
+  const int64_t most = std::min({resident * sms / launched, key_blocks, kMaxDenseSplits});
   const int64_t merge = (mask ? 1 : 2) * (1 + partial_rows(p) / 1024);
   const auto time_of = [&](int64_t splits) {
     return ceil_div(key_blocks, splits) + (splits > 1 ? merge + splits / 4 : 0);
