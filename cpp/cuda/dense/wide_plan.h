@@ -16,6 +16,9 @@ namespace fdm::cuda {
 // of 8192 queries took them 2.7 ms, and those dense blocks 5.0 ms. The kernels for sm_90 pass over tiles of such a mask
 // that keep nothing.
 constexpr int64_t kMostKeysOfRows = 2048;
+// The second case has more where sm90/fused.cuh serves it and so few rows that latency decides: with two heads of 4096
+// queries, on one H200, the other kernels took 1.1 ms.
+constexpr int64_t kMostKeysOfFewRows = 4096, kFewRows = 16384;
 constexpr int64_t kMaxDenseSplits = 32; // combine.cu has a lane for each
 
 inline int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.heads; }
@@ -72,8 +75,7 @@ inline int32_t choose_split_tiles(const DenseForward &work, int sms) {
 }
 
 // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
-// all SMs. Keys are divided beside a mask of rows, which is read where the bias is, and of many keys where there are few
-// tiles of rows; with fewer keys than those, mma.sync is as fast.
+// all SMs; beside a mask of rows, which is read where the bias is, keys are divided too.
 inline bool divide_wide_forward(DenseForward *work, int sms) {
   const fdm_problem &p = work->call.p;
   if (!has_wide_tiles(work->call) || !work->call.bias_chunks || present(p.start)) return false;
@@ -88,11 +90,7 @@ inline bool divide_wide_forward(DenseForward *work, int sms) {
   } else {
     const int64_t tiles = units_of(p) * work->tiles;
     work->slots = int32_t(sources >= most && tiles * (sources / most) >= sms ? most : 1);
-    if (tiles * ceil_div(sources, work->slots) < sms / 2) {
-      if (p.keys <= kMostKeysOfRows) return false;
-      work->slots = 1;
-      work->split_tiles = choose_split_tiles(*work, sms);
-    }
+    if (tiles * ceil_div(sources, work->slots) < sms / 2) return false;
   }
   work->groups = int32_t(ceil_div(sources, work->slots));
   return true;

@@ -43,8 +43,8 @@ template <class Config> struct WideForwardConsumer {
 
   // Loads this thread's part of a bias of 16 bits that belongs to two tiles of 8 keys, of which 2 * k is the first.
   __device__ void load_pairs(int k, uint32_t (&pairs)[4]) const {
-    ptx::ldmatrix(pairs, Config::bias_chunk(ptx::shared_address(shared.bias[states.bias.index]),
-                                            16 * warp() + threadIdx.x % 16, 2 * k + threadIdx.x % 32 / 16));
+    ptx::ldmatrix(pairs, Config::bias_chunk(ptx::shared_address(shared.bias), 16 * warp() + threadIdx.x % 16,
+                                            2 * k + threadIdx.x % 32 / 16));
     if constexpr (Config::kMasks) {
       constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00 : 0xff80;
 #pragma unroll
@@ -64,7 +64,7 @@ template <class Config> struct WideForwardConsumer {
   // The bytes of a mask of rows for this thread's two keys of a tile of 8.
   __device__ uint32_t kept_pair(int half, int tile) const {
     return *reinterpret_cast<const uint16_t *>(
-        &shared.mask[states.bias.index].rows[16 * warp() + accumulator_row(half)][8 * tile + accumulator_column()]);
+        &shared.mask.rows[16 * warp() + accumulator_row(half)][8 * tile + accumulator_column()]);
   }
 
   // Loads this thread's part of the bias, of any type. It is -inf where a mask of rows drops a pair.
@@ -73,7 +73,7 @@ template <class Config> struct WideForwardConsumer {
       const auto pair_of = [&](int half, int n) {
         const int pair = threadIdx.x % 4;
         const uint32_t place = Config::bias_chunk(0, 16 * warp() + accumulator_row(half), 2 * n + pair / 2);
-        return *reinterpret_cast<const float2 *>(shared.bias[states.bias.index] + place + pair % 2 * 8);
+        return *reinterpret_cast<const float2 *>(shared.bias + place + pair % 2 * 8);
       };
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -92,11 +92,9 @@ template <class Config> struct WideForwardConsumer {
       unpack_pairs(pairs, low, high);
     }
   }
-  __device__ void wait_for_bias() const {
-    Roles::consumer_wait(shared.bias_full[states.bias.index], states.bias.phase);
-  }
+  __device__ void wait_for_bias() const { Roles::consumer_wait(shared.bias_full, states.bias.phase); }
   __device__ void release_bias() {
-    ptx::arrive(shared.bias_empty[states.bias.index]);
+    ptx::arrive(shared.bias_empty);
     ++states.bias;
   }
   __device__ void read_bias() {

@@ -16,18 +16,15 @@ struct WideForwardConfig {
   static constexpr bool kWide = kWideBias; // the bias is float32
   using Pair = TilePair<kHeadDim>;
   static constexpr int kSources = kSourceCount;
-  // One source uses up a bias and a mask with each block, so the next are copied meanwhile where there is room.
-  static constexpr bool kMasks = kMaskRows;
-  static constexpr int kBiasStages = kMasks && !kWide && kHeadDim <= 64 ? 2 : 1;
-  static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 && kBiasStages == 1 ? 3 : 2);
+  static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
   // The products add -inf for keys that are dropped.
   static constexpr bool kDropsByProduct = kHeadDim == 32;
   // A consumer holds its part of the bias in registers while the sources go by, unless results of 128 columns of the only
-  // source fill them. Beside results of 64 columns it holds pairs of 16 bits as they are. With two sources that gains nothing:
-  // the compiler keeps what the first has unpacked for the second.
-  static constexpr bool kHoldsBias = kHeadDim <= 64, kHoldsPairs = !kWide && kHeadDim == 64 && kSources == 1;
-  // It reads that part while S is under way, where there are registers.
-  static constexpr bool kReadsBiasBeside = kHeadDim == 32 || kHoldsPairs;
+  // source fill them. It reads that part while S is under way, unless results of 64 columns of two sources do.
+  static constexpr bool kHoldsBias = kHeadDim <= 64, kReadsBiasBeside = kHeadDim == 32;
+  // Beside results of 64 columns it holds pairs of 16 bits as they are. With two sources that gains nothing: the compiler
+  // keeps what the first has unpacked for the second.
+  static constexpr bool kHoldsPairs = !kWide && kHeadDim == 64 && kSources == 1;
   static_assert(kHoldsBias || kSources == 1);
   // Producers have what the sums of consumers leave them.
   using Registers =
@@ -46,6 +43,7 @@ struct WideForwardConfig {
     return Bias::chunk_address(base, row, chunk);
   }
   // Rows of a mask of rows, a byte for each key, begin so many bytes apart that eight of them meet all banks.
+  static constexpr bool kMasks = kMaskRows;
   static constexpr int kMaskPitch = kTile + 16;
 };
 
@@ -54,12 +52,12 @@ template <class Config> struct WideForwardShared {
 
   alignas(1024) char sQ[Config::kQueryStages][Config::kQueryBytes]; // Q of the sources
   char sKV[Config::kStages][Config::Pair::kBytes];
-  char bias[Config::kBiasStages][Config::kBiasBytes]; // where it is one, in registers while the next is copied
+  char bias[Config::kBiasBytes]; // in registers while the next is copied
   struct None {};
   struct Mask {
     alignas(16) char rows[Config::kTile][Config::kMaskPitch];
   };
-  std::conditional_t<Config::kMasks, Mask, None> mask[Config::kBiasStages]; // beside the bias
+  std::conditional_t<Config::kMasks, Mask, None> mask; // beside the bias
   DroppedKeys dropped[Config::kStages];
   // -inf of keys that are dropped.
   std::conditional_t<Config::kDropsByProduct, BiasOperand<typename Config::Element, Config::kTile, Config::kStages>,
@@ -69,7 +67,7 @@ template <class Config> struct WideForwardShared {
   uint32_t odd[kOddWords];           // a bit for each task that is to be run again, exact; some share one
   uint64_t q_full[Config::kQueryStages], q_empty[Config::kQueryStages];
   uint64_t full[Config::kStages], empty[Config::kStages];
-  uint64_t bias_full[Config::kBiasStages], bias_empty[Config::kBiasStages];
+  uint64_t bias_full, bias_empty;
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
@@ -84,10 +82,8 @@ template <class Config> struct WideForwardShared {
       ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
       ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
     }
-    for (int stage = 0; stage < Config::kBiasStages; ++stage) {
-      ptx::init_barrier(bias_full[stage], 2 * Roles::kProducerThreads);
-      ptx::init_barrier(bias_empty[stage], Roles::kConsumerThreads);
-    }
+    ptx::init_barrier(bias_full, 2 * Roles::kProducerThreads);
+    ptx::init_barrier(bias_empty, Roles::kConsumerThreads);
   }
 
   // `turn` counts the tasks of this block of threads.
@@ -99,7 +95,7 @@ template <class Config> struct WideForwardShared {
 template <class Config> struct WideForwardStates {
   PipelineState<Config::kQueryStages> queries;
   PipelineState<Config::kStages> keys;
-  PipelineState<Config::kBiasStages> bias;
+  PipelineState<1> bias;
 };
 
 // The rows and sources of a task, and the blocks of keys of its split.
@@ -215,15 +211,15 @@ template <class Config> struct WideForwardProducer {
     const int bytes = max(0, min(16, (int(p.keys) - key) * kSize - chunk * 16));
     const char *elements =
         static_cast<const char *>(m.base) + ((task.first_row + own_row) * m.row + key) * kSize + chunk * 16;
-    Roles::producer_acquire(shared.bias_empty[states.bias.index], states.bias.phase);
-    const uint32_t base = ptx::shared_address(shared.bias[states.bias.index]);
+    Roles::producer_acquire(shared.bias_empty, states.bias.phase);
+    const uint32_t base = ptx::shared_address(shared.bias);
 #pragma unroll 4
     for (int r = own_row; r < Config::kTile; r += kDown) {
       ptx::cp_async_up_to_16(Config::bias_chunk(base, r, chunk), elements, r < rows ? bytes : 0);
       elements += kDown * m.row * kSize;
     }
     if constexpr (Config::kMasks) load_mask(key);
-    Roles::producer_commit(shared.bias_full[states.bias.index]);
+    Roles::producer_commit(shared.bias_full);
     ++states.bias;
   }
 
@@ -235,7 +231,7 @@ template <class Config> struct WideForwardProducer {
     const int chunk = own() % kAcross, own_row = own() / kAcross, rows = int(p.queries) - task.first_row;
     const int bytes = max(0, min(16, int(p.keys) - key - chunk * 16));
     const char *kept_chunk = static_cast<const char *>(m.base) + (task.first_row + own_row) * m.row + key + chunk * 16;
-    const uint32_t base = ptx::shared_address(shared.mask[states.bias.index].rows) + chunk * 16;
+    const uint32_t base = ptx::shared_address(shared.mask.rows) + chunk * 16;
 #pragma unroll 4
     for (int r = own_row; r < Config::kTile; r += kDown) {
       ptx::cp_async_up_to_16(base + r * Config::kMaskPitch, kept_chunk, r < rows ? bytes : 0);
