@@ -332,7 +332,14 @@ bool is_dense(const fdm_problem &p) {
   const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
   if (p.keys <= kMostKeysOfRows || !(one_source || has_rows(p.mask))) return true;
   const bool fuses = FDM_TILE_ARCH == 90 && p.softcap <= 0 && p.head_dim <= kMaxWideHeadDim;
-  return !one_source && fuses && p.keys <= kMostKeysOfFewRows && partial_rows(p) <= kFewRows;
+  if (!one_source && fuses && p.keys <= kMostKeysOfFewRows && partial_rows(p) <= kFewRows) return true;
+  // Where the kernels for sm_90 will not serve a problem, since its tensors do not lie as they need it, slower ones do:
+  // what is decided here must be the same for all calls of a plan, so it must not depend on how tensors lie.
+  // Without a mask of rows, they need many rows (divide_wide_forward).
+  const bool even = p.keys % 16 == 0 && p.head_dim % 8 == 0;
+  return even && (has_rows(p.mask) || partial_rows(p) > kFewRows) && has_wide_sizes(p) &&
+         !(p.flags & FDM_DETERMINISTIC) && !present(p.start) &&
+         (!has_rows(p.mask) || (has_room_for_mask(p) && shares_mask(p, batches_of(p), p.heads / p.bias.shape[1])));
 }
 
 int64_t dense_forward_workspace_bytes(const fdm_problem &p) {
