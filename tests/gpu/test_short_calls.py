@@ -6,10 +6,17 @@ On Hopper they have kernels of their own. Where the keys are fewest, blocks take
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from flash_dmattn import IntervalMask, dynamic_mask
+from flash_dmattn import (
+    IntervalMask,
+    dynamic_mask,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+)
 from support import Problem, Target, assert_accurate, cotangent, randn
 
 from .test_row_segments import HEADS, KV_HEADS, check_gradients, intervals
@@ -86,3 +93,81 @@ def test_a_cotangent_that_is_nan_reaches_no_dropped_key(gpu: str) -> None:
         for name in ("dkey", "dvalue"):
             assert not got[name][:, dropped].any(), name
         assert not got["dbias"][..., dropped].any()
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_many_tiles_without_columns(head_dim: int, window: int | None, gpu: str) -> None:
+    """Most rows of a long query come before all keys, so blocks of threads meet many tiles of
+    nothing, one after the other."""
+    queries, keys, heads = 3000, 150, 2
+    query = randn(40, queries, heads, head_dim, dtype=torch.bfloat16, seed=1).to(gpu)
+    key, value = (
+        randn(40, keys, heads, head_dim, dtype=torch.bfloat16, seed=seed).to(gpu) for seed in (2, 3)
+    )
+    bias = randn(40, heads, 1, keys, dtype=torch.bfloat16, seed=4).to(gpu)
+
+    def attend(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        settings: Any = {"is_causal": True, "window_size": window, "return_lse": True}
+        made: Any = flash_dmattn_func(query, key, value, attn_bias=bias, **settings)
+        return made[0], made[1]
+
+    out, lse = attend(query)
+    unseen = queries - keys
+    assert not out[:, :unseen].any()
+    assert lse[..., :unseen].isneginf().all()
+    alone, alone_lse = attend(query[:, unseen:])
+    torch.testing.assert_close(out[:, unseen:], alone, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse[..., unseen:], alone_lse)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_neighbours_of_a_packed_sequence_are_not_seen(
+    head_dim: int, window: int | None, gpu: str
+) -> None:
+    """What is copied beyond the end of a sequence belongs to the next, whose NaN stay there."""
+    lengths = [70, 200, 1, 129, 128]
+    query, key, value = (
+        randn(sum(lengths), 2, head_dim, dtype=torch.bfloat16, seed=seed).to(gpu)
+        for seed in (1, 2, 3)
+    )
+    bias = randn(2, 1, sum(lengths), dtype=torch.bfloat16, seed=4).to(gpu)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(gpu, torch.int32)
+    wrong = slice(int(bounds[1]), int(bounds[2]))
+
+    def attend() -> torch.Tensor:
+        longest = max(lengths)
+        out = flash_dmattn_varlen_func(
+            query, key, value, bounds, bounds, longest, longest,
+            is_causal=True, attn_bias=bias, window_size=window,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    want = attend()
+    for tensor in (query, key, value):
+        tensor[wrong] = torch.nan
+    got = attend()
+    assert torch.equal(got[: wrong.start], want[: wrong.start])
+    assert torch.equal(got[wrong.stop :], want[wrong.stop :])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 256, 257, 512, 513, 1000, 1024, 1025])
+def test_selection_of_every_number_of_keys(keys: int, dtype: torch.dtype, gpu: str) -> None:
+    for window in {0, 1, 7, keys // 4, keys // 2, keys - 1, keys}:
+        bias = randn(3, 2, 1, keys, seed=keys + window).mul(3)
+        if window % 2:
+            bias = bias.round()  # many are equal
+        bias[0, :, :, ::3] = -torch.inf
+        bias[1, :, :, 1::5] = torch.nan
+        bias = bias.to(dtype)
+        want, got = (
+            dynamic_mask(given, window, True, query_length=keys, key_length=keys)
+            for given in (bias, bias.to(gpu))
+        )
+        assert isinstance(want, IntervalMask)
+        assert isinstance(got, IntervalMask)
+        assert torch.equal(got.start.cpu(), want.start)
+        assert torch.equal(got.end.cpu(), want.end)

@@ -6,6 +6,7 @@
 #include "../host/launch.cuh"
 #include "../ptx/dependent.cuh"
 #include "../select/candidates.cuh"
+#include "../select/chunk_exits.cuh"
 #include "../select/window_exits.cuh"
 #include "key_tile_counts.cuh"
 #include "list_rows.cuh"
@@ -33,10 +34,31 @@ template <int kKeys> struct KeptKeys {
   int32_t start[kKeys], end[kKeys];
 };
 
+// How a block of threads finds when its keys leave the window.
+template <int kThreads, int kItems> struct Selecting {
+  // With more keys the steps that each makes for every chunk take longer.
+  static constexpr bool kInChunks = kItems == 2 && kThreads <= 512;
+  template <int kDtype>
+  using Chunks = ChunkExits<std::conditional_t<kDtype == FDM_FLOAT32, uint64_t, uint32_t>, kThreads>;
+
+  union ChunksShared {
+    typename Chunks<FDM_FLOAT32>::Shared wide;
+    typename Chunks<FDM_FLOAT16>::Shared narrow;
+
+    template <int kDtype> __device__ auto &of() {
+      if constexpr (kDtype == FDM_FLOAT32)
+        return wide;
+      else
+        return narrow;
+    }
+  };
+  using Shared = std::conditional_t<kInChunks, ChunksShared, typename WindowExits<kThreads, kItems>::Shared>;
+};
+
 template <int kThreads, int kItems> struct ShortShared {
   static constexpr int kKeys = kThreads * kItems;
   union {
-    typename WindowExits<kThreads, kItems>::Shared selecting;
+    typename Selecting<kThreads, kItems>::Shared selecting;
     KeptKeys<kKeys> kept;
   };
   BlockRanks<kThreads, kItems> ranks;
@@ -51,13 +73,26 @@ __device__ ListWork selected_list(const fdm_selection &s, uint32_t number) {
   return {sequence(s, varlen ? index : batch), list, index, batch, list % heads, 0};
 }
 
-template <int kDtype, int kItems>
-__device__ void read_values(const fdm_selection &s, const SelectionRow &row, int threads, uint32_t (&value)[kItems]) {
+template <int kDtype, int kThreads, int kItems>
+__device__ const int32_t *find_exits(typename Selecting<kThreads, kItems>::Shared &shared, const fdm_selection &s,
+                                     const SelectionRow &row) {
   const Candidates<kDtype> source(s, row, 0);
+  const auto value_of = [&](int32_t j) { return j < row.k_count ? source(j) : 0; };
+  if constexpr (Selecting<kThreads, kItems>::kInChunks) {
+    auto &exits = shared.template of<kDtype>();
+    Selecting<kThreads, kItems>::template Chunks<kDtype>::find(exits, s.window, value_of);
+    return exits.exit;
+  } else {
+    uint32_t value[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int32_t j = i * threads + static_cast<int32_t>(threadIdx.x);
-    value[i] = j < row.k_count ? source(j) : 0;
+    for (int i = 0; i < kItems; ++i) value[i] = value_of(i * kThreads + static_cast<int32_t>(threadIdx.x));
+    WindowExits<kThreads, kItems> exits;
+    exits.sort(shared.sorting, value, 32 - OrderedBias<kDtype>::kBits);
+    exits.divide(shared.dividing);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      shared.dividing.exit[exits.key[i]] = static_cast<int32_t>(exits.exit_of(shared.dividing, i, s.window));
+    return shared.dividing.exit;
   }
 }
 
@@ -66,23 +101,13 @@ template <int kThreads, int kItems>
 __device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_selection &s, const ListWork &work,
                             bool writes, RowInterval (&rows)[kItems]) {
   const SelectionRow row{work.s, work.list_head * (s.heads / s.start.shape[1])};
-  uint32_t value[kItems];
-  int unused = 16;
-  if (s.bias.dtype == FDM_FLOAT32) {
-    read_values<FDM_FLOAT32>(s, row, kThreads, value);
-    unused = 0;
-  } else if (s.bias.dtype == FDM_FLOAT16) {
-    read_values<FDM_FLOAT16>(s, row, kThreads, value);
-  } else {
-    read_values<FDM_BFLOAT16>(s, row, kThreads, value);
-  }
-  auto &dividing = shared.selecting.dividing;
-  WindowExits<kThreads, kItems> exits;
-  exits.sort(shared.selecting.sorting, value, unused);
-  exits.divide(dividing);
-#pragma unroll
-  for (int i = 0; i < kItems; ++i)
-    dividing.exit[exits.key[i]] = static_cast<int32_t>(exits.exit_of(dividing, i, s.window));
+  const int32_t *exits;
+  if (s.bias.dtype == FDM_FLOAT32)
+    exits = find_exits<FDM_FLOAT32, kThreads, kItems>(shared.selecting, s, row);
+  else if (s.bias.dtype == FDM_FLOAT16)
+    exits = find_exits<FDM_FLOAT16, kThreads, kItems>(shared.selecting, s, row);
+  else
+    exits = find_exits<FDM_BFLOAT16, kThreads, kItems>(shared.selecting, s, row);
   __syncthreads();
 
   const int64_t start_stride = s.start.stride[3], end_stride = s.end.stride[3];
@@ -94,7 +119,7 @@ __device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_sel
   int32_t *start = list_of(s.start, start_stride), *end = list_of(s.end, end_stride);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x), exit = dividing.exit[j];
+    const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x), exit = exits[j];
     rows[i] = {0, 0};
     if (j >= row.k_count) continue;
     const int64_t first = max64(0, j - row.causal_off);
@@ -216,6 +241,7 @@ template <bool kSelects> cudaError_t launch_for(ShortParams params, int64_t list
   const int64_t tiles = params.plans && params.plan.columns ? ceil_div(params.p.queries, kTileRows) : 1;
   params.lists = uint32_t(lists);
   params.parts = int32_t(clamp64(kWantedBlocks / max64(1, lists), 1, max64(1, tiles / kLeastTiles)));
+  if (keys <= 256) return launch_with<128, 2, kSelects>(params, stream);
   if (keys <= 512) return launch_with<256, 2, kSelects>(params, stream);
   if (keys <= 1024) return launch_with<512, 2, kSelects>(params, stream);
   if (keys <= 2048) return launch_with<kMostThreads, 2, kSelects>(params, stream);
