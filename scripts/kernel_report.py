@@ -126,7 +126,7 @@ ALLOWANCES = (
         "three accumulators beside the addresses of a task: 52 bytes at D 128, most at 192",
     ),
     Allowance(
-        "forward_kernel_sm90<*, 256, 64, 2, 2>>",
+        "forward_*<ForwardConfigSm90<*, 256, *>",
         "sm_90a",
         432,
         "the output fills the registers where a tile is written",

@@ -24,12 +24,13 @@ struct ForwardParams {
   // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
   uint32_t heads_reciprocal;
   int32_t splits;
+  bool consecutive;                 // sm90/forward_boxes.cuh is for the problem
   bool few_columns;                 // sm90/small_tiles.cuh is for them
   float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
   float *partial_max, *partial_sum; // [split][batch][head][query], to base 2
   uint32_t *tickets; // of a persistent kernel: a counter of tiles, 0 at first; null: their order is fixed
   RowPlaces rows;
-  bool aligned; // what rows_are_aligned says of q, k and v
+  bool aligned; // what rows_are_aligned says of q, k, v and out
 };
 
 // Launches one instantiation, which serves head dimensions up to kHeadDim.

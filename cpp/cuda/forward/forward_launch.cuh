@@ -7,8 +7,10 @@
 
 #if FDM_TILE_ARCH == 90
 #include "../host/launch_sm90.cuh"
+#include "../host/row_map.h"
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/forward.cuh"
+#include "sm90/forward_boxes.cuh"
 #include "sm90/small_tiles.cuh"
 #endif
 
@@ -24,6 +26,24 @@ template <class Config> cudaError_t launch_forward_config(const ForwardParams &p
 }
 
 #if FDM_TILE_ARCH == 90
+// Returns whether the hardware copies boxes of these tensors.
+template <class Element, int kHeadDim>
+bool launch_forward_boxes(const ForwardParams &params, cudaStream_t stream, cudaError_t *error) {
+  constexpr BoxTileSm90 tile = box_tile_sm90(kHeadDim);
+  using Pipeline = KeyBoxes<kHeadDim, tile.columns, tile.k_stages, tile.v_stages>;
+  using Config = ForwardConfigSm90<Element, kHeadDim, Pipeline, tile.query_stages>;
+  const fdm_problem &p = params.p;
+  BoxForwardParams boxes;
+  boxes.forward = params;
+  if (!make_row_map(p.q, p.head_dim, Config::kRows, &boxes.q) ||
+      !make_row_map(p.k, p.head_dim, Config::kColumns, &boxes.k) ||
+      !make_row_map(p.v, p.head_dim, Config::kColumns, &boxes.v))
+    return false;
+  *error = launch_persistent_sm90<ForwardSharedSm90<Config>, forward_boxes_kernel<Config>, Roles::kThreadsWithLookup>(
+      boxes, sequence_tiles(p) * p.heads, stream);
+  return true;
+}
+
 template <class Element, int kHeadDim>
 cudaError_t launch_small_tiles(const ForwardParams &params, cudaStream_t stream) {
   constexpr SmallTileChoice tile = small_tile(kHeadDim);
@@ -45,7 +65,10 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
 #if FDM_TILE_ARCH == 90
   if (params.heads_per_tile == 1 && params.splits == 1) {
     constexpr ForwardTileSm90 choice = forward_tile_sm90(kHeadDim);
-    using Config = ForwardConfigSm90<Element, kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
+    using Stream = KeyStream<kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
+    using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1>;
+    cudaError_t error;
+    if (params.consecutive && launch_forward_boxes<Element, kHeadDim>(params, stream, &error)) return error;
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
     if constexpr (small_tile(kHeadDim).columns > 0)
       if (params.few_columns) return launch_small_tiles<Element, kHeadDim>(params, stream);

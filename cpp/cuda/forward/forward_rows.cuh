@@ -25,6 +25,17 @@ struct ForwardTask {
   TileColumns columns;
   ScoreView bias;
   float sink; // of `head`, as sink_score has it: loaded here, it is there when the epilogue needs it
+  // Of ForwardRows::write_wide: the first row of the block, and how many there are.
+  void *out;
+  float *lse;
+  int32_t rows;
+
+  __device__ void set_results(const ForwardParams &params) {
+    const fdm_tensor &t = params.a.out;
+    out = static_cast<uint16_t *>(t.data) + row_offset(t, s, first_row, head);
+    lse = static_cast<float *>(params.a.lse.data) + lse_offset(params.a.lse, s, first_row, head);
+    rows = static_cast<int32_t>(min64(s.q_count - first_row, INT32_MAX));
+  }
 };
 
 // kSharedRows says that all warps of the block have the same rows, and each its own columns; kOneHead, that
@@ -309,6 +320,36 @@ struct ForwardRows {
           static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, query(r), head(r))] =
               total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
       }
+  }
+
+  // The same with fewer instructions, where all rows can be written 16 bytes at a time, for one head.
+  __device__ void write_wide() const {
+    static_assert(kOneHead && kRowTiles == 1);
+    const int head_dim = int(params.p.head_dim);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row(0, half);
+      const float total = sum[0][half], top = maximum[0][half];
+      const float inverse = __fdividef(1.0f, total + ptx::exp2_approximate(task->sink - top));
+      const bool exists = r < task->rows, blank = total == 0.0f;
+      auto *out_row = static_cast<Element *>(task->out) + r * params.a.out.stride[1];
+#pragma unroll
+      for (int d = 0; d < kDimTiles; d += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float *sums = out[0][d + i];
+          const uint32_t both = ptx::pack<Element>(sums[2 * half] * inverse, sums[2 * half + 1] * inverse);
+          words[i] = blank ? 0u : both;
+        }
+        transpose_quad(words, 0xffffffffu);
+        const int column = 8 * (d + int(threadIdx.x) % 4);
+        if (exists && column < head_dim) ptx::store_global_16(out_row + column, words);
+      }
+      if (exists && threadIdx.x % 4 == 0)
+        task->lse[r * params.a.lse.stride[2]] =
+            blank ? -INFINITY : (top + ptx::log2_approximate(total)) * (1.0f / kLog2E);
+    }
   }
 
   // The epilogue of a split writes rows that are not normalized, with their maximum and sum.

@@ -26,6 +26,12 @@ __device__ __forceinline__ void prefetch_l2(const void *gmem) {
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(gmem));
 }
 
+__device__ __forceinline__ void store_global_16(void *gmem, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(gmem), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
 // An ordinary store, for what has fewer than four bytes in global memory.
 __device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(smem), "r"(value) : "memory");

@@ -123,7 +123,7 @@ template <class Config> struct SmallTile : Config::Rows {
     }
     ptx::cp_async_wait<0>();
     this->finish();
-    this->write();
+    this->write_wide();
   }
 };
 
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   ptx::wait_for_kernel_ahead();
   const HeadTile tile = find_tile(p, params.sequences_together, blockIdx.x);
   if (!tile.has_rows()) return;
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
     shared.task = {tile.s,
                    tile.sequence_index,
                    tile.head,
@@ -146,6 +146,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    tile_columns(p, params.plan, tile.s, tile.sequence_index, tile.head, tile.tile),
                    score_view(p, p.bias, tile.s, tile.head),
                    sink_score(p, tile.head)};
+    shared.task.set_results(params);
+  }
   __syncthreads();
   SmallTile<Config>(params, shared).run();
 }

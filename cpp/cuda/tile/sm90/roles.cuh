@@ -62,10 +62,11 @@ template <int kGroups> struct WarpRoles {
   // A producer thread arrives when its copies are done, where a stage holds nothing else.
   __device__ static __forceinline__ void producer_commit_copies(uint64_t &full) { ptx::arrive_after_copies(full); }
 
-  // A consumer waits until a stage is full. Its products may then read the stage.
-  __device__ static __forceinline__ void consumer_wait(uint64_t &full, uint32_t phase) {
+  // A consumer waits until a stage is full. Its products may then read the stage. Boxes, and what producers have put behind a
+  // fence themselves, need none here (kFenced): it would wait for all that the consumer has stored, too.
+  template <bool kFenced = false> __device__ static __forceinline__ void consumer_wait(uint64_t &full, uint32_t phase) {
     ptx::wait(full, phase);
-    ptx::fence_async_proxy();
+    if constexpr (!kFenced) ptx::fence_async_proxy();
   }
 };
 

@@ -7,7 +7,8 @@
 
 namespace fdm::cuda {
 
-template <class Task> struct TaskRing {
+// kLoads is how many tasks may be loaded at a time: the stages of Q.
+template <class Task, int kLoads = 1> struct TaskRing {
   // Consumers may still write out a task when they have released the next; then come those that wait for their keys, the
   // one that is looked up, the next, and the one that is made meanwhile.
   static constexpr int kSlots = 8;
@@ -16,7 +17,7 @@ template <class Task> struct TaskRing {
   bool end[kSlots]; // there are no more tasks from this slot on
   // Of the task that each warp is at: registers are scarce.
   uint32_t number[Roles::kThreadsWithLookup / 32];
-  uint64_t made[kSlots], released[kSlots], full;
+  uint64_t made[kSlots], released[kSlots], full[kLoads];
 
   // Read anew each time, the thread's index takes no register in between.
   __device__ static uint32_t thread() {
@@ -34,28 +35,34 @@ template <class Task> struct TaskRing {
   // The parity of the barriers of a slot when it has task n.
   __device__ static uint32_t phase(uint32_t n) { return n / kSlots % 2; }
 
-  // One thread of the block calls this, before the others use the barriers.
-  __device__ void init() {
+  // The stage of what is loaded for task n, and the parity of its barrier.
+  __device__ static uint32_t stage(uint32_t n) { return n % kLoads; }
+  __device__ static uint32_t stage_phase(uint32_t n) { return n / kLoads % 2; }
+
+  // One thread of the block calls this, before the others use the barriers. `arrivals` are those of the producers for a
+  // task.
+  __device__ void init(int arrivals) {
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::init_barrier(made[slot], 1);
       ptx::init_barrier(released[slot], Roles::kConsumerThreads);
     }
-    ptx::init_barrier(full, 2 * Roles::kProducerThreads); // the copies, and what passes the task on
+    for (uint64_t &barrier : full) ptx::init_barrier(barrier, arrivals);
   }
 };
 
 // The lookup warpgroup. make(HeadTile, Task &) fills in a task where it lies. A tile without rows becomes an empty one.
-template <class Task, class Make> struct TaskMaker {
-  static constexpr int kSlots = TaskRing<Task>::kSlots;
+template <class Task, class Make, int kLoads = 1> struct TaskMaker {
+  using Ring = TaskRing<Task, kLoads>;
+  static constexpr int kSlots = Ring::kSlots;
 
   const fdm_problem &p;
   const int32_t &together;  // see sequences_together()
   uint32_t *const &tickets; // the next tile of all but the first of each block of threads; null: their order is fixed
-  TaskRing<Task> &ring;
+  Ring &ring;
   const Make &make;
 
-  __device__ TaskMaker(const fdm_problem &problem, const int32_t &sequences, uint32_t *const &counter,
-                       TaskRing<Task> &shared, const Make &make_task)
+  __device__ TaskMaker(const fdm_problem &problem, const int32_t &sequences, uint32_t *const &counter, Ring &shared,
+                       const Make &make_task)
       : p(problem), together(sequences), tickets(counter), ring(shared), make(make_task) {
     ring.set_own_number(0);
 #pragma unroll 1 // the code is long
@@ -91,7 +98,7 @@ private:
   }
   __device__ void prepare(uint32_t index) {
     // Who has released a task has written those before the one before.
-    if (index >= kSlots) ptx::wait(ring.released[(index + 2) % kSlots], TaskRing<Task>::phase(index + 2 - kSlots));
+    if (index >= kSlots) ptx::wait(ring.released[(index + 2) % kSlots], Ring::phase(index + 2 - kSlots));
     const uint32_t tile_index = place(index);
     const bool end = tile_index >= sequence_tiles(p) * p.heads;
     HeadTile tile{};
@@ -108,29 +115,33 @@ private:
 };
 
 // A producer thread goes through the tasks.
-template <class Task> struct TaskLoader {
-  static constexpr int kSlots = TaskRing<Task>::kSlots;
+template <class Task, int kLoads = 1> struct TaskLoader {
+  using Ring = TaskRing<Task, kLoads>;
+  static constexpr int kSlots = Ring::kSlots;
 
-  TaskRing<Task> &ring;
+  Ring &ring;
 
-  __device__ explicit TaskLoader(TaskRing<Task> &shared) : ring(shared) { ring.set_own_number(0); }
+  __device__ explicit TaskLoader(Ring &shared) : ring(shared) { ring.set_own_number(0); }
 
   // Waits until the task is made. Returns false if there are no more.
   __device__ bool wait() const {
     const uint32_t n = ring.own_number();
-    ptx::wait(ring.made[n % kSlots], TaskRing<Task>::phase(n));
+    ptx::wait(ring.made[n % kSlots], Ring::phase(n));
     return !ring.end[n % kSlots];
   }
   __device__ const Task &current() const { return ring.tasks[ring.own_number() % kSlots]; }
   __device__ void advance() { ring.set_own_number(ring.own_number() + 1); }
 
-  // Waits until the consumers no longer need what was loaded for the previous task.
+  // Waits until the consumers no longer need what was loaded kLoads tasks before.
   __device__ void producer_acquire() const {
     const uint32_t n = ring.own_number();
-    if (n > 0) ptx::wait(ring.released[(n - 1) % kSlots], TaskRing<Task>::phase(n - 1));
+    if (n >= kLoads) ptx::wait(ring.released[(n - kLoads) % kSlots], Ring::phase(n - kLoads));
   }
+  // The stage of the task, and the barrier that hands it to the consumers.
+  __device__ uint32_t stage() const { return Ring::stage(ring.own_number()); }
+  __device__ uint64_t &full() const { return ring.full[stage()]; }
   // Hands the task to the consumers. The copies that belong to it have been started.
-  __device__ void producer_commit() { Roles::producer_commit(ring.full); }
+  __device__ void producer_commit() { Roles::producer_commit(full()); }
   __device__ void producer_tail() {
     producer_acquire();
     producer_commit();
@@ -138,18 +149,22 @@ template <class Task> struct TaskLoader {
 };
 
 // A consumer releases each task once, when it needs nothing more that was loaded.
-template <class Task> struct RingConsumer {
-  static constexpr int kSlots = TaskRing<Task>::kSlots;
+// kBoxes: what is loaded comes as boxes, which products may read as soon as they are there.
+template <class Task, int kLoads = 1, bool kBoxes = false> struct RingConsumer {
+  using Ring = TaskRing<Task, kLoads>;
+  static constexpr int kSlots = Ring::kSlots;
 
-  TaskRing<Task> &ring;
+  Ring &ring;
 
-  __device__ explicit RingConsumer(TaskRing<Task> &shared) : ring(shared) { ring.set_own_number(0); }
+  __device__ explicit RingConsumer(Ring &shared) : ring(shared) { ring.set_own_number(0); }
 
   // Waits until a task is loaded. Returns false if there are no more.
   __device__ bool wait() const {
-    Roles::consumer_wait(ring.full, ring.own_number() % 2);
+    const uint32_t n = ring.own_number();
+    Roles::consumer_wait<kBoxes>(ring.full[Ring::stage(n)], Ring::stage_phase(n));
     return !uniform(ring.end[ring.own_number() % kSlots]);
   }
+  __device__ uint32_t stage() const { return Ring::stage(ring.own_number()); }
   __device__ const Task &current() const { return ring.tasks[ring.own_number() % kSlots]; }
   __device__ const Task &before() const { return ring.tasks[(ring.own_number() - 1) % kSlots]; }
   __device__ void release() const { Roles::consumer_release(ring.released[ring.own_number() % kSlots]); }

@@ -28,6 +28,23 @@ template <int kHeadDim>
 using ForwardRegisters =
     std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<200, 56, 56>, LookupRoleRegisters<216, 40, 40>>;
 
+// Where the columns of a tile are consecutive keys. Q of the next tile need not wait until this tile is done, where there is
+// room for it.
+struct BoxTileSm90 {
+  int columns, k_stages, v_stages, query_stages;
+};
+
+constexpr BoxTileSm90 box_tile_sm90(int head_dim) {
+  if (head_dim <= 64) return {128, 4, 3, 2};
+  if (head_dim <= 128) return {128, 2, 2, 2};
+  return head_dim <= 192 ? BoxTileSm90{64, 3, 2, 1} : BoxTileSm90{64, 2, 2, 1};
+}
+
+// One warp copies, and needs few registers.
+template <int kHeadDim>
+using BoxForwardRegisters =
+    std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<208, 32, 64>, LookupRoleRegisters<216, 24, 56>>;
+
 // Tiles with few blocks of columns, of which two share an SM: a thread has 128 registers, of which accumulators take
 // head_dim / 2 + columns / 2, probabilities columns / 4. 0: there is no such kernel.
 struct SmallTileChoice {

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward pass with Hopper's wgmma where there is no mask: the columns of a tile are consecutive keys. A persistent kernel,
+// one block of threads on each SM.
+//
+// The kernel is warp-specialized. One warp copies Q, K and V as boxes, as far ahead as the stages of the pipeline allow, also
+// over the end of a tile; a lookup warpgroup finds tiles, and the bias and the rows of each key. The consumers are those of
+// forward_consumer.cuh.
+#pragma once
+
+#include "../../ptx/dependent.cuh"
+#include "../../tile/sm90/key_boxes.cuh"
+#include "../../tile/sm90/tile_sizes.cuh"
+#include "forward_consumer.cuh"
+
+namespace fdm::cuda {
+
+struct BoxForwardParams {
+  ForwardParams forward;
+  CUtensorMap q, k, v;
+};
+
+template <class Config> __device__ void look_up_boxes(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
+  const fdm_problem &p = params.p;
+  const auto make = [&](const HeadTile &t, ForwardTask &task) {
+    task.s = t.s;
+    task.sequence_index = t.sequence_index;
+    task.head = t.head;
+    task.kv_head = kv_head_of(p, t.head);
+    task.first_row = t.tile * Config::kRows;
+    task.bias = score_view(p, p.bias, t.s, t.head);
+    task.columns = tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile);
+    task.sink = sink_score(p, t.head);
+    task.set_results(params);
+  };
+  TaskMaker<ForwardTask, decltype(make), Config::kQueryStages> scheduler(p, params.sequences_together, params.tickets,
+                                                                         shared.tasks, make);
+  const auto on_column = [&](int stage, int i, float bias) {
+    if (present(p.bias) && params.bias_factor != 0.0f) shared.bias.store(stage, i, bias, params.bias_factor);
+  };
+  BoxLookup<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
+  for (; !scheduler.at_end(); scheduler.advance())
+    keys.run(scheduler, [&] {
+      if (scheduler.prepares()) scheduler.prepare_ahead();
+    });
+  keys.finish();
+}
+
+// Copies Q of the task, if it has any columns, and hands the task to the consumers.
+template <class Config>
+__device__ void copy_queries(const BoxForwardParams &params, const TaskLoader<ForwardTask, Config::kQueryStages> &tasks,
+                             const char *sQ, bool copies) {
+  tasks.producer_acquire();
+  if (threadIdx.x % 32 > 0) return;
+  const ForwardTask &task = tasks.current();
+  const BoxPlace rows{int32_t(task.s.q_begin + task.first_row), int32_t(task.head), int32_t(task.s.batch)};
+  if (copies) copy_tile<typename Config::QTile>(sQ, params.q, rows, tasks.full());
+  ptx::arrive(tasks.full());
+}
+
+template <class Config> __device__ void copy_boxes(const BoxForwardParams &params, ForwardSharedSm90<Config> &shared) {
+  BoxCopier<typename Config::Pipeline> keys(shared.pipeline, params.k, params.v);
+  TaskLoader<ForwardTask, Config::kQueryStages> tasks(shared.tasks);
+  for (; tasks.wait(); tasks.advance()) {
+    const ForwardTask &task = tasks.current();
+    const int boxes = (task.columns.count + Config::kColumns - 1) / Config::kColumns;
+    BoxPlace place{int32_t(task.s.k_begin), int32_t(task.kv_head), int32_t(task.s.batch)};
+#pragma unroll 1
+    for (int box = 0; box == 0 || box < boxes; ++box) {
+      if (box < boxes) keys.copy(place);
+      place.row += Config::kColumns;
+      // The first keys need not wait until there is room for Q.
+      if (box == 0) copy_queries<Config>(params, tasks, shared.sQ[tasks.stage()], boxes > 0);
+      keys.copy_behind();
+    }
+  }
+  keys.copy_behind();
+  copy_queries<Config>(params, tasks, nullptr, false);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Roles::kThreadsWithLookup, 1)
+    forward_boxes_kernel(const __grid_constant__ BoxForwardParams params) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<ForwardSharedSm90<Config> *>(dynamic_shared);
+  shared.init();
+  ptx::wait_for_kernel_ahead();
+  __syncthreads();
+  using Registers = BoxForwardRegisters<Config::kHeadDim>;
+  if (Roles::is_lookup()) {
+    Registers::look_up();
+    look_up_boxes<Config>(params.forward, shared);
+  } else if (Roles::is_producer()) {
+    Registers::produce();
+    if (Roles::producer_thread() < 32) copy_boxes<Config>(params, shared);
+  } else {
+    Registers::consume();
+    ForwardConsumer<Config> consumer(params.forward, shared);
+    consumer.run();
+  }
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The pipeline of K and V where the columns of a tile are consecutive keys: they are copied as boxes of rows, and nothing is
+// gathered. One warp starts the copies. The lookup warpgroup finds the bias of each key and which queries keep it, and makes
+// zeros of V of keys that no query of the tile keeps: 0 times NaN is NaN. Each stage has barriers that say "full" and
+// "empty".
+#pragma once
+
+#include "key_columns.cuh"
+
+namespace fdm::cuda {
+
+template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> struct KeyBoxes {
+  static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
+  static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
+  static constexpr bool kFlagsBlocks = true, kFenced = true;
+  static constexpr int kQueryArrivals = 1; // of the copying warp, for a task
+  using Tile = SmemTile<kHeadDim, kColumns>;
+  using KPipelineState = PipelineState<kKStages>;
+  using VPipelineState = PipelineState<kVStages>;
+
+  alignas(1024) char sK[kKStages][Tile::kBytes];
+  char sV[kVStages][Tile::kBytes];
+  // The facts of a block lie with its K, and are stored when that stage is free.
+  ColumnFacts<kColumns> facts[kKStages];
+  FlagsOfBlocks<kKStages> flags;
+  uint64_t k_full[kKStages], v_landed[kVStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    for (int stage = 0; stage < kKStages; ++stage) {
+      ptx::init_barrier(k_full[stage], 1 + Roles::kLookupThreads);
+      ptx::init_barrier(k_empty[stage], Roles::kConsumerThreads);
+    }
+    for (int stage = 0; stage < kVStages; ++stage) {
+      ptx::init_barrier(v_landed[stage], 1);
+      ptx::init_barrier(v_full[stage], Roles::kLookupThreads);
+      ptx::init_barrier(v_empty[stage], Roles::kConsumerThreads);
+    }
+  }
+};
+
+// The copying warp. The blocks of all tasks are one stream: V of a task's last block is copied among the blocks of the
+// next.
+template <class Boxes> struct BoxCopier {
+  Boxes &boxes;
+  const CUtensorMap &k, &v;
+  typename Boxes::KPipelineState k_state;
+  typename Boxes::VPipelineState v_state;
+  BoxPlace now = {-1, 0, 0}, before = now; // the block whose K was copied last, and that before; row -1: none
+
+  __device__ BoxCopier(Boxes &shared, const CUtensorMap &k_map, const CUtensorMap &v_map)
+      : boxes(shared), k(k_map), v(v_map) {}
+
+  __device__ static void copy(const char *tile, const CUtensorMap &map, const BoxPlace &place, uint64_t &full) {
+    if (threadIdx.x % 32 > 0) return;
+    copy_tile<typename Boxes::Tile>(tile, map, place, full);
+    ptx::arrive(full);
+  }
+
+  // Copies K of a block.
+  __device__ void copy(const BoxPlace &place) {
+    const int stage = k_state.index;
+    Roles::producer_acquire(boxes.k_empty[stage], k_state.phase);
+    copy(boxes.sK[stage], k, place, boxes.k_full[stage]);
+    ++k_state;
+    now = place;
+  }
+  // Copies V of the block before, if it is not copied yet.
+  __device__ void copy_behind() {
+    if (before.row >= 0) {
+      const int stage = v_state.index;
+      Roles::producer_acquire(boxes.v_empty[stage], v_state.phase);
+      copy(boxes.sV[stage], v, before, boxes.v_landed[stage]);
+      ++v_state;
+    }
+    before = now;
+    now.row = -1;
+  }
+};
+
+// A lookup thread. What is known of the columns of a block is asked for when those of the block before have been stored,
+// which may be of the task before.
+//
+// on_column(stage, i, bias) is called for each column of a block whose facts have been stored.
+template <class Boxes, class OnColumn> struct BoxLookup {
+  using Tile = typename Boxes::Tile;
+  using Reader = KeyColumnReader<Boxes::kColumns>;
+
+  Boxes &boxes;
+  const OnColumn &on_column;
+  Reader reader;
+  typename Boxes::KPipelineState k_state;
+  typename Boxes::VPipelineState v_state;
+  bool asked = false; // for what is known of the first block of the task
+  bool lags = false;  // V of a block whose facts are stored is not dealt with yet
+  bool dead = false;  // no query of the tile keeps the column of that block
+
+  __device__ BoxLookup(const fdm_problem &problem, Boxes &shared, const OnColumn &call)
+      : boxes(shared), on_column(call), reader(problem) {}
+
+  // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least.
+  template <class Tasks, class Meanwhile> __device__ void run(const Tasks &tasks, const Meanwhile &meanwhile) {
+    const int blocks = Reader::blocks_of(tasks.current());
+    if (!asked && blocks > 0) reader.ask(tasks.current(), 0);
+    asked = false;
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      const bool last = block + 1 == blocks, now_dead = store_block(tasks.current(), block, last);
+      if (!last) {
+        reader.ask(tasks.current(), block + 1);
+      } else if (Reader::blocks_of(tasks.next()) > 0) {
+        reader.ask(tasks.next(), 0);
+        asked = true;
+      }
+      clear_values();
+      lags = true;
+      dead = now_dead;
+      if (block == 0) meanwhile();
+    }
+    if (blocks > 0) return;
+    // The consumers finish what they have before they go on to tasks without columns, of which there may be many.
+    clear_values();
+    meanwhile();
+  }
+  // Deals with V of the last block of all.
+  __device__ void finish() { clear_values(); }
+
+private:
+  // Returns whether no query keeps this thread's column.
+  template <class Task> __device__ bool store_block(const Task &task, int block, bool last) {
+    const int stage = k_state.index, c = Reader::column(block);
+    const bool has_column = c != INT32_MAX;
+    const KeyColumn key = reader.read(task, block);
+    Roles::producer_acquire(boxes.k_empty[stage], k_state.phase);
+    if (has_column) {
+      key.store(boxes.facts[stage], c % Boxes::kColumns);
+      on_column(stage, c % Boxes::kColumns, key.bias);
+    }
+    boxes.flags.of(k_state).set(has_column && !key.full(), last);
+    ptx::fence_async_proxy();
+    ptx::arrive(boxes.k_full[stage]);
+    ++k_state;
+    return has_column && key.dead();
+  }
+
+  // Makes zeros of V of the dead column of the block before, which the consumers then may read.
+  __device__ void clear_values() {
+    if (!lags) return;
+    const int stage = v_state.index;
+    ptx::wait(boxes.v_landed[stage], v_state.phase);
+    if (dead) {
+      const uint32_t tile = ptx::shared_address(boxes.sV[stage]);
+      const int row = Reader::column(0);
+#pragma unroll 1
+      for (int chunk = 0; chunk < 8 * Tile::kPanels; ++chunk) store_chunk(Tile::chunk_address(tile, row, chunk), {});
+    }
+    ptx::fence_async_proxy();
+    ptx::arrive(boxes.v_full[stage]);
+    ++v_state;
+    lags = false;
+  }
+};
+
+} // namespace fdm::cuda

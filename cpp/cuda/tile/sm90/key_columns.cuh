@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What lookup warps find of consecutive keys that are copied as boxes: the bias, and which queries of the tile keep each.
+#pragma once
+
+#include "../../ptx/tensor.cuh"
+#include "../key_ring.cuh"
+#include "../smem_tile.cuh"
+#include "roles.cuh"
+
+namespace fdm::cuda {
+
+// What the consumers ask of a block first.
+struct alignas(8) BlockFlags {
+  bool partial[Roles::kLookupWarps]; // a query may drop a key that the lookup warp knows
+  bool last;                         // of its task
+
+  __device__ __forceinline__ bool is_partial() const {
+    static_assert(sizeof(partial) == sizeof(uint32_t));
+    return *reinterpret_cast<const uint32_t *>(partial) != 0;
+  }
+  // All lookup threads call this.
+  __device__ __forceinline__ void set(bool drops, bool is_last) {
+    drops = __any_sync(0xffffffffu, drops);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32 % Roles::kLookupWarps] = drops;
+    if (threadIdx.x % Roles::kLookupThreads == 0) last = is_last;
+  }
+};
+
+// The flags of the block in each stage, and of the block that was there before: consumers need not hold those of a block that
+// they have released.
+template <int kStages> struct FlagsOfBlocks {
+  BlockFlags slots[2][kStages];
+
+  __device__ __forceinline__ BlockFlags &of(const PipelineState<kStages> &state) {
+    return slots[state.phase][state.index];
+  }
+  // Those of the block before the one that the state is at.
+  __device__ __forceinline__ const BlockFlags &before(const PipelineState<kStages> &state) const {
+    return state.index > 0 ? slots[state.phase][state.index - 1] : slots[state.phase ^ 1][kStages - 1];
+  }
+};
+
+// Where the boxes of a head of a sequence begin.
+struct BoxPlace {
+  int32_t row, head, batch;
+};
+
+// Copies a tile of rows. The barrier is told of the bytes, and gets no arrival.
+template <class Tile>
+__device__ __forceinline__ void copy_tile(const char *tile, const CUtensorMap &map, const BoxPlace &place,
+                                          uint64_t &full) {
+  ptx::expect_bytes(full, Tile::kBytes);
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel)
+    ptx::copy_box(ptx::shared_address(tile) + panel * Tile::kPanelBytes, map, 64 * panel, place.row, place.head,
+                  place.batch, full);
+}
+
+// A key, as the queries of a tile see it.
+struct KeyColumn {
+  RowWord word;
+  float bias; // to base 2; -inf: no query of the tile keeps it
+
+  __device__ bool dead() const { return bias == -INFINITY; }
+  __device__ bool full() const {
+    uint32_t all = ~0u;
+#pragma unroll
+    for (int part = 0; part < kTileRows / 32; ++part) all &= word.part[part];
+    return all == ~0u;
+  }
+  __device__ static KeyColumn none() { return {{}, -INFINITY}; }
+
+  template <int kColumns> __device__ void store(ColumnFacts<kColumns> &facts, int i) const {
+    facts.bias[i] = bias;
+#pragma unroll
+    for (int part = 0; part < kTileRows / 32; ++part) facts.word[part][i] = word.part[part];
+  }
+};
+
+// A lookup thread knows one key of each block, or none. It asks for what lies in global memory a block ahead.
+template <int kColumns> struct KeyColumnReader {
+  const fdm_problem &p;
+  uint32_t bias_bits;
+
+  __device__ explicit KeyColumnReader(const fdm_problem &problem) : p(problem) {}
+
+  __device__ static int column(int block) { return Roles::own_column<kColumns, Roles::kLookupWarps>(block); }
+  template <class Task> __device__ static int blocks_of(const Task &task) {
+    return (task.columns.count + kColumns - 1) / kColumns;
+  }
+
+  __device__ ScoreView bias_view(const void *data) const {
+    return {data, 0, p.bias.shape[3] == 1 ? 0 : p.bias.stride[3], p.bias.dtype, false};
+  }
+
+  template <class Task> __device__ void ask(const Task &task, int block) {
+    const int c = column(block);
+    if (task.bias.data && c < task.columns.count) bias_bits = bias_view(task.bias.data).load_bits(c);
+  }
+
+  // The key of a block that was asked for.
+  template <class Task> __device__ KeyColumn read(const Task &task, int block) const {
+    const int c = column(block);
+    if (c >= task.columns.count) return KeyColumn::none();
+    KeyColumn key{column_word(task.columns, c, c, 0, 0, {}), 0.0f};
+    if (task.bias.data) key.bias = to_base_2(bias_view(nullptr).convert(bias_bits));
+    uint32_t any = 0;
+#pragma unroll
+    for (int part = 0; part < kTileRows / 32; ++part) any |= key.word.part[part];
+    return any == 0 || key.bias == -INFINITY ? KeyColumn::none() : key;
+  }
+};
+
+} // namespace fdm::cuda
