@@ -240,8 +240,9 @@ def _measure(
             if reason is not None:
                 results.records.extend(step.missing(reason))
             engine.release_memory()
-            results.environment["state_after"] = gpu_state(options.device)
             results.write(options.output)
+    results.environment["state_after"] = gpu_state(options.device)
+    results.write(options.output)
     _present(results, options)
     return results
 

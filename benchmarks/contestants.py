@@ -159,6 +159,21 @@ class FlashDmattn(Contestant):
         return plan if quantity == "plan" else partial(plain.attend, plan=plan())
 
 
+class SelectingFlashDmattn(FlashDmattn):
+    """This package with ``window_size``: the selection is a part of the call, as in its layer."""
+
+    def prepare(self, which: Pass) -> None:
+        """Make nothing."""
+
+    def attend(self, **_: Any) -> torch.Tensor:
+        return super().attend(window_size=self.case.window)
+
+    def call(self, quantity: str) -> Call | None:
+        """None for what excludes the selection."""
+        with_selection = ("forward_with_mask", "end_to_end", "backward", "host")
+        return super().call(quantity) if quantity in with_selection else None
+
+
 def _only(backend: str | None) -> AbstractContextManager[object]:
     """SDPA fails rather than take another backend; by name, since an older torch lacks some."""
     if backend is None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .results import Results
@@ -40,16 +40,18 @@ def cells(results: Results) -> list[Cell]:
     for case in results.cases:
         _, length, share = case.split("-")
         for title, (ours, theirs) in _PASSES.items():
-            times = {
-                who: value
-                for (name, who, quantity), value in known.items()
-                if name == f"map-{length}-dense" and quantity == theirs
-            }
-            if times and (case, "intervals", ours) in known:
+            times = _of(known, f"map-{length}-dense", theirs)
+            mine = _of(known, case, ours)
+            if times and mine:
                 best = min(times, key=times.__getitem__)
-                speedup = times[best] / known[case, "intervals", ours]
+                speedup = times[best] / min(mine.values())
                 found.append(Cell(int(length), int(share), title, speedup, best))
     return sorted(found, key=lambda cell: cell[:2])
+
+
+def _of(known: Mapping[tuple[str, str, str], float], case: str, quantity: str) -> dict[str, float]:
+    """The numbers of a case by contestant."""
+    return {who: v for (name, who, what), v in known.items() if (name, what) == (case, quantity)}
 
 
 def subject(results: Results) -> str:

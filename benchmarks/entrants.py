@@ -9,7 +9,16 @@ from functools import partial
 from typing import Literal
 
 from .cases import Case, Inputs
-from .contestants import Contestant, FlashDmattn, Flex, Sdpa, SdpaAugmented, compact, dense
+from .contestants import (
+    Contestant,
+    FlashDmattn,
+    Flex,
+    Sdpa,
+    SdpaAugmented,
+    SelectingFlashDmattn,
+    compact,
+    dense,
+)
 
 TOP_KEYS_OF_EACH_QUERY = "top-w keys of each query"
 TOP_KEYS_OF_ALL_QUERIES = "top-w keys of all queries"
@@ -52,6 +61,9 @@ def _sdpa(about: str, layout: str = "grouped", backend: str | None = None) -> En
 
 ENTRANTS: dict[str, Entrant] = {
     "intervals": _ours("selected", "flash_dmattn, two integers for each key", per_query=False),
+    "window_size": Entrant(
+        SelectingFlashDmattn, "flash_dmattn, which selects in the call", role="ours"
+    ),
     "key_mask": _ours(
         "keys",
         "flash_dmattn, one selection for all queries",

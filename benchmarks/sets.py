@@ -160,8 +160,8 @@ def density_map(
 ) -> WorkloadSet:
     """Lengths by shares of kept keys; ``one_in``: of so many keys one is kept.
 
-    Ours is the whole call: the selection from a trainable bias, the plan and the attention. Dense
-    attention has no mask and no bias, so that PyTorch's fused kernels serve it.
+    Ours is one call with ``window_size``: the selection from a trainable bias, and the attention.
+    Dense attention has no mask and no bias, so that PyTorch's fused kernels serve it.
     """
     case = _GPU_CASE if gpu else _CPU_CASE
     workloads = []
@@ -171,7 +171,7 @@ def density_map(
         workloads.append(Workload(dense, theirs, ("forward", "forward_backward")))
         for share in one_in or _doubling(1, 64):
             kept = replace(dense, name=f"map-{length}-{share}", window=max(1, length // share))
-            workloads.append(Workload(kept, ("intervals",), ("forward_with_mask", "end_to_end")))
+            workloads.append(Workload(kept, ("window_size",), ("forward_with_mask", "end_to_end")))
     return _set(*workloads)
 
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time of calls: torch.utils.benchmark's on a CPU, Triton's on a GPU, in turns.
+"""Time of calls: torch.utils.benchmark's on a CPU, CUDA events on a GPU, in turns.
 
-On a GPU ``triton.testing.do_bench`` empties the L2 cache before each call, outside the measured
-time, and queues the calls one after another, so that the host runs ahead.
+On a GPU a buffer larger than the L2 cache is written before each call, outside the measured time.
+Several calls are queued while the GPU still writes such buffers, so that it never waits for the
+host, however short a call is and whoever else uses the host. The time of the host is a quantity of
+its own.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +27,12 @@ Sampler = Callable[[Call, float], list[float]]
 # Rounds of contestants that take turns: drifting clocks then change their ratios little.
 _ROUNDS = 3
 _HOST_CALLS = 20
+# Calls that are queued at once, and seconds of them: far from what fills the queue. The GPU is kept
+# from them for no longer than this.
+_QUEUED_CALLS, _QUEUED_SECONDS = 16, 0.01
+# More than any L2 cache, and a time in which no GPU of today writes so much (5 TB/s).
+_FLUSHED_BYTES = 256 << 20
+_FLUSH_SECONDS = 50e-6
 
 
 class Clock(NamedTuple):
@@ -52,16 +61,54 @@ def clock_for(device: str, *, cpu_time: bool = False) -> Clock:
     if cpu_time:
         raise ValueError(f"--cpu-time is for CPUs; the device is {device}")
     testing: Any = importlib.import_module("triton.testing")
-    about = "triton.testing.do_bench: CUDA events, the L2 cache emptied before each call"
-    eager = partial(testing.do_bench, warmup=10)
-    return Clock(about, partial(_on_gpu, eager), partial(_on_gpu, testing.do_bench_cudagraph))
+    about = "CUDA events; the L2 cache emptied before each call, calls queued ahead of the GPU"
+    return Clock(about, _on_gpu, partial(_in_graph, testing.do_bench_cudagraph))
 
 
 def _on_cpu(timer: Callable[[], float], call: Call, seconds: float) -> list[float]:
     return list(_timer(call, timer).blocked_autorange(min_run_time=seconds).times)
 
 
-def _on_gpu(bench: Callable[..., list[float]], call: Call, seconds: float) -> list[float]:
+def _on_gpu(call: Call, seconds: float) -> list[float]:
+    """Samples that last ``seconds`` together, after a call that is not counted unless it is as
+    long as that.
+    """
+    (last,), host_seconds = _queued(call, 1, 20 * _FLUSH_SECONDS)
+    if last >= seconds:
+        return [last]
+    samples: list[float] = []
+    while (left := seconds - sum(samples)) > 0:
+        count = min(_QUEUED_CALLS, 1 + int(min(left, _QUEUED_SECONDS) / max(last, 1e-6)))
+        ahead = host_seconds + count * max(0.0, host_seconds - last)
+        found, host_seconds = _queued(call, count, min(ahead, _QUEUED_SECONDS))
+        samples += found
+        last = found[-1]
+    return samples
+
+
+def _queued(call: Call, count: int, ahead: float) -> tuple[list[float], float]:
+    """Seconds of so many calls on the GPU, and of one on the host.
+
+    The GPU is kept busy for ``ahead`` seconds first, while the calls are queued.
+    """
+    flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    event: Any = partial(torch.cuda.Event, enable_timing=True)
+    events = [(event(), event()) for _ in range(count)]
+    _finish()
+    for _ in range(math.ceil(ahead / _FLUSH_SECONDS)):
+        flushed.zero_()
+    queued = time.perf_counter()
+    for begin, end in events:
+        flushed.zero_()
+        begin.record()
+        call()
+        end.record()
+    host_seconds = (time.perf_counter() - queued) / count
+    _finish()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in events], host_seconds
+
+
+def _in_graph(bench: Callable[..., list[float]], call: Call, seconds: float) -> list[float]:
     _finish()  # graphs are captured on another stream, which does not wait for this one
     return [ms / 1e3 for ms in bench(call, rep=1e3 * seconds, return_mode="all")]
 

@@ -204,6 +204,15 @@ def test_contestants_fit_what_they_can_compute() -> None:
     assert entrants.attends_to("sdpa", dense) == entrants.ALL_KEYS
 
 
+def test_a_call_that_selects_has_no_time_without_its_selection() -> None:
+    found = run(tiny("heads32-8k", "intervals", "window_size"))
+    assert {key: record.reason for key, record in found.items() if record.reason} == {}
+    quantities = {quantity for who, quantity in found if who == "window_size"}
+    timed = {quantity for quantity in quantities if not quantity.startswith("memory")}
+    assert timed == {"forward_with_mask", "backward", "end_to_end", "host"}
+    assert found["window_size", "end_to_end"].mask == found["intervals", "end_to_end"].mask
+
+
 # --- clocks and memory
 
 
@@ -237,26 +246,68 @@ def test_time_of_the_processor_stands_still_while_others_run() -> None:
         timing.clock_for("cuda:0", cpu_time=True)
 
 
-def test_times_of_a_gpu_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In seconds; short work in a CUDA graph."""
+def test_short_work_is_timed_by_triton_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In seconds."""
     asked: list[dict[str, Any]] = []
 
     def bench(call: timing.Call, **options: Any) -> list[float]:
         asked.append(options)
         return [2.0, 3.0]
 
-    testing = SimpleNamespace(do_bench=bench, do_bench_cudagraph=bench)
+    testing = SimpleNamespace(do_bench_cudagraph=bench)
     monkeypatch.setitem(sys.modules, "triton.testing", testing)
-    clock = timing.clock_for("cuda:0")
-    assert clock.sample(lambda: None, 0.05) == [0.002, 0.003]
-    assert clock.replay(lambda: None, 0.05) == [0.002, 0.003]
-    common = {"rep": 50.0, "return_mode": "all"}
-    assert asked == [{"warmup": 10, **common}, common]
+    assert timing.clock_for("cuda:0").replay(lambda: None, 0.05) == [0.002, 0.003]
+    assert asked == [{"rep": 50.0, "return_mode": "all"}]
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "on_host", "counts", "aheads"),
+    [
+        # Longer than is asked for: once.
+        (0.03, 0.001, [1], [0.001]),
+        # The host is the faster.
+        (0.002, 0.0001, [1, 6], [0.001, 0.0001]),
+        # The host is the slower: the GPU waits for what it takes longer, but not for long.
+        (0.00043, 0.0007, [1, 16, 8], [0.001, 0.00502, 0.00286]),
+        (0.00043, 0.1, [1, 16, 8], [0.001, 0.01, 0.01]),
+    ],
+)
+def test_calls_are_queued_while_the_gpu_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+    on_gpu: float,
+    on_host: float,
+    counts: list[int],
+    aheads: list[float],
+) -> None:
+    queued: list[tuple[int, float]] = []
+
+    def queue(_: timing.Call, count: int, ahead: float) -> tuple[list[float], float]:
+        queued.append((count, ahead))
+        return [on_gpu] * count, on_host
+
+    monkeypatch.setattr(timing, "_queued", queue)
+    monkeypatch.setitem(sys.modules, "triton.testing", SimpleNamespace(do_bench_cudagraph=None))
+    samples = timing.clock_for("cuda:0").sample(lambda: None, 0.01)
+    assert len(samples) == (sum(counts[1:]) or 1)
+    assert [count for count, _ in queued] == counts
+    assert [ahead for _, ahead in queued] == pytest.approx(aheads)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_time_of_a_gpu_does_not_include_that_of_the_host() -> None:
+    tensor = torch.zeros(1 << 20, device="cuda")
+
+    def slow_on_the_host() -> None:
+        time.sleep(0.0002)
+        tensor.add_(1.0)
+
+    pytest.importorskip("triton")
+    samples = timing.clock_for("cuda:0").sample(slow_on_the_host, 0.01)
+    assert sorted(samples)[len(samples) // 2] < 0.0001
 
 
 def test_triton_has_what_is_asked_of_it() -> None:
     testing = pytest.importorskip("triton.testing")
-    assert {"warmup", "rep", "return_mode"} <= signature(testing.do_bench).parameters.keys()
     assert {"rep", "return_mode"} <= signature(testing.do_bench_cudagraph).parameters.keys()
 
 
