@@ -58,7 +58,8 @@ def subject(results: Results) -> str:
     """What was measured on what, in one line."""
     shape = next(iter(results.cases.values()))
     heads = f"{shape['heads']} heads on {shape['kv_heads']} of {shape['head_dim']}"
-    return f"{results.machine}, {shape['dtype']}, {heads}, causal"
+    batch = f", batch of {shape['batch']}" if shape["batch"] > 1 else ""
+    return f"{results.machine}, {shape['dtype']}, {heads}{batch}, causal"
 
 
 def map_table(results: Results) -> Table:

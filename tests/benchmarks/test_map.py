@@ -39,7 +39,7 @@ def test_every_place_is_measured(measured: Path) -> None:
         }
         assert theirs.keys() == {"sdpa", "sdpa_gqa", "sdpa_expanded"}
         assert theirs[cell.dense] == min(theirs.values())
-        ours = run.values[f"{name}-{cell.one_in}", "intervals", "forward_with_mask"]
+        ours = run.values[f"{name}-{cell.one_in}", "window_size", "forward_with_mask"]
         if forward:
             assert cell.speedup == theirs[cell.dense] / ours
 
@@ -66,7 +66,7 @@ def test_where_it_pays(speedups: dict[int, tuple[float | None, ...]], expected: 
     """Of what a place may be missing."""
     where = dict.fromkeys(("gpu", "cpu", "threads", "torch", "date", "measurement"), "")
     run = results.Results(where, {}, {})
-    shape = {"dtype": "float32", "heads": 2, "kv_heads": 1, "head_dim": 8}
+    shape = {"dtype": "float32", "batch": 3, "heads": 2, "kv_heads": 1, "head_dim": 8}
 
     def add(case: str, who: str, quantity: str, seconds: float) -> None:
         run.cases[case] = shape
@@ -78,7 +78,9 @@ def test_where_it_pays(speedups: dict[int, tuple[float | None, ...]], expected: 
         for quantity, speedup in zip(("forward_with_mask", "end_to_end"), pair, strict=True):
             if speedup is not None:
                 add(f"map-64-{one_in}", "intervals", quantity, 1.0 / speedup)
-    assert [row[:2] for row in density.map_table(run).rows] == [("64", expected)]
+    table = density.map_table(run)
+    assert [row[:2] for row in table.rows] == [("64", expected)]
+    assert table.title.endswith(", float32, 2 heads on 1 of 8, batch of 3, causal")
 
 
 @pytest.mark.parametrize(
