@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(add, train.METHODS)
     add("--lengths", nargs="+", type=_positive, help="tokens of a sequence")
     add("--tokens", type=_positive, help="of a step, all sequences together")
+    add("--modes", nargs="+", choices=[*train.MODES], help="how models run (default: all)")
     add("--seconds", type=float, default=2.0, help="of timing each (default: 2)")
     add = command("learn", "loss of such a model over the time of its training", _learn)
     _add_measuring(add)
@@ -330,10 +331,11 @@ def _train(options: argparse.Namespace) -> int:
     clock = clock_for(device, cpu_time=options.cpu_time)
     setting = train.GPU if device.startswith("cuda") else train.CPU
     shape = replace(setting.shape, device=device, **_given(options, "window"))
-    setting = setting._replace(shape=shape, **_given(options, "layers", "tokens", "lengths"))
-    cases = [setting.case(length) for length in setting.lengths]
+    given = _given(options, "layers", "tokens", "lengths", "modes")
+    setting = setting._replace(shape=shape, **given)
+    cases = setting.cases()
     more = {"contestants": who, "layers": setting.layers}
-    plain = {case.name: {**asdict(case), **more} for case in cases}
+    plain = {case.name: {**asdict(case), **more, "mode": mode} for case, mode in cases}
     steps, count = train.steps(setting, who, clock, options.seconds), len(cases) * len(who)
     _measure(options, clock.description, about(TRAIN_QUANTITIES), plain, steps, count)
     return 0

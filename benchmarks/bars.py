@@ -115,7 +115,8 @@ CPU_BARS = (
 GENERATE_BARS = (Bar("generate-16k flash_dmattn attention", 0.25, "of eager attention's", "eager"),)
 _TRAIN = ("speed of the same model with dense attention", "dense")
 TRAIN_BARS = tuple(
-    Bar(f"train-{length} flash_dmattn train_step", limit, *_TRAIN, speed=True)
+    Bar(f"{name}-{length} flash_dmattn train_step", limit, *_TRAIN, speed=True)
+    for name in ("train", "train-compiled")
     for length, limit in {"2k": 1.0, "4k": 1.1, "16k": 1.8, "64k": 5.0}.items()
 )
 

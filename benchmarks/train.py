@@ -3,7 +3,8 @@
 
 Both models have the same projections, norms, rotary embedding and feed-forward layers; the one with
 dynamic masks also learns biases, and selects keys by them. Parameters are float32, computing is in
-bfloat16 by autocast on a GPU, and a step is forward, backward and AdamW.
+bfloat16 by autocast on a GPU, and a step is forward, backward and AdamW. Both are measured eagerly,
+and with each of their blocks compiled whole.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from .results import Record, Step
 from .text import VOCABULARY
 from .timing import Clock, summary
 
+# How a model is run, with the beginning of its cases' names.
+MODES = {"eager": "train", "compiled": "train-compiled"}
+
 
 class Setting(NamedTuple):
     """A model, and how many tokens a step has; the batch is what makes so many of a length."""
@@ -34,12 +38,17 @@ class Setting(NamedTuple):
     layers: int
     tokens: int
     lengths: tuple[int, ...]
+    modes: tuple[str, ...] = tuple(MODES)
 
-    def case(self, length: int) -> Case:
+    def case(self, length: int, mode: str = "eager") -> Case:
         """The attention problem of a layer at a length."""
         batch = max(1, self.tokens // length)
-        name = f"train-{length / 1024:g}k"
+        name = f"{MODES[mode]}-{length / 1024:g}k"
         return replace(self.shape, name=name, batch=batch, length=length)
+
+    def cases(self) -> list[tuple[Case, str]]:
+        """Each length in each mode."""
+        return [(self.case(length, mode), mode) for mode in self.modes for length in self.lengths]
 
 
 GPU = Setting(
@@ -92,21 +101,28 @@ METHODS: dict[str, tuple[type[DynamicMaskAttention], str, str]] = {
 }
 
 
-def make_model(name: str, case: Case, layers: int) -> nn.Module:
-    """A model of one method on the case's device, with random weights in float32."""
+def make_model(name: str, case: Case, layers: int, mode: str = "eager") -> nn.Module:
+    """A model of one method on the case's device, with random weights in float32.
+
+    Compiled, a block that breaks the graph anywhere is an error.
+    """
     torch.manual_seed(case.seed)
     width = case.heads * case.head_dim
     attention = METHODS[name][0]
     sizes = (width, case.heads, case.kv_heads)
     blocks = [Block(attention(*sizes, window_size=case.window), width) for _ in range(layers)]
+    if mode == "compiled":
+        torch.compiler.reset()  # so that sizes are constants of what is compiled
+        for block in blocks:
+            block.compile(fullgraph=True, dynamic=False)
     head = nn.Linear(width, VOCABULARY, bias=False)
     model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.RMSNorm(width), head)
     return model.to(case.device)
 
 
-def make_step(name: str, case: Case, layers: int) -> Callable[[], Tensor]:
+def make_step(name: str, case: Case, layers: int, mode: str = "eager") -> Callable[[], Tensor]:
     """What trains a model by one step, on random tokens, and returns the loss."""
-    model = make_model(name, case, layers)
+    model = make_model(name, case, layers, mode)
     on_gpu = case.device.startswith("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
     shape = (case.batch, case.length + 1)
@@ -128,18 +144,23 @@ def steps(
     setting: Setting, contestants: Sequence[str], clock: Clock, seconds: float
 ) -> Iterator[Step]:
     """The measuring of each method at each length."""
-    for case in map(setting.case, setting.lengths):
+    for case, mode in setting.cases():
         for name in contestants:
             record = partial(Record, case.name, name, *METHODS[name][1:])
-            run = partial(_measure, record, name, case, setting.layers, clock, seconds)
+            make = partial(make_step, name, case, setting.layers, mode)
+            run = partial(_measure, record, make, case.device, clock, seconds)
             missing = partial(lambda record, reason: [record("train_step", reason=reason)], record)
             yield Step(f"{case.name}: {name}", run, missing)
 
 
 def _measure(
-    record: Callable[..., Record], name: str, case: Case, layers: int, clock: Clock, seconds: float
+    record: Callable[..., Record],
+    make: Callable[[], Callable[[], Tensor]],
+    device: str,
+    clock: Clock,
+    seconds: float,
 ) -> Iterator[Record]:
-    step = make_step(name, case, layers)
-    step()  # the optimizer's state is made here
-    yield record("memory_train", value=float(peak_extra_memory(step, case.device)), samples=1)
+    step = make()
+    step()  # the optimizer's state is made here, and what is compiled
+    yield record("memory_train", value=float(peak_extra_memory(step, device)), samples=1)
     yield record("train_step", **summary(clock.sample(step, seconds)))
