@@ -110,14 +110,15 @@ def make_model(name: str, case: Case, layers: int, mode: str = "eager") -> nn.Mo
     width = case.heads * case.head_dim
     attention = METHODS[name][0]
     sizes = (width, case.heads, case.kv_heads)
-    blocks = [Block(attention(*sizes, window_size=case.window), width) for _ in range(layers)]
+    with torch.device(case.device):
+        blocks = [Block(attention(*sizes, window_size=case.window), width) for _ in range(layers)]
+        head = nn.Linear(width, VOCABULARY, bias=False)
+        model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.RMSNorm(width), head)
     if mode == "compiled":
         torch.compiler.reset()  # so that sizes are constants of what is compiled
         for block in blocks:
             block.compile(fullgraph=True, dynamic=False)
-    head = nn.Linear(width, VOCABULARY, bias=False)
-    model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.RMSNorm(width), head)
-    return model.to(case.device)
+    return model
 
 
 def make_step(name: str, case: Case, layers: int, mode: str = "eager") -> Callable[[], Tensor]:

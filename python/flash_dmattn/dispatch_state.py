@@ -88,8 +88,9 @@ def _count_kernels() -> None:
     _Kernels.are_own = _Kernels.own.issuperset(relevant)
 
 
-def is_idle(tensors: tuple[Any, ...]) -> bool:
-    """Say whether the dispatcher, most of the cost of a small call, would have nothing to do.
+def is_idle(tensors: tuple[Any, ...], *, or_profiled: bool = False) -> bool:
+    """Say whether the dispatcher, most of the cost of a small call, would have nothing to do; with
+    ``or_profiled`` also where it would only tell a profiler.
 
     That is: plain tensors of a CPU or a CUDA device, our own kernels, and no tracing, mode,
     profiler or functorch transform. Of what records calls one thing cannot be seen: a
@@ -97,7 +98,9 @@ def is_idle(tensors: tuple[Any, ...]) -> bool:
     """
     if is_compiling() or not IS_READABLE:
         return False
-    if _included_keys() not in _IDLE_KEYS or _is_profiled() or forward_ad._current_level >= 0:
+    if _included_keys() not in _IDLE_KEYS or forward_ad._current_level >= 0:
+        return False
+    if not or_profiled and _is_profiled():
         return False
     if len(_kernels) != _Kernels.counted:
         _count_kernels()

@@ -30,6 +30,7 @@ from .arguments import (
 from .cache import AttentionCache
 from .fusing import fused_step
 from .heads import prepared
+from .projections import projected
 
 __all__ = ["DynamicMaskAttention"]
 
@@ -238,10 +239,7 @@ class DynamicMaskAttention(nn.Module):
             assert cache.kept is not None
             return step(self, hidden_states, cache.kept)
         self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache, padding)
-        heads, kv_heads = ((count, self.head_dim) for count in (self.num_heads, self.num_kv_heads))
-        query = self.q_proj(hidden_states).unflatten(-1, heads)
-        key = self.k_proj(hidden_states).unflatten(-1, kv_heads)
-        value = self.v_proj(hidden_states).unflatten(-1, kv_heads)
+        query, key, value = projected(self, hidden_states)
         bias = self.key_bias(value)
         query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
         window_size = None
@@ -259,8 +257,8 @@ class DynamicMaskAttention(nn.Module):
         out = self.attend(
             query, key, value, bias, attn_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
         )
-        projected: Tensor = self.o_proj(out.flatten(-2))
-        return projected
+        result: Tensor = self.o_proj(out.flatten(-2))
+        return result
 
     def key_bias(self, value: Tensor) -> Tensor:
         """Return the bias of each key.

@@ -19,7 +19,7 @@ from .parts import Fusable, Part, Projecting
 if TYPE_CHECKING:
     from .step import Step
 
-__all__ = ["are_as_found", "fused_step", "is_token", "plain_parts"]
+__all__ = ["are_as_found", "eps_of", "fused_step", "is_as_made", "is_token", "plain_parts"]
 
 # Of more sequences, or of larger projections, products of matrices are faster than of vectors.
 _MOST_SEQUENCES = 4
@@ -127,19 +127,33 @@ def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | 
     return tuple(parts)
 
 
+def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Say whether a module is of this class, and nothing has been hooked to its forward."""
+    return (
+        type(module) is kind
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and "forward" not in module.__dict__
+        and not every_module._global_forward_hooks
+        and not every_module._global_forward_pre_hooks
+    )
+
+
+def eps_of(norm: nn.RMSNorm) -> float:
+    """Return what a norm adds to the mean square."""
+    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+
+
 def are_as_found(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Say whether nothing has replaced, hooked, moved or converted the parts of a layer."""
-    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
-        return False
     for module, kind, weight, bias in parts:
         parameters = module._parameters
         if (
-            type(module) is not kind
+            not is_as_made(module, kind)
             or parameters.get("weight") is not weight
             or parameters.get("bias") is not bias
-            or module._forward_hooks
-            or module._forward_pre_hooks
-            or "forward" in module.__dict__
         ):
             return False
         for parameter in (weight, bias):

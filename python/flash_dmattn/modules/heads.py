@@ -8,10 +8,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .. import dispatch_state
+from ..state.stepping import has_kernel
 from .cache import AttentionCache
+from .fusing import eps_of, is_as_made
 from .rotary import packed_positions, rotary_factors, rotate
 
 __all__ = ["prepared"]
+
+# Of what kernels take; they compute in float32.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Layer(Protocol):
@@ -35,14 +41,56 @@ def prepared(
         query, key: of the projections.
         position_ids, cu_seqlens, cache: as in `DynamicMaskAttention.forward`.
     """
-    query, key = _normalized(query, layer.q_norm), _normalized(key, layer.k_norm)
-    if layer.rotary_base is None:
-        return query, key
-    if position_ids is None:
-        position_ids = _positions(query, cu_seqlens, cache)
-    compute_dtype = torch.promote_types(query.dtype, torch.float32)
-    factors = rotary_factors(position_ids, query.shape[-1], layer.rotary_base, compute_dtype)
-    return rotate(query, *factors), rotate(key, *factors)
+    factors = None
+    if layer.rotary_base is not None:
+        if position_ids is None:
+            position_ids = _positions(query, cu_seqlens, cache)
+        compute_dtype = torch.promote_types(query.dtype, torch.float32)
+        factors = rotary_factors(position_ids, query.shape[-1], layer.rotary_base, compute_dtype)
+    return _prepared(query, layer.q_norm, factors), _prepared(key, layer.k_norm, factors)
+
+
+def _prepared(
+    heads: Tensor, norm: nn.RMSNorm | None, factors: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    if norm is None and factors is None:
+        return heads
+    if _is_fused(heads, norm):
+        from .fused_heads import normed_and_turned
+
+        if norm is None:
+            return normed_and_turned(heads, None, 0.0, factors)
+        return normed_and_turned(heads, norm.weight, eps_of(norm), factors)
+    heads = _normalized(heads, norm)
+    return heads if factors is None else rotate(heads, *factors)
+
+
+def _is_fused(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
+    """Say whether kernels compute what the norm and a rotation do.
+
+    Not where torch looks at each operation, but for profilers, which are to see what runs without
+    them.
+    """
+    if not has_kernel(heads.device.type) or heads.dtype not in _DTYPES or not heads.numel():
+        return False
+    if norm is None:
+        weight = None
+    elif is_as_made(norm, nn.RMSNorm) and norm.weight is not None:
+        weight = norm.weight
+        if weight.dtype not in (heads.dtype, torch.float32) or weight.shape != heads.shape[-1:]:
+            return False
+    else:
+        return False
+    return _has_even_tokens(heads) and dispatch_state.is_idle((heads, weight), or_profiled=True)
+
+
+def _has_even_tokens(heads: Tensor) -> bool:
+    """Say whether each token's heads are contiguous, and as far from those of the token before."""
+    *sizes, tokens, count, dim = heads.shape
+    *strides, token, head, element = heads.stride()
+    if element != 1 or (head != dim and count > 1):
+        return False
+    return not sizes or sizes[0] == 1 or strides[0] == tokens * token
 
 
 def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-__all__ = ["Fusable", "Part", "Projecting"]
+__all__ = ["Fusable", "Part", "Projecting", "Sized"]
 
 
 class Projecting(Protocol):
@@ -23,16 +23,21 @@ class Projecting(Protocol):
     _parameters: dict[str, nn.Parameter | None]
 
 
-class Fusable(Projecting, Protocol):
+class Sized(Projecting, Protocol):
+    """The parts of a layer, and its sizes."""
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Fusable(Sized, Protocol):
     """The parts of a layer, and what it is told."""
 
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
     sink: nn.Parameter | None
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     window_size: int | None
     is_causal: bool
     bias_form: str

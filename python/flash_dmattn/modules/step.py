@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..arguments import backend_name
 from ..backends.triton.kernels.project import BY_POSITION, NO_TURN
 from ..state.insert_kernel import BiasOfValues
+from .fusing import eps_of
 from .parts import Fusable, Part
 from .rotary import frequencies
 from .step_kernels import Sizes, StepKernels, Turn
@@ -42,7 +43,7 @@ class Step:
             Sizes(layer.embed_dim, layer.num_heads, layer.num_kv_heads, dim),
             parts,
             BiasOfValues(states.weight, states.bias, layer.A, layer.bias_form == "exp"),
-            eps=(_eps(norms[0].module), _eps(norms[1].module)) if norms else (0.0, 0.0),
+            eps=_eps(norms) if norms else (0.0, 0.0),
             rounds_norm=False,
             turn=(NO_TURN if layer.rotary_base is None else BY_POSITION).value,
             scale=dim**-0.5 if scale is None else scale,
@@ -73,6 +74,13 @@ class Step:
         return self._kernels(x, Turn(turns, start), kept.step, layer.sink, layer.softcap)
 
 
+def _eps(norms: tuple[Part, ...]) -> tuple[float, float]:
+    query, key = (norm.module for norm in norms)
+    assert isinstance(query, nn.RMSNorm)
+    assert isinstance(key, nn.RMSNorm)
+    return eps_of(query), eps_of(key)
+
+
 def _settings(layer: Fusable) -> tuple[object, ...]:
     return (
         layer.num_heads,
@@ -84,11 +92,6 @@ def _settings(layer: Fusable) -> tuple[object, ...]:
         layer.softmax_scale,
         layer.backend,
     )
-
-
-def _eps(norm: nn.Module) -> float:
-    assert isinstance(norm, nn.RMSNorm)
-    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Norm and rotation of heads in one kernel, and their gradients in another.
+
+PyTorch's operations read and write heads about twenty times, mostly in float32, which in a training
+step may take longer than attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from ..backends.triton.kernels.heads import differentiate_heads, prepare_heads
+from ..backends.triton.prepared import Prepared
+from .rotary import rotate
+
+__all__ = ["Factors", "normed_and_turned"]
+
+# Cosines and sines, ({B|1}, N, 1, D / 2) each.
+Factors = tuple[Tensor, Tensor]
+
+# Elements of half of a program's rows, and its warps.
+_BLOCK, _WARPS = 1024, 4
+
+
+def normed_and_turned(
+    heads: Tensor, weight: Tensor | None, eps: float, factors: Factors | None
+) -> Tensor:
+    """Return heads after `rms_norm` and `rotate`.
+
+    Args:
+        heads: ``(..., N, heads, D)``, float32 or of 16 bits, each token's heads contiguous.
+        weight: of the norm, ``(D,)``, float32 or of heads' dtype; None for no norm.
+        eps: of the norm.
+        factors: of the rotation; None for none.
+    """
+    cos, sin = (None, None) if factors is None else factors
+    prepared: Tensor = _NormedAndTurned.apply(heads, weight, cos, sin, eps)  # type: ignore[no-untyped-call]
+    return prepared
+
+
+class _NormedAndTurned(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        heads: Tensor,
+        weight: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(heads, weight, cos, sin)
+        ctx.eps = eps
+        prepared = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        _start((), _Inputs(heads, weight, cos, sin), (prepared,), eps)
+        return prepared
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = _Inputs(*ctx.saved_tensors)
+        if torch.is_grad_enabled():  # a graph of the gradients is wanted
+            return (*_recorded(inputs, ctx.eps, gradient), None, None, None)
+        heads, weight, *_ = inputs
+        result = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        programs = 0 if weight is None else _programs(heads)
+        parts = heads.new_empty(programs, heads.shape[-1], dtype=torch.float32)
+        _start((gradient.contiguous(),), inputs, (result, parts), ctx.eps)
+        of_weight = None if weight is None else parts.sum(0).to(weight.dtype)
+        return result, of_weight, None, None, None
+
+
+class _Inputs(NamedTuple):
+    heads: Tensor
+    weight: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+def _recorded(inputs: _Inputs, eps: float, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of heads and weight, by operations that can be differentiated again."""
+    heads, weight, cos, sin = inputs
+    prepared = heads
+    if weight is not None:
+        prepared = rms_norm(heads.to(weight.dtype), weight.shape, weight, eps).to(heads.dtype)
+    if cos is not None and sin is not None:
+        prepared = rotate(prepared, cos, sin)
+    leaves = [t for t in (heads, weight) if t is not None and t.requires_grad]
+    found = torch.autograd.grad(prepared, leaves, gradient, create_graph=True)
+    gradients = dict(zip(leaves, found, strict=True))
+    return gradients.get(heads), None if weight is None else gradients.get(weight)
+
+
+def _start(
+    before: tuple[Tensor, ...], inputs: _Inputs, results: tuple[Tensor, ...], eps: float
+) -> None:
+    """Start a kernel: with the gradient before its inputs that of backward."""
+    heads, cos = inputs.heads, inputs.cos
+    count, dim = heads.shape[-2:]
+    token = heads.flatten(0, -3).stride(0)
+    positions = 1 if cos is None else cos.numel() // (dim // 2)
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in inputs)
+    # In place of what there is not, something that is not read.
+    given = [heads if tensor is None else tensor for tensor in inputs]
+    _kernel(bool(before), count, dim, dtypes).start(
+        (_programs(heads), 1, 1),
+        (*before, *given, *results),
+        (eps, heads.numel() // dim, positions, token),
+    )
+
+
+def _programs(heads: Tensor) -> int:
+    dim = heads.shape[-1]
+    return int(triton.cdiv(heads.numel() // dim, _rows(dim)))
+
+
+def _rows(dim: int) -> int:
+    """Return how many rows a program has."""
+    return max(1, _BLOCK // int(triton.next_power_of_2((dim + 1) // 2)))
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(
+    is_backward: bool, heads: int, dim: int, dtypes: tuple[torch.dtype | None, ...]
+) -> Prepared:
+    """Return the kernel for these sizes, and for tensors of these dtypes alone; None: there is no
+    such tensor.
+    """
+    _, weight, cos, _ = dtypes
+    half = (dim + 1) // 2
+    return Prepared(
+        differentiate_heads if is_backward else prepare_heads,
+        _WARPS,
+        HEADS=heads,
+        DIM=dim,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        ROWS=_rows(dim),
+        NORMED=weight is not None,
+        TURNED=cos is not None,
+    )

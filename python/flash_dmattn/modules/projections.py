@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Hidden states as heads of queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..dispatch_state import PLAIN_TYPES
+from .fusing import is_as_made
+from .parts import Sized
+
+__all__ = ["projected"]
+
+
+def projected(layer: Sized, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query ``(..., H, D)``, key and value ``(..., Hk, D)`` of states ``(..., embed_dim)``.
+
+    In training they are one product, of which they are views: the gradient of the states is then
+    one product too, and not three that are added, and autocast casts the states once.
+    """
+    modules = layer.q_proj, layer.k_proj, layer.v_proj
+    counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    if torch.is_grad_enabled() and _are_joined(modules):
+        weight = torch.cat([module.weight for module in modules])
+        bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+        states = linear(hidden_states, weight, bias)
+        query, key, value = _in_heads(states, sum(counts), layer.head_dim).split(counts, -2)
+        return query, key, value
+    query, key, value = (
+        _in_heads(module(hidden_states), count, layer.head_dim)
+        for module, count in zip(modules, counts, strict=True)
+    )
+    return query, key, value
+
+
+def _in_heads(states: Tensor, count: int, dim: int) -> Any:
+    return states.unflatten(-1, (count, dim))  # type: ignore[no-untyped-call]
+
+
+def _are_joined(modules: tuple[nn.Linear, ...]) -> bool:
+    """Say whether these are linear layers that train, with nothing of others in their place."""
+    first = modules[0]
+    for module in modules:
+        if not is_as_made(module, nn.Linear) or (module.bias is None) != (first.bias is None):
+            return False
+        weight = module.weight
+        if type(weight) not in PLAIN_TYPES or not weight.requires_grad:
+            return False
+        if weight.dtype != first.weight.dtype or weight.device != first.weight.device:
+            return False
+    return True
