@@ -79,19 +79,22 @@ class DenseAttention(DynamicMaskAttention):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU (arXiv:2002.05202), each normalised before and added after."""
+    """Attention and SwiGLU (arXiv:2002.05202), each normalised before and added after, as in the
+    models of Llama's family.
+    """
 
     def __init__(self, attention: nn.Module, width: int) -> None:
         super().__init__()
         self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attention = attention
-        self.up = nn.Linear(width, 6 * width, bias=False)
+        self.gate = nn.Linear(width, 3 * width, bias=False)
+        self.up = nn.Linear(width, 3 * width, bias=False)
         self.down = nn.Linear(3 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        gate, hidden = self.up(self.feed_forward_norm(x)).chunk(2, -1)
-        down: Tensor = self.down(silu(gate) * hidden)
+        states = self.feed_forward_norm(x)
+        down: Tensor = self.down(silu(self.gate(states)) * self.up(states))
         return x + down
 
 
