@@ -241,8 +241,9 @@ def _gradients(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_TENSOR_COUNT], *output)
-    ctx.settings = inputs[_TENSOR_COUNT:]
+    *record, ctx.backend = inputs
+    ctx.save_for_backward(*record[:_TENSOR_COUNT], *output)
+    ctx.settings = record[_TENSOR_COUNT:]
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
@@ -251,32 +252,34 @@ def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
     flags = tuple(bool(ctx.needs_input_grad[place]) for place in ATTENTION.places)
+    gradients = _saved_gradients(ctx.saved_tensors, ctx.settings, ctx.backend, flags, dout, dlse)
     slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
-    for place, gradient in zip(
-        ATTENTION.places,
-        _saved_gradients(ctx.saved_tensors, ctx.settings, flags, dout, dlse),
-        strict=True,
-    ):
+    for place, gradient in zip(ATTENTION.places, gradients, strict=True):
         slots[place] = gradient
     return tuple(slots)
 
 
 def _saved_gradients(
     saved: tuple[Any, ...],
-    settings_and_backend: tuple[Any, ...],
+    settings: Sequence[Any],
+    backend: str,
     flags: tuple[bool, ...],
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> _Slots:
-    """Return the gradients of the differentiable fields, None where a flag does not want one."""
-    *tensors, out, lse, plan = saved
-    *settings, backend = settings_and_backend
-    lse = lse_within(plan, out) if lse is None else lse
+    """Return the gradients of the differentiable fields, None where a flag does not want one.
+
+    Args:
+        saved: the tensors of the call's record, then out, lse and plan.
+        settings, backend, flags: of the call, and which gradients are wanted.
+        dout, dlse: the gradients of out and lse, None for zeros.
+    """
     if (dout is None and dlse is None) or not any(flags):
         return (None,) * len(flags)
+    *tensors, out, lse, plan = saved
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    results = (dout, dlse, out, lse, plan)
+    results = (dout, dlse, out, lse_within(plan, out) if lse is None else lse, plan)
     given = (*results, *tensors)
     inputs = AttentionInputs(*tensors, *settings)
     if backend == "reference" and _is_recorded(given):
@@ -322,7 +325,7 @@ class _Attention(torch.autograd.Function):
             or torch.is_grad_enabled()
             or not dispatch_state.is_idle((dout, dlse, *saved))
         ):
-            return (*_saved_gradients(saved, (*settings, backend), flags[:-1], dout, dlse), None)
+            return (*_saved_gradients(saved, settings, backend, flags[:-1], dout, dlse), None)
         gradients: _Slots = chosen.differentiate(saved, settings, flags, dout, dlse)
         return gradients
 
