@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,19 @@ def test_compile(form: str, target: Target) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert_same_results(module, compiled(x, **options), module(x, **options), tolerance_of(target))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+def test_trains_with_inductor_under_autocast(pack_target: Target) -> None:
+    """Without a break of the graph; what is kept does not hang on how biases are rounded."""
+    module = make_module(pack_target, torch.bfloat16).float()
+    x = make_input(module, 2, 21)
+    torch._dynamo.reset()
+    found = []
+    for call in (torch.compile(module, fullgraph=True), module):
+        with torch.autocast(pack_target.device, torch.bfloat16):
+            found.append(call(x))
+    assert_same_results(module, *found, 2e-2)
 
 
 def test_compile_with_dynamic_shapes(target: Target) -> None:
