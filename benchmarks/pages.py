@@ -63,11 +63,7 @@ HEADLINES = {
         h200-train train-2k flash_dmattn train_step = 32 x 2048 tokens
         h200-train train-4k flash_dmattn train_step = 16 x 4096 tokens
         h200-train train-16k flash_dmattn train_step = 4 x 16,384 tokens
-        h200-train train-64k flash_dmattn train_step = 1 x 65,536 tokens
-        h200-train train-compiled-2k flash_dmattn train_step = 32 x 2048 tokens, compiled
-        h200-train train-compiled-4k flash_dmattn train_step = 16 x 4096 tokens, compiled
-        h200-train train-compiled-16k flash_dmattn train_step = 4 x 16,384 tokens, compiled
-        h200-train train-compiled-64k flash_dmattn train_step = 1 x 65,536 tokens, compiled""",
+        h200-train train-64k flash_dmattn train_step = 1 x 65,536 tokens""",
     "readme-cpu": """
         cpu masked-4k intervals forward = forward
         cpu masked-4k intervals forward_backward = forward + backward

@@ -19,7 +19,7 @@ from .parts import Fusable, Part, Projecting
 if TYPE_CHECKING:
     from .step import Step
 
-__all__ = ["are_as_found", "eps_of", "fused_step", "is_as_made", "is_token", "plain_parts"]
+__all__ = ["are_as_found", "fused_step", "is_as_made", "is_token", "plain_parts"]
 
 # Of more sequences, or of larger projections, products of matrices are faster than of vectors.
 _MOST_SEQUENCES = 4
@@ -139,11 +139,6 @@ def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
         and not every_module._global_forward_hooks
         and not every_module._global_forward_pre_hooks
     )
-
-
-def eps_of(norm: nn.RMSNorm) -> float:
-    """Return what a norm adds to the mean square."""
-    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
 
 
 def are_as_found(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> bool:

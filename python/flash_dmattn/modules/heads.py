@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .. import dispatch_state
 from ..state.stepping import has_kernel
 from .cache import AttentionCache
-from .fusing import eps_of, is_as_made
+from .fusing import is_as_made
+from .parts import eps_of
 from .rotary import packed_positions, rotary_factors, rotate
 
 __all__ = ["prepared"]

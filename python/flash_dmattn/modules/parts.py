@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import nn
 
-__all__ = ["Fusable", "Part", "Projecting", "Sized"]
+__all__ = ["Fusable", "Part", "Projecting", "Sized", "eps_of"]
 
 
 class Projecting(Protocol):
@@ -54,3 +55,8 @@ class Part(NamedTuple):
     kind: type[nn.Module]
     weight: nn.Parameter
     bias: nn.Parameter | None
+
+
+def eps_of(norm: nn.RMSNorm) -> float:
+    """Return what a norm adds to the mean square."""
+    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps

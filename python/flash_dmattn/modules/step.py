@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ..arguments import backend_name
 from ..backends.triton.kernels.project import BY_POSITION, NO_TURN
 from ..state.insert_kernel import BiasOfValues
-from .fusing import eps_of
-from .parts import Fusable, Part
+from .parts import Fusable, Part, eps_of
 from .rotary import frequencies
 from .step_kernels import Sizes, StepKernels, Turn
 
