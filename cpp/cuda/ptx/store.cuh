@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Stores that Hopper has (PTX ISA: stmatrix, red with vectors of float32; sm_90), and one that the compiler would divide.
+// Stores that Hopper has (PTX ISA: stmatrix, red with vectors of float32; sm_90).
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,6 @@ namespace fdm::cuda::ptx {
 __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(m[0]),
                "r"(m[1]), "r"(m[2]), "r"(m[3])
-               : "memory");
-}
-
-// Stores 16 bytes, 16-byte aligned, at once.
-__device__ __forceinline__ void store_global_16(void *address, const uint32_t (&x)[4]) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
 

@@ -2,7 +2,7 @@
 // What the Hopper kernels of the forward pass do with the results of a row.
 #pragma once
 
-#include "../../ptx/store.cuh"
+#include "../../ptx/copy.cuh"
 #include "../softmax.cuh"
 #include "row_copy.cuh"
 
