@@ -138,7 +138,7 @@ ALLOWANCES = (
         "at the boundary of tiles, and where there is a softcap",
     ),
     Allowance(
-        "all_gradients_kernel<AllGradientsConfig<*, 128, 128, 64, 8, 1>>",
+        "all_gradients_kernel<AllGradientsConfig<*, 128, 128, 64, 8, 1, *>>",
         "*",
         132,
         "accumulators of 16 keys and 64 rows fill 255 registers; 0 on sm_80",

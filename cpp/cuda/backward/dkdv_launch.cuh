@@ -102,7 +102,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
   constexpr FusedTileChoice tile = fused_tile(FDM_TILE_ARCH, kHeadDim);
   if constexpr (tile.keys > 0) {
-    using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks>;
+    using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, tile.shares>;
     return launch_with_shared<AllGradientsShared<Config>, all_gradients_kernel<Config>>(params, params.keys.max_items,
                                                                                         Config::kThreads, stream);
   }

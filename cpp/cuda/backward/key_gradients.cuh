@@ -18,11 +18,12 @@ template <int kKeys, int kRows, bool kHasRowPlans = true> struct RowStage {
   KeyStep step;
 };
 
-// kKeyGradient asks for dk and the bias gradient, kValueGradient for dv. Keys is a KeyBlock.
+// kKeyGradient asks for dk and the bias gradient, kValueGradient for dv. Keys is a KeyBlock. A tile may have more rows than
+// a warp has scores of: further warps with the same keys then have those of the next kRows.
 template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, bool kKeyGradient, bool kValueGradient,
-          bool kGeneral, class Keys>
+          bool kGeneral, class Keys, int kTileRowCount = kRows>
 struct KeyGradients {
-  using Stage = RowStage<kKeys, kRows, Keys::kRowPlans>;
+  using Stage = RowStage<kKeys, kTileRowCount, Keys::kRowPlans>;
   static constexpr int kRowTiles = kRows / 8, kWordCount = (kRows + 31) / 32;
 
   const BackwardParams &params;
@@ -43,6 +44,10 @@ struct KeyGradients {
   // Two warpgroups may have different rows or columns of the same keys.
   __device__ static int key_row(int m, int half) {
     return threadIdx.x / 32 * (16 * kKeyTiles) % kKeys + 16 * m + accumulator_row(half);
+  }
+  // The first row of the tile that this warp has scores of.
+  __device__ static int first_row() {
+    return kTileRowCount == kRows ? 0 : threadIdx.x / 32 / (kKeys / (16 * kKeyTiles)) * kRows;
   }
   __device__ bool wants_score_gradients() const {
     return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
@@ -91,13 +96,13 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const float bias = keys.shared.bias[step.buffer][key];
         uint32_t bits[kWordCount];
-        if constexpr (kTest) keep_bits(stage, step.tile * kRows, step.buffer, key, bits);
+        if constexpr (kTest) keep_bits(stage, step.tile * kTileRowCount + first_row(), step.buffer, key, bits);
         uint32_t key_shift = 0;
         if constexpr (kGeneral)
           if (has_row_bias) key_shift = row_bias.key_shift(key);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
-          const int column = 8 * n + accumulator_column();
+          const int column = first_row() + 8 * n + accumulator_column();
           const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[column]);
           float2 delta{};
           if constexpr (kKeyGradient) delta = *reinterpret_cast<const float2 *>(&stage.delta[column]);
@@ -185,7 +190,7 @@ struct KeyGradients {
     const KeyStep &step = stage.step;
     return kGeneral ||
            __any_sync(0xffffffffu, careful || keys.task().test_all || keys.drops_keys(step.head, step.buffer) ||
-                                       !keep_all(step.tile * kRows));
+                                       !keep_all(step.tile * kTileRowCount + first_row()));
   }
   template <bool kCap, class RowBias>
   __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
@@ -218,7 +223,8 @@ struct KeyGradients {
   }
 
   // Adds the gradients of keys that several segments keep to their sums, which lie as key_segment_sums.cu knows.
-  __device__ void add_segment_sums() const {
+  // `first` is the first of the columns of dk and dv that this warp has.
+  __device__ void add_segment_sums(int first = 0) const {
     if (params.keys.segments.most_sums == 0) return;
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
@@ -226,7 +232,7 @@ struct KeyGradients {
       for (int half = 0; half < 2; ++half) {
         const int key = key_row(m, half);
         if (keys.shared.key[key] < 0 || keys.shared.sum[key] < 0) continue;
-        float *row = keys.segment_sums(key) + threadIdx.x % 4 * 4;
+        float *row = keys.segment_sums(key) + first + threadIdx.x % 4 * 4;
         const auto add = [&](float *sums, const float (&own)[kHeadDim / 8][4]) {
 #pragma unroll
           for (int d = 0; d < kHeadDim / 8; d += 2)

@@ -8,6 +8,13 @@
 
 namespace fdm::cuda {
 
+// Where row 0 of a sequence and of the first query head of a group lies. It takes products of 64 bits to find, and the
+// rows of a step lie a few of 32 bits away.
+struct FirstRow {
+  const uint16_t *q, *dout;
+  const RowStatistics *statistics;
+};
+
 template <class Config> struct StepMemory {
   static constexpr int kKeyBytes = Config::Tile::bytes(Config::kKeys), kRowBytes = Config::Tile::bytes(Config::kRows);
 
@@ -16,6 +23,7 @@ template <class Config> struct StepMemory {
   char sQ[2][kRowBytes], sdO[2][kRowBytes];
   typename Config::Gradients::Stage stages[2];
   typename Config::KeysOfBlock::Shared keys;
+  FirstRow first_row;
 };
 
 template <class Config> struct StepRows : Config::Gradients {
@@ -32,7 +40,7 @@ template <class Config> struct StepRows : Config::Gradients {
 
   __device__ StepRows(const BackwardParams &parameters, Memory &memory)
       : Base(parameters, memory.keys), shared(memory) {
-    const int first = threadIdx.x / 32 * (16 * Config::kKeyTiles);
+    const int first = Base::key_row(0, 0) - accumulator_row(0);
     k_fragment = Tile::left(ptx::shared_address(shared.sK), first);
     v_fragment = Tile::left(ptx::shared_address(shared.sV), first);
     q_base = ptx::shared_address(shared.sQ[0]);
@@ -41,7 +49,15 @@ template <class Config> struct StepRows : Config::Gradients {
     column_offset_right = Tile::right_columns(0);
   }
 
+  // K and V of the block, and what the steps of its task have in common.
   __device__ void load_keys() const {
+    if (threadIdx.x == 0) {
+      const KeyTask &task = keys.task();
+      const auto row = [&](const fdm_tensor &t) {
+        return static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, 0, task.first_head);
+      };
+      shared.first_row = {row(params.p.q), row(params.a.dout), &row_statistics(params, task.s, task.first_head, 0)};
+    }
     const auto copy = [&](const fdm_tensor &t, const char *tile) {
       copy_rows<Tile, kKeys, Config::kThreads>(
           ptx::shared_address(tile), !Config::kGeneral || params.aligned, int(params.p.head_dim), t.stride[3],
@@ -51,18 +67,21 @@ template <class Config> struct StepRows : Config::Gradients {
     };
     copy(params.p.k, shared.sK);
     if constexpr (kKeyGradient) copy(params.p.v, shared.sV);
+    __syncthreads();
   }
 
   // Starts the copies of a step's rows of q or dout.
-  __device__ void copy_step(const KeyStep &step, const fdm_tensor &t, uint32_t tile, bool aligned) const {
-    const int first = step.tile * kRows, rows = int(keys.task().s.q_count) - first;
-    const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, keys.task().s, first, keys.head(step));
+  __device__ void copy_step(const KeyStep &step, const fdm_tensor &t, const uint16_t *first_row, uint32_t tile,
+                            bool aligned) const {
+    const uint32_t first = step.tile * kRows, head = step.head;
+    const int rows = int(keys.task().s.q_count) - int(first);
+    const uint16_t *base = first_row + (first * t.stride[1] + head * t.stride[2]);
     copy_tile_rows<Tile, Config::kThreads>(tile, 0, base, kRows, rows, RowCopy(t, params.p.head_dim, aligned));
   }
   __device__ uint32_t q(int stage) const { return q_base + stage * kRowBytes; }
   __device__ uint32_t dout(int stage) const { return dout_base + stage * kRowBytes; }
   __device__ void load_queries(const KeyStep &step, int stage) const {
-    copy_step(step, params.p.q, q(stage), !Config::kGeneral || params.aligned);
+    copy_step(step, params.p.q, shared.first_row.q, q(stage), !Config::kGeneral || params.aligned);
     if constexpr (Config::KeysOfBlock::kRowPlans) {
       if (keys.task().words && int(threadIdx.x) < kKeys) {
         const RowWord *words = keys.words(step, kRows);
@@ -72,7 +91,7 @@ template <class Config> struct StepRows : Config::Gradients {
     }
   }
   __device__ void load_dout(const KeyStep &step, int stage) const {
-    copy_step(step, params.a.dout, dout(stage), !Config::kGeneral || params.dout_aligned);
+    copy_step(step, params.a.dout, shared.first_row.dout, dout(stage), !Config::kGeneral || params.dout_aligned);
   }
 
   // Threads that have a row of the step copy its statistics.
@@ -81,9 +100,9 @@ template <class Config> struct StepRows : Config::Gradients {
     if (int(threadIdx.x) >= kRows) return;
     float &lse = shared.stages[stage].lse[threadIdx.x], &delta = shared.stages[stage].delta[threadIdx.x];
     if (row < keys.task().s.q_count) {
-      const RowStatistics &statistics = row_statistics(params, keys.task().s, keys.head(step), row);
-      ptx::cp_async_4(ptx::shared_address(&lse), &statistics.lse);
-      ptx::cp_async_4(ptx::shared_address(&delta), &statistics.delta);
+      const RowStatistics *statistics = shared.first_row.statistics + uint32_t(step.head) * total_rows(params.p) + row;
+      ptx::cp_async_4(ptx::shared_address(&lse), &statistics->lse);
+      ptx::cp_async_4(ptx::shared_address(&delta), &statistics->delta);
     } else {
       lse = INFINITY;
       delta = 0.0f;

@@ -21,7 +21,7 @@ __device__ __forceinline__ void add_neighbours(float *sums, const float (&x)[4])
     ptx::add_global(sums, x);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) atomicAdd(sums + i, x[i]);
+    for (int i = 0; i < 4; ++i) ptx::add_global(sums + i, x[i]);
   }
 }
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ void add_to_tile(float *sums, const float (&x)[4]) {
     ptx::add_global(sums, x);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) atomicAdd(sums + 32 * i, x[i]);
+    for (int i = 0; i < 4; ++i) ptx::add_global(sums + 32 * i, x[i]);
   }
 }
 

@@ -43,8 +43,10 @@ template <class Config> struct ForwardShared {
   alignas(1024) char sQ[Config::kQBytes];
   char sK[Config::kKeyBytes], sV[Config::kKeyBytes];
   typename Config::Ring ring;
-  GatheredRows k, v; // of the task; not in the general kernel
+  int32_t next_key[Config::kThreads]; // of the column that each thread looks up next
+  GatheredRows k, v;                  // of the task; not in the general kernel
   ForwardTask task;
+  int first_block; // of this split
   alignas(16) uint32_t sBias[Config::kGeneral ? Config::kRows : 1][Config::kBiasPitch];
   DeadColumns<Config::kColumns, Config::kGeneral> dead;
 };
@@ -84,13 +86,17 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 
   __device__ bool aligned() const { return !Config::kGeneral || params.aligned; }
 
-  __device__ void load_queries() const {
+  // This needs no task, and is done while the task is made.
+  __device__ void load_queries(const Sequence &s, int64_t head, int64_t first_row) const {
     const fdm_tensor &q = params.p.q;
+    const auto *first = static_cast<const uint16_t *>(q.data) + row_offset(q, s, first_row, head);
+    const int there = int(min64(s.q_count - first_row, Config::kRows));
+    if (params.heads_per_tile == 1)
+      return copy_tile_rows<Tile, Config::kThreads>(q_base, 0, first, Config::kRows, there,
+                                                    RowCopy(q, params.p.head_dim, aligned()));
     copy_rows<Tile, Config::kRows, Config::kThreads>(
-        q_base, aligned(), int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
-          if (!this->exists(r)) return kZeroRow;
-          return static_cast<const uint16_t *>(q.data) + row_offset(q, task->s, this->query(r), this->head(r));
-        });
+        q_base, aligned(), int(params.p.head_dim), q.stride[3],
+        [&](int r) { return this->query_of_block(r) < there ? first + this->offset_in_block(q, r) : kZeroRow; });
   }
 
   template <bool kValues> __device__ void load_keys(int block) const {
@@ -166,25 +172,35 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     return false;
   }
 
-  // The column that this thread fetches of the batch of blocks that begins with `block`.
+  // The column that this thread looks up of the batch of blocks that begins with `block`.
   __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
+  // Its key comes to shared memory a batch ahead, where it takes no register. Only this thread reads it.
+  __device__ void fetch_key(int block) const {
+    const TileColumns &columns = task->columns;
+    const int c = column(block);
+    int32_t &own = shared.next_key[threadIdx.x];
+    if (c < columns.count && columns.slots)
+      ptx::cp_async_4(ptx::shared_address(&own), column_slot(columns, c));
+    else
+      own = c < columns.count ? c : -1;
+  }
   // Most columns are full. What is known of the rows of others is not asked for ahead, since it takes registers.
-  __device__ Entry fetch(int block, int32_t key) const {
-    if constexpr (Config::kGeneral) {
-      return fetch_column(task->columns, task->bias, column(block), key);
-    } else {
-      const ScoreView bias = task->bias;
+  __device__ Entry fetch(int block) const {
+    const ScoreView bias = task->bias;
+    const int32_t key = shared.next_key[threadIdx.x];
+    if constexpr (Config::kGeneral)
+      return fetch_column(task->columns, bias, column(block), key);
+    else
       return {key, key >= 0 && bias.data ? bias.load_bits(key) : 0u};
-    }
   }
   __device__ void store(int block, const Entry &entry) {
-    typename Ring::Slot &slot = ring.slot(block + int(threadIdx.x) / kColumns);
+    const int c = column(block), i = int(threadIdx.x) % kColumns;
+    typename Ring::Slot &slot = ring.slot(uint32_t(c) / kColumns);
     const TileColumns &columns = task->columns;
     if constexpr (Config::kGeneral) {
-      store_column<kColumns>(slot, params.p, task->s, task->sequence_index, task->kv_head, columns, task->bias,
-                             column(block), entry);
+      store_column<kColumns>(slot, params.p, task->s, task->sequence_index, task->kv_head, columns, task->bias, c,
+                             entry);
     } else {
-      const int c = column(block), i = int(threadIdx.x) % kColumns;
       const bool partial = c - i + kColumns > columns.full;
       ColumnEntry whole{};
       whole.key = entry.key;
@@ -196,13 +212,17 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     }
   }
 
-  // The prologue loads Q and starts the copies of the first block; the mainloop goes through the blocks [begin, end).
+  // The prologue starts the copies of the first block; the mainloop goes through the blocks [begin, end).
   __device__ void run(int begin, int end) {
     this->start();
-    load_queries();
-    const TileColumns &columns = task->columns;
-    store(begin, fetch(begin, fetch_key(columns, column(begin))));
-    int32_t next_key = fetch_key(columns, column(begin + Ring::kBatch));
+    const int batch = begin / Ring::kBatch * Ring::kBatch;
+    fetch_key(batch);
+    ptx::cp_async_fence();
+    ptx::cp_async_wait<0>();
+    const Entry first = fetch(batch);
+    fetch_key(batch + Ring::kBatch);
+    store(batch, first);
+    if (threadIdx.x == 0) shared.first_block = begin; // where it takes no register
     __syncthreads();
     if (begin < end) load_keys<false>(begin);
     ptx::cp_async_fence();
@@ -210,32 +230,119 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       if (begin < end) load_row_bias(begin);
       ptx::cp_async_fence();
     }
+    if (begin != batch) ptx::cp_async_wait<0>(); // a split's first block may look up a batch: its keys must be there
     for (int block = begin; block < end; ++block) {
+      const int ahead = block + 1;
+      const bool looks_up = ahead % Ring::kBatch == 0 && ahead < end;
+      Entry entry;
+      if (looks_up) {
+        entry = fetch(ahead);
+        fetch_key(ahead + Ring::kBatch);
+      }
       ptx::cp_async_wait<Config::kGeneral ? 1 : 0>(); // the bias may take longer
       __syncthreads(); // K of this block is there; nobody reads V of the last one any more
       load_keys<true>(block);
       ptx::cp_async_fence();
-      const int ahead = block + 1;
-      const bool fetch_ahead = (ahead - begin) % Ring::kBatch == 0 && ahead < end;
-      Entry entry;
-      if (fetch_ahead) {
-        entry = fetch(ahead, next_key);
-        next_key = fetch_key(columns, column(ahead + Ring::kBatch));
-      }
-      make_probabilities(block, block == begin);
-      if (fetch_ahead) store(ahead, entry);
+      if (looks_up) store(ahead, entry);
+      make_probabilities(block, block == shared.first_block);
       ptx::cp_async_wait<0>();
       __syncthreads(); // V is there; nobody reads K any more
-      if (block + 1 < end) load_keys<false>(block + 1);
+      if (ahead < end) load_keys<false>(ahead);
       ptx::cp_async_fence();
       if constexpr (Config::kGeneral) {
-        if (block + 1 < end) load_row_bias(block + 1);
+        if (ahead < end) load_row_bias(ahead);
         ptx::cp_async_fence();
       }
       gemm_rs<Element, kHeadDim>(out, scores, v_fragment);
     }
     ptx::cp_async_wait<0>();
     this->finish();
+  }
+
+  // The epilogue writes normalized rows and their lse. A warp rounds its rows to where those of Q were, which no other
+  // reads, and writes them 16 bytes at a time where they allow it.
+  __device__ void write() {
+    const int lane = threadIdx.x % 32, first = this->row(0, 0) - lane / 4;
+    const int there = int(min64(task->s.q_count - task->first_row, Config::kRows));
+    float own_lse = 0.0f;
+    bool blank = false;
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) blank |= this->sum[i / 2][i % 2] == 0.0f;
+    if (__any_sync(0xffffffffu, blank)) clear_blank_rows();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float total = this->sum[m][half], maximum = this->maximum[m][half];
+        const float inverse = row_factor(this->sink(this->row(m, half)), maximum, total);
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 8; ++d)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) out[m][d][i] *= inverse;
+        const float lse = total == 0.0f ? -INFINITY : (maximum + log2f(total)) / kLog2E;
+        if (lane % 4 == 2 * m + half) own_lse = lse;
+      }
+    const int lse_row = first + lane % 4 * 8 + lane / 4;
+    if (lane % 4 < 2 * kRowTiles && this->query_of_block(lse_row) < there)
+      static_cast<float *>(
+          params.a.lse.data)[lse_offset(params.a.lse, task->s, this->query(lse_row), this->head(lse_row))] = own_lse;
+    store_accumulators<Element, Tile>(out, q_base, first, 0);
+    __syncwarp();
+    write_rows(first, there);
+  }
+  // Without a kept key the output is 0, also where a value that other rows keep is not finite.
+  __device__ void clear_blank_rows() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (this->sum[m][half] == 0.0f) this->clear_row(m, half);
+  }
+  __device__ void write_rows(int first, int there) const {
+    constexpr int kAcross = Tile::kChunks <= 4 ? 4 : Tile::kChunks <= 8 ? 8 : Tile::kChunks <= 16 ? 16 : 32;
+    const fdm_tensor &t = params.a.out;
+    const int lane = threadIdx.x % 32, head_dim = int(params.p.head_dim);
+    auto *const block_rows = static_cast<uint16_t *>(t.data) + row_offset(t, task->s, task->first_row, task->head);
+    if (aligned()) {
+      const int chunk = lane % kAcross, own = first + lane / kAcross;
+      const bool alone = params.heads_per_tile == 1;
+      const int rows_left = chunk * 8 < head_dim ? there : 0;
+      uint16_t *target = block_rows + (alone ? uint32_t(own) * t.stride[1] : 0) + chunk * 8;
+#pragma unroll
+      for (int i = 0; i < 16 * kRowTiles; i += 32 / kAcross) {
+        const int r = own + i;
+        if (this->query_of_block(r) < rows_left)
+          *reinterpret_cast<uint4 *>(alone ? target : target + this->offset_in_block(t, r)) =
+              ptx::load_shared_16_bytes(Tile::chunk_address(q_base, r, chunk));
+        if (alone) target += 32 / kAcross * t.stride[1];
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = lane; i < 16 * kRowTiles * kHeadDim; i += 32) {
+      const int r = first + i / kHeadDim, d = i % kHeadDim;
+      if (d < head_dim && this->query_of_block(r) < there)
+        block_rows[this->offset_in_block(t, r) + d * t.stride[3]] =
+            ptx::load_shared_2_bytes(Tile::chunk_address(q_base, r, d / 8) + d % 8 * 2);
+    }
+  }
+};
+
+// Where a block of threads lies in the problem. Numbers of blocks fit 32 bits.
+struct ForwardPlace {
+  int64_t sequence_index, head, tile;
+  int split;
+
+  // Heads go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes the longest, come first.
+  __device__ explicit ForwardPlace(const ForwardParams &params) {
+    const uint32_t block = blockIdx.x, together = params.heads_per_tile;
+    const uint32_t groups = uint32_t(params.p.heads) / together, tile_of_heads = block / groups;
+    const uint32_t number = params.splits == 1 ? tile_of_heads : tile_of_heads / uint32_t(params.splits);
+    const uint32_t sequence = number / uint32_t(params.tiles);
+    head = (block - tile_of_heads * groups) * together;
+    split = int(tile_of_heads - number * params.splits);
+    sequence_index = sequence;
+    tile = params.tiles - 1 - int(number - sequence * params.tiles);
   }
 };
 
@@ -245,39 +352,42 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<ForwardShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;
-  // Heads go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes the longest, come
-  // first.
-  const int64_t groups = quotient(p.heads, params.heads_per_tile);
-  const int64_t tile_of_heads = quotient(blockIdx.x, groups), number = quotient(tile_of_heads, params.splits);
-  const int64_t head = (blockIdx.x - tile_of_heads * groups) * params.heads_per_tile;
-  const int split = int(tile_of_heads - number * params.splits);
-  const int64_t sequence_index = quotient(number, params.tiles);
-  const int64_t tile = params.tiles - 1 - (number - sequence_index * params.tiles);
-  const int64_t first_row = tile * quotient(Config::kRows, params.heads_per_tile);
-  const Sequence s = sequence(p, sequence_index);
+  const ForwardPlace place(params);
+  const int64_t first_row = place.tile * (Config::kRows / uint32_t(params.heads_per_tile));
+  const Sequence s = sequence(p, place.sequence_index);
   if (first_row >= s.q_count) return;
+  ForwardBlock<Config> block(params, shared);
+  block.load_queries(s, place.head, first_row);
+  // A thread of each warp makes a part of the task.
+  ForwardTask &task = shared.task;
   if (threadIdx.x == 0) {
+    find_columns(task.columns, p, params.plan, s, place.sequence_index, place.head, first_row / kTileRows);
+  } else if (threadIdx.x == 96) {
+    find_column_rows(task.columns, p, s, place.head);
+  } else if (threadIdx.x == 32) {
+    task.bias = score_view(p, p.bias, s, place.head);
+    task.sink = sink_score(p, place.head);
+  } else if (threadIdx.x == 64) {
     shared.dead.clears = false;
-    shared.task = {s,
-                   sequence_index,
-                   head,
-                   quotient(head, group_size(p)),
-                   first_row,
-                   split,
-                   tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
-                   score_view(p, p.bias, s, head),
-                   sink_score(p, head)};
+    task.s = s;
+    task.sequence_index = place.sequence_index;
+    task.head = place.head;
+    task.kv_head = kv_head_of(p, place.head);
+    task.first_row = first_row;
+    task.split = place.split;
     if constexpr (!Config::kGeneral) {
-      shared.k = RowPlaces::rows(p, p.k, params.rows.k_bytes, s, shared.task.kv_head);
-      shared.v = RowPlaces::rows(p, p.v, params.rows.v_bytes, s, shared.task.kv_head);
+      shared.k = RowPlaces::rows(p, p.k, params.rows.k_bytes, s, task.kv_head);
+      shared.v = RowPlaces::rows(p, p.v, params.rows.v_bytes, s, task.kv_head);
     }
   }
   __syncthreads();
 
-  ForwardBlock<Config> block(params, shared);
   const int blocks = (shared.task.columns.count + Config::kColumns - 1) / Config::kColumns;
-  const int begin = int(int64_t(blocks) * split / params.splits);
-  const int end = int(int64_t(blocks) * (split + 1) / params.splits);
+  int begin = 0, end = blocks;
+  if (params.splits > 1) { // there are at most 32
+    begin = int(uint32_t(blocks) * uint32_t(place.split) / uint32_t(params.splits));
+    end = int(uint32_t(blocks) * uint32_t(place.split + 1) / uint32_t(params.splits));
+  }
   const auto exists = [&](int m, int half) { return block.exists(block.row(m, half)); };
   do block.run(begin, end);
   while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.out, exists));

@@ -61,6 +61,11 @@ struct ForwardRows {
   __device__ int64_t head(int r) const {
     return task->head + (kOneHead ? 0 : r - query_of_block(r) * params.heads_per_tile);
   }
+  // Row r of the block in a (B, rows, heads, D) tensor, from the first of the block on, in elements.
+  __device__ int64_t offset_in_block(const fdm_tensor &t, int r) const {
+    const uint32_t query = query_of_block(r), head = uint32_t(r) - query * params.heads_per_tile;
+    return query * t.stride[1] + head * t.stride[2];
+  }
   // The same row in the plan's tile, which several blocks may share.
   __device__ int row_of_tile(int r) const { return kOneHead ? r : int(query(r) - task->columns.first_row); }
   __device__ bool exists(int r) const { return query(r) < task->s.q_count; }
@@ -265,11 +270,19 @@ struct ForwardRows {
   }
 
   __device__ void finish() {
+    bool odd = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[m][half] = ptx::row_sum(sum[m][half]);
+        odd |= isnan(sum[m][half]);
+      }
+    if (!__any_sync(0xffffffffu, odd)) return;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         // A NaN in the query of a row that keeps nothing reaches the sum: its keys are zeros here, or masked by adding
         // -inf.
         if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);

@@ -42,6 +42,20 @@ __device__ __forceinline__ void store_shared_16(uint32_t smem, uint16_t value) {
   asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(smem), "h"(value) : "memory");
 }
 
+__device__ __forceinline__ uint4 load_shared_16_bytes(uint32_t smem) {
+  uint4 bytes;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w)
+               : "r"(smem)
+               : "memory");
+  return bytes;
+}
+__device__ __forceinline__ uint16_t load_shared_2_bytes(uint32_t smem) {
+  uint16_t bytes;
+  asm volatile("ld.shared.b16 %0, [%1];\n" : "=h"(bytes) : "r"(smem) : "memory");
+  return bytes;
+}
+
 __device__ __forceinline__ void cp_async_fence() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Waits until at most `Pending` of this thread's most recent groups are under way.

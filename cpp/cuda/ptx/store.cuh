@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Stores that Hopper has (PTX ISA: stmatrix, red with vectors of float32; sm_90).
+// Stores of matrices, and additions to global memory (PTX ISA: stmatrix and red with vectors of float32 from sm_90 on).
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,12 @@ __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&m)[4
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(m[0]),
                "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
+}
+
+// Adds to a number in global memory, in whichever order threads come. atomicAdd would look where the number lies, if the
+// compiler does not know: for a pointer that was in shared memory, with a branch for each number.
+__device__ __forceinline__ void add_global(float *sum, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;\n" ::"l"(sum), "f"(x) : "memory");
 }
 
 // Adds to four neighbours in global memory, 16-byte aligned, in whichever order threads come.

@@ -19,13 +19,16 @@ struct TileColumns {
   bool causal;
 };
 
-__device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const Plan &plan, const Sequence &s,
-                                                    int64_t sequence_index, int64_t head, int64_t tile) {
-  TileColumns t{};
+// All of TileColumns but what find_column_rows() finds. Two threads may do these at a time.
+__device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &p, const Plan &plan, const Sequence &s,
+                                             int64_t sequence_index, int64_t head, int64_t tile) {
   const int64_t first = tile * kTileRows, last = min64(s.q_count, first + kTileRows) - 1;
   t.first_row = static_cast<int32_t>(first);
   t.causal_off = static_cast<int32_t>(s.causal_off);
   t.causal = is_causal(p);
+  t.slots = nullptr;
+  t.slot_count = 0;
+  t.words = nullptr;
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) {
     t.full = t.count = static_cast<int32_t>(s.k_count);
@@ -33,7 +36,7 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
       t.full = static_cast<int32_t>(max64(0, min64(s.k_count, first + s.causal_off + 1)));
       t.count = static_cast<int32_t>(max64(t.full, min64(s.k_count, last + s.causal_off + 1)));
     }
-    return t;
+    return;
   }
   const int64_t list = list_number(p, plan, s, head);
   const int64_t slot = list * plan.tiles + tile_number(p, s, sequence_index, tile);
@@ -46,25 +49,40 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
   } else {
     t.slots = plan.kept_index + list * plan.list_keys + s.k_begin + (counts.overflows() ? ~counts.full : 0);
   }
-  if (kind == FDM_MASK_ROWS) {
-    t.words = plan.words + slot * plan.tile_keys;
-  } else if (kind == FDM_MASK_INTERVALS) {
-    const auto base = [&](const fdm_tensor &x) {
-      return static_cast<const int32_t *>(x.data) + batch_index(x, s) * x.stride[0] +
-             head_index(p, x, head) * x.stride[1] + s.k_begin * x.stride[3];
-    };
-    t.start = base(p.start);
-    t.end = base(p.end);
-    t.start_stride = p.start.stride[3];
-    t.end_stride = p.end.stride[3];
-  }
+  if (kind == FDM_MASK_ROWS) t.words = plan.words + slot * plan.tile_keys;
+}
+
+__device__ __forceinline__ void find_column_rows(TileColumns &t, const fdm_problem &p, const Sequence &s,
+                                                 int64_t head) {
+  t.start = t.end = nullptr;
+  t.start_stride = t.end_stride = 0;
+  if (mask_kind(p) != FDM_MASK_INTERVALS) return;
+  const auto base = [&](const fdm_tensor &x) {
+    return static_cast<const int32_t *>(x.data) + batch_index(x, s) * x.stride[0] +
+           head_index(p, x, head) * x.stride[1] + s.k_begin * x.stride[3];
+  };
+  t.start = base(p.start);
+  t.end = base(p.end);
+  t.start_stride = p.start.stride[3];
+  t.end_stride = p.end.stride[3];
+}
+
+__device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const Plan &plan, const Sequence &s,
+                                                    int64_t sequence_index, int64_t head, int64_t tile) {
+  TileColumns t;
+  find_columns(t, p, plan, s, sequence_index, head, tile);
+  find_column_rows(t, p, s, head);
   return t;
+}
+
+// Where the key of column c < count is, if there are slots.
+__device__ __forceinline__ const int32_t *column_slot(const TileColumns &t, int32_t c) {
+  return t.slots + (c < t.full || t.slot_count == 0 ? c : t.slot_count - 1 - (c - t.full));
 }
 
 // The key of column c < count.
 __device__ __forceinline__ int32_t column_key(const TileColumns &t, int32_t c) {
-  if (!t.slots) return c;
-  return t.slots[c < t.full || t.slot_count == 0 ? c : t.slot_count - 1 - (c - t.full)];
+  return t.slots ? *column_slot(t, c) : c;
 }
 
 // The rows of a tile that keep a column, as a word for each 32 rows: from the key's rows [start, end) if there are

@@ -25,7 +25,9 @@ constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
   const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
   // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Two blocks
   // share an SM, and one computes while the other waits.
-  if (head_dim <= 128) return {128, 64, 4, 2};
+  if (head_dim <= 64 || (head_dim <= 128 && !small_shared)) return {128, 64, 4, 2};
+  // Where there is the shared memory for one block, it has eight warps.
+  if (head_dim <= 128) return {128, 64, 8, 1};
   // The accumulators of 32 rows do not fit the registers.
   if (small_shared) return {64, 32, 4, 1};
   return {128, 64, 8, 1};
@@ -98,10 +100,10 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   return arch == 80 ? DkdvTileChoice{64, 32, 4, 1, false} : DkdvTileChoice{128, 32, 8, 1, false};
 }
 
-// All gradients at once: keys of a block and rows of a step; of the kernel with mma.sync also warps, and blocks for
-// which an SM must have registers. 0: there is no such kernel.
+// All gradients at once: keys of a block and rows of a step; of the kernel with mma.sync also warps, blocks for which an
+// SM must have registers, and warps with the same keys. 0: there is no such kernel.
 struct FusedTileChoice {
-  int keys, rows, warps = 0, blocks = 0;
+  int keys, rows, warps = 0, blocks = 0, shares = 1;
 };
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
@@ -112,12 +114,14 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
     if (head_dim <= 64) return {192, 64};
     return head_dim <= 128 ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
   }
-  // Two blocks share an SM, and one computes while the other waits at a barrier: seen on an H200, where it is as fast
-  // as 128 keys for many heads and a fifth faster for two.
-  if (head_dim == 64) return {64, 64, 4, 2};
+  // With 32 keys a warp, a fragment of Q or dO serves two products. Two blocks share an SM, and one computes while the
+  // other waits at a barrier.
+  if (head_dim == 64) return {128, 32, 4, 2};
   // The accumulators of 16 keys and 64 rows fill the registers. More keys mean fewer additions to dq.
   const bool small_shared = shared_limit(arch) < 100 * 1024;
   if (head_dim == 128) return small_shared ? FusedTileChoice{64, 32, 4, 2} : FusedTileChoice{128, 64, 8, 1};
+  // Two warps have the same 16 keys, and half of the columns of their dk and dv each.
+  if (head_dim == 256 && !small_shared) return {64, 32, 8, 1, 2};
   return {0, 0};
 }
 
