@@ -4,8 +4,7 @@
 
 #include <algorithm>
 
-#include "../host/dispatch.h"
-#include "dense.h"
+#include "wide_plan.h"
 
 namespace fdm::cuda {
 
@@ -68,7 +67,7 @@ inline FusedPlan plan_fused(const DenseCall &call, int sms) {
   plan.shares = call.batches > 1;
   work.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
   work.key_tiles = int32_t(ceil_div(p.keys, kWideTile));
-  work.dim = with_head_dim(p.head_dim, WideHeadDims{}, [](auto dim) { return int32_t(decltype(dim)::value); });
+  work.dim = wide_head_dim(p);
   const int64_t row_bytes = work.dim * int64_t(sizeof(float));
   work.units = int32_t(bias_heads);
   // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share them; and

@@ -23,6 +23,11 @@ constexpr int64_t kMaxDenseSplits = 32; // combine.cu has a lane for each
 
 inline int64_t sources_of(const DenseCall &call) { return int64_t(call.batches) * call.heads; }
 
+// The head dimension of the instantiation that serves a problem: a pack may have been built with few of them.
+inline int wide_head_dim(const fdm_problem &p) {
+  return with_head_dim(p.head_dim, WideHeadDims{}, [](auto dim) { return int(decltype(dim)::value); });
+}
+
 // Do the kernels for sm_90 serve problems of these sizes? Not where most of their tiles would be empty.
 inline bool has_wide_sizes(const fdm_problem &p) {
   if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kMaxWideHeadDim) return false;
@@ -34,13 +39,14 @@ inline bool has_wide_tiles(const DenseCall &call) { return call.aligned && has_w
 inline bool has_windows(const DenseCall &call) {
   constexpr int64_t kLeastSources = 1024;
   const fdm_problem &p = call.p;
-  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kWindowHeadDim || !call.aligned) return false;
+  if (FDM_TILE_ARCH != 90 || p.softcap > 0 || !call.aligned) return false;
+  if (p.head_dim > kWindowHeadDim || wide_head_dim(p) != kWindowHeadDim) return false;
   return p.queries <= kWindow && p.keys <= kWindow && 2 * p.queries * p.keys >= kWindow * kWindow && call.batches > 1 &&
          group_size(p) == 1 && p.batch * p.heads >= kLeastSources;
 }
 
 inline bool has_room_for_mask(const fdm_problem &p) {
-  return has_room_for_mask(int(p.head_dim), p.bias.dtype == FDM_FLOAT32);
+  return has_room_for_mask(wide_head_dim(p), p.bias.dtype == FDM_FLOAT32);
 }
 
 inline int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
@@ -79,7 +85,7 @@ inline int32_t choose_split_tiles(const DenseForward &work, int sms) {
 inline bool divide_wide_forward(DenseForward *work, int sms) {
   const fdm_problem &p = work->call.p;
   if (!has_wide_tiles(work->call) || !work->call.bias_chunks || present(p.start)) return false;
-  const int64_t sources = sources_of(work->call), most = wide_sources(int(p.head_dim));
+  const int64_t sources = sources_of(work->call), most = wide_sources(wide_head_dim(p));
   work->tiles = int32_t(ceil_div(p.queries, kWideTile));
   work->splits = 1;
   work->split_tiles = int32_t(key_tiles_of(p));
