@@ -119,6 +119,29 @@ def test_many_windows(
     assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
 
 
+def test_odd_windows_beside_other_work(gpu: str) -> None:
+    """Some blocks of threads begin while others find what only the kernels of fixed order know."""
+    batch, length, heads, head_dim = 351, 49, 8, 32
+    shape = (batch, length, heads, head_dim)
+    query, key, value = (randn(*shape, seed=n).bfloat16() for n in range(3))
+    bias = randn(1, heads, length, length, seed=3)
+    mask = rand_bool(batch, 1, 1, length, density=0.7, seed=4)
+    mask[..., 7] = False
+    clean = Problem(query, key, value, mask, bias)
+    dropped = (torch.arange(length) == 7).view(1, 1, 1, length)
+    odd = Problem(query, key, value, mask, bias.masked_fill(dropped, torch.nan))
+    dout = cotangent(randn(*shape, seed=5)).bfloat16()
+    truth, eager = clean.truth(dout=dout), clean.eager(dout=dout)
+    square = torch.zeros(512, 512, device=gpu)
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            for _ in range(100):
+                square = square @ square
+        assert_accurate(odd.results(Target(gpu, "cuda"), dout=dout), truth, eager)
+    torch.cuda.synchronize()
+
+
 def check_beside_a_fixed_order(problem: Problem, gpu: str) -> None:
     """Errors are at most twice those of the kernels of fixed order, which have less in common."""
     dout = cotangent(randn(*problem.query.shape, seed=6)).to(gpu)

@@ -141,10 +141,10 @@ template <class Config> struct WindowConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1) dense_windows_kernel(const __grid_constant__ DenseBackward work) {
   extern __shared__ __align__(1024) char dynamic_shared[];
-  if (*work.odd) return;
   auto &shared = *reinterpret_cast<DenseFusedShared<Config> *>(dynamic_shared);
   shared.init();
-  __syncthreads();
+  // Another block of threads may find something odd meanwhile: what one thread has seen goes for all.
+  if (__syncthreads_or(*work.odd != 0)) return;
   using Registers = RoleRegisters<208, 80>;
   if (Roles::is_producer()) {
     Registers::produce();
