@@ -85,6 +85,24 @@ def test_tiles_that_keep_nothing(head_dim: int, bias_dtype: torch.dtype, gpu: st
     assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
 
 
+def test_more_heads_of_a_bias_than_a_dimension_has_blocks(gpu: str) -> None:
+    """Those of a batch that shares its bias, but says so by strides alone."""
+    batch, heads, queries, keys, head_dim = 8256, 8, 72, 2064, 8
+    query = randn(1, queries, heads, head_dim).to(gpu).half().expand(batch, -1, -1, -1)
+    key, value = (
+        randn(1, keys, 1, head_dim, seed=n).to(gpu).half().expand(batch, -1, -1, -1) for n in (1, 2)
+    )
+    bias = randn(1, 1, queries, keys, seed=3).to(gpu).half().expand(batch, heads, -1, -1)
+    place = torch.arange(keys) - torch.arange(queries).view(-1, 1)
+    mask = ((place > 300) & (place < 500)).to(gpu).expand(1, 1, -1, -1)
+    out = flash_dmattn_func(query, key, value, mask, bias, backend="cuda")
+    assert isinstance(out, Tensor)
+    alone = [tensor[:1].double() for tensor in (query, key, value, bias)]
+    want = attention_reference(alone[0], alone[1], alone[2], mask, alone[3])[0]
+    torch.testing.assert_close(out[:1].double(), want, atol=2e-3, rtol=0)
+    assert torch.equal(out, out[:1].expand_as(out))
+
+
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=["narrow", "float32"])
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("mask_kind", ["none", "keys", "rows", "causal"])

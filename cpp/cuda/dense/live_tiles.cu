@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(kThreads) live_tiles_kernel(const __grid_const
   __shared__ uint32_t word;
   if (threadIdx.x == 0) word = 0;
   __syncthreads();
-  const int number = int(blockIdx.x) % live.row_words, row_tile = int(blockIdx.x) / live.row_words;
-  const Source source = source_of(call, int(blockIdx.y), 0);
+  const int words = live.row_tiles * live.row_words, unit = int(blockIdx.x) / words, place = int(blockIdx.x) % words;
+  const int number = place % live.row_words, row_tile = place / live.row_words;
+  const Source source = source_of(call, unit, 0);
   const Matrix mask = score_matrix(p, p.mask, dense_sequence(p, source.batch), source.head, 1);
   const int past = visible_key_tiles(p, row_tile);
 #pragma unroll 1
@@ -59,15 +60,16 @@ __global__ void __launch_bounds__(kThreads) live_tiles_kernel(const __grid_const
       atomicOr(&word, 1u << bit);
   }
   __syncthreads();
-  if (threadIdx.x == 0) live.words[int64_t(blockIdx.y) * live.row_tiles * live.row_words + blockIdx.x] = word;
+  if (threadIdx.x == 0) live.words[blockIdx.x] = word;
 }
 
 } // namespace
 
 cudaError_t launch_live_tiles(const DenseCall &call, const LiveTiles &live, cudaStream_t stream) {
   const fdm_problem &p = call.p;
-  const Grid grid(int64_t(live.row_tiles) * live.row_words, p.bias.shape[0] * p.bias.shape[1]);
-  return launch(live_tiles_kernel, grid, kThreads, 0, stream, call, live);
+  // One dimension of blocks has room for more heads of a bias than two.
+  const int64_t words = int64_t(live.row_tiles) * live.row_words * p.bias.shape[0] * p.bias.shape[1];
+  return launch(live_tiles_kernel, Grid(words), kThreads, 0, stream, call, live);
 }
 
 } // namespace fdm::cuda
