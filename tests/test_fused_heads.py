@@ -134,6 +134,20 @@ def test_a_layer_trains_the_same(
         assert (one - other).abs().max() <= allowed
 
 
+def test_positions_lie_in_memory_in_any_order(
+    triton_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(triton_device)
+    x = torch.randn(3, 9, 16).to(layer.A)
+    positions = torch.randint(50, (9, 3), device=triton_device).t()
+    found = []
+    for has_kernel in (True, False):
+        monkeypatch.setattr(heads_of_layer, "has_kernel", lambda _, has=has_kernel: has)
+        found.append(layer(x, position_ids=positions))
+    tolerance = 1e-5 if triton_device == "cpu" else 1e-2
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+
+
 def make_layer(device: str, **settings: Any) -> DynamicMaskAttention:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

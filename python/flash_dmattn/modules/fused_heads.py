@@ -39,7 +39,8 @@ def normed_and_turned(
         eps: of the norm.
         factors: of the rotation; None for none.
     """
-    cos, sin = (None, None) if factors is None else factors
+    # Positions whose batch comes last in memory make factors of the same order.
+    cos, sin = (None, None) if factors is None else (each.contiguous() for each in factors)
     prepared: Tensor = _NormedAndTurned.apply(heads, weight, cos, sin, eps)  # type: ignore[no-untyped-call]
     return prepared
 
