@@ -168,7 +168,10 @@ def test_what_others_change_or_watch_is_not_fused(monkeypatch: pytest.MonkeyPatc
     hooked, replaced = make_layer("cpu"), make_layer("cpu")
     hooked.q_norm.register_forward_hook(lambda module, inputs, output: output)
     replaced.q_norm = torch.nn.LayerNorm(4)
-    for changed in (hooked, replaced, make_layer("cpu").to(torch.float64)):
+    strided, elsewhere = make_layer("cpu"), make_layer("cpu")
+    strided.q_norm.weight = torch.nn.Parameter(torch.randn(4, 2)[:, 0])
+    elsewhere.q_norm.to("meta")
+    for changed in (hooked, replaced, strided, elsewhere, make_layer("cpu").to(torch.float64)):
         assert not is_fused(changed, x)
     assert not is_fused(make_layer("cpu"), x.double())
     assert not is_fused(make_layer("cpu"), x.transpose(2, 3))

@@ -80,6 +80,8 @@ def _is_fused(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
         weight = norm.weight
         if weight.dtype not in (heads.dtype, torch.float32) or weight.shape != heads.shape[-1:]:
             return False
+        if weight.device != heads.device or not weight.is_contiguous():
+            return False
     else:
         return False
     return _has_even_tokens(heads) and dispatch_state.is_idle((heads, weight), or_profiled=True)
