@@ -110,6 +110,16 @@ def test_gradients_of_heads_have_gradients(triton_device: str, norm: torch.dtype
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_many_gradients_of_heads_at_once(triton_device: str) -> None:
+    heads = make_heads(triton_device, torch.float32, 8, norm=torch.float32, turns=True)
+    cotangents = torch.randn(3, *heads.x.shape).to(heads.x)
+    many, (one, *_) = (
+        torch.autograd.grad(heads.by_kernels(), heads.leaves, dout, is_grads_batched=batched)
+        for dout, batched in ((cotangents, True), (cotangents[1], False))
+    )
+    torch.testing.assert_close(many[0][1], one, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rows", [(2, 9), (9,)])
 @pytest.mark.parametrize("settings", [{}, {"qk_norm": False}, {"rotary_base": None}], ids=str)
 def test_a_layer_trains_the_same(

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from .. import dispatch_state
 from ..backends.triton.kernels.heads import differentiate_heads, prepare_heads
 from ..backends.triton.prepared import Prepared
 from .rotary import rotate
@@ -64,8 +65,11 @@ class _NormedAndTurned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs = _Inputs(*ctx.saved_tensors)
-        if torch.is_grad_enabled():  # a graph of the gradients is wanted
-            return (*_recorded(inputs, ctx.eps, gradient), None, None, None)
+        # A graph of the gradients is wanted; or torch.vmap computes many of them, or a mode looks.
+        if torch.is_grad_enabled() or not dispatch_state.is_idle(
+            (gradient, *inputs), or_profiled=True
+        ):
+            return (*_by_operations(inputs, ctx.eps, gradient), None, None, None)
         heads, weight, *_ = inputs
         result = torch.empty_like(heads, memory_format=torch.contiguous_format)
         programs = 0 if weight is None else _programs(heads)
@@ -82,16 +86,20 @@ class _Inputs(NamedTuple):
     sin: Tensor | None
 
 
-def _recorded(inputs: _Inputs, eps: float, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of heads and weight, by operations that can be differentiated again."""
+def _by_operations(
+    inputs: _Inputs, eps: float, gradient: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of heads and weight, by operations of torch."""
     heads, weight, cos, sin = inputs
-    prepared = heads
-    if weight is not None:
-        prepared = rms_norm(heads.to(weight.dtype), weight.shape, weight, eps).to(heads.dtype)
-    if cos is not None and sin is not None:
-        prepared = rotate(prepared, cos, sin)
+    is_recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        prepared = heads
+        if weight is not None:
+            prepared = rms_norm(heads.to(weight.dtype), weight.shape, weight, eps).to(heads.dtype)
+        if cos is not None and sin is not None:
+            prepared = rotate(prepared, cos, sin)
     leaves = [t for t in (heads, weight) if t is not None and t.requires_grad]
-    found = torch.autograd.grad(prepared, leaves, gradient, create_graph=True)
+    found = torch.autograd.grad(prepared, leaves, gradient, create_graph=is_recorded)
     gradients = dict(zip(leaves, found, strict=True))
     return gradients.get(heads), None if weight is None else gradients.get(weight)
 
