@@ -213,6 +213,25 @@ def test_heads_of_one_product_are_those_of_three(target: Target, projection_bias
         assert (one - other).abs().max() <= allowed
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"],
+)
+def test_what_is_hooked_to_all_modules_sees_each(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads_of_layer, "has_kernel", lambda _: True)
+    layer = make_layer("cpu")
+    seen: list[torch.nn.Module] = []
+    register = getattr(torch.nn.modules.module, f"register_module_{kind}")
+    hook = register(lambda module, *_: seen.append(module))
+    try:
+        layer(torch.randn(2, 9, 16, requires_grad=True)).sum().backward()
+    finally:
+        hook.remove()
+    assert set(seen) == set(layer.modules())
+
+
 def test_a_projection_that_does_not_train_has_no_gradient() -> None:
     layer = make_layer("cpu")
     layer.k_proj.requires_grad_(False)

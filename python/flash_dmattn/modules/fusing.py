@@ -128,7 +128,7 @@ def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | 
 
 
 def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Say whether a module is of this class, and nothing has been hooked to its forward."""
+    """Say whether a module is of this class, and nothing is hooked to its call."""
     return (
         type(module) is kind
         and not module._forward_hooks
@@ -138,6 +138,8 @@ def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
         and "forward" not in module.__dict__
         and not every_module._global_forward_hooks
         and not every_module._global_forward_pre_hooks
+        and not every_module._global_backward_hooks
+        and not every_module._global_backward_pre_hooks
     )
 
 
