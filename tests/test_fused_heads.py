@@ -181,7 +181,10 @@ def test_what_others_change_or_watch_is_not_fused(monkeypatch: pytest.MonkeyPatc
     strided, elsewhere = make_layer("cpu"), make_layer("cpu")
     strided.q_norm.weight = torch.nn.Parameter(torch.randn(4, 2)[:, 0])
     elsewhere.q_norm.to("meta")
-    for changed in (hooked, replaced, strided, elsewhere, make_layer("cpu").to(torch.float64)):
+    unnamed = make_layer("cpu")
+    unnamed.q_norm.eps = None
+    wide = make_layer("cpu").to(torch.float64)
+    for changed in (hooked, replaced, strided, elsewhere, unnamed, wide):
         assert not is_fused(changed, x)
     assert not is_fused(make_layer("cpu"), x.double())
     assert not is_fused(make_layer("cpu"), x.transpose(2, 3))

@@ -104,9 +104,11 @@ def test_parts_that_were_changed_are_called() -> None:
             return 2 * super().key_bias(value)
 
     x, cache = torch.randn(1, 9, 16), AttentionCache()
-    layer, hooked, replaced, wide, wrapped, odd = (
-        DynamicMaskAttention(16, 2, window_size=4) for _ in range(6)
+    layer, hooked, replaced, wide, wrapped, odd, unnamed = (
+        DynamicMaskAttention(16, 2, window_size=4) for _ in range(7)
     )
+    assert unnamed.q_norm is not None
+    unnamed.q_norm.eps = None
     wrapped.k_proj.forward = lambda x: x  # type: ignore[method-assign]
     odd.window_size = 3
     hooked.o_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
@@ -117,7 +119,7 @@ def test_parts_that_were_changed_are_called() -> None:
         layer(x[:, :8], cache=cache)
         token, nothing = x[:, 8:], (None,) * 4
         assert is_fused(layer, token, cache, *nothing)
-        for changed in (hooked, replaced, wrapped, odd, Louder(16, 2, window_size=4)):
+        for changed in (hooked, replaced, wrapped, odd, unnamed, Louder(16, 2, window_size=4)):
             assert not is_fused(changed, token, cache, *nothing)
         assert not is_fused(wide, token.double(), cache, *nothing)
         assert not is_fused(layer, x, cache, *nothing)

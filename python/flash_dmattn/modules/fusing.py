@@ -97,6 +97,9 @@ def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
     for name in _METHODS:
         if getattr(type(layer), name) is not getattr(kind, name) or name in layer.__dict__:
             return None
+    for norm in (layer.q_norm, layer.k_norm):
+        if type(norm) is nn.RMSNorm and norm.eps is None:  # what torch adds depends on its version
+            return None
     return plain_parts(layer, nn.RMSNorm) if layer.is_causal else None
 
 

@@ -76,7 +76,8 @@ def _is_fused(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
         return False
     if norm is None:
         weight = None
-    elif is_as_made(norm, nn.RMSNorm) and norm.weight is not None:
+    elif is_as_made(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
+        # What torch adds to the mean square by default depends on its version.
         weight = norm.weight
         if weight.dtype not in (heads.dtype, torch.float32) or weight.shape != heads.shape[-1:]:
             return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import nn
 
 __all__ = ["Fusable", "Part", "Projecting", "Sized", "eps_of"]
@@ -58,5 +57,6 @@ class Part(NamedTuple):
 
 
 def eps_of(norm: nn.RMSNorm) -> float:
-    """Return what a norm adds to the mean square."""
-    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+    """Return what a norm that says it adds to the mean square."""
+    assert norm.eps is not None
+    return float(norm.eps)
