@@ -55,6 +55,18 @@ def test_compile(form: str, target: Target) -> None:
     assert_same_results(module, compiled(x, **options), module(x, **options), tolerance_of(target))
 
 
+@pytest.mark.parametrize(
+    "norm", [torch.nn.Identity(), torch.nn.RMSNorm(6, elementwise_affine=False)], ids=repr
+)
+def test_a_norm_without_weight_takes_the_place_of_one_with(
+    norm: torch.nn.Module, target: Target
+) -> None:
+    module = make_module(target)
+    x = make_input(module, 2, 9)
+    module.q_norm = module.k_norm = norm
+    assert module(x).shape == x.shape
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_trains_with_inductor_under_autocast(pack_target: Target) -> None:
     """Without a break of the graph; what is kept does not hang on how biases are rounded."""

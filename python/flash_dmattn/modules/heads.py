@@ -100,8 +100,9 @@ def _has_even_tokens(heads: Tensor) -> bool:
 def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:
     if norm is None:
         return heads
-    # Under autocast heads are of its dtype, and the weight is not.
-    normalized: Tensor = norm(heads.to(norm.weight.dtype))
+    # Under autocast heads are of its dtype, and the weight is not. Another norm may have none.
+    weight = getattr(norm, "weight", None)
+    normalized: Tensor = norm(heads if weight is None else heads.to(weight.dtype))
     return normalized.to(heads.dtype)
 
 
