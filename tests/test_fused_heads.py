@@ -235,6 +235,15 @@ def test_what_is_hooked_to_all_modules_sees_each(
     assert set(seen) == set(layer.modules())
 
 
+def test_projections_of_other_widths_are_an_error() -> None:
+    """Also where all together have as many columns as they should."""
+    layer = make_layer("cpu")
+    layer.q_proj, layer.k_proj = torch.nn.Linear(16, 12), torch.nn.Linear(16, 12)
+    layer.v_proj = torch.nn.Linear(16, 8)
+    with pytest.raises(RuntimeError, match="12"):
+        layer(torch.randn(2, 9, 16))
+
+
 def test_a_projection_that_does_not_train_has_no_gradient() -> None:
     layer = make_layer("cpu")
     layer.k_proj.requires_grad_(False)

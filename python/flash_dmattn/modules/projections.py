@@ -24,7 +24,7 @@ def projected(layer: Sized, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tens
     """
     modules = layer.q_proj, layer.k_proj, layer.v_proj
     counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    if torch.is_grad_enabled() and _are_joined(modules):
+    if torch.is_grad_enabled() and _are_joined(modules, [n * layer.head_dim for n in counts]):
         weight = torch.cat([module.weight for module in modules])
         bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
         states = linear(hidden_states, weight, bias)
@@ -41,14 +41,17 @@ def _in_heads(states: Tensor, count: int, dim: int) -> Any:
     return states.unflatten(-1, (count, dim))  # type: ignore[no-untyped-call]
 
 
-def _are_joined(modules: tuple[nn.Linear, ...]) -> bool:
-    """Say whether these are linear layers that train, with nothing of others in their place."""
+def _are_joined(modules: tuple[nn.Linear, ...], widths: list[int]) -> bool:
+    """Say whether these are linear layers that train, with nothing of others in their place.
+
+    Of other widths the error of each is clearer than that of all, if there is one at all.
+    """
     first = modules[0]
-    for module in modules:
+    for module, width in zip(modules, widths, strict=True):
         if not is_as_made(module, nn.Linear) or (module.bias is None) != (first.bias is None):
             return False
         weight = module.weight
-        if type(weight) not in PLAIN_TYPES or not weight.requires_grad:
+        if type(weight) not in PLAIN_TYPES or not weight.requires_grad or len(weight) != width:
             return False
         if weight.dtype != first.weight.dtype or weight.device != first.weight.device:
             return False
