@@ -2,9 +2,9 @@
 """Time of calls: torch.utils.benchmark's on a CPU, CUDA events on a GPU, in turns.
 
 On a GPU a buffer larger than the L2 cache is written before each call, outside the measured time.
-Several calls are queued while the GPU still writes such buffers, so that it never waits for the
-host, however short a call is and whoever else uses the host. The time of the host is a quantity of
-its own.
+Several calls are queued while the GPU still writes such buffers, so that it never waits for a host
+that needs less than 10 ms for a call, however short the call is and whoever else uses the host. The
+time of the host is a quantity of its own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ _HOST_CALLS = 20
 # Calls that are queued at once, and seconds of them: far from what fills the queue. The GPU is kept
 # from them for no longer than this.
 _QUEUED_CALLS, _QUEUED_SECONDS = 16, 0.01
-# More than any L2 cache, and a time in which no GPU of today writes so much (5 TB/s).
+# More than any L2 cache, and a time in which no GPU of today writes so much (9 TB/s).
 _FLUSHED_BYTES = 256 << 20
-_FLUSH_SECONDS = 50e-6
+_FLUSH_SECONDS = 30e-6
+# Of the first call, of which nothing is known.
+_FIRST_AHEAD = 1e-3
 
 
 class Clock(NamedTuple):
@@ -70,19 +72,22 @@ def _on_cpu(timer: Callable[[], float], call: Call, seconds: float) -> list[floa
 
 
 def _on_gpu(call: Call, seconds: float) -> list[float]:
-    """Samples that last ``seconds`` together, after a call that is not counted unless it is as
-    long as that.
+    """Samples that last ``seconds`` together, after a call that is not counted unless the GPU needs
+    as long as that for it.
     """
-    (last,), host_seconds = _queued(call, 1, 20 * _FLUSH_SECONDS)
-    if last >= seconds:
-        return [last]
+    (least,), host_seconds = _queued(call, 1, _FIRST_AHEAD)
+    if least >= max(seconds, host_seconds):
+        return [least]
     samples: list[float] = []
     while (left := seconds - sum(samples)) > 0:
-        count = min(_QUEUED_CALLS, 1 + int(min(left, _QUEUED_SECONDS) / max(last, 1e-6)))
-        ahead = host_seconds + count * max(0.0, host_seconds - last)
+        count = min(_QUEUED_CALLS, 1 + int(min(left, _QUEUED_SECONDS) / max(least, 1e-6)))
+        behind = host_seconds - least  # what the host loses with each call
+        if behind > 0:
+            count = max(1, min(count, int((_QUEUED_SECONDS - host_seconds) / behind)))
+        ahead = host_seconds + count * max(0.0, behind)
         found, host_seconds = _queued(call, count, min(ahead, _QUEUED_SECONDS))
         samples += found
-        last = found[-1]
+        least = min(found)  # the others may have waited for the host
     return samples
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import sys
 import time
 from dataclasses import asdict, replace
@@ -269,7 +271,9 @@ def test_short_work_is_timed_by_triton_in_a_graph(monkeypatch: pytest.MonkeyPatc
         (0.002, 0.0001, [1, 6], [0.001, 0.0001]),
         # The host is the slower: the GPU waits for what it takes longer, but not for long.
         (0.00043, 0.0007, [1, 16, 8], [0.001, 0.00502, 0.00286]),
-        (0.00043, 0.1, [1, 16, 8], [0.001, 0.01, 0.01]),
+        # Fewer calls, where it would be too long otherwise.
+        (0.00043, 0.002, [1, 5, 5, 5, 5, 4], [0.001, *[0.00985] * 4, 0.00828]),
+        (0.00043, 0.1, [1] * 25, [0.001, *[0.01] * 24]),
     ],
 )
 def test_calls_are_queued_while_the_gpu_is_busy(
@@ -291,6 +295,30 @@ def test_calls_are_queued_while_the_gpu_is_busy(
     assert len(samples) == (sum(counts[1:]) or 1)
     assert [count for count, _ in queued] == counts
     assert [ahead for _, ahead in queued] == pytest.approx(aheads)
+
+
+@pytest.mark.parametrize("first_on_host", [None, 0.5], ids=["ready", "compiles"])
+@pytest.mark.parametrize("on_host", [1e-5, 2e-4, 6e-4, 1e-3, 2e-3, 5e-3])
+@pytest.mark.parametrize("on_gpu", [5e-5, 8e-4])
+def test_a_slow_host_is_no_part_of_times(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: float, on_host: float, first_on_host: float | None
+) -> None:
+    """A call ends on the GPU when that has done its work, and not before the host has queued it."""
+    hosts = itertools.chain([first_on_host or on_host], itertools.repeat(on_host))
+
+    def queue(_: timing.Call, count: int, ahead: float) -> tuple[list[float], float]:
+        samples, gpu_is_free, queued = [], ahead, 0.0
+        for _ in range(count):
+            begin = max(gpu_is_free, queued)
+            queued += next(hosts)
+            gpu_is_free = max(begin + on_gpu, queued)
+            samples.append(gpu_is_free - begin)
+        return samples, queued / count
+
+    monkeypatch.setattr(timing, "_queued", queue)
+    monkeypatch.setitem(sys.modules, "triton.testing", SimpleNamespace(do_bench_cudagraph=None))
+    samples = timing.clock_for("cuda:0").sample(lambda: None, 0.05)
+    assert statistics.median(samples) == pytest.approx(on_gpu)
 
 
 def test_triton_has_what_is_asked_of_it() -> None:
