@@ -98,8 +98,10 @@ def tables_of(results: Results) -> list[Table]:
 
 
 def headlines(name: str, found: Mapping[str, Results]) -> Table:
-    """Ours beside the fastest with the same mask and the fastest dense attention, line by line."""
-    rows, machines = [], []
+    """Ours beside the fastest with the same mask and the fastest dense attention, line by line, and
+    which commits were measured.
+    """
+    rows, machines, commits = [], [], []
     for (file, case, who, quantity), label in headline_keys(name):
         known = found[file].records if file in found else []
         records = [r for r in known if (r.case, r.quantity) == (case, quantity) and r.value]
@@ -108,6 +110,7 @@ def headlines(name: str, found: Mapping[str, Results]) -> Table:
             continue
         machine = found[file].machine
         machines.append(machine)
+        commits.append(f"{file} ({found[file].commit})")
         masked = [r for r in records if r.role != "ours" and r.mask == mine.mask != ALL_KEYS]
         dense = [r for r in records if r.role == "baseline" and r.mask == ALL_KEYS]
         words = _WORDS.get(quantity, quantity.replace("_", " + "))
@@ -115,7 +118,8 @@ def headlines(name: str, found: Mapping[str, Results]) -> Table:
         rows.append((label or f"{machine}: {case}, {who}, {words}", *cells))
     heads = ("", "flash_dmattn", "best with the same mask", "best dense, no mask")
     title = _TITLES.get(name, ", ".join(dict.fromkeys(machines)))
-    return Table(title, heads, tuple(rows))
+    note = f"measured: {', '.join(dict.fromkeys(commits))}"
+    return Table(title, heads, tuple(rows), (note,) if rows else ())
 
 
 def _shown(record: Record) -> str:

@@ -92,6 +92,12 @@ class Results:
         return str(self.environment["gpu"] or on_cpu)
 
     @property
+    def commit(self) -> str:
+        """What was measured, and on which day."""
+        name, dash, state = str(self.environment["commit"] or "unknown").partition("-")
+        return f"commit {name[:7]}{dash}{state}, {self.environment['date'][:10]}"
+
+    @property
     def heading(self) -> str:
         """What was measured, on what and when, in two lines; a third is a remark."""
         where = self.environment

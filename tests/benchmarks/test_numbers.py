@@ -207,7 +207,9 @@ def test_headlines_compare_with_the_best_of_each_group() -> None:
             ("dense_cudnn", None),
         )
     ]
-    shown = pages.headlines("readme-h200", {"h200": Results(GPU, {}, {}, found)})
+    where = {**GPU, "commit": "0123456789-dirty"}
+    shown = pages.headlines("readme-h200", {"h200": Results(where, {}, {}, found)})
     cells = ("forward", "1 ms", "3 ms (sdpa_augmented), 3 x", "2 ms (dense_flash), 2 x")
     assert shown.rows == (cells,)
     assert shown.title == "a GPU"
+    assert shown.notes == (f"measured: h200 (commit 0123456-dirty, {GPU['date'][:10]})",)
