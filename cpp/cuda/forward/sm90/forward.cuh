@@ -48,17 +48,7 @@ template <class Config>
 __device__ void look_up_forward(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
   using Pipeline = typename Config::Pipeline;
   const fdm_problem &p = params.p;
-  const auto make = [&](const HeadTile &t, ForwardTask &task) {
-    task.s = t.s;
-    task.sequence_index = t.sequence_index;
-    task.head = t.head;
-    task.kv_head = kv_head_of(p, t.head);
-    task.first_row = t.tile * Config::kRows;
-    task.bias = score_view(p, p.bias, t.s, t.head);
-    task.columns = tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile);
-    task.sink = sink_score(p, t.head);
-    task.set_results(params);
-  };
+  const auto make = [&](const HeadTile &t, ForwardTask &task) { make_task<Config>(params, t, task); };
   TaskMaker<ForwardTask, decltype(make), Config::kQueryStages> scheduler(p, params.sequences_together, params.tickets,
                                                                          shared.tasks, make);
   const auto on_column = [&](int stage, int i, float bias) {

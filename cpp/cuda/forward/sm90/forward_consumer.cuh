@@ -44,6 +44,21 @@ template <class Config> struct ForwardSharedSm90 {
   }
 };
 
+// Makes the task of a tile.
+template <class Config>
+__device__ __forceinline__ void make_task(const ForwardParams &params, const HeadTile &t, ForwardTask &task) {
+  const fdm_problem &p = params.p;
+  task.s = t.s;
+  task.sequence_index = t.sequence_index;
+  task.head = t.head;
+  task.kv_head = kv_head_of(p, t.head);
+  task.first_row = t.tile * Config::kRows;
+  task.bias = score_view(p, p.bias, t.s, t.head);
+  task.columns = tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile);
+  task.sink = sink_score(p, t.head);
+  task.set_results(params);
+}
+
 // The blocks of all tiles are one stream. A step starts the scores of a block and the product of the block before with
 // V, then turns the scores into probabilities while that product is computed. So the last product of a tile goes along
 // with the first scores of the next tile, and a tile is written out in the first step of the next.
