@@ -55,6 +55,15 @@ def test_compile(form: str, target: Target) -> None:
     assert_same_results(module, compiled(x, **options), module(x, **options), tolerance_of(target))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*jit.trace.*")
+def test_a_trace_is_the_same_with_and_without_gradients(target: Target) -> None:
+    """torch.jit.trace traces again without gradients, and compares."""
+    module = make_module(target)
+    x = make_input(module, 2, 9)
+    traced = torch.jit.trace(module, x)
+    assert_same_results(module, traced(x), module(x), tolerance_of(target))
+
+
 @pytest.mark.parametrize(
     "norm", [torch.nn.Identity(), torch.nn.RMSNorm(6, elementwise_affine=False)], ids=repr
 )

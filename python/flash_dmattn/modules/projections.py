@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn.functional import linear
 
 from ..dispatch_state import PLAIN_TYPES
@@ -20,11 +21,13 @@ def projected(layer: Sized, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tens
     """Return query ``(..., H, D)``, key and value ``(..., Hk, D)`` of states ``(..., embed_dim)``.
 
     In training they are one product, of which they are views: the gradient of the states is then
-    one product too, and not three that are added, and autocast casts the states once.
+    one product too, and not three that are added, and autocast casts the states once. Not so in
+    torch.jit.trace, which records what then runs without gradients too.
     """
     modules = layer.q_proj, layer.k_proj, layer.v_proj
     counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    if torch.is_grad_enabled() and _are_joined(modules, [n * layer.head_dim for n in counts]):
+    is_training = torch.is_grad_enabled() and not is_tracing()  # type: ignore[no-untyped-call]
+    if is_training and _are_joined(modules, [n * layer.head_dim for n in counts]):
         weight = torch.cat([module.weight for module in modules])
         bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
         states = linear(hidden_states, weight, bias)
