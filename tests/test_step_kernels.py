@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import AttentionCache, DynamicMaskAttention, KeptKeys
+from flash_dmattn.loader import FallbackWarning
 from flash_dmattn.modules import fusing
 from flash_dmattn.state import stepping
 from flash_dmattn.state.rows import Rows, empty_rows
@@ -153,6 +156,25 @@ def test_a_converted_layer_has_kernels_of_its_own() -> None:
             assert fusing.fused_step(*given) is steps[-1]
     assert None not in steps
     assert steps[0] is not steps[1]
+
+
+def test_without_a_compiler_operations_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton needs one to start kernels, and images that only run programs have none."""
+    triton = pytest.importorskip("triton")
+
+    class Driver:
+        def get_current_target(self) -> None:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=Driver()))
+    monkeypatch.setattr(stepping, "why_unavailable", lambda _: None)
+    stepping._has_kernel.cache_clear()
+    with pytest.warns(FallbackWarning, match="Failed to find C compiler"):
+        assert not stepping.has_kernel("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        assert not stepping.has_kernel("cuda")
+    stepping._has_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(("kind", "number"), [("cuda", 2**31), ("xpu", 1)])

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 from torch import Tensor
 
 from .. import dispatch_state
 from ..backends.triton import why_unavailable
+from ..loader import FallbackWarning
 from .rows import Rows
 
 __all__ = ["has_kernel", "insert", "insert_by_operations"]
@@ -33,7 +35,27 @@ def insert(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
         insert_by_operations(rows, new, window, counter)
 
 
-_has_kernel = functools.cache(lambda device_type: why_unavailable(device_type) is None)
+@functools.cache
+def _has_kernel(device_type: str) -> bool:
+    if why_unavailable(device_type) is not None:
+        return False
+    if device_type == "cpu":  # Triton's interpreter
+        return True
+    from triton.runtime import driver
+
+    # Triton compiles C for what starts its kernels, for which a machine that only runs programs may
+    # lack a compiler, Python's headers, or a folder to write to.
+    try:
+        driver.active.get_current_target()
+    except Exception as error:  # whatever it is, PyTorch's operations compute the same
+        warnings.warn(
+            f"Triton cannot start kernels on {device_type} devices, so PyTorch's operations do, "
+            f"slower, what of DynamicMaskAttention and KeptKeys is not attention: {error}",
+            FallbackWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def has_kernel(device_type: str) -> bool:
