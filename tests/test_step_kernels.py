@@ -137,6 +137,12 @@ def test_parts_that_were_changed_are_called() -> None:
         assert not is_fused(layer, token, cache, *nothing)
         handle.remove()
         assert is_fused(layer, token, cache, *nothing)
+        before = fusing.fused_step(layer, DynamicMaskAttention, token, cache, *nothing)
+        assert layer.k_norm is not None
+        layer.k_norm.eps = 0.1
+        after = fusing.fused_step(layer, DynamicMaskAttention, token, cache, *nothing)
+        assert after is not None
+        assert after is not before
         layer.q_proj.weight.data = layer.q_proj.weight.data.t()
         assert not is_fused(layer, token, cache, *nothing)
     assert not is_fused(layer, token, cache, *nothing)

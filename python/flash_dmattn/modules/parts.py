@@ -56,7 +56,8 @@ class Part(NamedTuple):
     bias: nn.Parameter | None
 
 
-def eps_of(norm: nn.RMSNorm) -> float:
+def eps_of(norm: nn.Module) -> float:
     """Return what a norm that says it adds to the mean square."""
+    assert isinstance(norm, nn.RMSNorm)
     assert norm.eps is not None
     return float(norm.eps)

@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..arguments import backend_name
 from ..backends.triton.kernels.project import BY_POSITION, NO_TURN
@@ -37,12 +37,14 @@ class Step:
         # A layer is converted in place, which leaves its parameters what they are.
         self.dtype = parts[0].weight.dtype
         states, norms = parts[4], parts[5:]
+        self._norms = tuple(norm.module for norm in norms)
+        self._given_eps = self._eps()
         dim, scale = layer.head_dim, layer.softmax_scale
         self._kernels = StepKernels(
             Sizes(layer.embed_dim, layer.num_heads, layer.num_kv_heads, dim),
             parts,
             BiasOfValues(states.weight, states.bias, layer.A, layer.bias_form == "exp"),
-            eps=_eps(norms) if norms else (0.0, 0.0),
+            eps=(eps_of(self._norms[0]), eps_of(self._norms[1])) if norms else (0.0, 0.0),
             rounds_norm=False,
             turn=(NO_TURN if layer.rotary_base is None else BY_POSITION).value,
             scale=dim**-0.5 if scale is None else scale,
@@ -55,9 +57,14 @@ class Step:
             tuple(layer._modules.values()) == self._modules
             and _settings(layer) == self._settings
             and layer._parameters.get("A") is self._amplitude
+            and self._eps() == self._given_eps
             and "attend" not in layer.__dict__
             and "key_bias" not in layer.__dict__
         )
+
+    def _eps(self) -> tuple[object, ...]:
+        """Return what the norms add to the mean square now."""
+        return tuple(norm.eps for norm in self._norms)
 
     def __call__(self, layer: Fusable, x: Tensor, kept: KeptKeys) -> Tensor:
         """Return what the layer's forward returns for one token, and take it in.
@@ -71,13 +78,6 @@ class Step:
         assert start is not None
         turns = x if base is None else _kept_frequencies(layer.head_dim, base, x.device)
         return self._kernels(x, Turn(turns, start), kept.step, layer.sink, layer.softcap)
-
-
-def _eps(norms: tuple[Part, ...]) -> tuple[float, float]:
-    query, key = (norm.module for norm in norms)
-    assert isinstance(query, nn.RMSNorm)
-    assert isinstance(key, nn.RMSNorm)
-    return eps_of(query), eps_of(key)
 
 
 def _settings(layer: Fusable) -> tuple[object, ...]:
