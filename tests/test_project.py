@@ -80,6 +80,17 @@ def test_cuda_sources_have_one_namespace() -> None:
     assert names == {"fdm::cuda", "fdm::cuda::ptx"}
 
 
+def test_inline_assembly_is_in_one_folder() -> None:
+    """Another folder in its place then has all instructions that C++ has no words for."""
+    cuda = ROOT / "cpp" / "cuda"
+    folders = {
+        path.parent.relative_to(cuda).as_posix()
+        for path in cuda.rglob("*")
+        if path.is_file() and re.search(r"\basm\b", path.read_text())
+    }
+    assert folders == {"ptx"}
+
+
 # --- the table of targets
 
 

@@ -134,7 +134,7 @@ template <class Config> struct StepRows : Config::Gradients {
       const int r = i / Tile::kChunks;
       if (shared.stages[stage].lse[r] != INFINITY) continue;
       for (const uint32_t base : {q(stage), dout(stage)})
-        store_chunk(Tile::chunk_address(base, r, i % Tile::kChunks), uint4{});
+        ptx::store_shared(Tile::chunk_address(base, r, i % Tile::kChunks), uint4{});
     }
     __syncthreads();
   }

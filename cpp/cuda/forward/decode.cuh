@@ -144,7 +144,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     live = __reduce_or_sync(0xffffffffu, live);
     for (int i = lane; i < kColumns * Tile::kChunks; i += 32) {
       const int r = i / Tile::kChunks;
-      if (!(live >> r & 1)) store_chunk(Tile::chunk_address(stage(step, 1), r, i % Tile::kChunks), uint4{});
+      if (!(live >> r & 1)) ptx::store_shared(Tile::chunk_address(stage(step, 1), r, i % Tile::kChunks), uint4{});
     }
     __syncwarp();
   }

@@ -38,6 +38,13 @@ __device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(smem), "r"(value) : "memory");
 }
 
+// 16 bytes, 16-byte aligned, at once.
+__device__ __forceinline__ void store_shared(uint32_t smem, uint4 words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(smem), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared_16(uint32_t smem, uint16_t value) {
   asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(smem), "h"(value) : "memory");
 }

@@ -4,6 +4,7 @@
 // and V instead of two addresses, which take a multiplication to make when the row is copied.
 #pragma once
 
+#include "../ptx/registers.cuh"
 #include "key_ring.cuh"
 #include "row_places.cuh"
 
@@ -62,8 +63,8 @@ template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing 
         row[step] = slot.row[own * kSteps + step];
       }
     }
-    const char *source = rows.first + chunk * 16;
-    asm("" : "+l"(source)); // the compiler would add both parts to each row apart
+    // The compiler would add both parts to each row apart.
+    const char *source = ptx::opaque(rows.first + chunk * 16);
     const bool inside = chunk * 8 < head_dim;
     const uint32_t address = RingTile::chunk_address(base, own, chunk);
 #pragma unroll

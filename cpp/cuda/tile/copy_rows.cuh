@@ -9,12 +9,6 @@ namespace fdm::cuda {
 // Absent rows are copied from here, and copies need no test for them.
 static __device__ __align__(16) const uint16_t kZeroRow[256] = {};
 
-__device__ __forceinline__ void store_chunk(uint32_t address, uint4 chunk) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
-               "r"(chunk.w)
-               : "memory");
-}
-
 // Copies 8 elements of a row of global memory to a chunk, one by one: for rows that do not start at multiples of 16
 // bytes, have a stride between elements, or a head dimension that is no multiple of 8. It is not inlined, which keeps
 // it out of the way of the aligned copies, which are asynchronous.
@@ -26,7 +20,7 @@ static __device__ __noinline__ void copy_chunk_by_elements(uint32_t address, con
     const int d = first + i;
     if (d < head_dim) packed[i / 2] |= uint32_t(row[d * stride]) << (i % 2 * 16);
   }
-  store_chunk(address, {packed[0], packed[1], packed[2], packed[3]});
+  ptx::store_shared(address, uint4{packed[0], packed[1], packed[2], packed[3]});
 }
 
 // Copies rows of global memory to a tile. Row r comes from the address source(r), which is kZeroRow for absent rows.

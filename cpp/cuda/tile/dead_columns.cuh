@@ -15,7 +15,8 @@ template <class Tile, int kColumns, int kThreads>
 __device__ __noinline__ void clear_unmarked_rows(const uint8_t *live, uint32_t tile) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kColumns * Tile::kChunks; i += kThreads)
-    if (!live[i / Tile::kChunks]) store_chunk(Tile::chunk_address(tile, i / Tile::kChunks, i % Tile::kChunks), uint4{});
+    if (!live[i / Tile::kChunks])
+      ptx::store_shared(Tile::chunk_address(tile, i / Tile::kChunks, i % Tile::kChunks), uint4{});
 }
 
 // This lies in shared memory. kPossible says that the kernel takes such a bias.

@@ -134,7 +134,7 @@ template <class Config> struct SmallBlock {
       const int r = i / RowTile::kChunks;
       if (shared.stages[stage].lse[r] != INFINITY) continue;
       for (const char *tile : {shared.sQ[stage], shared.sdO[stage]})
-        store_chunk(RowTile::chunk_address(ptx::shared_address(tile), r, i % RowTile::kChunks), uint4{});
+        ptx::store_shared(RowTile::chunk_address(ptx::shared_address(tile), r, i % RowTile::kChunks), uint4{});
     }
     ptx::fence_async_proxy();
     __syncthreads();

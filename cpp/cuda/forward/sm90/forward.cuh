@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../../ptx/dependent.cuh"
+#include "../../ptx/registers.cuh"
 #include "../../tile/sm90/key_lookup.cuh"
 #include "../../tile/sm90/tile_sizes.cuh"
 #include "forward_consumer.cuh"
@@ -38,8 +39,8 @@ __device__ void load_queries(const ForwardParams &params, const TaskLoader<Forwa
     const int64_t rows = min64(task.s.q_count - task.first_row - row, kRows);
     const auto sources = Gather::consecutive(reinterpret_cast<const char *>(first), params.rows.q_bytes, int(rows));
     if (row == 0) tasks.producer_acquire();
-    uint32_t tile = ptx::shared_address(sQ) + row * QTile::kRowBytes;
-    asm volatile("" : "+r"(tile)); // what follows from it would take registers throughout the loop over tiles
+    // What follows from it would take registers throughout the loop over tiles.
+    const uint32_t tile = ptx::opaque_here(ptx::shared_address(sQ) + row * QTile::kRowBytes);
     Gather::copy(tile, sources, int(params.p.head_dim));
   }
 }

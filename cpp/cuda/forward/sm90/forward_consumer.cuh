@@ -4,6 +4,7 @@
 // makes probabilities.
 #pragma once
 
+#include "../../ptx/registers.cuh"
 #include "../../tile/sm90/bias_operand.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/task_ring.cuh"
@@ -229,7 +230,7 @@ template <class Config> struct ForwardConsumer {
     }
   }
 
-  __device__ float4 &own_sums() { return shared.sums[Config::Ring::thread()]; }
+  __device__ float4 &own_sums() { return shared.sums[ptx::thread_index()]; }
   __device__ void put_sums_aside() {
     own_sums() = {rows.maximum[0][0], rows.maximum[0][1], rows.sum[0][0], rows.sum[0][1]};
   }

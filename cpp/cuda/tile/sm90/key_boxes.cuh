@@ -152,7 +152,8 @@ private:
       const uint32_t tile = ptx::shared_address(boxes.sV[stage]);
       const int row = Reader::column(0);
 #pragma unroll 1
-      for (int chunk = 0; chunk < 8 * Tile::kPanels; ++chunk) store_chunk(Tile::chunk_address(tile, row, chunk), {});
+      for (int chunk = 0; chunk < 8 * Tile::kPanels; ++chunk)
+        ptx::store_shared(Tile::chunk_address(tile, row, chunk), uint4{});
     }
     ptx::fence_async_proxy();
     ptx::arrive(boxes.v_full[stage]);

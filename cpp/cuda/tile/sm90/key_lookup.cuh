@@ -3,6 +3,7 @@
 // ahead: the rows of K and V, the bias, and which queries keep them.
 #pragma once
 
+#include "../../ptx/registers.cuh"
 #include "../row_places.cuh"
 #include "key_stream.cuh"
 
@@ -63,10 +64,10 @@ template <class Stream, class OnColumn> struct KeyLookup {
   // One warp at a time may call these around other work that needs its registers.
   __device__ void park() const {
     stream.parked[threadIdx.x % 32] = {key, next_key, bias_bits, k_state, row_state};
-    asm volatile("" ::: "memory");
+    ptx::compiler_fence();
   }
   __device__ void unpark() {
-    asm volatile("" ::: "memory");
+    ptx::compiler_fence();
     const auto &parked = stream.parked[threadIdx.x % 32];
     key = parked.key;
     next_key = parked.next_key;

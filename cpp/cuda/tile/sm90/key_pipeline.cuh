@@ -4,6 +4,7 @@
 // say "full" and "empty".
 #pragma once
 
+#include "../../ptx/registers.cuh"
 #include "../key_ring.cuh"
 #include "../smem_tile.cuh"
 #include "roles.cuh"
@@ -128,10 +129,10 @@ template <class Pipeline> struct KeyProducer {
   // whose loads wait behind all copies that were started before.
   __device__ void park() const {
     pipeline.parked[threadIdx.x % 32] = {entry, next_key, k_state, v_state, v_row};
-    asm volatile("" ::: "memory");
+    ptx::compiler_fence();
   }
   __device__ void unpark() {
-    asm volatile("" ::: "memory");
+    ptx::compiler_fence();
     const auto &parked = pipeline.parked[threadIdx.x % 32];
     entry = parked.entry;
     next_key = parked.next_key;

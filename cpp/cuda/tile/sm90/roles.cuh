@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../ptx/barrier.cuh"
+#include "../../ptx/registers.cuh"
 
 namespace fdm::cuda {
 
@@ -24,9 +25,7 @@ template <int kGroups> struct WarpRoles {
   // The column of a block that this thread of a warpgroup has, the warps side by side; INT32_MAX: none.
   template <int kColumns, int kWarps> __device__ static __forceinline__ int own_column(int block) {
     constexpr int kOwnColumns = kColumns / kWarps;
-    // Read anew each time, it takes no register in between.
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    const int thread = int(ptx::thread_index());
     const int lane = thread % 32, warp = thread / 32 % kWarps;
     return lane < kOwnColumns ? block * kColumns + warp * kOwnColumns + lane : INT32_MAX;
   }

@@ -2,6 +2,7 @@
 // Copies of listed rows of global memory to a tile that wgmma reads, by the producer warps together.
 #pragma once
 
+#include "../../ptx/registers.cuh"
 #include "../smem_tile.cuh"
 #include "roles.cuh"
 
@@ -24,7 +25,7 @@ template <class Tile, int kRows> struct RowGather {
     // The step copies the row of this number. Row 0 begins at `first`, and rows are `stride` bytes apart.
     __device__ __forceinline__ void set(int step, const char *first, int32_t stride, int32_t number, bool exists) {
       const uint64_t own_first = reinterpret_cast<uint64_t>(first) + own_chunk() * 16;
-      asm volatile("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(chunk[step]) : "r"(number), "r"(stride), "l"(own_first));
+      chunk[step] = ptx::multiply_add_wide(number, stride, own_first);
       valid |= uint32_t(exists) << step;
     }
   };
@@ -46,9 +47,7 @@ template <class Tile, int kRows> struct RowGather {
     struct alignas(4 * kBatch) Numbers {
       int32_t of_step[kBatch];
     };
-    // Read anew each time, the thread's index takes no register in between.
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    const uint32_t thread = ptx::thread_index();
     const uint32_t warp = thread / 32 % Roles::kProducerWarps, lane = thread % 32;
     const int32_t *own = list + warp * kOwnRows + lane / kRowLanes * kSteps; // the place() of this thread's first row
     Sources sources;

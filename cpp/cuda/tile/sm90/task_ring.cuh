@@ -3,6 +3,7 @@
 // before they are looked up; producers and consumers take them one after the other.
 #pragma once
 
+#include "../../ptx/registers.cuh"
 #include "tile_scheduler.cuh"
 
 namespace fdm::cuda {
@@ -19,16 +20,10 @@ template <class Task, int kLoads = 1> struct TaskRing {
   uint32_t number[Roles::kThreadsWithLookup / 32];
   uint64_t made[kSlots], released[kSlots], full[kLoads];
 
-  // Read anew each time, the thread's index takes no register in between.
-  __device__ static uint32_t thread() {
-    uint32_t index;
-    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(index));
-    return index;
-  }
-  __device__ uint32_t own_number() const { return number[thread() / 32]; }
+  __device__ uint32_t own_number() const { return number[ptx::thread_index() / 32]; }
   __device__ void set_own_number(uint32_t own) {
     __syncwarp();
-    const uint32_t index = thread();
+    const uint32_t index = ptx::thread_index();
     if (index % 32 == 0) number[index / 32] = own;
     __syncwarp();
   }
