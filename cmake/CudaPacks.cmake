@@ -106,7 +106,7 @@ function(fdm_add_kernel_pack)
     FDM_TILE_ARCH=${tile_number}
     FDM_PACK_NAME="${name}"
     $<$<BOOL:${FLASH_DMATTN_DELAYS}>:FDM_DELAYS>)
-  target_include_directories(${target} PRIVATE "${KERNEL_INCLUDE}")
+  target_include_directories(${target} PRIVATE "${KERNEL_INCLUDE}" "${PROJECT_SOURCE_DIR}/cpp/cuda")
   if(major GREATER_EQUAL 13)
     set(compression --compress-mode=size)
   else()

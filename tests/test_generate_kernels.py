@@ -98,7 +98,7 @@ def test_families_of_one_arch_compile_for_the_others(generator: ModuleType, tmp_
     sources = [
         tmp_path / f"{name}_{dtype}_{most}.cu" for name in names for dtype in TARGETS["dtypes"]
     ]
-    includes = ["-I", ROOT / "cpp", "-I", tmp_path]
+    includes = [f"-I{folder}" for folder in (ROOT / "cpp", ROOT / "cpp" / "cuda", tmp_path)]
     target = ["-arch=sm_80", "-DFDM_ARCH=80", "-DFDM_TILE_ARCH=80"]
     for source in sources:
         command = [nvcc, "-std=c++17", "--cubin", *target, *includes, source, "-o", os.devnull]

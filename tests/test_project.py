@@ -91,6 +91,20 @@ def test_inline_assembly_is_in_one_folder() -> None:
     assert folders == {"ptx"}
 
 
+def test_inline_assembly_is_included_from_an_include_directory() -> None:
+    """An include directory that is searched before can then replace the folder as a whole."""
+    cuda = ROOT / "cpp" / "cuda"
+    names = {
+        name
+        for path in cuda.rglob("*")
+        if path.is_file() and path.parent != cuda / "ptx"
+        for name in re.findall(r'#include "(.*)"', path.read_text())
+    }
+    headers = {path.name for path in (cuda / "ptx").iterdir()}
+    found = {name for name in names if "ptx" in Path(name).parts}
+    assert found == {f"ptx/{header}" for header in headers}
+
+
 # --- the table of targets
 
 

@@ -9,8 +9,8 @@
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "key_blocks.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {

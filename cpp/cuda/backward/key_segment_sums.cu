@@ -6,9 +6,9 @@
 #include <algorithm>
 
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "../tile/products.cuh"
 #include "key_blocks.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {

@@ -4,9 +4,9 @@
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "../tile/products.cuh"
 #include "key_blocks.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {

@@ -9,12 +9,12 @@
 #include <algorithm>
 
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "../tile/copy_rows.cuh"
 #include "../tile/products.cuh"
 #include "key_order.cuh"
 #include "key_segments.cuh"
 #include "make_statistics.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {

@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
+#include "ptx/dependent.cuh"
 #include "query_sums.cuh"
 #include "sum_bands.cuh"
 

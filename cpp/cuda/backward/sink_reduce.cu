@@ -3,8 +3,8 @@
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "../tile/products.cuh"
+#include "ptx/dependent.cuh"
 #include "row_statistics.cuh"
 
 namespace fdm::cuda {

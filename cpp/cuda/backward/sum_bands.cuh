@@ -8,8 +8,8 @@
 #pragma once
 
 #include "../../indexing.h"
-#include "../ptx/store.cuh"
 #include "../tile/products.cuh"
+#include "ptx/store.cuh"
 
 namespace fdm::cuda {
 

@@ -6,11 +6,11 @@
 
 #include "../../indexing.h"
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "../tile/block_scan.cuh"
 #include "../tile/key_ring.cuh"
 #include "../tile/products.cuh"
 #include "../tile/sink.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {

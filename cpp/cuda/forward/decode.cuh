@@ -7,10 +7,10 @@
 // whatever the number is. The warps of a block merge their results in shared memory, combine.cu those of the splits.
 #pragma once
 
-#include "../ptx/dependent.cuh"
 #include "../tile/copy_rows.cuh"
 #include "decode.h"
 #include "forward_rows.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 

@@ -4,11 +4,11 @@
 // Tiles look at kept keys only: a window of w keys over K keys in random order keeps about w (1 + ln(K / w)) of them,
 // so the work of a tile hardly grows with K. Problems of few keys have a kernel of their own (short_lists.cu).
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "../tile/block_scan.cuh"
 #include "key_tile_counts.cuh"
 #include "list_rows.cuh"
 #include "make_plan.h"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {

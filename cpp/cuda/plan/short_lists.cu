@@ -4,13 +4,13 @@
 // these steps would take longer to start than to run. Where there are few lists, several blocks make each, and divide
 // its tiles: the first of them writes all else.
 #include "../host/launch.cuh"
-#include "../ptx/dependent.cuh"
 #include "../select/candidates.cuh"
 #include "../select/chunk_exits.cuh"
 #include "../select/window_exits.cuh"
 #include "key_tile_counts.cuh"
 #include "list_rows.cuh"
 #include "make_plan.h"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {

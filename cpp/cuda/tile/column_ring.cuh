@@ -4,8 +4,8 @@
 // and V instead of two addresses, which take a multiplication to make when the row is copied.
 #pragma once
 
-#include "../ptx/registers.cuh"
 #include "key_ring.cuh"
+#include "ptx/registers.cuh"
 #include "row_places.cuh"
 
 namespace fdm::cuda {

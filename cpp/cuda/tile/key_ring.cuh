@@ -6,9 +6,9 @@
 #pragma once
 
 #include "../../indexing.h"
-#include "../ptx/matrix.cuh"
 #include "columns.cuh"
 #include "copy_rows.cuh"
+#include "ptx/matrix.cuh"
 
 namespace fdm::cuda {
 

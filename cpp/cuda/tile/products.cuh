@@ -2,7 +2,7 @@
 // What the attention kernels do with tiles: multiply them, and write rows of accumulators out.
 #pragma once
 
-#include "../ptx/matrix.cuh"
+#include "ptx/matrix.cuh"
 #include "smem_tile.cuh"
 
 namespace fdm::cuda {

@@ -3,9 +3,9 @@
 // row is normalized, and nowhere else; lse and the partial results of splits are without it.
 #pragma once
 
-#include "../ptx/matrix.cuh"
 #include "key_ring.cuh"
 #include "products.cuh"
+#include "ptx/matrix.cuh"
 
 namespace fdm::cuda {
 

@@ -8,8 +8,8 @@
 #pragma once
 
 #include "../../indexing.h"
-#include "../ptx/copy.cuh"
-#include "../ptx/wgmma.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace fdm::cuda {
 

@@ -7,8 +7,8 @@
 
 #include <type_traits>
 
-#include "../../ptx/dependent.cuh"
 #include "key_stationary.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 

@@ -6,11 +6,11 @@
 // makes dS.
 #pragma once
 
-#include "../../ptx/dependent.cuh"
 #include "../../tile/sm90/key_pipeline.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/tile_scheduler.cuh"
 #include "../dq_rows.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 

@@ -11,9 +11,9 @@
 
 #include <type_traits>
 
-#include "../../ptx/dependent.cuh"
 #include "../query_sums.cuh"
 #include "key_stationary.cuh"
+#include "ptx/dependent.cuh"
 #include "segment_sums.cuh"
 
 namespace fdm::cuda {

@@ -6,9 +6,9 @@
 // others have most often stored their dS.
 #pragma once
 
-#include "../../ptx/dependent.cuh"
 #include "../query_sums.cuh"
 #include "key_stationary.cuh"
+#include "ptx/dependent.cuh"
 #include "segment_sums.cuh"
 
 namespace fdm::cuda {

@@ -4,10 +4,10 @@
 // a pipeline stage for each step.
 #pragma once
 
-#include "../../ptx/tensor.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/roles.cuh"
 #include "../key_gradients.cuh"
+#include "ptx/tensor.cuh"
 
 namespace fdm::cuda {
 

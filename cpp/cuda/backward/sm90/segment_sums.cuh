@@ -3,8 +3,8 @@
 // way of the shared memory that K, V and the pipeline stages do not need any more.
 #pragma once
 
-#include "../../ptx/store.cuh"
 #include "key_stationary.cuh"
+#include "ptx/store.cuh"
 
 namespace fdm::cuda {
 

@@ -4,13 +4,13 @@
 // block of threads that fills an SM would need a second set of keys.
 #pragma once
 
-#include "../../ptx/dependent.cuh"
-#include "../../ptx/store.cuh"
-#include "../../ptx/tensor.cuh"
 #include "../../tile/copy_rows.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../key_gradients.cuh"
 #include "fused_kernel.cuh"
+#include "ptx/dependent.cuh"
+#include "ptx/store.cuh"
+#include "ptx/tensor.cuh"
 
 namespace fdm::cuda {
 

@@ -2,8 +2,8 @@
 // What the Hopper kernels of the forward pass do with the results of a row.
 #pragma once
 
-#include "../../ptx/copy.cuh"
 #include "../softmax.cuh"
+#include "ptx/copy.cuh"
 #include "row_copy.cuh"
 
 namespace fdm::cuda {

@@ -3,9 +3,9 @@
 // consumers hold them.
 #pragma once
 
-#include "../../ptx/store.cuh"
 #include "../../tile/score.cuh"
 #include "fused_tasks.cuh"
+#include "ptx/store.cuh"
 
 namespace fdm::cuda {
 

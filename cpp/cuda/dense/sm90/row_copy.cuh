@@ -3,10 +3,10 @@
 #pragma once
 
 #include "../../backward/row_statistics.cuh"
-#include "../../ptx/matrix.cuh"
 #include "../../tile/sm90/roles.cuh"
 #include "../../tile/smem_tile.cuh"
 #include "../sources.cuh"
+#include "ptx/matrix.cuh"
 
 namespace fdm::cuda {
 

@@ -6,11 +6,11 @@
 // consumers are those of forward_consumer.cuh.
 #pragma once
 
-#include "../../ptx/dependent.cuh"
-#include "../../ptx/registers.cuh"
 #include "../../tile/sm90/key_lookup.cuh"
 #include "../../tile/sm90/tile_sizes.cuh"
 #include "forward_consumer.cuh"
+#include "ptx/dependent.cuh"
+#include "ptx/registers.cuh"
 
 namespace fdm::cuda {
 

@@ -7,10 +7,10 @@
 // forward_consumer.cuh.
 #pragma once
 
-#include "../../ptx/dependent.cuh"
 #include "../../tile/sm90/key_boxes.cuh"
 #include "../../tile/sm90/tile_sizes.cuh"
 #include "forward_consumer.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 

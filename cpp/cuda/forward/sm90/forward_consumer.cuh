@@ -4,11 +4,11 @@
 // makes probabilities.
 #pragma once
 
-#include "../../ptx/registers.cuh"
 #include "../../tile/sm90/bias_operand.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/task_ring.cuh"
 #include "../forward_rows.cuh"
+#include "ptx/registers.cuh"
 
 namespace fdm::cuda {
 

@@ -6,11 +6,11 @@
 // Two warpgroups have 64 rows each. All of their threads also find columns and gather rows of K and V, some blocks ahead.
 #pragma once
 
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/dependent.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/tile_scheduler.cuh"
 #include "../forward_rows.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 

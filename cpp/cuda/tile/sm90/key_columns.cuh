@@ -2,9 +2,9 @@
 // What lookup warps find of consecutive keys that are copied as boxes: the bias, and which queries of the tile keep each.
 #pragma once
 
-#include "../../ptx/tensor.cuh"
 #include "../key_ring.cuh"
 #include "../smem_tile.cuh"
+#include "ptx/tensor.cuh"
 #include "roles.cuh"
 
 namespace fdm::cuda {

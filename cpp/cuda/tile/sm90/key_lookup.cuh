@@ -3,9 +3,9 @@
 // ahead: the rows of K and V, the bias, and which queries keep them.
 #pragma once
 
-#include "../../ptx/registers.cuh"
 #include "../row_places.cuh"
 #include "key_stream.cuh"
+#include "ptx/registers.cuh"
 
 namespace fdm::cuda {
 

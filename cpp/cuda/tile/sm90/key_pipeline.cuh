@@ -4,9 +4,9 @@
 // say "full" and "empty".
 #pragma once
 
-#include "../../ptx/registers.cuh"
 #include "../key_ring.cuh"
 #include "../smem_tile.cuh"
+#include "ptx/registers.cuh"
 #include "roles.cuh"
 
 namespace fdm::cuda {

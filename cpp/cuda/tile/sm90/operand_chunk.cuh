@@ -7,8 +7,8 @@
 
 #include <cmath>
 
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/wgmma.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace fdm::cuda {
 

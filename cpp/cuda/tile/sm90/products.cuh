@@ -2,9 +2,9 @@
 // Products of tiles by wgmma. They are started here; who needs the sums waits for them.
 #pragma once
 
-#include "../../ptx/matrix.cuh"
-#include "../../ptx/store.cuh"
 #include "../smem_tile.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/store.cuh"
 
 namespace fdm::cuda {
 

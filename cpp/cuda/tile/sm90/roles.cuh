@@ -2,8 +2,8 @@
 // Warp specialization of the Hopper kernels: which warps produce, which consume, and how they hand stages over.
 #pragma once
 
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/registers.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/registers.cuh"
 
 namespace fdm::cuda {
 

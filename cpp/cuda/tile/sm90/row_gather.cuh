@@ -2,8 +2,8 @@
 // Copies of listed rows of global memory to a tile that wgmma reads, by the producer warps together.
 #pragma once
 
-#include "../../ptx/registers.cuh"
 #include "../smem_tile.cuh"
+#include "ptx/registers.cuh"
 #include "roles.cuh"
 
 namespace fdm::cuda {

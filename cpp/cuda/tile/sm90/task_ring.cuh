@@ -3,7 +3,7 @@
 // before they are looked up; producers and consumers take them one after the other.
 #pragma once
 
-#include "../../ptx/registers.cuh"
+#include "ptx/registers.cuh"
 #include "tile_scheduler.cuh"
 
 namespace fdm::cuda {
