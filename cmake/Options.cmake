@@ -17,6 +17,8 @@ include_guard(GLOBAL)
 #                        of their own. With FLASH_DMATTN_ARCHS=90, the suite then tests sm_86's tiles on an sm_90 GPU.
 #   FLASH_DMATTN_DELAYS  for tests: kernels that may overlap the preceding kernel sleep at irregular times. The
 #                        results must not change by a bit; "scripts/test_delays" compares them.
+#   FLASH_DMATTN_EMULATE  for tests: archs, such as sm80;sm90, whose CUDA kernels are compiled for the CPU by an emulator,
+#                        below "emulated" in the build folder; needs GCC, and FLASH_DMATTN_CUDA=OFF. None by default.
 #   FLASH_DMATTN_CUDART  static: packs contain the CUDA runtime; shared: for distributions in which libcudart is a
 #                        separate package.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
@@ -35,6 +37,7 @@ macro(fdm_declare_options)
   set(FLASH_DMATTN_HEAD_DIMS "" CACHE STRING "Head dimensions of the CUDA kernels, such as 64;128; all if empty")
   set(FLASH_DMATTN_TILES "" CACHE STRING "For tests: the arch whose tiles the CUDA packs use; their own if empty")
   option(FLASH_DMATTN_DELAYS "For tests: kernels of a chain sleep at odd times" OFF)
+  set(FLASH_DMATTN_EMULATE "" CACHE STRING "For tests: archs whose kernels an emulator runs on the CPU")
   set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
   option(FLASH_DMATTN_CORE "Build the Python module" ON)
   set(FLASH_DMATTN_NANOBIND "split" CACHE STRING "Where nanobind's half of the Python module is: split or linked")

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn import loader
 from flash_dmattn.reference import per_query_head
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -26,9 +28,22 @@ class Target(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        if self.device == "cuda" and self.backend != "reference":
+        """What query, key and value may have."""
+        if self.has_kernels_of_gpu and self.backend != "reference":
             return HALF_TYPES
         return (torch.float32, *HALF_TYPES)
+
+    @property
+    def most_head_dim(self) -> int:
+        """The largest head dimension that its pack was built for, or any."""
+        return loader.pack_for(self.device).max_head_dim if self.is_pack else sys.maxsize
+
+    @property
+    def has_kernels_of_gpu(self) -> bool:
+        """Whether it is a GPU, or a CPU that runs its kernels by scripts/test_emulated."""
+        if self.device == "cpu" and self.is_pack:
+            return "float32" not in loader.pack_for(self.device).dtypes
+        return self.device == "cuda"
 
     @property
     def is_pack(self) -> bool:

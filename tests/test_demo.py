@@ -37,7 +37,7 @@ def test_demo_trains_writes_its_files_and_succeeds(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), str(EXAMPLES)])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG\r\n")

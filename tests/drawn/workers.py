@@ -58,6 +58,8 @@ def outcome_of(seed: int, target: Target, *, small: bool, strict: bool = False) 
     try:
         drawn = draw(seed, target.dtypes, small=small)
         problem = drawn.describe()
+        if drawn.call.query.shape[-1] > target.most_head_dim:
+            return Outcome(seed, "refused", "its pack was built for smaller heads", problem)
         check(drawn, target, judged_on="cpu" if small else target.device)
     except AssertionError as error:
         return Outcome(seed, "wrong", _line(error), problem)

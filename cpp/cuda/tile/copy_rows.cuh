@@ -2,12 +2,12 @@
 // Copies of rows of global memory to the tiles of shared memory that mma.sync reads.
 #pragma once
 
+#include "ptx/zero_row.cuh"
 #include "smem_tile.cuh"
 
 namespace fdm::cuda {
 
-// Absent rows are copied from here, and copies need no test for them.
-static __device__ __align__(16) const uint16_t kZeroRow[256] = {};
+using ptx::kZeroRow;
 
 // Copies 8 elements of a row of global memory to a chunk, one by one: for rows that do not start at multiples of 16
 // bytes, have a stride between elements, or a head dimension that is no multiple of 8. It is not inlined, which keeps

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the packs use of the CUDA runtime. There is one device, whose streams do their work at once.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+#include "language.h"
+
+#define CUDART_VERSION 13000
+
+using cudaStream_t = struct CUstream_st *;
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorNotSupported = 801
+};
+inline const char *cudaGetErrorName(cudaError_t) { return "emulation"; }
+inline const char *cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorLaunchFailure ? fdm::emulator::error() : "a call that CUDA refuses";
+}
+
+inline cudaError_t cudaGetDevice(int *device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
+  *value = fdm::emulator::sm_count();
+  return cudaSuccess;
+}
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+inline cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int bytes) {
+  return bytes <= fdm::emulator::kMostSharedBytes ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+inline cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t) {
+  std::memset(p, value, bytes);
+  return cudaSuccess;
+}
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+constexpr unsigned long long cudaEnableDefault = 0;
+namespace fdm::emulator {
+void *driver_function(const char *name);
+}
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned, unsigned long long,
+                                                    cudaDriverEntryPointQueryResult *result) {
+  *function = fdm::emulator::driver_function(name);
+  *result = cudaDriverEntryPointSuccess;
+  return *function ? cudaSuccess : cudaErrorNotSupported;
+}
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned columns = 1, unsigned rows = 1, unsigned layers = 1) : x(columns), y(rows), z(layers) {}
+};
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute *attrs;
+  unsigned numAttrs;
+};
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
+                               const Arguments &...arguments) {
+  const auto size = [](dim3 d) { return fdm::emulator::Index3{d.x, d.y, d.z}; };
+  const bool done = fdm::emulator::launch(
+      {size(config->gridDim), size(config->blockDim), config->dynamicSmemBytes, [&] { kernel(arguments...); }});
+  return done ? cudaSuccess : cudaErrorLaunchFailure;
+}

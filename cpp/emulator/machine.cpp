@@ -1,0 +1,481 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "machine.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csetjmp>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace fdm::cuda {
+
+// What the kernels declare as extern.
+thread_local __attribute__((aligned(1024))) char dynamic_shared[emulator::kMostSharedBytes];
+
+} // namespace fdm::cuda
+
+namespace fdm::emulator {
+namespace {
+
+using cuda::dynamic_shared;
+
+constexpr int kWarp = 32, kMostWarps = 32, kBarriers = 16;
+constexpr size_t kStackBytes = 256 << 10;
+// What uninitialised shared memory holds: NaN in every float format.
+constexpr int kUninitialised = 0xff, kBeyond = 0xa5;
+
+uint64_t number_from_environment(const char *name, uint64_t otherwise) {
+  const char *text = std::getenv(name);
+  return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+// A barrier in shared memory.
+struct Barrier {
+  uint16_t pending, arrivals;
+  int32_t bytes_and_phase; // twice the bytes that are still to come, plus the parity of the phase under way
+
+  static Barrier load(const uint64_t &word) {
+    Barrier barrier;
+    std::memcpy(&barrier, &word, sizeof barrier);
+    return barrier;
+  }
+  void store(uint64_t &word) const { std::memcpy(&word, this, sizeof *this); }
+  uint32_t phase() const { return bytes_and_phase & 1; }
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t));
+
+// Groups of work, in order; the last is open.
+struct Groups {
+  std::deque<std::vector<Work>> committed;
+  std::vector<Work> open;
+
+  void complete_first() {
+    std::vector<Work> group = std::move(committed.front());
+    committed.pop_front();
+    for (Work &work : group) work();
+  }
+};
+
+// Stacks stay where they are from block to block.
+class Stack {
+public:
+  Stack() {
+    memory_ = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory_ == MAP_FAILED) throw std::bad_alloc();
+    mprotect(memory_, 4096, PROT_NONE);
+  }
+  ~Stack() { munmap(memory_, kStackBytes); }
+  Stack(const Stack &) = delete;
+  Stack &operator=(const Stack &) = delete;
+  void *memory() const { return memory_; }
+
+private:
+  void *memory_;
+};
+
+struct Fiber {
+  Index3 thread, block;
+  std::unique_ptr<Stack> stack = std::make_unique<Stack>();
+  ucontext_t start;
+  jmp_buf at;
+  bool started = false;
+  Groups copies, bulk;
+  uint64_t *awaited = nullptr; // a barrier in shared memory, and the parity of the phase
+  uint32_t parity = 0;
+  int result = 0; // of a reduction over the block
+};
+
+struct Meeting {
+  uint32_t mask, arrived;
+  Execute execute;
+  void *lanes[kWarp];
+};
+
+struct Warp {
+  uint32_t ready = 0, yielding = 0; // lanes
+  std::vector<Meeting> meetings;
+  Groups products;
+};
+
+struct NamedBarrier {
+  int arrived = 0, any = 0, all = 1;
+  std::vector<int> waiting;
+};
+
+// Runs blocks of threads, one after the other, on a thread of the system.
+class Machine {
+public:
+  // Runs one block. Returns false if it failed; `error` tells why.
+  bool run(const Launch &launch, Index3 index);
+  std::string error;
+
+  Fiber *current = nullptr;
+  int current_number = 0;
+
+  const Launch &launch() const { return *launch_; }
+  Warp &warp() { return warps_[current_number / kWarp]; }
+  uint32_t lane() const { return 1u << current_number % kWarp; }
+  // Leaves the fiber until someone has made it ready again.
+  void leave();
+  int sync(int barrier, int threads, int value);
+  void arrive(int barrier, int threads);
+  void phase_ended() { phases_ended_ = true; }
+  void put_off(Work work) { later_.push_back(std::move(work)); }
+  [[noreturn]] void fail(const std::string &what);
+
+private:
+  static void enter();
+  void resume(int number);
+  void release(int number) { warps_[number / kWarp].ready |= 1u << number % kWarp; }
+  void run_warp(int warp);
+  bool release_waiting();
+  bool do_later();
+  void finish(NamedBarrier &barrier);
+  void schedule();
+  std::string describe() const;
+
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  Warp warps_[kMostWarps];
+  NamedBarrier barriers_[kBarriers];
+  std::deque<Work> later_;
+  const Launch *launch_ = nullptr;
+  jmp_buf scheduler_;
+  std::mt19937_64 random_;
+  int threads_ = 0, alive_ = 0;
+  bool phases_ended_ = false, failed_ = false;
+};
+
+thread_local Machine machine;
+
+void Machine::fail(const std::string &what) {
+  if (!failed_) {
+    const Fiber &at = *current;
+    error = what + " (block " + std::to_string(at.block.x) + ", " + std::to_string(at.block.y) + ", thread " +
+            std::to_string(at.thread.x) + ")";
+  }
+  failed_ = true;
+  std::longjmp(scheduler_, 1);
+}
+
+void Machine::enter() {
+  machine.launch_->kernel();
+  Machine &own = machine;
+  --own.alive_;
+  Fiber &fiber = *own.current;
+  // What was started but not waited for is done by the hardware all the same.
+  while (!fiber.copies.committed.empty()) fiber.copies.complete_first();
+  while (!fiber.bulk.committed.empty()) fiber.bulk.complete_first();
+  // Threads that have ended are not waited for.
+  if (NamedBarrier &barrier = own.barriers_[0]; barrier.arrived > 0 && barrier.arrived == own.alive_)
+    own.finish(barrier);
+  std::longjmp(own.scheduler_, 1);
+}
+
+void Machine::leave() {
+  if (!_setjmp(current->at)) std::longjmp(scheduler_, 1);
+}
+
+// The function's variables may be lost when a fiber jumps back, so there are none.
+__attribute__((noinline)) void Machine::resume(int number) {
+  current_number = number;
+  current = fibers_[number].get();
+  if (_setjmp(scheduler_)) return;
+  if (current->started) std::longjmp(current->at, 1);
+  current->started = true;
+  setcontext(&current->start);
+}
+
+void Machine::run_warp(int number) {
+  Warp &warp = warps_[number];
+  while (warp.ready && !failed_) {
+    const int lane = __builtin_ctz(warp.ready);
+    warp.ready &= warp.ready - 1;
+    resume(kWarp * number + lane);
+  }
+}
+
+bool Machine::release_waiting() {
+  bool released = false;
+  for (int number = 0; number < threads_; ++number) {
+    Fiber &fiber = *fibers_[number];
+    if (!fiber.awaited || Barrier::load(*fiber.awaited).phase() == fiber.parity) continue;
+    fiber.awaited = nullptr;
+    release(number);
+    released = true;
+  }
+  return released;
+}
+
+// Does something that was put off: something at random, or the oldest.
+bool Machine::do_later() {
+  if (later_.empty()) return false;
+  const size_t chosen = random_() % later_.size();
+  const Work work = std::move(later_[chosen]);
+  later_.erase(later_.begin() + std::ptrdiff_t(chosen));
+  work();
+  return true;
+}
+
+void Machine::schedule() {
+  const int warps = (threads_ + kWarp - 1) / kWarp;
+  while (alive_ > 0 && !failed_) {
+    int ready[kMostWarps], count = 0;
+    for (int number = 0; number < warps; ++number)
+      if (warps_[number].ready) ready[count++] = number;
+    if (count > 0) run_warp(ready[random_() % uint64_t(count)]);
+    const bool idle = count == 0;
+    if (phases_ended_) {
+      phases_ended_ = false;
+      if (release_waiting()) continue;
+    }
+    if ((idle || random_() % 16 == 0) && do_later()) continue;
+    if (!idle) continue;
+    bool yielded = false;
+    for (int number = 0; number < warps; ++number) {
+      yielded |= warps_[number].yielding != 0;
+      warps_[number].ready |= std::exchange(warps_[number].yielding, 0);
+    }
+    if (!yielded && alive_ > 0 && !failed_) {
+      failed_ = true;
+      error = "the threads of a block wait for each other for ever: " + describe();
+    }
+  }
+}
+
+std::string Machine::describe() const {
+  int waiting = 0, at_barriers = 0, meeting = 0;
+  for (const auto &fiber : fibers_) waiting += fiber->awaited != nullptr;
+  for (const NamedBarrier &barrier : barriers_) at_barriers += int(barrier.waiting.size());
+  for (const Warp &warp : warps_)
+    for (const Meeting &m : warp.meetings) meeting += __builtin_popcount(m.arrived);
+  return std::to_string(alive_) + " threads left, " + std::to_string(waiting) + " at barriers in shared memory, " +
+         std::to_string(at_barriers) + " at barriers of the block, " + std::to_string(meeting) + " at their warp's";
+}
+
+void Machine::finish(NamedBarrier &barrier) {
+  for (const int number : barrier.waiting) {
+    fibers_[number]->result = barrier.any | barrier.all << 1;
+    release(number);
+  }
+  barrier = {};
+}
+
+int Machine::sync(int number, int threads, int value) {
+  NamedBarrier &barrier = barriers_[number];
+  barrier.any |= value != 0;
+  barrier.all &= value != 0;
+  barrier.waiting.push_back(current_number);
+  if (++barrier.arrived == (threads == kAll ? alive_ : threads)) finish(barrier);
+  // Also the last to come may be kept waiting.
+  leave();
+  return current->result;
+}
+
+void Machine::arrive(int number, int threads) {
+  NamedBarrier &barrier = barriers_[number];
+  if (++barrier.arrived == threads) finish(barrier);
+}
+
+bool Machine::run(const Launch &launch, Index3 index) {
+  random_.seed(launch.seed);
+  launch_ = &launch;
+  threads_ = alive_ = int(launch.block.x);
+  failed_ = phases_ended_ = false;
+  later_.clear();
+  for (NamedBarrier &barrier : barriers_) barrier = {};
+  for (int number = 0; number < (threads_ + kWarp - 1) / kWarp; ++number) {
+    warps_[number] = {};
+    warps_[number].ready = ~0u;
+  }
+  while (int(fibers_.size()) < threads_) fibers_.push_back(std::make_unique<Fiber>());
+  for (int number = 0; number < threads_; ++number) {
+    Fiber &fiber = *fibers_[number];
+    fiber.thread = {uint32_t(number), 0, 0};
+    fiber.block = index;
+    fiber.started = false;
+    fiber.copies = fiber.bulk = {};
+    fiber.awaited = nullptr;
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack->memory();
+    fiber.start.uc_stack.ss_size = kStackBytes;
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, enter, 0);
+  }
+  std::memset(dynamic_shared, kUninitialised, launch.shared_bytes);
+  std::memset(dynamic_shared + launch.shared_bytes, kBeyond, kMostSharedBytes - launch.shared_bytes);
+  schedule();
+  while (!failed_ && do_later()) {
+  }
+  const auto is_untouched = [](char c) { return c == char(kBeyond); };
+  if (!failed_ && !std::all_of(dynamic_shared + launch.shared_bytes, dynamic_shared + kMostSharedBytes, is_untouched)) {
+    failed_ = true;
+    error = "a block has written beyond its shared memory";
+  }
+  return !failed_;
+}
+
+std::mutex error_mutex;
+std::string last_error;
+
+Groups &groups(Queue queue) {
+  if (queue == Queue::products) return machine.warp().products;
+  return queue == Queue::copies ? machine.current->copies : machine.current->bulk;
+}
+
+} // namespace
+
+const Index3 &thread_index() { return machine.current->thread; }
+const Index3 &block_index() { return machine.current->block; }
+const Index3 &block_size() { return machine.launch().block; }
+const Index3 &grid_size() { return machine.launch().grid; }
+void fail(const char *what) { machine.fail(what); }
+
+uint32_t shared_address(const void *p) { return uint32_t(static_cast<const char *>(p) - dynamic_shared); }
+char *shared_pointer(uint32_t address) { return dynamic_shared + int32_t(address); }
+
+void sync_threads(int barrier, int threads) { machine.sync(barrier, threads, 0); }
+void arrive_threads(int barrier, int threads) { machine.arrive(barrier, threads); }
+int sync_threads_or(int value) { return machine.sync(0, kAll, value) & 1; }
+int sync_threads_and(int value) { return machine.sync(0, kAll, value) >> 1; }
+
+void meet(uint32_t mask, void *own, Execute execute) {
+  Warp &warp = machine.warp();
+  const uint32_t lane = machine.lane();
+  if (!(mask & lane)) machine.fail("a thread calls a function of its warp with a mask that lacks it");
+  // Lanes of the mask may still be on their way through other meetings.
+  const auto is_same = [&](const Meeting &m) { return m.mask == mask && m.execute == execute; };
+  auto meeting = std::find_if(warp.meetings.begin(), warp.meetings.end(), is_same);
+  if (meeting == warp.meetings.end()) meeting = warp.meetings.insert(meeting, Meeting{mask, 0, execute, {}});
+  meeting->arrived |= lane;
+  meeting->lanes[__builtin_ctz(lane)] = own;
+  if (meeting->arrived != mask) return machine.leave();
+  execute(meeting->lanes);
+  warp.meetings.erase(meeting);
+  warp.ready |= mask & ~lane;
+}
+
+void init_barrier(uint64_t &barrier, int arrivals) {
+  Barrier{uint16_t(arrivals), uint16_t(arrivals), 0}.store(barrier);
+}
+
+// Ends the phase if nothing is missing.
+static void settle(Barrier state, uint64_t &barrier) {
+  if (state.pending == 0 && state.bytes_and_phase >> 1 == 0) {
+    state.pending = state.arrivals;
+    state.bytes_and_phase ^= 1;
+    machine.phase_ended();
+  }
+  state.store(barrier);
+}
+
+void arrive(uint64_t &barrier) {
+  Barrier state = Barrier::load(barrier);
+  if (state.pending == 0) machine.fail("more threads arrive at a barrier in shared memory than it was made for");
+  --state.pending;
+  settle(state, barrier);
+}
+
+void expect_bytes(uint64_t &barrier, uint32_t bytes) {
+  Barrier state = Barrier::load(barrier);
+  state.bytes_and_phase += 2 * int32_t(bytes);
+  state.store(barrier);
+}
+
+void complete_bytes(uint64_t &barrier, uint32_t bytes) {
+  Barrier state = Barrier::load(barrier);
+  state.bytes_and_phase -= 2 * int32_t(bytes);
+  settle(state, barrier);
+}
+
+bool has_ended(const uint64_t &barrier, uint32_t parity) { return Barrier::load(barrier).phase() != parity; }
+
+void wait(uint64_t &barrier, uint32_t parity) {
+  if (has_ended(barrier, parity)) return;
+  machine.current->awaited = &barrier;
+  machine.current->parity = parity;
+  machine.leave();
+}
+
+void yield() {
+  machine.warp().yielding |= machine.lane();
+  machine.leave();
+}
+
+void put_off(Queue queue, Work work) { groups(queue).open.push_back(std::move(work)); }
+void put_off(Work work) { machine.put_off(std::move(work)); }
+
+void commit(Queue queue) {
+  Groups &own = groups(queue);
+  own.committed.push_back(std::move(own.open));
+  own.open.clear();
+}
+
+void complete(Queue queue, int pending) {
+  Groups &own = groups(queue);
+  while (int(own.committed.size()) > pending) own.complete_first();
+}
+
+std::vector<Work> take(Queue queue) {
+  Groups &own = groups(queue);
+  std::vector<Work> all;
+  for (auto &group : own.committed) std::move(group.begin(), group.end(), std::back_inserter(all));
+  std::move(own.open.begin(), own.open.end(), std::back_inserter(all));
+  own = {};
+  return all;
+}
+
+bool launch(Launch launch) {
+  if (launch.shared_bytes > size_t(kMostSharedBytes) || launch.block.x > kWarp * kMostWarps) {
+    const std::lock_guard lock(error_mutex);
+    last_error = "more shared memory or threads than an SM has";
+    return false;
+  }
+  static std::atomic<uint64_t> launches{0};
+  static const uint64_t seed = number_from_environment("FDM_EMULATOR_SEED", 0);
+  const uint64_t launch_seed = (seed << 32) + launches++;
+  const uint64_t blocks = uint64_t(launch.grid.x) * launch.grid.y;
+  std::atomic<uint64_t> next{0};
+  std::atomic<bool> succeeded{true};
+  const auto work = [&] {
+    for (uint64_t index; succeeded && (index = next++) < blocks;) {
+      Launch own = launch;
+      own.seed = launch_seed * 0x9e3779b97f4a7c15u + index;
+      if (machine.run(own, {uint32_t(index % launch.grid.x), uint32_t(index / launch.grid.x)})) continue;
+      const std::lock_guard lock(error_mutex);
+      last_error = machine.error;
+      succeeded = false;
+    }
+  };
+  static const uint64_t most_threads =
+      number_from_environment("FDM_EMULATOR_THREADS", std::max(1u, std::thread::hardware_concurrency()));
+  std::vector<std::thread> others;
+  for (uint64_t n = 1; n < std::min(most_threads, blocks); ++n) others.emplace_back(work);
+  work();
+  for (std::thread &other : others) other.join();
+  return succeeded;
+}
+
+const char *error() {
+  thread_local std::string text;
+  const std::lock_guard lock(error_mutex);
+  text = last_error;
+  return text.c_str();
+}
+
+int sm_count() {
+  static const int count = int(number_from_environment("FDM_EMULATOR_SMS", 3));
+  return count;
+}
+
+} // namespace fdm::emulator

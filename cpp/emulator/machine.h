@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Runs the CUDA kernels on a CPU, for tests: every thread of a block is a fiber, and warps take turns at random.
+//
+// What the hardware does asynchronously (copies, products of warpgroups) is put off: it happens at a random time before
+// someone waits for it, or not before. So a kernel that reads what has not come, or writes what is still read, gives
+// wrong results here, while on a GPU it seldom does. Blocks of threads run side by side on threads of the system; no
+// kernel waits for another block. What a kernel writes is there when its launch returns, so programmatic dependent
+// launches are not tested here (see FLASH_DMATTN_DELAYS for those), nor are proxy fences and orders of memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace fdm::emulator {
+
+struct Index3 {
+  uint32_t x = 0, y = 0, z = 0;
+};
+
+// Of the thread that calls, as the variables of CUDA.
+const Index3 &thread_index();
+const Index3 &block_index();
+const Index3 &block_size();
+const Index3 &grid_size();
+
+// Ends the launch with an error, which says where in the grid it happened.
+[[noreturn]] void fail(const char *what);
+
+// Shared memory has addresses of 32 bits, which count from the start of the block's dynamic part.
+uint32_t shared_address(const void *p);
+char *shared_pointer(uint32_t address);
+constexpr int kMostSharedBytes = 227 << 10;
+
+// Blocks until as many threads have come to the barrier; kAll: as are left in the block.
+constexpr int kAll = 0;
+void sync_threads(int barrier, int threads);
+void arrive_threads(int barrier, int threads);
+int sync_threads_or(int value);
+int sync_threads_and(int value);
+
+// The lanes of the mask meet. The last of them calls execute(lanes), which has for each lane what it gave.
+using Execute = void (*)(void *const *lanes);
+void meet(uint32_t mask, void *own, Execute execute);
+
+// The barriers of ptx/barrier.cuh.
+void init_barrier(uint64_t &barrier, int arrivals);
+void arrive(uint64_t &barrier);
+void expect_bytes(uint64_t &barrier, uint32_t bytes);
+void complete_bytes(uint64_t &barrier, uint32_t bytes);
+bool has_ended(const uint64_t &barrier, uint32_t parity);
+void wait(uint64_t &barrier, uint32_t parity);
+
+// Lets other warps go on.
+void yield();
+
+// Work that the hardware does later, in groups. The queues of a thread hold what cp.async copies and what bulk copies
+// read from shared memory; that of a warp holds products of its warpgroup. complete() does all but the last `pending`
+// groups that were committed.
+using Work = std::function<void()>;
+enum class Queue { copies, bulk, products };
+void put_off(Queue queue, Work work);
+void commit(Queue queue);
+void complete(Queue queue, int pending);
+// Removes all work from a queue.
+std::vector<Work> take(Queue queue);
+// Work that nobody waits for by a queue: it tells a barrier when it is done.
+void put_off(Work work);
+
+struct Launch {
+  Index3 grid, block;
+  size_t shared_bytes;
+  std::function<void()> kernel; // what each thread calls
+  uint64_t seed = 0;            // of the block
+};
+// Returns false if it failed; error() tells why.
+bool launch(Launch launch);
+const char *error();
+
+// The number of SMs that persistent kernels see: few, so that each block has several tiles.
+int sm_count();
+
+} // namespace fdm::emulator

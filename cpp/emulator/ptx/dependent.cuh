@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A kernel starts when the one ahead has ended.
+#pragma once
+
+namespace fdm::cuda::ptx {
+
+inline void start_dependents() {}
+inline void wait_for_kernel_ahead() {}
+
+} // namespace fdm::cuda::ptx

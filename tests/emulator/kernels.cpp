@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Kernels of which the emulator must see what is wrong; prints one line for each. tests/test_emulator.py reads them.
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+#include "ptx/barrier.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace fdm::cuda {
+
+constexpr int kThreads = 128;
+
+// Lanes meet in groups of four, some groups sooner than others, and then all of a warp.
+void meetings(int *out) {
+  const uint32_t quad = 0xfu << (threadIdx.x % 32 & ~3u);
+  int sum = int(threadIdx.x);
+  if (threadIdx.x % 8 < 4) sum += __shfl_xor_sync(quad, sum, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+  __shared__ int all[kThreads];
+  all[threadIdx.x] = sum;
+  __syncthreads();
+  out[threadIdx.x] = all[kThreads - 1 - threadIdx.x] + __syncthreads_or(threadIdx.x == 77);
+}
+
+// Copies 16 bytes a thread to shared memory, and reads those of another thread.
+template <bool kWaits> void copies(const int *in, int *out) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto *words = reinterpret_cast<int *>(dynamic_shared);
+  ptx::cp_async_16(ptx::shared_address(words + 4 * threadIdx.x), in + 4 * threadIdx.x, true);
+  ptx::cp_async_fence();
+  if (kWaits) ptx::cp_async_wait<0>();
+  __syncthreads();
+  out[threadIdx.x] = words[4 * (threadIdx.x ^ 1)];
+}
+
+// 64 threads arrive at a barrier in shared memory, which may want more.
+template <int kArrivals> void barriers(int *out) {
+  __shared__ uint64_t barrier;
+  if (threadIdx.x == 0) ptx::init_barrier(barrier, kArrivals);
+  __syncthreads();
+  if (threadIdx.x < 64)
+    ptx::arrive(barrier);
+  else
+    ptx::wait(barrier, 0);
+  out[threadIdx.x] = 1;
+}
+
+void writes_beyond(int *) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  if (threadIdx.x == 5) dynamic_shared[2048] = 1;
+}
+
+// Of ones, 64 x 16 times 16 x 32.
+template <bool kWaits> void products(float *out) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  for (int n = int(threadIdx.x); n < 1024; n += kThreads) reinterpret_cast<uint16_t *>(dynamic_shared)[n] = 0x3f80;
+  __syncthreads();
+  float sums[4][4] = {};
+  const uint32_t ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+  ptx::warpgroup_arrive();
+  const uint64_t right = ptx::plain_matrix_descriptor(ptx::shared_address(dynamic_shared), 128, 256);
+  ptx::wgmma_rs<__nv_bfloat16, false>(sums, ones, right, true);
+  ptx::warpgroup_commit_batch();
+  if (kWaits) ptx::warpgroup_wait<0>();
+  out[threadIdx.x] = sums[3][2];
+}
+
+template <class T, class... Parameters, class... Inputs>
+void run(const char *name, void (*kernel)(Parameters...), T first, const Inputs &...inputs) {
+  T out[kThreads] = {first};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = 2048;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, inputs..., static_cast<T *>(out));
+  std::printf("%s: %g %g %s\n", name, double(out[0]), double(out[100]), error ? cudaGetErrorString(error) : "done");
+}
+
+} // namespace fdm::cuda
+
+int main() {
+  using namespace fdm::cuda;
+  int in[4 * kThreads];
+  for (int n = 0; n < 4 * kThreads; ++n) in[n] = n;
+  const int *from = in;
+  run("meetings", meetings, 0);
+  run("copies", copies<true>, 0, from);
+  run("copies too early", copies<false>, 0, from);
+  run("barriers", barriers<64>, 0);
+  run("barriers for ever", barriers<65>, 0);
+  run("beyond", writes_beyond, 0);
+  run("products", products<true>, 0.0f);
+  run("products too early", products<false>, 0.0f);
+}
