@@ -14,6 +14,7 @@
 #include "../host/launch.cuh"
 #include "../plan/make_plan.h"
 #include "../plan/plan.cuh"
+#include "ptx/dependent.cuh"
 #include "radix_select.cuh"
 #include "select.h"
 
@@ -80,6 +81,8 @@ struct IntervalWork {
 
   // Bounds of sequences that are wrong may give a block a chunk before the first.
   __device__ bool absent() const { return chunk < 0 || begin >= end; }
+  // The i-th key of the chunk that is the thread's.
+  __device__ int32_t own_key(int i) const { return begin + i * kThreads + static_cast<int32_t>(threadIdx.x); }
   __device__ int64_t first_row(int64_t key) const { return causal ? max64(0, key - row.causal_off) : 0; }
 
   // A key that no row selects has the interval [0, 0).
@@ -95,6 +98,7 @@ template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
     find_windows(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks, Window *all_windows) {
   __shared__ typename RadixSelect<kThreads>::Shared shared;
+  ptx::start_dependents();
   const IntervalWork work(s, chunks, chunks, all_windows);
   if (work.absent()) return;
   const Candidates<kDtype> source(s, work.row, 0);
@@ -130,24 +134,22 @@ struct ChunkChanges {
 };
 
 // Puts the keys of the chunk that the window before does not exclude into changes.arrivals, and returns their number.
-// Writes the intervals of keys that never arrive or never leave.
-template <int kDtype>
-__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
+// Writes the intervals of keys that never arrive or never leave. `values` are those of the keys of own_key().
+__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const uint32_t (&values)[kChunkItems],
                              const Window &before, const Window &last) {
   uint64_t order[kChunkItems];
   bool arrives[kChunkItems], none[kChunkItems];
   uint32_t rank[kChunkItems];
 #pragma unroll
   for (int i = 0; i < kChunkItems; ++i) {
-    const int32_t j = work.begin + i * kThreads + static_cast<int32_t>(threadIdx.x);
+    const int32_t j = work.own_key(i);
     arrives[i] = false;
     none[i] = false;
     if (j >= work.end) continue;
-    const uint32_t value = source(j);
-    arrives[i] = before.holds(value, j);
-    order[i] = order_of(value, j);
+    arrives[i] = before.holds(values[i], j);
+    order[i] = order_of(values[i], j);
     if (!arrives[i]) work.write(j, 0);
-    if (arrives[i] && last.holds(value, j)) work.write(j, work.row.q_count);
+    if (arrives[i] && last.holds(values[i], j)) work.write(j, work.row.q_count);
   }
   const uint32_t total = changes.ranks.rank(arrives, none, rank);
 #pragma unroll
@@ -179,10 +181,19 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
 // The key with whose arrival x leaves: the n-th arrival before x in the order. It is x itself where x cannot enter,
 // since the window before was full of better keys.
 __device__ int32_t driven_out_by(const ChunkChanges &changes, int leavers, int arrivals, int64_t room, uint64_t x) {
+  constexpr int kBatch = 8; // loads that are under way together
   int64_t missing = room;
+#pragma unroll kBatch
   for (int n = 0; n < leavers; ++n) missing += changes.leavers[n] <= x;
   if (missing == 0) return key_of(x);
   int n = 0;
+  for (; n + kBatch <= arrivals; n += kBatch) {
+    int better = 0;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) better += changes.arrivals[n + i] > x;
+    if (better >= missing) break;
+    missing -= better;
+  }
   for (; n < arrivals; ++n) {
     missing -= changes.arrivals[n] > x;
     if (missing == 0) break;
@@ -196,13 +207,19 @@ __global__ void __launch_bounds__(kThreads, 2)
                     Window *all_windows) {
   __shared__ ChunkChanges changes;
   const IntervalWork work(s, chunks, chunks, all_windows);
-  if (work.absent()) return;
   const Candidates<kDtype> source(s, work.row, 0);
+  const bool absent = work.absent();
+  const int64_t last_chunk = ceil_div(work.row.k_count, chunks.keys) - 1;
+  uint32_t values[kChunkItems];
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) values[i] = !absent && work.own_key(i) < work.end ? source(work.own_key(i)) : 0;
+  if (threadIdx.x == 0) changes.leaver_count = 0;
+  ptx::wait_for_kernel_ahead(); // the windows are there from here on
+  if (absent) return;
   const Window before =
       work.chunk > 0 ? work.windows[work.chunk - 1] : (s.window > 0 ? open_window(0) : closed_window());
-  const Window after = work.windows[work.chunk], last = work.windows[ceil_div(work.row.k_count, chunks.keys) - 1];
-  if (threadIdx.x == 0) changes.leaver_count = 0;
-  const int arrivals = find_arrivals(changes, work, source, before, last);
+  const Window after = work.windows[work.chunk], last = work.windows[last_chunk];
+  const int arrivals = find_arrivals(changes, work, values, before, last);
   if (before.size + arrivals == after.size) return; // nothing leaves
   find_leavers(changes, work, source, before, after);
   __syncthreads();
@@ -238,7 +255,8 @@ cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream
     constexpr int kDtype = decltype(dtype)::value;
     const cudaError_t error = launch(find_windows<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
     if (error) return error;
-    if (s.flags & FDM_CAUSAL) return launch(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
+    if (s.flags & FDM_CAUSAL)
+      return launch<Overlap::kernel_ahead>(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
     const Chunks writers = chunks_of(s, kMaxChunkKeys);
     return launch(write_window<kDtype>, rows * writers.count, kThreads, 0, stream, s, writers, chunks, windows);
   });
