@@ -65,7 +65,7 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
 #if FDM_TILE_ARCH == 90
   if (params.heads_per_tile == 1 && params.splits == 1) {
     constexpr ForwardTileSm90 choice = forward_tile_sm90(kHeadDim);
-    using Stream = KeyStream<kHeadDim, choice.columns, choice.k_stages, choice.v_stages>;
+    using Stream = KeyStream<kHeadDim, choice.columns, choice.k_stages, choice.v_stages, forward_lookup(kHeadDim)>;
     using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1>;
     cudaError_t error;
     if (params.consecutive && launch_forward_boxes<Element, kHeadDim>(params, stream, &error)) return error;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass with Hopper's wgmma: a persistent kernel, one block of threads on each SM.
 //
-// The kernel is warp-specialized. A lookup warpgroup finds tiles and the keys of their columns, and a producer warpgroup
+// The kernel is warp-specialized. Lookup warps find tiles and the keys of their columns, and a producer warpgroup
 // gathers the rows of Q, K and V, as far ahead as the stages of the pipeline allow, also over the end of a tile. The
 // consumers are those of forward_consumer.cuh.
 #pragma once
 
+#include "../../tile/sm90/block_lookup.cuh"
 #include "../../tile/sm90/key_lookup.cuh"
 #include "../../tile/sm90/tile_sizes.cuh"
 #include "forward_consumer.cuh"
@@ -14,14 +15,18 @@
 
 namespace fdm::cuda {
 
-// Q of the next tile is loaded as late as its place becomes free, and should then be in L2. Each lookup thread asks for a
-// row.
-template <class Config> __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask &next) {
+// Q of the next tile is loaded as late as its place becomes free, and should then be in L2. So many lookup threads ask for
+// its rows.
+template <class Config, int kThreads>
+__device__ void prefetch_queries(const ForwardParams &params, const ForwardTask &next) {
   const fdm_tensor &q = params.p.q;
-  const int64_t i = next.first_row + threadIdx.x % Roles::kLookupThreads;
-  if (i >= next.s.q_count) return;
-  const auto *row = static_cast<const uint16_t *>(q.data) + row_offset(q, next.s, i, next.head);
-  for (int d = 0; d < params.p.head_dim; d += 64) ptx::prefetch_l2(row + d);
+#pragma unroll 1
+  for (int r = threadIdx.x % kThreads; r < Config::kRows; r += kThreads) {
+    const int64_t i = next.first_row + r;
+    if (i >= next.s.q_count) return;
+    const auto *row = static_cast<const uint16_t *>(q.data) + row_offset(q, next.s, i, next.head);
+    for (int d = 0; d < params.p.head_dim; d += 64) ptx::prefetch_l2(row + d);
+  }
 }
 
 // As many rows at a time as a block has columns, so that a thread needs no more registers than for those.
@@ -45,26 +50,37 @@ __device__ void load_queries(const ForwardParams &params, const TaskLoader<Forwa
   }
 }
 
+// All lookup threads look up each block.
 template <class Config>
-__device__ void look_up_forward(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
-  using Pipeline = typename Config::Pipeline;
-  const fdm_problem &p = params.p;
-  const auto make = [&](const HeadTile &t, ForwardTask &task) { make_task<Config>(params, t, task); };
-  TaskMaker<ForwardTask, decltype(make), Config::kQueryStages> scheduler(p, params.sequences_together, params.tickets,
-                                                                         shared.tasks, make);
-  const auto on_column = [&](int stage, int i, float bias) {
-    if (present(p.bias) && params.bias_factor != 0.0f) shared.bias.store(stage, i, bias, params.bias_factor);
-  };
-  KeyLookup<Pipeline, decltype(on_column)> keys(p, shared.pipeline, params.rows, on_column);
+__device__ void look_up_together(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
+  const auto maker = forward_task_maker(params, shared);
+  LookupTasks scheduler(maker);
+  const BiasStore<Config> on_column{params, shared};
+  KeyLookup<typename Config::Pipeline, BiasStore<Config>> keys(params.p, shared.pipeline, params.rows, on_column);
   keys.start(scheduler.current());
   for (; !scheduler.at_end(); scheduler.advance()) {
     keys.run(scheduler, [&] {
-      prefetch_queries<Config>(params, scheduler.next());
+      prefetch_queries<Config, Roles::kLookupThreads>(params, scheduler.next());
       if (!scheduler.prepares()) return;
       keys.park();
       scheduler.prepare_ahead();
       keys.unpark();
     });
+  }
+}
+
+// Lookup warps take turns at blocks, and one more makes tasks.
+template <class Config>
+__device__ void look_up_in_turns(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
+  const int warp = Roles::lookup_warp();
+  if (warp == Roles::kMostTurnWarps) {
+    make_tasks(forward_task_maker(params, shared),
+               [&](const ForwardTask &task) { prefetch_queries<Config, 32>(params, task); });
+  } else if (warp < Config::Pipeline::kTurnWarps) {
+    const BiasStore<Config> on_column{params, shared};
+    BlockLookup<typename Config::Pipeline, BiasStore<Config>> keys(params.p, shared.pipeline, params.rows, on_column,
+                                                                   warp);
+    look_up_tasks(shared.tasks, [&](const ForwardTask &task) { keys.run(task); });
   }
 }
 
@@ -104,7 +120,10 @@ __global__ void __launch_bounds__(Roles::kThreadsWithLookup, 1)
   using Registers = ForwardRegisters<Config::kHeadDim>;
   if (Roles::is_lookup()) {
     Registers::look_up();
-    look_up_forward<Config>(params, shared);
+    if constexpr (Config::Pipeline::kLookup == Lookup::warps)
+      look_up_in_turns<Config>(params, shared);
+    else
+      look_up_together<Config>(params, shared);
   } else if (Roles::is_producer()) {
     Registers::produce();
     produce_forward<Config>(params, shared);

@@ -20,14 +20,10 @@ struct BoxForwardParams {
 };
 
 template <class Config> __device__ void look_up_boxes(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
-  const fdm_problem &p = params.p;
-  const auto make = [&](const HeadTile &t, ForwardTask &task) { make_task<Config>(params, t, task); };
-  TaskMaker<ForwardTask, decltype(make), Config::kQueryStages> scheduler(p, params.sequences_together, params.tickets,
-                                                                         shared.tasks, make);
-  const auto on_column = [&](int stage, int i, float bias) {
-    if (present(p.bias) && params.bias_factor != 0.0f) shared.bias.store(stage, i, bias, params.bias_factor);
-  };
-  BoxLookup<typename Config::Pipeline, decltype(on_column)> keys(p, shared.pipeline, on_column);
+  const auto maker = forward_task_maker(params, shared);
+  LookupTasks scheduler(maker);
+  const BiasStore<Config> on_column{params, shared};
+  BoxLookup<typename Config::Pipeline, BiasStore<Config>> keys(params.p, shared.pipeline, on_column);
   for (; !scheduler.at_end(); scheduler.advance())
     keys.run(scheduler, [&] {
       if (scheduler.prepares()) scheduler.prepare_ahead();

@@ -38,26 +38,47 @@ template <class Config> struct ForwardSharedSm90 {
   __device__ void init() {
     if (threadIdx.x == 0) {
       pipeline.init();
-      tasks.init(Config::Pipeline::kQueryArrivals);
+      tasks.init(Config::Pipeline::kQueryArrivals, Config::Pipeline::kTaskReaders);
       ptx::fence_async_proxy(); // copies of boxes arrive at barriers
     }
     bias.init();
   }
 };
 
+// What lookup threads do with the bias of a column.
+template <class Config> struct BiasStore {
+  const ForwardParams &params;
+  ForwardSharedSm90<Config> &shared;
+
+  __device__ __forceinline__ void operator()(int stage, int i, float bias) const {
+    if (present(params.p.bias) && params.bias_factor != 0.0f) shared.bias.store(stage, i, bias, params.bias_factor);
+  }
+};
+
 // Makes the task of a tile.
+template <class Config> struct MakeTask {
+  const ForwardParams &params;
+
+  __device__ __forceinline__ void operator()(const HeadTile &t, ForwardTask &task) const {
+    const fdm_problem &p = params.p;
+    task.s = t.s;
+    task.sequence_index = t.sequence_index;
+    task.head = t.head;
+    task.kv_head = kv_head_of(p, t.head);
+    task.first_row = t.tile * Config::kRows;
+    task.bias = score_view(p, p.bias, t.s, t.head);
+    task.columns = tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile);
+    task.sink = sink_score(p, t.head);
+    task.set_results(params);
+  }
+};
+
+template <class Config> using ForwardTaskMaker = TaskMaker<ForwardTask, MakeTask<Config>, Config::kQueryStages>;
+
 template <class Config>
-__device__ __forceinline__ void make_task(const ForwardParams &params, const HeadTile &t, ForwardTask &task) {
-  const fdm_problem &p = params.p;
-  task.s = t.s;
-  task.sequence_index = t.sequence_index;
-  task.head = t.head;
-  task.kv_head = kv_head_of(p, t.head);
-  task.first_row = t.tile * Config::kRows;
-  task.bias = score_view(p, p.bias, t.s, t.head);
-  task.columns = tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile);
-  task.sink = sink_score(p, t.head);
-  task.set_results(params);
+__device__ __forceinline__ ForwardTaskMaker<Config> forward_task_maker(const ForwardParams &params,
+                                                                       ForwardSharedSm90<Config> &shared) {
+  return {params.p, params.sequences_together, params.tickets, shared.tasks, {params}};
 }
 
 // The blocks of all tiles are one stream. A step starts the scores of a block and the product of the block before with

@@ -13,6 +13,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
   static constexpr bool kFlagsBlocks = true, kFenced = true;
+  static constexpr int kTaskReaders = 0;   // lookup threads do not release tasks
   static constexpr int kQueryArrivals = 1; // of the copying warp, for a task
   using Tile = SmemTile<kHeadDim, kColumns>;
   using KPipelineState = PipelineState<kKStages>;

@@ -1,16 +1,24 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The pipeline of K and V: producer warps gather rows of K and V, kColumns at a time, while consumer warpgroups multiply
-// those of earlier blocks. Which rows they are, a lookup warpgroup has found before (key_lookup.cuh). Each stage has
-// barriers that say "full" and "empty".
+// those of earlier blocks. Which rows they are, lookup warps have found before (key_lookup.cuh, block_lookup.cuh). Each
+// stage has barriers that say "full" and "empty".
 #pragma once
 
 #include "../key_ring.cuh"
 #include "row_gather.cuh"
+#include "tile_sizes.cuh"
 
 namespace fdm::cuda {
 
-template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> struct KeyStream {
+template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lookup kLookupChoice> struct KeyStream {
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
+  static constexpr Lookup kLookup = kLookupChoice;
+  // A warp that waits for a stage to become empty must know that it was so the time before: the parity of a barrier does
+  // not tell two rounds apart. With no more warps than stages, it was when the warp stored the block before.
+  static constexpr int kTurnWarps = kKStages < Roles::kMostTurnWarps ? kKStages : Roles::kMostTurnWarps;
+  // Lookup threads that release tasks.
+  static constexpr int kTaskReaders = kLookup == Lookup::warps ? 32 * kTurnWarps : 0;
+
   static constexpr bool kFenced = false;      // copies of threads are not
   static constexpr bool kFlagsBlocks = false; // lists tell which blocks are partial, and how many there are
   // Of the producers, for a task: their copies, and what passes the task on.
@@ -43,7 +51,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   // One thread of the block calls this, before the others use the barriers.
   __device__ void init() {
     for (int stage = 0; stage < kKStages; ++stage) {
-      ptx::init_barrier(found[stage], Roles::kLookupThreads);
+      ptx::init_barrier(found[stage], kLookup == Lookup::warps ? 32 : Roles::kLookupThreads);
       ptx::init_barrier(k_full[stage], 2 * Roles::kProducerThreads); // the copies, and what passes the facts on
       ptx::init_barrier(k_empty[stage], Roles::kConsumerThreads);
     }

@@ -19,6 +19,11 @@ template <int kGroups> struct WarpRoles {
   static constexpr int kLookupWarps = 4, kLookupThreads = 32 * kLookupWarps;
   static constexpr int kThreadsWithLookup = kThreads + kLookupThreads;
   __device__ static __forceinline__ bool is_lookup() { return threadIdx.x / 32 >= kConsumerWarps + kProducerWarps; }
+  // Where lookup warps take turns at blocks, the last of the warpgroup makes tasks.
+  static constexpr int kMostTurnWarps = kLookupWarps - 1;
+  __device__ static __forceinline__ int lookup_warp() {
+    return uniform(threadIdx.x / 32) - (kConsumerWarps + kProducerWarps);
+  }
   __device__ static __forceinline__ void sync_lookup() { ptx::sync_threads<4, kLookupThreads>(); }
   __device__ static __forceinline__ bool is_producer() { return threadIdx.x / 32 >= kConsumerWarps; }
   __device__ static __forceinline__ int consumer_group() { return uniform(threadIdx.x / 128); }
