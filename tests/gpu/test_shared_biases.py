@@ -63,6 +63,46 @@ def test_few_rows_with_a_mask_for_each_query(head_dim: int, length: int, gpu: st
     check_beside_a_fixed_order(Problem(query, key, value, mask, bias, causal=True), gpu)
 
 
+# Two query heads of a group share a tile of 64 rows, but not in groups of three, nor with masks of
+# their own. The keys of few rows are divided, those of many sequences are not.
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=["narrow", "float32"])
+@pytest.mark.parametrize("mask_shape", [None, "keys", "head keys", "rows", "head rows"])
+@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (8, 2), (3, 1)])
+@pytest.mark.parametrize(
+    "batch, queries, keys", [(1, 2320, 2320), (20, 208, 336)], ids=["parts", "whole"]
+)
+def test_groups_of_heads(
+    batch: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    kv_heads: int,
+    mask_shape: str | None,
+    bias_dtype: torch.dtype,
+    gpu: str,
+) -> None:
+    query = randn(batch, queries, heads, 64).bfloat16()
+    key, value = (randn(batch, keys, kv_heads, 64, seed=n).bfloat16() for n in (1, 2))
+    bias = randn(batch, kv_heads, queries, keys, seed=3).to(bias_dtype)
+    mask = None
+    if mask_shape is not None:
+        mask_heads = heads if mask_shape.startswith("head") else kv_heads
+        mask_rows = queries if mask_shape.endswith("rows") else 1
+        mask = rand_bool(batch, mask_heads, mask_rows, keys, density=0.4, seed=4)
+        mask[..., 40] = False
+    clean = Problem(query, key, value, mask, bias, causal=True)
+    if mask is not None:
+        dead = torch.arange(keys).view(1, keys, 1, 1) == 40
+        key, value = (tensor.masked_fill(dead, torch.nan) for tensor in (key, value))
+        bias = bias.masked_fill(dead.view(1, 1, 1, keys), torch.nan)
+    poisoned = Problem(query, key, value, mask, bias, causal=True)
+    dout = cotangent(randn(*query.shape, seed=5)).bfloat16()
+    got = poisoned.results(Target(gpu, "cuda"), dout=dout)
+    assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
+    again = poisoned.results(Target(gpu, "cuda"), dout=dout)
+    assert all(torch.equal(got[name], again[name]) for name in ("out", "lse"))
+
+
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=["narrow", "float32"])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_tiles_that_keep_nothing(head_dim: int, bias_dtype: torch.dtype, gpu: str) -> None:

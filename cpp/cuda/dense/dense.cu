@@ -136,7 +136,7 @@ int64_t choose_splits(const DenseForward &work, int sms) {
 int64_t most_splits(const DenseCall &call) {
   DenseForward work = divide_forward(call);
   const int64_t splits = choose_splits(work, kMostSms);
-  return divide_wide_forward(&work, kMostSms) ? wide_splits(work) : splits;
+  return divide_wide_forward(&work, kMostSms) ? work.splits : splits;
 }
 
 // Gives a tile its slots and stages. False if it does not fit shared memory.
@@ -360,21 +360,20 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
   wide.windows = has_windows(work.call) && work.call.shares_mask && work.out_aligned;
   if (wide.windows) {
     wide.splits = 1;
-    wide.split_tiles = 1;
     wide.groups = int32_t(std::clamp<int64_t>(count / p.bias.shape[1], 1, sources_of(work.call)));
   }
   const bool is_wide = args.splits <= 1 && (wide.windows || divide_wide_forward(&wide, count));
-  if (is_wide) work = wide;
-  const int64_t room = most_splits(work.call), chosen = is_wide ? wide_splits(work) : choose_splits(work, count);
-  const int64_t splits = std::clamp<int64_t>(args.splits > 0 ? args.splits : chosen, 1, room);
-  if (is_wide && !work.windows)
-    count_splits(&work, splits);
-  else
-    work.splits = int32_t(splits);
+  const int64_t room = most_splits(work.call);
+  if (is_wide) {
+    work = wide;
+    if (!work.windows && (args.splits == 1 || work.splits > room)) use_whole_tiles(&work, count);
+  } else {
+    work.splits = int32_t(std::clamp<int64_t>(args.splits > 0 ? args.splits : choose_splits(work, count), 1, room));
+  }
   work.partial_out = reinterpret_cast<float *>(static_cast<char *>(workspace) + live_bytes(work.call));
   work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;
   work.partial_sum = work.partial_max + work.splits * partial_rows(p);
-  if (is_wide && finds_live_tiles(work.call)) {
+  if (is_wide && finds_live_tiles(work)) {
     work.live = live_tiles(work.call, workspace);
     if (cudaError_t error = launch_live_tiles(work.call, work.live, stream)) return error;
   }

@@ -40,10 +40,10 @@ constexpr int kWideTile = 128;
 // sm90/forward_windows.cuh and sm90/fused_windows.cuh serve problems with at most so many rows and keys, and columns.
 constexpr int kWindow = 64, kWindowHeadDim = 32;
 
-// Tiles of kWideTile keys that a row of a tile of kWideTile rows sees.
-FDM_INLINE int32_t visible_key_tiles(const fdm_problem &p, int64_t row_tile) {
+// Tiles of kWideTile keys that a row of a tile of so many rows sees.
+FDM_INLINE int32_t visible_key_tiles(const fdm_problem &p, int64_t row_tile, int tile_rows = kWideTile) {
   if (!is_causal(p)) return int32_t(ceil_div(p.keys, kWideTile));
-  const int64_t last_row = min64((row_tile + 1) * kWideTile, p.queries) - 1;
+  const int64_t last_row = min64((row_tile + 1) * tile_rows, p.queries) - 1;
   return int32_t(ceil_div(clamp64(last_row + p.keys - p.queries + 1, 0, p.keys), kWideTile));
 }
 
@@ -67,12 +67,13 @@ struct DenseForward {
   fdm_forward_args a;
   int32_t slots, tiles, groups; // tiles of rows; groups of `slots` sources
   int32_t splits;
-  // Of the kernel for sm_90: tiles of keys of a split, the splits of all tiles of rows that see so many keys, and what a
-  // mask of rows leaves.
-  int32_t split_tiles, row_splits;
-  LiveTiles live;
-  bool out_aligned; // as rows_are_aligned says
-  bool windows;     // sm90/forward_windows.cuh serves it, in `groups` tasks for each head of the bias
+  // Of the kernel for sm_90. `pairs`: a task has half a tile of rows of two query heads that share K and V. `blocks` of
+  // threads have equal shares of the `steps` of all groups where there are splits, and else whole tiles of rows.
+  bool pairs;
+  int32_t blocks, steps; // steps: of a group
+  LiveTiles live;        // what a mask of rows leaves
+  bool out_aligned;      // as rows_are_aligned says
+  bool windows;          // sm90/forward_windows.cuh serves it, in `groups` tasks for each head of the bias
   float *partial_out, *partial_max, *partial_sum; // as in ForwardParams
 };
 

@@ -2,12 +2,13 @@
 // Finds the tiles of which a mask of rows keeps something. Most are known by their first rows, so most of the mask is not
 // read here.
 #include "../host/launch.cuh"
+#include "ptx/dependent.cuh"
 #include "sources.cuh"
 
 namespace fdm::cuda {
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kTilesOfWarp = 32 / kWarps;
+constexpr int kWarps = 32, kThreads = 32 * kWarps;            // each has a tile
 constexpr int kAcross = kWideTile / 16, kDown = 32 / kAcross; // lanes beside and below each other
 constexpr int kReads = 4;                                     // at a time, of a lane
 
@@ -43,6 +44,7 @@ __device__ __forceinline__ bool is_live_tile(const fdm_problem &p, const Matrix 
 
 // A block of threads makes a word: 32 tiles of a tile of rows.
 __global__ void __launch_bounds__(kThreads) live_tiles_kernel(const __grid_constant__ DenseCall call, LiveTiles live) {
+  ptx::start_dependents();
   const fdm_problem &p = call.p;
   __shared__ uint32_t word;
   if (threadIdx.x == 0) word = 0;
@@ -52,13 +54,9 @@ __global__ void __launch_bounds__(kThreads) live_tiles_kernel(const __grid_const
   const Source source = source_of(call, unit, 0);
   const Matrix mask = score_matrix(p, p.mask, dense_sequence(p, source.batch), source.head, 1);
   const int past = visible_key_tiles(p, row_tile);
-#pragma unroll 1
-  for (int n = 0; n < kTilesOfWarp; ++n) {
-    const int bit = int(threadIdx.x) / 32 * kTilesOfWarp + n, tile = 32 * number + bit;
-    if (tile >= past) break;
-    if (is_live_tile(p, mask, row_tile * kWideTile, tile * kWideTile) && threadIdx.x % 32 == 0)
-      atomicOr(&word, 1u << bit);
-  }
+  const int bit = int(threadIdx.x) / 32, tile = kWarps * number + bit;
+  if (tile < past && is_live_tile(p, mask, row_tile * kWideTile, tile * kWideTile) && threadIdx.x % 32 == 0)
+    atomicOr(&word, 1u << bit);
   __syncthreads();
   if (threadIdx.x == 0) live.words[blockIdx.x] = word;
 }

@@ -24,6 +24,31 @@ __device__ __forceinline__ void copy_scores_by_elements(const Integer *first, in
   }
 }
 
+// A byte of ones for each of four keys that are kept, else of zeros. Booleans may have any bits set.
+__device__ __forceinline__ uint32_t kept_bytes(uint32_t booleans) {
+  // An addition carries what the lower seven bits of a byte have into its highest.
+  const uint32_t highest = (((booleans & 0x7f7f7f7fu) + 0x7f7f7f7fu) | booleans) & 0x80808080u;
+  return (highest >> 7) * 0xffu;
+}
+
+// Makes -inf of those of eight neighbours of 16 bits that are dropped, as kept_bytes() tells.
+template <class Element> __device__ __forceinline__ void drop_halves(uint4 &pairs, uint2 kept) {
+  constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00fc00u : 0xff80ff80u;
+  const auto drop = [&](uint32_t pair, uint32_t keep) { return (pair & keep) | (kDropped & ~keep); };
+  pairs.x = drop(pairs.x, __byte_perm(kept.x, 0, 0x1100));
+  pairs.y = drop(pairs.y, __byte_perm(kept.x, 0, 0x3322));
+  pairs.z = drop(pairs.z, __byte_perm(kept.y, 0, 0x1100));
+  pairs.w = drop(pairs.w, __byte_perm(kept.y, 0, 0x3322));
+}
+// The same for four neighbours of float32.
+__device__ __forceinline__ void drop_words(uint4 &words, uint32_t kept) {
+  constexpr uint32_t kDropped = 0xff800000u;
+  words.x = kept & 0xff ? words.x : kDropped;
+  words.y = kept & 0xff00 ? words.y : kDropped;
+  words.z = kept & 0xff0000 ? words.z : kDropped;
+  words.w = kept & 0xff000000 ? words.w : kDropped;
+}
+
 // Is a mask folded into tiles of the bias?
 FDM_INLINE bool folds_mask(const fdm_problem &p) { return has_rows(p.mask) || present(p.start); }
 
@@ -112,14 +137,9 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
         for (int k = 0; k < 8; ++k)
           if (!((k < 4 ? kept.x : kept.y) >> (8 * (k % 4)) & 1)) words[k] = 0xff800000u;
       } else {
-        constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00fc00u : 0xff80ff80u;
         auto &chunk = *reinterpret_cast<uint4 *>(memory + bias + Halves::chunk_address(0, r, c));
         uint4 pairs = chunk;
-        const auto drop = [&](uint32_t pair, uint32_t keep) { return (pair & keep) | (kDropped & ~keep); };
-        pairs.x = drop(pairs.x, __byte_perm(kept.x, 0, 0x1100));
-        pairs.y = drop(pairs.y, __byte_perm(kept.x, 0, 0x3322));
-        pairs.z = drop(pairs.z, __byte_perm(kept.y, 0, 0x1100));
-        pairs.w = drop(pairs.w, __byte_perm(kept.y, 0, 0x3322));
+        drop_halves<Element>(pairs, kept);
         chunk = pairs;
       }
     }
@@ -213,10 +233,9 @@ private:
       });
   }
 
-  // A byte of ones for each of eight keys that are kept, else of zeros. Booleans may have any bits set.
   __device__ __forceinline__ uint2 kept_of_mask(int r, int c) const {
     const uint2 bytes = *reinterpret_cast<const uint2 *>(memory + mask + r * kDenseKeys + 8 * c);
-    return {__vcmpne4(bytes.x, 0), __vcmpne4(bytes.y, 0)};
+    return {kept_bytes(bytes.x), kept_bytes(bytes.y)};
   }
   __device__ __forceinline__ uint2 kept_of_intervals(const Source &source, int64_t row, int64_t first_key) const {
     const fdm_problem &p = call.p;

@@ -142,13 +142,19 @@ __device__ __forceinline__ void write_partial_row(const DenseForward &work, cons
   const fdm_problem &p = work.call.p;
   const int head_dim = int(p.head_dim);
   const int64_t row = ((split * p.batch + source.batch) * p.heads + source.head) * p.queries + i;
+  const bool even = head_dim % 2 == 0;
 #pragma unroll
-  for (int d = 0; d < kOutTiles; ++d)
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int column = 8 * d + accumulator_column() + k;
-      if (column < head_dim) work.partial_out[row * head_dim + column] = out[d][2 * half + k];
+  for (int d = 0; d < kOutTiles; ++d) {
+    const int column = 8 * d + accumulator_column();
+    float *const own = work.partial_out + row * head_dim + column;
+    const float first = out[d][2 * half], second = out[d][2 * half + 1];
+    if (even && column < head_dim) {
+      *reinterpret_cast<float2 *>(own) = {first, second};
+      continue;
     }
+    if (column < head_dim) own[0] = first;
+    if (column + 1 < head_dim) own[1] = second;
+  }
   if (threadIdx.x % 4 != 0) return;
   work.partial_max[row] = sum == 0.0f ? -INFINITY : -shift;
   work.partial_sum[row] = sum;

@@ -27,27 +27,28 @@ cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t str
       };
       return p.bias.dtype == FDM_FLOAT32 ? launch_windows(std::true_type{}) : launch_windows(std::false_type{});
     }
-  const int64_t tasks = p.bias.shape[0] * p.bias.shape[1] * work.groups * work.row_splits;
-  int most;
-  if (cudaError_t error = sm_count(&most)) return error;
-  const auto launch_for = [&](auto sources, auto wide_bias, auto mask_rows) {
+  const auto launch_for = [&](auto sources, auto wide_bias, auto mask_rows, auto pairs) {
     using Config = WideForwardConfig<Element, kHeadDim, decltype(sources)::value, decltype(wide_bias)::value,
-                                     decltype(mask_rows)::value>;
-    return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>>(
-        work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
-  };
-  const auto launch_for_bias = [&](auto sources) {
-    return p.bias.dtype == FDM_FLOAT32 ? launch_for(sources, std::true_type{}, std::false_type{})
-                                       : launch_for(sources, std::false_type{}, std::false_type{});
+                                     decltype(mask_rows)::value, decltype(pairs)::value>;
+    return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>, Overlap::kernel_ahead>(
+        work, work.blocks, Roles::kThreads, stream);
   };
   constexpr std::integral_constant<int, 1> kOne{};
-  if (has_rows(p.mask) && p.bias.dtype != FDM_FLOAT32) return launch_for(kOne, std::false_type{}, std::true_type{});
-  if constexpr (has_room_for_mask(kHeadDim, true))
-    if (has_rows(p.mask)) return launch_for(kOne, std::true_type{}, std::true_type{});
-  constexpr int kMostSources = wide_sources(kHeadDim);
-  if constexpr (kMostSources > 1)
-    if (work.slots == kMostSources) return launch_for_bias(std::integral_constant<int, kMostSources>{});
-  return launch_for_bias(kOne);
+  constexpr std::true_type kYes{};
+  constexpr std::false_type kNo{};
+  const auto launch_for_bias = [&](auto wide_bias) {
+    if constexpr (has_room_for_mask(kHeadDim, decltype(wide_bias)::value)) {
+      if (work.pairs && has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kYes);
+      if (work.pairs) return launch_for(kOne, wide_bias, kNo, kYes);
+      if (has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kNo);
+    }
+    constexpr int kMostSources = wide_sources(kHeadDim);
+    if constexpr (kMostSources > 1)
+      if (work.slots == kMostSources)
+        return launch_for(std::integral_constant<int, kMostSources>{}, wide_bias, kNo, kNo);
+    return launch_for(kOne, wide_bias, kNo, kNo);
+  };
+  return p.bias.dtype == FDM_FLOAT32 ? launch_for_bias(kYes) : launch_for_bias(kNo);
 #else
   return cudaErrorInvalidConfiguration;
 #endif

@@ -52,71 +52,87 @@ inline bool has_room_for_mask(const fdm_problem &p) {
 inline int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 inline int64_t units_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1]; }
 
-inline int64_t key_tiles_of(const fdm_problem &p) { return max64(1, ceil_div(p.keys, kWideTile)); }
+inline int wide_rows(const DenseForward &work) { return work.pairs ? kWideTile / 2 : kWideTile; }
 
-inline int32_t wide_splits(const DenseForward &work) {
-  return int32_t(ceil_div(key_tiles_of(work.call.p), work.split_tiles));
+// Can the kernel have the sources of a bias in pairs of query heads that share K, V and the mask?
+inline bool has_head_pairs(const DenseCall &call) {
+  const fdm_problem &p = call.p;
+  const bool mask_of_heads = present(p.mask) && p.mask.shape[1] > p.kv_heads;
+  return call.heads % 2 == 0 && group_size(p) % 2 == 0 && call.shares_mask && !mask_of_heads && has_room_for_mask(p);
 }
 
-// Chooses how many tiles of keys a split of the forward kernel for sm_90 has, by the time that they take. Its unit is that
-// of a tile of scores: on one H200 about 2 us, which a block of threads also takes before its first and after its last,
-// and in which 4 MB of partial results are written and merged; a launch takes about as long.
-inline int32_t choose_split_tiles(const DenseForward &work, int sms) {
-  const fdm_problem &p = work.call.p;
-  const int64_t key_tiles = key_tiles_of(p), sources = sources_of(work.call) * units_of(p);
-  int64_t seen = 0; // tiles of keys, of all tiles of rows
-  for (int64_t tile = 0; tile < work.tiles; ++tile) seen += visible_key_tiles(p, tile);
-  int64_t least_time = INT64_MAX, best = key_tiles;
-  for (int64_t splits = 1; splits <= std::min(key_tiles, kMaxDenseSplits); ++splits) {
-    const int64_t split_tiles = ceil_div(key_tiles, splits);
-    // Of each tile of rows, half of a split is missing if the mask is causal.
-    const int64_t tasks = splits == 1 ? work.tiles : ceil_div(seen, split_tiles) + (is_causal(p) ? work.tiles / 2 : 0);
-    const int64_t merged = splits == 1 ? 0 : 1 + partial_rows(p) * splits * p.head_dim * 4 / (int64_t(1) << 22);
-    const int64_t time = ceil_div(tasks * sources, sms) * (split_tiles + 1) + merged;
-    if (time >= least_time) continue;
-    least_time = time;
-    best = split_tiles;
+inline void use_whole_tiles(DenseForward *work, int sms) {
+  work->splits = 1;
+  work->blocks = int32_t(std::min<int64_t>(units_of(work->call.p) * work->groups * work->tiles, sms));
+}
+
+// Chooses how the forward kernel for sm_90 divides its work, by the time that it takes. Its unit is that of a step: of a
+// tile of scores of 128 x 128, or of what a task takes beside those.
+//
+// Whole tiles of rows are gone through forth and back, the longest first, so the first or the last block of threads
+// has most to do. Equal shares take no longer than they must, but then there are partial results, and a launch that merges
+// them: about three steps, and one for each 2 MB.
+inline void choose_shares(DenseForward *work, int sms) {
+  constexpr int64_t kLeastSteps = 2, kMergeSteps = 3, kStepBytes = int64_t(2) << 20;
+  const fdm_problem &p = work->call.p;
+  const int rows = wide_rows(*work);
+  int64_t steps = work->tiles;
+  for (int64_t tile = 0; tile < work->tiles; ++tile) steps += visible_key_tiles(p, tile, rows);
+  const int64_t groups = units_of(p) * work->groups, tasks = groups * work->tiles, all = groups * steps;
+  const auto steps_of = [&](int64_t task) {
+    return int64_t(task < tasks ? 1 + visible_key_tiles(p, work->tiles - 1 - task / groups, rows) : 0);
+  };
+  int64_t of_first = 0, of_last = 0;
+  for (int64_t turn = 0; turn * work->blocks < tasks; ++turn) {
+    const int64_t near = steps_of(turn * work->blocks), far = steps_of((turn + 1) * work->blocks - 1);
+    of_first += turn % 2 ? far : near;
+    of_last += turn % 2 ? near : far;
   }
-  return int32_t(best);
+  // A tile of rows has its parts in blocks of threads that follow each other.
+  const int64_t longest = steps_of(0) - 1, least_steps = std::max(kLeastSteps, ceil_div(longest, kMaxDenseSplits - 1));
+  const int64_t shares = std::clamp<int64_t>(all / least_steps, 1, sms);
+  const int64_t splits = 1 + ceil_div(longest - 1, all / shares);
+  const int64_t bytes = (tasks + shares) * kWideTile * p.head_dim * int64_t(sizeof(float));
+  const int64_t shares_time = ceil_div(all, shares) + 1 + kMergeSteps + bytes / kStepBytes;
+  // The kernel counts steps times blocks with 32 bits.
+  if (splits == 1 || shares_time >= std::max(of_first, of_last) || (all + 1) * (shares + 1) > INT32_MAX) return;
+  work->splits = int32_t(splits);
+  work->blocks = int32_t(shares);
+  work->steps = int32_t(steps);
 }
 
 // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
-// all SMs; beside a mask of rows, which is read where the bias is, keys are divided too.
+// all SMs. Where they are pairs of heads, or there is a mask of rows, keys may be divided too.
 inline bool divide_wide_forward(DenseForward *work, int sms) {
   const fdm_problem &p = work->call.p;
   if (!has_wide_tiles(work->call) || !work->call.bias_chunks || present(p.start)) return false;
+  if (has_rows(p.mask) && (!work->call.mask_chunks || !work->call.shares_mask || !has_room_for_mask(p))) return false;
   const int64_t sources = sources_of(work->call), most = wide_sources(wide_head_dim(p));
-  work->tiles = int32_t(ceil_div(p.queries, kWideTile));
-  work->splits = 1;
-  work->split_tiles = int32_t(key_tiles_of(p));
-  if (has_rows(p.mask)) {
-    if (!work->call.mask_chunks || !work->call.shares_mask || !has_room_for_mask(p)) return false;
-    work->slots = 1;
-    work->split_tiles = choose_split_tiles(*work, sms);
-  } else {
+  work->pairs = has_head_pairs(work->call);
+  const bool shares = work->pairs || has_rows(p.mask);
+  work->tiles = int32_t(ceil_div(p.queries, wide_rows(*work)));
+  work->slots = work->pairs ? 2 : 1;
+  if (!shares) {
     const int64_t tiles = units_of(p) * work->tiles;
     work->slots = int32_t(sources >= most && tiles * (sources / most) >= sms ? most : 1);
     if (tiles * ceil_div(sources, work->slots) < sms / 2) return false;
   }
   work->groups = int32_t(ceil_div(sources, work->slots));
+  use_whole_tiles(work, sms);
+  if (shares) choose_shares(work, sms);
   return true;
-}
-
-// What depends on the tiles of keys of a split.
-inline void count_splits(DenseForward *work, int64_t splits) {
-  const fdm_problem &p = work->call.p;
-  work->split_tiles = int32_t(ceil_div(key_tiles_of(p), splits));
-  work->splits = wide_splits(*work);
-  work->row_splits = work->tiles;
-  if (work->splits == 1) return;
-  work->row_splits = 0;
-  for (int64_t tile = 0; tile < work->tiles; ++tile)
-    work->row_splits += std::max(1, int32_t(ceil_div(visible_key_tiles(p, tile), work->split_tiles)));
 }
 
 // Finding the live tiles of a mask takes a launch, so there must be many.
 inline bool finds_live_tiles(const DenseCall &call) {
   return has_rows(call.p.mask) && call.mask_chunks && call.shares_mask && call.p.keys > kMostKeysOfRows;
+}
+// The forward pass may have little to save by them.
+inline bool finds_live_tiles(const DenseForward &work) {
+  constexpr int64_t kLeastTiles = 2048; // of scores, of all sources, as if none were empty
+  const fdm_problem &p = work.call.p;
+  const int64_t visible = ceil_div(p.queries, kWideTile) * ceil_div(p.keys, kWideTile) / (is_causal(p) ? 2 : 1);
+  return finds_live_tiles(work.call) && visible * p.batch * p.heads >= kLeastTiles;
 }
 inline LiveTiles live_tiles(const DenseCall &call, void *words) {
   const fdm_problem &p = call.p;

@@ -10,6 +10,7 @@
 #include "../../tile/sm90/products.cuh"
 #include "forward_producer.cuh"
 #include "forward_rows.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 
@@ -37,23 +38,19 @@ template <class Config> struct WideForwardConsumer {
       : work(own_work), shared(memory), task(own_task), states(own_states) {}
 
   __device__ static int warp() { return threadIdx.x / 32; }
-  __device__ Source source(int n) const { return source_of(work.call, task.unit, task.first_source + n); }
-  __device__ int row(int half) const { return task.first_row + 16 * warp() + accumulator_row(half); }
+  // The first row of this warp in a tile of the bias, and the head of its warpgroup in a pair.
+  __device__ static int bias_row() { return 16 * (Config::kPairs ? warp() % 4 : warp()); }
+  __device__ static int head_of_pair() { return Config::kPairs ? Roles::consumer_group() : 0; }
+  __device__ Source source(int n) const {
+    return source_of(work.call, task.unit, task.first_source + head_of_pair() + n);
+  }
+  __device__ int row(int half) const { return task.first_row + bias_row() + accumulator_row(half); }
   __device__ bool exists(int n, int half) const { return source(n).exists && row(half) < work.call.p.queries; }
 
   // Loads this thread's part of a bias of 16 bits that belongs to two tiles of 8 keys, of which 2 * k is the first.
   __device__ void load_pairs(int k, uint32_t (&pairs)[4]) const {
-    ptx::ldmatrix(pairs, Config::bias_chunk(ptx::shared_address(shared.bias), 16 * warp() + threadIdx.x % 16,
-                                            2 * k + threadIdx.x % 32 / 16));
-    if constexpr (Config::kMasks) {
-      constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00 : 0xff80;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t kept = kept_pair(i % 2, 2 * k + i / 2);
-        if (!(kept & 0xff)) pairs[i] = (pairs[i] & 0xffff0000u) | kDropped;
-        if (!(kept & 0xff00)) pairs[i] = (pairs[i] & 0xffffu) | kDropped << 16;
-      }
-    }
+    ptx::ldmatrix(pairs, Config::bias_chunk(ptx::shared_address(shared.bias[states.bias.index]),
+                                            bias_row() + threadIdx.x % 16, 2 * k + threadIdx.x % 32 / 16));
   }
   __device__ static void unpack_pairs(const uint32_t (&pairs)[4], float (&low)[4], float (&high)[4]) {
     ptx::unpack<Element>(pairs[0], low[0], low[1]);
@@ -61,30 +58,22 @@ template <class Config> struct WideForwardConsumer {
     ptx::unpack<Element>(pairs[2], high[0], high[1]);
     ptx::unpack<Element>(pairs[3], high[2], high[3]);
   }
-  // The bytes of a mask of rows for this thread's two keys of a tile of 8.
-  __device__ uint32_t kept_pair(int half, int tile) const {
-    return *reinterpret_cast<const uint16_t *>(
-        &shared.mask.rows[16 * warp() + accumulator_row(half)][8 * tile + accumulator_column()]);
-  }
 
-  // Loads this thread's part of the bias, of any type. It is -inf where a mask of rows drops a pair.
+  // Loads this thread's part of the bias, of any type.
   __device__ void load_bias(int k, float (&low)[4], float (&high)[4]) const {
     if constexpr (Config::kWide) {
       const auto pair_of = [&](int half, int n) {
         const int pair = threadIdx.x % 4;
-        const uint32_t place = Config::bias_chunk(0, 16 * warp() + accumulator_row(half), 2 * n + pair / 2);
-        return *reinterpret_cast<const float2 *>(shared.bias + place + pair % 2 * 8);
+        const uint32_t place = Config::bias_chunk(0, bias_row() + accumulator_row(half), 2 * n + pair / 2);
+        return *reinterpret_cast<const float2 *>(shared.bias[states.bias.index] + place + pair % 2 * 8);
       };
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 first = pair_of(half, 2 * k), second = pair_of(half, 2 * k + 1);
-        uint32_t kept[2] = {~0u, ~0u};
-        if constexpr (Config::kMasks)
-          for (int i = 0; i < 2; ++i) kept[i] = kept_pair(half, 2 * k + i);
-        low[2 * half] = kept[0] & 0xff ? first.x : -INFINITY;
-        low[2 * half + 1] = kept[0] & 0xff00 ? first.y : -INFINITY;
-        high[2 * half] = kept[1] & 0xff ? second.x : -INFINITY;
-        high[2 * half + 1] = kept[1] & 0xff00 ? second.y : -INFINITY;
+        low[2 * half] = first.x;
+        low[2 * half + 1] = first.y;
+        high[2 * half] = second.x;
+        high[2 * half + 1] = second.y;
       }
     } else {
       uint32_t pairs[4];
@@ -92,9 +81,11 @@ template <class Config> struct WideForwardConsumer {
       unpack_pairs(pairs, low, high);
     }
   }
-  __device__ void wait_for_bias() const { Roles::consumer_wait(shared.bias_full, states.bias.phase); }
+  __device__ void wait_for_bias() const {
+    Roles::consumer_wait<true>(shared.bias_full[states.bias.index], states.bias.phase);
+  }
   __device__ void release_bias() {
-    ptx::arrive(shared.bias_empty);
+    ptx::arrive(shared.bias_empty[states.bias.index]);
     ++states.bias;
   }
   __device__ void read_bias() {
@@ -153,8 +144,7 @@ template <class Config> struct WideForwardConsumer {
           scores[n][i] = kExact && own[i % 2] != 0.0f ? own[i % 2] : scores[n][i] + own[i % 2];
       }
     if (!is_causal(work.call.p)) return;
-    const int limit =
-        int(work.call.p.keys - work.call.p.queries) + task.first_row + 16 * warp() - block * Config::kTile;
+    const int limit = int(work.call.p.keys - work.call.p.queries) + task.first_row + bias_row() - block * Config::kTile;
     if (limit >= Config::kTile - 1) return;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
@@ -247,8 +237,9 @@ template <class Config> struct WideForwardConsumer {
   }
 
   __device__ void write() const {
-    SourceWalk source(work.call, task.unit, task.first_source);
-    const int sources = work.call.batches * work.call.heads - task.first_source;
+    const int first_source = task.first_source + head_of_pair();
+    SourceWalk source(work.call, task.unit, first_source);
+    const int sources = work.call.batches * work.call.heads - first_source;
 #pragma unroll
     for (int n = 0; n < kSources; ++n, ++source)
 #pragma unroll
@@ -287,21 +278,24 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   auto &shared = *reinterpret_cast<WideForwardShared<Config> *>(dynamic_shared);
   shared.init();
   __syncthreads();
+  ptx::wait_for_kernel_ahead();
+  ptx::start_dependents();
   WideForwardStates<Config> states;
   using Task = WideForwardTask<Config>;
+  using Walk = WideForwardWalk<Config>;
   using Registers = typename Config::Registers;
   if (Roles::is_producer()) {
     Registers::produce();
     const auto produce = [&](const Task &task) { WideForwardProducer<Config>(work, shared, task, states).run(); };
-    Task::for_each(work, [&](const Task &task, int) { produce(task); });
+    Walk::for_each(work, [&](const Task &task, int) { produce(task); });
     if (__syncthreads_or(false))
-      Task::for_each(work, [&](const Task &task, int turn) {
+      Walk::for_each(work, [&](const Task &task, int turn) {
         if (shared.is_odd(turn)) produce(task);
       });
   } else {
     Registers::consume();
     bool some_odd = false;
-    Task::for_each(work, [&](const Task &task, int turn) {
+    Walk::for_each(work, [&](const Task &task, int turn) {
       WideForwardConsumer<Config> consumer(work, shared, task, states);
       const bool odd = consumer.template run<false>();
       if (odd) shared.mark_odd(turn);
@@ -309,7 +303,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
       consumer.write();
     });
     if (__syncthreads_or(some_odd))
-      Task::for_each(work, [&](const Task &task, int turn) {
+      Walk::for_each(work, [&](const Task &task, int turn) {
         if (!shared.is_odd(turn)) return;
         WideForwardConsumer<Config> consumer(work, shared, task, states);
         consumer.template run<true>();

@@ -1,156 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tasks and the shared memory of the dense forward kernel for sm_90, and its producer warpgroup: it copies Q of a task,
-// and for each block of keys the bias, and K and V of each source.
+// The producer warpgroup of the dense forward kernel for sm_90: it copies Q of a task, and for each block of keys the bias,
+// and K and V of each source.
 #pragma once
 
-#include "../../tile/sm90/bias_operand.cuh"
-#include "row_copy.cuh"
+#include "../score_tile.cuh"
+#include "forward_tasks.cuh"
 
 namespace fdm::cuda {
-
-// kMaskRows: there is a mask of rows.
-template <class ElementType, int kHeadDimension, int kSourceCount, bool kWideBias, bool kMaskRows>
-struct WideForwardConfig {
-  using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
-  static constexpr bool kWide = kWideBias; // the bias is float32
-  using Pair = TilePair<kHeadDim>;
-  static constexpr int kSources = kSourceCount;
-  static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
-  // The products add -inf for keys that are dropped.
-  static constexpr bool kDropsByProduct = kHeadDim == 32;
-  // A consumer holds its part of the bias in registers while the sources go by, unless results of 128 columns of the only
-  // source fill them. It reads that part while S is under way, unless results of 64 columns of two sources do.
-  static constexpr bool kHoldsBias = kHeadDim <= 64, kReadsBiasBeside = kHeadDim == 32;
-  // Beside results of 64 columns it holds pairs of 16 bits as they are. With two sources that gains nothing: the compiler
-  // keeps what the first has unpacked for the second.
-  static constexpr bool kHoldsPairs = !kWide && kHeadDim == 64 && kSources == 1;
-  static_assert(kHoldsBias || kSources == 1);
-  // Producers have what the sums of consumers leave them.
-  using Registers =
-      std::conditional_t<kHeadDim == 32 || kHoldsPairs, RoleRegisters<216, 72>,
-                         std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
-  // Tiles of 64 columns beside a wide bias leave no room for two, nor do those of 128 beside a mask.
-  static constexpr int kQueryStages = kHeadDim >= 64 && (kWide || (kMaskRows && kHeadDim > 64)) ? 1 : 2;
-  // Q of two sources, or of one where that has panels of its own.
-  static constexpr int kQueryBytes = kSources == 1 && !Pair::kPaired ? Pair::Tile::kBytes : Pair::kBytes;
-  // Elements of 16 bits lie so that ldmatrix reads accumulators. Those of 32 bits lie in rows whose chunks of 16 bytes are
-  // swizzled, so that the pairs which half a warp reads meet all banks.
-  using Bias = SmemTile<kTile, kTile>;
-  static constexpr int kBiasBytes = kWide ? kTile * kTile * 4 : Bias::kBytes;
-  __device__ static __forceinline__ uint32_t bias_chunk(uint32_t base, int row, int chunk) {
-    if constexpr (kWide) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
-    return Bias::chunk_address(base, row, chunk);
-  }
-  // Rows of a mask of rows, a byte for each key, begin so many bytes apart that eight of them meet all banks.
-  static constexpr bool kMasks = kMaskRows;
-  static constexpr int kMaskPitch = kTile + 16;
-};
-
-template <class Config> struct WideForwardShared {
-  static constexpr int kOddWords = 16;
-
-  alignas(1024) char sQ[Config::kQueryStages][Config::kQueryBytes]; // Q of the sources
-  char sKV[Config::kStages][Config::Pair::kBytes];
-  char bias[Config::kBiasBytes]; // in registers while the next is copied
-  struct None {};
-  struct Mask {
-    alignas(16) char rows[Config::kTile][Config::kMaskPitch];
-  };
-  std::conditional_t<Config::kMasks, Mask, None> mask; // beside the bias
-  DroppedKeys dropped[Config::kStages];
-  // -inf of keys that are dropped.
-  std::conditional_t<Config::kDropsByProduct, BiasOperand<typename Config::Element, Config::kTile, Config::kStages>,
-                     None>
-      drops;
-  uint32_t live[Config::kTile / 32]; // of an exact run: keys that a row of the tile keeps
-  uint32_t odd[kOddWords];           // a bit for each task that is to be run again, exact; some share one
-  uint64_t q_full[Config::kQueryStages], q_empty[Config::kQueryStages];
-  uint64_t full[Config::kStages], empty[Config::kStages];
-  uint64_t bias_full, bias_empty;
-
-  // All threads of the block call this, before they are synchronized.
-  __device__ void init() {
-    if constexpr (Config::kDropsByProduct) drops.init();
-    if (threadIdx.x > 0) return;
-    for (uint32_t &word : odd) word = 0;
-    for (int stage = 0; stage < Config::kQueryStages; ++stage) {
-      ptx::init_barrier(q_full[stage], 2 * Roles::kProducerThreads);
-      ptx::init_barrier(q_empty[stage], Roles::kConsumerThreads);
-    }
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
-      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
-    }
-    ptx::init_barrier(bias_full, 2 * Roles::kProducerThreads);
-    ptx::init_barrier(bias_empty, Roles::kConsumerThreads);
-  }
-
-  // `turn` counts the tasks of this block of threads.
-  __device__ bool is_odd(int turn) const { return odd[turn / 32 % kOddWords] >> turn % 32 & 1; }
-  __device__ void mark_odd(int turn) { atomicOr(&odd[turn / 32 % kOddWords], 1u << turn % 32); }
-};
-
-// Where a role is in each pipeline, from task to task.
-template <class Config> struct WideForwardStates {
-  PipelineState<Config::kQueryStages> queries;
-  PipelineState<Config::kStages> keys;
-  PipelineState<1> bias;
-};
-
-// The rows and sources of a task, and the blocks of keys of its split.
-template <class Config> struct WideForwardTask {
-  static constexpr int kSources = Config::kSources;
-  static constexpr bool kMasks = Config::kMasks;
-
-  int unit, first_source, first_row, split, begin, end;
-  bool last;            // of the splits of its rows
-  const uint32_t *live; // of LiveTiles
-
-  __device__ WideForwardTask(const DenseForward &work, int number) {
-    const fdm_problem &p = work.call.p;
-    // The tiles of rows go fastest: they share K and V. The last, which a causal mask makes the longest, come first.
-    // Sources that read the same rows of a mask follow each other.
-    const int group = kMasks ? number % work.groups : number / work.row_splits % work.groups;
-    const int place = kMasks ? number / work.groups % work.row_splits : number % work.row_splits;
-    first_source = group * kSources;
-    unit = number / work.row_splits / work.groups;
-    int row_tile = work.tiles - 1;
-    split = place;
-    if (work.splits == 1) {
-      row_tile -= place;
-      split = 0;
-    } else {
-      for (int count; split >= (count = splits_of(work, row_tile)); --row_tile) split -= count;
-    }
-    first_row = row_tile * kWideTile;
-    const int blocks = visible_key_tiles(p, row_tile);
-    begin = split * work.split_tiles;
-    end = min(blocks, begin + work.split_tiles);
-    last = end == blocks;
-    live = work.live.row(unit, row_tile);
-  }
-  // A tile of rows has one split even if it sees no key.
-  __device__ static int splits_of(const DenseForward &work, int row_tile) {
-    return max(1, (visible_key_tiles(work.call.p, row_tile) + work.split_tiles - 1) / work.split_tiles);
-  }
-
-  // The first live block from `block` on, or `end`.
-  __device__ __forceinline__ int next(int block) const {
-    if constexpr (kMasks)
-      while (block < end && !LiveTiles::is_live(live, block)) ++block;
-    return block;
-  }
-
-  // Calls function(task, turn) for the tasks of this block of threads.
-  template <class Function> __device__ static void for_each(const DenseForward &work, const Function &function) {
-    const fdm_problem &p = work.call.p;
-    const int count = int(p.bias.shape[0] * p.bias.shape[1]) * work.groups * work.row_splits;
-#pragma unroll 1
-    for (int number = int(blockIdx.x), turn = 0; number < count; number += int(gridDim.x), ++turn)
-      function(WideForwardTask(work, number), turn);
-  }
-};
 
 template <class Config> struct WideForwardProducer {
   using Pair = typename Config::Pair;
@@ -189,53 +45,103 @@ template <class Config> struct WideForwardProducer {
 
   __device__ void load_queries() const {
     const fdm_problem &p = work.call.p;
-    const Rows q(p.q, p.head_dim, task.first_row);
+    // The rows of the second head of a pair lie below those of the first.
+    const int head = own() / Config::kRows, first_row = task.first_row - head * Config::kRows;
+    const Rows q(p.q, p.head_dim, first_row);
     SourceWalk source = first_source;
     auto &state = states.queries;
     Roles::producer_acquire(shared.q_empty[state.index], state.phase);
 #pragma unroll 1
     for (int n = 0; n < Config::kSources; ++n, ++source)
-      q.copy(shared.sQ[state.index], n, q.row_of(source.batch, source.head),
-             __ballot_sync(0xffffffffu, n < sources && task.first_row + own() < p.queries));
+      q.copy(shared.sQ[state.index], n, q.row_of(source.batch, source.head + head),
+             __ballot_sync(0xffffffffu, n < sources && first_row + own() < p.queries));
     Roles::producer_commit(shared.q_full[state.index]);
     ++state;
   }
 
-  __device__ void load_bias(int block) {
+  // This thread's chunks of 16 bytes of the bias, or of a mask of rows: where the first of all keys lies, and how far it is to the
+  // next row that this thread has.
+  template <int kSize> struct Chunks {
+    static constexpr int kAcross = Config::kTile * kSize / 16, kDown = Roles::kProducerThreads / kAcross;
+    static constexpr int kCount = Config::kRows / kDown;
+    const char *first;
+    int64_t step;
+  };
+  template <int kSize> __device__ Chunks<kSize> chunks_of(const fdm_tensor &t) const {
+    using Own = Chunks<kSize>;
     const fdm_problem &p = work.call.p;
-    constexpr int kSize = Config::kWide ? 4 : 2, kAcross = Config::kTile * kSize / 16;
-    constexpr int kDown = Roles::kProducerThreads / kAcross;
-    const Matrix m = score_matrix(p, p.bias, dense_sequence(p, first_source.batch), first_source.head, kSize);
-    const int chunk = own() % kAcross, own_row = own() / kAcross, key = block * Config::kTile;
-    const int rows = int(p.queries) - task.first_row;
+    const Matrix m = score_matrix(p, t, dense_sequence(p, first_source.batch), first_source.head, kSize);
+    const int64_t row = task.first_row + own() / Own::kAcross;
+    return {static_cast<const char *>(m.base) + row * m.row * kSize + own() % Own::kAcross * 16,
+            Own::kDown * m.row * kSize};
+  }
+  // Copies those of a block of keys. Where rows and keys do not exist there are zeros.
+  template <int kSize, class Address>
+  __device__ void copy_chunks(const Chunks<kSize> &chunks, int block, const Address &address) const {
+    using Own = Chunks<kSize>;
+    const fdm_problem &p = work.call.p;
+    const int chunk = own() % Own::kAcross, row = own() / Own::kAcross, key = block * Config::kTile;
+    const int rows = int(p.queries) - task.first_row - row;
     const int bytes = max(0, min(16, (int(p.keys) - key) * kSize - chunk * 16));
-    const char *elements =
-        static_cast<const char *>(m.base) + ((task.first_row + own_row) * m.row + key) * kSize + chunk * 16;
-    Roles::producer_acquire(shared.bias_empty, states.bias.phase);
-    const uint32_t base = ptx::shared_address(shared.bias);
-#pragma unroll 4
-    for (int r = own_row; r < Config::kTile; r += kDown) {
-      ptx::cp_async_up_to_16(Config::bias_chunk(base, r, chunk), elements, r < rows ? bytes : 0);
-      elements += kDown * m.row * kSize;
+    const char *source = chunks.first + int64_t(key) * kSize;
+#pragma unroll(Config::kShares ? 8 : 4)
+    for (int n = 0; n < Own::kCount; ++n) {
+      ptx::cp_async_up_to_16(address(row + n * Own::kDown, chunk), source, n * Own::kDown < rows ? bytes : 0);
+      source += chunks.step;
     }
-    if constexpr (Config::kMasks) load_mask(key);
-    Roles::producer_commit(shared.bias_full);
+  }
+
+  using BiasChunks = Chunks<Config::kBiasSize>;
+  using MaskChunks = Chunks<1>;
+
+  __device__ void load_bias(int block, const BiasChunks &chunks) {
+    const int stage = states.bias.index;
+    Roles::producer_acquire(shared.bias_empty[stage], states.bias.phase);
+    const uint32_t base = ptx::shared_address(shared.bias[stage]);
+    copy_chunks(chunks, block, [&](int row, int chunk) { return Config::bias_chunk(base, row, chunk); });
+  }
+  __device__ void load_mask(int block, const MaskChunks &chunks) const {
+    const uint32_t base = ptx::shared_address(shared.masks.bytes[states.bias.index]);
+    copy_chunks(chunks, block, [&](int row, int chunk) { return base + row * Config::kTile + chunk * 16; });
+  }
+  __device__ void load_bias_alone(int block, const BiasChunks &chunks) {
+    load_bias(block, chunks);
+    Roles::producer_commit(shared.bias_full[states.bias.index]);
     ++states.bias;
   }
 
-  // Copies the bytes of a mask of rows, of the keys from `key` on. There are none where rows and keys do not exist.
-  __device__ void load_mask(int key) const {
-    const fdm_problem &p = work.call.p;
-    constexpr int kAcross = Config::kTile / 16, kDown = Roles::kProducerThreads / kAcross;
-    const Matrix m = score_matrix(p, p.mask, dense_sequence(p, first_source.batch), first_source.head, 1);
-    const int chunk = own() % kAcross, own_row = own() / kAcross, rows = int(p.queries) - task.first_row;
-    const int bytes = max(0, min(16, int(p.keys) - key - chunk * 16));
-    const char *kept_chunk = static_cast<const char *>(m.base) + (task.first_row + own_row) * m.row + key + chunk * 16;
-    const uint32_t base = ptx::shared_address(shared.mask.rows) + chunk * 16;
-#pragma unroll 4
-    for (int r = own_row; r < Config::kTile; r += kDown) {
-      ptx::cp_async_up_to_16(base + r * Config::kMaskPitch, kept_chunk, r < rows ? bytes : 0);
-      kept_chunk += kDown * m.row;
+  // Makes -inf of the bias of pairs that a mask of rows drops. All producer threads call this once all of their copies
+  // are there.
+  __device__ void fold_mask(int stage) const {
+    constexpr int kKeys = 16 / Config::kBiasSize, kAcross = Config::kTile / kKeys; // of a chunk; chunks of a row
+    constexpr int kDown = Roles::kProducerThreads / kAcross, kAtATime = 4;
+    const int chunk = own() % kAcross, own_row = own() / kAcross;
+    const uint32_t base = ptx::shared_address(shared.bias[stage]);
+    const char *const own_mask = shared.masks.bytes[stage] + own() * kKeys;
+#pragma unroll 1
+    for (int first = 0; first < Config::kRows; first += kAtATime * kDown) {
+      uint32_t address[kAtATime];
+      uint4 words[kAtATime];
+      uint2 kept[kAtATime]{};
+#pragma unroll
+      for (int n = 0; n < kAtATime; ++n) {
+        const int row = first + n * kDown;
+        const char *const booleans = own_mask + row * Config::kTile;
+        address[n] = Config::bias_chunk(base, own_row + row, chunk);
+        words[n] = ptx::load_shared_16_bytes(address[n]);
+        if constexpr (Config::kWide)
+          kept[n].x = *reinterpret_cast<const uint32_t *>(booleans);
+        else
+          kept[n] = *reinterpret_cast<const uint2 *>(booleans);
+      }
+#pragma unroll
+      for (int n = 0; n < kAtATime; ++n) {
+        if constexpr (Config::kWide)
+          drop_words(words[n], kept_bytes(kept[n].x));
+        else
+          drop_halves<typename Config::Element>(words[n], {kept_bytes(kept[n].x), kept_bytes(kept[n].y)});
+        ptx::store_shared(address[n], words[n]);
+      }
     }
   }
 
@@ -261,22 +167,55 @@ template <class Config> struct WideForwardProducer {
 
   __device__ void run() {
     load_queries();
-    int block = task.next(task.begin);
-    uint8_t fetched = fetch_kept(0, block);
+    if constexpr (Config::kMasks)
+      run_masked();
+    else
+      run_unmasked();
+  }
+
+private:
+  // A mask of rows is folded into a tile of the bias when both are there. Copies of the next tiles are under way meanwhile.
+  __device__ void run_masked() {
+    constexpr int kAhead = Config::kBiasStages - 1;
+    const auto bias_chunks = chunks_of<Config::kBiasSize>(work.call.p.bias);
+    const auto mask_chunks = chunks_of<1>(work.call.p.mask);
+    PipelineState<Config::kBiasStages> folded = states.bias;
+    int block = task.next(task.begin), ahead = block;
 #pragma unroll 1
-    while (block < task.end) {
-      const int after = task.next(block + 1);
-      if constexpr (Config::kHoldsBias) load_bias(block);
+    for (int turn = -kAhead; block < task.end; ++turn) {
+      if (ahead < task.end) {
+        load_keys(0, ahead, ahead * Config::kTile + own() < work.call.p.keys);
+        load_bias(ahead, bias_chunks);
+        load_mask(ahead, mask_chunks);
+        ++states.bias;
+        ahead = task.next(ahead + 1);
+      }
+      ptx::cp_async_fence();
+      if (turn < 0) continue;
+      ptx::cp_async_wait<kAhead>();
+      Roles::sync_producers();
+      fold_mask(folded.index);
+      ptx::arrive(shared.bias_full[folded.index]);
+      ++folded;
+      block = task.next(block + 1);
+    }
+  }
+
+  __device__ void run_unmasked() {
+    const auto bias_chunks = chunks_of<Config::kBiasSize>(work.call.p.bias);
+    uint8_t fetched = fetch_kept(0, task.begin);
+#pragma unroll 1
+    for (int block = task.begin; block < task.end; ++block) {
+      if constexpr (Config::kHoldsBias) load_bias_alone(block, bias_chunks);
 #pragma unroll
       for (int n = 0; n < Config::kSources; ++n) {
         const bool last = n + 1 == Config::kSources;
-        const uint8_t next = fetch_kept(last ? 0 : n + 1, last ? after : block);
+        const uint8_t next = fetch_kept(last ? 0 : n + 1, last ? block + 1 : block);
         load_keys(n, block, fetched != 0);
         fetched = next;
       }
       // The consumers release the bias of the block before late, and K and V need not wait for that.
-      if constexpr (!Config::kHoldsBias) load_bias(block);
-      block = after;
+      if constexpr (!Config::kHoldsBias) load_bias_alone(block, bias_chunks);
     }
   }
 };
