@@ -220,8 +220,9 @@ template <class Config> struct WideForwardConsumer {
       clear(out[n]);
     }
     Roles::consumer_wait(shared.q_full[states.queries.index], states.queries.phase);
+    LiveBlocks<Config> live(task);
 #pragma unroll 1
-    for (int block = task.next(task.begin); block < task.end; block = task.next(block + 1))
+    for (int block = live.next(task.begin); block < task.end; block = live.next(block + 1))
 #pragma unroll
       for (int n = 0; n < kSources; ++n) step<kExact>(block, n);
     Roles::consumer_release(shared.q_empty[states.queries.index]);

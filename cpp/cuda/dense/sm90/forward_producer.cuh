@@ -59,8 +59,8 @@ template <class Config> struct WideForwardProducer {
     ++state;
   }
 
-  // This thread's chunks of 16 bytes of the bias, or of a mask of rows: where the first of all keys lies, and how far it is to the
-  // next row that this thread has.
+  // This thread's chunks of 16 bytes of the bias, or of a mask of rows: where that of the first keys lies, and how far it is
+  // to the next row that this thread has.
   template <int kSize> struct Chunks {
     static constexpr int kAcross = Config::kTile * kSize / 16, kDown = Roles::kProducerThreads / kAcross;
     static constexpr int kCount = Config::kRows / kDown;
@@ -180,7 +180,8 @@ private:
     const auto bias_chunks = chunks_of<Config::kBiasSize>(work.call.p.bias);
     const auto mask_chunks = chunks_of<1>(work.call.p.mask);
     PipelineState<Config::kBiasStages> folded = states.bias;
-    int block = task.next(task.begin), ahead = block;
+    LiveBlocks<Config> live(task), live_ahead(task);
+    int block = live.next(task.begin), ahead = live_ahead.next(task.begin);
 #pragma unroll 1
     for (int turn = -kAhead; block < task.end; ++turn) {
       if (ahead < task.end) {
@@ -188,7 +189,7 @@ private:
         load_bias(ahead, bias_chunks);
         load_mask(ahead, mask_chunks);
         ++states.bias;
-        ahead = task.next(ahead + 1);
+        ahead = live_ahead.next(ahead + 1);
       }
       ptx::cp_async_fence();
       if (turn < 0) continue;
@@ -197,7 +198,7 @@ private:
       fold_mask(folded.index);
       ptx::arrive(shared.bias_full[folded.index]);
       ++folded;
-      block = task.next(block + 1);
+      block = live.next(block + 1);
     }
   }
 

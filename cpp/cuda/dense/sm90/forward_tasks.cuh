@@ -117,12 +117,31 @@ template <class Config> struct WideForwardTask {
   int unit, first_source, first_row, split, begin, end;
   bool last;            // of the splits of its rows
   const uint32_t *live; // of LiveTiles
+};
 
-  // The first live block from `block` on, or `end`.
-  __device__ __forceinline__ int next(int block) const {
-    if constexpr (Config::kMasks)
-      while (block < end && !LiveTiles::is_live(live, block)) ++block;
-    return block;
+// Finds the live blocks of keys of a task, one after the other. It reads a word of LiveTiles once: what a mainloop loads in
+// each step from global memory would be waited for.
+template <class Config> class LiveBlocks {
+  const WideForwardTask<Config> &task;
+  int number = -1; // of the word
+  uint32_t word = 0;
+
+public:
+  __device__ explicit LiveBlocks(const WideForwardTask<Config> &own_task) : task(own_task) {}
+
+  // The first one from `block` on, or the end of the task.
+  __device__ __forceinline__ int next(int block) {
+    if (!Config::kMasks || !task.live) return block;
+    while (block < task.end) {
+      if (block / 32 != number) {
+        number = block / 32;
+        word = task.live[number];
+      }
+      const uint32_t left = word >> block % 32;
+      if (left) return min(block + __ffs(int(left)) - 1, task.end);
+      block = 32 * (number + 1);
+    }
+    return task.end;
   }
 };
 
