@@ -426,12 +426,28 @@ void complete(Queue queue, int pending) {
   while (int(own.committed.size()) > pending) own.complete_first();
 }
 
-std::vector<Work> take(Queue queue) {
+std::vector<Work> share(Queue queue) {
+  // Work that a group of the queue and a barrier wait for: whoever comes first does it.
+  struct Shared {
+    std::shared_ptr<Work> work;
+    void operator()() const {
+      if (Work own = std::exchange(*work, nullptr)) own();
+    }
+  };
   Groups &own = groups(queue);
   std::vector<Work> all;
-  for (auto &group : own.committed) std::move(group.begin(), group.end(), std::back_inserter(all));
-  std::move(own.open.begin(), own.open.end(), std::back_inserter(all));
-  own = {};
+  const auto share_group = [&](std::vector<Work> &group) {
+    std::erase_if(group, [](const Work &work) {
+      const Shared *shared = work.target<Shared>();
+      return shared && !*shared->work;
+    });
+    for (Work &work : group) {
+      if (!work.target<Shared>()) work = Shared{std::make_shared<Work>(std::move(work))};
+      all.push_back(work);
+    }
+  };
+  for (std::vector<Work> &group : own.committed) share_group(group);
+  share_group(own.open);
   return all;
 }
 

@@ -63,8 +63,8 @@ enum class Queue { copies, bulk, products };
 void put_off(Queue queue, Work work);
 void commit(Queue queue);
 void complete(Queue queue, int pending);
-// Removes all work from a queue.
-std::vector<Work> take(Queue queue);
+// Returns all work of a queue. It is done once, for the queue or for who has what this returns.
+std::vector<Work> share(Queue queue);
 // Work that nobody waits for by a queue: it tells a barrier when it is done.
 void put_off(Work work);
 

@@ -11,7 +11,7 @@ namespace fdm::cuda::ptx {
 inline void init_barrier(uint64_t &barrier, int arrivals) { emulator::init_barrier(barrier, arrivals); }
 inline void arrive(uint64_t &barrier) { emulator::arrive(barrier); }
 inline void arrive_after_copies(uint64_t &barrier) {
-  emulator::put_off([copies = emulator::take(emulator::Queue::copies), &barrier] {
+  emulator::put_off([copies = emulator::share(emulator::Queue::copies), &barrier] {
     for (const emulator::Work &copy : copies) copy();
     emulator::arrive(barrier);
   });
