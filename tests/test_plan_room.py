@@ -65,6 +65,39 @@ def test_tiles_that_overflow(queries: int, keys: int, causal: bool, pack_target:
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("max_kept", [None, 1])
+@pytest.mark.parametrize("keys", [600, 1500, 5000, 17000])
+def test_kept_keys_among_others(keys: int, max_kept: int | None, pack_target: Target) -> None:
+    """Longer lists, of which other kernels make the plan, have the same columns."""
+    dtype, device = pack_target.dtypes[0], pack_target.device
+    queries, kept = 300, 330
+    places = torch.randperm(keys, generator=torch.Generator().manual_seed(4))[:kept].sort().values
+    start, end = random_intervals(2, queries, kept)
+    short = [randn(1, kept, 2, 16, dtype=dtype, seed=s) for s in (1, 2)]
+    query = randn(1, queries, 4, 16, dtype=dtype).to(device)
+
+    def out(key: Tensor, value: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        result: Tensor = flash_dmattn_func(
+            query,
+            key.to(device),
+            value.to(device),
+            IntervalMask(start, end, max_kept=max_kept).to(device),
+            backend=pack_target.backend,
+        )
+        return result
+
+    long = [
+        tensor.new_full((1, keys, 2, 16), torch.nan).index_copy_(1, places, tensor)
+        for tensor in short
+    ]
+    intervals = [
+        torch.zeros(1, 2, keys, dtype=torch.int32).index_copy_(2, places, t) for t in (start, end)
+    ]
+    want, got = out(*short, start, end), out(*long, *intervals)
+    assert not got.isnan().any()
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
 def test_a_mask_of_which_nothing_is_known(pack_target: Target) -> None:
     queries = 140
     start, end = random_intervals(2, queries, MANY)

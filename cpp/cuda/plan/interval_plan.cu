@@ -1,21 +1,26 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Interval plans: the kept keys of each list, and the columns of each tile.
 //
-// Tiles look at kept keys only: a window of w keys over K keys in random order keeps about w (1 + ln(K / w)) of them,
-// so the work of a tile hardly grows with K. Problems of few keys have a kernel of their own (short_lists.cu).
+// Tiles of long lists look at kept keys only: a window of w keys over K keys in random order keeps about
+// w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Where there are fewer keys, looking at all of them
+// takes less time than waiting for the kept ones, so one kernel makes the plan. Problems of few keys have a kernel of their
+// own (short_lists.cu).
 #include "../host/launch.cuh"
 #include "../tile/block_scan.cuh"
 #include "key_tile_counts.cuh"
-#include "list_rows.cuh"
 #include "make_plan.h"
 #include "ptx/dependent.cuh"
+#include "tile_columns.cuh"
 
 namespace fdm::cuda {
 namespace {
 
-constexpr int kTileThreads = 512, kTileItems = 8, kTileStep = kTileThreads * kTileItems;
-// A block of threads compacts a list of up to so many keys by itself, sooner than two kernels would.
-constexpr int64_t kListKeys = 4 * kTileStep;
+// Tiles look at all keys of lists of up to so many keys. The kept keys are listed by other blocks of threads meanwhile,
+// each of which has a part of a list, and counts for itself how many keys of it are kept before.
+constexpr int64_t kListKeys = 16384;
+constexpr int kPartSteps = 4; // keys of a thread in a part
+// Threads that have a tile of a longer list.
+constexpr int kTileThreads = 512;
 // Longer lists are compacted chunk by chunk; small chunks keep more SMs at work.
 constexpr int kChunkThreads = 1024, kChunkItems = 2, kChunkKeys = kChunkThreads * kChunkItems;
 
@@ -37,7 +42,7 @@ __global__ void __launch_bounds__(kChunkThreads)
                     int64_t chunks) {
   __shared__ BlockSum<kChunkThreads> sums;
   ptx::start_dependents();
-  const ListWork work = part_of_list(p, plan, chunks);
+  const ListWork work = part_of_list(p, plan, chunks, blockIdx.x);
   const int64_t first = work.part * kChunkKeys;
   if (first >= work.s.k_count) return;
   RowInterval rows[kChunkItems];
@@ -56,141 +61,140 @@ __device__ int32_t count_before(const int32_t *counts, int64_t part) {
   return __reduce_add_sync(kAllLanes, before);
 }
 
-// Compacts a chunk of keys from `first` on, and returns how many of it are kept.
-template <int kThreads, int kItems>
-__device__ int32_t compact_chunk(BlockRanks<kThreads, kItems> &ranks, const Plan &plan, const ListWork &work,
-                                 const KeyTileCounts &tile_counts, const RowInterval (&rows)[kItems], int64_t first,
-                                 int32_t before) {
-  bool kept[kItems], none[kItems];
-  uint32_t rank[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    kept[i] = rows[i].any();
-    none[i] = false;
-  }
-  const uint32_t total = ranks.rank(kept, none, rank);
-  const int64_t base = work.list * plan.list_keys + work.s.k_begin + before;
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int64_t key = first + i * kThreads + threadIdx.x;
-    if (key < work.s.k_count) tile_counts.pass(key, before + static_cast<int32_t>(rank[i]) + kept[i]);
-    if (!kept[i]) continue;
-    plan.kept_index[base + rank[i]] = static_cast<int32_t>(key);
-    plan.kept_start[base + rank[i]] = rows[i].start;
-    plan.kept_end[base + rank[i]] = rows[i].end;
-  }
-  return static_cast<int32_t>(total);
-}
+// Writes what a plan has of the keys of a part of a list.
+struct KeptWriter {
+  const Plan &plan;
+  const ListWork &work;
+  KeyTileCounts tile_counts;
+  int32_t before; // kept keys of the parts before
 
-__device__ void finish_list(const fdm_problem &p, const Plan &plan, const ListWork &work,
-                            const KeyTileCounts &tile_counts, int32_t kept, int threads) {
-  if (threadIdx.x == 0) plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = kept;
-  tile_counts.finish(kept, threads);
-}
+  __device__ KeptWriter(const fdm_problem &p, const Plan &own_plan, const ListWork &own_work, int32_t kept_before)
+      : plan(own_plan), work(own_work), tile_counts(p, own_plan, own_work), before(kept_before) {}
+
+  // `rank` kept keys of the part come before the key.
+  __device__ void write(int64_t key, int32_t rank, const RowInterval &rows) const {
+    if (key < work.s.k_count) tile_counts.pass(key, before + rank + rows.any());
+    if (!rows.any()) return;
+    const int64_t n = work.list * plan.list_keys + work.s.k_begin + before + rank;
+    plan.kept_index[n] = static_cast<int32_t>(key);
+    plan.kept_start[n] = rows.start;
+    plan.kept_end[n] = rows.end;
+  }
+  // A block of threads calls this for the last part, of which so many keys are kept.
+  __device__ void finish(const fdm_problem &p, int32_t kept, int threads) const {
+    if (threadIdx.x == 0) plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = before + kept;
+    tile_counts.finish(before + kept, threads);
+  }
+};
 
 __global__ void __launch_bounds__(kChunkThreads)
     compact_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int32_t *counts,
                       int64_t chunks) {
   __shared__ BlockRanks<kChunkThreads, kChunkItems> ranks;
   ptx::start_dependents();
-  const ListWork work = part_of_list(p, plan, chunks);
+  const ListWork work = part_of_list(p, plan, chunks, blockIdx.x);
   const int64_t first = work.part * kChunkKeys, last_part = max64(0, ceil_div(work.s.k_count, kChunkKeys) - 1);
   const bool idle = work.part > last_part;
   RowInterval rows[kChunkItems];
   if (!idle) read_chunk<kChunkThreads>(ListRows(p, work), first, work.s.k_count, rows);
   ptx::wait_for_kernel_ahead();
   if (idle) return;
-  const KeyTileCounts tile_counts(p, plan, work);
-  const int32_t before = count_before(chunk_counts(counts, p, work, chunks), work.part);
-  const int32_t kept = compact_chunk(ranks, plan, work, tile_counts, rows, first, before);
-  if (work.part == last_part) finish_list(p, plan, work, tile_counts, before + kept, kChunkThreads);
+  const KeptWriter writer(p, plan, work, count_before(chunk_counts(counts, p, work, chunks), work.part));
+  bool kept[kChunkItems], none[kChunkItems];
+  uint32_t rank[kChunkItems];
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i) {
+    kept[i] = rows[i].any();
+    none[i] = false;
+  }
+  const uint32_t total = ranks.rank(kept, none, rank);
+#pragma unroll
+  for (int i = 0; i < kChunkItems; ++i)
+    writer.write(first + i * kChunkThreads + threadIdx.x, static_cast<int32_t>(rank[i]), rows[i]);
+  if (work.part == last_part) writer.finish(p, static_cast<int32_t>(total), kChunkThreads);
 }
 
-__global__ void __launch_bounds__(kTileThreads, 1)
-    compact_lists(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan) {
-  __shared__ BlockRanks<kTileThreads, kTileItems> ranks;
-  ptx::start_dependents();
-  const ListWork work = part_of_list(p, plan, 1);
+template <int kThreads> constexpr int kPartKeys = kPartSteps * kThreads;
+
+// Lists the kept keys of a part of a list.
+template <int kThreads>
+__device__ void compact_part(BlockSum<kThreads> &sums, const fdm_problem &p, const Plan &plan, const ListWork &work) {
+  const auto keys = static_cast<int32_t>(work.s.k_count), part = static_cast<int32_t>(work.part);
+  constexpr int32_t kKeys = kPartKeys<kThreads>;
+  const int32_t part_first = part * kKeys, last_part = max(0, (keys + kKeys - 1) / kKeys - 1);
+  if (part > last_part) return;
   const ListRows reader(p, work);
-  const KeyTileCounts tile_counts(p, plan, work);
-  int32_t kept = 0;
-  for (int64_t first = 0; first < work.s.k_count; first += kTileStep) {
-    RowInterval rows[kTileItems];
-    read_chunk<kTileThreads>(reader, first, work.s.k_count, rows);
-    kept += compact_chunk(ranks, plan, work, tile_counts, rows, first, kept);
+  uint32_t own_before = 0;
+#pragma unroll 8
+  for (auto n = static_cast<int32_t>(threadIdx.x); n < part_first; n += kThreads) own_before += reader(n).any();
+  const int32_t first = part_first + 32 * kPartSteps * warp_id() + lane_id();
+  RowInterval rows[kPartSteps];
+#pragma unroll
+  for (int i = 0; i < kPartSteps; ++i) rows[i] = first + 32 * i < keys ? reader(first + 32 * i) : RowInterval{0, 0};
+  // A lane has the ballot of a step.
+  uint32_t own_kept = 0, total;
+#pragma unroll
+  for (int i = 0; i < kPartSteps; ++i) {
+    const uint32_t kept = __ballot_sync(kAllLanes, rows[i].any());
+    if (lane_id() == i) own_kept = kept;
   }
-  finish_list(p, plan, work, tile_counts, kept, kTileThreads);
+  const uint32_t rank = sums.exclusive(__popc(own_kept) << 16 | own_before, &total) >> 16;
+  const KeptWriter writer(p, plan, work, static_cast<int32_t>(total & 0xffffu));
+#pragma unroll
+  for (int i = 0; i < kPartSteps; ++i) {
+    const uint32_t kept = __shfl_sync(kAllLanes, own_kept, i), first_rank = __shfl_sync(kAllLanes, rank, i);
+    writer.write(first + 32 * i, static_cast<int32_t>(first_rank + __popc(kept & ((1u << lane_id()) - 1))), rows[i]);
+  }
+  if (part == last_part) writer.finish(p, static_cast<int32_t>(total >> 16), kThreads);
 }
 
-struct ListTilesShared {
-  BlockRanks<kTileThreads, kTileItems> ranks;
-  int32_t first, past; // positions among the kept keys, of a tile that overflows
-};
-
-__device__ void list_columns(ListTilesShared &shared, const fdm_problem &p, const Plan &plan, const ListWork &work) {
-  const int64_t first_row = work.part * kTileRows;
-  const int32_t first = static_cast<int32_t>(first_row);
-  const int32_t past = static_cast<int32_t>(min64(work.s.q_count, first_row + kTileRows));
-  const int64_t visible = is_causal(p) ? min64(work.s.k_count, past + work.s.causal_off) : work.s.k_count;
+template <int kThreads>
+__device__ void list_tile(TileColumnsShared<kThreads> &shared, const fdm_problem &p, const Plan &plan,
+                          const ListWork &work, const TileKeys &keys) {
   const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
-  int32_t *columns = plan.columns + slot * plan.tile_keys;
-  const int32_t kept = plan.kept_count[work.list * list_sequences(p) + work.sequence_index];
-  const int64_t list = work.list * plan.list_keys + work.s.k_begin;
-  const int32_t *index = plan.kept_index + list, *start = plan.kept_start + list, *end = plan.kept_end + list;
+  const int64_t first_row = work.part * kTileRows, past_row = min64(work.s.q_count, first_row + kTileRows);
+  TileCounts counts{0, 0};
+  if (first_row < past_row) // else a number without a tile
+    counts = list_columns(shared, keys, {static_cast<int32_t>(first_row), static_cast<int32_t>(past_row)},
+                          is_causal(p) ? past_row + work.s.causal_off : work.s.k_count,
+                          plan.columns + slot * plan.tile_keys, plan.tile_keys);
+  if (threadIdx.x == 0) plan.counts[slot] = counts;
+}
 
-  int32_t full_count = 0, partial_count = 0, first_found = INT32_MAX, past_found = 0;
-  for (int32_t step = 0; step < kept && index[step] < visible; step += kTileStep) {
-    bool full[kTileItems], partial[kTileItems];
-    uint32_t rank[kTileItems];
-#pragma unroll
-    for (int i = 0; i < kTileItems; ++i) {
-      const int32_t position = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
-      const TileKey key(position < kept ? RowInterval{start[position], end[position]} : RowInterval{0, 0}, first, past);
-      full[i] = key.full;
-      partial[i] = key.partial;
-    }
-    const uint32_t total = shared.ranks.rank(full, partial, rank);
-    const int32_t full_total = shared.ranks.first_of(total), partial_total = shared.ranks.second_of(total);
-    const bool fits = full_count + full_total + partial_count + partial_total <= plan.tile_keys;
-#pragma unroll
-    for (int i = 0; i < kTileItems; ++i) {
-      if (!full[i] && !partial[i]) continue; // most are neither: their keys need not be read
-      const int32_t position = step + i * kTileThreads + static_cast<int32_t>(threadIdx.x);
-      first_found = min(first_found, position);
-      past_found = position + 1;
-      const int64_t column = full[i] ? full_count + shared.ranks.first_of(rank[i])
-                                     : plan.tile_keys - 1 - partial_count - shared.ranks.second_of(rank[i]);
-      if (fits) columns[column] = index[position];
-    }
-    full_count += full_total;
-    partial_count += partial_total;
+// The first blocks of threads have the parts of lists, the others the tiles.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+    list_keys_and_tiles(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, uint32_t parts) {
+  __shared__ TileColumnsShared<kThreads> shared;
+  ptx::start_dependents();
+  ptx::wait_for_kernel_ahead();
+  const uint32_t part_blocks = parts * static_cast<uint32_t>(plan.lists * list_sequences(p));
+  if (blockIdx.x < part_blocks) {
+    compact_part(shared.sums, p, plan, part_of_list(p, plan, parts, blockIdx.x));
+  } else {
+    const ListWork work = tile_of_list(p, plan, blockIdx.x - part_blocks);
+    list_tile(shared, p, plan, work, TileKeys::all(p, work));
   }
-  const bool overflows = full_count + partial_count > plan.tile_keys;
-  if (overflows) {
-    if (threadIdx.x == 0) {
-      shared.first = INT32_MAX;
-      shared.past = 0;
-    }
-    __syncthreads();
-    atomicMin(&shared.first, first_found);
-    atomicMax(&shared.past, past_found);
-    __syncthreads();
-  }
-  if (threadIdx.x == 0)
-    plan.counts[slot] = overflows ? TileCounts{shared.past - shared.first, ~shared.first}
-                                  : TileCounts{full_count + partial_count, full_count};
 }
 
 __global__ void __launch_bounds__(kTileThreads, 2)
-    list_tile_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan) {
-  __shared__ ListTilesShared shared;
-  const ListWork work = tile_of_list(p, plan);
+    list_tiles(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan) {
+  __shared__ TileColumnsShared<kTileThreads> shared;
+  const ListWork work = tile_of_list(p, plan, blockIdx.x);
   ptx::start_dependents();
   ptx::wait_for_kernel_ahead();
-  if (work.part * kTileRows < work.s.q_count)
-    list_columns(shared, p, plan, work);
-  else if (threadIdx.x == 0) // a number without a tile
-    plan.counts[work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part)] = {0, 0};
+  list_tile(shared, p, plan, work, TileKeys::kept(p, plan, work));
+}
+
+// With a key mask the columns of a tile need no list.
+int64_t tiles_to_list(const Plan &plan) { return plan.columns ? plan.lists * plan.tiles : 0; }
+
+template <int kThreads>
+cudaError_t launch_list_keys_and_tiles(const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
+  const int64_t parts = max64(1, ceil_div(p.keys, kPartKeys<kThreads>));
+  return launch<Overlap::kernel_ahead>(list_keys_and_tiles<kThreads>,
+                                       plan.lists * list_sequences(p) * parts + tiles_to_list(plan), kThreads, 0,
+                                       stream, p, plan, uint32_t(parts));
 }
 
 } // namespace
@@ -204,19 +208,22 @@ int64_t interval_plan_workspace_bytes(const fdm_problem &p) {
 cudaError_t make_interval_plan(const fdm_problem &p, const Plan &plan, void *workspace, cudaStream_t stream) {
   const int64_t lists = plan.lists * list_sequences(p);
   if (fits_short_lists(p)) return launch_short_lists(p, plan, stream);
-  cudaError_t error;
   if (p.keys <= kListKeys) {
-    error = launch(compact_lists, lists, kTileThreads, 0, stream, p, plan);
-  } else {
-    const int64_t chunks = ceil_div(p.keys, kChunkKeys);
-    auto *counts = static_cast<int32_t *>(workspace);
-    error = launch(count_kept_keys, lists * chunks, kChunkThreads, 0, stream, p, plan, counts, chunks);
-    if (!error)
-      error = launch<Overlap::kernel_ahead>(compact_kept_keys, lists * chunks, kChunkThreads, 0, stream, p, plan,
-                                            counts, chunks);
+    // Threads enough for the whole GPU, but no more: each has some work of its own beside its keys.
+    constexpr int64_t kUsualSms = 132;
+    const int64_t tiles = tiles_to_list(plan);
+    if (tiles <= 2 * kUsualSms) return launch_list_keys_and_tiles<512>(p, plan, stream);
+    if (tiles <= 8 * kUsualSms) return launch_list_keys_and_tiles<256>(p, plan, stream);
+    return launch_list_keys_and_tiles<128>(p, plan, stream);
   }
-  if (error || !plan.columns) return error;
-  return launch<Overlap::kernel_ahead>(list_tile_columns, plan.lists * plan.tiles, kTileThreads, 0, stream, p, plan);
+  const int64_t chunks = ceil_div(p.keys, kChunkKeys);
+  auto *counts = static_cast<int32_t *>(workspace);
+  if (cudaError_t error = launch(count_kept_keys, lists * chunks, kChunkThreads, 0, stream, p, plan, counts, chunks))
+    return error;
+  if (cudaError_t error = launch<Overlap::kernel_ahead>(compact_kept_keys, lists * chunks, kChunkThreads, 0, stream, p,
+                                                        plan, counts, chunks))
+    return error;
+  return launch<Overlap::kernel_ahead>(list_tiles, tiles_to_list(plan), kTileThreads, 0, stream, p, plan);
 }
 
 } // namespace fdm::cuda

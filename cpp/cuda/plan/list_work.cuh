@@ -20,21 +20,22 @@ __device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &
   return {sequence(p, sequence_index), list, sequence_index, list / heads, list % heads, part};
 }
 
-// Each list and sequence has a number of parts. They count down: the last of every list, which have the most to do with
-// a causal limit, start first.
-__device__ __forceinline__ ListWork part_of_list(const fdm_problem &p, const Plan &plan, int64_t parts) {
+// Each list and sequence has a number of parts, and each part a block of threads. They count down: the last of every list,
+// which have the most to do with a causal limit, start first.
+__device__ __forceinline__ ListWork part_of_list(const fdm_problem &p, const Plan &plan, int64_t parts,
+                                                 uint32_t block) {
   // A grid has fewer than 2^31 blocks, and divisions of 64 bits would take longer than some of the work.
   const auto sequences = static_cast<uint32_t>(list_sequences(p));
-  const uint32_t each = static_cast<uint32_t>(plan.lists) * sequences, list_sequence = blockIdx.x % each;
-  return list_work(p, plan, list_sequence / sequences, list_sequence % sequences, parts - 1 - blockIdx.x / each);
+  const uint32_t each = static_cast<uint32_t>(plan.lists) * sequences, list_sequence = block % each;
+  return list_work(p, plan, list_sequence / sequences, list_sequence % sequences, parts - 1 - block / each);
 }
 
 // Each list has a part for each number of a tile. A sequence may have fewer tiles than numbers.
-__device__ __forceinline__ ListWork tile_of_list(const fdm_problem &p, const Plan &plan) {
+__device__ __forceinline__ ListWork tile_of_list(const fdm_problem &p, const Plan &plan, uint32_t block) {
   const auto lists = static_cast<uint32_t>(plan.lists);
   const NumberedPart found =
-      numbered_part(p, plan.tiles - 1 - blockIdx.x / lists, kTileRows, [](const Sequence &s) { return s.q_begin; });
-  return list_work(p, plan, blockIdx.x % lists, found.sequence_index, found.part);
+      numbered_part(p, plan.tiles - 1 - block / lists, kTileRows, [](const Sequence &s) { return s.q_begin; });
+  return list_work(p, plan, block % lists, found.sequence_index, found.part);
 }
 
 } // namespace fdm::cuda

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     list_row_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
   __shared__ uint4 words[kParts][kStepKeys / kKeysPerThread];
   __shared__ BlockRanks<kRowThreads, 1> ranks;
-  const ListWork work = part_of_list(p, plan, tiles);
+  const ListWork work = part_of_list(p, plan, tiles, blockIdx.x);
   const int64_t first_row = work.part * kTileRows;
   if (first_row >= work.s.q_count) return;
   const int rows = static_cast<int>(min64(kTileRows, work.s.q_count - first_row));

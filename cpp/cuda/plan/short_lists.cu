@@ -16,6 +16,8 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kMostThreads = 1024, kMostItems = 4, kMostKeys = kMostThreads * kMostItems;
+// Plans of more keys that are selected already are made sooner by blocks of threads for each tile (interval_plan.cu).
+constexpr int kMostPlanKeys = 1024;
 // Beyond this the warps of one block would have too many tiles each.
 constexpr int64_t kMostRows = 4 * kMostKeys;
 
@@ -243,9 +245,11 @@ template <bool kSelects> cudaError_t launch_for(ShortParams params, int64_t list
   params.parts = int32_t(clamp64(kWantedBlocks / max64(1, lists), 1, max64(1, tiles / kLeastTiles)));
   if (keys <= 256) return launch_with<128, 2, kSelects>(params, stream);
   if (keys <= 512) return launch_with<256, 2, kSelects>(params, stream);
-  if (keys <= 1024) return launch_with<512, 2, kSelects>(params, stream);
-  if (keys <= 2048) return launch_with<kMostThreads, 2, kSelects>(params, stream);
-  return launch_with<kMostThreads, kMostItems, kSelects>(params, stream);
+  if constexpr (kSelects) {
+    if (keys > 2048) return launch_with<kMostThreads, kMostItems, kSelects>(params, stream);
+    if (keys > 1024) return launch_with<kMostThreads, 2, kSelects>(params, stream);
+  }
+  return launch_with<kMostPlanKeys / 2, 2, kSelects>(params, stream);
 }
 
 int64_t selected_lists(const fdm_selection &s) {
@@ -254,7 +258,7 @@ int64_t selected_lists(const fdm_selection &s) {
 
 } // namespace
 
-bool fits_short_lists(const fdm_problem &p) { return p.keys <= kMostKeys && p.queries <= kMostRows; }
+bool fits_short_lists(const fdm_problem &p) { return p.keys <= kMostPlanKeys && p.queries <= kMostRows; }
 bool fits_short_lists(const fdm_selection &s) {
   return s.keys <= kMostKeys && s.queries <= kMostRows && (s.flags & FDM_CAUSAL);
 }
