@@ -59,7 +59,7 @@ def _save(figure: Any, path: Path) -> None:
     """With a palette: smoothed edges are most of the bytes otherwise."""
     pictures: Any = importlib.import_module("PIL.Image")  # matplotlib needs it anyway
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=100, format="png")
+    figure.savefig(drawn, dpi=90, format="png")
     # Of Pillow's ways to choose colors that which keeps rare ones.
     small = pictures.open(drawn).convert("RGB").quantize(256, pictures.Quantize.MAXCOVERAGE)
     small.save(path, format="PNG", optimize=True)
