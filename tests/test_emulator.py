@@ -48,6 +48,7 @@ def test_what_kernels_do_wrong_is_seen(program: Path, seed: str) -> None:
         "shared memory, 0 at barriers of the block, 0 at their warp's"
     )
     assert results == {
+        "boxes of a new thread": "1 0 done",
         "meetings": "239 75 done",
         "copies": "4 404 done",
         # Shared memory that nobody wrote.

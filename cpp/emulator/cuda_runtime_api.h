@@ -23,11 +23,19 @@ inline const char *cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorLaunchFailure ? fdm::emulator::error() : "a call that CUDA refuses";
 }
 
+namespace fdm::emulator {
+// Of the calling thread. It has one from its first call on that needs one, or that chooses the device.
+inline thread_local bool has_context = false;
+} // namespace fdm::emulator
+
 inline cudaError_t cudaGetDevice(int *device) {
   *device = 0;
   return cudaSuccess;
 }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) {
+  fdm::emulator::has_context = true;
+  return cudaSuccess;
+}
 
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
@@ -41,6 +49,7 @@ inline cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int byt
 }
 
 inline cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t) {
+  fdm::emulator::has_context = true;
   std::memset(p, value, bytes);
   return cudaSuccess;
 }
@@ -80,6 +89,7 @@ struct cudaLaunchConfig_t {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
                                const Arguments &...arguments) {
+  fdm::emulator::has_context = true;
   const auto size = [](dim3 d) { return fdm::emulator::Index3{d.x, d.y, d.z}; };
   const bool done = fdm::emulator::launch(
       {size(config->gridDim), size(config->blockDim), config->dynamicSmemBytes, [&] { kernel(arguments...); }});

@@ -8,6 +8,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType, cuuint32_
                                 const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
                                 const cuuint32_t *steps, CUtensorMapInterleave, CUtensorMapSwizzle,
                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (!fdm::emulator::has_context) return CUDA_ERROR_INVALID_CONTEXT;
   constexpr cuuint32_t kRank = 4;
   bool fits = rank == kRank && reinterpret_cast<uintptr_t>(data) % 16 == 0 && box[0] * 2 <= 128;
   for (cuuint32_t d = 0; d < kRank; ++d)

@@ -3,7 +3,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdio>
+#include <thread>
 
+#include "cuda/host/row_map.h"
 #include "ptx/barrier.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -77,13 +79,25 @@ void run(const char *name, void (*kernel)(Parameters...), T first, const Inputs 
   std::printf("%s: %g %g %s\n", name, double(out[0]), double(out[100]), error ? cudaGetErrorString(error) : "done");
 }
 
+// Are there boxes for a thread whose first call this is, and none of rows that are not aligned?
+void boxes_of_new_thread(void *rows) {
+  std::thread([rows] {
+    CUtensorMap map;
+    fdm_tensor t{rows, {1, 4, 1, 64}, {256, 64, 64, 1}, FDM_BFLOAT16, 0};
+    const bool whole = make_row_map(t, 64, 4, &map);
+    t.stride[1] = 63;
+    std::printf("boxes of a new thread: %d %d done\n", whole, make_row_map(t, 64, 4, &map));
+  }).join();
+}
+
 } // namespace fdm::cuda
 
 int main() {
   using namespace fdm::cuda;
-  int in[4 * kThreads];
+  alignas(16) int in[4 * kThreads];
   for (int n = 0; n < 4 * kThreads; ++n) in[n] = n;
   const int *from = in;
+  boxes_of_new_thread(in);
   run("meetings", meetings, 0);
   run("copies", copies<true>, 0, from);
   run("copies too early", copies<false>, 0, from);

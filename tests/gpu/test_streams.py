@@ -84,3 +84,13 @@ def test_two_threads_with_a_stream_each(gpu: str, seed: int) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(work, forwards), pool.submit(work, forwards[::-1])]:
             done.result()
+
+
+def test_a_new_thread_takes_the_same_kernels(gpu: str, seed: int) -> None:
+    """Its first call of CUDA is of the pack, since its memory comes from PyTorch's cache."""
+    call = KINDS["no_mask"](Draw(seed, HALF_TYPES[seed % 2])).to(gpu)
+    want = call.results(deterministic=True)
+    call.results(deterministic=True)  # what is freed here is for the thread
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        got = pool.submit(call.results, deterministic=True).result()
+    assert_same_bits(got, want)

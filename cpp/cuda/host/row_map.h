@@ -35,9 +35,16 @@ inline bool make_row_map(const fdm_tensor &t, int64_t head_dim, int rows, CUtens
   const auto stride = [&](int d) { return cuuint64_t(t.shape[d] > 1 ? 2 * t.stride[d] : 16); };
   const cuuint64_t strides[3] = {stride(1), stride(2), stride(0)};
   const cuuint32_t box[4] = {64, cuuint32_t(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, t.data, sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const auto make = [&] {
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, t.data, sizes, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  };
+  if (make()) return true;
+  // The driver also refuses a thread without a context. A thread that has not launched anything, and whose memory came
+  // from a cache, has none until the runtime is told its device.
+  int device;
+  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess && make();
 }
 
 } // namespace fdm::cuda
