@@ -275,7 +275,10 @@ def short_names(symbols: Iterable[str]) -> dict[str, str]:
         text = _run([demangler], text)
     names = {}
     for symbol, name in zip(unique, text.splitlines(), strict=True):
-        plain = re.sub(r"\(anonymous namespace\)::|\bfdm::(cuda::)?|^void ", "", name)
+        # The type of an enumerator in parentheses goes too: (fdm::cuda::Lookup)1.
+        plain = re.sub(
+            r"\(anonymous namespace\)::|\([\w:]+\)(?=\d)|\bfdm::(cuda::)?|^void ", "", name
+        )
         names[symbol] = re.sub(r"\(.*", "", plain).replace("> >", ">>")
     return names
 

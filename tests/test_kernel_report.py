@@ -21,6 +21,7 @@ SPILLING = "_ZN3fdm4cuda15spilling_kernelINS0_6ConfigI6__halfLi128ELb0EEEEEvNS0_
 PLAIN = (
     "_ZN3fdm4cuda43_GLOBAL__N__3e4fe6f9_10_combine_cu_87f0ec9f14combine_kernelENS0_13ForwardParamsE"
 )
+ENUMERATOR = "_ZN3fdm4cuda14forward_kernelINS0_9KeyStreamILi64ELNS0_6LookupE1EEEEEvv"
 ARRAY = "_ZN3fdm4cuda12array_kernelINS0_6ConfigI6__halfLi128EEEEEvNS0_6ParamsE"
 USAGE = f"""
 Fatbin elf code:
@@ -170,9 +171,10 @@ def test_local_accesses_are_counted_by_their_width(report: ModuleType) -> None:
 
 @pytest.mark.skipif(shutil.which("c++filt") is None, reason="no c++filt")
 def test_names_are_short(report: ModuleType) -> None:
-    assert report.short_names([SPILLING, PLAIN]) == {
+    assert report.short_names([SPILLING, PLAIN, ENUMERATOR]) == {
         SPILLING: "spilling_kernel<Config<__half, 128, false>>",
         PLAIN: "combine_kernel",
+        ENUMERATOR: "forward_kernel<KeyStream<64, 1>>",
     }
 
 
