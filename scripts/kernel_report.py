@@ -33,6 +33,8 @@ _ARCH = re.compile(r"arch = (sm_\w+)")
 _FUNCTION = re.compile(r"\s*Function (?:: )?([^\s:]+)")
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
 _LOCAL_ACCESS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(LDL|STL)((?:\.\w+)*)\s")
+# Namespaces, the result's type, and the type of an enumerator: (fdm::cuda::Lookup)1.
+_UNSAID = re.compile(r"\(anonymous namespace\)::|\([\w:]+\)(?=\d)|\bfdm::(cuda::)?|^void ")
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
@@ -275,11 +277,7 @@ def short_names(symbols: Iterable[str]) -> dict[str, str]:
         text = _run([demangler], text)
     names = {}
     for symbol, name in zip(unique, text.splitlines(), strict=True):
-        # The type of an enumerator in parentheses goes too: (fdm::cuda::Lookup)1.
-        plain = re.sub(
-            r"\(anonymous namespace\)::|\([\w:]+\)(?=\d)|\bfdm::(cuda::)?|^void ", "", name
-        )
-        names[symbol] = re.sub(r"\(.*", "", plain).replace("> >", ">>")
+        names[symbol] = re.sub(r"\(.*", "", _UNSAID.sub("", name)).replace("> >", ">>")
     return names
 
 
