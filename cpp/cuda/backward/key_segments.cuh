@@ -111,7 +111,7 @@ private:
     int32_t sums = 0;
     for (int32_t step = 0; step < kept && plan.kept_index[base + step] < visible; step += kStep) {
       KeyRows rows[kItems];
-      bool several[kItems], none[kItems];
+      bool several[kItems];
       uint32_t rank[kItems];
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
@@ -119,9 +119,8 @@ private:
         rows[i] = {-1, 0, 0, -1};
         if (n < kept) rows[i] = {plan.kept_index[base + n], plan.kept_start[base + n], plan.kept_end[base + n], -1};
         several[i] = rows[i].end > rows[i].start && (rows[i].end - 1) / size > rows[i].start / size;
-        none[i] = false;
       }
-      const uint32_t total = shared.ranks.rank(several, none, rank);
+      const uint32_t total = shared.ranks.rank(several, rank);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         if (several[i]) rows[i].sum = sums + static_cast<int32_t>(rank[i]);

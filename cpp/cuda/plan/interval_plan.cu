@@ -100,14 +100,11 @@ __global__ void __launch_bounds__(kChunkThreads)
   ptx::wait_for_kernel_ahead();
   if (idle) return;
   const KeptWriter writer(p, plan, work, count_before(chunk_counts(counts, p, work, chunks), work.part));
-  bool kept[kChunkItems], none[kChunkItems];
+  bool kept[kChunkItems];
   uint32_t rank[kChunkItems];
 #pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) {
-    kept[i] = rows[i].any();
-    none[i] = false;
-  }
-  const uint32_t total = ranks.rank(kept, none, rank);
+  for (int i = 0; i < kChunkItems; ++i) kept[i] = rows[i].any();
+  const uint32_t total = ranks.rank(kept, rank);
 #pragma unroll
   for (int i = 0; i < kChunkItems; ++i)
     writer.write(first + i * kChunkThreads + threadIdx.x, static_cast<int32_t>(rank[i]), rows[i]);

@@ -138,14 +138,11 @@ __device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_sel
 template <int kThreads, int kItems>
 __device__ int32_t compact_list(ShortShared<kThreads, kItems> &shared, const fdm_problem &p, const Plan &plan,
                                 const ListWork &work, bool writes, const RowInterval (&rows)[kItems]) {
-  bool kept[kItems], none[kItems];
+  bool kept[kItems];
   uint32_t rank[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    kept[i] = rows[i].any();
-    none[i] = false;
-  }
-  const auto count = static_cast<int32_t>(shared.ranks.rank(kept, none, rank));
+  for (int i = 0; i < kItems; ++i) kept[i] = rows[i].any();
+  const auto count = static_cast<int32_t>(shared.ranks.rank(kept, rank));
   const KeyTileCounts tile_counts(p, plan, work);
   const int64_t base = work.list * plan.list_keys + work.s.k_begin;
 #pragma unroll

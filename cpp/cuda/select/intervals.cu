@@ -138,20 +138,19 @@ struct ChunkChanges {
 __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const uint32_t (&values)[kChunkItems],
                              const Window &before, const Window &last) {
   uint64_t order[kChunkItems];
-  bool arrives[kChunkItems], none[kChunkItems];
+  bool arrives[kChunkItems];
   uint32_t rank[kChunkItems];
 #pragma unroll
   for (int i = 0; i < kChunkItems; ++i) {
     const int32_t j = work.own_key(i);
     arrives[i] = false;
-    none[i] = false;
     if (j >= work.end) continue;
     arrives[i] = before.holds(values[i], j);
     order[i] = order_of(values[i], j);
     if (!arrives[i]) work.write(j, 0);
     if (arrives[i] && last.holds(values[i], j)) work.write(j, work.row.q_count);
   }
-  const uint32_t total = changes.ranks.rank(arrives, none, rank);
+  const uint32_t total = changes.ranks.rank(arrives, rank);
 #pragma unroll
   for (int i = 0; i < kChunkItems; ++i)
     if (arrives[i]) changes.arrivals[rank[i]] = order[i];

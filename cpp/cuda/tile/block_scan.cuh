@@ -39,7 +39,7 @@ template <int kThreads> struct BlockSum {
   }
 };
 
-// Ranks the items of two classes in the order of the items. Item i of thread t is number i * kThreads + t, so threads
+// Ranks the items of one class or two in the order of the items. Item i of thread t is number i * kThreads + t, so threads
 // read neighbouring items together. Two counts share a word: first | second << 16.
 template <int kThreads, int kItems> struct BlockRanks {
   static constexpr int kWarps = kThreads / 32, kCounts = kWarps * kItems, kPerLane = (kCounts + 31) / 32;
@@ -65,6 +65,12 @@ template <int kThreads, int kItems> struct BlockRanks {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) rank[i] += base[i * kWarps + warp_id()];
     return base[kCounts];
+  }
+
+  // The same for one class. Ranks and total are not packed.
+  __device__ uint32_t rank(const bool (&chosen)[kItems], uint32_t (&ranks)[kItems]) {
+    const bool none[kItems] = {};
+    return rank(chosen, none, ranks);
   }
 
 private:
