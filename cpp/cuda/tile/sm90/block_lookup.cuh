@@ -3,38 +3,31 @@
 // whole block, some blocks ahead.
 #pragma once
 
-#include "../row_places.cuh"
-#include "key_stream.cuh"
+#include "stream_lookup.cuh"
 
 namespace fdm::cuda {
 
 // A lookup warp. The blocks of all tasks are one stream, of which each warp has its share. What a block needs is a chain of
 // loads, key -> bias, and so several of them are under way at a time. Lanes have columns that lie side by side, then the
 // next 32.
-//
-// on_column(stage, i, bias) is called for each column of a block whose facts have been stored.
-template <class Stream, class OnColumn> struct BlockLookup {
-  static constexpr int kColumns = Stream::kColumns, kLaneColumns = kColumns / 32, kWarps = Stream::kTurnWarps;
+template <class Stream, class OnColumn> struct BlockLookup : StreamLookup<Stream, OnColumn> {
+  using Base = StreamLookup<Stream, OnColumn>;
+  using Base::kColumns, Base::k_state, Base::pass_block, Base::stream;
+  static constexpr int kLaneColumns = kColumns / 32, kWarps = Stream::kTurnWarps;
   static_assert(kColumns % 32 == 0);
 
-  const fdm_problem &p;
-  Stream &stream;
-  const OnColumn &on_column;
-  const RowPlaces &places;
-  typename Stream::KPipelineState k_state;
-  typename Stream::RowState row_state;
   int block; // this warp's next, counted from the first of the task
 
   __device__ BlockLookup(const fdm_problem &problem, Stream &shared, const RowPlaces &rows, const OnColumn &call,
                          int warp)
-      : p(problem), stream(shared), on_column(call), places(rows), block(warp) {
+      : Base(problem, shared, rows, call), block(warp) {
 #pragma unroll 1
     for (int i = 0; i < warp; ++i) pass_block();
   }
 
   // Stores the facts of this warp's blocks of a task.
   template <class Task> __device__ void run(const Task &task) {
-    const int blocks = (task.columns.count + kColumns - 1) / kColumns;
+    const int blocks = Base::blocks_of(task);
     int32_t keys[kLaneColumns];
     fetch_keys(task.columns, keys);
 #pragma unroll 1
@@ -47,11 +40,6 @@ template <class Stream, class OnColumn> struct BlockLookup {
   }
 
 private:
-  __device__ void pass_block() {
-    ++k_state;
-    ++row_state;
-  }
-
   __device__ void fetch_keys(const TileColumns &columns, int32_t (&keys)[kLaneColumns]) const {
 #pragma unroll
     for (int n = 0; n < kLaneColumns; ++n)
@@ -78,14 +66,8 @@ private:
     block += kWarps;
     fetch_keys(columns, keys);
     Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
-    auto &facts = stream.facts[stage];
 #pragma unroll
-    for (int n = 0; n < kLaneColumns; ++n) {
-      const int i = (first + 32 * n) % kColumns;
-      const int32_t key = store_facts<kColumns>(facts, columns, bias, first + 32 * n, partial, entries[n]);
-      on_column(stage, i, facts.bias[i]);
-      stream.rows[row_state.index][Stream::Gather::place(i)] = key < 0 ? -1 : places.row(p, task.sequence_index, key);
-    }
+    for (int n = 0; n < kLaneColumns; ++n) this->store_column(task, bias, first + 32 * n, partial, entries[n]);
     ptx::arrive(stream.found[stage]);
   }
 };

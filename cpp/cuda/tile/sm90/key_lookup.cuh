@@ -3,38 +3,28 @@
 // ahead: the rows of K and V, the bias, and which queries keep them.
 #pragma once
 
-#include "../row_places.cuh"
-#include "key_stream.cuh"
 #include "ptx/registers.cuh"
+#include "stream_lookup.cuh"
 
 namespace fdm::cuda {
 
 // A lookup thread, which knows one column of each block, or none. The blocks of all tasks are one stream: the first
 // columns of a task are asked for before those of the task before are stored. What is needed of a task for each block is
 // held in registers: it would be read from shared memory again each time.
-//
-// on_column(stage, i, bias) is called for each column of a block whose facts have been stored.
-template <class Stream, class OnColumn> struct KeyLookup {
-  static constexpr int kColumns = Stream::kColumns, kOwnColumns = kColumns / Roles::kLookupWarps;
-  const fdm_problem &p;
-  Stream &stream;
-  const OnColumn &on_column;
-  const RowPlaces &places;
-  typename Stream::KPipelineState k_state;
-  typename Stream::RowState row_state;
+template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, OnColumn> {
+  using Base = StreamLookup<Stream, OnColumn>;
+  using Base::blocks_of, Base::kColumns, Base::k_state, Base::p, Base::row_state, Base::stream;
+  static constexpr int kOwnColumns = kColumns / Roles::kLookupWarps;
+
   int32_t key; // of the block after the one that was stored last, which may be the next task's; -1: none
   uint32_t bias_bits;
   int32_t next_key;        // of the block after that
   const TileColumns *keys; // of the task of the column that is asked for next
   const void *biases;      // of the task of the next key; null: none
 
-  __device__ KeyLookup(const fdm_problem &problem, Stream &shared, const RowPlaces &rows, const OnColumn &call)
-      : p(problem), stream(shared), on_column(call), places(rows) {}
+  using Base::Base;
 
   __device__ static int column(int block) { return Roles::own_column<kColumns, Roles::kLookupWarps>(block); }
-  template <class Task> __device__ static int blocks_of(const Task &task) {
-    return (task.columns.count + kColumns - 1) / kColumns;
-  }
 
   // Asks for what is known of the first columns, which is then there when they are stored.
   template <class Task> __device__ void start(const Task &task) {
@@ -92,16 +82,9 @@ private:
     const bool partial = (block + 1) * kColumns > task.columns.full;
     if (partial && key >= 0) fetch_rows(entry, task.columns);
     Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
-    if (threadIdx.x % 32 < kOwnColumns) {
-      auto &facts = stream.facts[stage];
-      const int32_t kept = store_facts<kColumns>(facts, task.columns, bias_view(), column(block), partial, entry);
-      const int i = column(block) % kColumns;
-      on_column(stage, i, facts.bias[i]);
-      stream.rows[row_state.index][Stream::Gather::place(i)] = kept < 0 ? -1 : places.row(p, task.sequence_index, kept);
-    }
+    if (threadIdx.x % 32 < kOwnColumns) this->store_column(task, bias_view(), column(block), partial, entry);
     ptx::arrive(stream.found[stage]);
-    ++k_state;
-    ++row_state;
+    this->pass_block();
     ask_ahead(tasks, block, blocks - block);
   }
 

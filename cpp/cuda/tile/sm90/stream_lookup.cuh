@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What lookup warps have in common, whether they look up each block together or take turns at blocks.
+#pragma once
+
+#include "../row_places.cuh"
+#include "key_stream.cuh"
+
+namespace fdm::cuda {
+
+// The place of a lookup thread in the stream of blocks, which has those of all tasks.
+//
+// on_column(stage, i, bias) is called for each column of a block whose facts have been stored.
+template <class Stream, class OnColumn> struct StreamLookup {
+  static constexpr int kColumns = Stream::kColumns;
+
+  const fdm_problem &p;
+  Stream &stream;
+  const OnColumn &on_column;
+  const RowPlaces &places;
+  // Of the block that is stored next.
+  typename Stream::KPipelineState k_state;
+  typename Stream::RowState row_state;
+
+  __device__ StreamLookup(const fdm_problem &problem, Stream &shared, const RowPlaces &rows, const OnColumn &call)
+      : p(problem), stream(shared), on_column(call), places(rows) {}
+
+  template <class Task> __device__ static int blocks_of(const Task &task) {
+    return (task.columns.count + kColumns - 1) / kColumns;
+  }
+
+  __device__ void pass_block() {
+    ++k_state;
+    ++row_state;
+  }
+
+  // Stores the facts and the row of a column of the block, which is column c of the task. `partial` says that the block is
+  // not one of full columns only.
+  template <class Task>
+  __device__ void store_column(const Task &task, const ScoreView &bias, int c, bool partial,
+                               const ColumnEntry &entry) const {
+    const int stage = k_state.index, i = c % kColumns;
+    auto &facts = stream.facts[stage];
+    const int32_t key = store_facts<kColumns>(facts, task.columns, bias, c, partial, entry);
+    on_column(stage, i, facts.bias[i]);
+    stream.rows[row_state.index][Stream::Gather::place(i)] = key < 0 ? -1 : places.row(p, task.sequence_index, key);
+  }
+};
+
+} // namespace fdm::cuda
