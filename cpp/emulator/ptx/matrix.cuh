@@ -14,12 +14,12 @@ namespace fdm::cuda::ptx {
 
 // Rounds two floats to Element and packs them, the first in the low half.
 template <class Element> uint32_t pack(float low, float high) {
-  using Format = std::conditional_t<std::is_same_v<Element, __half>, cpu::Float16, cpu::BFloat16>;
+  using Format = typename Element::Format;
   return Format::store(low) | uint32_t(Format::store(high)) << 16;
 }
 // Takes a pair apart that lies as pack() makes it.
 template <class Element> void unpack(uint32_t pair, float &low, float &high) {
-  using Format = std::conditional_t<std::is_same_v<Element, __half>, cpu::Float16, cpu::BFloat16>;
+  using Format = typename Element::Format;
   low = Format::load(uint16_t(pair));
   high = Format::load(uint16_t(pair >> 16));
 }

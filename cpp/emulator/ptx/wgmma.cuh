@@ -41,7 +41,7 @@ struct Operand {
 // The rows of a warp. left(row, k) is an element of A.
 template <class Element, int kTiles, class Left>
 void multiply_rows(float *const (&sums)[32], const Left &left, const Operand &right, bool accumulate) {
-  using Format = std::conditional_t<std::is_same_v<Element, __half>, cpu::Float16, cpu::BFloat16>;
+  using Format = typename Element::Format;
   float c[16][8 * kTiles];
   const auto for_sums = [&](const auto &visit) {
     for (int lane = 0; lane < 32; ++lane)
