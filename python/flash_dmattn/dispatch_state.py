@@ -17,6 +17,7 @@ __all__ = [
     "forward_mode_is_compiled",
     "is_below_autograd",
     "is_idle",
+    "is_recorded_by_jit",
     "is_transformed",
     "watch_kernels",
 ]
@@ -38,6 +39,7 @@ def _is_readable() -> bool:
         (core, "_dispatch_tls_is_dispatch_key_excluded"),
         (core, "_len_torch_function_stack"),
         (core, "_get_function_stack_at"),
+        (core, "_is_tracing"),
         (core, "_autograd"),
         (getattr(core, "_autograd", None), "_profiler_enabled"),
         (core, "_functorch"),
@@ -61,6 +63,7 @@ if IS_READABLE:
     _INFERENCE_KEYS = torch._C.DispatchKeySet(_KEY.BackendSelect)
     _IDLE_KEYS = (_INFERENCE_KEYS.add(_KEY.ADInplaceOrView), _INFERENCE_KEYS)
     _function_modes = torch._C._len_torch_function_stack
+    _is_jit_tracing = torch._C._is_tracing
     _is_profiled = torch._C._autograd._profiler_enabled
     _transform = torch._C._functorch.peek_interpreter_stack
     _kernels: set[str] = torch.library._impls
@@ -130,6 +133,14 @@ def is_below_autograd() -> bool:
     The question of is_idle must have been answered with yes.
     """
     return _is_excluded(_AUTOGRAD)
+
+
+def is_recorded_by_jit() -> bool:
+    """Say whether torch.jit.trace records the calls, or torch does not tell.
+
+    torch.jit.is_tracing, which has no types, asks the same.
+    """
+    return not is_compiling() and (not IS_READABLE or _is_jit_tracing())
 
 
 def is_transformed() -> bool:

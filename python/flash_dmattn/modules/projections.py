@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn.functional import linear
 
-from ..dispatch_state import PLAIN_TYPES
+from .. import dispatch_state
 from .fusing import is_as_made
 from .parts import Sized
 
@@ -26,7 +25,7 @@ def projected(layer: Sized, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tens
     """
     modules = layer.q_proj, layer.k_proj, layer.v_proj
     counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    is_training = torch.is_grad_enabled() and not is_tracing()  # type: ignore[no-untyped-call]
+    is_training = torch.is_grad_enabled() and not dispatch_state.is_recorded_by_jit()
     if is_training and _are_joined(modules, [n * layer.head_dim for n in counts]):
         weight = torch.cat([module.weight for module in modules])
         bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
@@ -54,7 +53,11 @@ def _are_joined(modules: tuple[nn.Linear, ...], widths: list[int]) -> bool:
         if not is_as_made(module, nn.Linear) or (module.bias is None) != (first.bias is None):
             return False
         weight = module.weight
-        if type(weight) not in PLAIN_TYPES or not weight.requires_grad or len(weight) != width:
+        if (
+            type(weight) not in dispatch_state.PLAIN_TYPES
+            or not weight.requires_grad
+            or len(weight) != width
+        ):
             return False
         if weight.dtype != first.weight.dtype or weight.device != first.weight.device:
             return False
