@@ -64,12 +64,13 @@ def test_few_rows_with_a_mask_for_each_query(head_dim: int, length: int, gpu: st
 
 
 # Two query heads of a group share a tile of 64 rows, but not in groups of three, nor with masks of
-# their own. The keys of few rows are divided, those of many sequences are not.
+# their own. The keys of few rows are divided, those of many sequences are not. Only with more than
+# 2048 keys does the backward pass find the live tiles of a mask first.
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=["narrow", "float32"])
 @pytest.mark.parametrize("mask_shape", [None, "keys", "head keys", "rows", "head rows"])
 @pytest.mark.parametrize("heads, kv_heads", [(2, 1), (8, 2), (3, 1)])
 @pytest.mark.parametrize(
-    "batch, queries, keys", [(1, 2320, 2320), (20, 208, 336)], ids=["parts", "whole"]
+    "batch, queries, keys", [(1, 1040, 2080), (20, 208, 336)], ids=["parts", "whole"]
 )
 def test_groups_of_heads(
     batch: int,
@@ -189,15 +190,22 @@ def test_odd_windows_beside_other_work(gpu: str) -> None:
     dropped = (torch.arange(length) == 7).view(1, 1, 1, length)
     odd = Problem(query, key, value, mask, bias.masked_fill(dropped, torch.nan))
     dout = cotangent(randn(*shape, seed=5)).bfloat16()
-    truth, eager = clean.truth(dout=dout), clean.eager(dout=dout)
+    # The GPU compares, which would take a CPU most of the test's time.
+    wanted = clean.truth(dout=dout), clean.eager(dout=dout)
+    truth, eager = (on_device(results, gpu) for results in wanted)
     square = torch.zeros(512, 512, device=gpu)
     side = torch.cuda.Stream()
     for _ in range(10):
         with torch.cuda.stream(side):
             for _ in range(100):
                 square = square @ square
-        assert_accurate(odd.results(Target(gpu, "cuda"), dout=dout), truth, eager)
+        got = odd.results(Target(gpu, "cuda"), dout=dout)
+        assert_accurate(on_device(got, gpu), truth, eager)
     torch.cuda.synchronize()
+
+
+def on_device(results: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in results.items()}
 
 
 def check_beside_a_fixed_order(problem: Problem, gpu: str) -> None:
