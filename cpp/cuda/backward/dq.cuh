@@ -8,26 +8,15 @@
 #pragma once
 
 #include "../tile/dead_columns.cuh"
+#include "../tile/row_tile_config.cuh"
 #include "dq_rows.cuh"
 
 namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, int kBlockCount,
-          bool kIsGeneral>
-struct DqConfig {
-  using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
-  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
-  // Both are rare, and need much code.
-  static constexpr bool kGeneral = kIsGeneral;
-  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
-  static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
-  using Tile = SmemTile<kHeadDim>;
-  static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
-  static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
-  static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1);
+template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int kBlocks, bool kGeneral>
+struct DqConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kGeneral> {
   // Keys are fetched a block ahead, so what is known of them must come two ahead.
-  static_assert(KeyRing<kColumns, kThreads>::kBatch >= 2);
+  static_assert(KeyRing<kColumns, DqConfig::kThreads>::kBatch >= 2);
 };
 
 template <class Config> struct DqShared {

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The sizes of a kernel with mma.sync, of which a block of threads has a tile of query rows of one head.
+#pragma once
+
+#include "../plan/plan.cuh"
+#include "smem_tile.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, int kBlockCount,
+          bool kIsGeneral>
+struct RowTileConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
+  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
+  // Both are rare, and need much code.
+  static constexpr bool kGeneral = kIsGeneral;
+  static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
+  static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
+  using Tile = SmemTile<kHeadDim>;
+  static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
+  static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
+  static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1);
+};
+
+} // namespace fdm::cuda
