@@ -210,12 +210,10 @@ constexpr int64_t kOddBytes = 256; // of DenseBackward::odd
 int64_t deltas_bytes(const fdm_problem &p) { return align_256(partial_rows(p) * int64_t(sizeof(float))); }
 
 template <class Function> cudaError_t with_dense_types(const fdm_problem &p, const Function &function) {
-  if constexpr (kMaxDenseHeadDim == 0)
-    return cudaErrorInvalidConfiguration;
-  else
-    return with_head_dim(p.head_dim, DenseHeadDims{}, [&](auto dim) {
-      return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
-    });
+  return with_types<kMaxDenseHeadDim>(p, DenseHeadDims{}, function);
+}
+template <class Function> cudaError_t with_wide_types(const fdm_problem &p, const Function &function) {
+  return with_types<kMaxWideHeadDim>(p, WideHeadDims{}, function);
 }
 
 // May the fused kernel compute all gradients, if all are wanted?
@@ -233,15 +231,6 @@ int64_t fused_bytes(const DenseCall &call) {
   FusedPlan plan = plan_of_fused(call, kMostSms);
   if (sources_of(call) > 1 && plan.sums_dbias) plan.dbias_bytes = fused_dbias_bytes(plan.work);
   return plan.bytes();
-}
-
-template <class Function> cudaError_t with_wide_types(const fdm_problem &p, const Function &function) {
-  if constexpr (kMaxWideHeadDim == 0)
-    return cudaErrorInvalidConfiguration;
-  else
-    return with_head_dim(p.head_dim, WideHeadDims{}, [&](auto dim) {
-      return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
-    });
 }
 
 // All gradients, unless something odd is found.

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -25,11 +26,18 @@ auto with_head_dim(int64_t head_dim, HeadDims<kFirst, kRest...>, const Function 
   return function(std::integral_constant<int, kFirst>{});
 }
 
-// Calls function(TypeOf<Element>, std::integral_constant<int, d>).
-template <class Function> auto with_kernel_types(const fdm_problem &p, const Function &function) {
-  return with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
-    return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
-  });
+// Calls function(TypeOf<Element>, std::integral_constant<int, d>). Where `kMost` is 0, nothing was instantiated.
+template <int kMost, class Dims, class Function>
+cudaError_t with_types(const fdm_problem &p, Dims dims, const Function &function) {
+  if constexpr (kMost == 0)
+    return cudaErrorInvalidConfiguration;
+  else
+    return with_head_dim(p.head_dim, dims, [&](auto dim) {
+      return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
+    });
+}
+template <class Function> cudaError_t with_kernel_types(const fdm_problem &p, const Function &function) {
+  return with_types<kMaxHeadDim>(p, InstantiatedHeadDims{}, function);
 }
 
 } // namespace fdm::cuda
