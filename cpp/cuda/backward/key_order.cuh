@@ -77,17 +77,7 @@ private:
     const int bits = 32 - __clz(queries);
     constexpr int kPositionBits = 11;
     static_assert(1 << kPositionBits == kBucketKeys);
-    for (int shift = kPositionBits; shift < kPositionBits + bits; shift += Ranks::kDigitBits) {
-      uint32_t digit[kItems], rank[kItems];
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) digit[i] = static_cast<uint32_t>(item[i] >> shift) % Ranks::kDigits;
-      shared.ranks.rank(digit, rank);
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) shared.items[rank[i]] = item[i];
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) item[i] = shared.items[i * kThreads + threadIdx.x];
-    }
+    shared.ranks.sort(item, shared.items, kPositionBits, kPositionBits + bits);
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
       shared.chunk[item[i] % kBucketKeys] = static_cast<uint8_t>((i * kThreads + threadIdx.x) / kChunkKeys);

@@ -46,18 +46,7 @@ template <int kThreads, int kItems> struct WindowExits {
     uint64_t item[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) item[i] = static_cast<uint64_t>(~value[i]) << 32 | (i * kThreads + threadIdx.x);
-    for (int shift = 32 + unused; shift < 64; shift += DigitRanks<kThreads, kItems>::kDigitBits) {
-      uint32_t digit[kItems], rank[kItems];
-#pragma unroll
-      for (int i = 0; i < kItems; ++i)
-        digit[i] = static_cast<uint32_t>(item[i] >> shift) % DigitRanks<kThreads, kItems>::kDigits;
-      shared.ranks.rank(digit, rank);
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) shared.items[rank[i]] = item[i];
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) item[i] = shared.items[i * kThreads + threadIdx.x];
-    }
+    shared.ranks.sort(item, shared.items, 32 + unused, 64);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       key[i] = static_cast<uint32_t>(item[i]);

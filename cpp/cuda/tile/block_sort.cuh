@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Stable ranks of items by a digit, over a block of threads: a pass of a radix sort. All threads must call them.
+// A radix sort over a block of threads, and stable ranks of items by a digit, which are a pass of it. All threads must call
+// them.
 #pragma once
 
 #include "block_scan.cuh"
@@ -44,6 +45,22 @@ template <int kThreads, int kItems> struct DigitRanks {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kItems; ++i) rank[i] = counts[place(digit[i], i)] + __popc(peers[i] & below);
+  }
+
+  // Sorts items by their bits from `first` to before `past`, rounded up to whole digits; equal ones stay as they were.
+  // `shared` has room for all.
+  __device__ void sort(uint64_t (&item)[kItems], uint64_t (&shared)[kThreads * kItems], int first, int past) {
+    for (int shift = first; shift < past; shift += kDigitBits) {
+      uint32_t digit[kItems], ranks[kItems];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) digit[i] = static_cast<uint32_t>(item[i] >> shift) % kDigits;
+      rank(digit, ranks);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) shared[ranks[i]] = item[i];
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) item[i] = shared[i * kThreads + threadIdx.x];
+    }
   }
 
 private:
