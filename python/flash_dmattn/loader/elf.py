@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from . import messages
-from .errors import LibraryFileError, truncated
+from .errors import LibraryFileError, check_machine, truncated
 
 __all__ = ["check"]
 
@@ -33,13 +33,7 @@ def check(path: str, machine: str) -> None:
         if size >= needed:
             _, _, number, _, _, segments, sections, _, _, *sizes, _ = _HEADER.unpack(start)
             segment_size, segment_count, section_size, section_count = sizes
-            built = _MACHINES.get(
-                number, messages.UNKNOWN_MACHINE.format(form="ELF", number=number)
-            )
-            if built != machine:
-                raise LibraryFileError(
-                    messages.FOREIGN_LIBRARY.format(path=path, built=built, machine=machine)
-                )
+            check_machine(path, machine, _MACHINES.get(number), "ELF", str(number))
             # Linkers put the section headers last, so that they alone tell of nearly every cut.
             ends = segments + segment_size * segment_count, sections + section_size * section_count
             needed = max(ends)

@@ -13,6 +13,7 @@ __all__ = [
     "FallbackWarning",
     "LibraryFileError",
     "NoPackError",
+    "check_machine",
     "passed_over_text",
     "plain_pytorch_text",
     "truncated",
@@ -52,6 +53,24 @@ def passed_over_text(trace: Trace) -> str:
         return ""
     text = messages.PASSED_OVER.format(chosen=trace.chosen.name, device=trace.situation.device)
     return "\n".join([text, *map(str, damaged), f"fix: {trace.remedy_of(damaged)}"])
+
+
+def check_machine(path: str, machine: str, built: str | None, form: str, number: str) -> None:
+    """Raise unless a shared library was built for a machine.
+
+    Args:
+        path: of the library.
+        machine: such as ``x86_64``.
+        built: the machine that it was built for; None where only its number is known.
+        form: of the file, which says what the number stands for.
+        number: as it is shown.
+    """
+    if built is None:
+        built = messages.UNKNOWN_MACHINE.format(form=form, number=number)
+    if built != machine:
+        raise LibraryFileError(
+            messages.FOREIGN_LIBRARY.format(path=path, built=built, machine=machine)
+        )
 
 
 def truncated(path: str, size: int, needed: int) -> LibraryFileError:

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from . import messages
-from .errors import LibraryFileError, truncated
+from .errors import LibraryFileError, check_machine, truncated
 
 __all__ = ["check"]
 
@@ -34,13 +34,7 @@ def check(path: str, machine: str) -> None:
         if len(start) < _HEADER.size:
             raise truncated(path, size, _HEADER.size)
         _, number, _, _, count, bytes_of_commands, _, _ = _HEADER.unpack(start)
-        built = _MACHINES.get(
-            number, messages.UNKNOWN_MACHINE.format(form="Mach-O", number=f"{number:#x}")
-        )
-        if built != machine:
-            raise LibraryFileError(
-                messages.FOREIGN_LIBRARY.format(path=path, built=built, machine=machine)
-            )
+        check_machine(path, machine, _MACHINES.get(number), "Mach-O", f"{number:#x}")
         commands = file.read(bytes_of_commands)
     needed = _HEADER.size + bytes_of_commands
     offset = 0

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from . import messages
-from .errors import LibraryFileError, truncated
+from .errors import LibraryFileError, check_machine, truncated
 
 __all__ = ["check"]
 
@@ -40,13 +40,7 @@ def check(path: str, machine: str) -> None:
         signature, number, count, _, _, _, optional_size, traits, magic = fields
         if signature != b"PE\0\0" or not traits & _DLL or magic != _64_BITS:
             raise _no_library(path)
-        built = _MACHINES.get(
-            number, messages.UNKNOWN_MACHINE.format(form="PE", number=f"{number:#x}")
-        )
-        if built != machine:
-            raise LibraryFileError(
-                messages.FOREIGN_LIBRARY.format(path=path, built=built, machine=machine)
-            )
+        check_machine(path, machine, _MACHINES.get(number), "PE", f"{number:#x}")
         sections = place + _HEADER.size - 2 + optional_size  # the magic is part of what follows
         needed = sections + _SECTION.size * count
         if size < needed:
