@@ -23,27 +23,28 @@ PLAIN = (
 )
 ENUMERATOR = "_ZN3fdm4cuda14forward_kernelINS0_9KeyStreamILi64ELNS0_6LookupE1EEEEEvv"
 ARRAY = "_ZN3fdm4cuda12array_kernelINS0_6ConfigI6__halfLi128EEEEEvNS0_6ParamsE"
-USAGE = f"""
+
+
+def _elf(arch: str) -> str:
+    """Return how cuobjdump begins what it says of the code for an arch."""
+    return f"""
 Fatbin elf code:
 ================
-arch = sm_80
+arch = {arch}
 code version = [1,8]
 host = linux
 compile_size = 64bit
 compressed
+"""
 
+
+USAGE = f"""
+{_elf("sm_80")}
 Resource usage:
  Common:
   GLOBAL:512 CONSTANT[4]:8
 
-Fatbin elf code:
-================
-arch = sm_90a
-code version = [1,8]
-host = linux
-compile_size = 64bit
-compressed
-
+{_elf("sm_90a")}
 Resource usage:
  Common:
   GLOBAL:512 CONSTANT[4]:8
@@ -52,14 +53,7 @@ Resource usage:
  Function {PLAIN}:
   REG:48 STACK:0 SHARED:0 LOCAL:0 CONSTANT[2]:8 CONSTANT[0]:1632 TEXTURE:0 SURFACE:0 SAMPLER:0
 
-Fatbin elf code:
-================
-arch = sm_90a
-code version = [1,8]
-host = linux
-compile_size = 64bit
-compressed
-
+{_elf("sm_90a")}
 Resource usage:
  Common:
   GLOBAL:512 CONSTANT[4]:8
@@ -67,14 +61,7 @@ Resource usage:
   REG:168 STACK:16 SHARED:1024 LOCAL:0 CONSTANT[0]:2176 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
 SASS = f"""
-Fatbin elf code:
-================
-arch = sm_90a
-code version = [1,8]
-host = linux
-compile_size = 64bit
-compressed
-
+{_elf("sm_90a")}
 	code for sm_90
 		Function : {SPILLING}
 	.headerflags	@"EF_CUDA_TEXMODE_UNIFIED EF_CUDA_64BIT_ADDRESS EF_CUDA_ACCELERATORS"
