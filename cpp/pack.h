@@ -55,8 +55,9 @@ enum fdm_dtype { FDM_FLOAT32 = 0, FDM_FLOAT16 = 1, FDM_BFLOAT16 = 2, FDM_BOOL = 
 enum fdm_device_type { FDM_CPU = 1, FDM_CUDA = 2 };
 
 enum fdm_flag {
-  FDM_CAUSAL = 1,       /* query i sees keys j <= i + K - Q: aligned to the bottom right */
-  FDM_DETERMINISTIC = 2 /* equal inputs on an equal machine give equal bits */
+  FDM_CAUSAL = 1,        /* query i sees keys j <= i + K - Q: aligned to the bottom right */
+  FDM_DETERMINISTIC = 2, /* equal inputs on an equal machine give equal bits */
+  FDM_FORWARD_ONLY = 4   /* nobody but one call of forward reads the plan, so a pack may leave it empty */
 };
 
 /* How a problem gives its mask; the index of fdm_pack.plan_layouts. */

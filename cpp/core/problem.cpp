@@ -181,8 +181,9 @@ void Problem::read_window(int64_t window) {
   mask_kind_ = FDM_MASK_INTERVALS;
 }
 
-Problem::Placed Problem::placed(fdm_buffer plan) const {
+Problem::Placed Problem::placed(fdm_buffer plan, PlanUse use) const {
   Placed placed{problem_, selection_, plan};
+  if (use == PlanUse::forward_only) placed.problem.flags |= FDM_FORWARD_ONLY;
   if (!selects_) return placed;
   const int64_t bytes = bound_bytes(selection_);
   placed.selection.context = problem_.context;
@@ -238,8 +239,8 @@ void Problem::plan(nb::handle plan, nb::handle workspace) const {
   run_plan(plan_buffer, workspace_buffer);
 }
 
-void Problem::run_plan(fdm_buffer plan, fdm_buffer workspace) const {
-  const Placed own = placed(plan);
+void Problem::run_plan(fdm_buffer plan, fdm_buffer workspace, PlanUse use) const {
+  const Placed own = placed(plan, use);
   call_pack<Gil::release>(pack_, selects_ ? "select_and_plan" : "plan", [&](char *message, size_t message_bytes) {
     if (selects_)
       return pack_.select_and_plan(&own.selection, &own.problem, own.plan, workspace, message, message_bytes);
@@ -258,13 +259,13 @@ void Problem::forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handl
 }
 
 void Problem::run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan,
-                          fdm_buffer workspace) const {
+                          fdm_buffer workspace, PlanUse use) const {
   fdm_forward_args args{};
   args.struct_size = sizeof args;
   args.splits = splits;
   args.out = out;
   args.lse = lse;
-  const Placed own = placed(plan);
+  const Placed own = placed(plan, use);
   call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
     return pack_.forward(&own.problem, &args, own.plan, workspace, message, message_bytes);
   });
@@ -328,18 +329,19 @@ bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::hand
 void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::handle lse, nb::handle plan) const {
   const bool has_lse = !is_absent(lse);
   std::byte *const begin = static_cast<std::byte *>(memory);
-  fdm_buffer plan_buffer{begin, sizes.plan};
   void *const lse_data = begin + sizes.plan;
   const fdm_buffer workspace{begin + sizes.plan + sizes.lse, sizes.workspace};
 
   const fdm_tensor out_tensor = read_out(out);
   const fdm_tensor lse_tensor = has_lse ? read_lse(lse, "lse") : contiguous_lse(lse_data, extents_);
   if (has_lse) require_distinct_elements(lse_tensor, "lse");
-  if (!is_absent(plan))
-    plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
-  else if (sizes.plan > 0)
-    run_plan(plan_buffer, workspace);
-  run_forward(out_tensor, lse_tensor, 0, plan_buffer, workspace);
+  if (!is_absent(plan)) {
+    run_forward(out_tensor, lse_tensor, 0, read_buffer(plan, "plan", plan_bytes_, device_), workspace);
+    return;
+  }
+  const fdm_buffer own_plan{begin, sizes.plan};
+  if (sizes.plan > 0) run_plan(own_plan, workspace, PlanUse::forward_only);
+  run_forward(out_tensor, lse_tensor, 0, own_plan, workspace, PlanUse::forward_only);
 }
 
 void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const {

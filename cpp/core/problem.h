@@ -73,11 +73,13 @@ private:
     fdm_selection selection;
     fdm_buffer plan;
   };
-  Placed placed(fdm_buffer plan) const;
+  // Who reads a plan: other calls too, or the forward pass alone.
+  enum class PlanUse { kept, forward_only };
+  Placed placed(fdm_buffer plan, PlanUse use = PlanUse::kept) const;
   void attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::handle lse, nb::handle plan) const;
-  void run_plan(fdm_buffer plan, fdm_buffer workspace) const;
-  void run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan,
-                   fdm_buffer workspace) const;
+  void run_plan(fdm_buffer plan, fdm_buffer workspace, PlanUse use = PlanUse::kept) const;
+  void run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan, fdm_buffer workspace,
+                   PlanUse use = PlanUse::kept) const;
   void run_backward(const fdm_backward_args &args, fdm_buffer plan, fdm_buffer workspace) const;
 
   const fdm_pack &pack_;

@@ -71,11 +71,14 @@ struct dim3 {
   constexpr dim3(unsigned columns = 1, unsigned rows = 1, unsigned layers = 1) : x(columns), y(rows), z(layers) {}
 };
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -91,7 +94,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
                                const Arguments &...arguments) {
   fdm::emulator::has_context = true;
   const auto size = [](dim3 d) { return fdm::emulator::Index3{d.x, d.y, d.z}; };
-  const bool done = fdm::emulator::launch(
-      {size(config->gridDim), size(config->blockDim), config->dynamicSmemBytes, [&] { kernel(arguments...); }});
+  uint32_t cluster = 1;
+  for (unsigned n = 0; n < config->numAttrs; ++n)
+    if (config->attrs[n].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[n].val.clusterDim.y;
+  const bool done = fdm::emulator::launch({size(config->gridDim), size(config->blockDim), config->dynamicSmemBytes,
+                                           [&] { kernel(arguments...); }, cluster});
   return done ? cudaSuccess : cudaErrorLaunchFailure;
 }

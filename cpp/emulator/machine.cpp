@@ -1,22 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "machine.h"
 
-#include <sys/mman.h>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <atomic>
-#include <csetjmp>
 #include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <memory>
 #include <mutex>
-#include <random>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
+
+#include "block.h"
 
 namespace fdm::cuda {
 
@@ -30,8 +21,6 @@ namespace {
 
 using cuda::dynamic_shared;
 
-constexpr int kWarp = 32, kMostWarps = 32, kBarriers = 16;
-constexpr size_t kStackBytes = 256 << 10;
 // What uninitialised shared memory holds: NaN in every float format.
 constexpr int kUninitialised = 0xff, kBeyond = 0xa5;
 
@@ -40,123 +29,9 @@ uint64_t number_from_environment(const char *name, uint64_t otherwise) {
   return text ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
-// A barrier in shared memory.
-struct Barrier {
-  uint16_t pending, arrivals;
-  int32_t bytes_and_phase; // twice the bytes that are still to come, plus the parity of the phase under way
-
-  static Barrier load(const uint64_t &word) {
-    Barrier barrier;
-    std::memcpy(&barrier, &word, sizeof barrier);
-    return barrier;
-  }
-  void store(uint64_t &word) const { std::memcpy(&word, this, sizeof *this); }
-  uint32_t phase() const { return bytes_and_phase & 1; }
-};
-static_assert(sizeof(Barrier) == sizeof(uint64_t));
-
-// Groups of work, in order; the last is open.
-struct Groups {
-  std::deque<std::vector<Work>> committed;
-  std::vector<Work> open;
-
-  void complete_first() {
-    std::vector<Work> group = std::move(committed.front());
-    committed.pop_front();
-    for (Work &work : group) work();
-  }
-};
-
-// Stacks stay where they are from block to block.
-class Stack {
-public:
-  Stack() {
-    memory_ = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory_ == MAP_FAILED) throw std::bad_alloc();
-    mprotect(memory_, 4096, PROT_NONE);
-  }
-  ~Stack() { munmap(memory_, kStackBytes); }
-  Stack(const Stack &) = delete;
-  Stack &operator=(const Stack &) = delete;
-  void *memory() const { return memory_; }
-
-private:
-  void *memory_;
-};
-
-struct Fiber {
-  Index3 thread, block;
-  std::unique_ptr<Stack> stack = std::make_unique<Stack>();
-  ucontext_t start;
-  jmp_buf at;
-  bool started = false;
-  Groups copies, bulk;
-  uint64_t *awaited = nullptr; // a barrier in shared memory, and the parity of the phase
-  uint32_t parity = 0;
-  int result = 0; // of a reduction over the block
-};
-
-struct Meeting {
-  uint32_t mask, arrived;
-  Execute execute;
-  void *lanes[kWarp];
-};
-
-struct Warp {
-  uint32_t ready = 0, yielding = 0; // lanes
-  std::vector<Meeting> meetings;
-  Groups products;
-};
-
-struct NamedBarrier {
-  int arrived = 0, any = 0, all = 1;
-  std::vector<int> waiting;
-};
-
-// Runs blocks of threads, one after the other, on a thread of the system.
-class Machine {
-public:
-  // Runs one block. Returns false if it failed; `error` tells why.
-  bool run(const Launch &launch, Index3 index);
-  std::string error;
-
-  Fiber *current = nullptr;
-  int current_number = 0;
-
-  const Launch &launch() const { return *launch_; }
-  Warp &warp() { return warps_[current_number / kWarp]; }
-  uint32_t lane() const { return 1u << current_number % kWarp; }
-  // Leaves the fiber until someone has made it ready again.
-  void leave();
-  int sync(int barrier, int threads, int value);
-  void arrive(int barrier, int threads);
-  void phase_ended() { phases_ended_ = true; }
-  void put_off(Work work) { later_.push_back(std::move(work)); }
-  [[noreturn]] void fail(const std::string &what);
-
-private:
-  static void enter();
-  void resume(int number);
-  void release(int number) { warps_[number / kWarp].ready |= 1u << number % kWarp; }
-  void run_warp(int warp);
-  bool release_waiting();
-  bool do_later();
-  void finish(NamedBarrier &barrier);
-  void schedule();
-  std::string describe() const;
-
-  std::vector<std::unique_ptr<Fiber>> fibers_;
-  Warp warps_[kMostWarps];
-  NamedBarrier barriers_[kBarriers];
-  std::deque<Work> later_;
-  const Launch *launch_ = nullptr;
-  jmp_buf scheduler_;
-  std::mt19937_64 random_;
-  int threads_ = 0, alive_ = 0;
-  bool phases_ended_ = false, failed_ = false;
-};
-
 thread_local Machine machine;
+
+} // namespace
 
 void Machine::fail(const std::string &what) {
   if (!failed_) {
@@ -325,6 +200,8 @@ bool Machine::run(const Launch &launch, Index3 index) {
   return !failed_;
 }
 
+namespace {
+
 std::mutex error_mutex;
 std::string last_error;
 
@@ -348,6 +225,17 @@ void sync_threads(int barrier, int threads) { machine.sync(barrier, threads, 0);
 void arrive_threads(int barrier, int threads) { machine.arrive(barrier, threads); }
 int sync_threads_or(int value) { return machine.sync(0, kAll, value) & 1; }
 int sync_threads_and(int value) { return machine.sync(0, kAll, value) >> 1; }
+
+void sync_cluster() {
+  if (!machine.cluster) machine.fail("the block is in no cluster");
+  sync_threads(0, kAll);
+  if (machine.current_number == 0) machine.cluster->barrier.arrive_and_wait();
+  sync_threads(0, kAll);
+}
+const void *shared_of_block(const void *own, uint32_t rank) {
+  if (!machine.cluster || rank >= machine.cluster->shared.size()) machine.fail("there is no such block in the cluster");
+  return machine.cluster->shared[rank] + int32_t(shared_address(own));
+}
 
 void meet(uint32_t mask, void *own, Execute execute) {
   Warp &warp = machine.warp();
@@ -452,9 +340,10 @@ std::vector<Work> share(Queue queue) {
 }
 
 bool launch(Launch launch) {
-  if (launch.shared_bytes > size_t(kMostSharedBytes) || launch.block.x > kWarp * kMostWarps) {
+  const bool is_possible = launch.shared_bytes <= size_t(kMostSharedBytes) && launch.block.x <= kWarp * kMostWarps;
+  if (!is_possible || (launch.cluster > 1 && launch.cluster != launch.grid.y)) {
     const std::lock_guard lock(error_mutex);
-    last_error = "more shared memory or threads than an SM has";
+    last_error = "more shared memory or threads than an SM has, or a cluster that is no column of the grid";
     return false;
   }
   static std::atomic<uint64_t> launches{0};
@@ -463,15 +352,30 @@ bool launch(Launch launch) {
   const uint64_t blocks = uint64_t(launch.grid.x) * launch.grid.y;
   std::atomic<uint64_t> next{0};
   std::atomic<bool> succeeded{true};
+  const auto run_block = [&](uint64_t index) {
+    Launch own = launch;
+    own.seed = launch_seed * 0x9e3779b97f4a7c15u + index;
+    if (machine.run(own, {uint32_t(index % launch.grid.x), uint32_t(index / launch.grid.x)})) return;
+    const std::lock_guard lock(error_mutex);
+    last_error = machine.error;
+    succeeded = false;
+  };
+  for (uint32_t column = 0; launch.cluster > 1 && succeeded && column < launch.grid.x; ++column) {
+    Cluster cluster(launch.cluster);
+    std::vector<std::thread> ranks;
+    for (uint32_t rank = 0; rank < launch.cluster; ++rank)
+      ranks.emplace_back([&, rank] {
+        machine.cluster = &cluster;
+        cluster.shared[rank] = dynamic_shared;
+        cluster.barrier.arrive_and_wait();
+        run_block(uint64_t(rank) * launch.grid.x + column);
+        cluster.barrier.arrive_and_drop(); // who has ended is not waited for
+      });
+    for (std::thread &rank : ranks) rank.join();
+  }
+  if (launch.cluster > 1) return succeeded;
   const auto work = [&] {
-    for (uint64_t index; succeeded && (index = next++) < blocks;) {
-      Launch own = launch;
-      own.seed = launch_seed * 0x9e3779b97f4a7c15u + index;
-      if (machine.run(own, {uint32_t(index % launch.grid.x), uint32_t(index / launch.grid.x)})) continue;
-      const std::lock_guard lock(error_mutex);
-      last_error = machine.error;
-      succeeded = false;
-    }
+    for (uint64_t index; succeeded && (index = next++) < blocks;) run_block(index);
   };
   static const uint64_t most_threads =
       number_from_environment("FDM_EMULATOR_THREADS", std::max(1u, std::thread::hardware_concurrency()));

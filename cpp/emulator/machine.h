@@ -4,7 +4,7 @@
 // What the hardware does asynchronously (copies, products of warpgroups) is put off: it happens at a random time before
 // someone waits for it, or not before. So a kernel that reads what has not come, or writes what is still read, gives
 // wrong results here, while on a GPU it seldom does. Blocks of threads run side by side on threads of the system; no
-// kernel waits for another block. What a kernel writes is there when its launch returns, so programmatic dependent
+// kernel waits for another block, but for those of its cluster. What a kernel writes is there when its launch returns, so programmatic dependent
 // launches are not tested here (see FLASH_DMATTN_DELAYS for those), nor are proxy fences and orders of memory.
 #pragma once
 
@@ -40,6 +40,10 @@ void arrive_threads(int barrier, int threads);
 int sync_threads_or(int value);
 int sync_threads_and(int value);
 
+// Blocks of a cluster: all of their threads meet; and what another one has in its shared memory where `own` is.
+void sync_cluster();
+const void *shared_of_block(const void *own, uint32_t rank);
+
 // The lanes of the mask meet. The last of them calls execute(lanes), which has for each lane what it gave.
 using Execute = void (*)(void *const *lanes);
 void meet(uint32_t mask, void *own, Execute execute);
@@ -72,6 +76,7 @@ struct Launch {
   Index3 grid, block;
   size_t shared_bytes;
   std::function<void()> kernel; // what each thread calls
+  uint32_t cluster = 1;         // 1, or all blocks of a column of the grid, which run at the same time
   uint64_t seed = 0;            // of the block
 };
 // Returns false if it failed; error() tells why.

@@ -4,12 +4,17 @@
 // There is little to compute and much to fetch, so warps work alone: each takes blocks of 16 columns, gathers their
 // rows of K and V two blocks ahead, and no barrier is in its loop. Blocks of columns are dealt out in turns to the
 // warps of all splits. Only the device knows how many columns there are, and this way the first splits have work
-// whatever the number is. The warps of a block merge their results in shared memory, combine.cu those of the splits.
+// whatever the number is. Where a block lists the kept keys itself, its warps divide those of its part among them.
+//
+// The warps of a block merge their results in shared memory. Splits that are a cluster merge theirs there, too; those of
+// others are left to combine.cu.
 #pragma once
 
 #include "../tile/copy_rows.cuh"
 #include "decode.h"
+#include "decode_keys.cuh"
 #include "forward_rows.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
@@ -30,7 +35,9 @@ template <class Config> struct DecodeShared {
   char sKV[Config::kWarps][Config::kStages][2][Config::kKeyBytes]; // K and V; later the results of the warp
   KeyRing<Config::kColumns, 32> ring[Config::kWarps];
   float maximum[Config::kWarps][kDecodeRows], sum[Config::kWarps][kDecodeRows];
+  float block_maximum[kDecodeRows], block_sum[kDecodeRows]; // of all warps, for the other blocks of a cluster
   ForwardTask task;
+  KeptKeys<Config::kThreads> kept;
 
   __device__ float *results(int warp) { return reinterpret_cast<float *>(sKV[warp]); }
 };
@@ -63,15 +70,17 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   DecodeShared<Config> &shared;
   Ring &ring;
   int warp, lane;
-  int workers, worker; // warps of all splits, and the number of this one
+  int workers, worker; // warps that have the columns, and the number of this one
   int steps;           // blocks of columns of this warp
 
   __device__ DecodeWarp(const ForwardParams &parameters, DecodeShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring[threadIdx.x / 32]), warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32) {
+        lane(threadIdx.x % 32) {}
+
+  __device__ void divide_columns(int all, int own) {
     const int blocks = (task->columns.count + kColumns - 1) / kColumns;
-    workers = params.splits * Config::kWarps;
-    worker = task->split * Config::kWarps + warp;
+    workers = all;
+    worker = own;
     steps = worker < blocks ? (blocks - worker + workers - 1) / workers : 0;
   }
 
@@ -160,10 +169,51 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     gemm_rs<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));
   }
 
+  // The keys [first, past) of the split that are not listed yet.
+  struct KeysLeft {
+    int32_t first, past;
+  };
+
+  __device__ KeysLeft keys_of_split() const {
+    const auto keys = int32_t(task->s.k_count), share = (keys / params.splits + 4) & ~3; // whole words of a mask
+    const int32_t first = min(keys, task->split * share);
+    return {first, min(keys, first + share)};
+  }
+
+  // Makes the next of them the task's columns.
+  __device__ void list_keys(KeysLeft &left) {
+    const fdm_problem &p = params.p;
+    const int32_t past = min(left.past, left.first + shared.kept.kMost);
+    const int32_t count = shared.kept.find(score_matrix(p, p.mask, task->s, task->head, 1), left.first, past);
+    if (threadIdx.x == 0) {
+      shared.task.columns = {};
+      shared.task.columns.count = shared.task.columns.full = count;
+      shared.task.columns.slots = shared.kept.keys;
+    }
+    __syncthreads();
+    left.first = past;
+  }
+
   __device__ void run() {
     this->start();
     load_queries();
     ptx::cp_async_fence();
+    KeysLeft left{};
+    if (params.finds_keys) left = keys_of_split();
+#pragma unroll 1
+    do {
+      if (params.finds_keys) {
+        list_keys(left);
+        divide_columns(Config::kWarps, warp);
+      } else {
+        divide_columns(params.splits * Config::kWarps, task->split * Config::kWarps + warp);
+      }
+      attend_columns();
+    } while (left.first < left.past);
+    this->finish();
+  }
+
+  __device__ void attend_columns() {
     store(0, fetch_own_column(0, fetch_own_key(0)));
     int32_t next_key = fetch_own_key(kStages);
 #pragma unroll
@@ -190,7 +240,6 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     }
     ptx::cp_async_wait<0>();
     __syncwarp();
-    this->finish();
   }
 
   __device__ void store_results() {
@@ -208,54 +257,102 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     }
   }
 
+  // An element of a result, not normalized, and the maximum and sum of its row, to base 2.
+  struct Part {
+    float value, maximum, sum;
+  };
+
+  // Merges parts in their order.
+  template <int kParts> __device__ __forceinline__ static Part merge(const Part (&parts)[kParts]) {
+    Part merged{0.0f, -INFINITY, 0.0f};
+#pragma unroll
+    for (const Part &part : parts) merged.maximum = fmaxf(merged.maximum, part.maximum);
+    const float shift = merged.maximum == -INFINITY ? 0.0f : merged.maximum;
+#pragma unroll
+    for (const Part &part : parts) {
+      const float factor = ptx::exp2_approximate(part.maximum - shift);
+      merged.sum += part.sum * factor;
+      merged.value += part.value * factor;
+    }
+    return merged;
+  }
+
+  // Calls write(r, d) for the elements of all rows, which `blocks` blocks of threads divide among them.
+  template <class Write> __device__ void for_elements(int block, int blocks, const Write &write) const {
+    const int rows = row_count(), head_dim = int(params.p.head_dim);
+    for (int i = block * Config::kThreads + int(threadIdx.x); i < rows * kHeadDim; i += blocks * Config::kThreads)
+      if (i % kHeadDim < head_dim) write(i / kHeadDim, i % kHeadDim);
+  }
+
   // The epilogue sums over the warps, in their order.
   __device__ void write_merged() const {
-    const int rows = row_count(), head_dim = int(params.p.head_dim);
-    for (int i = threadIdx.x; i < rows * kHeadDim; i += Config::kThreads) {
-      const int r = i / kHeadDim, d = i % kHeadDim;
-      if (d >= head_dim) continue;
-      float largest = -INFINITY;
+    for_elements(0, 1, [&](int r, int d) {
+      Part parts[Config::kWarps];
 #pragma unroll
-      for (int w = 0; w < Config::kWarps; ++w) largest = fmaxf(largest, shared.maximum[w][r]);
-      const float shift = largest == -INFINITY ? 0.0f : largest;
-      float total = 0.0f, value = 0.0f;
-#pragma unroll
-      for (int w = 0; w < Config::kWarps; ++w) {
-        const float factor = ptx::exp2_approximate(shared.maximum[w][r] - shift);
-        total += shared.sum[w][r] * factor;
-        value += shared.results(w)[r * Config::kMergePitch + d] * factor;
-      }
-      if (params.splits > 1)
-        write_partial(r, d, value, largest, total);
+      for (int w = 0; w < Config::kWarps; ++w)
+        parts[w] = {shared.results(w)[place(r, d)], shared.maximum[w][r], shared.sum[w][r]};
+      const Part merged = merge(parts);
+      if (params.merges_in_cluster)
+        put_for_cluster(r, d, merged);
+      else if (params.splits > 1)
+        write_partial(r, d, merged);
       else
-        write(r, d, value, largest, total);
-    }
+        write(r, d, merged);
+    });
   }
 
-  __device__ void write(int r, int d, float value, float largest, float total) const {
+  __device__ static int place(int r, int d) { return r * Config::kMergePitch + d; }
+
+  // Only this thread reads what the warps have for this element, so there is room for it.
+  __device__ void put_for_cluster(int r, int d, const Part &merged) const {
+    shared.results(0)[place(r, d)] = merged.value;
+    if (d > 0) return;
+    shared.block_maximum[r] = merged.maximum;
+    shared.block_sum[r] = merged.sum;
+  }
+
+  // Then over the blocks of a cluster, in the order of the splits. All threads of the cluster call this.
+  __device__ void write_of_cluster() const {
+    ptx::sync_cluster();
+    for_elements(task->split, params.splits, [&](int r, int d) {
+      Part parts[kMostClusterSplits];
+#pragma unroll
+      for (int split = 0; split < kMostClusterSplits; ++split) {
+        parts[split] = {0.0f, -INFINITY, 0.0f};
+        if (split < params.splits)
+          parts[split] = {ptx::load_of_block(&shared.results(0)[place(r, d)], split),
+                          ptx::load_of_block(&shared.block_maximum[r], split),
+                          ptx::load_of_block(&shared.block_sum[r], split)};
+      }
+      write(r, d, merge(parts));
+    });
+    ptx::sync_cluster(); // no block may end before the others have read
+  }
+
+  __device__ void write(int r, int d, const Part &x) const {
     const fdm_tensor &t = params.a.out;
     store_element(t, row_offset(t, task->s, this->query(r), this->head(r)) + d * t.stride[3],
-                  total == 0.0f ? 0.0f : value * row_factor(this->sink(r), largest, total));
+                  x.sum == 0.0f ? 0.0f : x.value * row_factor(this->sink(r), x.maximum, x.sum));
     if (d == 0)
       static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, this->query(r), this->head(r))] =
-          total == 0.0f ? -INFINITY : (largest + log2f(total)) / kLog2E;
+          x.sum == 0.0f ? -INFINITY : (x.maximum + log2f(x.sum)) / kLog2E;
   }
 
-  __device__ void write_partial(int r, int d, float value, float largest, float total) const {
+  __device__ void write_partial(int r, int d, const Part &x) const {
     const fdm_problem &p = params.p;
     const int64_t rows = p.batch * p.heads * p.queries;
     const int64_t partial_row =
         task->split * rows + (task->sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
-    params.partial_out[partial_row * p.head_dim + d] = value;
+    params.partial_out[partial_row * p.head_dim + d] = x.value;
     if (d == 0) {
-      params.partial_max[partial_row] = largest;
-      params.partial_sum[partial_row] = total;
+      params.partial_max[partial_row] = x.maximum;
+      params.partial_sum[partial_row] = x.sum;
     }
   }
 
   // A split that has no columns writes sums of 0; combine.cu then reads no results.
   __device__ void write_nothing() const {
-    if (int(threadIdx.x) < row_count()) write_partial(threadIdx.x, 0, 0.0f, -INFINITY, 0.0f);
+    if (int(threadIdx.x) < row_count()) write_partial(threadIdx.x, 0, {0.0f, -INFINITY, 0.0f});
   }
 };
 
@@ -276,12 +373,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) decode_kernel(const __gri
                    kv_head_of(p, head),
                    0,
                    int(blockIdx.y),
-                   tile_columns(p, params.plan, s, sequence_index, head, 0),
+                   params.finds_keys ? TileColumns{} : tile_columns(p, params.plan, s, sequence_index, head, 0),
                    score_view(p, p.bias, s, head),
                    sink_score(p, head)};
   __syncthreads();
   DecodeWarp<Config> warp(params, shared);
-  if (params.splits > 1 && shared.task.split * Config::kWarps * Config::kColumns >= shared.task.columns.count) {
+  const bool goes_alone = params.splits > 1 && !params.finds_keys && !params.merges_in_cluster;
+  if (goes_alone && shared.task.split * Config::kWarps * Config::kColumns >= shared.task.columns.count) {
     warp.write_nothing();
     return;
   }
@@ -289,6 +387,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) decode_kernel(const __gri
   warp.store_results();
   __syncthreads();
   warp.write_merged();
+  if constexpr (kHasClusters)
+    if (params.merges_in_cluster) warp.write_of_cluster();
 }
 
 } // namespace fdm::cuda

@@ -9,6 +9,11 @@ namespace fdm::cuda {
 // The query rows of a block: the queries of all heads_per_tile heads.
 constexpr int kDecodeRows = 16;
 
+// Splits that are a cluster; more blocks need not be on neighbouring SMs on every GPU (CUDA programming guide, thread block
+// clusters).
+constexpr bool kHasClusters = FDM_TILE_ARCH == 90;
+constexpr int kMostClusterSplits = 8;
+
 // Launches one instantiation, which serves head dimensions up to kHeadDim. It has a block for each group of
 // heads_per_tile heads and each split.
 template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream);

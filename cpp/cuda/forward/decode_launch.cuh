@@ -14,8 +14,8 @@ constexpr int decode_warps(int arch, int head_dim) { return head_dim > 128 && sh
 template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream) {
   using Config = DecodeConfig<Element, kHeadDim, decode_warps(FDM_TILE_ARCH, kHeadDim)>;
   const int64_t groups = params.p.batch * (params.p.heads / params.heads_per_tile);
-  return launch_with_shared<DecodeShared<Config>, decode_kernel<Config>>(params, {groups, params.splits},
-                                                                         Config::kThreads, stream);
+  const Grid grid(groups, params.splits, params.merges_in_cluster ? params.splits : 1);
+  return launch_with_shared<DecodeShared<Config>, decode_kernel<Config>>(params, grid, Config::kThreads, stream);
 }
 
 } // namespace fdm::cuda

@@ -30,9 +30,18 @@ bool heads_share_columns(const fdm_problem &p) {
   return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
 }
 
+// Splits of a decoding call that are a cluster need no other kernel to merge them. Where they have more bytes of K and V
+// than these, more SMs than a cluster has are worth one.
+constexpr int64_t kMostClusterBytes = int64_t(4) << 20;
+constexpr int64_t kKeysOfClusterSplit = 128;
+
+bool can_merge_in_cluster(const fdm_problem &p) {
+  return kHasClusters && 2 * p.keys * p.head_dim * int64_t(sizeof(uint16_t)) <= kMostClusterBytes;
+}
+
 // Which kernel runs, and how rows and columns are divided over its blocks.
 struct Division {
-  bool decode;
+  bool decode, merges_in_cluster;
   int heads_per_tile; // 1, or the heads of a group
   int64_t tiles;      // tiles of the longest sequence
   int64_t blocks;     // without splits
@@ -53,6 +62,9 @@ Division divide(const fdm_problem &p) {
   division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
   division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
   division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
+  division.merges_in_cluster = division.decode && can_merge_in_cluster(p);
+  if (division.merges_in_cluster)
+    division.most_splits = std::clamp<int64_t>(p.keys / kKeysOfClusterSplit, 1, kMostClusterSplits);
   // Two blocks run on an SM at a time. Twice as many end closer together where their work is unequal, as a causal mask
   // makes it. Merging their results costs little where a block has as much work as a bias for each query makes.
   division.wanted_blocks = !division.decode && has_rows(p.bias) ? 4 : 2;
@@ -110,11 +122,15 @@ ForwardTileSize forward_tile_size(int64_t head_dim) {
   });
 }
 
+bool needs_no_plan(const fdm_problem &p) {
+  return p.flags & FDM_FORWARD_ONLY && mask_kind(p) == FDM_MASK_KEYS && p.queries == 1 && divide(p).decode;
+}
+
 int64_t forward_workspace_bytes(const fdm_problem &p) {
   if (is_dense(p)) return dense_forward_workspace_bytes(p);
   const Division division = divide(p);
   if (gives_out_tiles(p, division)) return sizeof(uint32_t);
-  const int64_t splits = room_for_splits(division);
+  const int64_t splits = division.merges_in_cluster ? 1 : room_for_splits(division);
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
@@ -138,8 +154,10 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.sequences_together = sequences_together(p);
   params.consecutive = copies_boxes(p);
   params.few_columns = most_columns(p) <= kFewColumns;
+  params.finds_keys = needs_no_plan(p);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);
   params.splits = int32_t(std::clamp<int64_t>(splits, 1, room_for_splits(division)));
+  params.merges_in_cluster = division.merges_in_cluster && params.splits > 1;
   params.partial_out = static_cast<float *>(workspace);
   params.partial_max = params.partial_out + params.splits * partial_rows(p) * p.head_dim;
   params.partial_sum = params.partial_max + params.splits * partial_rows(p);
@@ -156,7 +174,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     if (division.decode) return launch_decode<Element, decltype(dim)::value>(params, stream);
     return launch_forward<Element, decltype(dim)::value>(params, stream);
   });
-  if (error || params.splits == 1) return error;
+  if (error || params.splits == 1 || params.merges_in_cluster) return error;
   return launch_combine(params, stream);
 }
 

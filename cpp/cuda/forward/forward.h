@@ -26,6 +26,8 @@ struct ForwardParams {
   int32_t splits;
   bool consecutive;                 // sm90/forward_boxes.cuh is for the problem
   bool few_columns;                 // sm90/small_tiles.cuh is for them
+  bool finds_keys;                  // decode.cuh: blocks list the keys of the mask that they keep, there is no plan
+  bool merges_in_cluster;           // decode.cuh: the splits are a cluster
   float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
   float *partial_max, *partial_sum; // [split][batch][head][query], to base 2
   uint32_t *tickets; // of a persistent kernel: a counter of tiles, 0 at first; null: their order is fixed
@@ -44,6 +46,9 @@ ForwardTileSize forward_tile_size(int64_t head_dim);
 
 // Merges the partial results of the splits.
 cudaError_t launch_combine(const ForwardParams &params, cudaStream_t stream);
+
+// Does a forward pass that nothing else shares its plan with need none? Its blocks of threads then read the mask.
+bool needs_no_plan(const fdm_problem &p);
 
 int64_t forward_workspace_bytes(const fdm_problem &p);
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace);

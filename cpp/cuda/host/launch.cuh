@@ -15,8 +15,9 @@ namespace fdm::cuda {
 // Blocks of threads as 64-bit numbers, since the product of sizes that each fit may not fit what the driver takes.
 struct Grid {
   int64_t x, y = 1;
+  int64_t cluster = 1; // blocks of a column that are a cluster (sm_90): 1, or all of it and at most 8
 
-  Grid(int64_t columns, int64_t rows = 1) : x(columns), y(rows) {}
+  Grid(int64_t columns, int64_t rows = 1, int64_t in_cluster = 1) : x(columns), y(rows), cluster(in_cluster) {}
 };
 
 // kernel_ahead makes a programmatic dependent launch (ptx/dependent.cuh); before sm_90, an ordinary one.
@@ -28,16 +29,24 @@ cudaError_t launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
   // The limits of every arch (CUDA programming guide, compute capabilities).
   if (grid.x > INT_MAX || grid.y > 65535) return cudaErrorInvalidConfiguration;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (kOverlap == Overlap::kernel_ahead && FDM_ARCH >= 90) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = attributes[count].val.clusterDim.z = 1;
+    attributes[count++].val.clusterDim.y = unsigned(grid.cluster);
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y));
   config.blockDim = dim3(unsigned(threads));
   config.dynamicSmemBytes = size_t(shared_bytes);
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = kOverlap == Overlap::kernel_ahead && FDM_ARCH >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, parameters...);
 }
 

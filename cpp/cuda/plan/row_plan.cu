@@ -7,6 +7,7 @@
 // word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
 #include "../host/launch.cuh"
 #include "../tile/block_scan.cuh"
+#include "../tile/mask_bytes.cuh"
 #include "list_work.cuh"
 #include "make_plan.h"
 
@@ -14,24 +15,8 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kRowThreads = 512, kStepKeys = kRowThreads;
-constexpr int kParts = kTileRows / 32, kKeysPerThread = 4, kKeysPerWarp = 32 * kKeysPerThread;
+constexpr int kParts = kTileRows / 32, kKeysPerThread = kMaskBytes, kKeysPerWarp = 32 * kKeysPerThread;
 static_assert(kRowThreads / 32 / kParts * kKeysPerWarp == kStepKeys, "the warps' parts must cover a step");
-
-// The upper bit of each of four bytes that is not 0: booleans that are views of other integers may have any bits set.
-__device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {
-  constexpr uint32_t kLower = 0x7f7f7f7fu;
-  return (((bytes & kLower) + kLower) | bytes) & ~kLower;
-}
-
-// Four booleans of a row as bytes; those beyond `keys` are 0.
-template <bool kWide> __device__ __forceinline__ uint32_t load_keys(const uint8_t *first, int64_t col, int keys) {
-  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(first));
-  uint32_t bytes = 0;
-#pragma unroll
-  for (int k = 0; k < kKeysPerThread; ++k)
-    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(first + k * col)) << (8 * k);
-  return bytes;
-}
 
 // Byte k of bits[b] has key k in rows 8 b ... 8 b + 7, counted from `first`.
 template <bool kWide>
@@ -42,7 +27,7 @@ __device__ __forceinline__ void load_rows(const uint8_t *first, int64_t row, int
     uint32_t loaded[8];
 #pragma unroll
     for (int r = 0; r < 8; ++r)
-      loaded[r] = 8 * b + r < rows ? load_keys<kWide>(first + (8 * b + r) * row, col, keys) : 0;
+      loaded[r] = 8 * b + r < rows ? load_mask<kWide>(first + (8 * b + r) * row, col, keys) : 0;
     bits[b] = 0;
 #pragma unroll
     for (int r = 0; r < 8; ++r) bits[b] = bits[b] >> 1 | upper_bits(loaded[r]); // bit 0 of a byte is set by the last

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Booleans of a mask, four at a time.
+#pragma once
+
+#include <cstdint>
+
+namespace fdm::cuda {
+
+constexpr int kMaskBytes = 4;
+
+// The upper bit of each of four bytes that is not 0: booleans that are views of other integers may have any bits set.
+__device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {
+  constexpr uint32_t kLower = 0x7f7f7f7fu;
+  return (((bytes & kLower) + kLower) | bytes) & ~kLower;
+}
+
+// Four booleans, `col` bytes apart, as bytes; those beyond `keys` are 0. kWide says that col is 1, `first` a multiple of four,
+// and that all four are there.
+template <bool kWide> __device__ __forceinline__ uint32_t load_mask(const uint8_t *first, int64_t col, int keys) {
+  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(first));
+  uint32_t bytes = 0;
+#pragma unroll
+  for (int k = 0; k < kMaskBytes; ++k)
+    if (k < keys) bytes |= static_cast<uint32_t>(__ldg(first + k * col)) << (8 * k);
+  return bytes;
+}
+
+} // namespace fdm::cuda

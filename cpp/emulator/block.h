@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What machine.cpp is made of: fibers, their warps and barriers, and the blocks of a cluster.
+#pragma once
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <barrier>
+#include <csetjmp>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <new>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "machine.h"
+
+namespace fdm::emulator {
+
+constexpr int kWarp = 32, kMostWarps = 32, kBarriers = 16;
+constexpr size_t kStackBytes = 256 << 10;
+
+// A barrier in shared memory.
+struct Barrier {
+  uint16_t pending, arrivals;
+  int32_t bytes_and_phase; // twice the bytes that are still to come, plus the parity of the phase under way
+
+  static Barrier load(const uint64_t &word) {
+    Barrier barrier;
+    std::memcpy(&barrier, &word, sizeof barrier);
+    return barrier;
+  }
+  void store(uint64_t &word) const { std::memcpy(&word, this, sizeof *this); }
+  uint32_t phase() const { return bytes_and_phase & 1; }
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t));
+
+// Groups of work, in order; the last is open.
+struct Groups {
+  std::deque<std::vector<Work>> committed;
+  std::vector<Work> open;
+
+  void complete_first() {
+    std::vector<Work> group = std::move(committed.front());
+    committed.pop_front();
+    for (Work &work : group) work();
+  }
+};
+
+// Stacks stay where they are from block to block.
+class Stack {
+public:
+  Stack() {
+    memory_ = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory_ == MAP_FAILED) throw std::bad_alloc();
+    mprotect(memory_, 4096, PROT_NONE);
+  }
+  ~Stack() { munmap(memory_, kStackBytes); }
+  Stack(const Stack &) = delete;
+  Stack &operator=(const Stack &) = delete;
+  void *memory() const { return memory_; }
+
+private:
+  void *memory_;
+};
+
+struct Fiber {
+  Index3 thread, block;
+  std::unique_ptr<Stack> stack = std::make_unique<Stack>();
+  ucontext_t start;
+  jmp_buf at;
+  bool started = false;
+  Groups copies, bulk;
+  uint64_t *awaited = nullptr; // a barrier in shared memory, and the parity of the phase
+  uint32_t parity = 0;
+  int result = 0; // of a reduction over the block
+};
+
+struct Meeting {
+  uint32_t mask, arrived;
+  Execute execute;
+  void *lanes[kWarp];
+};
+
+struct Warp {
+  uint32_t ready = 0, yielding = 0; // lanes
+  std::vector<Meeting> meetings;
+  Groups products;
+};
+
+struct NamedBarrier {
+  int arrived = 0, any = 0, all = 1;
+  std::vector<int> waiting;
+};
+
+// Blocks that run at the same time, each on a thread of the system.
+struct Cluster {
+  explicit Cluster(uint32_t blocks) : barrier(blocks), shared(blocks) {}
+
+  std::barrier<> barrier;
+  std::vector<const char *> shared; // the shared memory of each block
+};
+
+// Runs blocks of threads, one after the other, on a thread of the system.
+class Machine {
+public:
+  // Runs one block. Returns false if it failed; `error` tells why.
+  bool run(const Launch &launch, Index3 index);
+  std::string error;
+
+  Fiber *current = nullptr;
+  int current_number = 0;
+  Cluster *cluster = nullptr;
+
+  const Launch &launch() const { return *launch_; }
+  Warp &warp() { return warps_[current_number / kWarp]; }
+  uint32_t lane() const { return 1u << current_number % kWarp; }
+  // Leaves the fiber until someone has made it ready again.
+  void leave();
+  int sync(int barrier, int threads, int value);
+  void arrive(int barrier, int threads);
+  void phase_ended() { phases_ended_ = true; }
+  void put_off(Work work) { later_.push_back(std::move(work)); }
+  [[noreturn]] void fail(const std::string &what);
+
+private:
+  static void enter();
+  void resume(int number);
+  void release(int number) { warps_[number / kWarp].ready |= 1u << number % kWarp; }
+  void run_warp(int warp);
+  bool release_waiting();
+  bool do_later();
+  void finish(NamedBarrier &barrier);
+  void schedule();
+  std::string describe() const;
+
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  Warp warps_[kMostWarps];
+  NamedBarrier barriers_[kBarriers];
+  std::deque<Work> later_;
+  const Launch *launch_ = nullptr;
+  jmp_buf scheduler_;
+  std::mt19937_64 random_;
+  int threads_ = 0, alive_ = 0;
+  bool phases_ended_ = false, failed_ = false;
+};
+
+} // namespace fdm::emulator
