@@ -267,7 +267,7 @@ def _measure_view(options: argparse.Namespace) -> int:
         **_given(options, *_SHAPE_OPTIONS, "dtype"),
     )
     clock = clock_for(device, cpu_time=options.cpu_time)
-    seconds = options.seconds or (_SECONDS if options.set == "standard" else _FEWER_SECONDS)
+    seconds = options.seconds or (_FEWER_SECONDS if options.set in sets.SWEEPS else _SECONDS)
     steps = (s for w in workloads for s in engine.Measurement(w, clock, seconds).steps())
     count = sum(len(engine.groups(workload)) for workload in workloads)
     _measure(

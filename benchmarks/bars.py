@@ -6,11 +6,11 @@ A tool for maintainers: no test asks how fast a machine is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .results import Results
-from .sets import GPU
+from .sets import GPU, shapes
 from .tables import COLUMNS, Table
 
 Key = tuple[str, str, str]  # case, contestant, quantity
@@ -25,6 +25,7 @@ class Bar(NamedTuple):
     others: str = ""  # contestants, of which the least is the reference
     first: str = ""  # a case, which is the reference
     scale: float | None = None  # if not the unit of the quantity
+    than: str = ""  # the quantity of others, if not the same
     speed: bool = False  # turns the ratio over: the reference by ours, bounded from below
 
     @property
@@ -37,7 +38,7 @@ class Bar(NamedTuple):
     def references(self) -> list[Key]:
         """By which it is divided."""
         case, who, quantity = self.key
-        others = [(case, other, quantity) for other in self.others.split()]
+        others = [(case, other, self.than or quantity) for other in self.others.split()]
         return others + ([(self.first, who, quantity)] if self.first else [])
 
     @property
@@ -120,12 +121,53 @@ TRAIN_BARS = tuple(
     for length, limit in {"2k": 1.0, "4k": 1.1, "16k": 1.8, "64k": 5.0}.items()
 )
 
+# Of the set "shapes", by how hard a problem is: forward and backward, in times of cuDNN over w keys
+# that were gathered before.
+_OVER_COMPACT = {
+    "compact-1x32x8x128x8192x1024": (1.2, 1.35),
+    "compact-1x32x8x128x65536x1024": (1.2, 1.35),
+    "compact-1x2x1x64x16384x1024": (1.6, 0.6),
+}
+_MOST_OVER_COMPACT = (1.3, 1.5)
+_UNMASKED = (0.95, 0.85)
+
+
+def _shape_bars() -> Iterator[Bar]:
+    for name in shapes(gpu=True):
+        kind = name.partition("-")[0]
+        if kind == "compact":
+            limits = _OVER_COMPACT.get(name, _MOST_OVER_COMPACT)
+            for which, limit in zip(("forward", "backward"), limits, strict=True):
+                about = "of cuDNN on w compacted keys"
+                yield Bar(f"{name} intervals {which}", limit, about, "compact_cudnn")
+        if kind == "unmasked":
+            for which, limit in zip(("forward", "backward"), _UNMASKED, strict=True):
+                about = "speed of dense cuDNN"
+                yield Bar(f"{name} no_mask {which}", limit, about, "dense_cudnn", speed=True)
+        if kind == "short":
+            about = "of dense cuDNN's forward and backward"
+            yield Bar(
+                f"{name} window_size end_to_end", 1.0, about, "dense_cudnn", than="forward_backward"
+            )
+
+
+SHAPE_BARS = tuple(_shape_bars())
+
+# By the first part of the name of a run's first case: bars of GPUs, and of CPUs. A set of several
+# kinds of cases has all of them, whichever come first.
+_OF_SETS: dict[str, tuple[tuple[Bar, ...], tuple[Bar, ...]]] = {
+    "generate": (GENERATE_BARS, GENERATE_BARS),
+    "train": (TRAIN_BARS, TRAIN_BARS),
+    "learn": ((), ()),
+    **dict.fromkeys(("compact", "unmasked", "short", "host"), (SHAPE_BARS, ())),
+}
+
 
 def verdicts(results: Results) -> list[Verdict]:
     """How each bar that is meant for a run stands, by its numbers."""
     kind = next(iter(results.cases), "").partition("-")[0]
-    standard = BARS if results.environment["gpu"] else CPU_BARS
-    bars = {"generate": GENERATE_BARS, "train": TRAIN_BARS, "learn": ()}.get(kind, standard)
+    on_gpu, on_cpu = _OF_SETS.get(kind, (BARS, CPU_BARS))
+    bars = on_gpu if results.environment["gpu"] else on_cpu
     return [_verdict(bar, results.values) for bar in bars]
 
 

@@ -8,7 +8,7 @@ import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,6 +19,12 @@ from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, make_pla
 from .cases import Case, Inputs, Pass
 from .tables import QUANTITIES
 from .timing import Call
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Where there is a mask, what only this package is measured by: its plans, and the host's part.
+_OF_THIS_PACKAGE = ("host", "host_forward_backward", "plan", "forward_planned")
 
 
 class Contestant:
@@ -71,6 +77,13 @@ class Contestant:
         self.prepare(which)
         return self.run(which)
 
+    def detached(self) -> Self:
+        """The same with tensors as they are where no gradient is wanted."""
+        plain = copy.copy(self)
+        plain.query, plain.key, plain.value = (leaf.detach() for leaf in self.leaves[:3])
+        plain.bias = None if self.bias is None else self.bias.detach()
+        return plain
+
     def call(self, quantity: str) -> Call | None:
         """The call whose time the quantity is; None where there is no such thing."""
         which = QUANTITIES[quantity].which
@@ -80,7 +93,9 @@ class Contestant:
             out = self.attend()
             gradients: Any = torch.autograd.grad
             return partial(gradients, out, self.leaves, self.grad_out, retain_graph=True)
-        if self.bias is None or quantity in ("host", "plan", "forward_planned"):
+        if quantity.startswith("host") and self.bias is None:
+            return self.detached().attend if quantity == "host" else partial(self.run, which)
+        if self.bias is None or quantity in _OF_THIS_PACKAGE:
             return None
         return partial(self.prepare if quantity == "selection" else self.prepare_and_run, which)
 
@@ -146,11 +161,11 @@ class FlashDmattn(Contestant):
         return out
 
     def call(self, quantity: str) -> Call | None:
-        if quantity not in ("host", "plan", "forward_planned"):
+        if quantity not in _OF_THIS_PACKAGE:
             return super().call(quantity)
-        plain = copy.copy(self)  # as tensors are where no gradient is wanted
-        plain.query, plain.key, plain.value = (leaf.detach() for leaf in self.leaves[:3])
-        plain.bias = None if self.bias is None else self.bias.detach()
+        if quantity == "host_forward_backward":
+            return partial(self.run, QUANTITIES[quantity].which)
+        plain = self.detached()
         if quantity == "host":
             return plain.attend
         if self.backend is not None or self.mask is None:
@@ -170,8 +185,9 @@ class SelectingFlashDmattn(FlashDmattn):
 
     def call(self, quantity: str) -> Call | None:
         """None for what excludes the selection."""
-        with_selection = ("forward_with_mask", "end_to_end", "backward", "host")
-        return super().call(quantity) if quantity in with_selection else None
+        with_selection = ("forward_with_mask", "end_to_end", "backward")
+        taken = quantity in with_selection or quantity.startswith("host")
+        return super().call(quantity) if taken else None
 
 
 def _only(backend: str | None) -> AbstractContextManager[object]:
@@ -253,8 +269,10 @@ class Sdpa(Contestant):
         return tensor.repeat_interleave(self.case.group, 1) if self.layout == "expanded" else tensor
 
 
-def dense(case: Case, inputs: Inputs, backend: str) -> Contestant:
-    """A reference line: one backend of SDPA over all keys that there are, without bias or mask."""
+def dense(case: Case, inputs: Inputs, backend: str | None) -> Contestant:
+    """A reference line: one backend of SDPA over all keys that there are, without bias or mask;
+    None: the one that PyTorch chooses.
+    """
     return Sdpa(case, replace(inputs, bias=None), "views", backend)
 
 

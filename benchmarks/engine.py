@@ -156,7 +156,7 @@ class _Group:
                 calls[name] = call
         clock, decode = self.of.clock, self.of.workload.shape.queries is not None
         sample = clock.replay if decode else clock.sample
-        if quantity == "host":
+        if quantity.startswith("host"):
             sample = host_samples
         for name, found in in_turns(calls, sample, self.of.seconds).items():
             if isinstance(found, Exception):

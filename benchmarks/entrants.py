@@ -45,7 +45,7 @@ def _ours(form: str, about: str, mask: str = TOP_KEYS_OF_EACH_QUERY, **fields: b
     return Entrant(partial(FlashDmattn, form=form), about, mask, "ours", **fields)
 
 
-def _dense(backend: str, about: str) -> Entrant:
+def _dense(backend: str | None, about: str) -> Entrant:
     return Entrant(partial(dense, backend=backend), about, ALL_KEYS, dense=True, decode=True)
 
 
@@ -82,6 +82,8 @@ ENTRANTS: dict[str, Entrant] = {
     ),
     "dense_flash": _dense("FLASH_ATTENTION", "FlashAttention of torch, no mask"),
     "dense_cudnn": _dense("CUDNN_ATTENTION", "cuDNN, no mask"),
+    # Binding SDPA to a backend is work of the host, which a caller without a wish does not have.
+    "dense_sdpa": _dense(None, "SDPA on a kernel of PyTorch's choice, no mask"),
     "compact_flash": _compact("FLASH_ATTENTION", "FlashAttention of torch over w keys, no mask"),
     "compact_cudnn": _compact("CUDNN_ATTENTION", "cuDNN over w keys, no mask"),
     "sdpa": _sdpa("SDPA, mask shared by a group of heads"),

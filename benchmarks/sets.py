@@ -5,7 +5,7 @@ takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import filter as matching
 from functools import partial
@@ -175,7 +175,86 @@ def density_map(
     return _set(*workloads)
 
 
-SET_NAMES = ("standard", *_LEGACY, "map")
+# The problems of the page of limits: batch, query heads, KV heads, head dimension, tokens, and with
+# a mask the keys that each query keeps.
+_COMPACT = (
+    (1, 32, 8, 128, 8192, 1024),
+    (1, 32, 8, 64, 8192, 1024),
+    (4, 16, 16, 128, 4096, 512),
+    (1, 8, 2, 256, 8192, 1024),
+    (1, 2, 1, 64, 16384, 1024),
+    (1, 32, 8, 128, 65536, 1024),
+    (16, 12, 12, 64, 2048, 1024),
+    (4, 32, 8, 128, 4096, 2048),
+)
+_UNMASKED = (
+    (1, 32, 8, 64, 8192),
+    (1, 32, 8, 128, 8192),
+    (1, 8, 2, 256, 8192),
+    (4, 16, 16, 128, 4096),
+    (8, 16, 4, 64, 2048),
+    (32, 12, 12, 64, 512),
+)
+_SHORT = (
+    (32, 12, 12, 64, 512, 128),
+    (16, 12, 12, 64, 1024, 256),
+    (8, 16, 4, 64, 2048, 512),
+    (4, 32, 8, 128, 4096, 2048),
+    (1, 32, 8, 128, 1024, 256),
+    (1, 32, 8, 128, 2048, 512),
+    (64, 8, 8, 32, 256, 64),
+)
+_HOST = ((1, 8, 2, 64, 512, 64),)
+_SIZES = ("batch", "heads", "kv_heads", "head_dim", "length", "window")
+# What is compared, beside what, and how, by the first part of the cases' names.
+_SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...], tuple[str, ...]]] = {
+    "compact": (
+        _COMPACT,
+        ("intervals", "compact_cudnn", "compact_flash"),
+        ("forward", "backward"),
+    ),
+    "unmasked": (_UNMASKED, ("no_mask", "dense_cudnn"), ("forward", "backward")),
+    "short": (
+        _SHORT,
+        ("window_size", "dense_cudnn"),
+        ("forward", "forward_with_mask", "forward_backward", "end_to_end"),
+    ),
+    "host": (
+        _HOST,
+        ("window_size", "no_mask", "dense_sdpa", "dense_cudnn"),
+        ("host", "host_forward_backward"),
+    ),
+}
+# CPUs have no cuDNN, and take the same in small.
+_ON_CPU_SHAPES = {
+    "compact": ((1, 8, 2, 64, 512, 64), (1, 2, 1, 32, 1024, 64), (2, 4, 4, 32, 256, 32)),
+    "unmasked": ((1, 8, 2, 64, 512), (2, 4, 4, 32, 256), (4, 3, 3, 32, 128)),
+    "short": ((4, 3, 3, 32, 128, 32), (2, 4, 4, 32, 256, 64), (1, 8, 2, 64, 512, 256)),
+    "host": _HOST,
+}
+
+
+def shapes(gpu: bool) -> WorkloadSet:
+    """Calls beside the fastest kernels that do comparable work, over the shapes of models."""
+    workloads = []
+    for kind, (problems, contestants, quantities) in _SHAPES.items():
+        entered = [name if gpu else name.replace("cudnn", "flash") for name in contestants]
+        for sizes in problems if gpu else _ON_CPU_SHAPES[kind]:
+            fields: dict[str, Any] = dict(zip(_SIZES, sizes, strict=False))
+            case = Case(shape_name(kind, *sizes), "bfloat16", **fields)
+            workloads.append(Workload(case, tuple(dict.fromkeys(entered)), quantities))
+    return _set(*workloads)
+
+
+def shape_name(kind: str, *sizes: int) -> str:
+    """What such a case is called."""
+    return f"{kind}-{'x'.join(map(str, sizes))}"
+
+
+_MADE: dict[str, Callable[[bool], WorkloadSet]] = {"map": density_map, "shapes": shapes}
+# Of so many cases that each is measured in less time.
+SWEEPS = (*_LEGACY, "map")
+SET_NAMES = ("standard", *_LEGACY, *_MADE)
 
 
 def workload_set(name: str, device: str) -> WorkloadSet:
@@ -183,7 +262,7 @@ def workload_set(name: str, device: str) -> WorkloadSet:
     gpu = device.startswith("cuda")
     if name == "standard":
         return GPU if gpu else CPU
-    return density_map(gpu) if name == "map" else _legacy(name, gpu)
+    return _MADE[name](gpu) if name in _MADE else _legacy(name, gpu)
 
 
 def chosen_workloads(

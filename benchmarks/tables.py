@@ -54,6 +54,9 @@ QUANTITIES = {
     "forward_backward": Quantity("forward and backward", "fwd+bwd ms", _BOTH),
     "end_to_end": Quantity("making the mask, forward and backward", "all ms", _BOTH),
     "host": Quantity("host time of a forward call without gradients", "host us", unit="us"),
+    "host_forward_backward": Quantity(
+        "host time of forward and backward", "host fwd+bwd us", _BOTH, "us"
+    ),
     "memory_forward": Quantity("peak extra memory of forward", "fwd MiB", unit="MiB"),
     "memory_forward_backward": Quantity(
         "peak extra memory of forward and backward", "fwd+bwd MiB", _BOTH, "MiB"

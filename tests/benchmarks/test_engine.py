@@ -64,7 +64,7 @@ def test_every_quantity_of_masked_attention_is_measured() -> None:
     expected = {
         **{name: set(tables.QUANTITIES) for name in ("intervals", "boolean", "key_mask")},
         "sdpa": masked,
-        "compact_flash": both,
+        "compact_flash": both | {"host", "host_forward_backward"},
     }
     assert found.keys() == {(c, quantity) for c, all_of in expected.items() for quantity in all_of}
     for (_, quantity), record in found.items():
@@ -211,8 +211,27 @@ def test_a_call_that_selects_has_no_time_without_its_selection() -> None:
     assert {key: record.reason for key, record in found.items() if record.reason} == {}
     quantities = {quantity for who, quantity in found if who == "window_size"}
     timed = {quantity for quantity in quantities if not quantity.startswith("memory")}
-    assert timed == {"forward_with_mask", "backward", "end_to_end", "host"}
+    hosts = {"host", "host_forward_backward"}
+    assert timed == {"forward_with_mask", "backward", "end_to_end", *hosts}
     assert found["window_size", "end_to_end"].mask == found["intervals", "end_to_end"].mask
+
+
+def test_shapes_are_measured_beside_what_does_comparable_work() -> None:
+    host, *_ = (w for name, w in sets.shapes(gpu=False).items() if name.startswith("host"))
+    found = run(replace(host, shape=replace(host.shape, length=64, window=8)))
+    assert {key: record.reason for key, record in found.items() if record.reason} == {}
+    who = ("window_size", "no_mask", "dense_sdpa", "dense_flash")
+    both = ("host", "host_forward_backward")
+    assert set(found) == {(name, quantity) for name in who for quantity in both}
+    short, *_ = (w for name, w in sets.shapes(gpu=False).items() if name.startswith("short"))
+    found = run(short)
+    assert {key: record.reason for key, record in found.items() if record.reason} == {}
+    assert set(found) == {
+        ("window_size", "forward_with_mask"),
+        ("window_size", "end_to_end"),
+        ("dense_flash", "forward"),
+        ("dense_flash", "forward_backward"),
+    }
 
 
 # --- clocks and memory

@@ -126,7 +126,14 @@ def test_best_of_several_references_counts() -> None:
     assert verdict(work, ours, gqa, where=WHERE).met is True
 
 
-@pytest.mark.parametrize(("known", "cases"), [(bars.BARS, sets.GPU), (bars.CPU_BARS, sets.CPU)])
+@pytest.mark.parametrize(
+    ("known", "cases"),
+    [
+        (bars.BARS, sets.GPU),
+        (bars.CPU_BARS, sets.CPU),
+        (bars.SHAPE_BARS, sets.shapes(gpu=True)),
+    ],
+)
 def test_bars_are_of_what_a_default_run_measures(
     known: tuple[bars.Bar, ...], cases: sets.WorkloadSet
 ) -> None:
@@ -134,6 +141,30 @@ def test_bars_are_of_what_a_default_run_measures(
         for case, contestant, quantity in (bar.key, *bar.references):
             assert contestant in cases[case].contestants
             assert quantity in cases[case].quantities
+
+
+def test_bar_may_compare_with_another_quantity() -> None:
+    name = sets.shape_name("short", 1, 32, 8, 128, 1024, 256)
+    work = f"{name}: window_size, end to end, of dense cuDNN's forward and backward"
+    ours = record(name, "window_size", "end_to_end", 0.9)
+    theirs = record(name, "dense_cudnn", "forward_backward", 1.0)
+    cases = {name: {"length": 1024}}
+    (found,) = (
+        v for v in bars.verdicts(Results(GPU, {}, cases, [ours, theirs])) if v.bar.work == work
+    )
+    assert found.seen == pytest.approx(0.9)
+    assert found.met is True
+
+
+def test_every_problem_of_the_shapes_has_its_bars() -> None:
+    work = [bar.key for bar in bars.SHAPE_BARS]
+    assert len(work) == len(set(work))
+    limits = {bar.key: bar.limit for bar in bars.SHAPE_BARS}
+    hard = sets.shape_name("compact", 1, 2, 1, 64, 16384, 1024)
+    assert limits[hard, "intervals", "forward"] == 1.6
+    assert limits[hard, "intervals", "backward"] == 0.6
+    barred = {case for case, *_ in work}
+    assert {name for name in sets.shapes(gpu=True) if not name.startswith("host")} == barred
 
 
 def test_missed_bars_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
