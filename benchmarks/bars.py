@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .results import Results
-from .sets import GPU, shapes
+from .sets import GPU, pairs, shapes
 from .tables import COLUMNS, Table
 
 Key = tuple[str, str, str]  # case, contestant, quantity
@@ -26,6 +26,7 @@ class Bar(NamedTuple):
     first: str = ""  # a case, which is the reference
     scale: float | None = None  # if not the unit of the quantity
     than: str = ""  # the quantity of others, if not the same
+    fastest: str = ""  # a quantity: of the others the one that has the least of it is the reference
     speed: bool = False  # turns the ratio over: the reference by ours, bounded from below
 
     @property
@@ -153,6 +154,27 @@ def _shape_bars() -> Iterator[Bar]:
 
 SHAPE_BARS = tuple(_shape_bars())
 
+_PEERS = ("of the best peer's", "cuequivariance trifast pair_flex pair_sdpa")
+
+
+def _pair_bars() -> Iterator[Bar]:
+    for name in pairs(gpu=True):
+        kind = name.partition("-")[0]
+        ours = f"{name} pair_bias"
+        if kind == "triangle":
+            yield Bar(f"{ours} forward", 1.0, *_PEERS)
+            yield Bar(f"{ours} forward_backward", 0.9, *_PEERS)
+            about = "of the fastest peer's"
+            memory = f"{ours} memory_forward_backward"
+            yield Bar(memory, 1.0, about, _PEERS[1], fastest="forward_backward")
+        elif kind == "swin":
+            yield Bar(f"{ours} forward_backward", 1.0, *_PEERS)
+        else:
+            yield Bar(f"{ours} forward_backward", 0.8, "of SDPA's", "pair_sdpa")
+
+
+PAIR_BARS = tuple(_pair_bars())
+
 # By the first part of the name of a run's first case: bars of GPUs, and of CPUs. A set of several
 # kinds of cases has all of them, whichever come first.
 _OF_SETS: dict[str, tuple[tuple[Bar, ...], tuple[Bar, ...]]] = {
@@ -160,6 +182,7 @@ _OF_SETS: dict[str, tuple[tuple[Bar, ...], tuple[Bar, ...]]] = {
     "train": (TRAIN_BARS, TRAIN_BARS),
     "learn": ((), ()),
     **dict.fromkeys(("compact", "unmasked", "short", "host"), (SHAPE_BARS, ())),
+    **dict.fromkeys(("triangle", "t5", "single", "swin"), (PAIR_BARS, ())),
 }
 
 
@@ -173,7 +196,7 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def _verdict(bar: Bar, known: dict[Key, float]) -> Verdict:
     measured, quantity = known.get(bar.key), COLUMNS[bar.key[2]]
-    found = [known[key] for key in bar.references if key in known]
+    found = [known[key] for key in _references(bar, known) if key in known]
     if measured is None or (bar.references and not found):
         return Verdict(bar, None)
     scale = bar.scale or (1.0 if bar.references else quantity.scale)
@@ -181,6 +204,14 @@ def _verdict(bar: Bar, known: dict[Key, float]) -> Verdict:
     both = [measured, *sorted(found)[:1]]
     detail = ", ".join(f"{value / quantity.scale:.3f} {quantity.unit}" for value in both)
     return Verdict(bar, 1 / ratio if bar.speed else ratio, detail if found else "")
+
+
+def _references(bar: Bar, known: dict[Key, float]) -> list[Key]:
+    if not bar.fastest:
+        return bar.references
+    times = {key: known.get((*key[:2], bar.fastest)) for key in bar.references}
+    measured = {key: time for key, time in times.items() if time is not None}
+    return [min(measured, key=measured.__getitem__)] if measured else []
 
 
 def bars_table(found: Sequence[Verdict]) -> Table:

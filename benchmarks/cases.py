@@ -13,13 +13,17 @@ PASSES: tuple[Pass, ...] = ("forward", "forward_backward")
 
 # Largest allowed |ours - theirs| / max |theirs|; both round each result to the dtype at least once.
 AGREEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Of keys with a mask of their own, as where a few residues or tokens are padding.
+_KEPT_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. ``window`` is None for dense attention, which has no bias either.
+    """One attention problem. ``window`` is None for dense attention, which has no bias then.
 
-    The bias is per key, as models learn it, or with ``per_query`` it has a row for each query.
+    The bias is per key, as models learn it, or with ``per_query`` it has a row for each query. With
+    ``pair_bias`` it has such rows and no batch dimension; then there is no window, and each batch
+    element has a mask of its keys.
     ``queries`` is 1 for decoding, None where there are as many as keys.
     """
 
@@ -36,6 +40,7 @@ class Case:
     seed: int = 0
     queries: int | None = None
     per_query: bool = False
+    pair_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads != 0:
@@ -67,13 +72,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """query, grad_out (B,Q,H,D); key, value (B,K,Hk,D); bias (B,Hk,{1|Q},K), None if dense."""
+    """query, grad_out (B,Q,H,D); key, value (B,K,Hk,D); bias (B,Hk,{1|Q},K), None if dense.
+
+    Where the batch shares a bias of pairs, it is (1,H,Q,K), and ``keep`` a boolean (B,1,1,K).
+    """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     bias: torch.Tensor | None
     grad_out: torch.Tensor
+    keep: torch.Tensor | None = None
 
 
 def make_inputs(case: Case) -> Inputs:
@@ -90,13 +99,24 @@ def make_inputs(case: Case) -> Inputs:
     queries = (case.batch, case.rows, case.heads, case.head_dim)
     keys = (case.batch, case.length, case.kv_heads, case.head_dim)
     bias = (case.batch, case.kv_heads, case.rows if case.per_query else 1, case.length)
+    if case.pair_bias:
+        bias = (1, case.heads, case.rows, case.length)
     return Inputs(
         query=normal(*queries),
         key=normal(*keys),
         value=normal(*keys),
-        bias=None if case.window is None else normal(*bias),
+        bias=None if case.window is None and not case.pair_bias else normal(*bias),
         grad_out=normal(*queries),
+        keep=_kept_keys(case, generator) if case.pair_bias else None,
     )
+
+
+def _kept_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """A (B,1,1,K) mask of nine keys in ten at random, the first always among them."""
+    drawn = torch.rand(case.batch, 1, 1, case.length, generator=generator, device=case.device)
+    keep = drawn < _KEPT_SHARE
+    keep[..., 0] = True
+    return keep
 
 
 def shape_text(case: dict[str, Any]) -> str:
@@ -104,6 +124,7 @@ def shape_text(case: dict[str, Any]) -> str:
     queries = "" if case["queries"] is None else f" Q{case['queries']}"
     window = "" if case["window"] is None else f" w{case['window']}"
     bias = ", bias per query and key" if case.get("per_query") and case["queries"] is None else ""
+    bias = ", mask of keys, bias of pairs for all" if case.get("pair_bias") else bias
     return (
         f"B{case['batch']} H{case['heads']} Hk{case['kv_heads']} D{case['head_dim']}{queries} "
         f"N{case['length']}{window}, {case['dtype']}{', causal' if case['causal'] else ''}{bias}"

@@ -43,6 +43,7 @@ class Contestant:
             leaf.requires_grad_()
         self.query, self.key, self.value = self.leaves[:3]
         self.bias = self.leaves[3] if inputs.bias is not None else None
+        self.bias_shape = () if inputs.bias is None else inputs.bias.shape
         self.grad_out = self.arrange(inputs.grad_out)
 
     def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,7 @@ class Contestant:
         return tensor.clone()
 
     def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """The same of the (B,Hk,{1|Q},K) bias."""
+        """The same of the bias."""
         return bias.clone()
 
     def restore(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,8 +105,7 @@ class Contestant:
         tensors = self.run(which)
         plain = [self.restore(t) for t in tensors[:4]]
         if self.bias is not None and which == "forward_backward":
-            rows = self.bias.shape[-2]
-            plain.append(tensors[4].reshape(self.case.batch, self.case.kv_heads, rows, -1))
+            plain.append(tensors[4].reshape(self.bias_shape))
         return plain
 
 

@@ -21,6 +21,7 @@ from .cases import AGREEMENT, PASSES, Case, Inputs, Pass, make_inputs
 from .contestants import Contestant, FlashDmattn
 from .entrants import ENTRANTS, attends_to
 from .memory import in_fresh_process, peak_extra_memory
+from .pairs import PairFlashDmattn
 from .results import Record, Step, short_reason
 from .sets import Workload
 from .tables import QUANTITIES
@@ -140,7 +141,8 @@ class _Group:
             if key not in agreed:
                 agreed[key] = name, results
                 if ENTRANTS[name].compiled:  # it runs by itself, after all the others
-                    ours = FlashDmattn(case, self.of.inputs[0])
+                    make = PairFlashDmattn if case.pair_bias else FlashDmattn
+                    ours = make(case, self.of.inputs[0])
                     ours.prepare(which)
                     agreed[key] = "flash_dmattn", ours.results(which)
             allowed = AGREEMENT[case.dtype]

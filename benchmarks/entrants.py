@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from .cases import Case, Inputs
 from .contestants import (
@@ -19,7 +19,9 @@ from .contestants import (
     compact,
     dense,
 )
+from .pairs import CuEquivariance, PairFlashDmattn, PairFlex, PairSdpa, TriFast
 
+KEYS_OF_THE_MASK = "keys of the mask"
 TOP_KEYS_OF_EACH_QUERY = "top-w keys of each query"
 TOP_KEYS_OF_ALL_QUERIES = "top-w keys of all queries"
 ALL_KEYS = "all keys"
@@ -39,6 +41,8 @@ class Entrant:
     per_query: bool = True  # takes a per-query bias
     dense: bool = False  # runs without a window
     decode: bool = False  # runs with one query only
+    pair: bool = False  # runs where a batch shares a bias of pairs, and nowhere else
+    square: bool = False  # needs as many batch elements as keys
 
 
 def _ours(form: str, about: str, mask: str = TOP_KEYS_OF_EACH_QUERY, **fields: bool) -> Entrant:
@@ -57,6 +61,10 @@ def _compact(backend: str, about: str) -> Entrant:
 def _sdpa(about: str, layout: str = "grouped", backend: str | None = None) -> Entrant:
     make = partial(Sdpa, layout=layout, backend=backend)
     return Entrant(make, about, alone=True, dense=True, decode=True)
+
+
+def _pair(make: Callable[[Case, Inputs], Contestant], about: str, **fields: Any) -> Entrant:
+    return Entrant(make, about, KEYS_OF_THE_MASK, pair=True, **fields)
 
 
 ENTRANTS: dict[str, Entrant] = {
@@ -103,12 +111,22 @@ ENTRANTS: dict[str, Entrant] = {
         per_query=False,
     ),
     "flex": Entrant(Flex, "FlexAttention with a block mask", alone=True, compiled=True),
+    "pair_bias": _pair(PairFlashDmattn, "flash_dmattn, one bias for the batch", role="ours"),
+    "cuequivariance": _pair(CuEquivariance, "cuEquivariance's triangle attention"),
+    "pair_sdpa": _pair(PairSdpa, "SDPA, mask and bias added for the whole batch", alone=True),
+    "trifast": _pair(TriFast, "trifast's Triton kernels", alone=True, compiled=True, square=True),
+    "pair_flex": _pair(
+        PairFlex, "FlexAttention that adds the bias to scores", alone=True, compiled=True
+    ),
 }
 
 
 def fits(name: str, case: Case) -> bool:
     """Whether a contestant has a meaning for a case: masks need a window, and so on."""
     entrant = ENTRANTS[name]
+    if case.pair_bias or entrant.pair:
+        square = case.batch == case.rows == case.length
+        return case.pair_bias and entrant.pair and (square or not entrant.square)
     if case.window is None:
         return entrant.dense and (case.queries is None or entrant.decode)
     if case.queries is not None and not entrant.decode:
@@ -120,7 +138,7 @@ def fits(name: str, case: Case) -> bool:
 def attends_to(name: str, case: Case) -> str:
     """What a contestant attends to in a case; only numbers of one mask do the same work."""
     mask = ENTRANTS[name].mask
-    if case.window is None:
+    if case.window is None and not case.pair_bias:
         return ALL_KEYS
     if mask == TOP_KEYS_OF_EACH_QUERY and case.queries == 1:
         return TOP_KEYS_OF_ALL_QUERIES  # there is one

@@ -251,7 +251,41 @@ def shape_name(kind: str, *sizes: int) -> str:
     return f"{kind}-{'x'.join(map(str, sizes))}"
 
 
-_MADE: dict[str, Callable[[bool], WorkloadSet]] = {"map": density_map, "shapes": shapes}
+# Batch, heads, head dimension and tokens of what shares one bias of pairs: rows of a pair
+# representation with as many residues, a T5 encoder, one long sequence, and windows of Swin.
+_PAIRS = {
+    **{f"triangle-{n}": (n, 4, 32, n) for n in (256, 384, 512, 768, 1024)},
+    "t5-512": (8, 12, 64, 512),
+    "single-1024": (1, 16, 64, 1024),
+    "swin-64": (2048, 6, 32, 64),
+    "swin-49": (2048, 6, 32, 49),
+}
+_ON_CPU_PAIRS = {
+    **{f"triangle-{n}": (n, 2, 16, n) for n in (16, 24, 32)},
+    "t5-64": (2, 3, 32, 64),
+    "swin-49": (8, 3, 32, 49),
+}
+_PAIR_SIZES = ("batch", "heads", "head_dim", "length")
+_PAIR_QUANTITIES = ("forward", "forward_backward", "memory_forward_backward")
+
+
+def pairs(gpu: bool) -> WorkloadSet:
+    """A bias of pairs that the batch shares, with its gradient, and a mask of keys."""
+    workloads = []
+    for name, sizes in (_PAIRS if gpu else _ON_CPU_PAIRS).items():
+        fields: dict[str, Any] = dict(zip(_PAIR_SIZES, sizes, strict=True))
+        case = Case(name, "bfloat16", kv_heads=sizes[1], causal=False, pair_bias=True, **fields)
+        names = [n for n, entrant in ENTRANTS.items() if entrant.pair and fits(n, case)]
+        entered = names if gpu else ["pair_bias", "pair_sdpa"]
+        workloads.append(Workload(case, tuple(entered), _PAIR_QUANTITIES))
+    return _set(*workloads)
+
+
+_MADE: dict[str, Callable[[bool], WorkloadSet]] = {
+    "map": density_map,
+    "shapes": shapes,
+    "pairs": pairs,
+}
 # Of so many cases that each is measured in less time.
 SWEEPS = (*_LEGACY, "map")
 SET_NAMES = ("standard", *_LEGACY, *_MADE)
