@@ -13,16 +13,24 @@ from pathlib import Path
 from docs_tools.blocks import filled
 
 from .bars import bars_table, verdicts
+from .comparisons import COMPARISONS
 from .density import draw_maps, is_map, map_table
 from .entrants import ALL_KEYS
 from .equivalence import LIMIT, TENSORS, equivalence_tables, is_equivalence, ratios
 from .figures import Drawing, drawings, write_figures
+from .profile_tables import profile_tables
 from .results import Record, Results, read
 from .tables import COLUMNS, Table, run_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/index.md", "docs/benchmarks.md")
+PAGES = (
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("index", "benchmarks", "limits", "structural_biology", "relative_bias")
+    ),
+)
 _FIGURE = re.compile(r"\]\((?:docs/)?figures/([\w-]+)\.png\)")
 _ABSENT = "*Not measured yet.*\n"
 
@@ -167,6 +175,8 @@ def block_bodies(found: Mapping[str, Results]) -> dict[str, str]:
     tables = {name: [headlines(name, found)] for name in HEADLINES}
     tables["map-table"] = [map_table(results) for results in found.values() if is_map(results)]
     tables |= {"bars": [_bars(found)], "errors": [_errors(found)]}
+    tables |= {name: [one.table(found) for one in all_] for name, all_ in COMPARISONS.items()}
+    tables |= {name: [table] for name, table in profile_tables().items()}
     bodies = {name: "\n\n".join(str(t) for t in ts if t.rows) for name, ts in tables.items()}
     return {name: f"{body}\n" if body else _ABSENT for name, body in bodies.items()}
 

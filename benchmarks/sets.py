@@ -175,7 +175,7 @@ def density_map(
     return _set(*workloads)
 
 
-# The problems of the page of limits: batch, query heads, KV heads, head dimension, tokens, and with
+# The problems of docs/limits.md: batch, query heads, KV heads, head dimension, tokens, and with
 # a mask the keys that each query keeps.
 _COMPACT = (
     (1, 32, 8, 128, 8192, 1024),
@@ -204,8 +204,8 @@ _SHORT = (
     (1, 32, 8, 128, 2048, 512),
     (64, 8, 8, 32, 256, 64),
 )
-_HOST = ((1, 8, 2, 64, 512, 64),)
-_SIZES = ("batch", "heads", "kv_heads", "head_dim", "length", "window")
+HOST = (1, 8, 2, 64, 512, 64)
+SIZES = ("batch", "heads", "kv_heads", "head_dim", "length", "window")
 # What is compared, beside what, and how, by the first part of the cases' names.
 _SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...], tuple[str, ...]]] = {
     "compact": (
@@ -220,7 +220,7 @@ _SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...], tuple[str
         ("forward", "forward_with_mask", "forward_backward", "end_to_end"),
     ),
     "host": (
-        _HOST,
+        (HOST,),
         ("window_size", "no_mask", "dense_sdpa", "dense_cudnn"),
         ("host", "host_forward_backward"),
     ),
@@ -230,7 +230,7 @@ _ON_CPU_SHAPES = {
     "compact": ((1, 8, 2, 64, 512, 64), (1, 2, 1, 32, 1024, 64), (2, 4, 4, 32, 256, 32)),
     "unmasked": ((1, 8, 2, 64, 512), (2, 4, 4, 32, 256), (4, 3, 3, 32, 128)),
     "short": ((4, 3, 3, 32, 128, 32), (2, 4, 4, 32, 256, 64), (1, 8, 2, 64, 512, 256)),
-    "host": _HOST,
+    "host": (HOST,),
 }
 
 
@@ -240,7 +240,7 @@ def shapes(gpu: bool) -> WorkloadSet:
     for kind, (problems, contestants, quantities) in _SHAPES.items():
         entered = [name if gpu else name.replace("cudnn", "flash") for name in contestants]
         for sizes in problems if gpu else _ON_CPU_SHAPES[kind]:
-            fields: dict[str, Any] = dict(zip(_SIZES, sizes, strict=False))
+            fields: dict[str, Any] = dict(zip(SIZES, sizes, strict=False))
             case = Case(shape_name(kind, *sizes), "bfloat16", **fields)
             workloads.append(Workload(case, tuple(dict.fromkeys(entered)), quantities))
     return _set(*workloads)

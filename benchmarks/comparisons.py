@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tables of pages that compare: over many problems with one reference or all, or on one case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from .bars import SHAPE_BARS, Bar, verdicts
+from .results import Results
+from .sets import HOST, SIZES, shape_name
+from .tables import COLUMNS, Table, case_table
+
+Found = Mapping[str, Results]  # files of results by their names
+_SHAPES, _PAIRS = "h200-shapes", "h200-pairs"
+
+
+class Judged(NamedTuple):
+    """Ours beside one reference, and the target for that: a line for each problem."""
+
+    title: str
+    kind: str  # the first part of the cases' names
+    quantity: str
+    reference: str
+    file: str = _SHAPES
+
+    def bars(self) -> list[Bar]:
+        """A bar for each line."""
+        return [bar for bar in SHAPE_BARS if self._has(bar)]
+
+    def table(self, found: Found) -> Table:
+        """Without lines where nothing was measured."""
+        if self.file not in found:
+            return Table(self.title)
+        results, rows = found[self.file], []
+        speed = any(bar.speed for bar in self.bars())
+        for verdict in verdicts(results):
+            bar = verdict.bar
+            if self._has(bar) and verdict.seen is not None:
+                problem = _problem(results.cases[bar.key[0]])
+                values = (_cell(results, key) for key in (bar.key, *bar.references))
+                target = f"{'at least' if speed else 'at most'} {bar.limit:g}"
+                rows.append((problem, *values, f"{verdict.seen:.2f}", target))
+        unit = COLUMNS[self.quantity].unit
+        ratio = f"{self.reference} / ours" if speed else f"ours / {self.reference}"
+        heads = ("problem", f"ours, {unit}", f"{self.reference}, {unit}", ratio, "target")
+        return Table(self.title, heads, tuple(rows), (_measured(self.file, results),))
+
+    def _has(self, bar: Bar) -> bool:
+        case, _, quantity = bar.key
+        return case.partition("-")[0] == self.kind and quantity == self.quantity
+
+
+class Peers(NamedTuple):
+    """Ours beside all others, of which the best is named: a line for each problem."""
+
+    title: str
+    kinds: tuple[str, ...]  # the first parts of the cases' names
+    quantity: str
+    columns: Mapping[str, str]  # contestants, ours first, and what they are called
+    file: str = _PAIRS
+
+    def table(self, found: Found) -> Table:
+        """Without lines where nothing was measured."""
+        if self.file not in found:
+            return Table(self.title)
+        results, rows = found[self.file], []
+        ours, *_ = self.columns
+        roles = {record.contestant: record.role for record in results.records}
+        for name, case in results.cases.items():
+            kind = name.partition("-")[0]
+            mine = results.values.get((name, ours, self.quantity))
+            if kind not in self.kinds or mine is None:
+                continue
+            keys = [(name, who, self.quantity) for who in self.columns if roles.get(who) != "ours"]
+            best = min((results.values[k] for k in keys if k in results.values), default=None)
+            cells = (_cell(results, (name, who, self.quantity)) for who in self.columns)
+            ratio = "-" if best is None or not mine else f"{best / mine:.2f}"
+            rows.append((f"{kind}: {_in_words(case)}", *cells, ratio))
+        heads = ("", *self.columns.values(), f"best of the others / {self.columns[ours]}")
+        return Table(self.title, heads, tuple(rows), (_measured(self.file, results),))
+
+
+class Whole(NamedTuple):
+    """All that was measured of one case."""
+
+    case: str
+    file: str = _SHAPES
+
+    def table(self, found: Found) -> Table:
+        """Without lines where nothing was measured."""
+        if self.file not in found or self.case not in found[self.file].cases:
+            return Table(self.case)
+        results = found[self.file]
+        table = case_table(results, self.case)
+        return replace(table, notes=(*table.notes, _measured(self.file, results)))
+
+
+def _cell(results: Results, key: tuple[str, str, str]) -> str:
+    return COLUMNS[key[2]].cell(results.values.get(key))
+
+
+def _problem(case: Mapping[str, Any]) -> str:
+    """A case by its numbers, in the order in which the page of limits has them."""
+    return ", ".join(str(case[size]) for size in SIZES if case[size] is not None)
+
+
+def _in_words(case: Mapping[str, Any]) -> str:
+    heads = f"{case['heads']} heads of {case['head_dim']}"
+    return f"{case['batch']} x {case['length']} tokens, {heads}"
+
+
+def _measured(file: str, results: Results) -> str:
+    return f"measured: {file} ({results.machine}, {results.commit})"
+
+
+_PAIR_COLUMNS = {
+    "pair_bias": "flash_dmattn",
+    "cuequivariance": "cuEquivariance",
+    "trifast": "trifast",
+    "pair_flex": "FlexAttention",
+    "pair_sdpa": "SDPA",
+}
+
+
+def _peers(what: str, *kinds: str) -> tuple[Peers, ...]:
+    columns = dict(_PAIR_COLUMNS)
+    if "triangle" not in kinds:
+        del columns["trifast"]
+    return (
+        Peers(f"{what}: forward, ms", kinds, "forward", columns),
+        Peers(f"{what}: forward and backward, ms", kinds, "forward_backward", columns),
+        Peers(f"{what}: peak extra memory of both, MiB", kinds, "memory_forward_backward", columns),
+    )
+
+
+_COMPACT, _DENSE = "compact cuDNN", "dense cuDNN"
+# What each block of a page holds.
+COMPARISONS: dict[str, tuple[Judged | Peers | Whole, ...]] = {
+    "compact-forward": (Judged("Forward over kept keys", "compact", "forward", _COMPACT),),
+    "compact-backward": (Judged("Backward over kept keys", "compact", "backward", _COMPACT),),
+    "unmasked": (
+        Judged("Forward without a mask", "unmasked", "forward", _DENSE),
+        Judged("Backward without a mask", "unmasked", "backward", _DENSE),
+    ),
+    "short-calls": (Judged("Selection, forward and backward", "short", "end_to_end", _DENSE),),
+    "host": (Whole(shape_name("host", *HOST)),),
+    "triangle": _peers("Triangle attention", "triangle"),
+    "relative-bias": _peers("A bias that the batch shares", "t5", "single", "swin"),
+}

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tables of pages that compare over many problems, and those of what profilers told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks import environment, pages, profile_tables, sets  # noqa: E402
+from benchmarks.comparisons import COMPARISONS, Judged, Peers, Whole  # noqa: E402
+from benchmarks.entrants import ENTRANTS  # noqa: E402
+from benchmarks.results import Record, Results  # noqa: E402
+
+WHERE = {
+    **environment.describe_environment("cpu", "a clock"),
+    "gpu": "a GPU",
+    "commit": "0123456789",
+    "date": "2026-01-02T03:04:05",
+}
+MADE = {"h200-shapes": sets.shapes(gpu=True), "h200-pairs": sets.pairs(gpu=True)}
+
+
+def results(cases: sets.WorkloadSet, *left_out: str) -> Results:
+    """As if all had been measured; ours takes 1 s, the others one more each."""
+    records = [
+        Record(name, who, ENTRANTS[who].role, "", quantity, 1.0 + place)
+        for name, workload in cases.items()
+        for place, who in enumerate(workload.contestants)
+        for quantity in workload.quantities
+        if who not in left_out
+    ]
+    return Results(WHERE, {}, sets.plain_cases([*cases.values()]), records)
+
+
+def kinds(one: Judged | Peers | Whole) -> tuple[str, ...]:
+    if isinstance(one, Whole):
+        return ()
+    return one.kinds if isinstance(one, Peers) else (one.kind,)
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_every_block_is_of_what_a_default_run_measures(name: str) -> None:
+    found = {file: results(cases) for file, cases in MADE.items()}
+    for one in COMPARISONS[name]:
+        table = one.table(found)
+        lines = [case for case in MADE[one.file] if case.partition("-")[0] in kinds(one)]
+        if isinstance(one, Whole):
+            lines = [*MADE[one.file][one.case].contestants]
+        assert len(table.rows) == len(lines) > 0
+        assert table.notes == (f"measured: {one.file} (a GPU, commit 0123456, 2026-01-02)",)
+        assert [row for row in table.rows if "-" in row] == []
+        # And none of them while nothing was measured.
+        assert one.table({}).rows == ()
+
+
+def test_line_beside_a_reference_has_the_target_of_its_bar() -> None:
+    found = {"h200-shapes": results(MADE["h200-shapes"])}
+    judged = Judged("title", "compact", "forward", "theirs")
+    table = judged.table(found)
+    assert table.heads == ("problem", "ours, ms", "theirs, ms", "ours / theirs", "target")
+    line = ("1, 32, 8, 128, 8192, 1024", "1000.000", "2000.000", "0.50", "at most 1.2")
+    assert table.rows[0] == line
+    table = judged._replace(kind="short", quantity="end_to_end").table(found)
+    assert table.heads[3] == "theirs / ours"
+    line = ("32, 12, 12, 64, 512, 128", "1000.000", "2000.000", "2.00", "at least 1")
+    assert table.rows[0] == line
+    # A reference that failed leaves its lines out.
+    found = {"h200-shapes": results(MADE["h200-shapes"], "compact_cudnn")}
+    assert judged.table(found).rows == ()
+
+
+def test_line_of_peers_names_the_best_of_them() -> None:
+    found = {"h200-pairs": results(MADE["h200-pairs"], "cuequivariance")}
+    columns = {"pair_bias": "ours", "cuequivariance": "a", "trifast": "b", "pair_sdpa": "c"}
+    table = Peers("title", ("triangle",), "forward", columns).table(found)
+    assert table.heads == ("", "ours", "a", "b", "c", "best of the others / ours")
+    shape = "triangle: 256 x 256 tokens, 4 heads of 32"
+    assert table.rows[0] == (shape, "1000.000", "-", "4000.000", "3000.000", "3.00")
+
+
+# --- what profilers told
+
+
+def test_every_profile_is_on_a_page() -> None:
+    found = profile_tables.profile_tables()
+    assert set(found) <= pages.block_bodies({}).keys()
+    for table in found.values():
+        assert table.title
+        assert table.notes[-1].startswith("measured: ")
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    where = {"machine": "a GPU", "date": "2026-01-02", "commit": "0123456789", "how": "a clock"}
+    table = {"title": "title", "columns": ["", "ms"], "rows": [["a", "1"]], "notes": ["a note"]}
+    content = {"schema": 1, **where, "torch": "2", "cudnn": "9", "tables": {"name": table}}
+    path = folder / f"{len([*folder.iterdir()])}.json"
+    path.write_text(json.dumps({**content, **changes}))
+    return folder
+
+
+def test_profiles_are_tables_that_tell_their_commit(tmp_path: Path) -> None:
+    table = profile_tables.profile_tables(written(tmp_path))["name"]
+    assert (table.title, table.heads, table.rows) == ("title", ("", "ms"), (("a", "1"),))
+    told = "measured: a GPU, torch 2, cuDNN 9, commit 0123456, 2026-01-02"
+    assert table.notes == ("a note", told)
+
+
+def test_wrong_profiles_are_refused(tmp_path: Path) -> None:
+    for place, (changes, message) in enumerate(
+        (
+            ({"schema": 2}, "schema is 2; profiles have 1"),
+            (
+                {"tables": {"x": {"title": "", "columns": ["", "ms"], "rows": [["a"]]}}},
+                "every row must have 2 cells",
+            ),
+        )
+    ):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        with pytest.raises(ValueError, match=message):
+            profile_tables.profile_tables(written(folder, **changes))
+    with pytest.raises(ValueError, match="another file has a table 'name'"):
+        profile_tables.profile_tables(written(written(tmp_path)))
