@@ -79,7 +79,8 @@ class Peers(NamedTuple):
             ratio = "-" if best is None or not mine else f"{best / mine:.2f}"
             rows.append((f"{kind}: {_in_words(case)}", *cells, ratio))
         heads = ("", *self.columns.values(), f"best of the others / {self.columns[ours]}")
-        return Table(self.title, heads, tuple(rows), (_measured(self.file, results),))
+        note = _measured(self.file, results, results.peers)
+        return Table(self.title, heads, tuple(rows), (note,))
 
 
 class Whole(NamedTuple):
@@ -111,8 +112,9 @@ def _in_words(case: Mapping[str, Any]) -> str:
     return f"{case['batch']} x {case['length']} tokens, {heads}"
 
 
-def _measured(file: str, results: Results) -> str:
-    return f"measured: {file} ({results.machine}, {results.commit})"
+def _measured(file: str, results: Results, peers: str = "") -> str:
+    where = ", ".join(filter(None, (results.machine, peers, results.commit)))
+    return f"measured: {file} ({where})"
 
 
 _PAIR_COLUMNS = {

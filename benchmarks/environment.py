@@ -8,6 +8,8 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ _SMI_FIELDS = {
     "power.limit": "power_limit_w",
     "temperature.gpu": "temperature_c",
 }
+
+
+# Distributions of contestants that need not be installed.
+_PEERS = ("cuequivariance-ops-torch-cu12", "cuequivariance-ops-torch-cu13", "trifast")
 
 
 def describe_environment(
@@ -52,6 +58,7 @@ def describe_environment(
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "cuda": torch.version.cuda if on_gpu else None,
         "cudnn": cudnn.version() if on_gpu else None,
+        "peers": _peer_versions(),
         "note": note,
         "measurement": measurement,
         "state_before": gpu_state(device),
@@ -65,6 +72,15 @@ def describe_pack(device: str) -> dict[str, str] | None:
         return None
     pack = pack_for(where.type, where.index)
     return {name: getattr(pack, name) for name in ("name", "version", "compiler", "features")}
+
+
+def _peer_versions() -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in _PEERS:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def cpu_model() -> str:

@@ -98,6 +98,12 @@ class Results:
         return f"commit {name[:7]}{dash}{state}, {self.environment['date'][:10]}"
 
     @property
+    def peers(self) -> str:
+        """Which versions of contestants that need not be installed there were."""
+        known = self.environment.get("peers") or {}
+        return ", ".join(f"{name} {version}" for name, version in known.items())
+
+    @property
     def heading(self) -> str:
         """What was measured, on what and when, in two lines; a third is a remark."""
         where = self.environment
@@ -107,6 +113,7 @@ class Results:
         versions = f"Python {where['python']}"
         if where["gpu"]:
             versions = f"driver {driver}, CUDA {where['cuda']}, cuDNN {where['cudnn']}"
+        versions = ", ".join(filter(None, (versions, self.peers)))
         lines = [
             f"flash_dmattn {where['flash_dmattn']}, kernel pack {kernels}, "
             f"commit {where['commit'] or 'unknown'}",

@@ -20,6 +20,7 @@ WHERE = {
     **environment.describe_environment("cpu", "a clock"),
     "gpu": "a GPU",
     "commit": "0123456789",
+    "peers": {"trifast": "7"},
     "date": "2026-01-02T03:04:05",
 }
 MADE = {"h200-shapes": sets.shapes(gpu=True), "h200-pairs": sets.pairs(gpu=True)}
@@ -52,7 +53,9 @@ def test_every_block_is_of_what_a_default_run_measures(name: str) -> None:
         if isinstance(one, Whole):
             lines = [*MADE[one.file][one.case].contestants]
         assert len(table.rows) == len(lines) > 0
-        assert table.notes == (f"measured: {one.file} (a GPU, commit 0123456, 2026-01-02)",)
+        versions = "trifast 7, " if isinstance(one, Peers) else ""
+        told = f"measured: {one.file} (a GPU, {versions}commit 0123456, 2026-01-02)"
+        assert table.notes == (told,)
         assert [row for row in table.rows if "-" in row] == []
         # And none of them while nothing was measured.
         assert one.table({}).rows == ()

@@ -35,6 +35,23 @@ def test_results_survive_json(tmp_path: Path) -> None:
     assert read(tmp_path / "new" / "a.json") == written
 
 
+def test_versions_of_peers_are_told_where_they_are_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        if name != "trifast":
+            raise environment.metadata.PackageNotFoundError(name)
+        return "7.1"
+
+    monkeypatch.setattr(environment.metadata, "version", version)
+    run = Results(environment.describe_environment("cpu", "a clock"), {}, {})
+    assert run.environment["peers"] == {"trifast": "7.1"}
+    assert run.peers == "trifast 7.1"
+    assert ", trifast 7.1, 20" in run.heading
+    # Files that were written before do not tell.
+    assert Results({}, {}, {}).peers == ""
+
+
 def test_columns_are_in_line() -> None:
     shown = str(tables.Table("title", ("", "ms"), (("a", "10.5"), ("bcd", "1")), ("a note",)))
     assert shown.splitlines()[2:4] == ["|     | ms   |", "|-----|------|"]
