@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One query and a mask of keys, without gradients: a step of generation.
 
-GPUs make no plan there. Blocks of threads list the kept keys themselves, and may divide them.
+GPUs make no plan there. Warps list the kept keys themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_dmattn import flash_dmattn_func
 from support import Problem, Target, assert_accurate, moved, rand_bool, randn, simple_problem
 
-# Around the words of a mask, the keys that a split has at least, and those listed at a time.
+# Around the words of a mask, the turns of warps, the keys of a split, and those listed at a time.
 KEYS = (1, 3, 5, 127, 130, 257, 1023, 1030, 4096, 4099, 8200, 33_001)
 
 

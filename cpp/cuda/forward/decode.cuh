@@ -4,7 +4,7 @@
 // There is little to compute and much to fetch, so warps work alone: each takes blocks of 16 columns, gathers their
 // rows of K and V two blocks ahead, and no barrier is in its loop. Blocks of columns are dealt out in turns to the
 // warps of all splits. Only the device knows how many columns there are, and this way the first splits have work
-// whatever the number is. Where a block lists the kept keys itself, its warps divide those of its part among them.
+// whatever the number is. Where there is no plan of a mask, each warp lists the kept keys of its part.
 //
 // The warps of a block merge their results in shared memory. Splits that are a cluster merge theirs there, too; those of
 // others are left to combine.cu.
@@ -37,7 +37,8 @@ template <class Config> struct DecodeShared {
   float maximum[Config::kWarps][kDecodeRows], sum[Config::kWarps][kDecodeRows];
   float block_maximum[kDecodeRows], block_sum[kDecodeRows]; // of all warps, for the other blocks of a cluster
   ForwardTask task;
-  KeptKeys<Config::kThreads> kept;
+  TileColumns listed[Config::kWarps]; // of each warp, where there is no plan
+  KeptKeys kept[Config::kWarps];
 
   __device__ float *results(int warp) { return reinterpret_cast<float *>(sKV[warp]); }
 };
@@ -70,15 +71,16 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   DecodeShared<Config> &shared;
   Ring &ring;
   int warp, lane;
+  const TileColumns *columns;
   int workers, worker; // warps that have the columns, and the number of this one
   int steps;           // blocks of columns of this warp
 
   __device__ DecodeWarp(const ForwardParams &parameters, DecodeShared<Config> &memory)
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring[threadIdx.x / 32]), warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32) {}
+        lane(threadIdx.x % 32), columns(&task->columns) {}
 
   __device__ void divide_columns(int all, int own) {
-    const int blocks = (task->columns.count + kColumns - 1) / kColumns;
+    const int blocks = (columns->count + kColumns - 1) / kColumns;
     workers = all;
     worker = own;
     steps = worker < blocks ? (blocks - worker + workers - 1) / workers : 0;
@@ -102,15 +104,15 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ int own_column(int step) const { return first_column(own_step(step)) + lane % kColumns; }
 
   __device__ int32_t fetch_own_key(int step) const {
-    return own_step(step) < steps ? fetch_key(task->columns, own_column(step)) : -1;
+    return own_step(step) < steps ? fetch_key(*columns, own_column(step)) : -1;
   }
   __device__ ColumnEntry fetch_own_column(int step, int32_t key) const {
-    return fetch_column(task->columns, task->bias, own_column(step), key);
+    return fetch_column(*columns, task->bias, own_column(step), key);
   }
   __device__ void store(int step, const ColumnEntry &entry) {
     if (own_step(step) < steps)
       store_column<kColumns>(ring.slot(own_step(step)), params.p, task->s, task->sequence_index, task->kv_head,
-                             task->columns, task->bias, own_column(step), entry);
+                             *columns, task->bias, own_column(step), entry);
     __syncwarp();
   }
 
@@ -161,7 +163,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   __device__ void attend(int step) {
     clear(scores);
     gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.sQ), 0), Tile::right_rows(stage(step, 0)));
-    this->finish_scores(ring.slot(step), first_column(step) + kColumns > task->columns.full,
+    this->finish_scores(ring.slot(step), first_column(step) + kColumns > columns->full,
                         LoadedRowBias<DecodeWarp>{*this, ring.slot(step).key});
     if (task->bias.rows) clear_dead_values(step);
 #pragma unroll
@@ -169,60 +171,61 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     gemm_rs<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));
   }
 
-  // The keys [first, past) of the split that are not listed yet.
-  struct KeysLeft {
-    int32_t first, past;
-  };
-
-  __device__ KeysLeft keys_of_split() const {
-    const auto keys = int32_t(task->s.k_count), share = (keys / params.splits + 4) & ~3; // whole words of a mask
-    const int32_t first = min(keys, task->split * share);
-    return {first, min(keys, first + share)};
-  }
-
-  // Makes the next of them the task's columns.
-  __device__ void list_keys(KeysLeft &left) {
-    const fdm_problem &p = params.p;
-    const int32_t past = min(left.past, left.first + shared.kept.kMost);
-    const int32_t count = shared.kept.find(score_matrix(p, p.mask, task->s, task->head, 1), left.first, past);
-    if (threadIdx.x == 0) {
-      shared.task.columns = {};
-      shared.task.columns.count = shared.task.columns.full = count;
-      shared.task.columns.slots = shared.kept.keys;
+  // Makes the kept keys of some turns the columns of this warp.
+  __device__ void list_keys(const PartOfKeys &part, int32_t turn, const KeptKeys::Words &words) {
+    KeptKeys &kept = shared.kept[warp];
+    const int32_t count = kept.list(part, turn, words);
+    TileColumns &listed = shared.listed[warp];
+    if (lane == 0) {
+      listed = {};
+      listed.count = listed.full = count;
+      listed.slots = kept.keys;
     }
-    __syncthreads();
-    left.first = past;
+    __syncwarp();
+    columns = &listed;
+    divide_columns(1, 0);
   }
 
-  __device__ void run() {
+  __device__ void run(const PartOfKeys &part, KeptKeys::Words words) {
     this->start();
     load_queries();
     ptx::cp_async_fence();
-    KeysLeft left{};
-    if (params.finds_keys) left = keys_of_split();
+    bool queries_are_there = false, more = false;
+    int32_t turn = 0;
 #pragma unroll 1
     do {
       if (params.finds_keys) {
-        list_keys(left);
-        divide_columns(Config::kWarps, warp);
+        list_keys(part, turn, words);
+        turn += KeptKeys::kTurns;
+        more = KeptKeys::has_keys(part, turn);
+        if (more) words = KeptKeys::load(part, turn);
       } else {
         divide_columns(params.splits * Config::kWarps, task->split * Config::kWarps + warp);
       }
-      attend_columns();
-    } while (left.first < left.past);
+      const int32_t next_key = start_columns();
+      if (!queries_are_there) {
+        ptx::cp_async_wait<kStages>();
+        __syncthreads();
+        queries_are_there = true;
+      }
+      attend_columns(next_key);
+    } while (more);
     this->finish();
   }
 
-  __device__ void attend_columns() {
+  // Starts the copies of the first steps. Returns the key that this thread fetches next.
+  __device__ int32_t start_columns() {
     store(0, fetch_own_column(0, fetch_own_key(0)));
-    int32_t next_key = fetch_own_key(kStages);
+    const int32_t next_key = fetch_own_key(kStages);
 #pragma unroll
     for (int step = 0; step < kStages; ++step) {
       if (step < steps) load_keys(step);
       ptx::cp_async_fence();
     }
-    ptx::cp_async_wait<kStages>();
-    __syncthreads(); // the queries are there
+    return next_key;
+  }
+
+  __device__ void attend_columns(int32_t next_key) {
     for (int step = 0; step < steps; ++step) {
       ptx::cp_async_wait<kStages - 1>();
       __syncwarp();
@@ -366,6 +369,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1) decode_kernel(const __gri
   const int64_t sequence_index = blockIdx.x / groups, head = blockIdx.x % groups * params.heads_per_tile;
   const Sequence s = sequence(p, sequence_index);
   if (s.q_count == 0) return;
+  // The mask is on its way while the task is made.
+  PartOfKeys part{};
+  KeptKeys::Words words{};
+  if (params.finds_keys) {
+    part = {score_matrix(p, p.mask, s, head, 1), int32_t(s.k_count),
+            int32_t(blockIdx.y) * Config::kWarps + int32_t(threadIdx.x) / 32, params.splits * Config::kWarps};
+    words = KeptKeys::load(part, 0);
+  }
   if (threadIdx.x == 0)
     shared.task = {s,
                    sequence_index,
@@ -383,7 +394,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) decode_kernel(const __gri
     warp.write_nothing();
     return;
   }
-  warp.run();
+  warp.run(part, words);
   warp.store_results();
   __syncthreads();
   warp.write_merged();

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Where one query row reads a mask of keys, and nobody else does, a plan would be read once: a block of threads lists the
-// kept keys of its part itself, some thousand at a time.
+// Where one query row reads a mask of keys, and nobody else does, a plan would be read once: each warp lists the kept keys of
+// its part itself, some hundred at a time.
+//
+// Keys are dealt out to warps in turns, 16 at a time, so that they have about the same number of kept ones wherever those lie.
 #pragma once
 
 #include "../plan/plan.cuh"
@@ -9,36 +11,64 @@
 
 namespace fdm::cuda {
 
-template <int kThreads> struct KeptKeys {
-  static constexpr int kLoads = 8, kWarpKeys = 32 * kMaskBytes * kLoads; // loads that a thread has under way
-  static constexpr int kMost = kThreads / 32 * kWarpKeys;                // keys that are looked through at a time
-  int32_t keys[kMost];
-  BlockSum<kThreads> sums;
+// What one warp of `warps` looks through.
+struct PartOfKeys {
+  Matrix mask;
+  int32_t keys; // of the sequence
+  int32_t warp, warps;
+};
 
-  // Lists those of the keys [first, past), at most kMost, that a row of booleans keeps, and returns how many they are. A
-  // thread has four consecutive keys of each load, and what it finds lies side by side. All threads call this; the list is
-  // there when they have met again.
-  __device__ int32_t find(const Matrix &mask, int32_t first, int32_t past) {
-    const auto *const bytes = static_cast<const uint8_t *>(mask.base);
-    const int32_t own = first + warp_id() * kWarpKeys + lane_id() * kMaskBytes;
-    const bool wide = mask.col == 1 && reinterpret_cast<uintptr_t>(bytes + first) % kMaskBytes == 0;
-    uint32_t kept = 0; // bit 8 b + i: key b of load i
+struct KeptKeys {
+  static constexpr int kTurn = 16, kLoads = 4;         // keys of a turn; loads that a thread has under way
+  static constexpr int kAcross = kTurn / kMaskBytes;   // threads of a turn
+  static constexpr int kTurns = kLoads * 32 / kAcross; // turns that are looked through at a time
+  static constexpr int kMost = kTurns * kTurn;         // and keys
+  int32_t keys[kMost];
+
+  // The booleans of four keys for each load.
+  struct Words {
+    uint32_t word[kLoads];
+  };
+
+  __device__ static int32_t first_key(const PartOfKeys &part, int32_t turn, int load) {
+    const int32_t own = turn + load * (32 / kAcross) + lane_id() / kAcross;
+    return (own * part.warps + part.warp) * kTurn + lane_id() % kAcross * kMaskBytes;
+  }
+  // Are there keys of a turn, or of later ones?
+  __device__ static bool has_keys(const PartOfKeys &part, int32_t turn) {
+    return (turn * part.warps + part.warp) * kTurn < part.keys;
+  }
+
+  // Begins to load the booleans of kTurns turns.
+  __device__ static Words load(const PartOfKeys &part, int32_t turn) {
+    const auto *const bytes = static_cast<const uint8_t *>(part.mask.base);
+    const bool wide = part.mask.col == 1 && reinterpret_cast<uintptr_t>(bytes) % kMaskBytes == 0;
+    Words words{};
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int32_t key = own + i * 32 * kMaskBytes, left = past - key;
-      uint32_t four = 0;
+      const int32_t key = first_key(part, turn, i), left = part.keys - key;
       if (wide && left >= kMaskBytes)
-        four = load_mask<true>(bytes + key, 1, kMaskBytes);
+        words.word[i] = load_mask<true>(bytes + key, 1, kMaskBytes);
       else if (left > 0)
-        four = load_mask<false>(bytes + key * mask.col, mask.col, left);
-      kept |= upper_bits(four) >> (7 - i);
+        words.word[i] = load_mask<false>(bytes + key * part.mask.col, part.mask.col, left);
     }
-    uint32_t total, place = sums.exclusive(__popc(kept), &total); // readers of an earlier list are done
+    return words;
+  }
+
+  // Lists the kept keys of these turns, and returns how many they are. What a thread has found lies side by side.
+  __device__ int32_t list(const PartOfKeys &part, int32_t turn, const Words &words) {
+    uint32_t kept = 0; // bit 8 b + i: key b of load i
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) kept |= upper_bits(words.word[i]) >> (7 - i);
+    const uint32_t own = __popc(kept), all = warp_inclusive_sum(own);
+    uint32_t place = all - own;
+    __syncwarp(); // nobody reads the list before
     for (; kept != 0; kept &= kept - 1) {
       const int n = __ffs(static_cast<int>(kept)) - 1;
-      keys[place++] = own + n % 8 * 32 * kMaskBytes + n / 8;
+      keys[place++] = first_key(part, turn, n % 8) + n / 8;
     }
-    return static_cast<int32_t>(total);
+    __syncwarp();
+    return static_cast<int32_t>(__shfl_sync(kAllLanes, all, 31));
   }
 };
 

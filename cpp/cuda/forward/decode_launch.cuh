@@ -7,9 +7,14 @@
 
 namespace fdm::cuda {
 
-// Four warps with two stages of K and V each: two blocks share an SM at head dimension 128. Where there is less shared
-// memory, a block has two warps.
-constexpr int decode_warps(int arch, int head_dim) { return head_dim > 128 && shared_limit(arch) < 160 * 1024 ? 2 : 4; }
+// Warps with two stages of K and V each, as many as there is room for: a warp takes as long for a step whatever the others do,
+// so few blocks of columns are the sooner done the more warps there are.
+constexpr int decode_warps(int arch, int head_dim) {
+  constexpr int kOthers = 24 * 1024; // Q, lists of keys and the like
+  int warps = 8;
+  while (warps * 2 * 2 * 16 * head_dim * int(sizeof(uint16_t)) + kOthers > shared_limit(arch)) warps /= 2;
+  return warps;
+}
 
 template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream) {
   using Config = DecodeConfig<Element, kHeadDim, decode_warps(FDM_TILE_ARCH, kHeadDim)>;

@@ -30,18 +30,9 @@ bool heads_share_columns(const fdm_problem &p) {
   return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
 }
 
-// Splits of a decoding call that are a cluster need no other kernel to merge them. Where they have more bytes of K and V
-// than these, more SMs than a cluster has are worth one.
-constexpr int64_t kMostClusterBytes = int64_t(4) << 20;
-constexpr int64_t kKeysOfClusterSplit = 128;
-
-bool can_merge_in_cluster(const fdm_problem &p) {
-  return kHasClusters && 2 * p.keys * p.head_dim * int64_t(sizeof(uint16_t)) <= kMostClusterBytes;
-}
-
 // Which kernel runs, and how rows and columns are divided over its blocks.
 struct Division {
-  bool decode, merges_in_cluster;
+  bool decode;
   int heads_per_tile; // 1, or the heads of a group
   int64_t tiles;      // tiles of the longest sequence
   int64_t blocks;     // without splits
@@ -62,12 +53,13 @@ Division divide(const fdm_problem &p) {
   division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
   division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
   division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
-  division.merges_in_cluster = division.decode && can_merge_in_cluster(p);
-  if (division.merges_in_cluster)
-    division.most_splits = std::clamp<int64_t>(p.keys / kKeysOfClusterSplit, 1, kMostClusterSplits);
-  // Two blocks run on an SM at a time. Twice as many end closer together where their work is unequal, as a causal mask
-  // makes it. Merging their results costs little where a block has as much work as a bias for each query makes.
-  division.wanted_blocks = !division.decode && has_rows(p.bias) ? 4 : 2;
+  // Two blocks run on an SM at a time, but one that decodes with a larger head dimension. Twice as many end closer together where
+  // their work is unequal, as a causal mask makes it. Merging their results costs little where a block has as much work as a bias
+  // for each query makes.
+  if (division.decode)
+    division.wanted_blocks = p.head_dim <= 64 ? 2 : 1;
+  else
+    division.wanted_blocks = has_rows(p.bias) ? 4 : 2;
   return division;
 }
 
@@ -75,6 +67,15 @@ Division divide(const fdm_problem &p) {
 int64_t choose_splits(const Division &division, int sms) {
   if (division.blocks == 0) return 1;
   return std::clamp<int64_t>(division.wanted_blocks * sms / division.blocks, 1, division.most_splits);
+}
+
+// Splits of a decoding call that are a cluster, which merges their results without another kernel; 1 if none is. With more keys,
+// more SMs than a cluster has are worth that kernel; and blocks of clusters, which have to run at the same time, share SMs badly:
+// with twice as many blocks as SMs they took twice as long as others (seen on an H200).
+int64_t cluster_splits(const fdm_problem &p, const Division &division, int sms) {
+  constexpr int64_t kMostKeys = 2048, kKeysOfSplit = 128;
+  if (!kHasClusters || !division.decode || division.blocks == 0 || p.keys > kMostKeys) return 1;
+  return std::clamp<int64_t>(std::min(p.keys / kKeysOfSplit, sms / division.blocks), 1, kMostClusterSplits);
 }
 
 // How many splits there is room for. This must not depend on the current device, so it is made for more SMs than any
@@ -130,7 +131,7 @@ int64_t forward_workspace_bytes(const fdm_problem &p) {
   if (is_dense(p)) return dense_forward_workspace_bytes(p);
   const Division division = divide(p);
   if (gives_out_tiles(p, division)) return sizeof(uint32_t);
-  const int64_t splits = division.merges_in_cluster ? 1 : room_for_splits(division);
+  const int64_t splits = room_for_splits(division);
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
@@ -157,7 +158,10 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.finds_keys = needs_no_plan(p);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);
   params.splits = int32_t(std::clamp<int64_t>(splits, 1, room_for_splits(division)));
-  params.merges_in_cluster = division.merges_in_cluster && params.splits > 1;
+  if (const int64_t in_cluster = cluster_splits(p, division, count); args.splits == 0 && in_cluster > 1) {
+    params.splits = int32_t(in_cluster);
+    params.merges_in_cluster = true;
+  }
   params.partial_out = static_cast<float *>(workspace);
   params.partial_max = params.partial_out + params.splits * partial_rows(p) * p.head_dim;
   params.partial_sum = params.partial_max + params.splits * partial_rows(p);
