@@ -360,7 +360,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1) decode_kernel(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadDim))
+    decode_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DecodeShared<Config> *>(dynamic_shared);
   ptx::start_dependents();

@@ -10,9 +10,11 @@ namespace fdm::cuda {
 // Warps with two stages of K and V each, as many as there is room for: a warp takes as long for a step whatever the others do,
 // so few blocks of columns are the sooner done the more warps there are.
 constexpr int decode_warps(int arch, int head_dim) {
-  constexpr int kOthers = 24 * 1024; // Q, lists of keys and the like
+  constexpr int kOthersOfWarp = 5 * 1024, kOthers = 3 * 1024; // facts of columns and keys; the task, and sums of rows
+  const int row_bytes = head_dim * int(sizeof(uint16_t));
   int warps = 8;
-  while (warps * 2 * 2 * 16 * head_dim * int(sizeof(uint16_t)) + kOthers > shared_limit(arch)) warps /= 2;
+  while (warps * (2 * 2 * 16 * row_bytes + kOthersOfWarp) + kDecodeRows * row_bytes + kOthers > shared_limit(arch))
+    --warps;
   return warps;
 }
 

@@ -53,13 +53,10 @@ Division divide(const fdm_problem &p) {
   division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
   division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
   division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
-  // Two blocks run on an SM at a time, but one that decodes with a larger head dimension. Twice as many end closer together where
-  // their work is unequal, as a causal mask makes it. Merging their results costs little where a block has as much work as a bias
-  // for each query makes.
-  if (division.decode)
-    division.wanted_blocks = p.head_dim <= 64 ? 2 : 1;
-  else
-    division.wanted_blocks = has_rows(p.bias) ? 4 : 2;
+  // Two blocks run on an SM at a time. Twice as many end closer together where their work is unequal, as a causal mask
+  // makes it. Merging their results costs little where a block has as much work as a bias for each query makes.
+  division.wanted_blocks = has_rows(p.bias) ? 4 : 2;
+  if (division.decode) division.wanted_blocks = decode_blocks(p.head_dim);
   return division;
 }
 
