@@ -66,12 +66,13 @@ int64_t choose_splits(const Division &division, int sms) {
   return std::clamp<int64_t>(division.wanted_blocks * sms / division.blocks, 1, division.most_splits);
 }
 
-// Splits of a decoding call that are a cluster, which merges their results without another kernel; 1 if none is. With more keys,
-// more SMs than a cluster has are worth that kernel; and blocks of clusters, which have to run at the same time, share SMs badly:
-// with twice as many blocks as SMs they took twice as long as others (seen on an H200).
+// Splits of a decoding call that are a cluster, which merges their results without another kernel; 1 if none is. Where more keys
+// are kept, more SMs than a cluster has are worth that kernel; a mask may keep few. Blocks of clusters, which have to run at the
+// same time, share SMs badly: with twice as many blocks as SMs they took twice as long as others (seen on an H200).
 int64_t cluster_splits(const fdm_problem &p, const Division &division, int sms) {
-  constexpr int64_t kMostKeys = 2048, kKeysOfSplit = 128;
-  if (!kHasClusters || !division.decode || division.blocks == 0 || p.keys > kMostKeys) return 1;
+  constexpr int64_t kKeysOfSplit = 128;
+  const int64_t most_keys = mask_kind(p) == FDM_MASK_NONE ? 2048 : 8192;
+  if (!kHasClusters || !division.decode || division.blocks == 0 || p.keys > most_keys) return 1;
   return std::clamp<int64_t>(std::min(p.keys / kKeysOfSplit, sms / division.blocks), 1, kMostClusterSplits);
 }
 
