@@ -89,8 +89,6 @@ BARS = (
     Bar("selection-32k intervals selection", 0.4),
     Bar("dense-8k no_mask forward", 0.9, *_DENSE, speed=True),
     Bar("dense-8k no_mask backward", 0.85, *_DENSE, speed=True),
-    Bar("decode-64k key_mask forward_planned", 0.03),
-    Bar("decode-64k key_mask forward", 0.06),
     *(
         Bar(
             f"{case} intervals memory_forward_backward",
@@ -113,6 +111,10 @@ CPU_BARS = (
         for case in ("dense-4k-float32", "dense-4k-float32-full")
         for quantity in ("forward", "forward_backward")
     ),
+)
+DECODE_BARS = (
+    Bar("decode-64k key_mask forward_planned", 0.03),
+    Bar("decode-64k key_mask forward", 0.06),
 )
 GENERATE_BARS = (Bar("generate-16k flash_dmattn attention", 0.25, "of eager attention's", "eager"),)
 _TRAIN = ("speed of the same model with dense attention", "dense")
@@ -177,6 +179,7 @@ PAIR_BARS = tuple(_pair_bars())
 # By the first part of the name of a run's first case: bars of GPUs, and of CPUs. A set of several
 # kinds of cases has all of them, whichever come first.
 _OF_SETS: dict[str, tuple[tuple[Bar, ...], tuple[Bar, ...]]] = {
+    "decode": (DECODE_BARS, ()),
     "generate": (GENERATE_BARS, GENERATE_BARS),
     "train": (TRAIN_BARS, TRAIN_BARS),
     "learn": ((), ()),

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .bars import SHAPE_BARS, Bar, verdicts
 from .results import Results
-from .sets import HOST, SIZES, shape_name
-from .tables import COLUMNS, Table, case_table
+from .sets import SIZES
+from .tables import COLUMNS, Table
 
 Found = Mapping[str, Results]  # files of results by their names
 _SHAPES, _PAIRS = "h200-shapes", "h200-pairs"
@@ -62,11 +61,13 @@ class Peers(NamedTuple):
     file: str = _PAIRS
 
     def table(self, found: Found) -> Table:
-        """Without lines where nothing was measured."""
+        """Without lines and columns where nothing was measured; a note names those columns."""
         if self.file not in found:
             return Table(self.title)
         results, rows = found[self.file], []
         ours, *_ = self.columns
+        known = {who for _, who, quantity in results.values if quantity == self.quantity}
+        shown = {who: title for who, title in self.columns.items() if who in known}
         roles = {record.contestant: record.role for record in results.records}
         for name, case in results.cases.items():
             kind = name.partition("-")[0]
@@ -75,27 +76,14 @@ class Peers(NamedTuple):
                 continue
             keys = [(name, who, self.quantity) for who in self.columns if roles.get(who) != "ours"]
             best = min((results.values[k] for k in keys if k in results.values), default=None)
-            cells = (_cell(results, (name, who, self.quantity)) for who in self.columns)
+            cells = (_cell(results, (name, who, self.quantity)) for who in shown)
             ratio = "-" if best is None or not mine else f"{best / mine:.2f}"
             rows.append((f"{kind}: {_in_words(case)}", *cells, ratio))
-        heads = ("", *self.columns.values(), f"best of the others / {self.columns[ours]}")
-        note = _measured(self.file, results, results.peers)
-        return Table(self.title, heads, tuple(rows), (note,))
-
-
-class Whole(NamedTuple):
-    """All that was measured of one case."""
-
-    case: str
-    file: str = _SHAPES
-
-    def table(self, found: Found) -> Table:
-        """Without lines where nothing was measured."""
-        if self.file not in found or self.case not in found[self.file].cases:
-            return Table(self.case)
-        results = found[self.file]
-        table = case_table(results, self.case)
-        return replace(table, notes=(*table.notes, _measured(self.file, results)))
+        heads = ("", *shown.values(), f"best of the others / {self.columns[ours]}")
+        absent = [title for who, title in self.columns.items() if who not in known]
+        notes = [f"not measured in this run: {', '.join(absent)}"] if absent else []
+        notes.append(_measured(self.file, results, results.peers))
+        return Table(self.title, heads, tuple(rows), tuple(notes))
 
 
 def _cell(results: Results, key: tuple[str, str, str]) -> str:
@@ -139,7 +127,7 @@ def _peers(what: str, *kinds: str) -> tuple[Peers, ...]:
 
 _COMPACT, _DENSE = "compact cuDNN", "dense cuDNN"
 # What each block of a page holds.
-COMPARISONS: dict[str, tuple[Judged | Peers | Whole, ...]] = {
+COMPARISONS: dict[str, tuple[Judged | Peers, ...]] = {
     "compact-forward": (Judged("Forward over kept keys", "compact", "forward", _COMPACT),),
     "compact-backward": (Judged("Backward over kept keys", "compact", "backward", _COMPACT),),
     "unmasked": (
@@ -147,7 +135,6 @@ COMPARISONS: dict[str, tuple[Judged | Peers | Whole, ...]] = {
         Judged("Backward without a mask", "unmasked", "backward", _DENSE),
     ),
     "short-calls": (Judged("Selection, forward and backward", "short", "end_to_end", _DENSE),),
-    "host": (Whole(shape_name("host", *HOST)),),
     "triangle": _peers("Triangle attention", "triangle"),
     "relative-bias": _peers("A bias that the batch shares", "t5", "single", "swin"),
 }

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks import environment, pages, profile_tables, sets  # noqa: E402
-from benchmarks.comparisons import COMPARISONS, Judged, Peers, Whole  # noqa: E402
+from benchmarks.comparisons import COMPARISONS, Judged, Peers  # noqa: E402
 from benchmarks.entrants import ENTRANTS  # noqa: E402
 from benchmarks.results import Record, Results  # noqa: E402
 
@@ -38,9 +38,7 @@ def results(cases: sets.WorkloadSet, *left_out: str) -> Results:
     return Results(WHERE, {}, sets.plain_cases([*cases.values()]), records)
 
 
-def kinds(one: Judged | Peers | Whole) -> tuple[str, ...]:
-    if isinstance(one, Whole):
-        return ()
+def kinds(one: Judged | Peers) -> tuple[str, ...]:
     return one.kinds if isinstance(one, Peers) else (one.kind,)
 
 
@@ -50,8 +48,6 @@ def test_every_block_is_of_what_a_default_run_measures(name: str) -> None:
     for one in COMPARISONS[name]:
         table = one.table(found)
         lines = [case for case in MADE[one.file] if case.partition("-")[0] in kinds(one)]
-        if isinstance(one, Whole):
-            lines = [*MADE[one.file][one.case].contestants]
         assert len(table.rows) == len(lines) > 0
         versions = "trifast 7, " if isinstance(one, Peers) else ""
         told = f"measured: {one.file} (a GPU, {versions}commit 0123456, 2026-01-02)"
@@ -81,9 +77,10 @@ def test_line_of_peers_names_the_best_of_them() -> None:
     found = {"h200-pairs": results(MADE["h200-pairs"], "cuequivariance")}
     columns = {"pair_bias": "ours", "cuequivariance": "a", "trifast": "b", "pair_sdpa": "c"}
     table = Peers("title", ("triangle",), "forward", columns).table(found)
-    assert table.heads == ("", "ours", "a", "b", "c", "best of the others / ours")
+    assert table.heads == ("", "ours", "b", "c", "best of the others / ours")
+    assert table.notes[0] == "not measured in this run: a"
     shape = "triangle: 256 x 256 tokens, 4 heads of 32"
-    assert table.rows[0] == (shape, "1000.000", "-", "4000.000", "3000.000", "3.00")
+    assert table.rows[0] == (shape, "1000.000", "4000.000", "3000.000", "3.00")
 
 
 # --- what profilers told
