@@ -118,13 +118,13 @@ class Table:
 def run_tables(results: Results) -> list[Table]:
     """Everything that was measured."""
     swept = {name for names in results.sweeps.values() for name in names}
-    tables = [case_table(results, name) for name in results.cases if name not in swept]
+    tables = [_case_table(results, name) for name in results.cases if name not in swept]
     for sweep, names in results.sweeps.items():
         tables += _sweep_tables(results, sweep, names)
     return tables
 
 
-def case_table(results: Results, name: str) -> Table:
+def _case_table(results: Results, name: str) -> Table:
     """All that was measured of a case, a line for each contestant."""
     case, known = results.cases[name], results.values
     records = [record for record in results.records if record.case == name]
