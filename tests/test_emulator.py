@@ -47,6 +47,7 @@ def test_what_kernels_do_wrong_is_seen(program: Path, seed: str) -> None:
         "the threads of a block wait for each other for ever: 64 threads left, 64 at barriers in "
         "shared memory, 0 at barriers of the block, 0 at their warp's"
     )
+    assert results.pop("no cluster").startswith("0 0 the block is in no cluster (block 0, 0, ")
     assert results == {
         "boxes of a new thread": "1 0 done",
         "meetings": "239 75 done",
@@ -54,6 +55,7 @@ def test_what_kernels_do_wrong_is_seen(program: Path, seed: str) -> None:
         # Shared memory that nobody wrote.
         "copies too early": "-1 -1 done",
         "barriers": "1 1 done",
+        "clusters": "6000 6400 done",
         "beyond": "0 0 a block has written beyond its shared memory",
         "products": "16 16 done",
         "products too early": "0 0 done",

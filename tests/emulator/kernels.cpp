@@ -7,6 +7,7 @@
 
 #include "cuda/host/row_map.h"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace fdm::cuda {
@@ -68,15 +69,38 @@ template <bool kWaits> void products(float *out) {
   out[threadIdx.x] = sums[3][2];
 }
 
+// The last of some blocks sums what all of them have.
+void of_all_blocks(float *out) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto *own = reinterpret_cast<float *>(dynamic_shared) + threadIdx.x;
+  *own = float(1000 * blockIdx.y + threadIdx.x);
+  ptx::sync_cluster();
+  float sum = 0;
+  for (uint32_t rank = 0; rank < gridDim.y; ++rank) sum += ptx::load_of_block(own, rank);
+  if (blockIdx.y + 1 == gridDim.y) out[threadIdx.x] = sum;
+  ptx::sync_cluster();
+}
+
 template <class T, class... Parameters, class... Inputs>
-void run(const char *name, void (*kernel)(Parameters...), T first, const Inputs &...inputs) {
+void run_grid(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned cluster, T first,
+              const Inputs &...inputs) {
   T out[kThreads] = {first};
+  cudaLaunchAttribute blocks{};
+  blocks.id = cudaLaunchAttributeClusterDimension;
+  blocks.val.clusterDim = {1, cluster, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
+  config.gridDim = grid;
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = 2048;
+  config.attrs = &blocks;
+  config.numAttrs = 1;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, inputs..., static_cast<T *>(out));
   std::printf("%s: %g %g %s\n", name, double(out[0]), double(out[100]), error ? cudaGetErrorString(error) : "done");
+}
+
+template <class T, class... Parameters, class... Inputs>
+void run(const char *name, void (*kernel)(Parameters...), T first, const Inputs &...inputs) {
+  run_grid(name, kernel, {1, 1}, 1, first, inputs...);
 }
 
 // Are there boxes for a thread whose first call this is, and none of rows that are not aligned?
@@ -104,6 +128,8 @@ int main() {
   run("barriers", barriers<64>, 0);
   run("barriers for ever", barriers<65>, 0);
   run("beyond", writes_beyond, 0);
+  run_grid("clusters", of_all_blocks, {1, 4}, 4, 0.0f);
+  run("no cluster", of_all_blocks, 0.0f);
   run("products", products<true>, 0.0f);
   run("products too early", products<false>, 0.0f);
 }
