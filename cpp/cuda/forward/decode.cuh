@@ -364,7 +364,8 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
     decode_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DecodeShared<Config> *>(dynamic_shared);
-  ptx::start_dependents();
+  ptx::wait_for_kernel_ahead();
+  ptx::start_dependents(); // no sooner, so that one kernel at most waits beside the one that is at work
   const fdm_problem &p = params.p;
   const uint32_t groups = uint32_t(p.heads) / uint32_t(params.heads_per_tile);
   const int64_t sequence_index = blockIdx.x / groups, head = blockIdx.x % groups * params.heads_per_tile;

@@ -22,7 +22,8 @@ template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardPa
   using Config = DecodeConfig<Element, kHeadDim, decode_warps(FDM_TILE_ARCH, kHeadDim)>;
   const int64_t groups = params.p.batch * (params.p.heads / params.heads_per_tile);
   const Grid grid(groups, params.splits, params.merges_in_cluster ? params.splits : 1);
-  return launch_with_shared<DecodeShared<Config>, decode_kernel<Config>>(params, grid, Config::kThreads, stream);
+  return launch_with_shared<DecodeShared<Config>, decode_kernel<Config>, Overlap::kernel_ahead>(
+      params, grid, Config::kThreads, stream);
 }
 
 } // namespace fdm::cuda
