@@ -125,6 +125,18 @@ def _peers(what: str, *kinds: str) -> tuple[Peers, ...]:
     )
 
 
+_HOST_COLUMNS = {
+    "window_size": "with a window",
+    "no_mask": "without",
+    "dense_sdpa": "SDPA",
+    "dense_cudnn": "SDPA bound to cuDNN",
+}
+
+
+def _host(what: str, quantity: str) -> Peers:
+    return Peers(f"Time of the host: {what}, µs", ("host",), quantity, _HOST_COLUMNS, _SHAPES)
+
+
 _COMPACT, _DENSE = "compact cuDNN", "dense cuDNN"
 # What each block of a page holds.
 COMPARISONS: dict[str, tuple[Judged | Peers, ...]] = {
@@ -135,6 +147,10 @@ COMPARISONS: dict[str, tuple[Judged | Peers, ...]] = {
         Judged("Backward without a mask", "unmasked", "backward", _DENSE),
     ),
     "short-calls": (Judged("Selection, forward and backward", "short", "end_to_end", _DENSE),),
+    "host-calls": (
+        _host("forward without gradients", "host"),
+        _host("forward and backward", "host_forward_backward"),
+    ),
     "triangle": _peers("Triangle attention", "triangle"),
     "relative-bias": _peers("A bias that the batch shares", "t5", "single", "swin"),
 }
