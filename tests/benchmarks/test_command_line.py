@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import engine, sets, tables  # noqa: E402
-from benchmarks.__main__ import VIEWS, main  # noqa: E402
-from benchmarks.results import read  # noqa: E402
+from benchmarks import engine, sets, tables
+from benchmarks.__main__ import VIEWS, main
+from benchmarks.results import read
 
 TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--length", "64", "--window", "8"]
 SELECTION = ["all", "--quantities", "selection"]

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import environment, pages, profile_tables, sets  # noqa: E402
-from benchmarks.comparisons import COMPARISONS, Judged, Peers  # noqa: E402
-from benchmarks.entrants import ENTRANTS  # noqa: E402
-from benchmarks.results import Record, Results  # noqa: E402
+from benchmarks import environment, pages, profile_tables, sets
+from benchmarks.comparisons import COMPARISONS, Judged, Peers
+from benchmarks.entrants import ENTRANTS
+from benchmarks.results import Record, Results
 
 WHERE = {
     **environment.describe_environment("cpu", "a clock"),

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import (  # noqa: E402  # noqa: E402
+from benchmarks import (
     contestants,
     engine,
     entrants,
@@ -27,7 +26,7 @@ from benchmarks import (  # noqa: E402  # noqa: E402
     tables,
     timing,
 )
-from benchmarks.cases import make_inputs  # noqa: E402
+from benchmarks.cases import make_inputs
 
 
 def tiny(name: str, *entered: str, **changes: Any) -> sets.Workload:

@@ -6,12 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import equivalence  # noqa: E402
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.results import read  # noqa: E402
+from benchmarks import equivalence
+from benchmarks.__main__ import main
+from benchmarks.results import read
 
 SHORT = ["equivalence", "--device", "cpu", "--longest", "128"]
 

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import learn, train  # noqa: E402
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.results import Results, read  # noqa: E402
-from benchmarks.tables import LEARN_QUANTITIES  # noqa: E402
-from benchmarks.text import load_corpus  # noqa: E402
+from benchmarks import learn, train
+from benchmarks.__main__ import main
+from benchmarks.results import Results, read
+from benchmarks.tables import LEARN_QUANTITIES
+from benchmarks.text import load_corpus
 
 TINY = ["learn", "--device", "cpu", "--length", "64", "--tokens", "128", "--window", "8"]
 TINY += ["--layers", "1"]

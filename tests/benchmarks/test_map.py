@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import density, results  # noqa: E402
-from benchmarks.__main__ import main  # noqa: E402
+from benchmarks import density, results
+from benchmarks.__main__ import main
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import bars, environment, pages, sets, tables  # noqa: E402
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.entrants import ENTRANTS  # noqa: E402
-from benchmarks.results import Record, Results, read  # noqa: E402
-from docs_tools.blocks import blocks  # noqa: E402
+from benchmarks import bars, environment, pages, sets, tables
+from benchmarks.__main__ import main
+from benchmarks.entrants import ENTRANTS
+from benchmarks.results import Record, Results, read
+from docs_tools.blocks import blocks
 
 WHERE = environment.describe_environment("cpu", "a clock")
 GPU = {**WHERE, "gpu": "a GPU"}

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import bars, engine, entrants, environment, results, sets, timing  # noqa: E402
-from benchmarks.cases import PASSES, Case, make_inputs, shape_text  # noqa: E402
+from benchmarks import bars, engine, entrants, environment, results, sets, timing
+from benchmarks.cases import PASSES, Case, make_inputs, shape_text
 
 # As many batch elements as keys, which trifast needs.
 SQUARE = Case(

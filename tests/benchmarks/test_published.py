@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import bars, comparisons, generate, pages  # noqa: E402
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.entrants import ENTRANTS  # noqa: E402
-from docs_tools.blocks import blocks  # noqa: E402
+from benchmarks import bars, comparisons, generate, pages
+from benchmarks.__main__ import main
+from benchmarks.entrants import ENTRANTS
+from docs_tools.blocks import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = pages.read_folder(pages.RESULTS)

@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import train  # noqa: E402
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.results import read  # noqa: E402
-from benchmarks.tables import TRAIN_QUANTITIES  # noqa: E402
+from benchmarks import train
+from benchmarks.__main__ import main
+from benchmarks.results import read
+from benchmarks.tables import TRAIN_QUANTITIES
 
 CASE = replace(train.CPU.shape, batch=2, length=48, window=8)
 
