@@ -39,16 +39,16 @@ __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_
 #pragma unroll
       for (int step = 0; step < kBatch; ++step) {
         const int begin = batch + step * kThreads, i = begin + int(threadIdx.x);
+        if (begin >= kTotal) break; // known to the compiler, as i < kTotal is not
         const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
-        if (begin >= kTotal) break;
         if (begin + kThreads <= kTotal || i < kTotal) rows[step] = source(r);
       }
 #pragma unroll
       for (int step = 0; step < kBatch; ++step) {
         const int begin = batch + step * kThreads, i = begin + int(threadIdx.x);
+        if (begin >= kTotal) break;
         const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
         const int chunk = (kWholeRows ? int(threadIdx.x) : i) % Tile::kChunks;
-        if (begin >= kTotal) break;
         if (begin + kThreads <= kTotal || i < kTotal)
           ptx::cp_async_16(Tile::chunk_address(base, r, chunk), rows[step] + chunk * 8, chunk * 8 < head_dim);
       }
