@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of pages that compare: over many problems with one reference or all, or on one case."""
+"""Tables of pages that compare: over many problems with one reference or with all."""
 
 from __future__ import annotations
 
