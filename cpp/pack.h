@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 2
+#define FDM_PACK_ABI_VERSION 3
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 /* Stands before the definition of that function: the one thing of a pack that others see. */
@@ -212,6 +212,9 @@ typedef struct fdm_pack {
    * as large as the larger of theirs. */
   int32_t (*select_and_plan)(const fdm_selection *, const fdm_problem *, fdm_buffer plan, fdm_buffer workspace,
                              char *message, size_t message_bytes);
+  /* The bytes of the plan that a call reads: no more than its layout tells, and 0 where it reads none, so that none need
+   * be made or kept. A null pointer tells as much as the layout. */
+  int32_t (*plan_bytes)(const fdm_problem *, int64_t *bytes, char *message, size_t message_bytes);
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

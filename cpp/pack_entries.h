@@ -22,6 +22,12 @@ template <class Pack> struct PackEntries {
     return FDM_OK;
   }
 
+  static int32_t plan_bytes(const fdm_problem *p, int64_t *bytes, char *text, size_t text_bytes) {
+    if (int32_t status = check_problem(p, Pack::kLimits, {text, text_bytes})) return status;
+    *bytes = Pack::plan_bytes(*p);
+    return FDM_OK;
+  }
+
   static int32_t plan(const fdm_problem *p, fdm_buffer plan, fdm_buffer workspace, char *text, size_t text_bytes) {
     const Message message{text, text_bytes};
     if (int32_t status = check(p, FDM_PASS_PLAN, plan, workspace, message)) return status;
@@ -87,6 +93,7 @@ template <class Pack> struct PackEntries {
     table.selection_workspace_bytes = selection_workspace_bytes;
     table.select = select;
     table.select_and_plan = select_and_plan;
+    table.plan_bytes = plan_bytes;
     return table;
   }
 

@@ -53,7 +53,7 @@ nb::object attend_and_keep(const fdm_pack &pack, int32_t threads, const Allocato
   nb::object plan = nb::borrow(record.given_plan);
   const int64_t bytes = is_planned ? 0 : problem.kept_bytes(has_lse);
   if (bytes > 0) plan = allocator.bytes(record.query, bytes);
-  const bool makes_plan = !is_planned && problem.plan_bytes() > 0;
+  const bool makes_plan = !is_planned && problem.needed_plan_bytes() > 0;
   if (!problem.attend_and_keep(exchange, out, lse, plan, makes_plan)) return nb::none();
   return nb::make_tuple(out, lse, plan);
 }

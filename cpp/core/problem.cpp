@@ -203,6 +203,15 @@ void Problem::measure_plan() {
   if (selects_) plan_bytes_ += 2 * bound_bytes(selection_);
 }
 
+int64_t Problem::needed_plan_bytes() const {
+  if (plan_bytes_ == 0 || selects_ || pack_.plan_bytes == nullptr) return plan_bytes_;
+  int64_t bytes = 0;
+  call_pack<Gil::hold>(pack_, "plan_bytes", [&](char *message, size_t message_bytes) {
+    return pack_.plan_bytes(&problem_, &bytes, message, message_bytes);
+  });
+  return bytes > 0 ? plan_bytes_ : 0;
+}
+
 int64_t Problem::workspace_bytes(fdm_pass pass) const {
   int64_t bytes = 0;
   call_pack<Gil::hold>(pack_, "workspace_bytes", [&](char *message, size_t message_bytes) {
@@ -253,7 +262,7 @@ void Problem::forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handl
   const fdm_tensor out_tensor = read_out(out);
   const fdm_tensor lse_tensor = read_lse(lse, "lse");
   require_distinct_elements(lse_tensor, "lse");
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
   const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_FORWARD), device_);
   run_forward(out_tensor, lse_tensor, splits, plan_buffer, workspace_buffer);
 }
@@ -281,8 +290,8 @@ Problem::Scratch Problem::scratch_of(bool has_lse, bool has_plan) const {
   Scratch scratch{};
   if (!has_lse) scratch.lse = padded(lse_bytes(extents_));
   scratch.workspace = workspace_bytes(FDM_PASS_FORWARD);
-  if (!has_plan && plan_bytes_ > 0) {
-    scratch.plan = padded(plan_bytes_);
+  if (const int64_t needed = has_plan ? 0 : needed_plan_bytes()) {
+    scratch.plan = padded(needed);
     scratch.workspace = std::max(scratch.workspace, workspace_bytes(FDM_PASS_PLAN));
   }
   return scratch;
@@ -303,12 +312,13 @@ bool Problem::attend(const Exchange &exchange, nb::handle out, nb::handle lse, n
 }
 
 int64_t Problem::kept_bytes(bool has_lse) const {
-  return has_lse ? plan_bytes_ : padded(plan_bytes_) + lse_bytes(extents_);
+  const int64_t needed = needed_plan_bytes();
+  return has_lse ? needed : padded(needed) + lse_bytes(extents_);
 }
 
 fdm_tensor Problem::lse_behind(fdm_buffer plan) const {
   if (plan.bytes < kept_bytes(false)) value_error("lse is None, but there is no room for it behind plan");
-  return contiguous_lse(static_cast<std::byte *>(plan.data) + padded(plan_bytes_), extents_);
+  return contiguous_lse(static_cast<std::byte *>(plan.data) + plan.bytes - lse_bytes(extents_), extents_);
 }
 
 bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan,
@@ -319,7 +329,8 @@ bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::hand
   const DeviceBytes memory(exchange, bytes, device_);
   if (memory.data() == nullptr && bytes > 0) return false;
   const fdm_tensor out_tensor = read_out(out);
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_), workspace{memory.data(), bytes};
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_),
+                   workspace{memory.data(), bytes};
   const fdm_tensor lse_tensor = is_absent(lse) ? lse_behind(plan_buffer) : read_lse(lse, "lse");
   if (makes_plan) run_plan(plan_buffer, workspace);
   run_forward(out_tensor, lse_tensor, 0, plan_buffer, workspace);
@@ -336,7 +347,7 @@ void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::
   const fdm_tensor lse_tensor = has_lse ? read_lse(lse, "lse") : contiguous_lse(lse_data, extents_);
   if (has_lse) require_distinct_elements(lse_tensor, "lse");
   if (!is_absent(plan)) {
-    run_forward(out_tensor, lse_tensor, 0, read_buffer(plan, "plan", plan_bytes_, device_), workspace);
+    run_forward(out_tensor, lse_tensor, 0, read_buffer(plan, "plan", needed_plan_bytes(), device_), workspace);
     return;
   }
   const fdm_buffer own_plan{begin, sizes.plan};
@@ -345,14 +356,14 @@ void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::
 }
 
 void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const {
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
   const fdm_backward_args args = read_gradients(arguments, plan_buffer);
   run_backward(args, plan_buffer, read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_BACKWARD), device_));
 }
 
 bool Problem::backward(const Exchange &exchange, const BackwardArguments &arguments, nb::handle plan) {
   if (!exchange.current_stream(device_, problem_.context.stream)) return false;
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
   const fdm_backward_args args = read_gradients(arguments, plan_buffer);
   const int64_t bytes = workspace_bytes(FDM_PASS_BACKWARD);
   const DeviceBytes memory(exchange, bytes, device_);

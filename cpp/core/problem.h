@@ -22,6 +22,8 @@ public:
   Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution);
 
   int64_t plan_bytes() const { return plan_bytes_; }
+  // The same, or 0 where the pack needs no plan for this call. Traced calls know too little to ask.
+  int64_t needed_plan_bytes() const;
   int64_t workspace_bytes(fdm_pass pass) const;
 
   void plan(nb::handle plan, nb::handle workspace) const;

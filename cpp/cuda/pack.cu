@@ -4,6 +4,7 @@
 
 #include "../pack_entries.h"
 #include "backward/backward.h"
+#include "dense/dense.h"
 #include "forward/forward.h"
 #include "host/dispatch.h"
 #include "plan/make_plan.h"
@@ -39,6 +40,7 @@ struct CudaPack {
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) {
+    if (cuda::is_dense(p)) return 0;
     int64_t bytes;
     lay_out_plan(p, nullptr, &bytes);
     return bytes;

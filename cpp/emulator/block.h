@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <barrier>
 #include <csetjmp>
 #include <cstring>
@@ -102,6 +103,7 @@ struct Cluster {
 
   std::barrier<> barrier;
   std::vector<const char *> shared; // the shared memory of each block
+  std::atomic<bool> failed{false};  // one of them has
 };
 
 // Runs blocks of threads, one after the other, on a thread of the system.

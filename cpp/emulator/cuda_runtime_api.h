@@ -2,6 +2,7 @@
 // What the packs use of the CUDA runtime. There is one device, whose streams do their work at once.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
@@ -100,4 +101,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
   const bool done = fdm::emulator::launch({size(config->gridDim), size(config->blockDim), config->dynamicSmemBytes,
                                            [&] { kernel(arguments...); }, cluster});
   return done ? cudaSuccess : cudaErrorLaunchFailure;
+}
+template <class... Parameters>
+cudaError_t cudaOccupancyMaxActiveClusters(int *count, void (*)(Parameters...), const cudaLaunchConfig_t *config) {
+  *count = std::max(1, fdm::emulator::sm_count() / int(config->attrs[0].val.clusterDim.y));
+  return cudaSuccess;
 }

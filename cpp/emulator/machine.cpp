@@ -295,6 +295,50 @@ void wait(uint64_t &barrier, uint32_t parity) {
   machine.leave();
 }
 
+// Blocks of a cluster are threads of the system, so a barrier that they share changes at once.
+template <class Change> static void change_at_once(void *barrier, const Change &change) {
+  const std::atomic_ref<uint64_t> shared(*static_cast<uint64_t *>(barrier));
+  uint64_t before = shared.load(std::memory_order_relaxed), after;
+  do {
+    after = before;
+    Barrier state = Barrier::load(after);
+    change(state);
+    if (state.pending == 0 && state.bytes_and_phase >> 1 == 0) {
+      state.pending = state.arrivals;
+      state.bytes_and_phase ^= 1;
+    }
+    state.store(after);
+  } while (!shared.compare_exchange_weak(before, after, std::memory_order_acq_rel));
+}
+static void arrive_at(Barrier &state) {
+  if (state.pending == 0) machine.fail("more threads arrive at a barrier in shared memory than it was made for");
+  --state.pending;
+}
+
+void arrive_of_block(uint64_t &own, uint32_t rank) {
+  change_at_once(const_cast<void *>(shared_of_block(&own, rank)), arrive_at);
+}
+void complete_bytes_of_block(uint64_t &own, uint32_t rank, uint32_t bytes) {
+  change_at_once(const_cast<void *>(shared_of_block(&own, rank)),
+                 [&](Barrier &state) { state.bytes_and_phase -= 2 * int32_t(bytes); });
+}
+void expect_of_cluster(uint64_t &barrier, uint32_t bytes) {
+  change_at_once(&barrier, [&](Barrier &state) {
+    arrive_at(state);
+    state.bytes_and_phase += 2 * int32_t(bytes);
+  });
+}
+
+void wait_for_cluster(uint64_t &barrier, uint32_t parity) {
+  for (;;) {
+    const uint64_t now = std::atomic_ref<uint64_t>(barrier).load(std::memory_order_acquire);
+    if (has_ended(now, parity)) return;
+    if (machine.cluster->failed) machine.fail("another block of the cluster has failed");
+    std::this_thread::yield();
+    yield();
+  }
+}
+
 void yield() {
   machine.warp().yielding |= machine.lane();
   machine.leave();
@@ -369,6 +413,7 @@ bool launch(Launch launch) {
         cluster.shared[rank] = dynamic_shared;
         cluster.barrier.arrive_and_wait();
         run_block(uint64_t(rank) * launch.grid.x + column);
+        if (!succeeded) cluster.failed = true;
         cluster.barrier.arrive_and_drop(); // who has ended is not waited for
       });
     for (std::thread &rank : ranks) rank.join();

@@ -43,6 +43,11 @@ int sync_threads_and(int value);
 // Blocks of a cluster: all of their threads meet; and what another one has in its shared memory where `own` is.
 void sync_cluster();
 const void *shared_of_block(const void *own, uint32_t rank);
+// Barriers of which other blocks know: these arrive, or tell of bytes, and this block waits, or arrives and expects bytes.
+void arrive_of_block(uint64_t &own, uint32_t rank);
+void complete_bytes_of_block(uint64_t &own, uint32_t rank, uint32_t bytes);
+void expect_of_cluster(uint64_t &barrier, uint32_t bytes);
+void wait_for_cluster(uint64_t &barrier, uint32_t parity);
 
 // The lanes of the mask meet. The last of them calls execute(lanes), which has for each lane what it gave.
 using Execute = void (*)(void *const *lanes);

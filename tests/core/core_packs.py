@@ -131,11 +131,17 @@ class Recording:
         return types[name].in_dll(self._library, f"recorded_{name}")
 
     def set_next(
-        self, status: int = 0, message: bytes = b"", workspace_bytes: int = 0, meeting: int = 0
+        self,
+        status: int = 0,
+        message: bytes = b"",
+        workspace_bytes: int = 0,
+        meeting: int = 0,
+        plan_bytes: int = 1,
     ) -> None:
         ctypes.c_int32.in_dll(self._library, "next_status").value = status
         (ctypes.c_char * 64).in_dll(self._library, "next_message").value = message
         ctypes.c_int64.in_dll(self._library, "next_workspace_bytes").value = workspace_bytes
+        ctypes.c_int64.in_dll(self._library, "next_plan_bytes").value = plan_bytes
         ctypes.c_int32.in_dll(self._library, "meeting_size").value = meeting
 
 

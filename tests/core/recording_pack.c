@@ -42,7 +42,7 @@ EXPORT fdm_buffer recorded_plan, recorded_workspace;
 /* What the next call does. */
 EXPORT int32_t next_status;
 EXPORT char next_message[64];
-EXPORT int64_t next_workspace_bytes;
+EXPORT int64_t next_workspace_bytes, next_plan_bytes;
 EXPORT int32_t meeting_size; /* forward returns once this many threads are inside it, or fails after 10 s */
 
 static atomic_int meeting;
@@ -57,6 +57,12 @@ static int32_t workspace_bytes(const fdm_problem *problem, int32_t pass, int64_t
                                size_t message_bytes) {
   (void)problem, (void)message, (void)message_bytes;
   *bytes = next_workspace_bytes * (pass + 1);
+  return FDM_OK;
+}
+
+static int32_t plan_bytes(const fdm_problem *problem, int64_t *bytes, char *message, size_t message_bytes) {
+  (void)problem, (void)message, (void)message_bytes;
+  *bytes = next_plan_bytes;
   return FDM_OK;
 }
 
@@ -131,6 +137,7 @@ static const fdm_pack table = {
     .selection_workspace_bytes = selection_workspace_bytes,
     .select = do_select,
     .select_and_plan = select_and_plan,
+    .plan_bytes = plan_bytes,
 };
 
 EXPORT const fdm_pack *ENTRY_NAME(void) { return NO_TABLE ? NULL : &table; }

@@ -79,12 +79,27 @@ def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
         assert call.problem(pack).plan_bytes == pack.plan_bytes(*sizes)  # type: ignore[arg-type]
 
 
+def test_calls_that_read_no_plan(pack: _core.Pack, recording: Recording) -> None:
+    """A pack says so of a call; then none is asked for, and there is no scratch memory for one."""
+    problem = batch_call(mask=zeros(B, K, dtype="bool")).problem(pack)
+    out, lse = zeros(B, Q, H, D), zeros(B, Q, H).transpose(0, 2, 1)
+    results = as_tuple(out), as_tuple(lse)
+    with pytest.raises(ValueError, match="plan is None"):
+        problem.forward(*results, None, None)
+    with_plan = problem.attend_bytes(True, False)
+    assert with_plan >= problem.plan_bytes > 0
+    recording.set_next(plan_bytes=0)
+    problem.forward(*results, None, None)
+    assert (recording.plan.data, recording.plan.bytes) == (None, 0)
+    assert problem.attend_bytes(True, False) == with_plan - -(-problem.plan_bytes // 256) * 256
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
 @pytest.mark.parametrize(
     ("macros", "reason"),
     [
         ({"ENTRY_NAME": "something_else"}, "no symbol flash_dmattn_pack"),
-        ({"ABI_VERSION": 77}, "ABI version 77, but .* needs ABI version 2"),
+        ({"ABI_VERSION": 77}, "ABI version 77, but .* needs ABI version 3"),
         ({"STRUCT_SIZE": 16}, "table has 16 bytes"),
         ({"NO_TABLE": 1}, "returned no table"),
         ({"NO_FORWARD": 1}, "lacks an entry point"),

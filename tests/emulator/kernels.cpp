@@ -81,6 +81,33 @@ void of_all_blocks(float *out) {
   ptx::sync_cluster();
 }
 
+// Each block of two sends numbers to the other, which waits for all of their bytes, in both phases.
+void exchange_of_blocks(float *out) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &received = *reinterpret_cast<uint64_t *>(dynamic_shared);
+  auto &ready = *reinterpret_cast<uint64_t *>(dynamic_shared + 8);
+  auto *own = reinterpret_cast<float *>(dynamic_shared + 1024);
+  const uint32_t other = 1 - blockIdx.y;
+  if (threadIdx.x == 0) {
+    ptx::init_barrier(received, 1);
+    ptx::init_barrier(ready, 2);
+  }
+  ptx::sync_cluster();
+  float sum = 0;
+  for (uint32_t phase = 0; phase < 2; ++phase) {
+    if (threadIdx.x == 0) ptx::expect_of_cluster(received, 16 * 32);
+    __syncthreads();
+    if (threadIdx.x < 2) ptx::arrive_of_block(ready, other);
+    ptx::wait_for_cluster(ready, phase);
+    const auto x = float(100 * blockIdx.y + threadIdx.x + 1000 * phase);
+    if (threadIdx.x < 32) ptx::store_of_block(own + 4 * threadIdx.x, received, other, make_float4(x, x, x, x));
+    ptx::wait_for_cluster(received, phase);
+    sum += own[threadIdx.x];
+  }
+  if (blockIdx.y == 1) out[threadIdx.x] = sum;
+  ptx::leave_cluster();
+}
+
 template <class T, class... Parameters, class... Inputs>
 void run_grid(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned cluster, T first,
               const Inputs &...inputs) {
@@ -129,6 +156,7 @@ int main() {
   run("barriers for ever", barriers<65>, 0);
   run("beyond", writes_beyond, 0);
   run_grid("clusters", of_all_blocks, {1, 4}, 4, 0.0f);
+  run_grid("exchange", exchange_of_blocks, {1, 2}, 2, 0.0f);
   run("no cluster", of_all_blocks, 0.0f);
   run("products", products<true>, 0.0f);
   run("products too early", products<false>, 0.0f);

@@ -52,3 +52,27 @@ def test_a_shared_bias_takes_no_more_than_its_gradient(gpu: str) -> None:
     torch.cuda.synchronize()
     most = (inputs[3].numel() + 16 * dout.numel()) * dout.element_size()
     assert torch.cuda.max_memory_allocated() - before <= most
+
+
+@pytest.mark.parametrize("length", [128, 250, 256, 333, 384])
+def test_sums_of_a_shared_bias_take_no_memory_of_their_own(length: int, gpu: str) -> None:
+    """Beside results, numbers of a row in float32 and of the bias: three times those of lse."""
+    shapes = [(length, length, 4, 32)] * 4 + [(1, 4, length, length)]
+    tensors = [torch.randn(*shape, device=gpu, dtype=torch.bfloat16) for shape in shapes]
+    dout, *inputs = tensors[0], *(tensor.requires_grad_() for tensor in tensors[1:])
+    mask = torch.rand(length, 1, 1, length, device=gpu) > 0.1
+
+    def allocated() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = flash_dmattn_func(*inputs[:3], mask, inputs[3])
+        torch.autograd.grad(out, inputs, dout)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    allocated()  # what is allocated once
+    rows = 4 * length**2 * 4
+    tiles = 4 * (-(-length // 128) * 128) ** 2 * 4  # of the sums of the bias gradient
+    assert allocated() <= 4 * dout.numel() * dout.element_size() + 2 * rows + max(rows, tiles)

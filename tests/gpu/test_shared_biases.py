@@ -231,3 +231,74 @@ def check_beside_a_fixed_order(problem: Problem, gpu: str) -> None:
         return {name: t.detach().cpu() for name, t in {"out": out, **named}.items()}
 
     assert_accurate(results("ours"), results("truth"), results("fixed order"))
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=["narrow", "float32"])
+@pytest.mark.parametrize("mask_kind", ["none", "keys", "odd", "rows", "causal"])
+@pytest.mark.parametrize(
+    "bias_shape", [(1, 3), (37, 3), (37, 1)], ids=["shared", "own", "of heads"]
+)
+@pytest.mark.parametrize("queries, keys", [(100, 128), (250, 100), (120, 256), (250, 230)])
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_two_tiles_at_most(
+    head_dim: int,
+    queries: int,
+    keys: int,
+    bias_shape: tuple[int, int],
+    mask_kind: str,
+    bias_dtype: torch.dtype | None,
+    gpu: str,
+) -> None:
+    """Blocks of threads that have tiles of the same head complete the gradients among them. A bias
+    that is not a number is odd: the kernels of fixed order do all.
+    """
+    batch, heads = 37, 3
+    query = randn(batch, queries, heads, head_dim).bfloat16()
+    key, value = (randn(batch, keys, heads, head_dim, seed=n).bfloat16() for n in (1, 2))
+    bias = randn(*bias_shape, queries, keys, seed=3).to(bias_dtype or torch.bfloat16)
+    by_keys = (batch, 1, 1, keys)
+    shapes = {"keys": by_keys, "odd": by_keys, "rows": (1, 1, queries, keys)}
+    mask = None
+    if mask_kind in shapes:
+        mask = rand_bool(*shapes[mask_kind], density=0.7, seed=4)
+        mask[..., 7] = False
+    causal = mask_kind == "causal"
+    clean = Problem(query, key, value, mask, bias, causal=causal)
+    if mask is not None:
+        dead = torch.arange(keys).view(1, keys, 1, 1) == 7
+        key, value = (tensor.masked_fill(dead, torch.nan) for tensor in (key, value))
+        if mask_kind == "odd":
+            bias = bias.masked_fill(dead.view(1, 1, 1, keys), torch.nan)
+    dout = cotangent(randn(*query.shape, seed=5)).bfloat16()
+    problem = Problem(query, key, value, mask, bias, causal=causal)
+    got = problem.results(Target(gpu, "cuda"), dout=dout)
+    assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
+
+
+@pytest.mark.parametrize("wanted", ["all", "no bias", "no values", "no keys"])
+@pytest.mark.parametrize("head_dim, length", [(32, 333), (64, 270), (128, 150)])
+def test_sums_in_gradients_to_come(head_dim: int, length: int, wanted: str, gpu: str) -> None:
+    """More sums than L2 holds lie where gradients will be, down to a part of 16 rows."""
+    batch, heads = 90, 8
+    query = randn(batch, length, heads, head_dim).to(gpu).bfloat16()
+    key, value = (randn(batch, length, heads, head_dim, seed=n).to(gpu).bfloat16() for n in (1, 2))
+    bias = randn(1, heads, length, length, seed=3).to(gpu).bfloat16()
+    mask = rand_bool(batch, 1, 1, length, density=0.7, seed=4).to(gpu)
+    dout = randn(batch, length, heads, head_dim, seed=5).to(gpu).bfloat16()
+    without = {"no bias": 3, "no values": 2, "no keys": 1}.get(wanted)
+    tensors = [
+        tensor.requires_grad_(n != without) for n, tensor in enumerate((query, key, value, bias))
+    ]
+    inputs = [tensor for tensor in tensors if tensor.requires_grad]
+
+    def gradients(sequences: slice) -> tuple[Tensor, ...]:
+        query, key, value = (tensor[sequences] for tensor in tensors[:3])
+        out = flash_dmattn_func(query, key, value, mask[sequences], tensors[3], backend="cuda")
+        return torch.autograd.grad(out, inputs, dout[sequences])
+
+    got = gradients(slice(None))
+    parts = [gradients(slice(first, first + 10)) for first in range(0, batch, 10)]
+    for n, gradient in enumerate(got):
+        want = torch.stack([part[n].float() for part in parts]).sum(0)
+        error = (gradient.float() - want).abs().max() / want.abs().max()
+        assert error < 0.02, (n, error)

@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   __shared__ unsigned long long all;
   __shared__ int32_t slots, items[kLengths];
   ptx::start_dependents();
-  ptx::wait_for_kernel_ahead();
+  // The kernel ahead orders the keys of lists. What else this reads was there before.
+  if (params.keys.listed) ptx::wait_for_kernel_ahead();
   const int64_t blocks = int64_t(params.keys.blocks) * params.keys.heads;
   const auto count_steps = [&](int64_t block) -> int64_t { // -1: no such block
     if (block >= blocks) return -1;
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
     for (int32_t part = 0; part < parts.count && first + part < params.keys.max_items; ++part)
       params.keys.items[first + part] = {int32_t(block), part, parts.count, slot};
   });
+  if (!params.keys.listed) ptx::wait_for_kernel_ahead();
 }
 
 } // namespace

@@ -4,7 +4,7 @@
 #include "../backward/make_statistics.cuh"
 #include "../host/launch.cuh"
 #include "../tile/copy_rows.cuh"
-#include "sources.cuh"
+#include "statistics.cuh"
 
 namespace fdm::cuda {
 namespace {
@@ -12,15 +12,17 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class Element, int kAcross, bool kAligned>
-__global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant__ DenseBackward work) {
+__global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant__ DenseBackward work, bool again) {
+  if (again && is_superseded(work)) return;
   const fdm_problem &p = work.call.p;
   const fdm_tensor &out = work.a.out, &dout = work.a.dout, &lse = work.a.lse, &dlse = work.a.dlse;
   const int lane = threadIdx.x % kAcross, head_dim = int(p.head_dim);
   // Heads go fastest, as rows of all heads lie in memory.
   const int64_t number = int64_t(blockIdx.x) * (kThreads / kAcross) + threadIdx.x / kAcross;
   const int64_t row = quotient(number, p.heads), head = number - row * p.heads;
-  const int64_t batch = quotient(row, p.queries), i = row - batch * p.queries;
-  const bool exists = batch < p.batch;
+  const int64_t of_these = quotient(row, p.queries), i = row - of_these * p.queries;
+  const int64_t batch = work.first_delta + of_these;
+  const bool exists = of_these < work.delta_batches;
   const Sequence s = dense_sequence(p, batch);
   float delta = 0.0f;
   const float natural = exists ? static_cast<const float *>(lse.data)[lse_offset(lse, s, i, head)] : INFINITY;
@@ -47,26 +49,36 @@ __global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant_
   for (int distance = kAcross / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);
   odd |= !(fabsf(delta) < INFINITY);
   if (work.odd && odd) *work.odd = 1;
-  if (exists && lane == 0) work.deltas[(batch * p.heads + head) * p.queries + i] = delta;
+  if (!exists) return;
+  float *const to = &delta_of(work, batch, head, i);
+  // Where it lies in a row of dq, a whole sector of 32 bytes is written, of which the others are not needed.
+  if (work.delta_row > 1 && kAcross >= 4 && head_dim >= 16) {
+    if (lane < 4) reinterpret_cast<float2 *>(to)[lane] = {delta, delta};
+  } else if (lane == 0) {
+    *to = delta;
+  }
 }
 
-template <class Element, int kAcross> cudaError_t launch_for(const DenseBackward &work, cudaStream_t stream) {
+template <class Element, int kAcross>
+cudaError_t launch_for(const DenseBackward &work, bool again, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
   const bool aligned = work.dout_aligned && rows_are_aligned(work.a.out, p.head_dim);
   const auto kernel = aligned ? deltas_kernel<Element, kAcross, true> : deltas_kernel<Element, kAcross, false>;
-  return launch(kernel, ceil_div(p.batch * p.queries * p.heads, kThreads / kAcross), kThreads, 0, stream, work);
+  return launch(kernel, ceil_div(work.delta_batches * p.queries * p.heads, kThreads / kAcross), kThreads, 0, stream,
+                work, again);
 }
 
-template <class Element> cudaError_t launch_for_dim(const DenseBackward &work, cudaStream_t stream) {
-  if (work.call.p.head_dim <= 32) return launch_for<Element, 4>(work, stream);
-  return work.call.p.head_dim <= 64 ? launch_for<Element, 8>(work, stream) : launch_for<Element, 16>(work, stream);
+template <class Element> cudaError_t launch_for_dim(const DenseBackward &work, bool again, cudaStream_t stream) {
+  if (work.call.p.head_dim <= 32) return launch_for<Element, 4>(work, again, stream);
+  return work.call.p.head_dim <= 64 ? launch_for<Element, 8>(work, again, stream)
+                                    : launch_for<Element, 16>(work, again, stream);
 }
 
 } // namespace
 
-cudaError_t launch_deltas(const DenseBackward &work, cudaStream_t stream) {
-  return work.call.p.q.dtype == FDM_FLOAT16 ? launch_for_dim<__half>(work, stream)
-                                            : launch_for_dim<__nv_bfloat16>(work, stream);
+cudaError_t launch_deltas(const DenseBackward &work, bool again, cudaStream_t stream) {
+  return work.call.p.q.dtype == FDM_FLOAT16 ? launch_for_dim<__half>(work, again, stream)
+                                            : launch_for_dim<__nv_bfloat16>(work, again, stream);
 }
 
 } // namespace fdm::cuda

@@ -13,7 +13,7 @@
 #include "dbias.cuh"
 #include "dense_launch.cuh"
 #include "dkdv.cuh"
-#include "fused_plan.h"
+#include "fused.h"
 #include "row_block.cuh"
 #include "wide_plan.h"
 
@@ -185,24 +185,19 @@ int64_t parts_bytes(const DbiasWork &work) {
   return align_256(2 * int64_t(work.blocks) * work.tile_rows * work.tile_keys * int64_t(sizeof(float)));
 }
 
-// The bytes of a gradient that fill memory without a gap, which can hold something else until it is written.
-int64_t contiguous_bytes(const fdm_tensor &t) {
-  if (!present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return 0;
-  int64_t elements = 1, last = 0;
-  for (int d = 0; d < 4; ++d) {
-    if (t.stride[d] < 0) return 0;
-    elements *= t.shape[d];
-    last += (t.shape[d] - 1) * t.stride[d];
-  }
-  return last + 1 == elements ? elements * 2 : 0;
-}
-
 bool has_one_source(const DenseCall &call) { return sources_of(call) == 1; }
 
-// Where dk is large, it holds the parts until it is written, so that they take no memory of their own.
-bool lends_dk(const fdm_problem &p) {
-  const int64_t dk_bytes = p.batch * p.keys * p.kv_heads * p.head_dim * 2;
-  return dk_bytes >= parts_bytes(divide_dbias(make_call(p), kMostSms));
+// May the fused kernel compute all gradients, if all are wanted?
+bool may_fuse(const DenseCall &call) {
+  return call.p.batch > 0 && (has_wide_tiles(call) || has_windows(call)) && !(call.p.flags & FDM_DETERMINISTIC) &&
+         call.shares_mask;
+}
+
+// Where dk is large, it holds the parts until it is written, so that they take no memory of their own. They have none either
+// where the fused kernel would do all, if the tensors lie as it needs them.
+bool lends_dk(const DenseCall &call) {
+  const fdm_problem &p = call.p;
+  return may_fuse(call) || p.batch * p.keys * p.kv_heads * p.head_dim * 2 >= parts_bytes(divide_dbias(call, kMostSms));
 }
 
 constexpr int64_t kOddBytes = 256; // of DenseBackward::odd
@@ -212,71 +207,21 @@ int64_t deltas_bytes(const fdm_problem &p) { return align_256(partial_rows(p) * 
 template <class Function> cudaError_t with_dense_types(const fdm_problem &p, const Function &function) {
   return with_types<kMaxDenseHeadDim>(p, DenseHeadDims{}, function);
 }
-template <class Function> cudaError_t with_wide_types(const fdm_problem &p, const Function &function) {
-  return with_types<kMaxWideHeadDim>(p, WideHeadDims{}, function);
-}
 
-// May the fused kernel compute all gradients, if all are wanted?
-bool may_fuse(const DenseCall &call) {
-  return call.p.batch > 0 && (has_wide_tiles(call) || has_windows(call)) && !(call.p.flags & FDM_DETERMINISTIC) &&
-         call.shares_mask;
-}
 FusedPlan plan_of_fused(const DenseCall &call, int sms) {
-  return has_windows(call) ? plan_windows(call, sms) : plan_fused(call, sms);
-}
-
-int64_t fused_bytes(const DenseCall &call) {
-  if (!may_fuse(call)) return 0;
-  // The number of SMs decides whether blocks of threads share a tile of dbias.
-  FusedPlan plan = plan_of_fused(call, kMostSms);
-  if (sources_of(call) > 1 && plan.sums_dbias) plan.dbias_bytes = fused_dbias_bytes(plan.work);
-  return plan.bytes();
-}
-
-// All gradients, unless something odd is found.
-cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *sums, cudaStream_t stream) {
-  const fdm_problem &p = work.call.p;
-  work.fused = plan.work;
-  FusedWork &division = work.fused;
-  const auto part = [&](const fdm_tensor &t, int64_t begin, int64_t bytes) {
-    return present(t) && bytes > 0 ? reinterpret_cast<float *>(sums + begin) : nullptr;
-  };
-  division.dq = part(work.a.dq, 0, plan.dq_bytes);
-  division.dk = part(work.a.dk, plan.dq_bytes, plan.key_bytes);
-  division.dv = part(work.a.dv, plan.dq_bytes + plan.key_bytes, plan.key_bytes);
-  division.dbias = part(work.a.dbias, plan.dq_bytes + 2 * plan.key_bytes, plan.dbias_bytes);
-  const int64_t source_heads = work.call.heads;
-  // The sums of the first launch were cleared with `odd`.
-  for (int64_t first = 0; first < p.batch; first += plan.work.batches) {
-    division.first_batch = int32_t(first);
-    division.batches = int32_t(std::min<int64_t>(plan.work.batches, p.batch - first));
-    if (plan.shares) {
-      division.first_source = first * source_heads;
-      division.sources = division.batches * source_heads;
-    } else {
-      division.first_unit = int32_t(first * p.bias.shape[1]);
-      division.units = int32_t(division.batches * p.bias.shape[1]);
-    }
-    division.clears = first + division.batches < p.batch;
-    if (cudaError_t error = with_wide_types(p, [&](auto element, auto dim) {
-          return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
-        }))
-      return error;
-    const bool completes_dbias = division.dbias && (!plan.shares || !division.clears);
-    if (cudaError_t error = launch_fused_sums(work, completes_dbias, stream)) return error;
-  }
-  return cudaSuccess;
+  if (has_windows(call)) return plan_windows(call, sms);
+  return has_clusters(call) ? plan_clusters(call) : plan_fused(call, sms);
 }
 
 // The gradient of a bias with several sources.
-cudaError_t run_dbias(DenseBackward &work, void *workspace, int sms, cudaStream_t stream) {
+cudaError_t run_dbias(DenseBackward &work, char *parts, int sms, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
   work.dbias = divide_dbias(work.call, sms);
   // What the fused kernel leaves is rare, and no launch is to be spent on its parts.
   if (work.odd)
     work.dbias.whole = true;
-  else if (!lends_dk(p))
-    work.dbias.parts = reinterpret_cast<float *>(static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes);
+  else if (!lends_dk(work.call))
+    work.dbias.parts = reinterpret_cast<float *>(parts);
   else if (contiguous_bytes(work.a.dk) >= parts_bytes(work.dbias))
     work.dbias.parts = static_cast<float *>(work.a.dk.data);
   else
@@ -389,10 +334,36 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
 
 int64_t dense_backward_workspace_bytes(const fdm_problem &p) {
   const DenseCall call = make_call(p);
-  const bool parts = !has_one_source(call) && !lends_dk(p);
-  return deltas_bytes(p) + kOddBytes + live_bytes(call) +
-         std::max(fused_bytes(call), parts ? parts_bytes(divide_dbias(call, kMostSms)) : 0);
+  const int64_t deltas = deltas_bytes(p), first = kOddBytes + live_bytes(call);
+  if (!may_fuse(call))
+    return first + deltas + (has_one_source(call) || lends_dk(call) ? 0 : parts_bytes(divide_dbias(call, kMostSms)));
+  // The number of SMs decides whether blocks of threads share a tile of dbias.
+  FusedPlan plan = plan_of_fused(call, kMostSms);
+  if (sources_of(call) > 1 && plan.sums_dbias) plan.dbias_bytes = fused_dbias_bytes(plan.work);
+  return first + (plan.keeps_deltas() ? deltas + plan.bytes() : std::max(deltas, plan.bytes()));
 }
+
+namespace {
+
+// All deltas, in memory of their own, or in the first elements of the rows of dq.
+void use_deltas(DenseBackward *work, char *memory) {
+  const fdm_problem &p = work->call.p;
+  work->deltas = reinterpret_cast<float *>(memory);
+  work->first_delta = 0;
+  work->delta_batches = int32_t(p.batch);
+  work->delta_batch = p.heads * p.queries;
+  work->delta_head = p.queries;
+  work->delta_row = 1;
+}
+void use_deltas_in_dq(DenseBackward *work) {
+  const fdm_tensor &dq = work->a.dq;
+  work->deltas = static_cast<float *>(dq.data);
+  work->delta_batch = dq.stride[0] / 2;
+  work->delta_row = dq.stride[1] / 2;
+  work->delta_head = dq.stride[2] / 2;
+}
+
+} // namespace
 
 cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &args, void *workspace) {
   int count;
@@ -400,37 +371,47 @@ cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &ar
   DenseBackward work{};
   work.call = make_call(p);
   work.a = args;
-  work.deltas = static_cast<float *>(workspace);
   work.dout_aligned = rows_are_aligned(args.dout, p.head_dim);
   const fdm_tensor &dbias = args.dbias;
   work.writes_dbias = present(dbias) && has_one_source(work.call);
   work.dbias_pairs = present(dbias) && has_pairs(dbias);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
-  char *const live_words = static_cast<char *>(workspace) + deltas_bytes(p) + kOddBytes;
-  const auto may_write = [&](const fdm_tensor &t) { return !present(t) || rows_are_aligned(t, p.head_dim); };
-  const bool fused = may_fuse(work.call) && work.dout_aligned && rows_are_aligned(args.out, p.head_dim) &&
-                     present(args.dq) && (present(args.dk) || present(args.dv)) &&
-                     (!has_windows(work.call) || (may_write(args.dq) && may_write(args.dk) && may_write(args.dv)));
+  bool fused = may_fuse(work.call) && work.dout_aligned && rows_are_aligned(args.out, p.head_dim) && present(args.dq) &&
+               (present(args.dk) || present(args.dv));
   FusedPlan plan{};
+  if (fused) plan = plan_of_fused(work.call, count);
+  for (const fdm_tensor *t : {&args.dq, &args.dk, &args.dv}) {
+    if (plan.work.windows || plan.work.clusters) fused &= !present(*t) || rows_are_aligned(*t, p.head_dim);
+    if (plan.in_gradients) fused &= may_hold_sums(*t);
+  }
+  // Deltas, `odd`, live tiles, and then parts or sums. Where the fused kernel does not keep its deltas, those for the others
+  // come last.
+  const bool keeps_deltas = !fused || plan.keeps_deltas();
+  char *const odd = static_cast<char *>(workspace) + (keeps_deltas ? deltas_bytes(p) : 0),
+              *const live = odd + kOddBytes, *const rest = live + live_bytes(work.call);
+  use_deltas(&work, keeps_deltas ? static_cast<char *>(workspace) : rest);
   if (fused) {
-    plan = plan_of_fused(work.call, count);
     if (!present(dbias)) plan.dbias_bytes = 0;
-    work.odd = reinterpret_cast<uint32_t *>(static_cast<char *>(workspace) + deltas_bytes(p));
-    // The live tiles are between these and the sums.
-    if (cudaError_t error = cudaMemsetAsync(work.odd, 0, kOddBytes + live_bytes(work.call) + plan.bytes(), stream))
-      return error;
+    work.odd = reinterpret_cast<uint32_t *>(odd);
+    if (cudaError_t error = cudaMemsetAsync(odd, 0, rest - odd + plan.bytes(), stream)) return error;
     if (finds_live_tiles(work.call)) {
-      work.live = live_tiles(work.call, live_words);
+      work.live = live_tiles(work.call, live);
       if (cudaError_t error = launch_live_tiles(work.call, work.live, stream)) return error;
     }
   }
-  if (cudaError_t error = launch_deltas(work, stream)) return error;
+  if (fused && plan.deltas_in_dq) use_deltas_in_dq(&work);
+  if (!fused || plan.delta_bytes == 0)
+    if (cudaError_t error = launch_deltas(work, false, stream)) return error;
   if (fused)
-    if (cudaError_t error = run_fused(work, plan, live_words + live_bytes(work.call), stream)) return error;
+    if (cudaError_t error = run_fused(work, plan, rest, count, stream)) return error;
+  if (!keeps_deltas) {
+    use_deltas(&work, rest);
+    if (cudaError_t error = launch_deltas(work, true, stream)) return error;
+  }
   // First, since it may have its parts in dk.
   if (present(dbias) && !work.writes_dbias)
-    if (cudaError_t error = run_dbias(work, workspace, count, stream)) return error;
+    if (cudaError_t error = run_dbias(work, rest, count, stream)) return error;
   if (present(args.dq) || work.writes_dbias)
     if (cudaError_t error = run_dq(work, stream)) return error;
   return present(args.dk) || present(args.dv) ? run_dkdv(work, stream) : cudaSuccess;

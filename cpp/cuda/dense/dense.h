@@ -95,31 +95,44 @@ constexpr int wide_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
 // Has it shared memory for a mask of rows, for one source? Not beside 128 columns and a bias of float32.
 constexpr bool has_room_for_mask(int head_dim, bool wide_bias) { return head_dim <= 64 || !wide_bias; }
 
+// The float32 sums of dq, dk or dv of the sequences of a launch of sm90/fused.cuh, in two halves (gradient_sums.cuh), each
+// of which lies as the gradient does.
+struct GradientSums {
+  char *first, *second;     // null: not wanted
+  char *spare;              // the second halves of the sequences from `before_spare` on
+  int64_t batch, row, head; // strides in bytes
+  int64_t rows;             // of a head
+  int32_t before_spare;
+};
+
 // How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, and `splits` tasks for each tile of
 // kWideTile rows and keys. Where `splits` is 0, each block of threads has as many steps as any other, which follow each
-// other; a step is the work of a tile on a source. The sums are those of the batch of a launch, each head's rows or keys rounded up to
-// whole tiles; they lie as ../backward/query_sums.cuh tells.
+// other; a step is the work of a tile on a source.
 constexpr int kWideTileQuads = kWideTile * kWideTile / 4;
 
 struct FusedWork {
-  bool windows; // they do
+  bool windows;  // sm90/fused_windows.cuh does all
+  bool clusters; // sm90/fused_clusters.cuh does: a cluster has the tiles of a unit, and `splits` tasks for each unit
   int32_t row_tiles, key_tiles, splits;
   int32_t first_batch, batches;
   int32_t first_unit, units;     // a unit is a head of the bias, and an element of its batch
   int64_t first_source, sources; // of each unit
-  int32_t dim;                   // columns of the sums of dq, dk and dv
-  float *dq, *dk, *dv, *dbias;   // null: not wanted, or for dbias: each tile has one block of threads, which writes it
-  bool clears;                   // the next launch adds to the same sums, so they are cleared once they are rounded
+  GradientSums dq, dk, dv;
+  float *dbias; // null: not wanted, or each tile has one block of threads, which writes it
+  // Another launch follows: what it adds to is cleared once sums are rounded. In the gradients, its sums lie before those of
+  // sequence `past_cleared`, counted from the first of this launch; else `past_cleared` is 0.
+  bool clears;
+  int32_t past_cleared;
 
   __host__ __device__ int64_t tiles() const { return int64_t(units) * row_tiles * key_tiles; }
-  __host__ __device__ int64_t sum_rows() const { return int64_t(row_tiles) * kWideTile; }
-  __host__ __device__ int64_t sum_keys() const { return int64_t(key_tiles) * kWideTile; }
 };
 
 struct DenseBackward {
   DenseCall call;
   fdm_backward_args a;
-  float *deltas; // [batch][head][row]: delta of RowStatistics
+  float *deltas; // of RowStatistics, for sequences from `first_delta` on
+  int32_t first_delta, delta_batches;
+  int64_t delta_batch, delta_head, delta_row; // strides
   bool dout_aligned;
   bool dbias_pairs;             // two neighbours of a row of dbias can be stored at once
   int32_t slots, tiles, groups; // of dq: as in the forward pass; of dkdv: tiles of keys, and groups of sequences
@@ -142,7 +155,8 @@ cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t str
 template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream);
 // `with_dbias`: the sums of dbias are complete.
 cudaError_t launch_fused_sums(const DenseBackward &work, bool with_dbias, cudaStream_t stream);
-cudaError_t launch_deltas(const DenseBackward &work, cudaStream_t stream);
+// `again`: what the fused kernel overwrote, if the kernels of fixed order need it.
+cudaError_t launch_deltas(const DenseBackward &work, bool again, cudaStream_t stream);
 cudaError_t launch_live_tiles(const DenseCall &call, const LiveTiles &live, cudaStream_t stream);
 cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream);
 

@@ -4,15 +4,30 @@
 
 #include <algorithm>
 
-#include "dense.h"
+#include "fused_plan.h"
 #include "tile_sizes.cuh"
 #if FDM_TILE_ARCH == 90
 #include "../host/launch_sm90.cuh"
 #include "sm90/fused.cuh"
+#include "sm90/fused_clusters.cuh"
 #include "sm90/fused_windows.cuh"
 #endif
 
 namespace fdm::cuda {
+
+#if FDM_TILE_ARCH == 90
+template <class Config> cudaError_t launch_clusters(const DenseBackward &work, cudaStream_t stream) {
+  using Shared = DenseFusedShared<Config>;
+  const int64_t blocks = int64_t(work.fused.row_tiles) * work.fused.key_tiles;
+  int64_t most;
+  if (cudaError_t error = most_clusters<Shared, dense_clusters_kernel<Config>>(int(blocks), Roles::kThreads, &most))
+    return error;
+  DenseBackward own = work;
+  if (own.fused.splits == 0) own.fused.splits = choose_cluster_splits(work.fused, most);
+  const Grid grid(std::min<int64_t>(int64_t(own.fused.units) * own.fused.splits, most), blocks, blocks);
+  return launch_with_shared<Shared, dense_clusters_kernel<Config>>(own, grid, Roles::kThreads, stream);
+}
+#endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
@@ -29,6 +44,8 @@ template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const Dens
             work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
     }
     using Config = DenseFusedConfig<Element, kHeadDim, kWide>;
+    if constexpr (!Config::kInTurn)
+      if (division.clusters) return launch_clusters<Config>(work, stream);
     return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>>(
         work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
   };

@@ -7,13 +7,17 @@
 
 namespace fdm::cuda {
 
+__device__ __forceinline__ float &delta_of(const DenseBackward &work, int64_t batch, int64_t head, int64_t row) {
+  return work.deltas[(batch - work.first_delta) * work.delta_batch + head * work.delta_head + row * work.delta_row];
+}
+
 // What lies in memory of a row, lse as it was given. It can be fetched long before it is needed.
 __device__ __forceinline__ RowStatistics fetch_statistics(const DenseBackward &work, const Source &source,
                                                           int64_t row) {
   const fdm_problem &p = work.call.p;
   const fdm_tensor &lse = work.a.lse;
   return {static_cast<const float *>(lse.data)[lse_offset(lse, dense_sequence(p, source.batch), row, source.head)],
-          work.deltas[(source.batch * p.heads + source.head) * p.queries + row]};
+          delta_of(work, source.batch, source.head, row)};
 }
 __device__ __forceinline__ RowStatistics to_base_2(const RowStatistics &fetched) {
   return {fabsf(fetched.lse) > kUnusableLse ? INFINITY : fetched.lse * kLog2E, fetched.delta};

@@ -28,6 +28,10 @@ inline int wide_head_dim(const fdm_problem &p) {
   return with_head_dim(p.head_dim, WideHeadDims{}, [](auto dim) { return int(decltype(dim)::value); });
 }
 
+template <class Function> cudaError_t with_wide_types(const fdm_problem &p, const Function &function) {
+  return with_types<kMaxWideHeadDim>(p, WideHeadDims{}, function);
+}
+
 // Do the kernels for sm_90 serve problems of these sizes? Not where most of their tiles would be empty.
 inline bool has_wide_sizes(const fdm_problem &p) {
   if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kMaxWideHeadDim) return false;
@@ -43,6 +47,13 @@ inline bool has_windows(const DenseCall &call) {
   if (p.head_dim > kWindowHeadDim || wide_head_dim(p) != kWindowHeadDim) return false;
   return p.queries <= kWindow && p.keys <= kWindow && 2 * p.queries * p.keys >= kWindow * kWindow && call.batches > 1 &&
          group_size(p) == 1 && p.batch * p.heads >= kLeastSources;
+}
+
+// Does sm90/fused_clusters.cuh serve a problem?
+inline bool has_clusters(const DenseCall &call) {
+  const fdm_problem &p = call.p;
+  return has_wide_tiles(call) && !has_windows(call) && wide_head_dim(p) <= 64 && p.queries <= 2 * kWideTile &&
+         p.keys <= 2 * kWideTile && group_size(p) == 1;
 }
 
 inline bool has_room_for_mask(const fdm_problem &p) {

@@ -329,7 +329,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
       }
       write(r, d, merge(parts));
     });
-    ptx::sync_cluster(); // no block may end before the others have read
+    ptx::leave_cluster(); // the others have read
   }
 
   __device__ void write(int r, int d, const Part &x) const {

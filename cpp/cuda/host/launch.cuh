@@ -60,4 +60,33 @@ cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cud
   return launch<kOverlap>(kKernel, grid, threads, bytes, stream, params);
 }
 
+// Clusters of so many blocks of a kernel, each of which has an SM of its own, that run at the same time. The blocks of one
+// need SMs of the same GPC, so there are fewer than the number of SMs tells. The driver is asked once for each kernel.
+template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int threads, int64_t *most) {
+  constexpr int kMostBlocks = 8;
+  static std::atomic<int> known[kMaxDevices][kMostBlocks + 1];
+  static std::atomic<uint64_t> allowed{0};
+  int device;
+  if (cudaError_t error = cudaGetDevice(&device)) return error;
+  int count = device < kMaxDevices ? known[device][blocks].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    if (cudaError_t error = allow_shared(kKernel, int(sizeof(Shared)), allowed)) return error;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
+    cluster.val.clusterDim.y = unsigned(blocks);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1, unsigned(blocks));
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = sizeof(Shared);
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    if (cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kKernel, &config)) return error;
+    if (count < 1) return cudaErrorInvalidConfiguration;
+    if (device < kMaxDevices) known[device][blocks].store(count, std::memory_order_relaxed);
+  }
+  *most = count;
+  return cudaSuccess;
+}
+
 } // namespace fdm::cuda

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Clusters: blocks of threads that run at the same time and read each other's shared memory (PTX ISA: barrier.cluster,
-// mapa, ld.shared::cluster; sm_90).
+// mapa, ld.shared::cluster, st.async, mbarrier; sm_90).
 #pragma once
 
 #include <cstdint>
 
-#include "copy.cuh"
+#include "barrier.cuh"
 
 namespace fdm::cuda::ptx {
 
@@ -16,13 +16,49 @@ __device__ __forceinline__ void sync_cluster() {
                    : "memory");
 }
 
+// The same, where the blocks have nothing more to tell each other: none ends while others use its shared memory. What they
+// write to global memory is not waited for.
+__device__ __forceinline__ void leave_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
+               "barrier.cluster.wait.aligned;\n" ::
+                   : "memory");
+}
+
+// The address in another block of the cluster of what lies at `own` in this one.
+__device__ __forceinline__ uint32_t address_of_block(const void *own, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+  return address;
+}
+
 // What lies in the shared memory of another block of the cluster, where `own` lies in that of this one.
 __device__ __forceinline__ float load_of_block(const float *own, uint32_t rank) {
-  uint32_t address;
   float value;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(value) : "r"(address) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(value) : "r"(address_of_block(own, rank)) : "memory");
   return value;
 }
+
+// Stores four numbers there, 16-byte aligned, and tells a barrier there when they have come, as 16 bytes. (With ordinary
+// stores, a thread would have to release them to the cluster, which waits for all that it has written to global memory.)
+__device__ __forceinline__ void store_of_block(float *own, uint64_t &own_barrier, uint32_t rank, const float4 &x) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::"r"(
+          address_of_block(own, rank)),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(address_of_block(&own_barrier, rank))
+      : "memory");
+}
+// Arrives at a barrier of this block, and lets its phase last until so many bytes have come from others.
+__device__ __forceinline__ void expect_of_cluster(uint64_t &barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Arrives at a barrier there: this thread no longer reads what may be written now. Nothing is released but to this block.
+__device__ __forceinline__ void arrive_of_block(uint64_t &own, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address_of_block(&own, rank)) : "memory");
+}
+
+// Waits for the end of a phase of this parity, of a barrier of this block of which others know.
+__device__ __forceinline__ void wait_for_cluster(uint64_t &barrier, uint32_t parity) { wait(barrier, parity); }
 
 } // namespace fdm::cuda::ptx

@@ -44,13 +44,15 @@ template <class Config> struct DenseFusedConsumer {
     store_left<typename Config::Scores>(packed, ptx::shared_address(tile), 16 * warp(), 0);
   }
 
-  // Adds 16 rows for each warp, of this thread's accumulators of a tile of 128, to the sums from row `first` on.
-  __device__ static void add_sums(float *sums, int64_t first, const Sums &x) {
-    if (!sums) return;
-    float *own = sums + (first + 16 * warp()) * Config::kHeadDim + lane() * 4;
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) ptx::add_global(own + n * 128, x[n]);
+  // Adds 16 rows for each warp, of this thread's accumulators of a tile of 128 that begins at row `first`, to the sums.
+  __device__ static void add_sums(const GradientSums &sums, const SumHalves &tile, int first, const Sums &x) {
+    if (!tile.first) return;
+    const int64_t own = 16 * warp() * sums.row;
+    SumBand<Config::kHeadDim>{{tile.first + own, tile.second + own}, sums.row, int(sums.rows) - first - 16 * warp()}
+        .add(x);
   }
+  __device__ int first_row() const { return tile.task.row_tile * kWideTile; }
+  __device__ int first_key() const { return tile.task.key_tile * kWideTile; }
 
   struct Products {
     Sums dq, dk, dv;
@@ -102,17 +104,17 @@ template <class Config> struct DenseFusedConsumer {
 
   // Adds what start_gradients() has made to the sums, and releases the stage.
   __device__ void add_gradients(const Products &sums, int stage) const {
-    const int64_t first_row = shared.places[stage].first_row, first_key = shared.places[stage].first_key;
+    const auto place = shared.places[stage];
     Roles::consumer_release(shared.empty[stage]);
-    add_sums(work.fused.dq, first_row, sums.dq);
-    add_sums(work.fused.dk, first_key, sums.dk);
-    add_sums(work.fused.dv, first_key, sums.dv);
+    add_sums(work.fused.dq, place.dq, first_row(), sums.dq);
+    add_sums(work.fused.dk, place.dk, first_key(), sums.dk);
+    add_sums(work.fused.dv, place.dv, first_key(), sums.dv);
   }
 
-  __device__ void step(int stage) {
+  // Makes the products of a step, whose results are this block's part of dq, dk and dv.
+  __device__ void make_products(Products &sums, int stage) {
     Scores scores, gradients;
     uint32_t packed[kTiles / 2][4];
-    Products sums;
     start_scores(scores, stage, 0);
     start_scores(gradients, stage, 1);
     ptx::warpgroup_wait<1>();
@@ -132,6 +134,11 @@ template <class Config> struct DenseFusedConsumer {
     start_gradients(sums, packed, stage);
     finish_gradients(sums, packed);
     Roles::pass_turn(Roles::consumer_group());
+  }
+
+  __device__ void step(int stage) {
+    Products sums;
+    make_products(sums, stage);
     add_gradients(sums, stage);
   }
 
@@ -144,7 +151,7 @@ template <class Config> struct DenseFusedConsumer {
     uint32_t ds[kTiles / 2][4];
     wait_for(kQuery, phase);
     wait_for(kKey, phase);
-    const int64_t first_row = shared.places[0].first_row, first_key = shared.places[0].first_key;
+    const auto place = shared.places[0];
     make_half<0>(ds, phase);
     make_half<1>(ds, phase);
     release(kValue);
@@ -164,19 +171,19 @@ template <class Config> struct DenseFusedConsumer {
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, Left, true, Tile, Config::kTile>(dk, own_keys, rows_of(0, 0), false);
     ptx::warpgroup_commit_batch();
-    add_sums(work.fused.dv, first_key, dv);
+    add_sums(work.fused.dv, place.dv, first_key(), dv);
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, Left, false, Tile, Config::kTile>(dq, own_rows, keys_of(0, 0), false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(dk);
     release(kQuery);
-    add_sums(work.fused.dk, first_key, dk);
+    add_sums(work.fused.dk, place.dk, first_key(), dk);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
     release(kKey);
     Roles::pass_turn(group);
-    add_sums(work.fused.dq, first_row, dq);
+    add_sums(work.fused.dq, place.dq, first_row(), dq);
   }
 
   // Stores P of 64 keys, and rounds their dS.

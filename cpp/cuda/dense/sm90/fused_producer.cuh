@@ -55,8 +55,9 @@ template <class Config> struct DenseFusedProducer {
     const FusedWork &division = work.fused;
     if (!Config::kWindows && own() == 0) {
       const int64_t batch = source.batch - division.first_batch, kv_head = kv_head_of(p, source.head);
-      shared.places[stage].first_row = (batch * p.heads + source.head) * division.sum_rows() + first_row;
-      shared.places[stage].first_key = (batch * p.kv_heads + kv_head) * division.sum_keys() + first_key;
+      shared.places[stage] = {halves_of(division.dq, batch, source.head, first_row),
+                              halves_of(division.dk, batch, kv_head, first_key),
+                              halves_of(division.dv, batch, kv_head, first_key)};
     }
     shared.known.set_row(stage, own(), facts.row, p.scale);
     return shared.known.set_key(stage, own(), facts.kept != 0);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../fused_tiles.cuh"
+#include "../gradient_sums.cuh"
 #include "row_columns.cuh"
 #include "row_copy.cuh"
 
@@ -30,9 +31,29 @@ template <class ElementType, int kHeadDimension, bool kWideBias, bool kHasWindow
   static constexpr int kBiasChunks = (kFloats ? 16 : 8) / kSources; // 16 bytes each, of a thread
 };
 
+// What blocks of a cluster tell each other (fused_clusters.cuh): those with the same rows, and those with the same keys.
+enum ClusterAxis { kSameRows, kSameKeys, kClusterAxes };
+struct ClusterExchange {
+  uint64_t readable[kClusterAxes][Roles::kConsumerWarps]; // a warp has what the other block's sent
+  uint64_t writable[kClusterAxes];                        // the other block's warps may be sent what this one has
+  float odd;                                              // as the first block of the cluster saw it
+
+  __device__ void init() {
+    if (threadIdx.x > 0) return;
+    for (int axis = 0; axis < kClusterAxes; ++axis) {
+      ptx::init_barrier(writable[axis], Roles::kConsumerWarps);
+      for (uint64_t &barrier : readable[axis]) ptx::init_barrier(barrier, 1);
+    }
+  }
+};
+
+struct NoExchange {
+  __device__ void init() {}
+};
+
 template <class Config> struct DenseFusedShared {
   struct Place {
-    int64_t first_row, first_key; // of the tile in the sums of the source
+    SumHalves dq, dk, dv; // of the first row or key of the tile
   };
 
   alignas(1024) char sRows[Config::kStages][Config::Pair::kBytes], sKeys[Config::kStages][Config::Pair::kBytes];
@@ -42,10 +63,12 @@ template <class Config> struct DenseFusedShared {
   std::conditional_t<Config::kFolds, RowColumns<typename Config::Element, Config::kStages>, RowNumbers<Config::kStages>>
       known;
   uint64_t full[Config::kBarriers], empty[Config::kBarriers];
+  std::conditional_t<Config::kInTurn || Config::kWindows, NoExchange, ClusterExchange> exchange;
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
     known.init();
+    exchange.init();
     if (threadIdx.x > 0) return;
     for (int i = 0; i < Config::kBarriers; ++i) {
       ptx::init_barrier(full[i], 2 * Roles::kProducerThreads);
@@ -60,8 +83,9 @@ struct DenseFusedTask {
   int64_t first, past;
 
   DenseFusedTask() = default;
-  // `tile` is among those of the launch, and the sources among its sources.
-  __device__ DenseFusedTask(const DenseBackward &work, int tile, int first_source, int past_source) {
+  // `tile` is among those of the launch, and the sources among its sources. `skips`: where no row sees a key, there is
+  // nothing to do.
+  __device__ DenseFusedTask(const DenseBackward &work, int tile, int first_source, int past_source, bool skips) {
     const FusedWork &division = work.fused;
     const int row = tile / division.key_tiles;
     key_tile = tile - row * division.key_tiles;
@@ -69,6 +93,7 @@ struct DenseFusedTask {
     unit = division.first_unit + row / division.row_tiles;
     first = division.first_source + first_source;
     past = division.first_source + past_source;
+    if (!skips) return;
     const fdm_problem &p = work.call.p;
     const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kWideTile)) - 1;
     const bool seen = !is_causal(p) || int64_t(key_tile) * kWideTile <= last_row + p.keys - p.queries;
@@ -92,8 +117,20 @@ struct DenseFusedTask {
       const int tile = splits == 0 ? number / sources : number - split * tiles;
       const int first = splits == 0 ? number - tile * sources : int(int64_t(sources) * split / splits);
       const int end = splits == 0 ? min(sources, past - tile * sources) : int(int64_t(sources) * (split + 1) / splits);
-      function(DenseFusedTask(work, tile, first, end));
+      function(DenseFusedTask(work, tile, first, end, true));
       number += splits == 0 ? end - first : int(gridDim.x);
+    }
+  }
+  // The same in a cluster, which has all tiles of a unit. Each of them takes part in what its blocks exchange.
+  template <class Function>
+  __device__ static void for_each_of_cluster(const DenseBackward &work, const Function &function) {
+    const FusedWork &division = work.fused;
+    const int sources = int(division.sources), splits = division.splits, past = division.units * splits;
+#pragma unroll 1
+    for (int number = int(blockIdx.x); number < past; number += int(gridDim.x)) {
+      const int split = number / division.units, unit = number - split * division.units;
+      function(DenseFusedTask(work, unit * int(gridDim.y) + int(blockIdx.y), int(int64_t(sources) * split / splits),
+                              int(int64_t(sources) * (split + 1) / splits), false));
     }
   }
 };

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
+#include "complete_rows.cuh"
 #include "fused_producer.cuh"
 #include "fused_tile.cuh"
 
@@ -101,26 +102,21 @@ template <class Config> struct WindowConsumer {
     if (probe != 0.0f) *work.odd = 1;
   }
 
-  // Writes a gradient, times a factor. 0 times its elements, which is not 0 where one is not finite, is added to `probe`.
+  // Writes a gradient, times a factor.
   __device__ static void write(const fdm_tensor &t, const SourceWalk &source, int64_t rows, const Sums &sums,
                                float factor, float &probe) {
     if (!present(t)) return;
-    const int pair = threadIdx.x % 4;
-    auto *const first =
-        static_cast<Element *>(t.data) + source.batch * t.stride[0] + source.head * t.stride[2] + 8 * pair;
+    auto *const first = static_cast<Element *>(t.data) + source.batch * t.stride[0] + source.head * t.stride[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * FusedBiasTile<Config>::band() + accumulator_row(half);
-      static_assert(kOutTiles == 4);
-      uint32_t words[4];
+      float own[kOutTiles][2];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float low = sums[k][2 * half] * factor, high = sums[k][2 * half + 1] * factor;
-        probe = fmaf(low, 0.0f, fmaf(high, 0.0f, probe));
-        words[k] = ptx::pack<Element>(low, high);
+      for (int n = 0; n < kOutTiles; ++n) {
+        own[n][0] = sums[n][2 * half];
+        own[n][1] = sums[n][2 * half + 1];
       }
-      transpose_quad(words, 0xffffffffu);
-      if (row < rows && 8 * pair < int(t.shape[3])) ptx::store_global_16(first + row * t.stride[1], words);
+      write_complete_row(first + row * t.stride[1], row < rows, int(t.shape[3]), own, factor, probe);
     }
   }
 

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "fused.h"
+
+#include <array>
+
+#include "../tile/copy_rows.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+// Its sums in the first launch.
+GradientSums sums_in_gradient(const fdm_tensor &t, char *workspace) {
+  GradientSums sums{};
+  sums.first = static_cast<char *>(t.data);
+  sums.spare = workspace;
+  sums.batch = 2 * t.stride[0];
+  sums.row = 2 * t.stride[1];
+  sums.head = 2 * t.stride[2];
+  sums.rows = t.shape[1];
+  return sums;
+}
+GradientSums sums_in_workspace(const FusedPlan &plan, const fdm_tensor &t, char *workspace, int64_t bytes) {
+  GradientSums sums{};
+  sums.first = workspace;
+  sums.second = workspace + plan.work.batches * bytes;
+  sums.batch = bytes;
+  sums.row = 2 * plan.dim;
+  sums.rows = round_up(t.shape[1], kWideTile);
+  sums.head = sums.rows * sums.row;
+  sums.before_spare = plan.work.batches;
+  return sums;
+}
+
+} // namespace
+
+int64_t contiguous_bytes(const fdm_tensor &t) {
+  if (!present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return 0;
+  int64_t elements = 1, last = 0;
+  for (int d = 0; d < 4; ++d) {
+    if (t.stride[d] < 0) return 0;
+    elements *= t.shape[d];
+    last += (t.shape[d] - 1) * t.stride[d];
+  }
+  return last + 1 == elements ? elements * 2 : 0;
+}
+
+bool may_hold_sums(const fdm_tensor &t) {
+  return !present(t) || (rows_are_aligned(t, t.shape[3]) && contiguous_bytes(t) > 0 &&
+                         t.stride[0] == t.shape[1] * t.shape[2] * t.shape[3]);
+}
+
+cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, int sms, cudaStream_t stream) {
+  const fdm_problem &p = work.call.p;
+  const fdm_backward_args &a = work.a;
+  work.fused = plan.work;
+  FusedWork &division = work.fused;
+  memory += plan.deltas_bytes();
+  const std::array sums_of_all = {&division.dq, &division.dk, &division.dv};
+  const auto place = [&](GradientSums &sums, const fdm_tensor &t, int64_t bytes) {
+    if (present(t) && bytes > 0)
+      sums = plan.in_gradients ? sums_in_gradient(t, memory) : sums_in_workspace(plan, t, memory, bytes);
+    memory += (plan.in_gradients ? plan.spare : 2 * plan.work.batches) * bytes;
+  };
+  place(division.dq, a.dq, plan.query_bytes);
+  place(division.dk, a.dk, plan.key_bytes);
+  place(division.dv, a.dv, plan.key_bytes);
+  division.dbias = present(a.dbias) && plan.dbias_bytes > 0 ? reinterpret_cast<float *>(memory) : nullptr;
+  const bool may_split = !present(a.dbias) || plan.dbias_bytes > 0;
+  // What the workspace has of the sums was cleared with `odd`.
+  if (plan.in_gradients)
+    for (const GradientSums *sums : sums_of_all)
+      if (sums->first)
+        if (cudaError_t error = cudaMemsetAsync(
+                sums->first, 0, std::min<int64_t>(2 * plan.work.batches, p.batch) * sums->batch, stream))
+          return error;
+  for (int64_t first = 0, left = p.batch, batches; left > 0; first += batches, left -= batches) {
+    batches = plan.next_batches(left);
+    division.first_batch = int32_t(first);
+    if (first > 0) set_batches(&division, plan, work.call, batches, may_split, sms);
+    if (plan.shares)
+      division.first_source = first * work.call.heads;
+    else
+      division.first_unit = int32_t(first * p.bias.shape[1]);
+    division.clears = batches < left;
+    if (plan.in_gradients) {
+      division.past_cleared = int32_t(std::min(left, batches + 2 * plan.next_batches(left - batches)));
+      for (GradientSums *sums : sums_of_all) {
+        sums->second = sums->first + batches * sums->batch;
+        sums->before_spare = int32_t(std::min(batches, left - batches));
+      }
+      work.first_delta = int32_t(first);
+      work.delta_batches = int32_t(batches);
+      if (cudaError_t error = launch_deltas(work, false, stream)) return error;
+    }
+    if (cudaError_t error = with_wide_types(p, [&](auto element, auto dim) {
+          return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+        }))
+      return error;
+    const bool completes_dbias = division.dbias && (!plan.shares || !division.clears);
+    if (cudaError_t error = launch_fused_sums(work, completes_dbias, stream)) return error;
+    if (plan.in_gradients)
+      for (GradientSums *sums : sums_of_all)
+        if (sums->first) sums->first += batches * sums->batch;
+  }
+  return cudaSuccess;
+}
+
+} // namespace fdm::cuda

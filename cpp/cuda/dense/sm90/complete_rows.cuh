@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Rows of dq, dk and dv that are complete in the accumulators of a consumer warpgroup.
+#pragma once
+
+#include "../../tile/products.cuh"
+#include "ptx/copy.cuh"
+
+namespace fdm::cuda {
+
+// Writes a row, if it exists, times a factor: x[n] are this thread's two neighbours in its tile n of 8 columns. Its memory is
+// 16-byte aligned. 0 times its elements, which is not 0 where one is not finite, is added to `probe`. All lanes call this.
+template <class Element, int kTiles>
+__device__ __forceinline__ void write_complete_row(Element *row, bool exists, int head_dim, const float (&x)[kTiles][2],
+                                                   float factor, float &probe) {
+  static_assert(kTiles % 4 == 0);
+#pragma unroll
+  for (int first = 0; first < kTiles; first += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float low = x[first + k][0] * factor, high = x[first + k][1] * factor;
+      probe = fmaf(low, 0.0f, fmaf(high, 0.0f, probe));
+      words[k] = ptx::pack<Element>(low, high);
+    }
+    transpose_quad(words, 0xffffffffu);
+    const int column = 8 * (first + int(threadIdx.x) % 4);
+    if (exists && column < head_dim) ptx::store_global_16(row + column, words);
+  }
+}
+
+} // namespace fdm::cuda
