@@ -42,7 +42,7 @@ EXPORT fdm_buffer recorded_plan, recorded_workspace;
 /* What the next call does. */
 EXPORT int32_t next_status;
 EXPORT char next_message[64];
-EXPORT int64_t next_workspace_bytes, next_plan_bytes;
+EXPORT int64_t next_workspace_bytes, next_plan_bytes = 1;
 EXPORT int32_t meeting_size; /* forward returns once this many threads are inside it, or fails after 10 s */
 
 static atomic_int meeting;
