@@ -275,6 +275,34 @@ def test_two_tiles_at_most(
     assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
 
 
+@pytest.mark.parametrize("queries, keys", [(256, 256), (100, 200), (200, 100)])
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_exchanged_gradients_repeat(head_dim: int, queries: int, keys: int, gpu: str) -> None:
+    """What blocks of threads exchange is added in one order, whatever else the GPU does: gradients
+    have the same bits each time, but for that of the bias.
+    """
+    batch, heads = 96, 4
+    query, dout = (
+        randn(batch, queries, heads, head_dim, seed=n).to(gpu).bfloat16() for n in (0, 1)
+    )
+    key, value = (randn(batch, keys, heads, head_dim, seed=n).to(gpu).bfloat16() for n in (2, 3))
+    bias = randn(1, heads, queries, keys, seed=4).to(gpu).bfloat16()
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    out = flash_dmattn_func(*inputs, attn_bias=bias.requires_grad_(), backend="cuda")
+    assert isinstance(out, Tensor)
+    first = torch.autograd.grad(out, [*inputs, bias], dout, retain_graph=True)
+    square = torch.zeros(1024, 1024, device=gpu)
+    side = torch.cuda.Stream()
+    for _ in range(50):
+        with torch.cuda.stream(side):
+            for _ in range(5):
+                square = square @ square
+        again = torch.autograd.grad(out, [*inputs, bias], dout, retain_graph=True)
+        assert all(torch.equal(one, other) for one, other in zip(first[:3], again[:3], strict=True))
+        torch.testing.assert_close(again[3], first[3], rtol=0.02, atol=0.02)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("wanted", ["all", "no bias", "no values", "no keys"])
 @pytest.mark.parametrize("head_dim, length", [(32, 333), (64, 270), (128, 150)])
 def test_sums_in_gradients_to_come(head_dim: int, length: int, wanted: str, gpu: str) -> None:
