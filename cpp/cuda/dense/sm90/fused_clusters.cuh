@@ -76,7 +76,7 @@ template <class Config> struct DenseClusterConsumer {
     }
   }
 
-  // Writes this warp's rows of a gradient, times a factor, from row `first` of the tile on.
+  // Writes this warp's rows of a gradient, in a tile of queries or keys, times a factor.
   __device__ void write(ClusterAxis axis, int gradient, const fdm_tensor &t, const SourceWalk &source, int tile,
                         const Sums &sums, float factor, float &probe) const {
     if (!present(t)) return;
