@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from release import targets
 from release.project import ROOT, abi_version, pyproject_value
 from release.sbom import BILL, bill_of_packs
 
@@ -26,7 +27,7 @@ CPU_FILE = "flash_dmattn/packs/libflash_dmattn_cpu.so"
 GPU_FILE = "flash_dmattn/packs/libflash_dmattn_cu13_sm90.so"
 CORE_FILE = "flash_dmattn/_core.abi3.so"
 BILL_FILE = f"{INFO}/sboms/{BILL}"
-LINUX, MANYLINUX = f"linux_{MACHINE}", f"manylinux_2_28_{MACHINE}"
+LINUX, MANYLINUX = f"linux_{MACHINE}", f"{targets.load().wheel.policy}_{MACHINE}"
 
 # Something of libc has to be used, else auditwheel cannot tell what the library is made for.
 PACK = """

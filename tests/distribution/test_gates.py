@@ -96,6 +96,18 @@ def unchanged(_: SmallWheel) -> None:
 
 NOT_ABI3 = CORE.replace("PyModuleDef_Init", "PyUnicode_New")
 MANY = f"cp310-abi3-{MANYLINUX}"
+PROMISED = targets.load().wheel
+
+
+def next_version(version: str) -> str:
+    """Return the first that is newer, which a wheel must not need."""
+    *first, last = version.split(".")
+    return ".".join([*first, str(int(last) + 1)])
+
+
+GLIBC, GLIBCXX, CXXABI = (
+    next_version(version) for version in (PROMISED.glibc, PROMISED.glibcxx, PROMISED.cxxabi)
+)
 FORBIDDEN = ("libcudart.so.13", "libcuda.so.1", "libnvrtc.so.12", "libtorch.so", "libc10.so")
 # More than a pack may have, in bytes.
 LARGE = targets.load().wheel.max_pack_mb * 1_000_000
@@ -103,15 +115,17 @@ BAD = [
     *(Bad("needed", needs(GPU_FILE, name), f"needs {name}") for name in FORBIDDEN),
     Bad("needed", needs(CORE_FILE, "libtorch_python.so"), "_core.abi3.so needs libtorch_python.so"),
     Bad("needed", needs(CPU_FILE, "libstdc++.so.6"), "libflash_dmattn_cpu.so needs libstdc++.so.6"),
-    Bad("symbol-versions", needs(CPU_FILE, "libc.so.6", "GLIBC_2.29"), "GLIBC_2.29; ", MANY),
+    Bad(
+        "symbol-versions", needs(CPU_FILE, "libc.so.6", f"GLIBC_{GLIBC}"), f"GLIBC_{GLIBC}; ", MANY
+    ),
     Bad("symbol-versions", needs(CPU_FILE, "libc.so.6", "GLIBC_2.100"), "GLIBC_2.100; ", MANY),
     Bad(
         "symbol-versions",
-        needs(CORE_FILE, "libstdc++.so.6", "GLIBCXX_3.4.25"),
-        "needs GLIBCXX_3.4.25; manylinux_2_28 ends at GLIBCXX_3.4.24",
+        needs(CORE_FILE, "libstdc++.so.6", f"GLIBCXX_{GLIBCXX}"),
+        f"needs GLIBCXX_{GLIBCXX}; {PROMISED.policy} ends at GLIBCXX_{PROMISED.glibcxx}",
         MANY,
     ),
-    Bad("symbol-versions", needs(CORE_FILE, "libstdc++.so.6", "CXXABI_1.3.13"), "CXXABI", MANY),
+    Bad("symbol-versions", needs(CORE_FILE, "libstdc++.so.6", f"CXXABI_{CXXABI}"), "CXXABI", MANY),
     Bad("run-path", linked(CPU_FILE, "-Wl,-rpath,/usr/local/cuda/lib64"), "/usr/local/cuda/lib64"),
     Bad("run-path", linked(CORE_FILE, "-Wl,-rpath,$ORIGIN:/build"), "has the run path /build"),
     Bad(
@@ -139,7 +153,7 @@ BAD = [
     Bad("tag", unchanged, "the WHEEL file says", MANY),
     Bad("tag", retag(f"cp312-abi3-{LINUX}"), "the tag is cp312-abi3"),
     Bad("tag", retag(f"cp310-cp310-{LINUX}"), "the tag is cp310-cp310"),
-    Bad("tag", retag("cp310-abi3-manylinux_2_34_x86_64"), "not cp310-abi3-manylinux_2_28_"),
+    Bad("tag", retag("cp310-abi3-manylinux_2_99_x86_64"), f"not cp310-abi3-{PROMISED.policy}_"),
     Bad("tag", edit(f"{INFO}/METADATA", "Version: 2", "Version: 3"), "the metadata has version"),
     Bad(
         "abi3-only",
@@ -195,8 +209,8 @@ BAD = [
     Bad("auditwheel", needs(GPU_FILE, "libcudart.so.13"), "it would have to carry libcudart.so.13"),
     Bad(
         "auditwheel",
-        needs(CPU_FILE, "libc.so.6", "GLIBC_2.34"),
-        "it deserves the tag manylinux_2_34",
+        needs(CPU_FILE, "libc.so.6", "GLIBC_2.39"),
+        "it deserves the tag manylinux_2_39",
         MANY,
     ),
     Bad(
