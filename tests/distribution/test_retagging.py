@@ -35,7 +35,7 @@ def test_wheel_that_deserves_it_is_retagged(
 
 
 def test_wheel_with_newer_symbols_is_not_retagged(wheel: SmallWheel, tmp_path: Path) -> None:
-    link_to(wheel, CPU_FILE, "libc.so.6", "GLIBC_2.34")
+    link_to(wheel, CPU_FILE, "libc.so.6", "GLIBC_2.39")
     with pytest.raises(ReleaseError, match="failed with status"):
         retagged(wheel, tmp_path)
 
