@@ -22,6 +22,8 @@ MOST_DENSE_HEAD_DIM = 128
 # Of the kernels of dense blocks for sm_90: their shared memory does not hold more. Heads of 96
 # columns take tiles of 128.
 WIDE_HEAD_DIMS = (32, 64, 128)
+# A warp of the kernel for one query and few keys has its rows of K and V in registers.
+DIRECT_HEAD_DIMS = (64, 128)
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 # What declares them; a family's header includes it only where the arch has kernels of the family.
 INCLUDES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n\n"
@@ -53,6 +55,12 @@ class Family:
 
 FAMILIES = (
     Family("decode", "forward/decode_launch.cuh", "ForwardParams"),
+    Family(
+        "direct_decode",
+        "forward/direct_decode_launch.cuh",
+        "DirectDecodeParams",
+        only_head_dims=DIRECT_HEAD_DIMS,
+    ),
     Family("forward", "forward/forward_launch.cuh", "ForwardParams"),
     Family("dq", "backward/dq_launch.cuh", "BackwardParams"),
     Family("dkdv", "backward/dkdv_launch.cuh", "BackwardParams"),
@@ -93,6 +101,7 @@ def head_dims_source(head_dims: list[int]) -> str:
         "// Of the kernels of dense blocks. Where the largest is 0, there are none.\n"
         f"{list_head_dims('Dense', head_dims, 'dense_forward')}"
         f"{list_head_dims('Wide', head_dims, 'dense_wide_forward')}"
+        f"{list_head_dims('Direct', head_dims, 'direct_decode')}"
         "} // namespace fdm::cuda\n"
     )
 

@@ -44,7 +44,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
   return cudaSuccess;
 }
 
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
 inline cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int bytes) {
   return bytes <= fdm::emulator::kMostSharedBytes ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -22,6 +22,7 @@ template <class Config> cudaError_t launch_clusters(const DenseBackward &work, c
   int64_t most;
   if (cudaError_t error = most_clusters<Shared, dense_clusters_kernel<Config>>(int(blocks), Roles::kThreads, &most))
     return error;
+  if (most == 0) return cudaErrorInvalidConfiguration;
   DenseBackward own = work;
   if (own.fused.splits == 0) own.fused.splits = choose_cluster_splits(work.fused, most);
   const Grid grid(std::min<int64_t>(int64_t(own.fused.units) * own.fused.splits, most), blocks, blocks);

@@ -22,14 +22,6 @@ constexpr int64_t kBlocksOfSplit = 4;
 constexpr int64_t kMaxSplits = 32; // combine.cu has a lane for each
 constexpr int kMostSms = 256;
 
-// Do the heads of a group have their columns and bias in common? A key that one head drops must not reach that head
-// through a tile that it shares with a head that keeps the key.
-bool heads_share_columns(const fdm_problem &p) {
-  const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
-  if (group_size(p) == 1) return false;
-  return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
-}
-
 // Which kernel runs, and how rows and columns are divided over its blocks.
 struct Division {
   bool decode;
@@ -114,6 +106,12 @@ int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.querie
 
 } // namespace
 
+bool heads_share_columns(const fdm_problem &p) {
+  const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  if (group_size(p) == 1) return false;
+  return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
+}
+
 ForwardTileSize forward_tile_size(int64_t head_dim) {
   return with_head_dim(head_dim, InstantiatedHeadDims{}, [](auto dim) {
     constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, dim);
@@ -138,6 +136,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   if (is_dense(p)) return run_dense_forward(p, args, workspace);
   int count;
   if (cudaError_t error = sm_count(&count)) return error;
+  if (decodes_directly(p, args, count)) return run_direct_decode(p, args);
   const Division division = divide(p);
   ForwardParams params{};
   params.p = p;

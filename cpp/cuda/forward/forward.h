@@ -50,6 +50,14 @@ cudaError_t launch_combine(const ForwardParams &params, cudaStream_t stream);
 // Does a forward pass that nothing else shares its plan with need none? Its blocks of threads then read the mask.
 bool needs_no_plan(const fdm_problem &p);
 
+// Do the heads of a group have their columns and bias in common? A key that one head drops must not reach that head
+// through a tile that it shares with a head that keeps the key.
+bool heads_share_columns(const fdm_problem &p);
+
+// direct_decode.cu: whether its kernel serves the problem on a device of so many SMs, and its launch.
+bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_t sms);
+cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args);
+
 int64_t forward_workspace_bytes(const fdm_problem &p);
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace);
 

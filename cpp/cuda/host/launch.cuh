@@ -15,7 +15,7 @@ namespace fdm::cuda {
 // Blocks of threads as 64-bit numbers, since the product of sizes that each fit may not fit what the driver takes.
 struct Grid {
   int64_t x, y = 1;
-  int64_t cluster = 1; // blocks of a column that are a cluster (sm_90): 1, or all of it and at most 8
+  int64_t cluster = 1; // blocks of a column that are a cluster (sm_90): 1, or all of it
 
   Grid(int64_t columns, int64_t rows = 1, int64_t in_cluster = 1) : x(columns), y(rows), cluster(in_cluster) {}
 };
@@ -61,9 +61,10 @@ cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cud
 }
 
 // Clusters of so many blocks of a kernel, each of which has an SM of its own, that run at the same time. The blocks of one
-// need SMs of the same GPC, so there are fewer than the number of SMs tells. The driver is asked once for each kernel.
+// need SMs of the same GPC, so there are fewer than the number of SMs tells, or none where a GPC has fewer SMs. The driver is
+// asked once for each kernel. Of more than 8 blocks, this has to be called before they are launched.
 template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int threads, int64_t *most) {
-  constexpr int kMostBlocks = 8;
+  constexpr int kMostBlocks = 16, kPortable = 8; // CUDA programming guide, thread block clusters
   static std::atomic<int> known[kMaxDevices][kMostBlocks + 1];
   static std::atomic<uint64_t> allowed{0};
   int device;
@@ -71,6 +72,11 @@ template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int 
   int count = device < kMaxDevices ? known[device][blocks].load(std::memory_order_relaxed) : 0;
   if (count == 0) {
     if (cudaError_t error = allow_shared(kKernel, int(sizeof(Shared)), allowed)) return error;
+    if (blocks > kPortable) {
+      const auto kernel = reinterpret_cast<const void *>(kKernel);
+      if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
+        return error;
+    }
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
@@ -82,7 +88,6 @@ template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int 
     config.attrs = &cluster;
     config.numAttrs = 1;
     if (cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kKernel, &config)) return error;
-    if (count < 1) return cudaErrorInvalidConfiguration;
     if (device < kMaxDevices) known[device][blocks].store(count, std::memory_order_relaxed);
   }
   *most = count;

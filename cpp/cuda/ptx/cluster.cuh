@@ -16,6 +16,14 @@ __device__ __forceinline__ void sync_cluster() {
                    : "memory");
 }
 
+// The two halves of it: what a thread does between them is not waited for.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void wait_at_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
 // The same, where the blocks have nothing more to tell each other: none ends while others use its shared memory. What they
 // write to global memory is not waited for.
 __device__ __forceinline__ void leave_cluster() {

@@ -27,6 +27,13 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&m)[4], uint32_t addres
                : "memory");
 }
 
+// Transposes an 8 x 8 matrix of 16-bit elements, of which thread t has columns 2 (t % 4) and the next of row t / 4.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(pair));
+  return transposed;
+}
+
 // sum = c + a b; a is 16 x 16, b 16 x 8, both of Element; c float32.
 template <class Element>
 __device__ __forceinline__ void mma_from(float (&sum)[4], const float4 &c, const uint32_t (&a)[4], uint32_t b0,

@@ -7,6 +7,8 @@
 namespace fdm::cuda::ptx {
 
 inline void sync_cluster() { emulator::sync_cluster(); }
+inline void arrive_at_cluster() {}
+inline void wait_at_cluster() { emulator::sync_cluster(); }
 inline void leave_cluster() { emulator::sync_cluster(); }
 inline float load_of_block(const float *own, uint32_t rank) {
   return *static_cast<const float *>(emulator::shared_of_block(own, rank));

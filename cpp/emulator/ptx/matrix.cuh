@@ -94,6 +94,23 @@ template <class Element> void mma(float (&c)[4], const uint32_t (&a)[4], uint32_
   emulated::multiply<Element>(c, c, a, b0, b1);
 }
 
+// Lane t holds columns 2 (t % 4) and the next of row t / 4, before and after.
+inline uint32_t transpose(uint32_t pair) {
+  struct Own {
+    uint32_t pair, transposed;
+  } own{pair, 0};
+  emulator::meet(emulated::kAllLanes, &own, [](void *const *lanes) {
+    const auto element = [&](int row, int column) {
+      return static_cast<Own *>(lanes[4 * row + column / 2])->pair >> column % 2 * 16 & 0xffff;
+    };
+    for (int lane = 0; lane < 32; ++lane) {
+      const int row = lane / 4, column = 2 * (lane % 4);
+      static_cast<Own *>(lanes[lane])->transposed = element(column, row) | element(column + 1, row) << 16;
+    }
+  });
+  return own.transposed;
+}
+
 inline float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));

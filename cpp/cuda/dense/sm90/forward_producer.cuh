@@ -174,16 +174,16 @@ template <class Config> struct WideForwardProducer {
   }
 
 private:
-  // A mask of rows is folded into a tile of the bias when both are there. Copies of the next tiles are under way meanwhile.
+  // A mask of rows is folded into a tile of the bias when both are there. Copies of the next tiles are under way meanwhile. The
+  // stage of later ones is waited for afterwards: consumers may still be at the tile before, and must find this one ready.
   __device__ void run_masked() {
-    constexpr int kAhead = Config::kBiasStages - 1;
+    constexpr int kAhead = Config::kBiasStages == 1 ? 1 : Config::kBiasStages - 1;
     const auto bias_chunks = chunks_of<Config::kBiasSize>(work.call.p.bias);
     const auto mask_chunks = chunks_of<1>(work.call.p.mask);
     PipelineState<Config::kBiasStages> folded = states.bias;
     LiveBlocks<Config> live(task), live_ahead(task);
     int block = live.next(task.begin), ahead = live_ahead.next(task.begin);
-#pragma unroll 1
-    for (int turn = -kAhead; block < task.end; ++turn) {
+    const auto load_next = [&] {
       if (ahead < task.end) {
         load_keys(0, ahead, ahead * Config::kTile + own() < work.call.p.keys);
         load_bias(ahead, bias_chunks);
@@ -192,13 +192,18 @@ private:
         ahead = live_ahead.next(ahead + 1);
       }
       ptx::cp_async_fence();
-      if (turn < 0) continue;
-      ptx::cp_async_wait<kAhead>();
-      Roles::sync_producers();
-      fold_mask(folded.index);
-      ptx::arrive(shared.bias_full[folded.index]);
-      ++folded;
-      block = live.next(block + 1);
+    };
+#pragma unroll 1
+    for (int turn = -kAhead; block < task.end; ++turn) {
+      if (turn >= 0) {
+        ptx::cp_async_wait<kAhead - 1>();
+        Roles::sync_producers();
+        fold_mask(folded.index);
+        ptx::arrive(shared.bias_full[folded.index]);
+        ++folded;
+        block = live.next(block + 1);
+      }
+      load_next();
     }
   }
 

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The kernel for one query and few keys on the host: which problems it serves, and how keys are divided.
+#include <algorithm>
+
+#include "../host/device.h"
+#include "../host/dispatch.h"
+#include "../tile/copy_rows.cuh"
+#include "direct_decode.h"
+#include "forward.h"
+
+namespace fdm::cuda {
+namespace {
+
+int32_t narrow(int64_t stride, bool *fits) {
+  *fits &= stride == int32_t(stride);
+  return int32_t(stride);
+}
+
+DirectStrides row_strides(const fdm_tensor &t, bool *fits) {
+  return {narrow(t.stride[0], fits), narrow(t.stride[1], fits), narrow(t.stride[2], fits)};
+}
+
+// A bias or mask of each query head has blocks of one head.
+DirectKeyStrides key_strides(const fdm_problem &p, const fdm_tensor &t, bool *fits) {
+  if (!present(t)) return {};
+  const auto own = [&](int dimension) { return t.shape[dimension] == 1 ? 0 : narrow(t.stride[dimension], fits); };
+  const bool own_heads = t.shape[1] == p.heads;
+  return {own(0), own_heads ? own(1) : 0, own_heads ? 0 : own(1), own(3)};
+}
+
+// The heads of a block: as many of a group as fit, if they have their columns in common.
+int32_t direct_rows(const fdm_problem &p) {
+  if (!heads_share_columns(p)) return 1;
+  int32_t rows = kDirectRows;
+  while (group_size(p) % rows != 0) --rows;
+  return rows;
+}
+
+} // namespace
+
+bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_t sms) {
+  // Turns of its warps up to which the kernel is the faster one; without a mask the other kernel reads all keys, too, and
+  // where there are enough blocks of threads it is never faster (seen on an H100 and an H200).
+  constexpr int64_t kMostTurns = 6, kMostTurnsOfAll = 8;
+  const fdm_mask_kind kind = mask_kind(p);
+  if (p.queries != 1 || p.keys > INT32_MAX / 2 || args.splits > 0 || p.head_dim > kMaxDirectHeadDim) return false;
+  if (present(p.block_table) || !(kind == FDM_MASK_NONE || (kind == FDM_MASK_KEYS && needs_no_plan(p)))) return false;
+  bool fits = true;
+  for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out}) fits &= rows_are_aligned(*t, p.head_dim);
+  for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out, &args.lse, &p.mask, &p.bias})
+    for (int64_t stride : t->stride) narrow(stride, &fits);
+  const int64_t blocks = p.batch * (p.heads / direct_rows(p));
+  if (!fits || blocks == 0) return false;
+  if (kind == FDM_MASK_NONE && kHasClusters && 4 * blocks >= sms) return true;
+  const int64_t splits = std::clamp<int64_t>(sms / blocks, 1, kMostDirectSplits);
+  const int64_t turns = ceil_div(p.keys, kDirectKeys * kMostDirectWarps * splits) * ceil_div(blocks, sms);
+  return turns <= (kind == FDM_MASK_NONE ? kMostTurnsOfAll : kMostTurns);
+}
+
+cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args) {
+  const int64_t group = group_size(p);
+  DirectDecodeParams params{};
+  params.rows = direct_rows(p);
+  params.q = static_cast<const uint16_t *>(p.q.data);
+  params.k = static_cast<const uint16_t *>(p.k.data);
+  params.v = static_cast<const uint16_t *>(p.v.data);
+  params.out = static_cast<uint16_t *>(args.out.data);
+  params.lse = static_cast<float *>(args.lse.data);
+  params.mask = static_cast<const uint8_t *>(p.mask.data);
+  params.bias = p.bias.data;
+  params.bias_dtype = p.bias.dtype;
+  params.sink = {p.sink.data, 0, p.sink.stride[0], p.sink.dtype, false};
+  bool fits = true;
+  params.q_strides = row_strides(p.q, &fits);
+  params.k_strides = row_strides(p.k, &fits);
+  params.v_strides = row_strides(p.v, &fits);
+  params.out_strides = row_strides(args.out, &fits);
+  params.lse_strides = {narrow(args.lse.stride[0], &fits), narrow(args.lse.stride[2], &fits),
+                        narrow(args.lse.stride[1], &fits)};
+  params.mask_strides = key_strides(p, p.mask, &fits);
+  params.bias_strides = key_strides(p, p.bias, &fits);
+  params.sequences = p.batch;
+  params.blocks = int32_t(p.heads / params.rows);
+  params.blocks_of_kv_head = int32_t(group / params.rows);
+  params.keys = int32_t(p.keys);
+  params.head_dim = int32_t(p.head_dim);
+  params.factors = ScoreFactors(p);
+  params.capped = p.softcap > 0;
+  params.packed = is_varlen(p);
+  params.cu_seqlens_q = p.cu_seqlens_q;
+  params.cu_seqlens_k = p.cu_seqlens_k;
+  params.room = {p.q.shape[1], p.k.shape[1], p.queries, p.keys};
+  return with_types<kMaxDirectHeadDim>(p, DirectHeadDims{}, [&](auto element, auto dim) {
+    return launch_direct_decode<typename decltype(element)::Type, decltype(dim)::value>(
+        params, static_cast<cudaStream_t>(p.context.stream));
+  });
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,410 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward pass for one query over few keys (decode): latency is all that counts, so nothing waits that need not.
+//
+// Each warp takes 32 keys at a time. K and V go straight from global memory to the registers that mma.sync reads, since the
+// order of dimensions in a product with K, and of the rows of one with V, is free: a thread loads 16 bytes where it would
+// need single elements. Both products are transposed, keys by queries and dimensions by queries, so that up to 8 heads take
+// one tile. There is no plan, no list and no barrier before the results of the warps are merged. The first keys of a warp
+// are loaded beside their booleans and biases, kept or not; of later ones only those that are kept.
+//
+// The warps of a block merge their results in shared memory. The blocks of a cluster send theirs to its first.
+#pragma once
+
+#include "../tile/sink.cuh"
+#include "direct_decode.h"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/dependent.cuh"
+#include "ptx/matrix.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension> struct DirectDecodeConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension;
+  static constexpr int kKeys = kDirectKeys, kSteps = kKeys / 16; // of a warp at a time, and steps of mma.sync
+  static constexpr int kPitch = kHeadDim + 4;                    // of a row of results in shared memory
+};
+
+template <class Config> struct DirectDecodeShared {
+  alignas(16) float out[kMostDirectWarps][kDirectRows][Config::kPitch];
+  // What the first block of a cluster gets: the results of all blocks, and {maximum, sum} of their rows.
+  alignas(16) float of_block[kMostDirectSplits][kDirectRows][Config::kHeadDim];
+  float4 top_of_block[kMostDirectSplits][kDirectRows];
+  float maximum[kMostDirectWarps][kDirectRows], sum[kMostDirectWarps][kDirectRows];
+  float sink[kDirectRows];
+  uint64_t all_there; // has the first block all results?
+};
+
+template <class Config> struct DirectDecodeWarp {
+  using Element = typename Config::Element;
+  static constexpr int kHeadDim = Config::kHeadDim, kKeys = Config::kKeys, kSteps = Config::kSteps;
+  static constexpr int kKeyLoads = kHeadDim / 32, kValueLoads = (kHeadDim + 63) / 64; // of 16 bytes of a row
+  static constexpr uint32_t kAll = 0xffffffffu;
+
+  const DirectDecodeParams &params;
+  int lane, row, quad; // row and place of this thread in a tile of 8 rows, of two elements
+  int32_t keys;        // of the sequence
+  int32_t first_own, step_of_keys;
+  bool has_query;
+  const uint16_t *q_row, *k_rows, *v_rows;
+  const uint8_t *mask;
+  ScoreView bias;
+
+  uint4 q[kKeyLoads], k[kSteps][2][kKeyLoads], v[kSteps][4][kValueLoads];
+  // Of query 2 quad and the next, in turns: dimensions 64 i + 8 row + 2 d and the next.
+  float out[kValueLoads][4][4];
+  float maximum[2], sum[2];
+
+  __device__ DirectDecodeWarp(const DirectDecodeParams &parameters, const DirectDecodePlace &place)
+      : params(parameters), lane(threadIdx.x % 32), row(lane / 4), quad(lane % 4) {
+    const int warps = int(blockDim.x) / 32;
+    first_own = (int(blockIdx.y) * warps + int(threadIdx.x) / 32) * kKeys;
+    step_of_keys = params.splits * warps * kKeys;
+    find_tensors(place);
+  }
+  __device__ void find_tensors(const DirectDecodePlace &place) {
+    keys = place.keys;
+    has_query = row < params.rows && place.exists;
+    q_row = params.q + params.q_strides.offset(place, place.first_query, place.head + row) + quad * 8;
+    k_rows = params.k + params.k_strides.offset(place, place.first_key + row, place.kv_head) + quad * 8;
+    v_rows = params.v + params.v_strides.offset(place, place.first_key + 2 * quad, place.kv_head) + row * 8;
+    mask = params.mask + params.mask_strides.offset(place);
+    const int64_t first = params.bias_strides.offset(place);
+    bias = {static_cast<const char *>(params.bias) + (params.bias_dtype == FDM_FLOAT32 ? 4 : 2) * first, 0,
+            params.bias_strides.key, params.bias_dtype, false};
+  }
+
+  // What is known of a key of this thread, as it lies in memory.
+  struct KeyBits {
+    uint32_t kept, bias;
+  };
+  __device__ KeyBits load_key_bits(int32_t first) const {
+    KeyBits bits{0, 0};
+    const int32_t key = first + lane;
+    if (key >= keys) return bits;
+    bits.kept = params.mask ? mask[int64_t(key) * params.mask_strides.key] : 1;
+    if (params.bias) bits.bias = bias.load_bits(key);
+    return bits;
+  }
+  // The bias of the key to base 2; -inf if it is dropped.
+  __device__ float key_shift(const KeyBits &bits) const {
+    if (bits.kept == 0) return -INFINITY;
+    return params.bias ? to_base_2(bias.convert(bits.bias)) : 0.0f;
+  }
+
+  __device__ bool has_chunk(int chunk) const { return chunk * 8 < params.head_dim; }
+  __device__ static uint4 load(const uint16_t *from, bool exists) {
+    return exists ? __ldg(reinterpret_cast<const uint4 *>(from)) : uint4{};
+  }
+
+  __device__ void load_queries() {
+#pragma unroll
+    for (int i = 0; i < kKeyLoads; ++i) q[i] = load(q_row + 32 * i, has_query && has_chunk(4 * i + quad));
+  }
+  // Bit j of `live`: key first + j is to be loaded. Of K this thread has keys 8 n + row, and of V 2 quad + 8 n and the next.
+  __device__ void load_keys(int32_t first, uint32_t live) {
+    live >>= row;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const int j = 16 * step + 8 * tile;
+        const uint16_t *from = k_rows + int64_t(first + j) * params.k_strides.row;
+#pragma unroll
+        for (int i = 0; i < kKeyLoads; ++i) k[step][tile][i] = load(from + 32 * i, live >> j & has_chunk(4 * i + quad));
+      }
+  }
+  __device__ static constexpr int key_of_value(int i) { return i % 2 + i / 2 * 8; }
+  __device__ void load_values(int32_t first, uint32_t live) {
+    live >>= 2 * quad;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int j = 16 * step + key_of_value(n);
+        const uint16_t *from = v_rows + int64_t(first + j) * params.v_strides.row;
+#pragma unroll
+        for (int i = 0; i < kValueLoads; ++i) v[step][n][i] = load(from + 64 * i, live >> j & has_chunk(8 * i + row));
+      }
+  }
+  // 0 * NaN is NaN.
+  __device__ void clear_dropped_values(uint32_t kept) {
+    kept >>= 2 * quad;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        if (!(kept >> (16 * step + key_of_value(n)) & 1))
+#pragma unroll
+          for (int i = 0; i < kValueLoads; ++i) v[step][n][i] = uint4{};
+  }
+
+  // Scores of keys 16 step + row and, from i = 2 on, + row + 8, for query 2 quad + i % 2; to base 2.
+  using Scores = float[kSteps][4];
+  __device__ void multiply_keys(Scores &scores) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      float (&sums)[4] = scores[step];
+      sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kKeyLoads; ++i) {
+        const uint4 &x = k[step][0][i], &y = k[step][1][i];
+        ptx::mma<Element>(sums, {x.x, y.x, x.y, y.y}, q[i].x, q[i].y);
+        ptx::mma<Element>(sums, {x.z, y.z, x.w, y.w}, q[i].z, q[i].w);
+      }
+    }
+  }
+  template <bool kCap> __device__ void finish_scores(Scores &scores, float shift) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float x = __shfl_sync(kAll, shift, 16 * step + 8 * half + row);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float slope, &score = scores[step][2 * half + i];
+          score = x == -INFINITY ? x : params.factors.template score<kCap>(score, x, &slope);
+        }
+      }
+  }
+
+  // Makes probabilities of the scores, relative to the running maximum, which follows them.
+  __device__ void softmax(Scores &scores, bool first) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float largest = maximum[i];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) largest = fmaxf(largest, fmaxf(scores[step][i], scores[step][2 + i]));
+      largest = column_max(largest);
+      const float shift = largest == -INFINITY ? 0.0f : largest, factor = ptx::exp2_approximate(maximum[i] - shift);
+      maximum[i] = largest;
+      float added = 0.0f;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float &score = scores[step][2 * half + i];
+          score = ptx::exp2_approximate(score - shift);
+          added += score;
+        }
+      sum[i] = sum[i] * factor + added;
+      if (first) continue;
+#pragma unroll
+      for (int n = 0; n < kValueLoads; ++n)
+#pragma unroll
+        for (int d = 0; d < 4; ++d) {
+          out[n][d][i] *= factor;
+          out[n][d][2 + i] *= factor;
+        }
+    }
+  }
+  // Over the threads that hold a column of an accumulator.
+  __device__ static float column_max(float x) {
+#pragma unroll
+    for (int across = 4; across < 32; across *= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, across));
+    return x;
+  }
+  __device__ static float column_sum(float x) {
+#pragma unroll
+    for (int across = 4; across < 32; across *= 2) x += __shfl_xor_sync(kAll, x, across);
+    return x;
+  }
+
+  __device__ void multiply_values(const Scores &scores) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const float (&x)[4] = scores[step];
+      const uint32_t p = ptx::transpose(ptx::pack<Element>(x[0], x[1])),
+                     p_8 = ptx::transpose(ptx::pack<Element>(x[2], x[3]));
+#pragma unroll
+      for (int i = 0; i < kValueLoads; ++i)
+#pragma unroll
+        for (int d = 0; d < 4; ++d) {
+          const auto word = [&](int n) {
+            const uint4 &y = v[step][n][i];
+            return d == 0 ? y.x : d == 1 ? y.y : d == 2 ? y.z : y.w;
+          };
+          constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
+          ptx::mma<Element>(out[i][d],
+                            {__byte_perm(word(0), word(1), kLow), __byte_perm(word(0), word(1), kHigh),
+                             __byte_perm(word(2), word(3), kLow), __byte_perm(word(2), word(3), kHigh)},
+                            p, p_8);
+        }
+    }
+  }
+
+  __device__ void run() {
+    KeyBits bits = load_key_bits(first_own), next_bits = load_key_bits(first_own + step_of_keys);
+    load_queries();
+    const int32_t there = keys - first_own;
+    uint32_t live = there >= kKeys ? kAll : there > 0 ? (1u << there) - 1 : 0u;
+    load_keys(first_own, live);
+    load_values(first_own, live);
+    maximum[0] = maximum[1] = -INFINITY;
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValueLoads; ++i)
+#pragma unroll
+      for (int d = 0; d < 4; ++d) out[i][d][0] = out[i][d][1] = out[i][d][2] = out[i][d][3] = 0.0f;
+    float shift = key_shift(bits);
+    uint32_t kept = __ballot_sync(kAll, shift != -INFINITY);
+    if (live != kept) clear_dropped_values(kept);
+#pragma unroll 1
+    for (int32_t first = first_own; first < keys; first += step_of_keys) {
+      Scores scores;
+      multiply_keys(scores);
+      if (params.capped)
+        finish_scores<true>(scores, shift);
+      else
+        finish_scores<false>(scores, shift);
+      const int32_t next = first + step_of_keys;
+      if (next < keys) {
+        shift = key_shift(next_bits);
+        kept = __ballot_sync(kAll, shift != -INFINITY);
+        load_keys(next, kept);
+        next_bits = load_key_bits(next + step_of_keys);
+      }
+      softmax(scores, first == first_own);
+      multiply_values(scores);
+      if (next < keys) load_values(next, kept);
+    }
+    sum[0] = column_sum(sum[0]);
+    sum[1] = column_sum(sum[1]);
+  }
+
+  __device__ void store_results(DirectDecodeShared<Config> &shared) const {
+    const int warp = int(threadIdx.x) / 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = 2 * quad + i;
+      if (r >= params.rows) continue;
+#pragma unroll
+      for (int n = 0; n < kValueLoads; ++n)
+#pragma unroll
+        for (int d = 0; d < 4; d += 2)
+          *reinterpret_cast<float4 *>(&shared.out[warp][r][64 * n + 8 * row + 2 * d]) =
+              make_float4(out[n][d][i], out[n][d][2 + i], out[n][d + 1][i], out[n][d + 1][2 + i]);
+      if (row == 0) {
+        shared.maximum[warp][r] = maximum[i];
+        shared.sum[warp][r] = sum[i];
+      }
+    }
+  }
+};
+
+// Four elements of a result, not normalized, and the maximum and sum of their row, to base 2.
+struct DecodedPart {
+  float4 value;
+  float maximum, sum;
+};
+
+// Merges parts in their order: part(i) for i < count, of which there are kMost at most.
+template <int kMost, class Part> __device__ __forceinline__ DecodedPart merge_parts(int count, const Part &part) {
+  float top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kMost; ++i)
+    if (i < count) top = fmaxf(top, part(i).maximum);
+  const float shift = top == -INFINITY ? 0.0f : top;
+  DecodedPart merged{{0.0f, 0.0f, 0.0f, 0.0f}, top, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kMost; ++i)
+    if (i < count) {
+      const DecodedPart x = part(i);
+      const float factor = ptx::exp2_approximate(x.maximum - shift);
+      merged.sum += x.sum * factor;
+      merged.value.x += x.value.x * factor;
+      merged.value.y += x.value.y * factor;
+      merged.value.z += x.value.z * factor;
+      merged.value.w += x.value.w * factor;
+    }
+  return merged;
+}
+
+template <class Config>
+__device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
+                                              const DirectDecodeShared<Config> &shared, const DirectDecodePlace &place,
+                                              int r, int d, const DecodedPart &x) {
+  using Element = typename Config::Element;
+  if (!place.exists) return;
+  const float factor = row_factor(shared.sink[r], x.maximum, x.sum);
+  const bool blank = x.sum == 0.0f;
+  const uint32_t low = ptx::pack<Element>(x.value.x * factor, x.value.y * factor),
+                 high = ptx::pack<Element>(x.value.z * factor, x.value.w * factor);
+  *reinterpret_cast<uint2 *>(params.out + params.out_strides.offset(place, place.first_query, place.head + r) + d) =
+      blank ? uint2{} : make_uint2(low, high);
+  if (d == 0)
+    params.lse[params.lse_strides.offset(place, place.first_query, place.head + r)] =
+        blank ? -INFINITY : (x.maximum + ptx::log2_approximate(x.sum)) / kLog2E;
+}
+
+template <class Config>
+__global__ void __launch_bounds__(32 * kMostDirectWarps, 1)
+    direct_decode_kernel(const __grid_constant__ DirectDecodeParams params) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<DirectDecodeShared<Config> *>(dynamic_shared);
+  constexpr int kAcross = Config::kHeadDim / 4;
+  const int splits = params.splits, split = int(blockIdx.y), warps = int(blockDim.x) / 32;
+  if constexpr (kHasClusters) {
+    if (splits > 1) {
+      if (split == 0 && threadIdx.x == 0) {
+        ptx::init_barrier(shared.all_there, 1);
+        ptx::expect_of_cluster(shared.all_there, uint32_t((splits - 1) * params.rows * (params.head_dim / 4 + 1)) *
+                                                     uint32_t(sizeof(float4)));
+      }
+      ptx::arrive_at_cluster();
+    }
+  }
+  DirectDecodePlace place(params, blockIdx.x);
+  {
+    DirectDecodeWarp<Config> warp(params, place);
+    ptx::wait_for_kernel_ahead();
+    ptx::start_dependents(); // no sooner, so that one kernel at most waits beside the one that is at work
+    if (params.packed) {
+      place.find_sequence(params);
+      warp.find_tensors(place);
+    }
+    warp.run();
+    warp.store_results(shared);
+  }
+  if (split == 0 && int(threadIdx.x) < params.rows)
+    shared.sink[threadIdx.x] =
+        params.sink.data ? params.sink.load(0, place.head + int(threadIdx.x)) * kLog2E : -INFINITY;
+  __syncthreads();
+  if constexpr (kHasClusters)
+    if (splits > 1) ptx::wait_at_cluster();
+  const auto for_elements = [&](const auto &function) {
+    for (int i = int(threadIdx.x); i < params.rows * kAcross; i += int(blockDim.x))
+      if (const int r = i / kAcross, d = i % kAcross * 4; d < params.head_dim) function(r, d);
+  };
+  for_elements([&](int r, int d) {
+    const DecodedPart merged = merge_parts<kMostDirectWarps>(warps, [&](int w) {
+      return DecodedPart{*reinterpret_cast<const float4 *>(&shared.out[w][r][d]), shared.maximum[w][r],
+                         shared.sum[w][r]};
+    });
+    if (splits == 1) return write_decoded(params, shared, place, r, d, merged);
+    if constexpr (kHasClusters) {
+      const float4 top{merged.maximum, merged.sum, 0.0f, 0.0f};
+      if (split == 0) {
+        *reinterpret_cast<float4 *>(&shared.of_block[0][r][d]) = merged.value;
+        if (d == 0) shared.top_of_block[0][r] = top;
+      } else {
+        ptx::store_of_block(&shared.of_block[split][r][d], shared.all_there, 0, merged.value);
+        if (d == 0) ptx::store_of_block(&shared.top_of_block[split][r].x, shared.all_there, 0, top);
+      }
+    }
+  });
+  if constexpr (kHasClusters) {
+    if (splits == 1 || split != 0) return;
+    __syncthreads();
+    ptx::wait_for_cluster(shared.all_there, 0);
+    for_elements([&](int r, int d) {
+      write_decoded(params, shared, place, r, d, merge_parts<kMostDirectSplits>(splits, [&](int n) {
+                      const float4 top = shared.top_of_block[n][r];
+                      return DecodedPart{*reinterpret_cast<const float4 *>(&shared.of_block[n][r][d]), top.x, top.y};
+                    }));
+    });
+  }
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the host hands to the kernel for one query and few keys. It is made of numbers of 32 bits that the host has worked out,
+// since a block has little more to do than to find its tensors.
+#pragma once
+
+#include "../../indexing.h"
+#include "../tile/score.cuh"
+#include "decode.h"
+
+namespace fdm::cuda {
+
+constexpr int kDirectRows = 8;      // heads of a block, at most
+constexpr int kDirectKeys = 32;     // of a warp at a time
+constexpr int kMostDirectWarps = 8; // of a block
+// Blocks of a cluster; more than 8 are not on neighbouring SMs on every GPU (CUDA programming guide, thread block clusters).
+constexpr int kMostDirectSplits = kHasClusters ? 16 : 1;
+
+struct DirectDecodePlace;
+
+// Strides of a (B, rows, heads, D) tensor, in elements.
+struct DirectStrides {
+  int32_t batch, row, head;
+  __device__ int64_t offset(const DirectDecodePlace &place, int32_t row_index, int32_t head_index) const;
+};
+// Strides of a mask or bias, in elements. One of `block` and `kv_head` is 0, or both.
+struct DirectKeyStrides {
+  int32_t batch, block, kv_head, key;
+  __device__ int64_t offset(const DirectDecodePlace &place) const;
+};
+
+struct DirectDecodeParams {
+  const uint16_t *q, *k, *v;
+  uint16_t *out;
+  float *lse;
+  const uint8_t *mask; // null: absent
+  const void *bias;    // null: absent
+  ScoreView sink;
+  DirectStrides q_strides, k_strides, v_strides, out_strides, lse_strides;
+  DirectKeyStrides mask_strides, bias_strides;
+  int32_t bias_dtype;
+  int64_t sequences;
+  int32_t rows;                      // heads of a block
+  int32_t blocks, blocks_of_kv_head; // of a sequence, and of one of its KV heads, without splits
+  int32_t keys, head_dim, splits, warps;
+  ScoreFactors factors;
+  bool capped;
+  bool packed; // as cu_seqlens say
+  fdm_tensor cu_seqlens_q, cu_seqlens_k;
+  PackedRoom room;
+};
+
+// What a block works at.
+struct DirectDecodePlace {
+  int32_t batch, block, head, kv_head; // block: of its sequence
+  int32_t first_query, first_key, keys;
+  bool exists; // is there a query?
+
+  __device__ __forceinline__ DirectDecodePlace(const DirectDecodeParams &params, uint32_t index) {
+    batch = int32_t(index / uint32_t(params.blocks));
+    block = int32_t(index) - batch * params.blocks;
+    kv_head = int32_t(uint32_t(block) / uint32_t(params.blocks_of_kv_head));
+    head = block * params.rows;
+    first_query = first_key = 0;
+    keys = params.keys;
+    exists = true;
+  }
+
+  // Finds the sequence of a packed batch. What comes before reads no memory, and need not wait for the kernel ahead.
+  __device__ __forceinline__ void find_sequence(const DirectDecodeParams &params) {
+    const Sequence s = packed_sequence(params.cu_seqlens_q, params.cu_seqlens_k, batch, params.room);
+    batch = 0;
+    first_query = int32_t(s.q_begin);
+    first_key = int32_t(s.k_begin);
+    exists = s.q_count > 0;
+    keys = exists ? int32_t(s.k_count) : 0;
+  }
+};
+
+__device__ __forceinline__ int64_t DirectStrides::offset(const DirectDecodePlace &place, int32_t row_index,
+                                                         int32_t head_index) const {
+  return int64_t(place.batch) * batch + int64_t(row_index) * row + int64_t(head_index) * head;
+}
+__device__ __forceinline__ int64_t DirectKeyStrides::offset(const DirectDecodePlace &place) const {
+  return int64_t(place.batch) * batch + int64_t(place.block) * block + int64_t(place.kv_head) * kv_head +
+         int64_t(place.first_key) * key;
+}
+
+// Launches one instantiation, with DirectDecodeParams::warps warps in a block and its splits as a cluster.
+template <class Element, int kHeadDim>
+cudaError_t launch_direct_decode(const DirectDecodeParams &params, cudaStream_t stream);
+
+} // namespace fdm::cuda
