@@ -116,9 +116,8 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row(m, half);
-        if (!exists(r)) continue;
         write_row(static_cast<Element *>(t.data) + row_offset(t, task.s, task.first_row + r, task.head), t.stride[3],
-                  int(params.p.head_dim), dq[m], half, params.p.scale);
+                  int(params.p.head_dim), dq[m], half, params.p.scale, exists(r));
       }
   }
 };

@@ -72,7 +72,7 @@ template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct
 template <int kKeys, class Team, int kBuffers, bool kHasSegments = false, bool kHasRowPlans = true,
           int kGroupKeyCount = 64, bool kUniform = false>
 struct KeyBlock {
-  static constexpr bool kSegments = kHasSegments, kRowPlans = kHasRowPlans;
+  static constexpr bool kSegments = kHasSegments, kRowPlans = kHasRowPlans, kSameKeys = kUniform;
   static constexpr int kGroupKeys = kGroupKeyCount;
   using Shared = KeyBlockShared<kKeys, kBuffers, kRowPlans, kGroupKeys>;
   static constexpr int kOwnKeys = (kKeys + Team::kThreads - 1) / Team::kThreads; // of a thread
@@ -103,7 +103,9 @@ struct KeyBlock {
       key_rows[n] = {-1, 0, 0, -1};
       if (params.keys.listed) key_rows[n] = listed_key(params, place, r);
     });
-    if (Team::thread() == 0) make_task(item, place); // while the loads are under way
+    // While the loads are under way, by two warps.
+    if (Team::thread() == 0) make_task(item, place);
+    if (Team::thread() == 32) clear_ranges();
     for_each_key([&](int n, int r) { readable[n] = set_key(place, key_rows[n], r); });
     Team::sync();
     for_each_key([&](int n, int r) {
@@ -123,7 +125,7 @@ struct KeyBlock {
     bool all = true;
     for (int n = first_group; n < first_group + groups; ++n) {
       const RowRange full = shared.full_rows[n];
-      all = all && first >= full.first && first + rows <= full.past;
+      all &= (first >= full.first) & (first + rows <= full.past);
     }
     return all;
   }
@@ -159,6 +161,14 @@ struct KeyBlock {
     return find_step(step, before.head, tile_rows);
   }
 
+  // Loads what the query head of a step knows of the keys, unless all know the same. All threads of the team call this; what
+  // it stores is visible after the next barrier.
+  __device__ void enter_head(KeyStep &step) {
+    if (params.group == 1 || !(bias_is_of_keys() || !shared.task.same_rows)) return;
+    step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
+    for_each_key([&](int, int r) { load_head(step.head, step.buffer, r); });
+  }
+
   __device__ float *partial_sums(int which, int r) const {
     if (kUniform || !shared.task.slot) return nullptr;
     return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
@@ -189,13 +199,21 @@ private:
   // Sets what is known of a key, and completes its rows. Returns whether any query head keeps it.
   __device__ bool set_key(const KeyBlockPlace &place, KeyRows &key_rows, int r) const {
     const int64_t first_head = place.kv_head * params.group;
-    if (!params.keys.listed && int64_t(place.block) * kKeys + r < place.s.k_count) {
-      key_rows.key = place.block * kKeys + r;
+    const bool consecutive = !params.keys.listed && int64_t(place.block) * kKeys + r < place.s.k_count;
+    if (consecutive) key_rows.key = place.block * kKeys + r;
+    // Nothing waits for the bias before the rows are loaded, too.
+    ScoreView view{};
+    uint32_t bits = 0;
+    if (bias_is_of_keys() && key_rows.key >= 0) {
+      view = score_view(params.p, params.p.bias, place.s, first_head);
+      bits = view.load_bits(key_rows.key);
+    }
+    if (consecutive) {
       const RowRange rows = rows_of_key(params.p, place.s, first_head, key_rows.key);
       key_rows.start = rows.first;
       key_rows.end = rows.past;
     }
-    const float bias = bias_of(place.s, first_head, key_rows.key);
+    const float bias = key_rows.key < 0 ? -INFINITY : (view.data ? to_base_2(view.convert(bits)) : 0.0f);
     const bool readable = is_readable(place.s, first_head, key_rows, bias);
     shared.key[r] = key_rows.key;
     shared.sum[r] = key_rows.sum;
@@ -236,6 +254,8 @@ private:
     own_task.words = params.plan.words;
     own_task.slot =
         item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
+  }
+  __device__ void clear_ranges() const {
     for (int32_t &head : shared.dropping_head) head = -1;
     for (RowRange &full : shared.full_rows) full = {0, INT32_MAX};
     for (RowRange &group : shared.group_rows) group = {INT32_MAX, 0};
@@ -294,10 +314,7 @@ private:
     if constexpr (kRowPlans)
       while (step.number < own_task.end && own_task.words && !is_active(step, tile_rows)) advance(step);
     step.valid = step.number < own_task.end;
-    if (step.valid && step.head != loaded_head && params.group > 1 && (bias_is_of_keys() || !own_task.same_rows)) {
-      step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
-      for_each_key([&](int, int r) { load_head(step.head, step.buffer, r); });
-    }
+    if (step.valid && step.head != loaded_head) enter_head(step);
     return step;
   }
 

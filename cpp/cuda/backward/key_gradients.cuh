@@ -67,10 +67,10 @@ struct KeyGradients {
     }
   }
 
-  // P' of a score to base 2, to which the bias is added.
-  template <bool kTest> __device__ static float probability(float x, float lse, bool kept) {
+  // P' of a score to base 2, to which the bias is added. kCuts: a row of the tile may be one of which kLargeLse tells.
+  template <bool kTest, bool kCuts = kTest> __device__ static float probability(float x, float lse, bool kept) {
     x -= lse;
-    if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
+    if constexpr (kCuts) x = ptx::min_or_nan(x, 0.0f);
     x = ptx::exp2_approximate(x);
     return !kTest || kept ? x : 0.0f;
   }
@@ -132,12 +132,7 @@ struct KeyGradients {
 
   // The same in two parts, where there is neither a softcap nor a bias with rows: P' as soon as the scores are there,
   // dS' when dP' is. `first` is the first row of the tile, `buffer` that of the step.
-  template <bool kTest>
-  __device__ void make_probabilities(const Stage &stage, int first, int buffer,
-                                     float (&scores)[kKeyTiles][kRowTiles][4]) {
-    make_probabilities<kTest>(stage, first, buffer, scores, ScoreFactors(params.p));
-  }
-  template <bool kTest>
+  template <bool kTest, bool kCuts = kTest>
   __device__ void make_probabilities(const Stage &stage, int first, int buffer,
                                      float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors) {
 #pragma unroll
@@ -156,7 +151,7 @@ struct KeyGradients {
             float &score = scores[m][n][2 * half + i];
             float slope;
             const float x = factors.score<false>(score, bias, &slope);
-            score = probability<kTest>(x, i ? lse.y : lse.x, !kTest || bits[n / 4] >> (8 * (n % 4) + i) & 1);
+            score = probability<kTest, kCuts>(x, i ? lse.y : lse.x, !kTest || bits[n / 4] >> (8 * (n % 4) + i) & 1);
           }
         }
       }
@@ -186,16 +181,17 @@ struct KeyGradients {
   }
   // May some pairs of a tile and this warp's keys not be kept? kLargeLse tells what makes a tile `careful`. The vote
   // tells the compiler that the lanes of a warp agree.
-  __device__ bool needs_test(const Stage &stage, bool careful) const {
-    const KeyStep &step = stage.step;
-    return kGeneral ||
-           __any_sync(0xffffffffu, careful || keys.task().test_all || keys.drops_keys(step.head, step.buffer) ||
-                                       !keep_all(step.tile * kTileRowCount + first_row()));
+  __device__ bool needs_test(const KeyStep &step, bool careful) const {
+    if constexpr (kGeneral) return true;
+    // All of it is loaded, since loads one after the other would be waited for.
+    const bool test_all = !Keys::kSameKeys && keys.task().test_all, drops = keys.drops_keys(step.head, step.buffer),
+               keep = keep_all(step.tile * kTileRowCount + first_row());
+    return __any_sync(0xffffffffu, careful | test_all | drops | !keep);
   }
   template <bool kCap, class RowBias>
   __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
-    if (needs_test(stage, careful)) return make_both<kCap, true>(stage, scores, gradients, row_bias);
+    if (needs_test(stage.step, careful)) return make_both<kCap, true>(stage, scores, gradients, row_bias);
     if constexpr (!kGeneral) make_both<kCap, false>(stage, scores, gradients, row_bias);
   }
   template <bool kCap>
@@ -253,19 +249,19 @@ struct KeyGradients {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = key_row(m, half);
-        if (keys.shared.key[key] < 0 || (Keys::kSegments && keys.shared.sum[key] >= 0)) continue;
+        const bool exists = keys.shared.key[key] >= 0 && !(Keys::kSegments && keys.shared.sum[key] >= 0);
         const bool blank = !keys.shared.readable[key];
         const auto write = [&](const fdm_tensor &t, const auto &sums, float factor, int which) {
           if (!present(t)) return;
           if (float *partial = keys.partial_sums(which, key)) {
 #pragma unroll
             for (int d = 0; d < kHeadDim / 8; ++d)
-              if (first + 8 * d < params.keys.slot_dim)
+              if (exists && first + 8 * d < params.keys.slot_dim)
                 *reinterpret_cast<float2 *>(partial + first + 8 * d + accumulator_column()) =
                     blank ? float2{} : make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
           } else {
             write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key) + first * t.stride[3], t.stride[3],
-                      int(params.p.head_dim) - first, sums, half, factor, lanes_of_row(), true, blank);
+                      int(params.p.head_dim) - first, sums, half, factor, exists, blank);
           }
         };
         if constexpr (kKeyGradient) write(params.a.dk, dk[m], params.p.scale, 0);

@@ -66,9 +66,9 @@ __device__ __forceinline__ bool round_band(const float *band, int dim, float sca
     for (int n = 0; n < kTiles; ++n) load_tile(band + (first + n) * 128, sums[n]);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (offset[half] >= 0 && 8 * first < head_dim)
+      if (8 * first < head_dim)
         write_row(static_cast<Element *>(t.data) + offset[half] + 8 * first * t.stride[3], t.stride[3],
-                  head_dim - 8 * first, sums, half, scale);
+                  head_dim - 8 * first, sums, half, scale, offset[half] >= 0);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll

@@ -340,9 +340,8 @@ template <class Config> struct DenseDkdvBlock {
       for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          if (exists(m, half))
-            write_row(static_cast<Element *>(t.data) + base + key(m, half) * t.stride[1], t.stride[3],
-                      int(problem().head_dim), sums[m], half, factor);
+          write_row(static_cast<Element *>(t.data) + base + key(m, half) * t.stride[1], t.stride[3],
+                    int(problem().head_dim), sums[m], half, factor, exists(m, half));
     };
     write_to(work.a.dk, dk, problem().scale);
     write_to(work.a.dv, dv, 1.0f);

@@ -127,9 +127,8 @@ template <class Config> struct DenseDqBlock : RowBlock<Config> {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        if (exists(m, half))
-          write_row(static_cast<Element *>(t.data) + row_offset(t, s, this->row(m, half), source.head), t.stride[3],
-                    int(problem().head_dim), dq[m], half, problem().scale);
+        write_row(static_cast<Element *>(t.data) + row_offset(t, s, this->row(m, half), source.head), t.stride[3],
+                  int(problem().head_dim), dq[m], half, problem().scale, exists(m, half));
   }
 };
 

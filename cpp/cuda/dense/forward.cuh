@@ -66,14 +66,13 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (!exists(m, half)) continue;
+        const bool there = exists(m, half);
         const int64_t i = this->row(m, half);
         const float sum = softmax.sum[m][half], shift = softmax.shift[m][half];
-        if (work.splits == 1) {
-          write_dense_row<Element>(work, this->source(), i, out[m], half, sum, shift);
-          continue;
-        }
-        write_partial_row(work, this->source(), i, split, out[m], half, sum, shift);
+        if (work.splits == 1)
+          write_dense_row<Element>(work, this->source(), i, there, out[m], half, sum, shift);
+        else if (there)
+          write_partial_row(work, this->source(), i, split, out[m], half, sum, shift);
       }
   }
 };

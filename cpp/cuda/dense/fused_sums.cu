@@ -39,9 +39,9 @@ __device__ void round_sums(const DenseBackward &work, const GradientSums &sums, 
     const auto &together = reinterpret_cast<const float (&)[kTogether][4]>(x[n]);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (first + accumulator_row(half) < t.shape[1] && 8 * n < t.shape[3])
+      if (8 * n < t.shape[3])
         write_row(static_cast<Element *>(t.data) + offset[half] + 8 * n * t.stride[3], t.stride[3],
-                  int(t.shape[3]) - 8 * n, together, half, scale);
+                  int(t.shape[3]) - 8 * n, together, half, scale, first + accumulator_row(half) < t.shape[1]);
 #pragma unroll
     for (int k = 0; k < kTogether; ++k)
 #pragma unroll

@@ -121,16 +121,17 @@ template <int kRowTiles, int kSubTileCount> struct DenseSoftmax {
   }
 };
 
-// Writes row i of a source, normalized, and its lse. `half` is that of the row, `sum` and `shift` are those of its softmax.
+// Writes row i of a source, normalized, and its lse, if it exists. `half` is that of the row, `sum` and `shift` are those of
+// its softmax. All lanes of the warp call this.
 template <class Element, int kOutTiles>
-__device__ __forceinline__ void write_dense_row(const DenseForward &work, const Source &source, int64_t i,
+__device__ __forceinline__ void write_dense_row(const DenseForward &work, const Source &source, int64_t i, bool exists,
                                                 const float (&out)[kOutTiles][4], int half, float sum, float shift) {
   const fdm_tensor &t = work.a.out, &lse = work.a.lse;
   const Sequence s = dense_sequence(work.call.p, source.batch);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   write_row(static_cast<Element *>(t.data) + row_offset(t, s, i, source.head), t.stride[3], int(work.call.p.head_dim),
-            out, half, inverse, lanes_of_row(), true, sum == 0.0f);
-  if (threadIdx.x % 4 == 0)
+            out, half, inverse, exists, sum == 0.0f);
+  if (exists && threadIdx.x % 4 == 0)
     static_cast<float *>(lse.data)[lse_offset(lse, s, i, source.head)] =
         sum == 0.0f ? -INFINITY : (log2f(sum) - shift) / kLog2E;
 }

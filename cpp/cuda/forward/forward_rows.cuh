@@ -328,7 +328,7 @@ struct ForwardRows {
         const float total = sum[m][half], inverse = row_factor(sink(r), maximum[m][half], total);
         auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task->s, query(r), head(r));
         // Without a kept key the output is 0, also where a value that other rows keep is not finite.
-        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse, 0xffffffffu, exists(r), total == 0.0f);
+        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse, exists(r), total == 0.0f);
         if (exists(r) && threadIdx.x % 4 == 0)
           static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, query(r), head(r))] =
               total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
@@ -355,7 +355,7 @@ struct ForwardRows {
           const uint32_t both = ptx::pack<Element>(sums[2 * half] * inverse, sums[2 * half + 1] * inverse);
           words[i] = blank ? 0u : both;
         }
-        transpose_quad(words, 0xffffffffu);
+        transpose_quad(words);
         const int column = 8 * (d + int(threadIdx.x) % 4);
         if (exists && column < head_dim) ptx::store_global_16(out_row + column, words);
       }

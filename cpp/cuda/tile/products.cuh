@@ -128,11 +128,9 @@ __device__ __forceinline__ void store_accumulators(const float (&sums)[kLeftTile
                           ptx::pack<Element>(sums[m][n][2 * half], sums[m][n][2 * half + 1]));
 }
 
-// The lanes that share a row of accumulators.
-__device__ __forceinline__ uint32_t lanes_of_row() { return 0xfu << (threadIdx.x % 32 & ~3); }
-
 // The four lanes that share rows have a word each of four tiles; afterwards each has the four words of one tile.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], uint32_t lanes) {
+// All lanes of the warp call this: with a mask that is no constant, shuffles would be executed once for each quad.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int distance = 1; distance <= 2; distance *= 2) {
     const bool upper = threadIdx.x & distance;
@@ -140,18 +138,17 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], uint32_t la
     for (int i = 0; i < 4; ++i) {
       if (i & distance) continue;
       uint32_t &low = words[i], &high = words[i + distance];
-      const uint32_t received = __shfl_xor_sync(lanes, upper ? low : high, distance);
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
       (upper ? low : high) = received;
     }
   }
 }
 
-// Writes this thread's part of a row of accumulators, times a factor, if the row exists; zeros of a blank row. `lanes`
-// call this together: those that share the row, or all of the warp, which takes fewer instructions.
+// Writes this thread's part of a row of accumulators, times a factor, if the row exists; zeros of a blank row. All lanes of
+// the warp call this together. `row` may point anywhere if the row does not exist.
 template <class Element, int kDimTiles>
 __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
-                                          int half, float factor, uint32_t lanes = lanes_of_row(), bool exists = true,
-                                          bool blank = false) {
+                                          int half, float factor, bool exists, bool blank = false) {
   static_assert(kDimTiles % 4 == 0);
   const auto pair = [&](int d) {
     const uint32_t both = ptx::pack<Element>(sums[d][2 * half] * factor, sums[d][2 * half + 1] * factor);
@@ -159,13 +156,13 @@ __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head
   };
   const bool pairs = stride == 1 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
   const bool wide = stride == 1 && reinterpret_cast<uintptr_t>(row) % 16 == 0 && head_dim % 8 == 0;
-  if (__all_sync(lanes, wide)) {
+  if (__all_sync(0xffffffffu, wide || !exists)) {
 #pragma unroll
     for (int d = 0; d < kDimTiles; d += 4) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = pair(d + i);
-      transpose_quad(words, lanes);
+      transpose_quad(words);
       const int column = 8 * (d + int(threadIdx.x) % 4);
       if (exists && column < head_dim)
         *reinterpret_cast<uint4 *>(row + column) = {words[0], words[1], words[2], words[3]};

@@ -27,6 +27,12 @@ template <class ElementType, int kHeadDimension, bool kHasSoftcap> struct SmallB
   using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, true, true, false, Keys>;
 };
 
+// What the steps of a block have in common. The rows that may keep one of its keys are the same for all heads of the group.
+struct alignas(16) BlockSteps {
+  int32_t first_tile, past_tile;
+  uint32_t statistics, sums; // the first row of the first head among the statistics and the sums of dQ of all heads
+};
+
 template <class Config> struct SmallBlocksShared {
   alignas(1024) char sK[Config::KeyTile::kBytes];
   char sV[Config::KeyTile::kBytes];
@@ -34,6 +40,8 @@ template <class Config> struct SmallBlocksShared {
   char sdS[Config::ScoreTile::kBytes];
   typename Config::Gradients::Stage stages[Config::kStages];
   typename Config::Keys::Shared keys;
+  BlockSteps steps;
+  uint32_t sum_row[Config::kStages]; // of a step's first row among the sums of dQ
   uint64_t keys_full, full[Config::kStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -79,41 +87,81 @@ template <class Config> struct SmallBlock {
   __device__ SmallBlock(const BackwardParams &parameters, const RowMaps &row_maps, SmallBlocksShared<Config> &memory)
       : params(parameters), maps(row_maps), shared(memory), sums(parameters, memory.keys) {}
 
-  __device__ void load_keys() const {
+  // Starts the copies of K and V. Keys of a list are copied if they are readable, others before that is known.
+  __device__ void load_keys(const KeyBlockPlace &place) const {
     constexpr int kOwnKeys = Config::kKeys / Config::kWarps;
     const int r = threadIdx.x / 32 * kOwnKeys + threadIdx.x % 32;
-    const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
+    const bool listed = params.keys.listed, own = threadIdx.x % 32 < kOwnKeys;
+    const int64_t key = listed ? (own ? shared.keys.key[r] : 0) : int64_t(place.block) * Config::kKeys + r;
+    const bool exists = own && (listed ? shared.keys.readable[r] : key < place.s.k_count);
     const auto load = [&](const fdm_tensor &t, const char *tile) {
       const uint16_t *row = kZeroRow;
-      if (readable) row = static_cast<const uint16_t *>(t.data) + sums.keys.row_offset(t, r);
+      if (exists)
+        row = static_cast<const uint16_t *>(t.data) + place.s.batch * t.stride[0] + key * t.stride[1] +
+              place.kv_head * t.stride[2];
       KeyTile::template gather<Config::kWarps>(ptx::shared_address(tile), threadIdx.x / 32, row,
                                                int(params.p.head_dim));
     };
     load(params.p.k, shared.sK);
     load(params.p.v, shared.sV);
-    ptx::arrive_after_copies(shared.keys_full);
+  }
+  // Makes zeros of keys that were copied though nobody keeps them: they may be anything.
+  __device__ void clear_dropped_keys() const {
+    constexpr int kThreadsOfKey = Config::kThreads / Config::kKeys;
+    const int r = int(threadIdx.x) / kThreadsOfKey;
+    if (shared.keys.key[r] < 0 || shared.keys.readable[r]) return;
+    for (int chunk = int(threadIdx.x) % kThreadsOfKey; chunk < KeyTile::kChunks; chunk += kThreadsOfKey)
+      for (const char *tile : {shared.sK, shared.sV})
+        ptx::store_shared(KeyTile::chunk_address(ptx::shared_address(tile), r, chunk), uint4{});
+    ptx::fence_async_proxy();
   }
 
-  // This step or the first after it that concerns the block's keys.
-  __device__ KeyStep concerning(KeyStep step) {
-    while (step.valid && !sums.keys.concerns(0, step, kRows)) step = sums.keys.next_step(step, kRows);
+  // There are fewer than 2^32 rows, since their float32 sums fit the memory.
+  __device__ BlockSteps find_steps() const {
+    const KeyTask &task = sums.keys.task();
+    const RowRange rows = shared.keys.group_rows[0];
+    const auto head = uint32_t(task.s.batch) * uint32_t(params.p.heads) + uint32_t(task.first_head);
+    return {max(task.steps.first_tile, rows.first / kRows),
+            min(task.steps.first_tile + task.steps.tiles, (rows.past + kRows - 1) / kRows),
+            head * uint32_t(params.p.queries), head * uint32_t(params.query_sums.head_rows)};
+  }
+  __device__ KeyStep after(KeyStep step, const BlockSteps &steps) {
+    if (++step.tile < steps.past_tile) return step;
+    step.tile = steps.first_tile;
+    step.valid = ++step.head < params.group;
+    if (step.valid) sums.keys.enter_head(step);
     return step;
   }
 
-  // The statistics of this thread's row of a step. lse = inf: there is no such row, or it has no gradient.
-  __device__ RowStatistics find_statistics(const KeyStep &step) const {
-    const Sequence &s = sums.keys.task().s;
-    const int i = step.tile * kRows + int(threadIdx.x);
-    if (!step.valid || int(threadIdx.x) >= kRows || i >= s.q_count) return {INFINITY, 0.0f};
-    return row_statistics(params, s, sums.keys.head(step), i);
+  // Starts the copies of the statistics of a step's rows. lse = inf: there is no such row, or it has no gradient.
+  __device__ void load_statistics(const KeyStep &step, const BlockSteps &steps, int number) const {
+    const uint32_t own_row = ptx::thread_index(); // not held in registers
+    const auto queries = uint32_t(params.p.queries), i = uint32_t(step.tile * kRows) + own_row;
+    if (int(own_row) >= kRows) return;
+    auto &stage = shared.stages[number];
+    float &lse = stage.lse[own_row], &delta = stage.delta[own_row];
+    if (i < queries) {
+      const RowStatistics &own = params.statistics[steps.statistics + uint32_t(step.head) * queries + i];
+      ptx::cp_async_4(ptx::shared_address(&lse), &own.lse);
+      ptx::cp_async_4(ptx::shared_address(&delta), &own.delta);
+    } else {
+      lse = INFINITY;
+      delta = 0.0f;
+    }
   }
-
-  // Starts the copies of a step's rows.
-  __device__ void load_rows(const KeyStep &step, int stage) const {
+  // Starts the copies of a step's rows and their statistics.
+  __device__ void load_rows(const KeyStep &step, const BlockSteps &steps, int stage) const {
     if (!step.valid) return;
+    load_statistics(step, steps, stage);
     if (!maps.known) return copy_rows_of_step<Config>(params, shared, step, stage);
     if (threadIdx.x == 0) copy_boxes(step, stage);
-    ptx::arrive(shared.full[stage]);
+    ptx::arrive_after_copies(shared.full[stage]);
+  }
+  // Has a row of a step, which is there, no gradient, or an lse that kLargeLse tells of? The same for all warps.
+  __device__ bool needs_care(int stage) const {
+    const float *const lse = shared.stages[stage].lse + ptx::thread_index() % 32;
+    static_assert(kRows == 64);
+    return __any_sync(0xffffffffu, fmaxf(fabsf(lse[0]), fabsf(lse[32])) > kLargeLse);
   }
   __device__ void copy_boxes(const KeyStep &step, int stage) const {
     uint64_t &full = shared.full[stage];
@@ -161,13 +209,16 @@ template <class Config> struct SmallBlock {
       ptx::warpgroup_fence_operand(gradients[0]);
       sums.template make<true>(stage, careful, scores, gradients);
     } else {
-      const bool test = sums.needs_test(stage, careful);
+      const bool test = sums.needs_test(step, careful);
       ptx::warpgroup_wait<1>();
       ptx::warpgroup_fence_operand(scores[0]);
-      if (test)
-        sums.template make_probabilities<true>(stage, step.tile * kRows, step.buffer, scores);
+      const ScoreFactors factors = ScoreFactors::uncapped(params.p);
+      if (careful)
+        sums.template make_probabilities<true>(stage, step.tile * kRows, step.buffer, scores, factors);
+      else if (test)
+        sums.template make_probabilities<true, false>(stage, step.tile * kRows, step.buffer, scores, factors);
       else
-        sums.template make_probabilities<false>(stage, step.tile * kRows, step.buffer, scores);
+        sums.template make_probabilities<false>(stage, step.tile * kRows, step.buffer, scores, factors);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)
@@ -194,45 +245,45 @@ template <class Config> struct SmallBlock {
     warpgroup_gemm_ss_columns<Element, ScoreTile, true, KeyTile, Config::kKeys>(dq, ScoreTile::descriptor(sdS), k,
                                                                                 false);
     ptx::warpgroup_commit_batch();
+    const uint32_t thread = ptx::thread_index();
+    float *own = params.query_sums.data + uint64_t(shared.sum_row[number]) * kHeadDim +
+                 thread / 32 * (kHeadDim / 8) * 128 + thread % 32 * 4;
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
     ptx::warpgroup_fence_operand(sums.dk[0]);
     ptx::warpgroup_fence_operand(ds);
-    const KeyTask &task = sums.keys.task();
-    const QuerySums &dq_sums = params.query_sums;
-    const int64_t row =
-        (task.s.batch * params.p.heads + sums.keys.head(step)) * dq_sums.head_rows + int64_t(step.tile) * kRows;
-    float *own = dq_sums.data + row * kHeadDim + threadIdx.x / 32 * (kHeadDim / 8) * 128 + threadIdx.x % 32 * 4;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(own + n * 128, dq[n]);
   }
 
   __device__ void run(const KeyBlockPlace &place) {
+    const bool listed = params.keys.listed;
+    if (!listed) load_keys(place);
     sums.keys.start({place.block, 0, 1, 0}, place, false);
-    // What is known of the step after the one that is computed.
-    bool more;
-    RowStatistics statistics;
-    const auto prepare = [&](const KeyStep &step, int number) {
+    const BlockSteps all_steps = find_steps();
+    if (threadIdx.x == 0) shared.steps = all_steps;
+    bool more; // is there a step after the one that is computed?
+    const auto prepare = [&](const KeyStep &step, int number, const BlockSteps &steps) {
       more = step.valid;
-      statistics = find_statistics(step);
-      load_rows(step, number);
-      if (threadIdx.x == 0) shared.stages[number].step = step;
+      load_rows(step, steps, number);
+      if (threadIdx.x > 0) return;
+      shared.stages[number].step = step;
+      shared.sum_row[number] =
+          steps.sums + uint32_t(step.head) * uint32_t(params.query_sums.head_rows) + uint32_t(step.tile * kRows);
     };
-    prepare(concerning(sums.keys.first_step(kRows)), 0);
-    load_keys();
+    prepare({0, 0, all_steps.first_tile, 0, all_steps.first_tile < all_steps.past_tile}, 0, all_steps);
+    if (listed) load_keys(place);
+    ptx::arrive_after_copies(shared.keys_full); // others know of the barrier only now
     sums.start();
     ptx::wait(shared.keys_full, 0);
+    if (!listed) clear_dropped_keys();
     for (PipelineState<Config::kStages> state; more; ++state) {
-      auto &stage = shared.stages[state.index];
-      if (int(threadIdx.x) < kRows) {
-        stage.lse[threadIdx.x] = statistics.lse;
-        stage.delta[threadIdx.x] = statistics.delta;
-      }
-      // Nobody reads the step before any more.
-      const bool careful = __syncthreads_or(int(threadIdx.x) < kRows && fabsf(statistics.lse) > kLargeLse);
-      prepare(concerning(sums.keys.next_step(stage.step, kRows)), state.index ^ 1);
+      __syncthreads(); // nobody reads the step before any more
+      const BlockSteps steps = shared.steps;
+      prepare(after(shared.stages[state.index].step, steps), state.index ^ 1, steps);
       ptx::wait(shared.full[state.index], state.phase);
       ptx::fence_async_proxy();
+      const bool careful = needs_care(state.index);
       if (careful) clear_empty_rows(state.index);
       run_step(state.index, careful);
     }

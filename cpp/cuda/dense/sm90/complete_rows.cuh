@@ -22,7 +22,7 @@ __device__ __forceinline__ void write_complete_row(Element *row, bool exists, in
       probe = fmaf(low, 0.0f, fmaf(high, 0.0f, probe));
       words[k] = ptx::pack<Element>(low, high);
     }
-    transpose_quad(words, 0xffffffffu);
+    transpose_quad(words);
     const int column = 8 * (first + int(threadIdx.x) % 4);
     if (exists && column < head_dim) ptx::store_global_16(row + column, words);
   }

@@ -251,8 +251,8 @@ template <class Config> struct WideForwardConsumer {
         } else if (work.out_aligned) {
           write_aligned_row<Element>(work, source, row(half), there, out[n][0], half, softmax[n].sum[0][half],
                                      softmax[n].shift[0][half]);
-        } else if (there) {
-          write_dense_row<Element>(work, {source.batch, source.head, true}, row(half), out[n][0], half,
+        } else {
+          write_dense_row<Element>(work, {source.batch, source.head, true}, row(half), there, out[n][0], half,
                                    softmax[n].sum[0][half], softmax[n].shift[0][half]);
         }
       }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_aligned_row(const DenseForward &work, cons
       const float (&own)[4] = out[d + k];
       words[k] = sum == 0.0f ? 0u : ptx::pack<Element>(own[2 * half] * inverse, own[2 * half + 1] * inverse);
     }
-    transpose_quad(words, 0xffffffffu);
+    transpose_quad(words);
     if (there && 8 * (d + pair) < int(work.call.p.head_dim)) ptx::store_global_16(first + 8 * d, words);
   }
   if (there && pair == 0)

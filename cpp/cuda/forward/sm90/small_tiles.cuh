@@ -48,15 +48,37 @@ template <class Config> struct SmallTile : Config::Rows {
 
   __device__ static int warp() { return int(threadIdx.x) / 32; }
 
-  __device__ void load_queries() const {
+  __device__ void load_queries(const HeadTile &tile) const {
     constexpr int kOwnRows = Config::kRows / Config::kWarps;
     const fdm_tensor &q = params.p.q;
     const int lane = threadIdx.x % 32;
-    const int64_t i = task->first_row + warp() * kOwnRows + lane;
+    const int64_t i = tile.tile * kTileRows + warp() * kOwnRows + lane;
     const uint16_t *row = kZeroRow;
-    if (lane < kOwnRows && i < task->s.q_count)
-      row = static_cast<const uint16_t *>(q.data) + row_offset(q, task->s, i, task->head);
+    if (lane < kOwnRows && i < tile.s.q_count)
+      row = static_cast<const uint16_t *>(q.data) + row_offset(q, tile.s, i, tile.head);
     QTile::template gather<Config::kWarps>(ptx::shared_address(shared.sQ), warp(), row, int(params.p.head_dim));
+  }
+
+  // A thread of each of four warps makes a part of the task.
+  __device__ void make_task(const HeadTile &tile) const {
+    const fdm_problem &p = params.p;
+    ForwardTask &own = shared.task;
+    if (threadIdx.x == 0) {
+      find_columns(own.columns, p, params.plan, tile.s, tile.sequence_index, tile.head, tile.tile);
+    } else if (threadIdx.x == 32) {
+      find_column_rows(own.columns, p, tile.s, tile.head);
+    } else if (threadIdx.x == 64) {
+      own.bias = score_view(p, p.bias, tile.s, tile.head);
+      own.sink = sink_score(p, tile.head);
+    } else if (threadIdx.x == 96) {
+      own.s = tile.s;
+      own.sequence_index = tile.sequence_index;
+      own.head = tile.head;
+      own.kv_head = kv_head_of(p, tile.head);
+      own.first_row = tile.tile * kTileRows;
+      own.split = 0;
+      own.set_results(params);
+    }
   }
 
   // Starts the copies of a block, if there is one.
@@ -81,10 +103,12 @@ template <class Config> struct SmallTile : Config::Rows {
                            task->sequence_index, task->kv_head, task->columns, task->bias, column(block), entry);
   }
 
-  __device__ void run() {
+  __device__ void run(const HeadTile &tile) {
+    make_task(tile);
+    load_queries(tile);
+    __syncthreads();
     const TileColumns &columns = task->columns;
     const int blocks = (columns.count + kColumns - 1) / kColumns;
-    load_queries();
     store(0, fetch_column(columns, task->bias, column(0), fetch_key(columns, column(0))));
     int32_t next_key = fetch_key(columns, column(Ring::kBatch));
     __syncthreads();
@@ -132,24 +156,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     small_tiles_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<SmallTilesShared<Config> *>(dynamic_shared);
-  const fdm_problem &p = params.p;
   ptx::wait_for_kernel_ahead();
-  const HeadTile tile = find_tile(p, params.sequences_together, blockIdx.x);
-  if (!tile.has_rows()) return;
-  if (threadIdx.x == 0) {
-    shared.task = {tile.s,
-                   tile.sequence_index,
-                   tile.head,
-                   kv_head_of(p, tile.head),
-                   tile.tile * kTileRows,
-                   0,
-                   tile_columns(p, params.plan, tile.s, tile.sequence_index, tile.head, tile.tile),
-                   score_view(p, p.bias, tile.s, tile.head),
-                   sink_score(p, tile.head)};
-    shared.task.set_results(params);
-  }
-  __syncthreads();
-  SmallTile<Config>(params, shared).run();
+  const HeadTile tile = find_tile(params.p, params.sequences_together, blockIdx.x);
+  if (tile.has_rows()) SmallTile<Config>(params, shared).run(tile);
 }
 
 } // namespace fdm::cuda
