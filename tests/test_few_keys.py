@@ -71,6 +71,16 @@ def test_as_many_blocks_as_there_are(batch: int, kernel_target: Target) -> None:
     assert got["lse"][0].isneginf().all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("keys", [20_001, 40_000])
+def test_several_clusters(keys: int, masked: bool, kernel_target: Target) -> None:
+    """They share the keys of one sequence, if there are that many."""
+    mask = rand_bool(1, 2, 1, keys, density=0.01, seed=6) if masked else None
+    bias = randn(1, 2, 1, keys, seed=4)
+    sink = torch.tensor([0.5, -1.0, 3.0, -torch.inf])
+    check(step(kernel_target, keys, batch=1, mask=mask, bias=bias, sink=sink), kernel_target)
+
+
 def test_rows_of_larger_tensors(kernel_target: Target) -> None:
     call = step(kernel_target, 700, group=4)
     cache = torch.full((2, 2, 900, 3, 64), torch.nan).to(call.query)

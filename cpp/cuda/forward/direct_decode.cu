@@ -36,9 +36,20 @@ int32_t direct_rows(const fdm_problem &p) {
   return rows;
 }
 
+int64_t direct_blocks(const fdm_problem &p) { return p.batch * (p.heads / direct_rows(p)); }
+
+// Clusters that share the keys of a block, where these keep each of the largest clusters busy and SMs are idle. To merge
+// their results takes as long as a few turns.
+int64_t direct_parts(const fdm_problem &p, int64_t sms, int64_t most) {
+  constexpr int64_t kTurns = 2;
+  if (!kHasClusters || is_varlen(p)) return 1;
+  const int64_t of_cluster = kDirectKeys * kMostDirectWarps * kMostDirectSplits * kTurns;
+  return std::clamp<int64_t>(std::min(sms / (direct_blocks(p) * kMostDirectSplits), p.keys / of_cluster), 1, most);
+}
+
 } // namespace
 
-bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_t sms) {
+bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts) {
   // Turns of its warps up to which the kernel is the faster one; without a mask the other kernel reads all keys, too, and
   // where there are enough blocks of threads it is never faster (seen on an H100 and an H200).
   constexpr int64_t kMostTurns = 6, kMostTurnsOfAll = 8;
@@ -49,15 +60,16 @@ bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_
   for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out}) fits &= rows_are_aligned(*t, p.head_dim);
   for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out, &args.lse, &p.mask, &p.bias})
     for (int64_t stride : t->stride) narrow(stride, &fits);
-  const int64_t blocks = p.batch * (p.heads / direct_rows(p));
+  const int64_t blocks = direct_blocks(p);
   if (!fits || blocks == 0) return false;
   if (kind == FDM_MASK_NONE && kHasClusters && 4 * blocks >= sms) return true;
-  const int64_t splits = std::clamp<int64_t>(sms / blocks, 1, kMostDirectSplits);
+  const int64_t splits = std::clamp<int64_t>(sms / blocks, 1, kMostDirectSplits) * direct_parts(p, sms, most_parts);
   const int64_t turns = ceil_div(p.keys, kDirectKeys * kMostDirectWarps * splits) * ceil_div(blocks, sms);
   return turns <= (kind == FDM_MASK_NONE ? kMostTurnsOfAll : kMostTurns);
 }
 
-cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args) {
+cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts,
+                              void *workspace) {
   const int64_t group = group_size(p);
   DirectDecodeParams params{};
   params.rows = direct_rows(p);
@@ -90,10 +102,24 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.cu_seqlens_q = p.cu_seqlens_q;
   params.cu_seqlens_k = p.cu_seqlens_k;
   params.room = {p.q.shape[1], p.k.shape[1], p.queries, p.keys};
-  return with_types<kMaxDirectHeadDim>(p, DirectHeadDims{}, [&](auto element, auto dim) {
-    return launch_direct_decode<typename decltype(element)::Type, decltype(dim)::value>(
-        params, static_cast<cudaStream_t>(p.context.stream));
+  params.parts = int32_t(direct_parts(p, sms, most_parts));
+  const int64_t results = params.parts * p.batch * p.heads;
+  params.partial_out = static_cast<float *>(workspace);
+  params.partial_max = params.partial_out + results * p.head_dim;
+  params.partial_sum = params.partial_max + results;
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  const cudaError_t error = with_types<kMaxDirectHeadDim>(p, DirectHeadDims{}, [&](auto element, auto dim) {
+    return launch_direct_decode<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
   });
+  if (error || params.parts == 1) return error;
+  ForwardParams merged{};
+  merged.p = p;
+  merged.a = args;
+  merged.splits = params.parts;
+  merged.partial_out = params.partial_out;
+  merged.partial_max = params.partial_max;
+  merged.partial_sum = params.partial_sum;
+  return launch_combine(merged, stream);
 }
 
 } // namespace fdm::cuda

@@ -7,7 +7,8 @@
 // one tile. There is no plan, no list and no barrier before the results of the warps are merged. The first keys of a warp
 // are loaded beside their booleans and biases, kept or not; of later ones only those that are kept.
 //
-// The warps of a block merge their results in shared memory. The blocks of a cluster send theirs to its first.
+// The warps of a block merge their results in shared memory. The blocks of a cluster send theirs to its first. Where several
+// clusters share the keys, their results are partial ones, which combine.cu merges.
 #pragma once
 
 #include "../tile/sink.cuh"
@@ -59,8 +60,8 @@ template <class Config> struct DirectDecodeWarp {
   __device__ DirectDecodeWarp(const DirectDecodeParams &parameters, const DirectDecodePlace &place)
       : params(parameters), lane(threadIdx.x % 32), row(lane / 4), quad(lane % 4) {
     const int warps = int(blockDim.x) / 32;
-    first_own = (int(blockIdx.y) * warps + int(threadIdx.x) / 32) * kKeys;
-    step_of_keys = params.splits * warps * kKeys;
+    first_own = ((place.part * params.splits + int(blockIdx.y)) * warps + int(threadIdx.x) / 32) * kKeys;
+    step_of_keys = params.parts * params.splits * warps * kKeys;
     find_tensors(place);
   }
   __device__ void find_tensors(const DirectDecodePlace &place) {
@@ -326,6 +327,15 @@ __device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
                                               const DirectDecodeShared<Config> &shared, const DirectDecodePlace &place,
                                               int r, int d, const DecodedPart &x) {
   using Element = typename Config::Element;
+  if (params.parts > 1) {
+    const int64_t row =
+        (int64_t(place.part) * params.sequences + place.batch) * (params.blocks * params.rows) + place.head + r;
+    *reinterpret_cast<float4 *>(params.partial_out + row * params.head_dim + d) = x.value;
+    if (d > 0) return;
+    params.partial_max[row] = x.maximum;
+    params.partial_sum[row] = x.sum;
+    return;
+  }
   if (!place.exists) return;
   const float factor = row_factor(shared.sink[r], x.maximum, x.sum);
   const bool blank = x.sum == 0.0f;

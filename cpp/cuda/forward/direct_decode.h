@@ -42,6 +42,9 @@ struct DirectDecodeParams {
   int32_t rows;                      // heads of a block
   int32_t blocks, blocks_of_kv_head; // of a sequence, and of one of its KV heads, without splits
   int32_t keys, head_dim, splits, warps;
+  int32_t parts;                    // clusters that share the work of a block; combine.cu merges their results
+  float *partial_out;               // parts > 1: [part][batch][head][D], not normalized
+  float *partial_max, *partial_sum; // [part][batch][head], to base 2
   ScoreFactors factors;
   bool capped;
   bool packed; // as cu_seqlens say
@@ -53,9 +56,12 @@ struct DirectDecodeParams {
 struct DirectDecodePlace {
   int32_t batch, block, head, kv_head; // block: of its sequence
   int32_t first_query, first_key, keys;
+  int32_t part;
   bool exists; // is there a query?
 
-  __device__ __forceinline__ DirectDecodePlace(const DirectDecodeParams &params, uint32_t index) {
+  __device__ __forceinline__ DirectDecodePlace(const DirectDecodeParams &params, uint32_t number) {
+    const uint32_t index = params.parts == 1 ? number : number / uint32_t(params.parts);
+    part = int32_t(number - index * uint32_t(params.parts));
     batch = int32_t(index / uint32_t(params.blocks));
     block = int32_t(index) - batch * params.blocks;
     kv_head = int32_t(uint32_t(block) / uint32_t(params.blocks_of_kv_head));

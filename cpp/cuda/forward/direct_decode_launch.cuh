@@ -16,8 +16,8 @@ template <class Config> cudaError_t divide_keys(DirectDecodeParams &params) {
   constexpr int64_t kFewWarps = 4;
   int sms;
   if (cudaError_t error = sm_count(&sms)) return error;
-  const int64_t blocks = params.sequences * params.blocks,
-                warps = std::max<int64_t>(1, ceil_div(params.keys, kDirectKeys));
+  const int64_t blocks = params.sequences * params.blocks * params.parts,
+                warps = std::max<int64_t>(1, ceil_div(params.keys, kDirectKeys * params.parts));
   int64_t splits = std::clamp<int64_t>(std::min(ceil_div(warps, kFewWarps), sms / blocks), 1, kMostDirectSplits);
   for (int64_t most = 0; splits > 1; --splits) {
     if (cudaError_t error = most_clusters<DirectDecodeShared<Config>, direct_decode_kernel<Config>>(
@@ -35,7 +35,7 @@ cudaError_t launch_direct_decode(const DirectDecodeParams &problem, cudaStream_t
   using Config = DirectDecodeConfig<Element, kHeadDim>;
   DirectDecodeParams params = problem;
   if (cudaError_t error = divide_keys<Config>(params)) return error;
-  const Grid grid(params.sequences * params.blocks, params.splits, params.splits);
+  const Grid grid(params.sequences * params.blocks * params.parts, params.splits, params.splits);
   return launch_with_shared<DirectDecodeShared<Config>, direct_decode_kernel<Config>, Overlap::kernel_ahead>(
       params, grid, 32 * params.warps, stream);
 }

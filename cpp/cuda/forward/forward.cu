@@ -136,8 +136,9 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   if (is_dense(p)) return run_dense_forward(p, args, workspace);
   int count;
   if (cudaError_t error = sm_count(&count)) return error;
-  if (decodes_directly(p, args, count)) return run_direct_decode(p, args);
   const Division division = divide(p);
+  const int64_t room = room_for_splits(division);
+  if (decodes_directly(p, args, count, room)) return run_direct_decode(p, args, count, room, workspace);
   ForwardParams params{};
   params.p = p;
   params.a = args;
@@ -154,7 +155,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.few_columns = most_columns(p) <= kFewColumns;
   params.finds_keys = needs_no_plan(p);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);
-  params.splits = int32_t(std::clamp<int64_t>(splits, 1, room_for_splits(division)));
+  params.splits = int32_t(std::clamp<int64_t>(splits, 1, room));
   if (const int64_t in_cluster = cluster_splits(p, division, count); args.splits == 0 && in_cluster > 1) {
     params.splits = int32_t(in_cluster);
     params.merges_in_cluster = true;
