@@ -226,7 +226,11 @@ def test_window_size_is_dynamic_mask(
         backend=target.backend,
     )
     assert isinstance(mask, IntervalMask) is causal
-    equal(got, flash_dmattn_func(**given, attn_mask=mask))
+    want = flash_dmattn_func(**given, attn_mask=mask)
+    if queries == 1 and causal:  # GPUs have a kernel for masks per key that takes no intervals
+        torch.testing.assert_close(got, want, equal_nan=True)
+    else:
+        equal(got, want)
 
 
 @pytest.fixture

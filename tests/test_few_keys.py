@@ -112,6 +112,41 @@ def test_packed_sequences(masked: bool, kernel_target: Target) -> None:
     check(packed, kernel_target)
 
 
+def test_packed_sequences_with_a_bias_for_each_query(kernel_target: Target) -> None:
+    """The bias of the last query lies behind those of the others."""
+    queries, keys = [1, 1, 0, 1], [50, 20, 400, 33]
+    call = step(kernel_target, sum(keys), batch=1, group=2)
+    query = randn(sum(queries), 4, 64, seed=7).to(call.query)
+    bias = randn(4, sum(queries), max(keys), dtype=query.dtype, seed=8).to(query.device)
+    packed = dataclasses.replace(
+        call,
+        query=query,
+        key=call.key[0],
+        value=call.value[0],
+        bias=bias,
+        dout=torch.zeros_like(query),
+        dlse=torch.zeros(4, sum(queries)).to(query.device),
+        cu_seqlens_q=bounds(queries).to(query.device),
+        cu_seqlens_k=bounds(keys).to(query.device),
+        longest=(1, max(keys)),
+    )
+    check(packed, kernel_target)
+
+
+def test_odd_biases(kernel_target: Target) -> None:
+    """A bias of -inf drops its key, and NaN is a score."""
+    bias = randn(2, 1, 1, 400, seed=12)
+    bias[0, :, :, 5:9] = -torch.inf
+    mask = rand_bool(2, 1, 1, 400, density=0.5, seed=13)
+    call = step(kernel_target, 400, bias=bias, mask=mask)
+    check(call, kernel_target)
+    call.mask[0, ..., 7] = True
+    call.bias[0, ..., 7] = torch.nan
+    out = call.results(backend=kernel_target.backend)["out"]
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()
+
+
 @pytest.mark.parametrize("keys", [200, 3000])
 def test_dropped_keys_reach_nothing(keys: int, kernel_target: Target) -> None:
     mask = rand_bool(2, 2, 1, keys, density=0.5, seed=10)

@@ -44,6 +44,8 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
   return cudaSuccess;
 }
 
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
 inline cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int bytes) {
   return bytes <= fdm::emulator::kMostSharedBytes ? cudaSuccess : cudaErrorInvalidValue;

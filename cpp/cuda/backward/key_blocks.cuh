@@ -104,6 +104,7 @@ struct KeyBlock {
       if (params.keys.listed) key_rows[n] = listed_key(params, place, r);
     });
     // While the loads are under way, by two warps.
+    static_assert(Team::kThreads > 32);
     if (Team::thread() == 0) make_task(item, place);
     if (Team::thread() == 32) clear_ranges();
     for_each_key([&](int n, int r) { readable[n] = set_key(place, key_rows[n], r); });
@@ -149,7 +150,7 @@ struct KeyBlock {
     KeyStep step{};
     step.number = own_task.begin;
     step.tile = own_task.steps.first_tile;
-    if (!kUniform && own_task.begin > 0 && own_task.begin < own_task.end) {
+    if (own_task.begin > 0 && own_task.begin < own_task.end) {
       step.head = int32_t(own_task.begin / own_task.steps.tiles);
       step.tile = own_task.steps.first_tile + int32_t(own_task.begin - int64_t(step.head) * own_task.steps.tiles);
     }
@@ -159,14 +160,6 @@ struct KeyBlock {
     KeyStep step = before;
     advance(step);
     return find_step(step, before.head, tile_rows);
-  }
-
-  // Loads what the query head of a step knows of the keys, unless all know the same. All threads of the team call this; what
-  // it stores is visible after the next barrier.
-  __device__ void enter_head(KeyStep &step) {
-    if (params.group == 1 || !(bias_is_of_keys() || !shared.task.same_rows)) return;
-    step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
-    for_each_key([&](int, int r) { load_head(step.head, step.buffer, r); });
   }
 
   __device__ float *partial_sums(int which, int r) const {
@@ -201,7 +194,7 @@ private:
     const int64_t first_head = place.kv_head * params.group;
     const bool consecutive = !params.keys.listed && int64_t(place.block) * kKeys + r < place.s.k_count;
     if (consecutive) key_rows.key = place.block * kKeys + r;
-    // Nothing waits for the bias before the rows are loaded, too.
+    // The bias is loaded before the rows, so that both are waited for at once.
     ScoreView view{};
     uint32_t bits = 0;
     if (bias_is_of_keys() && key_rows.key >= 0) {
@@ -314,7 +307,10 @@ private:
     if constexpr (kRowPlans)
       while (step.number < own_task.end && own_task.words && !is_active(step, tile_rows)) advance(step);
     step.valid = step.number < own_task.end;
-    if (step.valid && step.head != loaded_head) enter_head(step);
+    if (step.valid && step.head != loaded_head && params.group > 1 && (bias_is_of_keys() || !own_task.same_rows)) {
+      step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
+      for_each_key([&](int, int r) { load_head(step.head, step.buffer, r); });
+    }
     return step;
   }
 

@@ -121,8 +121,8 @@ template <int kRowTiles, int kSubTileCount> struct DenseSoftmax {
   }
 };
 
-// Writes row i of a source, normalized, and its lse, if it exists. `half` is that of the row, `sum` and `shift` are those of
-// its softmax. All lanes of the warp call this.
+// Writes row i of a source, normalized, and its lse, if it exists. `half` is that of the row, `sum` and `shift` are
+// those of its softmax. All lanes of the warp call this.
 template <class Element, int kOutTiles>
 __device__ __forceinline__ void write_dense_row(const DenseForward &work, const Source &source, int64_t i, bool exists,
                                                 const float (&out)[kOutTiles][4], int half, float sum, float shift) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Merges the parts of a forward pass whose columns were divided over several blocks (splits). The splits are summed in their
-// order; those without a kept key are left out, and their results not read.
+// Merges the parts of a forward pass whose columns were divided over several blocks (splits). The splits are summed in
+// their order; those without a kept key are left out, and their results not read.
 //
-// Of few queries there are many splits: each lane of a warp knows of one, and has two columns of a row. Of many queries there
-// are few: each thread then knows of all, and has four columns.
+// Of many splits each lane of a warp knows one, and has two columns of a row. Of few each thread knows all, and has
+// four columns.
 #include "forward.h"
 
 #include "../../indexing.h"
@@ -70,6 +70,8 @@ __global__ void __launch_bounds__(kThreads) combine_few_kernel(const __grid_cons
   const uint32_t number = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes, d = 4 * lane, head_dim = static_cast<int>(p.head_dim);
   if (number >= rows || d >= head_dim) return;
+  const Row row(p, number);
+  if (row.query >= row.s.q_count) return;
   float maximum[kFewSplits], sum[kFewSplits], largest = -INFINITY, total = 0.0f;
   float4 value[kFewSplits], merged{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -84,8 +86,6 @@ __global__ void __launch_bounds__(kThreads) combine_few_kernel(const __grid_cons
       value[n] = *reinterpret_cast<const float4 *>(params.partial_out + (n * rows + number) * head_dim + d);
     largest = fmaxf(largest, maximum[n]);
   }
-  const Row row(p, number);
-  if (row.query >= row.s.q_count) return;
   const float shift = largest == -INFINITY ? 0.0f : largest;
 #pragma unroll
   for (int n = 0; n < kFewSplits; ++n) {

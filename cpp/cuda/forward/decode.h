@@ -12,7 +12,7 @@ constexpr int kDecodeRows = 16;
 // Blocks that an SM has registers for, and that the columns are divided for.
 constexpr int decode_blocks(int64_t head_dim) { return head_dim <= 64 ? 2 : 1; }
 
-// Splits that are a cluster; more blocks need not be on neighbouring SMs on every GPU (CUDA programming guide, thread block
+// Splits that are a cluster: the largest that every GPU with clusters has (CUDA programming guide, thread block
 // clusters).
 constexpr bool kHasClusters = FDM_TILE_ARCH == 90;
 constexpr int kMostClusterSplits = 8;

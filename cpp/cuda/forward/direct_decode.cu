@@ -28,17 +28,15 @@ DirectKeyStrides key_strides(const fdm_problem &p, const fdm_tensor &t, bool *fi
   return {own(0), own_heads ? own(1) : 0, own_heads ? 0 : own(1), own(3)};
 }
 
-// The heads of a block: as many of a group as fit, if they have their columns in common.
-int32_t direct_rows(const fdm_problem &p) {
-  if (!heads_share_columns(p)) return 1;
-  int32_t rows = kDirectRows;
-  while (group_size(p) % rows != 0) --rows;
-  return rows;
+// The heads of a block: equal shares of a group, if its heads have their columns in common.
+int64_t direct_rows(const fdm_problem &p) {
+  const int64_t group = group_size(p);
+  return heads_share_columns(p) ? ceil_div(group, ceil_div(group, kDirectRows)) : 1;
 }
+int64_t blocks_of_kv_head(const fdm_problem &p) { return ceil_div(group_size(p), direct_rows(p)); }
+int64_t direct_blocks(const fdm_problem &p) { return p.batch * p.kv_heads * blocks_of_kv_head(p); }
 
-int64_t direct_blocks(const fdm_problem &p) { return p.batch * (p.heads / direct_rows(p)); }
-
-// Clusters that share the keys of a block, where these keep each of the largest clusters busy and SMs are idle. To merge
+// Clusters that share the keys of a block, where these keep each of the largest clusters busy and SMs are idle. Merging
 // their results takes as long as a few turns.
 int64_t direct_parts(const fdm_problem &p, int64_t sms, int64_t most) {
   constexpr int64_t kTurns = 2;
@@ -50,11 +48,12 @@ int64_t direct_parts(const fdm_problem &p, int64_t sms, int64_t most) {
 } // namespace
 
 bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts) {
-  // Turns of its warps up to which the kernel is the faster one; without a mask the other kernel reads all keys, too, and
-  // where there are enough blocks of threads it is never faster (seen on an H100 and an H200).
+  // Turns of its warps up to which the kernel is the faster one; without a mask the other kernel reads all keys, too,
+  // and where there are enough blocks of threads it is never faster (seen on an H100).
   constexpr int64_t kMostTurns = 6, kMostTurnsOfAll = 8;
   const fdm_mask_kind kind = mask_kind(p);
   if (p.queries != 1 || p.keys > INT32_MAX / 2 || args.splits > 0 || p.head_dim > kMaxDirectHeadDim) return false;
+  if (has_rows(p.bias)) return false; // of packed sequences, each of one query
   if (present(p.block_table) || !(kind == FDM_MASK_NONE || (kind == FDM_MASK_KEYS && needs_no_plan(p)))) return false;
   bool fits = true;
   for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out}) fits &= rows_are_aligned(*t, p.head_dim);
@@ -70,9 +69,10 @@ bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_
 
 cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts,
                               void *workspace) {
-  const int64_t group = group_size(p);
   DirectDecodeParams params{};
-  params.rows = direct_rows(p);
+  params.heads = int32_t(p.heads);
+  params.group = int32_t(group_size(p));
+  params.rows = int32_t(direct_rows(p));
   params.q = static_cast<const uint16_t *>(p.q.data);
   params.k = static_cast<const uint16_t *>(p.k.data);
   params.v = static_cast<const uint16_t *>(p.v.data);
@@ -92,8 +92,8 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.mask_strides = key_strides(p, p.mask, &fits);
   params.bias_strides = key_strides(p, p.bias, &fits);
   params.sequences = p.batch;
-  params.blocks = int32_t(p.heads / params.rows);
-  params.blocks_of_kv_head = int32_t(group / params.rows);
+  params.blocks_of_kv_head = int32_t(blocks_of_kv_head(p));
+  params.blocks = int32_t(p.kv_heads) * params.blocks_of_kv_head;
   params.keys = int32_t(p.keys);
   params.head_dim = int32_t(p.head_dim);
   params.factors = ScoreFactors(p);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass for one query over few keys (decode): latency is all that counts, so nothing waits that need not.
 //
-// Each warp takes 32 keys at a time. K and V go straight from global memory to the registers that mma.sync reads, since the
-// order of dimensions in a product with K, and of the rows of one with V, is free: a thread loads 16 bytes where it would
-// need single elements. Both products are transposed, keys by queries and dimensions by queries, so that up to 8 heads take
-// one tile. There is no plan, no list and no barrier before the results of the warps are merged. The first keys of a warp
-// are loaded beside their booleans and biases, kept or not; of later ones only those that are kept.
+// Each warp takes 32 keys at a time. K and V go straight from global memory to the registers that mma.sync reads, since
+// the order of dimensions in a product with K, and of the rows of one with V, is free: a thread loads 16 bytes where it
+// would need single elements. Both products are transposed, keys by queries and dimensions by queries, so that up to 8
+// heads take one tile. There is no plan, no list and no barrier before the results of the warps are merged. The first
+// keys of a warp are loaded beside their booleans and biases, kept or not; of later ones only those that are kept.
 //
-// The warps of a block merge their results in shared memory. The blocks of a cluster send theirs to its first. Where several
-// clusters share the keys, their results are partial ones, which combine.cu merges.
+// The warps of a block merge their results in shared memory. The blocks of a cluster send theirs to its first. Where
+// several clusters share the keys, their results are partial ones, which combine.cu merges.
 #pragma once
 
 #include "../tile/sink.cuh"
@@ -45,6 +45,7 @@ template <class Config> struct DirectDecodeWarp {
 
   const DirectDecodeParams &params;
   int lane, row, quad; // row and place of this thread in a tile of 8 rows, of two elements
+  int rows;            // that exist
   int32_t keys;        // of the sequence
   int32_t first_own, step_of_keys;
   bool has_query;
@@ -66,7 +67,8 @@ template <class Config> struct DirectDecodeWarp {
   }
   __device__ void find_tensors(const DirectDecodePlace &place) {
     keys = place.keys;
-    has_query = row < params.rows && place.exists;
+    rows = place.rows;
+    has_query = row < rows && place.exists;
     q_row = params.q + params.q_strides.offset(place, place.first_query, place.head + row) + quad * 8;
     k_rows = params.k + params.k_strides.offset(place, place.first_key + row, place.kv_head) + quad * 8;
     v_rows = params.v + params.v_strides.offset(place, place.first_key + 2 * quad, place.kv_head) + row * 8;
@@ -96,14 +98,15 @@ template <class Config> struct DirectDecodeWarp {
 
   __device__ bool has_chunk(int chunk) const { return chunk * 8 < params.head_dim; }
   __device__ static uint4 load(const uint16_t *from, bool exists) {
-    return exists ? __ldg(reinterpret_cast<const uint4 *>(from)) : uint4{};
+    return exists ? *reinterpret_cast<const uint4 *>(from) : uint4{};
   }
 
   __device__ void load_queries() {
 #pragma unroll
     for (int i = 0; i < kKeyLoads; ++i) q[i] = load(q_row + 32 * i, has_query && has_chunk(4 * i + quad));
   }
-  // Bit j of `live`: key first + j is to be loaded. Of K this thread has keys 8 n + row, and of V 2 quad + 8 n and the next.
+  // Bit j of `live`: key first + j is to be loaded. Of K this thread has keys 8 n + row, and of V 2 quad + 8 n and the
+  // next.
   __device__ void load_keys(int32_t first, uint32_t live) {
     live >>= row;
 #pragma unroll
@@ -279,7 +282,7 @@ template <class Config> struct DirectDecodeWarp {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int r = 2 * quad + i;
-      if (r >= params.rows) continue;
+      if (r >= rows) continue;
 #pragma unroll
       for (int n = 0; n < kValueLoads; ++n)
 #pragma unroll
@@ -328,8 +331,7 @@ __device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
                                               int r, int d, const DecodedPart &x) {
   using Element = typename Config::Element;
   if (params.parts > 1) {
-    const int64_t row =
-        (int64_t(place.part) * params.sequences + place.batch) * (params.blocks * params.rows) + place.head + r;
+    const int64_t row = (int64_t(place.part) * params.sequences + place.batch) * params.heads + place.head + r;
     *reinterpret_cast<float4 *>(params.partial_out + row * params.head_dim + d) = x.value;
     if (d > 0) return;
     params.partial_max[row] = x.maximum;
@@ -355,17 +357,17 @@ __global__ void __launch_bounds__(32 * kMostDirectWarps, 1)
   auto &shared = *reinterpret_cast<DirectDecodeShared<Config> *>(dynamic_shared);
   constexpr int kAcross = Config::kHeadDim / 4;
   const int splits = params.splits, split = int(blockIdx.y), warps = int(blockDim.x) / 32;
+  DirectDecodePlace place(params, blockIdx.x);
   if constexpr (kHasClusters) {
     if (splits > 1) {
       if (split == 0 && threadIdx.x == 0) {
         ptx::init_barrier(shared.all_there, 1);
-        ptx::expect_of_cluster(shared.all_there, uint32_t((splits - 1) * params.rows * (params.head_dim / 4 + 1)) *
+        ptx::expect_of_cluster(shared.all_there, uint32_t((splits - 1) * place.rows * (params.head_dim / 4 + 1)) *
                                                      uint32_t(sizeof(float4)));
       }
       ptx::arrive_at_cluster();
     }
   }
-  DirectDecodePlace place(params, blockIdx.x);
   {
     DirectDecodeWarp<Config> warp(params, place);
     ptx::wait_for_kernel_ahead();
@@ -377,14 +379,14 @@ __global__ void __launch_bounds__(32 * kMostDirectWarps, 1)
     warp.run();
     warp.store_results(shared);
   }
-  if (split == 0 && int(threadIdx.x) < params.rows)
+  if (split == 0 && int(threadIdx.x) < place.rows)
     shared.sink[threadIdx.x] =
         params.sink.data ? params.sink.load(0, place.head + int(threadIdx.x)) * kLog2E : -INFINITY;
   __syncthreads();
   if constexpr (kHasClusters)
     if (splits > 1) ptx::wait_at_cluster();
   const auto for_elements = [&](const auto &function) {
-    for (int i = int(threadIdx.x); i < params.rows * kAcross; i += int(blockDim.x))
+    for (int i = int(threadIdx.x); i < place.rows * kAcross; i += int(blockDim.x))
       if (const int r = i / kAcross, d = i % kAcross * 4; d < params.head_dim) function(r, d);
   };
   for_elements([&](int r, int d) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the host hands to the kernel for one query and few keys. It is made of numbers of 32 bits that the host has worked out,
-// since a block has little more to do than to find its tensors.
+// What the host hands to the kernel for one query and few keys. It is made of numbers of 32 bits that the host has
+// worked out, since a block has little more to do than to find its tensors.
 #pragma once
 
 #include "../../indexing.h"
@@ -12,7 +12,8 @@ namespace fdm::cuda {
 constexpr int kDirectRows = 8;      // heads of a block, at most
 constexpr int kDirectKeys = 32;     // of a warp at a time
 constexpr int kMostDirectWarps = 8; // of a block
-// Blocks of a cluster; more than 8 are not on neighbouring SMs on every GPU (CUDA programming guide, thread block clusters).
+// Blocks of a cluster. Not every GPU has clusters of more than 8, which a kernel must ask for (CUDA programming guide,
+// thread block clusters).
 constexpr int kMostDirectSplits = kHasClusters ? 16 : 1;
 
 struct DirectDecodePlace;
@@ -39,7 +40,8 @@ struct DirectDecodeParams {
   DirectKeyStrides mask_strides, bias_strides;
   int32_t bias_dtype;
   int64_t sequences;
-  int32_t rows;                      // heads of a block
+  int32_t heads, group;              // query heads, and those of a KV head
+  int32_t rows;                      // heads of a block; the last one of a group may have fewer
   int32_t blocks, blocks_of_kv_head; // of a sequence, and of one of its KV heads, without splits
   int32_t keys, head_dim, splits, warps;
   int32_t parts;                    // clusters that share the work of a block; combine.cu merges their results
@@ -54,7 +56,7 @@ struct DirectDecodeParams {
 
 // What a block works at.
 struct DirectDecodePlace {
-  int32_t batch, block, head, kv_head; // block: of its sequence
+  int32_t batch, block, head, kv_head, rows; // block: of its sequence; the first head, and how many
   int32_t first_query, first_key, keys;
   int32_t part;
   bool exists; // is there a query?
@@ -65,7 +67,9 @@ struct DirectDecodePlace {
     batch = int32_t(index / uint32_t(params.blocks));
     block = int32_t(index) - batch * params.blocks;
     kv_head = int32_t(uint32_t(block) / uint32_t(params.blocks_of_kv_head));
-    head = block * params.rows;
+    const int32_t first = (block - kv_head * params.blocks_of_kv_head) * params.rows;
+    head = kv_head * params.group + first;
+    rows = min(params.rows, params.group - first);
     first_query = first_key = 0;
     keys = params.keys;
     exists = true;

@@ -10,8 +10,8 @@
 namespace fdm::cuda {
 
 // Chooses how many warps a block has, and how many blocks a cluster: as few warps as take their keys at once, since the
-// instructions of each count, and no more where blocks have to share SMs; more splits cost little, but all clusters have to
-// run at the same time.
+// instructions of each count, and no more where blocks have to share SMs; more splits cost little, but all clusters
+// have to run at the same time.
 template <class Config> cudaError_t divide_keys(DirectDecodeParams &params) {
   constexpr int64_t kFewWarps = 4;
   int sms;

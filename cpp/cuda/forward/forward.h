@@ -54,8 +54,8 @@ bool needs_no_plan(const fdm_problem &p);
 // through a tile that it shares with a head that keeps the key.
 bool heads_share_columns(const fdm_problem &p);
 
-// direct_decode.cu: whether its kernel serves the problem on a device of so many SMs, and its launch. The workspace has room
-// for the results of most_parts parts.
+// direct_decode.cu: whether its kernel serves the problem on a device of so many SMs, and its launch. The workspace has
+// room for the results of most_parts parts.
 bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts);
 cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts,
                               void *workspace);

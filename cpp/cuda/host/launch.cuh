@@ -60,17 +60,18 @@ cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cud
   return launch<kOverlap>(kKernel, grid, threads, bytes, stream, params);
 }
 
-// Clusters of so many blocks of a kernel, each of which has an SM of its own, that run at the same time. The blocks of one
-// need SMs of the same GPC, so there are fewer than the number of SMs tells, or none where a GPC has fewer SMs. The driver is
-// asked once for each kernel. Of more than 8 blocks, this has to be called before they are launched.
+// Clusters of so many blocks of a kernel, each of which has an SM of its own, that run at the same time. The blocks of
+// one need SMs of the same GPC, so there are fewer than the number of SMs tells, or none where a GPC has fewer SMs. The
+// driver is asked once for each kernel. Of more than 8 blocks, this has to be called before they are launched.
 template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int threads, int64_t *most) {
   constexpr int kMostBlocks = 16, kPortable = 8; // CUDA programming guide, thread block clusters
   static std::atomic<int> known[kMaxDevices][kMostBlocks + 1];
   static std::atomic<uint64_t> allowed{0};
   int device;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
-  int count = device < kMaxDevices ? known[device][blocks].load(std::memory_order_relaxed) : 0;
-  if (count == 0) {
+  // 0: not known yet; else the number, and 1.
+  int found = device < kMaxDevices ? known[device][blocks].load(std::memory_order_relaxed) : 0;
+  if (found == 0) {
     if (cudaError_t error = allow_shared(kKernel, int(sizeof(Shared)), allowed)) return error;
     if (blocks > kPortable) {
       const auto kernel = reinterpret_cast<const void *>(kKernel);
@@ -87,10 +88,16 @@ template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int 
     config.dynamicSmemBytes = sizeof(Shared);
     config.attrs = &cluster;
     config.numAttrs = 1;
-    if (cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kKernel, &config)) return error;
-    if (device < kMaxDevices) known[device][blocks].store(count, std::memory_order_relaxed);
+    int count = 0;
+    if (cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kKernel, &config)) {
+      if (blocks <= kPortable) return error;
+      cudaGetLastError(); // a device that does not know such clusters has none
+      count = 0;
+    }
+    found = count + 1;
+    if (device < kMaxDevices) known[device][blocks].store(found, std::memory_order_relaxed);
   }
-  *most = count;
+  *most = found - 1;
   return cudaSuccess;
 }
 

@@ -144,8 +144,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Writes this thread's part of a row of accumulators, times a factor, if the row exists; zeros of a blank row. All lanes of
-// the warp call this together. `row` may point anywhere if the row does not exist.
+// Writes this thread's part of a row of accumulators, times a factor, if the row exists; zeros of a blank row. All
+// lanes of the warp call this together. `row` may point anywhere if the row does not exist.
 template <class Element, int kDimTiles>
 __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
                                           int half, float factor, bool exists, bool blank = false) {

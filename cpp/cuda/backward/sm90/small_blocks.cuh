@@ -23,11 +23,12 @@ template <class ElementType, int kHeadDimension, bool kHasSoftcap> struct SmallB
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   using ScoreTile = SmemTile<kRows, kKeys>; // a row for each key
-  using Keys = KeyBlock<kKeys, WholeBlock<kThreads>, 2, true, false, kKeys, true>;
+  using Keys = KeyBlock<kKeys, WholeBlock<kThreads>, 1, true, false, kKeys, true>;
   using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, true, true, false, Keys>;
 };
 
-// What the steps of a block have in common. The rows that may keep one of its keys are the same for all heads of the group.
+// What the steps of a block have in common. The rows that may keep one of its keys are the same for all heads of the
+// group.
 struct alignas(16) BlockSteps {
   int32_t first_tile, past_tile;
   uint32_t statistics, sums; // the first row of the first head among the statistics and the sums of dQ of all heads
@@ -97,8 +98,8 @@ template <class Config> struct SmallBlock {
     const auto load = [&](const fdm_tensor &t, const char *tile) {
       const uint16_t *row = kZeroRow;
       if (exists)
-        row = static_cast<const uint16_t *>(t.data) + place.s.batch * t.stride[0] + key * t.stride[1] +
-              place.kv_head * t.stride[2];
+        row = static_cast<const uint16_t *>(t.data) + place.s.batch * t.stride[0] +
+              (place.s.k_begin + key) * t.stride[1] + place.kv_head * t.stride[2];
       KeyTile::template gather<Config::kWarps>(ptx::shared_address(tile), threadIdx.x / 32, row,
                                                int(params.p.head_dim));
     };
@@ -125,11 +126,11 @@ template <class Config> struct SmallBlock {
             min(task.steps.first_tile + task.steps.tiles, (rows.past + kRows - 1) / kRows),
             head * uint32_t(params.p.queries), head * uint32_t(params.query_sums.head_rows)};
   }
-  __device__ KeyStep after(KeyStep step, const BlockSteps &steps) {
+  // All heads of the group know the same of the keys.
+  __device__ KeyStep after(KeyStep step, const BlockSteps &steps) const {
     if (++step.tile < steps.past_tile) return step;
     step.tile = steps.first_tile;
     step.valid = ++step.head < params.group;
-    if (step.valid) sums.keys.enter_head(step);
     return step;
   }
 

@@ -174,8 +174,9 @@ template <class Config> struct WideForwardProducer {
   }
 
 private:
-  // A mask of rows is folded into a tile of the bias when both are there. Copies of the next tiles are under way meanwhile. The
-  // stage of later ones is waited for afterwards: consumers may still be at the tile before, and must find this one ready.
+  // A mask of rows is folded into a tile of the bias when both are there. Copies of the next tiles are under way
+  // meanwhile. The stage of later ones is waited for afterwards: consumers may still be at the tile before, and must
+  // find this one ready.
   __device__ void run_masked() {
     constexpr int kAhead = Config::kBiasStages == 1 ? 1 : Config::kBiasStages - 1;
     const auto bias_chunks = chunks_of<Config::kBiasSize>(work.call.p.bias);
