@@ -44,6 +44,13 @@ template <class T> T *take(char *base, int64_t *used, int64_t count) {
 // nor for how long. Waiting for the device to make a schedule takes longer than unequal parts do.
 constexpr int64_t kMostUnscheduledKeys = 4096;
 
+// Nor is a schedule worth its launch and its sums where the first keys, whose blocks come first, are those that most
+// rows see: the long blocks are begun first, and where there are nearly two for each SM, the short ones even out what
+// they leave. Seen on an H100 with 8192 tokens, heads of 128 and 256 took 2 to 3 % less, heads of 64 up to 4 % more.
+bool is_in_order(const fdm_problem &p, const KeyWork &keys, int64_t blocks) {
+  return !keys.listed && is_causal(p) && p.queries >= p.keys && keys.slot_dim > 64 && 3 * blocks >= 2 * kWantedItems;
+}
+
 // Most blocks of keys of a segment, as many as key_segments.cuh has threads; and most rows, as it has classes.
 constexpr int64_t kMostSegmentBlocks = 512, kMostSegmentRows = 4096;
 
@@ -185,7 +192,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   // No part is shorter than two thirds of kLeastSteps, so few steps need no slots.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
   const int64_t parts = keys.small ? 1 : (2 * steps + kLeastSteps) / (2 * kLeastSteps);
-  if (is_varlen(p) || p.keys > kMostUnscheduledKeys) {
+  if (is_varlen(p) || (p.keys > kMostUnscheduledKeys && !is_in_order(p, keys, blocks))) {
     // The schedule makes do with the slots that there are.
     keys.slot_count = int32_t(parts > 1 ? std::min(kWantedItems, blocks * parts) : 0);
     // The last block of a sequence may be a part of one, as may that of a bucket.
