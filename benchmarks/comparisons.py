@@ -12,7 +12,7 @@ from .sets import SIZES
 from .tables import COLUMNS, Table
 
 Found = Mapping[str, Results]  # files of results by their names
-_SHAPES, _PAIRS = "h200-shapes", "h200-pairs"
+_SHAPES, _PAIRS = "h100-shapes", "h200-pairs"
 
 
 class Judged(NamedTuple):

@@ -44,17 +44,17 @@ HEADLINES = {
         h200 heads32-8k intervals backward
         h200 growth-64k intervals forward
         h200 growth-64k intervals backward
-        h200-decode decode-64k key_mask forward
+        h100-decode decode-64k key_mask forward
         h200-generate generate-16k flash_dmattn attention
         cpu masked-4k intervals forward
         cpu masked-4k intervals forward_backward
         cpu-decode decode-64k key_mask forward
         cpu-generate generate-2k flash_dmattn attention""",
     "slower": """
-        h200-legacy-forward length-4096 boolean forward
-        h200-legacy-forward length-4096 boolean forward_with_mask
-        h200-legacy-forward length-32768 boolean forward
-        h200-legacy-forward length-32768 boolean forward_with_mask
+        h100-legacy-forward length-4096 boolean forward
+        h100-legacy-forward length-4096 boolean forward_with_mask
+        h100-legacy-forward length-32768 boolean forward
+        h100-legacy-forward length-32768 boolean forward_with_mask
         h200-legacy-backward length-4096 boolean backward
         h200-legacy-backward length-4096 boolean end_to_end
         h200-legacy-backward length-16384 boolean backward
@@ -82,7 +82,7 @@ HEADLINES = {
         h200 heads32-8k intervals forward = forward
         h200 heads32-8k intervals backward = backward
         h200 heads32-8k intervals forward_backward = forward + backward
-        h200-decode decode-64k key_mask forward = one token decoded, 1024 of 65,536 cached keys""",
+        h100-decode decode-64k key_mask forward = one token decoded, 1024 of 65,536 cached keys""",
 }
 _TITLES = {
     "summary": "At a glance",

@@ -21,7 +21,7 @@ WHERE = {
     "peers": {"trifast": "7"},
     "date": "2026-01-02T03:04:05",
 }
-MADE = {"h200-shapes": sets.shapes(gpu=True), "h200-pairs": sets.pairs(gpu=True)}
+MADE = {"h100-shapes": sets.shapes(gpu=True), "h200-pairs": sets.pairs(gpu=True)}
 
 
 def results(cases: sets.WorkloadSet, *left_out: str) -> Results:
@@ -56,7 +56,7 @@ def test_every_block_is_of_what_a_default_run_measures(name: str) -> None:
 
 
 def test_line_beside_a_reference_has_the_target_of_its_bar() -> None:
-    found = {"h200-shapes": results(MADE["h200-shapes"])}
+    found = {"h100-shapes": results(MADE["h100-shapes"])}
     judged = Judged("title", "compact", "forward", "theirs")
     table = judged.table(found)
     assert table.heads == ("problem", "ours, ms", "theirs, ms", "ours / theirs", "target")
@@ -67,7 +67,7 @@ def test_line_beside_a_reference_has_the_target_of_its_bar() -> None:
     line = ("32, 12, 12, 64, 512, 128", "1000.000", "2000.000", "2.00", "at least 1")
     assert table.rows[0] == line
     # A reference that failed leaves its lines out.
-    found = {"h200-shapes": results(MADE["h200-shapes"], "compact_cudnn")}
+    found = {"h100-shapes": results(MADE["h100-shapes"], "compact_cudnn")}
     assert judged.table(found).rows == ()
 
 

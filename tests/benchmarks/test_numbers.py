@@ -234,7 +234,7 @@ def test_headlines_are_of_what_a_default_run_measures() -> None:
         device, _, rest = file.partition("-")
         kind = rest if rest.startswith("legacy") else "standard"
         if rest not in ("generate", "train"):
-            chosen = sets.workload_set(kind, "cuda" if device == "h200" else "cpu")
+            chosen = sets.workload_set(kind, "cpu" if device == "cpu" else "cuda")
             workload = chosen[case]
             assert who in (*workload.contestants, "triton")
             assert quantity in workload.quantities

@@ -43,6 +43,6 @@ def test_page_explains_every_contestant() -> None:
     assert sorted(name for name in named if f"`{name}`" not in page) == []
 
 
-@pytest.mark.parametrize("name", ["h200", "h200-decode", "cpu", "h200-generate"])
+@pytest.mark.parametrize("name", ["h200", "h100-decode", "cpu", "h200-generate"])
 def test_committed_results_have_a_verdict_for_every_bar(name: str) -> None:
     assert [v.bar.work for v in bars.verdicts(FOUND[name]) if v.met is None] == []

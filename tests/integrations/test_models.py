@@ -80,7 +80,8 @@ def test_dropout_of_probabilities_may_be_skipped(monkeypatch: pytest.MonkeyPatch
         if isinstance(layer, torch.nn.Dropout):
             layer.p = 0.0
     without = model(tokens(), labels=tokens()).logits
-    torch.testing.assert_close(without, tiny_model("t5").eval()(tokens(), labels=tokens()).logits)
+    want = tiny_model("t5").eval()(tokens(), labels=tokens()).logits
+    torch.testing.assert_close(without, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family, way", WAYS)

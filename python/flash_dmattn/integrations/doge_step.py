@@ -17,7 +17,7 @@ from flash_dmattn.modules.parts import Part
 from flash_dmattn.state.stepping import has_kernel
 
 from .kept_layer import KeptLayer
-from .key_bias import CALL, take_key_bias
+from .key_bias import CACHE_NAMES, CALL, take_key_bias
 from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 from .wrapping import wrap_once
 
@@ -25,8 +25,8 @@ __all__ = ["doge_step", "let_steps_be_fused"]
 
 # Arguments that do not change what a module computes when it has a cache and no gradients.
 _NEUTRAL = frozenset({"cache_position", "position_ids", "use_cache"})
-_TAKEN = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
-_OWN = frozenset({*_TAKEN, CALL})
+_TAKEN = ("hidden_states", "position_embeddings", "attention_mask", CACHE_NAMES[0])
+_OWN = frozenset({*_TAKEN, *CACHE_NAMES, CALL})
 # What was made of modules, until they change.
 _steps: weakref.WeakKeyDictionary[nn.Module, _Step] = weakref.WeakKeyDictionary()
 

@@ -30,7 +30,6 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_sliding = False
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, window_size: int) -> None:
@@ -47,6 +46,11 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._seen = 0
         self._padding: Tensor | None = None
         self._key_bias: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Say whether `crop` can take tokens back."""
+        return self.record_past
 
     def prepare(self, key_bias: Callable[[Tensor], Tensor], padding: Tensor | None) -> None:
         """Take what the next `update` is not given.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .kept_layer import KeptLayer
 
 __all__ = [
+    "CACHE_NAMES",
     "CALL",
     "Biased",
     "KeyBias",
@@ -34,6 +35,8 @@ KeyBiasFunction = Callable[[torch.nn.Module, Tensor], Tensor]
 
 _ATTRIBUTE = "flash_dmattn_key_bias"
 CALL = "flash_dmattn_call"
+# What transformers calls the cache that it gives to modules: the latter from 5.24 on.
+CACHE_NAMES = ("past_key_values", "cache")
 
 
 class KeyBias(NamedTuple):
@@ -127,7 +130,8 @@ def _hand_on_mask(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # (hidden_states, position_embeddings, attention_mask, ...), mostly given by name.
     mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
-    cache = args[3] if len(args) > 3 else kwargs.get("past_key_values")
+    names = (name for name in CACHE_NAMES if kwargs.get(name) is not None)
+    cache = args[3] if len(args) > 3 else kwargs.get(next(names, ""))
     hidden_states = args[0] if args else kwargs["hidden_states"]
     call = DogeCall(mask, _kept_layer(module, cache, mask, hidden_states.shape[1]))
     if len(args) > 2:
