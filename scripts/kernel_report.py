@@ -133,12 +133,7 @@ ALLOWANCES = (
         432,
         "the output fills the registers where a tile is written",
     ),
-    Allowance(
-        "forward_kernel_sm90<*>",
-        "sm_90a",
-        24,
-        "at the boundary of tiles, and where there is a softcap",
-    ),
+    Allowance("forward_kernel_sm90<*>", "sm_90a", 24, "at a boundary of tiles, or with a softcap"),
     Allowance(
         "all_gradients_kernel<AllGradientsConfig<*, 128, 128, 64, 8, 1, *>>",
         "*",
@@ -190,12 +185,7 @@ ALLOWANCES = (
         "a tile of dbias beside two results of 128 columns fills 224 registers; mostly what a "
         "step is told, and outside of the loop over sources",
     ),
-    Allowance(
-        "dense_clusters_kernel<*>",
-        "*",
-        128,
-        "what a step is told and what a cluster exchanges are held beside a tile of dbias",
-    ),
+    Allowance("dense_clusters_kernel<*>", "*", 128, "a step and exchanges beside a tile of dbias"),
     Allowance(
         "dense_fused_kernel<*>",
         "*",
