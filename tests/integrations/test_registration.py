@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import re
@@ -21,7 +22,7 @@ from flash_dmattn.integrations.model_masks import model_mask
 from flash_dmattn.integrations.packed import Documents
 from flash_dmattn.masks import IntervalMask
 
-from .tiny_models import tiny_model, transformers
+from .tiny_models import tiny_model, tokens, transformers
 
 
 def test_importing_flash_dmattn_does_not_import_transformers() -> None:
@@ -134,7 +135,10 @@ def test_attention_dropout_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", ["GPTJ", "XLNet"])
 def test_models_that_compute_attention_themselves_are_refused(name: str) -> None:
-    """One called what is not imported, the other its own attention without a word."""
+    """One called what is not imported, the other its own attention without a word.
+
+    Since transformers 5.24 the first one calls attention functions, and computes with ours.
+    """
     if name == "GPTJ":
         model_class = transformers.GPTJForCausalLM
         config = transformers.GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, **_TINY)
@@ -144,7 +148,15 @@ def test_models_that_compute_attention_themselves_are_refused(name: str) -> None
     if not hasattr(transformers.PreTrainedModel, "_can_set_attn_implementation"):
         pytest.skip("this transformers does not tell which models call attention functions")
     if model_class._can_set_attn_implementation():
-        pytest.skip(f"{name} of this transformers calls attention functions")
+        assert name == "GPTJ"
+        ours, eager = (
+            model_class._from_config(copy.deepcopy(config), attn_implementation=way).eval()
+            for way in (ATTENTION_NAME, "eager")
+        )
+        eager.load_state_dict(ours.state_dict())
+        torch.testing.assert_close(ours(tokens()).logits, eager(tokens()).logits)
+        assert ours.config._attn_implementation == ATTENTION_NAME
+        return
     with pytest.raises(NotImplementedError, match=f"{model_class.__name__} computes attention in"):
         model_class._from_config(config, attn_implementation=ATTENTION_NAME)
 
