@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "../forward/decode.h"
-#include "../forward/forward.h"
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../plan/plan.cuh"
@@ -278,8 +277,7 @@ bool is_dense(const fdm_problem &p) {
 
 int64_t dense_forward_workspace_bytes(const fdm_problem &p) {
   const DenseCall call = make_call(p);
-  const int64_t splits = most_splits(call);
-  return live_bytes(call) + (splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float)));
+  return live_bytes(call) + partials_bytes(p, most_splits(call));
 }
 
 cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args, void *workspace) {
@@ -304,9 +302,7 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
   } else {
     work.splits = int32_t(std::clamp<int64_t>(args.splits > 0 ? args.splits : choose_splits(work, count), 1, room));
   }
-  work.partial_out = reinterpret_cast<float *>(static_cast<char *>(workspace) + live_bytes(work.call));
-  work.partial_max = work.partial_out + work.splits * partial_rows(p) * p.head_dim;
-  work.partial_sum = work.partial_max + work.splits * partial_rows(p);
+  work.partials = partials_at(static_cast<char *>(workspace) + live_bytes(work.call), p, work.splits);
   if (is_wide && finds_live_tiles(work)) {
     work.live = live_tiles(work.call, workspace);
     if (cudaError_t error = launch_live_tiles(work.call, work.live, stream)) return error;
@@ -321,15 +317,7 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
                   using Element = typename decltype(element)::Type;
                   return launch_dense_forward<Element, decltype(dim)::value>(work, stream);
                 });
-  if (error || work.splits == 1) return error;
-  ForwardParams merge{};
-  merge.p = p;
-  merge.a = args;
-  merge.splits = work.splits;
-  merge.partial_out = work.partial_out;
-  merge.partial_max = work.partial_max;
-  merge.partial_sum = work.partial_sum;
-  return launch_combine(merge, stream);
+  return error || work.splits == 1 ? error : launch_combine(p, args, work.splits, work.partials, stream);
 }
 
 int64_t dense_backward_workspace_bytes(const fdm_problem &p) {

@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "../../indexing.h"
+#include "../forward/combine.h"
 
 namespace fdm::cuda {
 
@@ -74,7 +75,7 @@ struct DenseForward {
   LiveTiles live;        // what a mask of rows leaves
   bool out_aligned;      // as rows_are_aligned says
   bool windows;          // sm90/forward_windows.cuh serves it, in `groups` tasks for each head of the bias
-  float *partial_out, *partial_max, *partial_sum; // as in ForwardParams
+  Partials partials;
 };
 
 // How the tiles of the bias gradient and their steps are divided over blocks of threads. A step is the work of a tile on

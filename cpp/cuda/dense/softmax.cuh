@@ -147,7 +147,7 @@ __device__ __forceinline__ void write_partial_row(const DenseForward &work, cons
 #pragma unroll
   for (int d = 0; d < kOutTiles; ++d) {
     const int column = 8 * d + accumulator_column();
-    float *const own = work.partial_out + row * head_dim + column;
+    float *const own = work.partials.out + row * head_dim + column;
     const float first = out[d][2 * half], second = out[d][2 * half + 1];
     if (even && column < head_dim) {
       *reinterpret_cast<float2 *>(own) = {first, second};
@@ -157,8 +157,8 @@ __device__ __forceinline__ void write_partial_row(const DenseForward &work, cons
     if (column + 1 < head_dim) own[1] = second;
   }
   if (threadIdx.x % 4 != 0) return;
-  work.partial_max[row] = sum == 0.0f ? -INFINITY : -shift;
-  work.partial_sum[row] = sum;
+  work.partials.max[row] = sum == 0.0f ? -INFINITY : -shift;
+  work.partials.sum[row] = sum;
 }
 
 } // namespace fdm::cuda

@@ -60,7 +60,6 @@ inline bool has_room_for_mask(const fdm_problem &p) {
   return has_room_for_mask(wide_head_dim(p), p.bias.dtype == FDM_FLOAT32);
 }
 
-inline int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 inline int64_t units_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1]; }
 
 inline int wide_rows(const DenseForward &work) { return work.pairs ? kWideTile / 2 : kWideTile; }

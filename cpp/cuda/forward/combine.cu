@@ -4,7 +4,7 @@
 //
 // Of many splits each lane of a warp knows one, and has two columns of a row. Of few each thread knows all, and has
 // four columns.
-#include "forward.h"
+#include "combine.h"
 
 #include "../../indexing.h"
 #include "../host/launch.cuh"
@@ -42,6 +42,13 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+struct CombineParams {
+  fdm_problem p;
+  fdm_forward_args a;
+  int32_t splits;
+  Partials partials;
+};
+
 struct Row {
   int64_t batch, head, query;
   Sequence s;
@@ -56,14 +63,14 @@ struct Row {
   }
 };
 
-__device__ __forceinline__ void write_lse(const ForwardParams &params, const Row &row, float largest, float total) {
+__device__ __forceinline__ void write_lse(const CombineParams &params, const Row &row, float largest, float total) {
   static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, row.s, row.query, row.head)] =
       total == 0.0f ? -INFINITY : (largest + log2f(total)) / kLog2E;
 }
 
 // kLanes threads have a row. The row of an output is aligned.
 template <class Element, int kLanes>
-__global__ void __launch_bounds__(kThreads) combine_few_kernel(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(kThreads) combine_few_kernel(const __grid_constant__ CombineParams params) {
   ptx::wait_for_kernel_ahead();
   const fdm_problem &p = params.p;
   const int64_t rows = p.batch * p.heads * p.queries;
@@ -76,14 +83,14 @@ __global__ void __launch_bounds__(kThreads) combine_few_kernel(const __grid_cons
   float4 value[kFewSplits], merged{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
   for (int n = 0; n < kFewSplits; ++n) {
-    maximum[n] = n < params.splits ? params.partial_max[n * rows + number] : -INFINITY;
-    sum[n] = n < params.splits ? params.partial_sum[n * rows + number] : 0.0f;
+    maximum[n] = n < params.splits ? params.partials.max[n * rows + number] : -INFINITY;
+    sum[n] = n < params.splits ? params.partials.sum[n * rows + number] : 0.0f;
   }
 #pragma unroll
   for (int n = 0; n < kFewSplits; ++n) {
     value[n] = {0.0f, 0.0f, 0.0f, 0.0f};
     if (sum[n] != 0.0f)
-      value[n] = *reinterpret_cast<const float4 *>(params.partial_out + (n * rows + number) * head_dim + d);
+      value[n] = *reinterpret_cast<const float4 *>(params.partials.out + (n * rows + number) * head_dim + d);
     largest = fmaxf(largest, maximum[n]);
   }
   const float shift = largest == -INFINITY ? 0.0f : largest;
@@ -104,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) combine_few_kernel(const __grid_cons
   if (lane == 0) write_lse(params, row, largest, total);
 }
 
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams params) {
   ptx::wait_for_kernel_ahead();
   const fdm_problem &p = params.p;
   const int head_dim = static_cast<int>(p.head_dim), warps = row_warps(head_dim);
@@ -119,8 +126,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int split = lane_id();
   float own_max = -INFINITY, own_sum = 0.0f;
   if (split < params.splits) {
-    own_max = params.partial_max[split * rows + number];
-    own_sum = params.partial_sum[split * rows + number];
+    own_max = params.partials.max[split * rows + number];
+    own_sum = params.partials.sum[split * rows + number];
   }
   const float largest = warp_max(own_max), shift = largest == -INFINITY ? 0.0f : largest;
   const float own_factor = exp2f(own_max - shift);
@@ -133,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int own_warp = warp - own_row * warps;
   for (int first = own_warp * kWarpColumns; first < head_dim; first += warps * kWarpColumns) {
     const int d = first + 2 * lane_id();
-    const float *const first_split = params.partial_out + number * p.head_dim + d;
+    const float *const first_split = params.partials.out + number * p.head_dim + d;
     float sum[2] = {};
     for (uint32_t left = present; left;) {
       float2 value[kReads];
@@ -164,24 +171,25 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   if (own_warp == 0 && lane_id() == 0) write_lse(params, row, largest, total);
 }
 
-template <class Element, int kLanes> cudaError_t launch_few(const ForwardParams &params, cudaStream_t stream) {
-  const int64_t rows = params.p.batch * params.p.heads * params.p.queries;
-  return launch<Overlap::kernel_ahead>(combine_few_kernel<Element, kLanes>, ceil_div(rows, kThreads / kLanes), kThreads,
-                                       0, stream, params);
+template <class Element, int kLanes> cudaError_t launch_few(const CombineParams &params, cudaStream_t stream) {
+  return launch<Overlap::kernel_ahead>(combine_few_kernel<Element, kLanes>,
+                                       ceil_div(partial_rows(params.p), kThreads / kLanes), kThreads, 0, stream,
+                                       params);
 }
-template <class Element> cudaError_t launch_few(const ForwardParams &params, cudaStream_t stream) {
+template <class Element> cudaError_t launch_few(const CombineParams &params, cudaStream_t stream) {
   if (params.p.head_dim <= 64) return launch_few<Element, 16>(params, stream);
   return params.p.head_dim <= 128 ? launch_few<Element, 32>(params, stream) : launch_few<Element, 64>(params, stream);
 }
 
 } // namespace
 
-cudaError_t launch_combine(const ForwardParams &params, cudaStream_t stream) {
-  const fdm_tensor &out = params.a.out;
-  if (params.splits <= kFewSplits && rows_are_aligned(out, params.p.head_dim))
-    return out.dtype == FDM_FLOAT16 ? launch_few<__half>(params, stream) : launch_few<__nv_bfloat16>(params, stream);
-  const int64_t rows = params.p.batch * params.p.heads * params.p.queries;
-  return launch<Overlap::kernel_ahead>(combine_kernel, ceil_div(rows, block_rows(params.p.head_dim)), kThreads, 0,
+cudaError_t launch_combine(const fdm_problem &p, const fdm_forward_args &args, int32_t splits, const Partials &partials,
+                           cudaStream_t stream) {
+  const CombineParams params{p, args, splits, partials};
+  if (splits <= kFewSplits && rows_are_aligned(args.out, p.head_dim))
+    return args.out.dtype == FDM_FLOAT16 ? launch_few<__half>(params, stream)
+                                         : launch_few<__nv_bfloat16>(params, stream);
+  return launch<Overlap::kernel_ahead>(combine_kernel, ceil_div(partial_rows(p), block_rows(p.head_dim)), kThreads, 0,
                                        stream, params);
 }
 

@@ -346,10 +346,10 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     const int64_t rows = p.batch * p.heads * p.queries;
     const int64_t partial_row =
         task->split * rows + (task->sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
-    params.partial_out[partial_row * p.head_dim + d] = x.value;
+    params.partials.out[partial_row * p.head_dim + d] = x.value;
     if (d == 0) {
-      params.partial_max[partial_row] = x.maximum;
-      params.partial_sum[partial_row] = x.sum;
+      params.partials.max[partial_row] = x.maximum;
+      params.partials.sum[partial_row] = x.sum;
     }
   }
 

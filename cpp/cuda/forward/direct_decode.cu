@@ -107,23 +107,12 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.cu_seqlens_k = p.cu_seqlens_k;
   params.room = {p.q.shape[1], p.k.shape[1], p.queries, p.keys};
   params.parts = int32_t(direct_parts(p, sms, most_parts));
-  const int64_t results = params.parts * p.batch * p.heads;
-  params.partial_out = static_cast<float *>(workspace);
-  params.partial_max = params.partial_out + results * p.head_dim;
-  params.partial_sum = params.partial_max + results;
+  params.partials = partials_at(workspace, p, params.parts);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   const cudaError_t error = with_types<kMaxDirectHeadDim>(p, DirectHeadDims{}, [&](auto element, auto dim) {
     return launch_direct_decode<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
   });
-  if (error || params.parts == 1) return error;
-  ForwardParams merged{};
-  merged.p = p;
-  merged.a = args;
-  merged.splits = params.parts;
-  merged.partial_out = params.partial_out;
-  merged.partial_max = params.partial_max;
-  merged.partial_sum = params.partial_sum;
-  return launch_combine(merged, stream);
+  return error || params.parts == 1 ? error : launch_combine(p, args, params.parts, params.partials, stream);
 }
 
 } // namespace fdm::cuda

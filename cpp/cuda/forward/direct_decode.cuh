@@ -332,10 +332,10 @@ __device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
   using Element = typename Config::Element;
   if (params.parts > 1) {
     const int64_t row = (int64_t(place.part) * params.sequences + place.batch) * params.heads + place.head + r;
-    *reinterpret_cast<float4 *>(params.partial_out + row * params.head_dim + d) = x.value;
+    *reinterpret_cast<float4 *>(params.partials.out + row * params.head_dim + d) = x.value;
     if (d > 0) return;
-    params.partial_max[row] = x.maximum;
-    params.partial_sum[row] = x.sum;
+    params.partials.max[row] = x.maximum;
+    params.partials.sum[row] = x.sum;
     return;
   }
   if (!place.exists) return;

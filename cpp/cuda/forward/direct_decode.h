@@ -5,6 +5,7 @@
 
 #include "../../indexing.h"
 #include "../tile/score.cuh"
+#include "combine.h"
 #include "decode.h"
 
 namespace fdm::cuda {
@@ -44,9 +45,8 @@ struct DirectDecodeParams {
   int32_t rows;                      // heads of a block; the last one of a group may have fewer
   int32_t blocks, blocks_of_kv_head; // of a sequence, and of one of its KV heads, without splits
   int32_t keys, head_dim, splits, warps;
-  int32_t parts;                    // clusters that share the work of a block; combine.cu merges their results
-  float *partial_out;               // parts > 1: [part][batch][head][D], not normalized
-  float *partial_max, *partial_sum; // [part][batch][head], to base 2
+  int32_t parts;     // clusters that share the work of a block; combine.cu merges their results
+  Partials partials; // parts > 1
   ScoreFactors factors;
   bool capped;
   bool packed; // as cu_seqlens say

@@ -102,8 +102,6 @@ bool copies_boxes(const fdm_problem &p) {
   return p.head_dim <= 64 || p.head_dim > 128 || p.keys <= kMostKeys;
 }
 
-int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
-
 } // namespace
 
 bool heads_share_columns(const fdm_problem &p) {
@@ -127,8 +125,7 @@ int64_t forward_workspace_bytes(const fdm_problem &p) {
   if (is_dense(p)) return dense_forward_workspace_bytes(p);
   const Division division = divide(p);
   if (gives_out_tiles(p, division)) return sizeof(uint32_t);
-  const int64_t splits = room_for_splits(division);
-  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+  return partials_bytes(p, room_for_splits(division));
 }
 
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
@@ -160,9 +157,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     params.splits = int32_t(in_cluster);
     params.merges_in_cluster = true;
   }
-  params.partial_out = static_cast<float *>(workspace);
-  params.partial_max = params.partial_out + params.splits * partial_rows(p) * p.head_dim;
-  params.partial_sum = params.partial_max + params.splits * partial_rows(p);
+  params.partials = partials_at(workspace, p, params.splits);
   params.aligned = rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) &&
                    rows_are_aligned(p.v, p.head_dim) && rows_are_aligned(args.out, p.head_dim);
   params.rows = RowPlaces(p);
@@ -177,7 +172,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     return launch_forward<Element, decltype(dim)::value>(params, stream);
   });
   if (error || params.splits == 1 || params.merges_in_cluster) return error;
-  return launch_combine(params, stream);
+  return launch_combine(p, args, params.splits, params.partials, stream);
 }
 
 } // namespace fdm::cuda

@@ -9,6 +9,7 @@
 #include "../plan/plan.cuh"
 #include "../tile/row_places.cuh"
 #include "../tile/score.cuh"
+#include "combine.h"
 
 namespace fdm::cuda {
 
@@ -24,13 +25,12 @@ struct ForwardParams {
   // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
   uint32_t heads_reciprocal;
   int32_t splits;
-  bool consecutive;                 // sm90/forward_boxes.cuh is for the problem
-  bool few_columns;                 // sm90/small_tiles.cuh is for them
-  bool finds_keys;                  // decode.cuh: blocks list the keys of the mask that they keep, there is no plan
-  bool merges_in_cluster;           // decode.cuh: the splits are a cluster
-  float *partial_out;               // splits > 1: [split][batch][head][query][D], not normalized
-  float *partial_max, *partial_sum; // [split][batch][head][query], to base 2
-  uint32_t *tickets; // of a persistent kernel: a counter of tiles, 0 at first; null: their order is fixed
+  bool consecutive;       // sm90/forward_boxes.cuh is for the problem
+  bool few_columns;       // sm90/small_tiles.cuh is for them
+  bool finds_keys;        // decode.cuh: blocks list the keys of the mask that they keep, there is no plan
+  bool merges_in_cluster; // decode.cuh: the splits are a cluster
+  Partials partials;      // splits > 1
+  uint32_t *tickets;      // of a persistent kernel: a counter of tiles, 0 at first; null: their order is fixed
   RowPlaces rows;
   bool aligned; // what rows_are_aligned says of q, k, v and out
 };
@@ -43,9 +43,6 @@ struct ForwardTileSize {
   int rows, columns;
 };
 ForwardTileSize forward_tile_size(int64_t head_dim);
-
-// Merges the partial results of the splits.
-cudaError_t launch_combine(const ForwardParams &params, cudaStream_t stream);
 
 // Does a forward pass that nothing else shares its plan with need none? Its blocks of threads then read the mask.
 bool needs_no_plan(const fdm_problem &p);

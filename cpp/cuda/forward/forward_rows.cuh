@@ -382,11 +382,11 @@ struct ForwardRows {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int column = 8 * d + accumulator_column() + i;
-            if (column < head_dim) params.partial_out[partial_row * head_dim + column] = out[m][d][2 * half + i];
+            if (column < head_dim) params.partials.out[partial_row * head_dim + column] = out[m][d][2 * half + i];
           }
         if (threadIdx.x % 4 == 0) {
-          params.partial_max[partial_row] = maximum[m][half];
-          params.partial_sum[partial_row] = sum[m][half];
+          params.partials.max[partial_row] = maximum[m][half];
+          params.partials.sum[partial_row] = sum[m][half];
         }
       }
   }

@@ -266,8 +266,8 @@ template <class Config> struct WideForwardConsumer {
 #pragma unroll 1
     for (int split = task.split + 1; split < work.splits; ++split) {
       const int64_t i = ((split * p.batch + source.batch) * p.heads + source.head) * p.queries + row(half);
-      work.partial_max[i] = -INFINITY;
-      work.partial_sum[i] = 0.0f;
+      work.partials.max[i] = -INFINITY;
+      work.partials.sum[i] = 0.0f;
     }
   }
 };

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the parts of a forward pass leave in memory whose columns were divided over several blocks of threads (splits),
+// and the kernel that merges them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../../indexing.h"
+
+namespace fdm::cuda {
+
+struct Partials {
+  float *out;       // [split][batch][head][query][D], not normalized
+  float *max, *sum; // [split][batch][head][query], to base 2
+};
+
+inline int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+
+// One split writes its results where they belong.
+inline int64_t partials_bytes(const fdm_problem &p, int64_t splits) {
+  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+}
+
+inline Partials partials_at(void *memory, const fdm_problem &p, int64_t splits) {
+  const int64_t rows = splits * partial_rows(p);
+  float *const out = static_cast<float *>(memory);
+  return {out, out + rows * p.head_dim, out + rows * (p.head_dim + 1)};
+}
+
+cudaError_t launch_combine(const fdm_problem &p, const fdm_forward_args &args, int32_t splits, const Partials &partials,
+                           cudaStream_t stream);
+
+} // namespace fdm::cuda
