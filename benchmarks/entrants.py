@@ -19,6 +19,7 @@ from .contestants import (
     compact,
     dense,
 )
+from .earlier import Earlier
 from .pairs import CuEquivariance, PairFlashDmattn, PairFlex, PairSdpa, TriFast
 
 KEYS_OF_THE_MASK = "keys of the mask"
@@ -110,6 +111,7 @@ ENTRANTS: dict[str, Entrant] = {
         alone=True,
         per_query=False,
     ),
+    "earlier": Entrant(Earlier, "flash-dmattn 1.2.2's kernels", alone=True, decode=True),
     "flex": Entrant(Flex, "FlexAttention with a block mask", alone=True, compiled=True),
     "pair_bias": _pair(PairFlashDmattn, "flash_dmattn, one bias for the batch", role="ours"),
     "cuequivariance": _pair(CuEquivariance, "cuEquivariance's triangle attention"),

@@ -117,7 +117,10 @@ _LEGACY = {
         (2048, 1024, 1024, 0, 1024),
     ),
 }
-_ON_GPU = ("boolean", *_REFERENCES, "sdpa", "sdpa_math", "sdpa_efficient", "sdpa_cudnn")
+_ON_GPU = (
+    *("boolean", *_REFERENCES, "sdpa", "sdpa_math", "sdpa_efficient", "sdpa_cudnn"),
+    "earlier",
+)
 _ON_CPU = ("boolean", *_CPU_REFERENCES, "sdpa", "sdpa_math", "sdpa_flash")
 
 

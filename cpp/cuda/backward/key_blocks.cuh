@@ -150,7 +150,11 @@ struct KeyBlock {
     KeyStep step{};
     step.number = own_task.begin;
     step.tile = own_task.steps.first_tile;
-    if (own_task.begin > 0 && own_task.begin < own_task.end) {
+    if (params.keys.heads_inside) {
+      const auto done = static_cast<int32_t>(own_task.begin / params.group); // tiles from the last one on
+      step.head = static_cast<int32_t>(own_task.begin - int64_t(done) * params.group);
+      step.tile += own_task.steps.tiles - 1 - done;
+    } else if (own_task.begin > 0 && own_task.begin < own_task.end) {
       step.head = int32_t(own_task.begin / own_task.steps.tiles);
       step.tile = own_task.steps.first_tile + int32_t(own_task.begin - int64_t(step.head) * own_task.steps.tiles);
     }
@@ -295,7 +299,11 @@ private:
   __device__ void advance(KeyStep &step) const {
     const KeySteps &steps = shared.task.steps;
     ++step.number;
-    if (++step.tile == steps.first_tile + steps.tiles) {
+    if (params.keys.heads_inside) {
+      if (++step.head < params.group) return;
+      step.head = 0;
+      --step.tile;
+    } else if (++step.tile == steps.first_tile + steps.tiles) {
       step.tile = steps.first_tile;
       ++step.head;
     }

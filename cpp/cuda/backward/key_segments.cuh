@@ -23,7 +23,13 @@ template <int kThreads> struct SegmentOrder {
     BlockRanks<kThreads, kItems> ranks;
     BlockSum<kThreads> sum;
     uint32_t places[kClasses];
-    SegmentBlock blocks[kThreads];
+    int32_t low[kThreads], high[kThreads]; // the rows of each block of keys
+  };
+
+  // Keys of a list, some of them for each thread.
+  struct Step {
+    KeyRows rows[kItems];
+    uint32_t own_class[kItems]; // kClasses: the segment does not keep the key
   };
 
   const BackwardParams &params;
@@ -55,10 +61,17 @@ template <int kThreads> struct SegmentOrder {
   __device__ void run() const {
     const KeySegments &segments = params.keys.segments;
     if (threadIdx.x < kClasses) shared.places[threadIdx.x] = 0;
-    __syncthreads();
-    for_each([&](const KeyRows &, uint32_t own_class, bool) {
-      if (own_class < kClasses) claim(own_class);
-    });
+    shared.low[threadIdx.x] = past;
+    shared.high[threadIdx.x] = first - 1;
+    const bool once = kept <= kStep; // such a list is loaded once, and its keys claim their places at once
+    Step step;
+    uint32_t place[kItems];
+    int32_t sums = 0;
+    for (int32_t start = 0; has_step(start); start += kStep) {
+      sums += load(step, start, sums);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) place[i] = step.own_class[i] < kClasses ? claim(step.own_class[i]) : 0;
+    }
     __syncthreads();
     uint32_t live;
     const uint32_t own = threadIdx.x < kClasses ? shared.places[threadIdx.x] : 0;
@@ -69,67 +82,80 @@ template <int kThreads> struct SegmentOrder {
     const int32_t room = segments.blocks * params.keys.block_keys;
     bool fits = static_cast<int32_t>(live) <= room;
     KeyRows *ordered = params.keys.ordered + of_list * room;
-    const int32_t sums = for_each([&](const KeyRows &rows, uint32_t own_class, bool begins) {
-      clear_sums(rows, begins);
-      fits = fits && rows.sum < segments.most_sums;
-      if (own_class < kClasses && fits && writes) ordered[claim(own_class)] = rows;
-      if (begins && rows.sum >= 0 && rows.sum < segments.most_sums && writes)
-        segments.sum_keys[int64_t(list) * segments.most_sums + rows.sum] = rows.key;
-    });
+    sums = once ? sums : 0;
+    for (int32_t start = 0; has_step(start); start += kStep) {
+      if (!once) sums += load(step, start, sums);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const KeyRows &rows = step.rows[i];
+        const bool begins = rows.key >= 0 && rows.start >= first && rows.start < past;
+        clear_sums(rows, begins);
+        fits = fits && rows.sum < segments.most_sums;
+        if (!writes || !fits) continue;
+        const uint32_t own_class = step.own_class[i];
+        if (own_class < kClasses) put(ordered, once ? shared.places[own_class] + place[i] : claim(own_class), rows);
+        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.most_sums + rows.sum] = rows.key;
+      }
+    }
     fits = __syncthreads_and(fits);
     if (!writes) return;
     if (threadIdx.x == 0) {
       segments.live[of_list] = fits ? static_cast<int32_t>(live) : INT32_MAX;
       if (segment == segments.count - 1) segments.sum_count[list] = sums;
     }
-    if (fits) order_blocks(ordered, static_cast<int32_t>(live), segments.order + of_list * segments.blocks);
+    if (fits) order_blocks(static_cast<int32_t>(live), segments.order + of_list * segments.blocks);
   }
 
 private:
-  __device__ int tiles() const { return params.keys.segments.rows / params.keys.tile_rows; }
-
-  // Returns a place among those of a class that nobody else has. All threads that are here together call it.
+  // Returns a place among those of a class that nobody else has.
   __device__ uint32_t claim(uint32_t own_class) const { return atomicAdd(&shared.places[own_class], 1); }
 
   // Keys that all rows keep come first, then those that end or begin here, each kind with the longest first. kClasses:
   // the segment does not keep the key.
   __device__ uint32_t class_of(const KeyRows &rows) const {
     if (rows.start >= past || rows.end <= first) return kClasses;
-    const int size = params.keys.tile_rows, all = (past - first + size - 1) / size;
-    const int late = max(0, rows.start - first) / size;
-    const int early = all - (min(past, rows.end) - first + size - 1) / size;
+    const int shift = __ffs(params.keys.tile_rows) - 1, size = params.keys.tile_rows; // a power of two
+    const int tiles = params.keys.segments.rows >> shift, all = (past - first + size - 1) >> shift;
+    const int late = max(0, rows.start - first) >> shift;
+    const int early = all - ((min(past, rows.end) - first + size - 1) >> shift);
     if (late == 0 && early == 0) return 0;
-    return late <= early ? 1 + early : tiles() + late;
+    return late <= early ? 1 + early : tiles + late;
   }
 
-  // Calls function(rows, class, does the key begin here?) for every kept key of the list that the rows up to this
-  // segment may keep. All threads call it as often; there may be no key: its class is kClasses, and its sum -1.
-  // Returns how many of the keys several segments keep.
-  template <class Function> __device__ int32_t for_each(const Function &function) const {
+  // Are there keys of the list from `start` on that the rows up to this segment may keep?
+  __device__ bool has_step(int32_t start) const {
+    return start < kept && (start == 0 || params.plan.kept_index[base + start] < visible);
+  }
+
+  // Loads the keys of a step, before which so many have sums. Returns how many of these do: several segments keep them. All
+  // threads call it.
+  __device__ int32_t load(Step &step, int32_t start, int32_t sums) const {
     const Plan &plan = params.plan;
-    const int32_t size = params.keys.segments.rows;
-    int32_t sums = 0;
-    for (int32_t step = 0; step < kept && plan.kept_index[base + step] < visible; step += kStep) {
-      KeyRows rows[kItems];
-      bool several[kItems];
-      uint32_t rank[kItems];
+    const int shift = __ffs(params.keys.segments.rows) - 1; // a power of two
+    bool several[kItems];
+    uint32_t rank[kItems];
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int32_t n = step + i * kThreads + static_cast<int32_t>(threadIdx.x);
-        rows[i] = {-1, 0, 0, -1};
-        if (n < kept) rows[i] = {plan.kept_index[base + n], plan.kept_start[base + n], plan.kept_end[base + n], -1};
-        several[i] = rows[i].end > rows[i].start && (rows[i].end - 1) / size > rows[i].start / size;
-      }
-      const uint32_t total = shared.ranks.rank(several, rank);
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        if (several[i]) rows[i].sum = sums + static_cast<int32_t>(rank[i]);
-        const uint32_t own_class = rows[i].key < 0 ? kClasses : class_of(rows[i]);
-        function(rows[i], own_class, rows[i].key >= 0 && rows[i].start >= first && rows[i].start < past);
-      }
-      sums += static_cast<int32_t>(total);
+    for (int i = 0; i < kItems; ++i) {
+      const int32_t n = start + i * kThreads + static_cast<int32_t>(threadIdx.x);
+      KeyRows &rows = step.rows[i];
+      rows = {-1, 0, 0, -1};
+      if (n < kept) rows = {plan.kept_index[base + n], plan.kept_start[base + n], plan.kept_end[base + n], -1};
+      several[i] = rows.end > rows.start && (rows.end - 1) >> shift > rows.start >> shift;
+      step.own_class[i] = rows.key < 0 ? kClasses : class_of(rows);
     }
-    return sums;
+    const auto total = static_cast<int32_t>(shared.ranks.rank(several, rank));
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (several[i]) step.rows[i].sum = sums + static_cast<int32_t>(rank[i]);
+    return total;
+  }
+
+  // Writes a key to its place, and adds its rows to those of its block.
+  __device__ void put(KeyRows *ordered, uint32_t place, const KeyRows &rows) const {
+    ordered[place] = rows;
+    const uint32_t block = place / static_cast<uint32_t>(params.keys.block_keys);
+    atomicMin(&shared.low[block], max(first, rows.start));
+    atomicMax(&shared.high[block], min(past, rows.end));
   }
 
   // Clears the sums of the keys of a warp that begin here.
@@ -144,30 +170,18 @@ private:
     }
   }
 
-  // Finds the rows of each block, and writes the blocks in the order of their lengths.
-  __device__ void order_blocks(const KeyRows *ordered, int32_t live, SegmentBlock *order) const {
+  // Writes the blocks in the order of their lengths.
+  __device__ void order_blocks(int32_t live, SegmentBlock *order) const {
     const int32_t size = params.keys.block_keys, count = params.keys.segments.blocks;
-    for (int32_t block = warp_id(); block < count; block += kThreads / 32) {
-      int32_t low = past, high = first;
-      for (int32_t n = block * size + lane_id(); n < min(live, (block + 1) * size); n += 32) {
-        low = min(low, max(first, ordered[n].start));
-        high = max(high, min(past, ordered[n].end));
-      }
-      low = __reduce_min_sync(kAllLanes, low);
-      high = __reduce_max_sync(kAllLanes, high);
-      if (block * size >= live) high = low - 1;
-      if (lane_id() == 0) shared.blocks[block] = {low, high, block, min(size, live - block * size)};
-    }
-    __syncthreads();
     const auto own = static_cast<int32_t>(threadIdx.x);
     if (own >= count) return;
-    const SegmentBlock block = shared.blocks[own];
+    const int32_t low = shared.low[own], high = shared.high[own];
     int32_t rank = 0;
     for (int32_t n = 0; n < count; ++n) {
-      const int32_t longer = (shared.blocks[n].past - shared.blocks[n].first) - (block.past - block.first);
+      const int32_t longer = (shared.high[n] - shared.low[n]) - (high - low);
       rank += longer > 0 || (longer == 0 && n < own);
     }
-    order[rank] = block;
+    order[rank] = {low, high, own, min(size, live - own * size)};
   }
 };
 

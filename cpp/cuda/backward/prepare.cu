@@ -28,10 +28,11 @@ struct Division {
   bool vectors; // rows of dk and dv are cleared eight elements at a time
 };
 
-// Keys of all batches whose gradients are cleared.
-FDM_INLINE int64_t key_rows(const BackwardParams &params) {
+// Units of up to kUnitKeys keys of a head, one for each lane, whose gradients are cleared if nobody keeps them.
+constexpr int kUnitKeys = 32;
+FDM_INLINE int64_t key_units(const BackwardParams &params) {
   const fdm_tensor &t = present(params.a.dk) ? params.a.dk : params.a.dv;
-  return params.clears_keys && present(t) ? t.shape[0] * t.shape[1] : 0;
+  return params.clears_keys && present(t) ? t.shape[0] * params.p.kv_heads * ceil_div(t.shape[1], kUnitKeys) : 0;
 }
 
 // Of bias_sums, which have one row for all queries.
@@ -47,32 +48,40 @@ __device__ void clear(const fdm_tensor &t, int64_t offset, bool vector) {
     *element = 0;
 }
 
-// A warp clears dk and dv of a key of all heads. Those of keys in lists are written later.
-__device__ void clear_key(const BackwardParams &params, int64_t number, bool vector) {
+// A warp clears dk and dv of some keys of a head. Those of keys in lists are written later. Each lane finds out about one
+// key, so that a warp waits for the mask once; then eight lanes have a key.
+__device__ void clear_keys(const BackwardParams &params, int64_t unit, bool vector) {
   const fdm_problem &p = params.p;
   const fdm_tensor &dk = params.a.dk, &dv = params.a.dv, &t = present(dk) ? dk : dv;
-  const int64_t batch = quotient(number, t.shape[1]), key = number - batch * t.shape[1];
-  const Sequence s = sequence(p, batch);
-  const uint32_t width = vector ? 8 : 1, of_head = static_cast<uint32_t>(p.head_dim) / width;
-  for (uint32_t n = threadIdx.x % 32; n < of_head * p.kv_heads; n += 32) {
-    const uint32_t head = n / of_head, d = (n - head * of_head) * width;
-    if (!is_varlen(p)) {
-      const RowRange rows = rows_of_key(p, s, head * group_size(p), key);
-      if (rows.first < rows.past) continue;
-    }
-    const auto offset = [&](const fdm_tensor &gradient) {
-      return batch * gradient.stride[0] + key * gradient.stride[1] + head * gradient.stride[2] + d * gradient.stride[3];
+  const int64_t units = ceil_div(t.shape[1], kUnitKeys), head_number = quotient(unit, units);
+  const int64_t batch = quotient(head_number, p.kv_heads), head = head_number - batch * p.kv_heads;
+  const int64_t first = (unit - head_number * units) * kUnitKeys, own = first + threadIdx.x % kUnitKeys;
+  bool clears = own < t.shape[1];
+  if (clears && !is_varlen(p)) {
+    const RowRange rows = rows_of_key(p, whole_sequence(p, batch), head * group_size(p), own);
+    clears = rows.first >= rows.past;
+  }
+  const uint32_t cleared = __ballot_sync(kAllLanes, clears);
+  constexpr int kLanesOfKey = 8;
+  const int width = vector ? 8 : 1, elements = int(p.head_dim);
+  for (int n = int(threadIdx.x) % kUnitKeys / kLanesOfKey; n < kUnitKeys; n += kUnitKeys / kLanesOfKey) {
+    if (!(cleared >> n & 1)) continue;
+    const auto offset = [&](const fdm_tensor &gradient, int d) {
+      return batch * gradient.stride[0] + (first + n) * gradient.stride[1] + head * gradient.stride[2] +
+             d * gradient.stride[3];
     };
-    clear(dk, offset(dk), vector);
-    clear(dv, offset(dv), vector);
+    for (int d = int(threadIdx.x) % kLanesOfKey * width; d < elements; d += kLanesOfKey * width) {
+      clear(dk, offset(dk, d), vector);
+      clear(dv, offset(dv, d), vector);
+    }
   }
 }
 
 __device__ void clear_gradients(const BackwardParams &params, const Division &division, int64_t block) {
   const int64_t blocks = division.clearing;
-  const int64_t keys = key_rows(params);
-  for (int64_t n = block * (kThreads / 32) + threadIdx.x / 32; n < keys; n += blocks * (kThreads / 32))
-    clear_key(params, n, division.vectors);
+  const int64_t units = key_units(params);
+  for (int64_t n = block * (kThreads / 32) + threadIdx.x / 32; n < units; n += blocks * (kThreads / 32))
+    clear_keys(params, n, division.vectors);
   if (!params.wants_bias_sums) return;
   const fdm_tensor &sums = params.bias_sums;
   for (int64_t n = block * kThreads + threadIdx.x; n < element_count(sums); n += blocks * kThreads) {
@@ -142,8 +151,8 @@ cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cud
       division.order = params.plan.lists * list_sequences(p) * params.keys.buckets;
     const auto is_aligned = [&](const fdm_tensor &t) { return !present(t) || rows_are_aligned(t, p.head_dim); };
     division.vectors = is_aligned(params.a.dk) && is_aligned(params.a.dv);
-    constexpr int64_t kKeys = 4, kSums = 4; // of a warp, and of a thread
-    const int64_t keys = ceil_div(key_rows(params), kKeys * (kThreads / 32));
+    constexpr int64_t kSums = 4; // of a thread
+    const int64_t keys = ceil_div(key_units(params), kThreads / 32);
     const int64_t sums = params.wants_bias_sums ? ceil_div(element_count(params.bias_sums), kSums * kThreads) : 0;
     division.clearing = std::max(keys, sums);
   }

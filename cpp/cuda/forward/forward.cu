@@ -22,6 +22,15 @@ constexpr int64_t kBlocksOfSplit = 4;
 constexpr int64_t kMaxSplits = 32; // combine.cu has a lane for each
 constexpr int kMostSms = 256;
 
+// Tiles of up to so many columns have the kernel of small_tiles.cuh. With 640 the persistent kernel is as fast, with more
+// it is faster (seen on an H200, head dimensions 64 and 128).
+constexpr int64_t kFewColumns = 512;
+
+// The columns that a tile may have.
+int64_t most_columns(const fdm_problem &p) {
+  return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
+}
+
 // Which kernel runs, and how rows and columns are divided over its blocks.
 struct Division {
   bool decode;
@@ -44,7 +53,10 @@ Division divide(const fdm_problem &p) {
   const int64_t rows = division.decode ? kDecodeRows : tile.rows;
   division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
   division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
-  division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
+  const int64_t columns = division.decode ? p.keys : most_columns(p);
+  division.most_splits = std::clamp<int64_t>(columns / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
+  // A tile of few columns takes the kernels of Hopper no longer than its parts and the merging of them take others.
+  if (FDM_TILE_ARCH == 90 && !division.decode && columns <= kFewColumns) division.most_splits = 1;
   // Two blocks run on an SM at a time. Twice as many end closer together where their work is unequal, as a causal mask
   // makes it. Merging their results costs little where a block has as much work as a bias for each query makes.
   division.wanted_blocks = has_rows(p.bias) ? 4 : 2;
@@ -71,15 +83,6 @@ int64_t cluster_splits(const fdm_problem &p, const Division &division, int sms) 
 // How many splits there is room for. This must not depend on the current device, so it is made for more SMs than any
 // device has.
 int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostSms); }
-
-// Tiles of up to so many columns have the kernel of small_tiles.cuh. With 640 the persistent kernel is as fast, with more
-// it is faster (seen on an H200, head dimensions 64 and 128).
-constexpr int64_t kFewColumns = 512;
-
-// The columns that a tile may have.
-int64_t most_columns(const fdm_problem &p) {
-  return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
-}
 
 // Are tiles given out in the order in which the blocks of threads of a persistent kernel ask for them? With a fixed order
 // some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that this takes
