@@ -56,7 +56,8 @@ bool is_in_order(const fdm_problem &p, const KeyWork &keys, int64_t blocks) {
 // an H100 with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64 1 to 3 % less, and
 // heads of 128 5 % more, of which as many thread blocks at a time add to the same rows.
 bool goes_through_heads_first(const fdm_problem &p, const KeyWork &keys) {
-  return mask_kind(p) == FDM_MASK_NONE && !present(p.bias) && (keys.slot_dim > 128 || keys.slot_dim <= 64);
+  if (FDM_TILE_ARCH != 90 || mask_kind(p) != FDM_MASK_NONE || present(p.bias)) return false;
+  return keys.slot_dim > 128 || keys.slot_dim <= 64;
 }
 
 // Most blocks of keys of a segment, as many as key_segments.cuh has threads; and most rows, as it has classes.
