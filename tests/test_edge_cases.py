@@ -174,6 +174,19 @@ def test_smallest_finite_bias(whole_row: bool, target: Target) -> None:
             assert_accurate(got, truth, problem.eager(dout=dout))
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_lse_of_low_biases(rows: int, target: Target) -> None:
+    """Only a bias below -2.35e38 may be raised, as finfo.min is."""
+    for dtype in target.dtypes:
+        problem = simple_problem(dtype, queries=40, keys=60)
+        tensors = [t.to(target.device) for t in (problem.query, problem.key, problem.value)]
+        bias = torch.full((1, 1, rows, 60), -2e38, device=target.device)
+        _, lse = flash_dmattn_func(
+            *tensors, attn_bias=bias, return_lse=True, backend=target.backend
+        )
+        torch.testing.assert_close(lse, torch.full_like(lse, -2e38))
+
+
 @pytest.mark.parametrize("scale", [1e-8, 0.1, 4e8, 7e8])
 def test_lowest_biases_behind_dropped_keys(scale: float, pack_target: Target) -> None:
     """They are finite, so their keys are kept, where a row has not kept a key before, too."""

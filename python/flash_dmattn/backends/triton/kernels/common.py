@@ -27,8 +27,8 @@ WORD_ROWS = tl.constexpr(64)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Finite biases below it are raised to it: their product with LOG2E would be -inf, "not kept".
-LOWEST = tl.constexpr(-(2.0**127))
+# The product of a finite bias with LOG2E is raised to this: it would be -inf, "not kept".
+LOWEST = tl.constexpr(-3.4e38)
 
 # These differ from call to call. Triton would compile a kernel again for each that happens to be 1
 # or a multiple of 16; what matters of their alignment, UNIT says.
