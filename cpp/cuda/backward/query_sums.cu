@@ -28,6 +28,7 @@ __device__ int64_t sequence_of(const fdm_problem &p, int32_t tile_rows, int64_t 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) round_query_sums(const __grid_constant__ BackwardParams params) {
   ptx::wait_for_kernel_ahead();
+  ptx::start_dependents();
   const fdm_problem &p = params.p;
   const fdm_tensor &t = params.a.dq;
   const QuerySums &sums = params.query_sums;

@@ -4,6 +4,7 @@
 #include "../backward/make_statistics.cuh"
 #include "../host/launch.cuh"
 #include "../tile/copy_rows.cuh"
+#include "ptx/dependent.cuh"
 #include "statistics.cuh"
 
 namespace fdm::cuda {
@@ -13,6 +14,7 @@ constexpr int kThreads = 256;
 
 template <class Element, int kAcross, bool kAligned>
 __global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant__ DenseBackward work, bool again) {
+  ptx::start_dependents();
   if (again && is_superseded(work)) return;
   const fdm_problem &p = work.call.p;
   const fdm_tensor &out = work.a.out, &dout = work.a.dout, &lse = work.a.lse, &dlse = work.a.dlse;

@@ -3,6 +3,7 @@
 // of threads (splits).
 #pragma once
 
+#include "ptx/dependent.cuh"
 #include "row_block.cuh"
 #include "softmax.cuh"
 
@@ -82,6 +83,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dense_forward_kernel(const __grid_constant__ DenseForward work) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   __shared__ RowBlockShared<Config> shared;
+  ptx::start_dependents();
   const RowBlockTask task = row_block_task<Config>(work, work.splits);
   set_slots<Config>(shared, work, task, nullptr);
   __syncthreads();

@@ -47,7 +47,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const Dens
     using Config = DenseFusedConfig<Element, kHeadDim, kWide>;
     if constexpr (!Config::kInTurn)
       if (division.clusters) return launch_clusters<Config>(work, stream);
-    return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>>(
+    return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>, Overlap::kernel_ahead>(
         work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
   };
   return work.call.p.bias.dtype == FDM_FLOAT32 ? launch_for(std::true_type{}) : launch_for(std::false_type{});

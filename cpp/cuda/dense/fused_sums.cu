@@ -3,6 +3,7 @@
 #include "../host/launch.cuh"
 #include "fused_tiles.cuh"
 #include "gradient_sums.cuh"
+#include "ptx/dependent.cuh"
 #include "wide_plan.h"
 
 namespace fdm::cuda {
@@ -75,6 +76,7 @@ template <class Element> __device__ void round_dbias(const DenseBackward &work) 
 // A row of this grid has a gradient: dq, dk, dv, and dbias where its sums are complete.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kThreads) fused_sums_kernel(const __grid_constant__ DenseBackward work) {
+  ptx::wait_for_kernel_ahead();
   if (*work.odd) return;
   const FusedWork &division = work.fused;
   const fdm_backward_args &a = work.a;
@@ -96,8 +98,8 @@ cudaError_t launch_fused_sums(const DenseBackward &work, bool with_dbias, cudaSt
   const int64_t blocks = ceil_div(bands, kThreads / 32);
   const Grid grid = with_dbias ? Grid(max64(blocks, tiles * (kWideTileQuads / kThreads)), 4) : Grid(blocks, 3);
   return with_wide_types(p, [&](auto element, auto dim) {
-    return launch(fused_sums_kernel<typename decltype(element)::Type, decltype(dim)::value>, grid, kThreads, 0, stream,
-                  work);
+    return launch<Overlap::kernel_ahead>(fused_sums_kernel<typename decltype(element)::Type, decltype(dim)::value>,
+                                         grid, kThreads, 0, stream, work);
   });
 }
 

@@ -20,6 +20,7 @@
 #include "../tile/dead_columns.cuh"
 #include "../tile/row_tile_config.cuh"
 #include "forward_rows.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 
@@ -343,6 +344,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<ForwardShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;
+  ptx::start_dependents();
   const ForwardPlace place(params);
   const int64_t first_row = place.tile * (Config::kRows / uint32_t(params.heads_per_tile));
   const Sequence s = sequence(p, place.sequence_index);

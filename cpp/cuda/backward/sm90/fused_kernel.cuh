@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(Config::Roles::kThreads, 1) fused_kernel(const
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   ptx::wait_for_kernel_ahead();
+  ptx::start_dependents();
   if (Roles::is_producer()) {
     Parts::Registers::produce();
     KeyItem item;

@@ -301,6 +301,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto &shared = *reinterpret_cast<SmallBlocksShared<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) shared.init();
   ptx::wait_for_kernel_ahead();
+  ptx::start_dependents();
   KeyBlockPlace place;
   if (!find_small_block(params, blockIdx.x, place)) return;
   SmallBlock<Config>(params, params.maps, shared).run(place);

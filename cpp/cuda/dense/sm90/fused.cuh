@@ -16,6 +16,7 @@
 #include "../../tile/sm90/products.cuh"
 #include "fused_producer.cuh"
 #include "fused_tile.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 
@@ -247,6 +248,8 @@ template <class Config> struct DenseFusedConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1) dense_fused_kernel(const __grid_constant__ DenseBackward work) {
   extern __shared__ __align__(1024) char dynamic_shared[];
+  ptx::wait_for_kernel_ahead();
+  ptx::start_dependents();
   if (*work.odd) return;
   auto &shared = *reinterpret_cast<DenseFusedShared<Config> *>(dynamic_shared);
   shared.init();
