@@ -137,6 +137,11 @@ def _host(what: str, quantity: str) -> Peers:
     return Peers(f"Time of the host: {what}, µs", ("host",), quantity, _HOST_COLUMNS, _SHAPES)
 
 
+def _earlier(what: str, file: str) -> Peers:
+    columns = {"boolean": "flash_dmattn", "earlier": "flash-dmattn 1.2.2", "sdpa": "SDPA"}
+    return Peers(f"{what}, ms", ("length", "dim"), what.lower(), columns, file)
+
+
 _COMPACT, _DENSE = "compact cuDNN", "dense cuDNN"
 # What each block of a page holds.
 COMPARISONS: dict[str, tuple[Judged | Peers, ...]] = {
@@ -150,6 +155,10 @@ COMPARISONS: dict[str, tuple[Judged | Peers, ...]] = {
     "host-calls": (
         _host("forward without gradients", "host"),
         _host("forward and backward", "host_forward_backward"),
+    ),
+    "earlier": (
+        _earlier("Forward", "h100-legacy-earlier-forward"),
+        _earlier("Backward", "h100-legacy-earlier-backward"),
     ),
     "triangle": _peers("Triangle attention", "triangle"),
     "relative-bias": _peers("A bias that the batch shares", "t5", "single", "swin"),

@@ -21,7 +21,12 @@ WHERE = {
     "peers": {"trifast": "7"},
     "date": "2026-01-02T03:04:05",
 }
-MADE = {"h100-shapes": sets.shapes(gpu=True), "h200-pairs": sets.pairs(gpu=True)}
+MADE = {
+    "h100-shapes": sets.shapes(gpu=True),
+    "h200-pairs": sets.pairs(gpu=True),
+    "h100-legacy-earlier-forward": sets.workload_set("legacy-forward", "cuda"),
+    "h100-legacy-earlier-backward": sets.workload_set("legacy-backward", "cuda"),
+}
 
 
 def results(cases: sets.WorkloadSet, *left_out: str) -> Results:
