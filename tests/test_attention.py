@@ -43,6 +43,26 @@ def test_causal_is_aligned_to_the_bottom_right(
         )
 
 
+@pytest.mark.parametrize("queries, keys", [(700, 700), (600, 901), (901, 600)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_groups_over_many_tiles_without_a_mask(
+    head_dim: int, causal: bool, queries: int, keys: int, pack_target: Target
+) -> None:
+    """Kernels that go through the rows of all heads of a group together begin in the midst."""
+    problem = simple_problem(
+        pack_target.dtypes[0],
+        batch=1,
+        queries=queries,
+        keys=keys,
+        kv_heads=1,
+        group=3,
+        head_dim=head_dim,
+        causal=causal,
+    )
+    check(problem, pack_target)
+
+
 def test_causal_equals_its_mask(target: Target) -> None:
     problem = simple_problem(target.dtypes[0], queries=20, keys=33)
     mask = torch.ones(20, 33, dtype=torch.bool).tril(13)[None, None]
