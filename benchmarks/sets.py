@@ -117,10 +117,8 @@ _LEGACY = {
         (2048, 1024, 1024, 0, 1024),
     ),
 }
-_ON_GPU = (
-    *("boolean", *_REFERENCES, "sdpa", "sdpa_math", "sdpa_efficient", "sdpa_cudnn"),
-    "earlier",
-)
+_FORMS_OF_SDPA = ("sdpa", "sdpa_math", "sdpa_efficient", "sdpa_cudnn")
+_ON_GPU = ("boolean", *_REFERENCES, *_FORMS_OF_SDPA, "earlier")
 _ON_CPU = ("boolean", *_CPU_REFERENCES, "sdpa", "sdpa_math", "sdpa_flash")
 
 

@@ -51,12 +51,12 @@ bool is_in_order(const fdm_problem &p, const KeyWork &keys, int64_t blocks) {
   return !keys.listed && is_causal(p) && p.queries >= p.keys && keys.slot_dim > 64 && 3 * blocks >= 2 * kWantedItems;
 }
 
-// Do the steps of all blocks of keys go through the rows together, from the last tile on? The sums of dQ that they add to, and
-// their Q and dO, then are those of a few tiles at a time and stay in L2, which holds a fraction of those of all heads. Seen on
-// an H100 with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64 1 to 3 % less, and
-// heads of 128 5 % more, of which as many thread blocks at a time add to the same rows.
-bool goes_through_heads_first(const fdm_problem &p, const KeyWork &keys) {
-  if (FDM_TILE_ARCH != 90 || mask_kind(p) != FDM_MASK_NONE || present(p.bias)) return false;
+// Do the steps of all blocks of keys go through the rows together, from the last tile on? The sums of dQ that they add
+// to, and their Q and dO, then are those of a few tiles at a time and stay in L2, which holds a fraction of those of all
+// heads. Seen on an H100 with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64
+// 1 to 3 % less, and heads of 128 5 % more. The small blocks have an order of their own.
+bool takes_heads_inside(const fdm_problem &p, const KeyWork &keys) {
+  if (FDM_TILE_ARCH != 90 || keys.small || mask_kind(p) != FDM_MASK_NONE || present(p.bias)) return false;
   return keys.slot_dim > 128 || keys.slot_dim <= 64;
 }
 
@@ -163,7 +163,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   keys.listed = takes_listed_keys(p);
   keys.heads = int32_t(p.batch * p.kv_heads);
   if (fused) choose_small_blocks(p, keys);
-  keys.heads_inside = fused && goes_through_heads_first(p, keys);
+  keys.heads_inside = fused && takes_heads_inside(p, keys);
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
   keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
                                     : ceil_div(p.keys, keys.block_keys));

@@ -73,7 +73,7 @@ template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads) combine_few_kernel(const __grid_constant__ CombineParams params) {
   ptx::wait_for_kernel_ahead();
   const fdm_problem &p = params.p;
-  const int64_t rows = p.batch * p.heads * p.queries;
+  const int64_t rows = partial_rows(p);
   const uint32_t number = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes, d = 4 * lane, head_dim = static_cast<int>(p.head_dim);
   if (number >= rows || d >= head_dim) return;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const fdm_problem &p = params.p;
   const int head_dim = static_cast<int>(p.head_dim), warps = row_warps(head_dim);
   const int warp = static_cast<int>(threadIdx.x) / 32, own_row = warp / warps;
-  const int64_t rows = p.batch * p.heads * p.queries;
+  const int64_t rows = partial_rows(p);
   const uint32_t number = blockIdx.x * static_cast<uint32_t>(block_rows(head_dim)) + static_cast<uint32_t>(own_row);
   if (own_row >= block_rows(head_dim) || number >= rows) return;
   const Row row(p, number);

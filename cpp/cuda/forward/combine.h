@@ -16,7 +16,7 @@ struct Partials {
   float *max, *sum; // [split][batch][head][query], to base 2
 };
 
-inline int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+FDM_INLINE int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 
 // One split writes its results where they belong.
 inline int64_t partials_bytes(const fdm_problem &p, int64_t splits) {

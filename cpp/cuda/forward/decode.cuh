@@ -343,7 +343,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
 
   __device__ void write_partial(int r, int d, const Part &x) const {
     const fdm_problem &p = params.p;
-    const int64_t rows = p.batch * p.heads * p.queries;
+    const int64_t rows = partial_rows(p);
     const int64_t partial_row =
         task->split * rows + (task->sequence_index * p.heads + this->head(r)) * p.queries + this->query(r);
     params.partials.out[partial_row * p.head_dim + d] = x.value;

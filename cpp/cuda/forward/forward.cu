@@ -22,13 +22,16 @@ constexpr int64_t kBlocksOfSplit = 4;
 constexpr int64_t kMaxSplits = 32; // combine.cu has a lane for each
 constexpr int kMostSms = 256;
 
-// Tiles of up to so many columns have the kernel of small_tiles.cuh. With more the persistent kernel is faster: seen on an
-// H100, with 639 columns, small tiles take 11 % less for heads of 64, and 8 % more for heads of 128.
-constexpr int64_t few_columns(int64_t head_dim) { return head_dim <= 64 ? 640 : 512; }
-
 // The columns that a tile may have.
 int64_t most_columns(const fdm_problem &p) {
   return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
+}
+
+// Do tiles have so few columns that they are for the kernel of small_tiles.cuh? It ends at a head dimension of 128. With more
+// columns the persistent kernel is faster: seen on an H100, with 639, small tiles take 11 % less for heads of 64, and 8 %
+// more for heads of 128.
+bool has_few_columns(const fdm_problem &p) {
+  return p.head_dim <= 128 && most_columns(p) <= (p.head_dim <= 64 ? 640 : 512);
 }
 
 // Which kernel runs, and how rows and columns are divided over its blocks.
@@ -53,10 +56,11 @@ Division divide(const fdm_problem &p) {
   const int64_t rows = division.decode ? kDecodeRows : tile.rows;
   division.tiles = ceil_div(p.queries * division.heads_per_tile, rows);
   division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
-  const int64_t columns = division.decode ? p.keys : most_columns(p);
-  division.most_splits = std::clamp<int64_t>(columns / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
-  // A tile of few columns takes the kernels of Hopper no longer than its parts and the merging of them take others.
-  if (FDM_TILE_ARCH == 90 && !division.decode && columns <= few_columns(p.head_dim)) division.most_splits = 1;
+  division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
+  // Kernels with wgmma, which have no splits, compute a tile of few columns sooner than others compute and merge its parts.
+  const bool may_use_wgmma =
+      FDM_TILE_ARCH == 90 && !division.decode && division.heads_per_tile == 1 && !has_rows(p.bias);
+  if (may_use_wgmma && has_few_columns(p)) division.most_splits = 1;
   // Two blocks run on an SM at a time. Twice as many end closer together where their work is unequal, as a causal mask
   // makes it. Merging their results costs little where a block has as much work as a bias for each query makes.
   division.wanted_blocks = has_rows(p.bias) ? 4 : 2;
@@ -152,7 +156,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.tiles = int32_t(division.tiles);
   params.sequences_together = sequences_together(p);
   params.consecutive = copies_boxes(p);
-  params.few_columns = most_columns(p) <= few_columns(p.head_dim);
+  params.few_columns = has_few_columns(p);
   params.finds_keys = needs_no_plan(p);
   const int64_t splits = args.splits > 0 ? args.splits : choose_splits(division, count);
   params.splits = int32_t(std::clamp<int64_t>(splits, 1, room));

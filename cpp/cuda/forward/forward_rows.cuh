@@ -367,7 +367,7 @@ struct ForwardRows {
 
   // The epilogue of a split writes rows that are not normalized, with their maximum and sum.
   __device__ void write_partial() const {
-    const int64_t rows = params.p.batch * params.p.heads * params.p.queries;
+    const int64_t rows = partial_rows(params.p);
     const int head_dim = int(params.p.head_dim);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
