@@ -24,12 +24,23 @@ bool takes_listed_keys(const fdm_problem &p) { return is_interval_plan(mask_kind
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
+// Has a bias with a row for each query a form that the kernel which computes all gradients knows? A block of keys serves the
+// query heads of a group, and what it writes of the gradient of the bias must be all of it.
+bool has_usual_row_bias(const fdm_problem &p) {
+  const fdm_tensor &bias = p.bias;
+  return p.softcap <= 0 && !is_varlen(p) && group_shares_mask(p) && bias.shape[0] == p.batch &&
+         bias.shape[3] == p.keys && (bias.shape[1] == p.heads || bias.shape[1] == p.kv_heads);
+}
+
 // May one kernel compute all gradients, if all are wanted? It adds to dq in no fixed order. Every query head of a group must keep the same
 // keys there, since K of a block serves all of them, and what a key that a head drops holds must not reach that head.
 bool may_fuse(const fdm_problem &p) {
-  const bool exists = with_head_dim(p.head_dim, InstantiatedHeadDims{},
-                                    [](auto dim) { return fused_tile(FDM_TILE_ARCH, decltype(dim)::value).keys > 0; });
-  if (!exists || p.flags & FDM_DETERMINISTIC || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
+  const bool exists = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
+    return has_rows(p.bias) ? fuses_row_bias(FDM_TILE_ARCH, dim) : fused_tile(FDM_TILE_ARCH, dim).keys > 0;
+  });
+  if (!exists || p.flags & FDM_DETERMINISTIC) return false;
+  if (has_rows(p.bias)) return has_usual_row_bias(p);
+  if (mask_kind(p) == FDM_MASK_ROWS) return false;
   const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
   return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
 }
@@ -56,6 +67,7 @@ bool is_in_order(const fdm_problem &p, const KeyWork &keys, int64_t blocks) {
 // heads. Seen on an H100 with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64
 // 1 to 3 % less, and heads of 128 5 % more. The small blocks have an order of their own.
 bool takes_heads_inside(const fdm_problem &p, const KeyWork &keys) {
+  if (has_rows(p.bias)) return true; // the gradient of a bias is summed over heads that share it
   if (FDM_TILE_ARCH != 90 || keys.small || mask_kind(p) != FDM_MASK_NONE || present(p.bias)) return false;
   return keys.slot_dim > 128 || keys.slot_dim <= 64;
 }
@@ -286,9 +298,14 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
   params.clears_keys = is_varlen(p) || params.keys.listed;
   const bool scheduled = key_gradients && params.keys.parts == 0;
+  // The kernel that computes all gradients visits no pair of a row and a key that a mask is known to drop.
+  const bool leaves_pairs = is_causal(p) || mask_kind(p) != FDM_MASK_NONE;
 
   return run_all([&] { return is_varlen(p) ? launch_fill_zero(args.dq, stream) : cudaSuccess; },
-                 [&] { return is_varlen(p) && row_bias ? launch_fill_zero(args.dbias, stream) : cudaSuccess; },
+                 [&] {
+                   return row_bias && (is_varlen(p) || (fused && leaves_pairs)) ? launch_fill_zero(args.dbias, stream)
+                                                                                : cudaSuccess;
+                 },
                  [&] { return launch_prepare(params, key_gradients, stream); },
                  [&] { return scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
                  [&] {
@@ -299,7 +316,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                  },
                  [&] { return key_gradients ? run_key_gradients(params, stream) : cudaSuccess; },
                  [&] {
-                   if (!row_bias) return cudaSuccess;
+                   if (!row_bias || fused) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
                      return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(params, stream);
                    });

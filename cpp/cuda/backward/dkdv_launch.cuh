@@ -78,14 +78,17 @@ template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardPa
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
   if constexpr (kHeadDim <= kSmallBlock.most_head_dim)
     if (params.keys.small) return launch_small<Element, kHeadDim>(params, stream);
-  return launch_with_softcap(params, [&](auto has_softcap) {
-    constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
-    using Config =
-        KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap, false>;
+  constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
+  const auto launch_for = [&](auto has_softcap, auto has_row_bias) {
+    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap,
+                                       has_row_bias, has_row_bias>;
     const FusedParams fused = fused_params(params, RowProducer<Config>::kOwnRows);
     return launch_sm90<typename FusedParts<Config>::Memory, fused_kernel<Config>, Config::Roles::kThreads>(
         fused, params.keys.max_items, stream);
-  });
+  };
+  if constexpr (fuses_row_bias(90, kHeadDim))
+    if (has_rows(params.p.bias)) return launch_for(std::false_type{}, std::true_type{});
+  return launch_with_softcap(params, [&](auto has_softcap) { return launch_for(has_softcap, std::false_type{}); });
 }
 
 // This kernel also serves calls that want one gradient alone. A kernel for that would not take half the time, and

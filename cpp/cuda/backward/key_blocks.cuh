@@ -243,8 +243,10 @@ private:
     own_task.begin = 0;
     own_task.end = own_task.steps.count;
     if (!kUniform && item.parts > 1) { // divisions of 64 bits
-      own_task.begin = own_task.steps.count * item.part / item.parts;
-      own_task.end = own_task.steps.count * (item.part + 1) / item.parts;
+      // With heads inside, those of a tile of rows are steps of the same part.
+      const int64_t together = params.keys.heads_inside ? params.group : 1, count = own_task.steps.count / together;
+      own_task.begin = count * item.part / item.parts * together;
+      own_task.end = count * (item.part + 1) / item.parts * together;
     }
     own_task.same_rows = has_same_rows();
     own_task.test_all = !kUniform && (kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias));

@@ -4,12 +4,17 @@
 // wgmma alike: kKeyTiles tiles of 16 keys to each warp.
 #pragma once
 
+#include <type_traits>
+
 #include "../tile/products.cuh"
 #include "../tile/row_bias_tile.cuh"
 #include "key_blocks.cuh"
 #include "sum_bands.cuh"
 
 namespace fdm::cuda {
+
+// No bias with a row for each query.
+struct NoRowBias {};
 
 // What is known of a tile of query rows while it is in shared memory.
 template <int kKeys, int kRows, bool kHasRowPlans = true> struct RowStage {
@@ -130,11 +135,14 @@ struct KeyGradients {
       }
   }
 
-  // The same in two parts, where there is neither a softcap nor a bias with rows: P' as soon as the scores are there,
-  // dS' when dP' is. `first` is the first row of the tile, `buffer` that of the step.
-  template <bool kTest, bool kCuts = kTest>
+  // The same in two parts, where there is no softcap: P' as soon as the scores are there, dS' when dP' is. `first` is the
+  // first row of the tile, `buffer` that of the step. row_bias.element(half, n, i) is that of this thread's pair.
+  template <bool kTest, bool kCuts = kTest, class RowBias = NoRowBias>
   __device__ void make_probabilities(const Stage &stage, int first, int buffer,
-                                     float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors) {
+                                     float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors,
+                                     const RowBias &row_bias = {}) {
+    constexpr bool kHasRowBias = !std::is_same_v<RowBias, NoRowBias>;
+    static_assert(!kHasRowBias || (kTest && kKeyTiles == 1));
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -150,8 +158,14 @@ struct KeyGradients {
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i];
             float slope;
-            const float x = factors.score<false>(score, bias, &slope);
-            score = probability<kTest, kCuts>(x, i ? lse.y : lse.x, !kTest || bits[n / 4] >> (8 * (n % 4) + i) & 1);
+            float x = factors.score<false>(score, bias, &slope);
+            bool kept = !kTest || bits[n / 4] >> (8 * (n % 4) + i) & 1;
+            if constexpr (kHasRowBias) {
+              const float element = row_bias.element(half, n, i);
+              kept = kept && element != -INFINITY;
+              x = with_row_bias(x, element);
+            }
+            score = probability<kTest, kCuts>(x, i ? lse.y : lse.x, kept);
           }
         }
       }

@@ -45,7 +45,7 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
       const StepFacts facts = shared.stages[state.index].facts.read();
       if (!facts.valid) break;
       if (facts.concerns >> Roles::consumer_group() & 1) run_step(facts, state.index);
-      if (params.bias_heads > 1 && facts.head_ends) sums.write_bias(facts.head);
+      if (params.bias_heads > 1 && facts.ends) sums.write_bias(facts.head);
       Roles::consumer_release(shared.empty[state.index]);
     }
     if (params.bias_heads == 1) sums.write_bias(0);

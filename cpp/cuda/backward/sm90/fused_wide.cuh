@@ -6,6 +6,7 @@
 #pragma once
 
 #include "fused.cuh"
+#include "row_bias_part.cuh"
 
 namespace fdm::cuda {
 
@@ -26,31 +27,51 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
   static constexpr int kColumns = Config::kColumns;
 
+  // What is known of a bias with a row for each query, if there is one.
+  struct None {
+    __device__ None(const BackwardParams &, const typename Config::Keys::Shared &) {}
+  };
+  using RowBias = std::conditional_t<Config::kRowBias, RowBiasPart<Config>, None>;
+
   Shared &shared;
+  RowBias row_bias;
 
   __device__ WideConsumer(const BackwardParams &parameters, Shared &memory)
-      : Base(parameters, memory), shared(memory) {}
+      : Base(parameters, memory), shared(memory), row_bias(parameters, memory.keys) {}
 
   __device__ static void sync_consumers() { ptx::sync_threads<2, Roles::kConsumerThreads>(); }
   __device__ static int first_column() { return kColumns * Roles::consumer_group(); }
-  // The second warpgroup may have fewer columns.
-  __device__ static bool has_all_columns() { return kHeadDim == 2 * kColumns || Roles::consumer_group() == 0; }
-
+  // Products have whole panels first, and then half of the panel that both warpgroups have columns of, if there is one.
+  static constexpr int kTiles = kColumns / 8, kWholeTiles = kTiles / 8 * 8, kRestTiles = kTiles - kWholeTiles;
+  __device__ static int first_whole_column() { return (kHeadDim - 8 * kWholeTiles) * Roles::consumer_group(); }
+  __device__ static int first_rest_column() { return 8 * (kWholeTiles + kRestTiles * Roles::consumer_group()); }
+  // Puts the columns of products in their order.
+  __device__ static void order_columns(float (&sum)[kTiles][4]) {
+    if (kRestTiles == 0 || Roles::consumer_group() == 0) return;
+    float ordered[kTiles][4];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ordered[n][i] = sum[(n + kWholeTiles) % kTiles][i];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[n][i] = ordered[n][i];
+  }
   // Starts this warpgroup's columns of sum = left * right, or sum += left * right, summed over 64 keys or rows.
   template <bool kTransposed, class RightTile>
-  __device__ static void start_columns(float (&sum)[kColumns / 8][4], const char *left, const char *right,
+  __device__ static void start_columns(float (&sum)[kTiles][4], const char *left, const char *right,
                                        bool accumulate) {
     const uint64_t a = Tile::descriptor(ptx::shared_address(left));
-    const uint64_t b =
-        RightTile::descriptor(ptx::shared_address(right)) + RightTile::offset(0, kColumns) * Roles::consumer_group();
-    const auto multiply = [&](auto &own_sum) {
-      warpgroup_gemm_ss_columns<Element, Tile, kTransposed, RightTile, 64>(own_sum, a, b, accumulate);
+    const uint64_t b = RightTile::descriptor(ptx::shared_address(right));
+    const auto multiply = [&](auto &own_sum, int first) {
+      warpgroup_gemm_ss_columns<Element, Tile, kTransposed, RightTile, 64>(own_sum, a, b + RightTile::offset(0, first),
+                                                                           accumulate);
     };
     ptx::warpgroup_arrive();
-    if (has_all_columns())
-      multiply(sum);
-    else
-      multiply(reinterpret_cast<float (&)[kHeadDim / 8 - kColumns / 8][4]>(sum));
+    multiply(reinterpret_cast<float (&)[kWholeTiles][4]>(sum), first_whole_column());
+    if constexpr (kRestTiles > 0)
+      multiply(reinterpret_cast<float (&)[kRestTiles][4]>(sum[kWholeTiles]), first_rest_column());
     ptx::warpgroup_commit_batch();
   }
 
@@ -59,15 +80,15 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
     const KeyTask &task = sums.keys.task();
     const int tile = step.tile / Config::kParts;
     float *rows = query_sums(this->params, task.s, task.sequence_index, sums.keys.head(step), tile * kRows);
-    return rows + (threadIdx.x / 32 % 4 * (kHeadDim / 8) + first_column() / 8) * 128 + threadIdx.x % 32 * 4;
+    return rows + threadIdx.x / 32 % 4 * (kHeadDim / 8) * 128 + threadIdx.x % 32 * 4;
   }
 
-  __device__ void add_dq(float (&dq)[kColumns / 8][4], float *own) const {
+  __device__ void add_dq(float (&dq)[kTiles][4], float *own) const {
     ptx::warpgroup_fence_operand(dq);
-    const bool all = has_all_columns();
+    float *const whole = own + first_whole_column() * 16, *const rest = own + first_rest_column() * 16;
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n)
-      if (all || first_column() + 8 * n < kHeadDim) ptx::add_global(own + n * 128, dq[n]);
+    for (int n = 0; n < kTiles; ++n)
+      ptx::add_global(n < kWholeTiles ? whole + n * 128 : rest + (n - kWholeTiles) * 128, dq[n]);
   }
 
   // Gives P' and dS' of this warpgroup's rows to both.
@@ -83,12 +104,30 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
     sync_consumers();
   }
 
+  // 0 times NaN or Inf is NaN, and dQ = dS K is a sum over keys that a row drops, too. That a row keeps such a key shows in
+  // its lse.
+  __device__ void clear_odd_keys() const {
+    clear_odd_elements<Element, KeyTile::kBytes>(shared.sK, int(threadIdx.x), Roles::kConsumerThreads);
+    ptx::fence_async_proxy();
+    sync_consumers();
+  }
+
   __device__ void run_step(const StepFacts &facts, int number) {
     Scores scores, gradients;
-    this->start_scores(scores, gradients, number);
-    this->make(facts, scores, gradients, number);
+    if constexpr (Config::kRowBias) {
+      const int64_t head = sums.keys.task().first_head + facts.head;
+      const int first = facts.first + kScoreRows * Base::own_part();
+      const bool exact = row_bias.is_exact(facts);
+      row_bias.begin(scores[0], head, first, exact);
+      this->start_scores(scores, gradients, number);
+      this->make_with_row_bias(facts, scores, gradients, number, exact, typename RowBias::Exact{row_bias, head, first});
+      row_bias.add_score_gradients(gradients[0], head, first, facts.ends);
+    } else {
+      this->start_scores(scores, gradients, number);
+      this->make(facts, scores, gradients, number);
+    }
     store(scores, gradients);
-    float dq[kColumns / 8][4];
+    float dq[kTiles][4];
     start_columns<true, KeyTile>(dq, shared.sdS, shared.sK, false);
     start_columns<false, RowTile>(sums.dv[0], shared.sP, shared.sdO[number], true);
     start_columns<false, RowTile>(sums.dk[0], shared.sdS, shared.sQ[number], true);
@@ -119,6 +158,7 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   __device__ void run() {
     Roles::consumer_wait(shared.keys_full, 0);
     if (!uniform(shared.exists)) return;
+    if constexpr (Config::kRowBias) clear_odd_keys();
     sums.start();
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
@@ -128,6 +168,8 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
       Roles::consumer_release(shared.empty[state.index]);
     }
     write_bias();
+    order_columns(sums.dk[0]);
+    order_columns(sums.dv[0]);
     add_segment_sums<Config>(shared, sums, first_column());
     sums.write(first_column());
   }

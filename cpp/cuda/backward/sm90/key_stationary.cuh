@@ -19,21 +19,23 @@ template <class Roles> struct Producers {
 
 // With 128 keys or more, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do not fit
 // the registers of one, each of two computes the scores of half of a step's rows, and half of the columns of the gradients.
-// kHasRowPlans says that there may be a row plan.
+// kHasRowPlans says that there may be a row plan, kHasRowBias that there is a bias with a row for each query.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, bool kHasSoftcap,
-          bool kHasRowPlans>
+          bool kHasRowPlans, bool kHasRowBias = false>
 struct KeyStationaryConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kStages = kStageCount;
   static constexpr bool kSoftcap = kHasSoftcap, kShared = kKeys == 64;
+  static constexpr bool kRowBias = kHasRowBias;
   using Roles = WarpRoles<kShared ? 2 : kKeys / 64>;
   static_assert(kKeys % 64 == 0 && (!kHasRowPlans || kShared || kKeys == Roles::kProducerThreads));
   // The rows of a step whose scores a warpgroup computes at a time, the columns of its gradients, and the number of such
   // parts. Three consumer warpgroups have registers for the scores of half of the rows.
   static constexpr int kScoreRows = kShared || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
-  static constexpr int kColumns = kShared ? 128 : kHeadDim;
+  static constexpr int kColumns = kShared ? kHeadDim / 2 : kHeadDim;
   static constexpr int kParts = kRows / kScoreRows;
   static_assert(!kShared || (kHeadDim > 128 && kHeadDim % 64 == 0));
+  static_assert(!kRowBias || (kShared && !kSoftcap));
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
@@ -46,7 +48,7 @@ struct alignas(16) StepFacts {
   bool tests
       [Roles::kProducerWarps]; // of all pairs of a warp's rows: some have a very large lse, or the task asks for it
   bool valid;                  // false ends the steps
-  bool head_ends;
+  bool ends; // as RowProducer::ends() tells
   uint8_t concerns; // bit n: a row may keep any of the keys of group n
   uint8_t buffer;   // of the KeyStep
   int32_t head;     // of the KeyStep
@@ -147,7 +149,7 @@ template <class Config> struct RowProducer {
   }
 
   // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
-  __device__ void load_rows(const KeyStep &step, const RowStatistics &statistics, bool head_ends) {
+  __device__ void load_rows(const KeyStep &step, const RowStatistics &statistics, bool ends) {
     auto &stage = shared.stages[state.index];
     if (has_row()) {
       auto &part = stage.parts[row() / Config::kScoreRows];
@@ -156,8 +158,9 @@ template <class Config> struct RowProducer {
     }
     const uint32_t used = __ballot_sync(0xffffffffu, !statistics.empty());
     const bool careful = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
-    if (threadIdx.x % 32 == 0) stage.facts.tests[warp()] = careful || keys.task().test_all;
-    if (Roles::producer_thread() == 0) set_step(step, head_ends);
+    // With a bias for each query, all pairs are tested.
+    if (threadIdx.x % 32 == 0) stage.facts.tests[warp()] = careful || (!Config::kRowBias && keys.task().test_all);
+    if (Roles::producer_thread() == 0) set_step(step, ends);
     constexpr uint32_t kAll = ~0u >> (32 - kOwnRows);
     if (maps && maps->known && used == kAll) {
       if (threadIdx.x % 32 == 0) copy_boxes(step);
@@ -167,16 +170,18 @@ template <class Config> struct RowProducer {
     }
     if constexpr (Config::Keys::kRowPlans) {
       if (keys.task().words) {
-        const int r = Roles::producer_thread();
+        // Of 64 keys, each part of the step has the words.
+        static_assert(Config::kParts * Config::kKeys == Roles::kProducerThreads);
+        const int part = Roles::producer_thread() / Config::kKeys, r = Roles::producer_thread() % Config::kKeys;
         const int32_t key = shared.keys.key[r];
-        ptx::cp_async_16(ptx::shared_address(&stage.parts[0].words[r]), keys.words(step, kRows) + max(key, 0),
+        ptx::cp_async_16(ptx::shared_address(&stage.parts[part].words[r]), keys.words(step, kRows) + max(key, 0),
                          key >= 0);
       }
     }
   }
 
   // Tells the consumers which step the stage is for; one that is not valid ends the steps.
-  __device__ void set_step(const KeyStep &step, bool head_ends) const {
+  __device__ void set_step(const KeyStep &step, bool ends) const {
     auto &stage = shared.stages[state.index];
 #pragma unroll
     for (int n = 0; n < Config::kParts; ++n) {
@@ -186,7 +191,7 @@ template <class Config> struct RowProducer {
     }
     StepFacts &facts = stage.facts;
     facts.valid = step.valid;
-    facts.head_ends = head_ends;
+    facts.ends = ends;
     uint32_t concerns = 0;
 #pragma unroll
     for (int n = 0; n < Config::kKeys / 64; ++n) concerns |= uint32_t(keys.concerns(n, step, kRows)) << n;
@@ -230,16 +235,39 @@ template <class Config> struct RowProducer {
     }
   }
 
+  // Asks L2 for the bias of a step's rows, from the first and from the last key of the block on.
+  __device__ void ask_for_bias(const KeyStep &step) const {
+    if constexpr (Config::kRowBias) {
+      if (!step.valid || keys.params.keys.listed) return;
+      const fdm_tensor &t = params.p.bias;
+      const Sequence &s = keys.task().s;
+      const int size = t.dtype == FDM_FLOAT32 ? 4 : 2, thread = Roles::producer_thread();
+      const int64_t row = min64(int64_t(step.tile) * kRows + thread / 2, s.q_count - 1);
+      const int32_t key = shared.keys.key[thread % 2 * (Config::kKeys - 1)];
+      const Matrix m = score_matrix(params.p, t, s, keys.head(step), size);
+      if (key >= 0) ptx::prefetch_l2(static_cast<const char *>(m.base) + (row * m.row + key * m.col) * size);
+    }
+  }
+  // Are the steps done whose gradients of a bias are summed: those of a head, or where the bias has a row for each query, those
+  // of all heads that share it?
+  __device__ bool ends(const KeyStep &step, const KeyStep &next) const {
+    if (!next.valid) return true;
+    if constexpr (Config::kRowBias) return params.p.bias.shape[1] == params.p.heads || next.tile != step.tile;
+    return next.head != step.head;
+  }
+
   __device__ void run(const KeyItem &item, const KeyBlockPlace &place) {
     keys.start(item, place, true);
     KeyStep step = keys.first_step(kRows);
+    ask_for_bias(step);
     RowStatistics statistics = find_statistics(step);
     load_keys();
     for (; step.valid; ++state) {
       const KeyStep next = keys.next_step(step, kRows);
+      ask_for_bias(next);
       const RowStatistics next_statistics = find_statistics(next);
       Roles::producer_acquire(shared.empty[state.index], state.phase);
-      load_rows(step, statistics, !next.valid || next.head != step.head);
+      load_rows(step, statistics, ends(step, next));
       Roles::producer_commit(shared.full[state.index]);
       step = next;
       statistics = next_statistics;
@@ -275,11 +303,12 @@ template <class Config> struct KeyConsumer {
   // What is known of them.
   __device__ const auto &own_rows(int stage, int turn = 0) const { return shared.stages[stage].parts[own_part(turn)]; }
 
-  // Starts the products S' and dP'.
+  // Starts the products S', which begin with the scores that there are where the bias has a row for each query, and dP'.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage, int turn = 0) const {
     const uint64_t part = RowTile::offset(kScoreRows, 0) * own_part(turn);
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part, false);
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part,
+                                                           Config::kRowBias);
     ptx::warpgroup_commit_batch();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]) + part,
                                                            false);
@@ -327,6 +356,24 @@ template <class Config> struct KeyConsumer {
       else
         sums.template make_score_gradients<false>(rows, scores, gradients);
     }
+  }
+
+  // The same where the scores began with a bias with a row for each query; if they are `exact`, it is `row_bias` that has it.
+  template <class RowBias>
+  __device__ void make_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number, bool exact,
+                                     const RowBias &row_bias) {
+    const auto &rows = own_rows(number);
+    const int first = facts.first + kScoreRows * own_part();
+    const ScoreFactors factors = ScoreFactors::uncapped(params.p);
+    ptx::warpgroup_wait<1>();
+    ptx::warpgroup_fence_operand(scores[0]);
+    if (exact)
+      sums.template make_probabilities<true>(rows, first, facts.buffer, scores, factors, row_bias);
+    else
+      sums.template make_probabilities<true, false>(rows, first, facts.buffer, scores, factors);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(gradients[0]);
+    sums.template make_score_gradients<true>(rows, scores, gradients);
   }
 };
 

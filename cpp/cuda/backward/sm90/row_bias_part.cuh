@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A bias with a row for each query, and its gradient, in the kernel of fused_wide.cuh: the elements that belong to the
+// accumulators of a part of a step. Products begin with them, so that they take no registers of their own.
+#pragma once
+
+#include "key_stationary.cuh"
+
+namespace fdm::cuda {
+
+template <class Config> struct RowBiasPart {
+  using Element = typename Config::Element;
+  using Gradients = typename Config::Gradients;
+  static constexpr int kRows = Config::kScoreRows, kRowTiles = kRows / 8;
+
+  const BackwardParams &params;
+  const typename Config::Keys::Shared &keys;
+  float sums[2][kRowTiles][2]; // of the gradient
+
+  __device__ RowBiasPart(const BackwardParams &parameters, const typename Config::Keys::Shared &own_keys)
+      : params(parameters), keys(own_keys) {
+    clear();
+  }
+
+  // Makes scores of a query head begin with the bias, in units of the product; with zeros where they are to be `exact`.
+  // Beyond these bounds of the scale, and for rows of which kLargeLse tells, biases in such units may leave the range of floats.
+  __device__ bool is_exact(const StepFacts &facts) const {
+    return facts.any_tests() || !(params.p.scale > 0x1p-30f && params.p.scale < 0x1p20f);
+  }
+  __device__ void begin(float (&scores)[kRowTiles][4], int64_t head, int first, bool exact) const {
+    const float factor = exact ? 0.0f : 1.0f / params.p.scale;
+    for_each_element(params.p.bias, head, first, [&](int half, int n, int i, const auto *element, bool exists) {
+      scores[n][2 * half + i] = exists && !exact ? to_float(*element) * factor : 0.0f;
+    });
+  }
+  // For the scores of a part that is exact.
+  struct Exact {
+    const RowBiasPart &bias;
+    int64_t head;
+    int first;
+
+    __device__ float element(int half, int n, int i) const {
+      const int row = first + 8 * n + accumulator_column() + i;
+      const int key = bias.keys.key[Gradients::key_row(0, half)];
+      if (key < 0 || row >= bias.keys.task.s.q_count) return -INFINITY;
+      return score_view(bias.params.p, bias.params.p.bias, bias.keys.task.s, head).load(row, key);
+    }
+  };
+
+  // Adds dS' of the part to the sums, and writes these where they are complete.
+  __device__ void add_score_gradients(const float (&gradients)[kRowTiles][4], int64_t head, int first, bool complete) {
+    if (!present(params.a.dbias)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums[half][n][i] += gradients[n][2 * half + i];
+    if (!complete) return;
+    write(head, first);
+    clear();
+  }
+
+private:
+  __device__ static float to_float(float x) { return x; }
+  __device__ static float to_float(Element x) { return float(x); }
+  __device__ void clear() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) sums[half][n][0] = sums[half][n][1] = 0.0f;
+  }
+
+  // Calls function(half, n, i, element, exists) for this thread's pairs of a part that begins at row `first`: where the
+  // pair's element of a tensor lies, and whether its row and key exist.
+  template <class Function>
+  __device__ __forceinline__ void for_each_element(const fdm_tensor &t, int64_t head, int first, const Function &function) const {
+    if (t.dtype == FDM_FLOAT32)
+      for_each_of<float>(t, head, first, function);
+    else
+      for_each_of<Element>(t, head, first, function);
+  }
+  template <class Stored, class Function>
+  __device__ __forceinline__ void for_each_of(const fdm_tensor &t, int64_t head, int first, const Function &function) const {
+    const Sequence &s = keys.task.s;
+    const Matrix m = score_matrix(params.p, t, s, head, sizeof(Stored));
+    const int row = first + accumulator_column(), rows = int(s.q_count) - row;
+    auto *const base = static_cast<Stored *>(const_cast<void *>(m.base)) + row * m.row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = keys.key[Gradients::key_row(0, half)], there = key < 0 ? 0 : rows;
+      Stored *element = base + key * m.col;
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) {
+        function(half, n, 0, element, 8 * n < there);
+        function(half, n, 1, element + m.row, 8 * n + 1 < there);
+        element += 8 * m.row;
+      }
+    }
+  }
+
+  __device__ void write(int64_t head, int first) const {
+    for_each_element(params.a.dbias, head, first, [&](int half, int n, int i, auto *element, bool exists) {
+      using Stored = std::remove_pointer_t<decltype(element)>;
+      if (exists) *element = Stored(sums[half][n][i]);
+    });
+  }
+};
+
+// Makes zeros of what is not finite in a tile of `kBytes` bytes. All consumers call this.
+template <class Element, int kBytes> __device__ void clear_odd_elements(const char *tile, int thread, int threads) {
+  constexpr uint32_t kExponent = __is_same(Element, __half) ? 0x7c00 : 0x7f80;
+  const auto finite = [](uint32_t word) {
+    if ((word & kExponent) == kExponent) word &= 0xffff0000u;
+    if ((word >> 16 & kExponent) == kExponent) word &= 0xffffu;
+    return word;
+  };
+  const uint32_t base = ptx::shared_address(tile);
+#pragma unroll 1
+  for (int place = 16 * thread; place < kBytes; place += 16 * threads) {
+    uint4 words = ptx::load_shared_16_bytes(base + place);
+    words = {finite(words.x), finite(words.y), finite(words.z), finite(words.w)};
+    ptx::store_shared(base + place, words);
+  }
+}
+
+} // namespace fdm::cuda
