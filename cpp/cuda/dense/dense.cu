@@ -135,7 +135,7 @@ int64_t choose_splits(const DenseForward &work, int sms) {
 int64_t most_splits(const DenseCall &call) {
   DenseForward work = divide_forward(call);
   const int64_t splits = choose_splits(work, kMostSms);
-  return divide_wide_forward(&work, kMostSms) ? work.splits : splits;
+  return divide_wide_forward(&work, kMostSms, false) ? work.splits : splits;
 }
 
 // Gives a tile its slots and stages. False if it does not fit shared memory.
@@ -294,7 +294,7 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
     wide.splits = 1;
     wide.groups = int32_t(std::clamp<int64_t>(count / p.bias.shape[1], 1, sources_of(work.call)));
   }
-  const bool is_wide = args.splits <= 1 && (wide.windows || divide_wide_forward(&wide, count));
+  const bool is_wide = args.splits <= 1 && (wide.windows || divide_wide_forward(&wide, count, true));
   const int64_t room = most_splits(work.call);
   if (is_wide) {
     work = wide;

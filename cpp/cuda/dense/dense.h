@@ -71,6 +71,7 @@ struct DenseForward {
   // Of the kernel for sm_90. `pairs`: a task has half a tile of rows of two query heads that share K and V. `blocks` of
   // threads have equal shares of the `steps` of all groups where there are splits, and else whole tiles of rows.
   bool pairs;
+  bool halves;           // a task has half a tile of rows, and each consumer warpgroup half of the keys of a block
   int32_t blocks, steps; // steps: of a group
   LiveTiles live;        // what a mask of rows leaves
   bool out_aligned;      // as rows_are_aligned says

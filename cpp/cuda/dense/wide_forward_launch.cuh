@@ -27,26 +27,31 @@ cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t str
       };
       return p.bias.dtype == FDM_FLOAT32 ? launch_windows(std::true_type{}) : launch_windows(std::false_type{});
     }
-  const auto launch_for = [&](auto sources, auto wide_bias, auto mask_rows, auto pairs) {
+  const auto launch_for = [&](auto sources, auto wide_bias, auto mask_rows, auto parts) {
     using Config = WideForwardConfig<Element, kHeadDim, decltype(sources)::value, decltype(wide_bias)::value,
-                                     decltype(mask_rows)::value, decltype(pairs)::value>;
+                                     decltype(mask_rows)::value, decltype(parts)::value>;
     return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>, Overlap::kernel_ahead>(
         work, work.blocks, Roles::kThreads, stream);
   };
   constexpr std::integral_constant<int, 1> kOne{};
   constexpr std::true_type kYes{};
   constexpr std::false_type kNo{};
+  constexpr std::integral_constant<TaskParts, TaskParts::rows> kRows{};
+  constexpr std::integral_constant<TaskParts, TaskParts::heads> kHeads{};
+  constexpr std::integral_constant<TaskParts, TaskParts::keys> kKeys{};
   const auto launch_for_bias = [&](auto wide_bias) {
     if constexpr (has_room_for_mask(kHeadDim, decltype(wide_bias)::value)) {
-      if (work.pairs && has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kYes);
-      if (work.pairs) return launch_for(kOne, wide_bias, kNo, kYes);
-      if (has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kNo);
+      if (work.pairs && has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kHeads);
+      if (work.pairs) return launch_for(kOne, wide_bias, kNo, kHeads);
+      if (work.halves && has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kKeys);
+      if (has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kRows);
     }
+    if (work.halves) return launch_for(kOne, wide_bias, kNo, kKeys);
     constexpr int kMostSources = wide_sources(kHeadDim);
     if constexpr (kMostSources > 1)
       if (work.slots == kMostSources)
-        return launch_for(std::integral_constant<int, kMostSources>{}, wide_bias, kNo, kNo);
-    return launch_for(kOne, wide_bias, kNo, kNo);
+        return launch_for(std::integral_constant<int, kMostSources>{}, wide_bias, kNo, kRows);
+    return launch_for(kOne, wide_bias, kNo, kRows);
   };
   return p.bias.dtype == FDM_FLOAT32 ? launch_for_bias(kYes) : launch_for_bias(kNo);
 #else

@@ -62,7 +62,7 @@ inline bool has_room_for_mask(const fdm_problem &p) {
 
 inline int64_t units_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1]; }
 
-inline int wide_rows(const DenseForward &work) { return work.pairs ? kWideTile / 2 : kWideTile; }
+inline int wide_rows(const DenseForward &work) { return work.pairs || work.halves ? kWideTile / 2 : kWideTile; }
 
 // Can the kernel have the sources of a bias in pairs of query heads that share K, V and the mask?
 inline bool has_head_pairs(const DenseCall &call) {
@@ -81,8 +81,8 @@ inline void use_whole_tiles(DenseForward *work, int sms) {
 //
 // Whole tiles of rows are gone through forth and back, the longest first, so the first or the last block of threads
 // has most to do. Equal shares take no longer than they must, but then there are partial results, and a launch that merges
-// them: about three steps, and one for each 2 MB.
-inline void choose_shares(DenseForward *work, int sms) {
+// them: about three steps, and one for each 2 MB. Returns the time.
+inline int64_t choose_shares(DenseForward *work, int sms) {
   constexpr int64_t kLeastSteps = 2, kMergeSteps = 3, kStepBytes = int64_t(2) << 20;
   const fdm_problem &p = work->call.p;
   const int rows = wide_rows(*work);
@@ -105,15 +105,35 @@ inline void choose_shares(DenseForward *work, int sms) {
   const int64_t bytes = (tasks + shares) * kWideTile * p.head_dim * int64_t(sizeof(float));
   const int64_t shares_time = ceil_div(all, shares) + 1 + kMergeSteps + bytes / kStepBytes;
   // The kernel counts steps times blocks with 32 bits.
-  if (splits == 1 || shares_time >= std::max(of_first, of_last) || (all + 1) * (shares + 1) > INT32_MAX) return;
+  const int64_t whole_time = std::max(of_first, of_last);
+  if (splits == 1 || shares_time >= whole_time || (all + 1) * (shares + 1) > INT32_MAX) return whole_time;
   work->splits = int32_t(splits);
   work->blocks = int32_t(shares);
   work->steps = int32_t(steps);
+  return shares_time;
+}
+
+// Where few rows leave SMs idle, tasks of half as many rows, whose keys are divided between the consumer warpgroups, take less
+// time than `time` steps. A block of keys then takes two thirds of a step, or four fifths with 128 columns, and merging what
+// the warpgroups have half of one (seen on an H100).
+inline bool takes_halves(const DenseForward &work, int64_t time, int sms) {
+  const fdm_problem &p = work.call.p;
+  const int64_t tiles = ceil_div(p.queries, kWideTile / 2), blocks = visible_key_tiles(p, tiles - 1, kWideTile / 2);
+  const int64_t tenths = 16 + (wide_head_dim(p) <= 64 ? 7 : 8) * blocks;
+  return units_of(p) * sources_of(work.call) * tiles <= sms && tenths < 10 * time;
+}
+inline void use_halves(DenseForward *work, int sms) {
+  work->pairs = false;
+  work->halves = true;
+  work->slots = 1;
+  work->groups = int32_t(sources_of(work->call));
+  work->tiles = int32_t(ceil_div(work->call.p.queries, wide_rows(*work)));
+  use_whole_tiles(work, sms);
 }
 
 // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
 // all SMs. Where they are pairs of heads, or there is a mask of rows, keys may be divided too.
-inline bool divide_wide_forward(DenseForward *work, int sms) {
+inline bool divide_wide_forward(DenseForward *work, int sms, bool may_take_halves) {
   const fdm_problem &p = work->call.p;
   if (!has_wide_tiles(work->call) || !work->call.bias_chunks || present(p.start)) return false;
   if (has_rows(p.mask) && (!work->call.mask_chunks || !work->call.shares_mask || !has_room_for_mask(p))) return false;
@@ -125,11 +145,16 @@ inline bool divide_wide_forward(DenseForward *work, int sms) {
   if (!shares) {
     const int64_t tiles = units_of(p) * work->tiles;
     work->slots = int32_t(sources >= most && tiles * (sources / most) >= sms ? most : 1);
-    if (tiles * ceil_div(sources, work->slots) < sms / 2) return false;
+    if (tiles * ceil_div(sources, work->slots) < sms / 2) {
+      constexpr int64_t kMostSteps = 17; // of a tile: with more, other kernels, which divide the keys, are faster
+      const bool halves = may_take_halves && takes_halves(*work, kMostSteps, sms);
+      if (halves) use_halves(work, sms);
+      return halves;
+    }
   }
   work->groups = int32_t(ceil_div(sources, work->slots));
   use_whole_tiles(work, sms);
-  if (shares) choose_shares(work, sms);
+  if (shares && takes_halves(*work, choose_shares(work, sms), sms) && may_take_halves) use_halves(work, sms);
   return true;
 }
 

@@ -60,8 +60,7 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   }
   // Starts this warpgroup's columns of sum = left * right, or sum += left * right, summed over 64 keys or rows.
   template <bool kTransposed, class RightTile>
-  __device__ static void start_columns(float (&sum)[kTiles][4], const char *left, const char *right,
-                                       bool accumulate) {
+  __device__ static void start_columns(float (&sum)[kTiles][4], const char *left, const char *right, bool accumulate) {
     const uint64_t a = Tile::descriptor(ptx::shared_address(left));
     const uint64_t b = RightTile::descriptor(ptx::shared_address(right));
     const auto multiply = [&](auto &own_sum, int first) {

@@ -48,11 +48,11 @@ struct alignas(16) StepFacts {
   bool tests
       [Roles::kProducerWarps]; // of all pairs of a warp's rows: some have a very large lse, or the task asks for it
   bool valid;                  // false ends the steps
-  bool ends; // as RowProducer::ends() tells
-  uint8_t concerns; // bit n: a row may keep any of the keys of group n
-  uint8_t buffer;   // of the KeyStep
-  int32_t head;     // of the KeyStep
-  int32_t first;    // row
+  bool ends;                   // as RowProducer::ends() tells
+  uint8_t concerns;            // bit n: a row may keep any of the keys of group n
+  uint8_t buffer;              // of the KeyStep
+  int32_t head;                // of the KeyStep
+  int32_t first;               // row
 
   __device__ bool any_tests() const { return tests[0] || tests[1] || tests[2] || tests[3]; }
   // All lanes of the warp call this, and branch alike by what it returns.

@@ -73,14 +73,16 @@ private:
   // Calls function(half, n, i, element, exists) for this thread's pairs of a part that begins at row `first`: where the
   // pair's element of a tensor lies, and whether its row and key exist.
   template <class Function>
-  __device__ __forceinline__ void for_each_element(const fdm_tensor &t, int64_t head, int first, const Function &function) const {
+  __device__ __forceinline__ void for_each_element(const fdm_tensor &t, int64_t head, int first,
+                                                   const Function &function) const {
     if (t.dtype == FDM_FLOAT32)
       for_each_of<float>(t, head, first, function);
     else
       for_each_of<Element>(t, head, first, function);
   }
   template <class Stored, class Function>
-  __device__ __forceinline__ void for_each_of(const fdm_tensor &t, int64_t head, int first, const Function &function) const {
+  __device__ __forceinline__ void for_each_of(const fdm_tensor &t, int64_t head, int first,
+                                              const Function &function) const {
     const Sequence &s = keys.task.s;
     const Matrix m = score_matrix(params.p, t, s, head, sizeof(Stored));
     const int row = first + accumulator_column(), rows = int(s.q_count) - row;

@@ -19,13 +19,14 @@ template <class Config> struct WideForwardConsumer {
   using Tile = typename Config::Pair::Tile;
   using Pair = typename Config::Pair;
   using Task = WideForwardTask<Config>;
-  static constexpr int kTiles = Config::kTile / 8, kOutTiles = Config::kHeadDim / 8, kSources = Config::kSources;
-  static constexpr int kExactBarrier = 4;
+  static constexpr int kTiles = Config::kOwnKeys / 8, kOutTiles = Config::kHeadDim / 8, kSources = Config::kSources;
+  static constexpr int kExactBarrier = 4, kMergeBarrier = 5;
 
   const DenseForward &work;
   WideForwardShared<Config> &shared;
   const Task &task;
   WideForwardStates<Config> &states;
+  const int own_key; // the first of a block's keys that are this warpgroup's
   DenseSoftmax<1, kTiles> softmax[kSources];
   float out[kSources][1][kOutTiles][4];
   using Scores = float[kTiles][4];
@@ -35,11 +36,12 @@ template <class Config> struct WideForwardConsumer {
 
   __device__ WideForwardConsumer(const DenseForward &own_work, WideForwardShared<Config> &memory, const Task &own_task,
                                  WideForwardStates<Config> &own_states)
-      : work(own_work), shared(memory), task(own_task), states(own_states) {}
+      : work(own_work), shared(memory), task(own_task), states(own_states),
+        own_key(Config::kHalves ? Config::kOwnKeys * Roles::consumer_group() : 0) {}
 
   __device__ static int warp() { return threadIdx.x / 32; }
   // The first row of this warp in a tile of the bias, and the head of its warpgroup in a pair.
-  __device__ static int bias_row() { return 16 * (Config::kPairs ? warp() % 4 : warp()); }
+  __device__ static int bias_row() { return 16 * (Config::kRows < Config::kTile ? warp() % 4 : warp()); }
   __device__ static int head_of_pair() { return Config::kPairs ? Roles::consumer_group() : 0; }
   __device__ Source source(int n) const {
     return source_of(work.call, task.unit, task.first_source + head_of_pair() + n);
@@ -49,8 +51,9 @@ template <class Config> struct WideForwardConsumer {
 
   // Loads this thread's part of a bias of 16 bits that belongs to two tiles of 8 keys, of which 2 * k is the first.
   __device__ void load_pairs(int k, uint32_t (&pairs)[4]) const {
-    ptx::ldmatrix(pairs, Config::bias_chunk(ptx::shared_address(shared.bias[states.bias.index]),
-                                            bias_row() + threadIdx.x % 16, 2 * k + threadIdx.x % 32 / 16));
+    ptx::ldmatrix(pairs,
+                  Config::bias_chunk(ptx::shared_address(shared.bias[states.bias.index]), bias_row() + threadIdx.x % 16,
+                                     own_key / 8 + 2 * k + threadIdx.x % 32 / 16));
   }
   __device__ static void unpack_pairs(const uint32_t (&pairs)[4], float (&low)[4], float (&high)[4]) {
     ptx::unpack<Element>(pairs[0], low[0], low[1]);
@@ -64,7 +67,8 @@ template <class Config> struct WideForwardConsumer {
     if constexpr (Config::kWide) {
       const auto pair_of = [&](int half, int n) {
         const int pair = threadIdx.x % 4;
-        const uint32_t place = Config::bias_chunk(0, bias_row() + accumulator_row(half), 2 * n + pair / 2);
+        const uint32_t place =
+            Config::bias_chunk(0, bias_row() + accumulator_row(half), own_key / 4 + 2 * n + pair / 2);
         return *reinterpret_cast<const float2 *>(shared.bias[states.bias.index] + place + pair % 2 * 8);
       };
 #pragma unroll
@@ -138,14 +142,15 @@ template <class Config> struct WideForwardConsumer {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         float own[2];
-        dropped.read(n, own);
+        dropped.read(own_key / 8 + n, own);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           scores[n][i] = kExact && own[i % 2] != 0.0f ? own[i % 2] : scores[n][i] + own[i % 2];
       }
     if (!is_causal(work.call.p)) return;
-    const int limit = int(work.call.p.keys - work.call.p.queries) + task.first_row + bias_row() - block * Config::kTile;
-    if (limit >= Config::kTile - 1) return;
+    const int limit =
+        int(work.call.p.keys - work.call.p.queries) + task.first_row + bias_row() - (block * Config::kTile + own_key);
+    if (limit >= Config::kOwnKeys - 1) return;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -159,10 +164,11 @@ template <class Config> struct WideForwardConsumer {
     if (threadIdx.x < Config::kTile / 32) shared.live[threadIdx.x] = 0;
     sync();
     const uint32_t columns = live_columns(scores, -INFINITY, [&](int, int half) { return exists(n, half); });
+    const int first_column = own_key + accumulator_column();
     if (threadIdx.x % 32 < 4)
 #pragma unroll 1
       for (int bit = 0; bit < 32; ++bit) {
-        const int column = bit / 2 * 8 + accumulator_column() + bit % 2;
+        const int column = first_column + bit / 2 * 8 + bit % 2;
         if (columns >> bit & 1) atomicOr(&shared.live[column / 32], 1u << column % 32);
       }
     sync();
@@ -182,16 +188,17 @@ template <class Config> struct WideForwardConsumer {
     if constexpr (Config::kHoldsBias && !Config::kReadsBiasBeside)
       if (n == 0) read_bias();
     Roles::consumer_wait(shared.full[stage], states.keys.phase);
-    const uint64_t keys = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 0);
-    const uint64_t values = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 1);
-    const uint64_t queries = Pair::descriptor(ptx::shared_address(shared.sQ[states.queries.index]), n) +
-                             Tile::offset(64, 0) * Roles::consumer_group();
+    const uint64_t half = Tile::offset(64, 0) * Roles::consumer_group(), own_keys = Config::kHalves ? half : 0;
+    const uint64_t keys = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 0) + own_keys;
+    const uint64_t values = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 1) + own_keys;
+    const uint64_t queries =
+        Pair::descriptor(ptx::shared_address(shared.sQ[states.queries.index]), n) + (Config::kHalves ? 0 : half);
     float scores[1][kTiles][4];
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores[0], queries, keys, false);
     if constexpr (Config::kDropsByProduct)
-      ptx::wgmma_ss<Element, false, false>(scores[0], shared.drops.ones_descriptor(), shared.drops.descriptor(stage),
-                                           true);
+      ptx::wgmma_ss<Element, false, false>(scores[0], shared.drops.ones_descriptor(),
+                                           shared.drops.descriptor(stage, own_key), true);
     ptx::warpgroup_commit_batch();
     if constexpr (Config::kReadsBiasBeside)
       if (n == 0) read_bias();
@@ -225,19 +232,63 @@ template <class Config> struct WideForwardConsumer {
     for (int block = live.next(task.begin); block < task.end; block = live.next(block + 1))
 #pragma unroll
       for (int n = 0; n < kSources; ++n) step<kExact>(block, n);
+#pragma unroll
+    for (int n = 0; n < kSources; ++n) softmax[n].finish();
+    if constexpr (Config::kHalves) merge();
     Roles::consumer_release(shared.q_empty[states.queries.index]);
     ++states.queries;
+    if (Config::kHalves && Roles::consumer_group() == 1) return false;
     // Sources and rows that do not exist need no test: they show nothing odd, unless another does too.
     bool odd = false;
 #pragma unroll
-    for (int n = 0; n < kSources; ++n) {
-      softmax[n].finish();
-      odd |= !is_finite(out[n][0]) || softmax[n].is_odd([](int, int) { return true; });
-    }
+    for (int n = 0; n < kSources; ++n) odd |= !is_finite(out[n][0]) || softmax[n].is_odd([](int, int) { return true; });
     return odd;
   }
 
+  // Merges what the second warpgroup has with what the first has, which then has all. Nobody needs Q any more.
+  __device__ void merge() {
+    static_assert(kOutTiles * sizeof(float4) * (Roles::kConsumerThreads / 2) <= Config::kQueryBytes);
+    constexpr int kThreads = Roles::kConsumerThreads / 2;
+    auto *const other = reinterpret_cast<float4 *>(shared.sQ[states.queries.index]) + threadIdx.x % kThreads;
+    auto &own = softmax[0];
+    ptx::sync_threads<kMergeBarrier, Roles::kConsumerThreads>();
+    if (Roles::consumer_group() == 1) {
+#pragma unroll
+      for (int d = 0; d < kOutTiles; ++d) {
+        const float (&sums)[4] = out[0][0][d];
+        other[d * kThreads] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        shared.parts.rows[half][threadIdx.x % kThreads] = {own.maximum[0][half], own.sum[0][half]};
+    }
+    ptx::sync_threads<kMergeBarrier, Roles::kConsumerThreads>();
+    if (Roles::consumer_group() == 1) return;
+    float factor[2][2]; // of a half's own results and of the others
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 part = shared.parts.rows[half][threadIdx.x];
+      const float before = own.maximum[0][half], largest = fmaxf(before, part.x);
+      const auto factor_of = [&](float maximum) {
+        return maximum == -INFINITY ? 0.0f : ptx::exp2_approximate((maximum - largest) * kLog2E);
+      };
+      factor[half][0] = factor_of(before);
+      factor[half][1] = factor_of(part.x);
+      own.maximum[0][half] = largest;
+      own.shift[0][half] = own.shift_of(largest);
+      own.sum[0][half] = own.sum[0][half] * factor[half][0] + part.y * factor[half][1];
+    }
+#pragma unroll
+    for (int d = 0; d < kOutTiles; ++d) {
+      const float4 part = other[d * kThreads];
+      const float parts[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[0][0][d][i] = out[0][0][d][i] * factor[i / 2][0] + parts[i] * factor[i / 2][1];
+    }
+  }
+
   __device__ void write() const {
+    if (Config::kHalves && Roles::consumer_group() == 1) return;
     const int first_source = task.first_source + head_of_pair();
     SourceWalk source(work.call, task.unit, first_source);
     const int sources = work.call.batches * work.call.heads - first_source;

@@ -53,8 +53,9 @@ template <class Config> struct WideForwardProducer {
     Roles::producer_acquire(shared.q_empty[state.index], state.phase);
 #pragma unroll 1
     for (int n = 0; n < Config::kSources; ++n, ++source)
-      q.copy(shared.sQ[state.index], n, q.row_of(source.batch, source.head + head),
-             __ballot_sync(0xffffffffu, n < sources && first_row + own() < p.queries));
+      q.copy(
+          shared.sQ[state.index], n, q.row_of(source.batch, source.head + head),
+          __ballot_sync(0xffffffffu, n < sources && (!Config::kHalves || head == 0) && first_row + own() < p.queries));
     Roles::producer_commit(shared.q_full[state.index]);
     ++state;
   }

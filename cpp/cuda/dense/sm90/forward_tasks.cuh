@@ -8,20 +8,24 @@
 
 namespace fdm::cuda {
 
+// What each of two consumer warpgroups has of a task: half of its rows; one of two query heads that share K and V, with the
+// same rows of the bias; or half of the keys of each block, and what they have made is merged in the end.
+enum class TaskParts { rows, heads, keys };
+
 // kSourceCount: a consumer goes through so many sources for each block of keys. kMaskRows: there is a mask of rows.
-// kHeadPairs: each consumer warpgroup has a query head of two that share K and V, and both have the same rows of the bias.
-template <class ElementType, int kHeadDimension, int kSourceCount, bool kWideBias, bool kMaskRows, bool kHeadPairs>
+template <class ElementType, int kHeadDimension, int kSourceCount, bool kWideBias, bool kMaskRows, TaskParts kParts>
 struct WideForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
   static constexpr bool kWide = kWideBias; // the bias is float32
   static constexpr int kBiasSize = kWide ? 4 : 2;
   using Pair = TilePair<kHeadDim>;
-  static constexpr bool kMasks = kMaskRows, kPairs = kHeadPairs;
-  static constexpr bool kShares = kMasks || kPairs; // blocks of threads may have equal shares of the work
+  static constexpr bool kMasks = kMaskRows, kPairs = kParts == TaskParts::heads, kHalves = kParts == TaskParts::keys;
+  static constexpr bool kShares = kMasks || kPairs || kHalves; // blocks of threads may have equal shares of the work
   static_assert(kSourceCount == 1 || !kShares);
   static constexpr int kSources = kSourceCount, kTaskSources = kPairs ? 2 : kSources; // of a consumer, and of a task
-  static constexpr int kRows = kPairs ? kTile / 2 : kTile;                            // of a task
+  static constexpr int kRows = kPairs || kHalves ? kTile / 2 : kTile;                 // of a task
+  static constexpr int kOwnKeys = kHalves ? kTile / 2 : kTile;                        // of a block, of a consumer
   static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
   // The products add -inf for keys that are dropped.
   static constexpr bool kDropsByProduct = kHeadDim == 32;
@@ -76,7 +80,11 @@ template <class Config> struct WideForwardShared {
                      None>
       drops;
   uint32_t live[Config::kTile / 32]; // of an exact run: keys that a row of the tile keeps
-  uint32_t odd[kOddWords];           // a bit for each task that is to be run again, exact; some share one
+  struct Parts {
+    float2 rows[2][Roles::kConsumerThreads / 2]; // the maxima and sums of what the second consumer warpgroup has
+  };
+  std::conditional_t<Config::kHalves, Parts, None> parts;
+  uint32_t odd[kOddWords]; // a bit for each task that is to be run again, exact; some share one
   uint64_t q_full[Config::kQueryStages], q_empty[Config::kQueryStages];
   uint64_t full[Config::kStages], empty[Config::kStages];
   uint64_t bias_full[Config::kBiasStages], bias_empty[Config::kBiasStages];
