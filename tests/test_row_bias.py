@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import flash_dmattn_varlen_func
+from flash_dmattn import IntervalMask, flash_dmattn_varlen_func
 from support import (
     Problem,
     Target,
@@ -67,13 +67,16 @@ def test_elements_anywhere(layout: str, queries: int, target: Target) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("heads", [1, 2, 6])
 @pytest.mark.parametrize("mask_kind", ["none", "keys", "rows", "rows of heads", "causal"])
-def test_sums_over_what_shares_it(mask_kind: str, heads: int, batch: int, target: Target) -> None:
+@pytest.mark.parametrize("head_dim", [16, 136])
+def test_sums_over_what_shares_it(
+    head_dim: int, mask_kind: str, heads: int, batch: int, target: Target
+) -> None:
     """The gradient of an element is summed over query heads and batches, up to twelve here."""
     shapes = {"keys": (2, 2, 1, 77), "rows": (1, 1, 150, 77), "rows of heads": (2, 6, 150, 77)}
     for dtype in target.dtypes:
         bias = randn(batch, heads, 150, 77, dtype=dtype, seed=heads)
         bias[rand_bool(*bias.shape, density=0.1)] = -torch.inf
-        problem = problem_with(bias, dtype, causal=mask_kind == "causal")
+        problem = problem_with(bias, dtype, causal=mask_kind == "causal", head_dim=head_dim)
         if mask_kind in shapes:
             problem.mask = rand_bool(*shapes[mask_kind], density=0.5, seed=batch)
         check(problem, target)
@@ -111,12 +114,13 @@ def test_every_tile(head_dim: int, target: Target) -> None:
         check(problem, target)
 
 
-def test_dropped_pairs_and_keys_may_hold_anything(target: Target) -> None:
+@pytest.mark.parametrize("head_dim", [16, 136, 256])
+def test_dropped_pairs_and_keys_may_hold_anything(head_dim: int, target: Target) -> None:
     for dtype in target.dtypes:
-        problem = problem_with(randn(2, 2, 150, 77, dtype=dtype), dtype)
+        problem = problem_with(randn(2, 2, 150, 77, dtype=dtype), dtype, head_dim=head_dim)
         problem.mask = rand_bool(2, 2, 150, 77, density=0.5)
         problem.mask[..., 40] = False
-        truth_of = problem_with(problem.bias.clone(), dtype)
+        truth_of = problem_with(problem.bias.clone(), dtype, head_dim=head_dim)
         truth_of.mask = problem.mask
         problem.bias[~problem.mask] = torch.nan
         problem.key[:, 40], problem.value[:, 40] = torch.nan, torch.inf
@@ -149,10 +153,13 @@ def test_many_short_sequences_share_a_bias(mask_kind: str, length: int, target: 
 
 
 @pytest.mark.parametrize("bias_batch", [1, 3])
-def test_dropped_keys_and_empty_rows_hold_anything(bias_batch: int, target: Target) -> None:
+@pytest.mark.parametrize("head_dim", [32, 192])
+def test_dropped_keys_and_empty_rows_hold_anything(
+    head_dim: int, bias_batch: int, target: Target
+) -> None:
     """Dropped by the bias or by a mask of keys; other sources of the same bias keep them."""
     for dtype in target.dtypes:
-        problem = simple_problem(dtype, batch=3, queries=70, keys=90, group=2, head_dim=32)
+        problem = simple_problem(dtype, batch=3, queries=70, keys=90, group=2, head_dim=head_dim)
         problem.bias = randn(bias_batch, 4, 70, 90, dtype=dtype)
         problem.bias[..., 7] = -torch.inf
         problem.bias[:, :, 11] = -torch.inf
@@ -172,13 +179,14 @@ def test_dropped_keys_and_empty_rows_hold_anything(bias_batch: int, target: Targ
 @pytest.mark.parametrize("bias_batch", [1, 3])
 @pytest.mark.parametrize("holder", ["bias of dropped keys", "gradient of empty rows"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("head_dim", [64, 192])
 def test_one_thing_that_is_not_a_number(
-    poison: float, holder: str, bias_batch: int, pack_target: Target
+    head_dim: int, poison: float, holder: str, bias_batch: int, pack_target: Target
 ) -> None:
     """All else is finite, of a size for which one Hopper kernel computes all gradients."""
     for dtype in pack_target.dtypes:
         for bias_dtype in {dtype, torch.float32}:
-            problem = simple_problem(dtype, batch=3, queries=130, keys=200, head_dim=64)
+            problem = simple_problem(dtype, batch=3, queries=130, keys=200, head_dim=head_dim)
             problem.bias = randn(bias_batch, 4, 130, 200, dtype=bias_dtype)
             problem.bias[:, :, 11] = -torch.inf
             problem.mask = rand_bool(3, 1, 1, 200, density=0.7)
@@ -197,11 +205,12 @@ def test_one_thing_that_is_not_a_number(
             assert not got["dquery"][:, 11].any()
 
 
-def test_rows_of_lowest_biases(target: Target) -> None:
+@pytest.mark.parametrize("bias_batch, head_dim", [(1, 32), (2, 32), (2, 192)])
+def test_rows_of_lowest_biases(bias_batch: int, head_dim: int, target: Target) -> None:
     """They give the mean of the values of their keys; on GPUs they have no gradient."""
     for dtype in target.dtypes:
-        problem = simple_problem(dtype, batch=2, queries=40, keys=50, group=1, head_dim=32)
-        problem.bias = randn(1, 2, 40, 50, dtype=torch.float32)
+        problem = simple_problem(dtype, batch=2, queries=40, keys=50, group=1, head_dim=head_dim)
+        problem.bias = randn(bias_batch, 2, 40, 50, dtype=torch.float32)
         problem.bias[:, :, 3] = torch.finfo(torch.float32).min
         problem.bias[:, :, 5, :49] = torch.finfo(torch.float32).min
         got = problem.results(target, dout=randn(*problem.query.shape, dtype=dtype, seed=5))
@@ -264,3 +273,27 @@ def test_packed_sequences(heads: int, target: Target) -> None:
             assert_accurate(got, *({name: of[name] for name in got} for of in (truth, eager)))
             assert not grads[3][:, row, key_count:].any()
             assert row_count == got["out"].shape[1]
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("form", ["lists", "softcap", "scale", "far below", "transposed"])
+def test_forms_of_large_heads(form: str, head_dim: int, target: Target) -> None:
+    """A block of keys then serves a group, whose heads may have a bias in common."""
+    for dtype in target.dtypes:
+        for heads in (2, 6):
+            for bias_dtype in {dtype, torch.float32}:
+                bias = randn(2, heads, 150, 77, dtype=bias_dtype, seed=heads)
+                if form == "far below":
+                    bias[:, :, ::7, 5:] = -1e4
+                    bias[:, :, 3] = -1e4
+                elif form == "transposed":
+                    bias = bias.transpose(2, 3).contiguous().transpose(2, 3)
+                problem = problem_with(bias, dtype, causal=heads == 6, head_dim=head_dim)
+                if form == "lists":
+                    start = torch.randint(0, 120, (2, 2, 77), generator=torch.manual_seed(heads))
+                    problem.mask = IntervalMask(start.int(), (start + 40).int())
+                elif form == "softcap":
+                    problem.softcap = 3.0
+                elif form == "scale":
+                    problem.scale = 2.0**-34
+                check(problem, target)
