@@ -157,8 +157,8 @@ COMPARISONS: dict[str, tuple[Judged | Peers, ...]] = {
         _host("forward and backward", "host_forward_backward"),
     ),
     "earlier": (
-        _earlier("Forward", "h100-legacy-earlier-forward"),
-        _earlier("Backward", "h100-legacy-earlier-backward"),
+        _earlier("Forward", "h200-legacy-earlier-forward"),
+        _earlier("Backward", "h200-legacy-earlier-backward"),
     ),
     "triangle": _peers("Triangle attention", "triangle"),
     "relative-bias": _peers("A bias that the batch shares", "t5", "single", "swin"),

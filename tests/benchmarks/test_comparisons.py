@@ -24,8 +24,8 @@ WHERE = {
 MADE = {
     "h100-shapes": sets.shapes(gpu=True),
     "h200-pairs": sets.pairs(gpu=True),
-    "h100-legacy-earlier-forward": sets.workload_set("legacy-forward", "cuda"),
-    "h100-legacy-earlier-backward": sets.workload_set("legacy-backward", "cuda"),
+    "h200-legacy-earlier-forward": sets.workload_set("legacy-forward", "cuda"),
+    "h200-legacy-earlier-backward": sets.workload_set("legacy-backward", "cuda"),
 }
 
 
