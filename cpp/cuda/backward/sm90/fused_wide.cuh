@@ -47,16 +47,18 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   __device__ static int first_rest_column() { return 8 * (kWholeTiles + kRestTiles * Roles::consumer_group()); }
   // Puts the columns of products in their order.
   __device__ static void order_columns(float (&sum)[kTiles][4]) {
-    if (kRestTiles == 0 || Roles::consumer_group() == 0) return;
-    float ordered[kTiles][4];
+    if constexpr (kRestTiles > 0) {
+      if (Roles::consumer_group() == 0) return;
+      float ordered[kTiles][4];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
+      for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ordered[n][i] = sum[(n + kWholeTiles) % kTiles][i];
+        for (int i = 0; i < 4; ++i) ordered[n][i] = sum[(n + kWholeTiles) % kTiles][i];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
+      for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[n][i] = ordered[n][i];
+        for (int i = 0; i < 4; ++i) sum[n][i] = ordered[n][i];
+    }
   }
   // Starts this warpgroup's columns of sum = left * right, or sum += left * right, summed over 64 keys or rows.
   template <bool kTransposed, class RightTile>
