@@ -158,7 +158,7 @@ int main() {
   p.queries = p.keys = 64;
   const bool windows = has_windows(call);
   p.queries = p.keys = 128;
-  const bool divided = divide_wide_forward(&work, 132);
+  const bool divided = divide_wide_forward(&work, 132, true);
   std::printf("%d %d %d", windows, has_room_for_mask(p), divided ? work.slots : 0);
 }
 """
