@@ -25,7 +25,8 @@ bool takes_listed_keys(const fdm_problem &p) { return is_interval_plan(mask_kind
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
 // Has a bias with a row for each query a form that the kernel which computes all gradients knows? A block of keys serves the
-// query heads of a group, and what it writes of the gradient of the bias must be all of it.
+// query heads of a group, and what it writes of the gradient of the bias must be all of it. Heads may have rows of a mask of
+// their own, since it tests each pair, and makes K finite.
 bool has_usual_row_bias(const fdm_problem &p) {
   const fdm_tensor &bias = p.bias;
   return p.softcap <= 0 && !is_varlen(p) && group_shares_mask(p) && bias.shape[0] == p.batch &&

@@ -28,6 +28,11 @@ template <int kRowTiles, int kSubTileCount> struct DenseSoftmax {
     return largest == -INFINITY ? 0.0f : fminf(fmaxf(largest * -kLog2E, -3.4e38f), 3.4e38f);
   }
 
+  // What makes sums relative to a maximum ones relative to a larger one.
+  __device__ static float factor_of(float maximum, float largest) {
+    return maximum == -INFINITY ? 0.0f : ptx::exp2_approximate((maximum - largest) * kLog2E);
+  }
+
   // The largest score of this thread's part of a row.
   __device__ static float largest_of(const Scores &scores, int m, int half) {
     float largest = scores[m][0][2 * half];
@@ -45,7 +50,7 @@ template <int kRowTiles, int kSubTileCount> struct DenseSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float before = maximum[m][half], largest = fmaxf(before, ptx::row_max(largest_of(scores, m, half)));
-        const float factor = before == -INFINITY ? 0.0f : ptx::exp2_approximate((before - largest) * kLog2E);
+        const float factor = factor_of(before, largest);
         maximum[m][half] = largest;
         shift[m][half] = shift_of(largest);
         sum[m][half] *= factor;

@@ -113,9 +113,9 @@ inline int64_t choose_shares(DenseForward *work, int sms) {
   return shares_time;
 }
 
-// Where few rows leave SMs idle, tasks of half as many rows, whose keys are divided between the consumer warpgroups, take less
-// time than `time` steps. A block of keys then takes two thirds of a step, or four fifths with 128 columns, and merging what
-// the warpgroups have half of one (seen on an H100).
+// Do tasks of half as many rows, whose keys are divided between the consumer warpgroups, take less than `time` steps? There must
+// be SMs for all of them. A block of keys takes 7 tenths of a step then, or 8 with 128 columns; what a task takes beside those
+// one step, and merging what the warpgroups have 6 tenths (seen on an H100).
 inline bool takes_halves(const DenseForward &work, int64_t time, int sms) {
   const fdm_problem &p = work.call.p;
   const int64_t tiles = ceil_div(p.queries, kWideTile / 2), blocks = visible_key_tiles(p, tiles - 1, kWideTile / 2);
@@ -132,7 +132,8 @@ inline void use_halves(DenseForward *work, int sms) {
 }
 
 // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
-// all SMs. Where they are pairs of heads, or there is a mask of rows, keys may be divided too.
+// all SMs. Where they are pairs of heads, or there is a mask of rows, keys may be divided too. Room for partial results is
+// asked for without `may_take_halves`: another device may have too few SMs for halves, and divide the keys.
 inline bool divide_wide_forward(DenseForward *work, int sms, bool may_take_halves) {
   const fdm_problem &p = work->call.p;
   if (!has_wide_tiles(work->call) || !work->call.bias_chunks || present(p.start)) return false;
@@ -154,7 +155,9 @@ inline bool divide_wide_forward(DenseForward *work, int sms, bool may_take_halve
   }
   work->groups = int32_t(ceil_div(sources, work->slots));
   use_whole_tiles(work, sms);
-  if (shares && takes_halves(*work, choose_shares(work, sms), sms) && may_take_halves) use_halves(work, sms);
+  if (!shares) return true;
+  const int64_t time = choose_shares(work, sms);
+  if (may_take_halves && takes_halves(*work, time, sms)) use_halves(work, sms);
   return true;
 }
 

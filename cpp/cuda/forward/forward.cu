@@ -149,9 +149,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.a = args;
   params.plan = plan_of(p, plan);
   params.factors = ScoreFactors(p);
-  // Beyond these bounds, biases would leave the range of their type, or products with the scale that of floats.
-  const bool linear = p.softcap == 0 && params.factors.scale > 0x1p-30f && params.factors.scale < 0x1p20f;
-  params.bias_factor = linear ? 1.0f / params.factors.scale : 0.0f;
+  params.bias_factor = params.factors.may_begin_with_bias() ? 1.0f / params.factors.scale : 0.0f;
   params.heads_per_tile = division.heads_per_tile;
   params.heads_reciprocal = 65536u / uint32_t(division.heads_per_tile) + 1;
   params.tiles = int32_t(division.tiles);

@@ -60,6 +60,7 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
         for (int i = 0; i < 4; ++i) sum[n][i] = ordered[n][i];
     }
   }
+
   // Starts this warpgroup's columns of sum = left * right, or sum += left * right, summed over 64 keys or rows.
   template <bool kTransposed, class RightTile>
   __device__ static void start_columns(float (&sum)[kTiles][4], const char *left, const char *right, bool accumulate) {
@@ -108,9 +109,27 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   // 0 times NaN or Inf is NaN, and dQ = dS K is a sum over keys that a row drops, too. That a row keeps such a key shows in
   // its lse.
   __device__ void clear_odd_keys() const {
-    clear_odd_elements<Element, KeyTile::kBytes>(shared.sK, int(threadIdx.x), Roles::kConsumerThreads);
+    clear_odd_elements<Element, KeyTile::kBytes>(shared.sK);
     ptx::fence_async_proxy();
     sync_consumers();
+  }
+
+  // As make(), where products began with the row bias, or with zeros if it is to be added: then `added` has it.
+  template <class Added>
+  __device__ void make_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number, bool exact,
+                                     const Added &added) {
+    const auto &rows = this->own_rows(number);
+    const int first = facts.first + kScoreRows * Base::own_part();
+    const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
+    ptx::warpgroup_wait<1>();
+    ptx::warpgroup_fence_operand(scores[0]);
+    if (exact)
+      sums.template make_probabilities<true>(rows, first, facts.buffer, scores, factors, added);
+    else
+      sums.template make_probabilities<true, false>(rows, first, facts.buffer, scores, factors);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(gradients[0]);
+    sums.template make_score_gradients<true>(rows, scores, gradients);
   }
 
   __device__ void run_step(const StepFacts &facts, int number) {
@@ -121,7 +140,7 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
       const bool exact = row_bias.is_exact(facts);
       row_bias.begin(scores[0], head, first, exact);
       this->start_scores(scores, gradients, number);
-      this->make_with_row_bias(facts, scores, gradients, number, exact, typename RowBias::Exact{row_bias, head, first});
+      make_with_row_bias(facts, scores, gradients, number, exact, typename RowBias::Exact{row_bias, head, first});
       row_bias.add_score_gradients(gradients[0], head, first, facts.ends);
     } else {
       this->start_scores(scores, gradients, number);

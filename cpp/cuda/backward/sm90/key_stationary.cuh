@@ -357,24 +357,6 @@ template <class Config> struct KeyConsumer {
         sums.template make_score_gradients<false>(rows, scores, gradients);
     }
   }
-
-  // The same where the scores began with a bias with a row for each query; if they are `exact`, it is `row_bias` that has it.
-  template <class RowBias>
-  __device__ void make_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number, bool exact,
-                                     const RowBias &row_bias) {
-    const auto &rows = own_rows(number);
-    const int first = facts.first + kScoreRows * own_part();
-    const ScoreFactors factors = ScoreFactors::uncapped(params.p);
-    ptx::warpgroup_wait<1>();
-    ptx::warpgroup_fence_operand(scores[0]);
-    if (exact)
-      sums.template make_probabilities<true>(rows, first, facts.buffer, scores, factors, row_bias);
-    else
-      sums.template make_probabilities<true, false>(rows, first, facts.buffer, scores, factors);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(gradients[0]);
-    sums.template make_score_gradients<true>(rows, scores, gradients);
-  }
 };
 
 } // namespace fdm::cuda

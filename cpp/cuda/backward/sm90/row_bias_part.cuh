@@ -21,13 +21,14 @@ template <class Config> struct RowBiasPart {
     clear();
   }
 
-  // Makes scores of a query head begin with the bias, in units of the product; with zeros where they are to be `exact`.
-  // Beyond these bounds of the scale, and for rows of which kLargeLse tells, biases in such units may leave the range of floats.
+  // Must the bias be added to scores, since in units of products that of a row may leave the range of floats? kLargeLse tells
+  // of such rows.
   __device__ bool is_exact(const StepFacts &facts) const {
-    return facts.any_tests() || !(params.p.scale > 0x1p-30f && params.p.scale < 0x1p20f);
+    return facts.any_tests() || !ScoreFactors::uncapped(params.p).may_begin_with_bias();
   }
+  // Makes products of a query head begin with the bias, in their units; with zeros where scores are to be `exact`.
   __device__ void begin(float (&scores)[kRowTiles][4], int64_t head, int first, bool exact) const {
-    const float factor = exact ? 0.0f : 1.0f / params.p.scale;
+    const float factor = 1.0f / params.p.scale;
     for_each_element(params.p.bias, head, first, [&](int half, int n, int i, const auto *element, bool exists) {
       scores[n][2 * half + i] = exists && !exact ? to_float(*element) * factor : 0.0f;
     });
@@ -109,7 +110,7 @@ private:
 };
 
 // Makes zeros of what is not finite in a tile of `kBytes` bytes. All consumers call this.
-template <class Element, int kBytes> __device__ void clear_odd_elements(const char *tile, int thread, int threads) {
+template <class Element, int kBytes> __device__ void clear_odd_elements(const char *tile) {
   constexpr uint32_t kExponent = __is_same(Element, __half) ? 0x7c00 : 0x7f80;
   const auto finite = [](uint32_t word) {
     if ((word & kExponent) == kExponent) word &= 0xffff0000u;
@@ -118,7 +119,7 @@ template <class Element, int kBytes> __device__ void clear_odd_elements(const ch
   };
   const uint32_t base = ptx::shared_address(tile);
 #pragma unroll 1
-  for (int place = 16 * thread; place < kBytes; place += 16 * threads) {
+  for (int place = 16 * int(threadIdx.x); place < kBytes; place += 16 * Roles::kConsumerThreads) {
     uint4 words = ptx::load_shared_16_bytes(base + place);
     words = {finite(words.x), finite(words.y), finite(words.z), finite(words.w)};
     ptx::store_shared(base + place, words);

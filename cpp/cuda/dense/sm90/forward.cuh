@@ -269,11 +269,8 @@ template <class Config> struct WideForwardConsumer {
     for (int half = 0; half < 2; ++half) {
       const float2 part = shared.parts.rows[half][threadIdx.x];
       const float before = own.maximum[0][half], largest = fmaxf(before, part.x);
-      const auto factor_of = [&](float maximum) {
-        return maximum == -INFINITY ? 0.0f : ptx::exp2_approximate((maximum - largest) * kLog2E);
-      };
-      factor[half][0] = factor_of(before);
-      factor[half][1] = factor_of(part.x);
+      factor[half][0] = own.factor_of(before, largest);
+      factor[half][1] = own.factor_of(part.x, largest);
       own.maximum[0][half] = largest;
       own.shift[0][half] = own.shift_of(largest);
       own.sum[0][half] = own.sum[0][half] * factor[half][0] + part.y * factor[half][1];
