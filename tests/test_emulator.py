@@ -48,7 +48,11 @@ def test_what_kernels_do_wrong_is_seen(program: Path, seed: str) -> None:
         "shared memory, 0 at barriers of the block, 0 at their warp's"
     )
     assert results.pop("no cluster").startswith("0 0 the block is in no cluster (block 0, 0, ")
+    assert results.pop("asks in two places").startswith(
+        "0 0 threads of a block call __syncthreads() in different places (block 0, 0, "
+    )
     assert results == {
+        "asks": "1 1 done",
         "boxes of a new thread": "1 0 done",
         "meetings": "239 75 done",
         "copies": "4 404 done",

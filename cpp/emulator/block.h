@@ -93,6 +93,7 @@ struct Warp {
 };
 
 struct NamedBarrier {
+  Place place; // of the threads that have arrived
   int arrived = 0, any = 0, all = 1;
   std::vector<int> waiting;
 };
@@ -122,7 +123,7 @@ public:
   uint32_t lane() const { return 1u << current_number % kWarp; }
   // Leaves the fiber until someone has made it ready again.
   void leave();
-  int sync(int barrier, int threads, int value);
+  int sync(int barrier, int threads, int value, const Place &place = {});
   void arrive(int barrier, int threads);
   void phase_ended() { phases_ended_ = true; }
   void put_off(Work work) { later_.push_back(std::move(work)); }

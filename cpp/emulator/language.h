@@ -109,9 +109,15 @@ template <class T> T __ldg(const T *p) { return *p; }
 template <class T> T __ldcs(const T *p) { return *p; }
 inline void __nanosleep(unsigned) { fdm::emulator::yield(); }
 
-inline void __syncthreads() { fdm::emulator::sync_threads(0, fdm::emulator::kAll); }
-inline int __syncthreads_or(int value) { return fdm::emulator::sync_threads_or(value); }
-inline int __syncthreads_and(int value) { return fdm::emulator::sync_threads_and(value); }
+inline void __syncthreads(const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
+  fdm::emulator::sync_block(0, {file, line});
+}
+inline int __syncthreads_or(int value, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
+  return fdm::emulator::sync_block(value, {file, line}) & 1;
+}
+inline int __syncthreads_and(int value, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
+  return fdm::emulator::sync_block(value, {file, line}) >> 1;
+}
 
 namespace fdm::emulator {
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <thread>
 
@@ -146,8 +147,11 @@ void Machine::finish(NamedBarrier &barrier) {
   barrier = {};
 }
 
-int Machine::sync(int number, int threads, int value) {
+int Machine::sync(int number, int threads, int value, const Place &place) {
   NamedBarrier &barrier = barriers_[number];
+  if (barrier.arrived == 0) barrier.place = place;
+  if (place.file && (barrier.place.line != place.line || std::strcmp(barrier.place.file, place.file) != 0))
+    fail("threads of a block call __syncthreads() in different places");
   barrier.any |= value != 0;
   barrier.all &= value != 0;
   barrier.waiting.push_back(current_number);
@@ -223,8 +227,7 @@ char *shared_pointer(uint32_t address) { return dynamic_shared + int32_t(address
 
 void sync_threads(int barrier, int threads) { machine.sync(barrier, threads, 0); }
 void arrive_threads(int barrier, int threads) { machine.arrive(barrier, threads); }
-int sync_threads_or(int value) { return machine.sync(0, kAll, value) & 1; }
-int sync_threads_and(int value) { return machine.sync(0, kAll, value) >> 1; }
+int sync_block(int value, const Place &place) { return machine.sync(0, kAll, value, place); }
 
 void sync_cluster() {
   if (!machine.cluster) machine.fail("the block is in no cluster");

@@ -37,6 +37,17 @@ template <bool kWaits> void copies(const int *in, int *out) {
   out[threadIdx.x] = words[4 * (threadIdx.x ^ 1)];
 }
 
+// The warps of a block ask each other in one place, or each role in its own.
+template <bool kTogether> void asks(int *out) {
+  const bool first = threadIdx.x < kThreads / 2;
+  if (kTogether)
+    out[threadIdx.x] = __syncthreads_or(first);
+  else if (first)
+    out[threadIdx.x] = __syncthreads_or(true);
+  else
+    out[threadIdx.x] = __syncthreads_or(false);
+}
+
 // 64 threads arrive at a barrier in shared memory, which may want more.
 template <int kArrivals> void barriers(int *out) {
   __shared__ uint64_t barrier;
@@ -152,6 +163,8 @@ int main() {
   run("meetings", meetings, 0);
   run("copies", copies<true>, 0, from);
   run("copies too early", copies<false>, 0, from);
+  run("asks", asks<true>, 0);
+  run("asks in two places", asks<false>, 0);
   run("barriers", barriers<64>, 0);
   run("barriers for ever", barriers<65>, 0);
   run("beyond", writes_beyond, 0);

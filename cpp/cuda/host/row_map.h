@@ -26,8 +26,10 @@ inline EncodeTensorMap find_tensor_map_encoder() {
 }
 
 // Describes a (B, rows, heads, D) tensor of 16-bit elements: boxes of 64 columns and `rows` rows of a head, swizzled as
-// SmemTile says. Returns false if its strides are none that the hardware knows.
+// SmemTile says. Returns false if its strides are none that the hardware knows, or there are no rows, which it does not know
+// either.
 inline bool make_row_map(const fdm_tensor &t, int64_t head_dim, int rows, CUtensorMap *map) {
+  if (t.shape[0] == 0 || t.shape[1] == 0 || t.shape[2] == 0) return false;
   static const EncodeTensorMap encode = find_tensor_map_encoder();
   if (!encode) return false;
   const cuuint64_t sizes[4] = {cuuint64_t(head_dim), cuuint64_t(t.shape[1]), cuuint64_t(t.shape[2]),

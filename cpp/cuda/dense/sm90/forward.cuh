@@ -337,21 +337,19 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
     Registers::produce();
     const auto produce = [&](const Task &task) { WideForwardProducer<Config>(work, shared, task, states).run(); };
     Walk::for_each(work, [&](const Task &task, int) { produce(task); });
-    if (__syncthreads_or(false))
+    if (shared.any_odd())
       Walk::for_each(work, [&](const Task &task, int turn) {
         if (shared.is_odd(turn)) produce(task);
       });
   } else {
     Registers::consume();
-    bool some_odd = false;
     Walk::for_each(work, [&](const Task &task, int turn) {
       WideForwardConsumer<Config> consumer(work, shared, task, states);
-      const bool odd = consumer.template run<false>();
-      if (odd) shared.mark_odd(turn);
-      some_odd |= odd;
+      if (consumer.template run<false>()) shared.mark_odd(turn);
       consumer.write();
     });
-    if (__syncthreads_or(some_odd))
+    ptx::arrive(shared.marked);
+    if (shared.any_odd())
       Walk::for_each(work, [&](const Task &task, int turn) {
         if (!shared.is_odd(turn)) return;
         WideForwardConsumer<Config> consumer(work, shared, task, states);
