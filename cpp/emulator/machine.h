@@ -36,14 +36,15 @@ constexpr int kMostSharedBytes = 227 << 10;
 // Blocks until as many threads have come to the barrier; kAll: as are left in the block.
 constexpr int kAll = 0;
 void sync_threads(int barrier, int threads);
-// That of all threads of the block, which have to call it in the same line of the source. Returns bit 0 if any of them has
-// another value than 0, and bit 1 if all have.
+void arrive_threads(int barrier, int threads);
+// A line of the source.
 struct Place {
   const char *file = nullptr; // null: it does not matter
   int line = 0;
 };
+// Blocks until all threads that are left in the block have called it, which they have to do in the same place. Returns bit 0
+// if any of them has another value than 0, and bit 1 if all have.
 int sync_block(int value, const Place &place);
-void arrive_threads(int barrier, int threads);
 
 // Blocks of a cluster: all of their threads meet; and what another one has in its shared memory where `own` is.
 void sync_cluster();

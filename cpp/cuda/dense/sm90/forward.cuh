@@ -337,21 +337,21 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
     Registers::produce();
     const auto produce = [&](const Task &task) { WideForwardProducer<Config>(work, shared, task, states).run(); };
     Walk::for_each(work, [&](const Task &task, int) { produce(task); });
-    if (shared.any_odd())
+    if (shared.odd.any())
       Walk::for_each(work, [&](const Task &task, int turn) {
-        if (shared.is_odd(turn)) produce(task);
+        if (shared.odd.has(turn)) produce(task);
       });
   } else {
     Registers::consume();
     Walk::for_each(work, [&](const Task &task, int turn) {
       WideForwardConsumer<Config> consumer(work, shared, task, states);
-      if (consumer.template run<false>()) shared.mark_odd(turn);
+      if (consumer.template run<false>()) shared.odd.mark(turn);
       consumer.write();
     });
-    ptx::arrive(shared.marked);
-    if (shared.any_odd())
+    shared.odd.finish();
+    if (shared.odd.any())
       Walk::for_each(work, [&](const Task &task, int turn) {
-        if (!shared.is_odd(turn)) return;
+        if (!shared.odd.has(turn)) return;
         WideForwardConsumer<Config> consumer(work, shared, task, states);
         consumer.template run<true>();
         consumer.write();

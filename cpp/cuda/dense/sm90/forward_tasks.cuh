@@ -4,6 +4,7 @@
 
 #include "../../tile/block_scan.cuh"
 #include "../../tile/sm90/bias_operand.cuh"
+#include "odd_tasks.cuh"
 #include "row_copy.cuh"
 
 namespace fdm::cuda {
@@ -84,8 +85,7 @@ template <class Config> struct WideForwardShared {
     float2 rows[2][Roles::kConsumerThreads / 2]; // the maxima and sums of what the second consumer warpgroup has
   };
   std::conditional_t<Config::kHalves, Parts, None> parts;
-  uint32_t odd[kOddWords]; // a bit for each task that is to be run again, exact; some share one
-  uint64_t marked;         // all consumers have marked their odd tasks
+  OddTasks<kOddWords> odd;
   uint64_t q_full[Config::kQueryStages], q_empty[Config::kQueryStages];
   uint64_t full[Config::kStages], empty[Config::kStages];
   uint64_t bias_full[Config::kBiasStages], bias_empty[Config::kBiasStages];
@@ -94,8 +94,7 @@ template <class Config> struct WideForwardShared {
   __device__ void init() {
     if constexpr (Config::kDropsByProduct) drops.init();
     if (threadIdx.x > 0) return;
-    for (uint32_t &word : odd) word = 0;
-    ptx::init_barrier(marked, Roles::kConsumerThreads);
+    odd.init();
     for (int stage = 0; stage < Config::kQueryStages; ++stage) {
       ptx::init_barrier(q_full[stage], 2 * Roles::kProducerThreads);
       ptx::init_barrier(q_empty[stage], Roles::kConsumerThreads);
@@ -108,17 +107,6 @@ template <class Config> struct WideForwardShared {
       ptx::init_barrier(bias_full[stage], (Config::kMasks ? 1 : 2) * Roles::kProducerThreads);
       ptx::init_barrier(bias_empty[stage], Roles::kConsumerThreads);
     }
-  }
-
-  // `turn` counts the tasks of this block of threads.
-  __device__ bool is_odd(int turn) const { return odd[turn / 32 % kOddWords] >> turn % 32 & 1; }
-  __device__ void mark_odd(int turn) { atomicOr(&odd[turn / 32 % kOddWords], 1u << turn % 32); }
-  // Both roles ask this, each in a place of its own, where __syncthreads_or() must not be called.
-  __device__ bool any_odd() {
-    ptx::wait(marked, 0);
-    uint32_t any = 0;
-    for (const uint32_t word : odd) any |= word;
-    return any != 0;
   }
 };
 

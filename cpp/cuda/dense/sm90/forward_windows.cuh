@@ -7,6 +7,7 @@
 #include "../../tile/sm90/bias_operand.cuh"
 #include "../../tile/sm90/products.cuh"
 #include "forward_rows.cuh"
+#include "odd_tasks.cuh"
 
 namespace fdm::cuda {
 
@@ -22,26 +23,18 @@ template <class Config> struct WindowForwardShared {
   alignas(1024) char sQ[Config::kStages][Config::Pair::kBytes], sKV[Config::kStages][Config::Pair::kBytes];
   BiasOperand<typename Config::Element, Config::kTile, Config::kStages> drops; // -inf of keys that are dropped
   uint32_t live[Config::kSources][Config::kSide / 32]; // of an exact run: keys that a row of the source keeps
-  uint32_t odd;                                        // not 0: the task is to be run again, exact
-  uint64_t marked;                                     // all consumers have said so, if they saw it
+  OddTasks<1> odd;                                     // a block of threads has one task
   uint64_t full[Config::kStages], empty[Config::kStages];
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
     drops.init();
     if (threadIdx.x > 0) return;
-    odd = 0;
-    ptx::init_barrier(marked, Roles::kConsumerThreads);
+    odd.init();
     for (int stage = 0; stage < Config::kStages; ++stage) {
       ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
       ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
     }
-  }
-
-  // Both roles ask this, each in a place of its own, where __syncthreads_or() must not be called.
-  __device__ bool is_odd() {
-    ptx::wait(marked, 0);
-    return odd != 0;
   }
 };
 
@@ -267,14 +260,14 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
     Config::Registers::produce();
     const WindowForwardProducer<Config> producer(work, shared, task, state);
     producer.run();
-    if (shared.is_odd()) producer.run();
+    if (shared.odd.any()) producer.run();
   } else {
     Config::Registers::consume();
     WindowForwardConsumer<Config> consumer(work, shared, task, state);
     consumer.load_bias();
-    if (consumer.template run<false>()) atomicOr(&shared.odd, 1u);
-    ptx::arrive(shared.marked);
-    if (shared.is_odd()) consumer.template run<true>();
+    if (consumer.template run<false>()) shared.odd.mark(0);
+    shared.odd.finish();
+    if (shared.odd.any()) consumer.template run<true>();
   }
 }
 

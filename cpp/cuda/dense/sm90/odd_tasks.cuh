@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The tasks of a block of threads that are to be run again, exact: the consumers mark them while they go through all, and then
+// both roles ask. Each asks in a place of its own, where __syncthreads_or() must not be called.
+#pragma once
+
+#include "../../tile/sm90/roles.cuh"
+
+namespace fdm::cuda {
+
+// Tasks are numbered as the block of threads comes to them. Those whose numbers differ by a multiple of 32 * kWords are marked
+// together.
+template <int kWords> struct OddTasks {
+  uint32_t bits[kWords];
+  uint64_t marked; // all consumers have marked theirs
+
+  // One thread of the block calls this, before the others use it.
+  __device__ void init() {
+    for (uint32_t &word : bits) word = 0;
+    ptx::init_barrier(marked, Roles::kConsumerThreads);
+  }
+  __device__ void mark(int number) { atomicOr(&bits[number / 32 % kWords], 1u << number % 32); }
+  // A consumer calls this once, when it has marked all that it will.
+  __device__ void finish() { ptx::arrive(marked); }
+
+  // Is there any? Waits until all consumers have finished.
+  __device__ bool any() {
+    ptx::wait(marked, 0);
+    uint32_t found = 0;
+    for (const uint32_t word : bits) found |= word;
+    return found != 0;
+  }
+  __device__ bool has(int number) const { return bits[number / 32 % kWords] >> number % 32 & 1; }
+};
+
+} // namespace fdm::cuda
