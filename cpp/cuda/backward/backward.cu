@@ -66,10 +66,13 @@ bool is_in_order(const fdm_problem &p, const KeyWork &keys, int64_t blocks) {
 // Do the steps of all blocks of keys go through the rows together, from the last tile on? The sums of dQ that they add
 // to, and their Q and dO, then are those of a few tiles at a time and stay in L2, which holds a fraction of those of all
 // heads. Seen on an H100 with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64
-// 1 to 3 % less, and heads of 128 5 % more. The small blocks have an order of their own.
+// 1 to 3 % less, and heads of 128 5 % more. With a mask of keys, which leaves few blocks, heads of 128 took 20 to 25 % less
+// with up to half of the keys, and 1 % with all. The small blocks have an order of their own.
 bool takes_heads_inside(const fdm_problem &p, const KeyWork &keys) {
   if (has_rows(p.bias)) return true; // the gradient of a bias is summed over heads that share it
-  if (FDM_TILE_ARCH != 90 || keys.small || mask_kind(p) != FDM_MASK_NONE || present(p.bias)) return false;
+  if (FDM_TILE_ARCH != 90 || keys.small) return false;
+  if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) return true;
+  if (mask_kind(p) != FDM_MASK_NONE || present(p.bias)) return false;
   return keys.slot_dim > 128 || keys.slot_dim <= 64;
 }
 
@@ -286,6 +289,8 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
     if (!params.reduces_bias) params.bias_sums = args.dbias;
   }
   params.beside_dq = present(args.dq) && !fused;
+  if (fused && FDM_TILE_ARCH == 90)
+    if (cudaError_t error = sm_count(&params.keys.sms)) return error;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;

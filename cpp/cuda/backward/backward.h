@@ -83,6 +83,7 @@ struct KeyWork {
   // Above 0: every block has so many parts, and there is no schedule. Else `items` is the schedule.
   int32_t parts;
   int32_t max_items;
+  int32_t sms;      // that have a block of threads each, if the schedule is to know them; else 0
   KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on; or [list][segment][its blocks' keys]
   KeySegments segments;
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block

@@ -261,6 +261,7 @@ private:
   }
 
   __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
+  __device__ bool bias_is_of_heads() const { return bias_is_of_keys() && params.p.bias.shape[1] == params.p.heads; }
   __device__ bool has_same_rows() const { return kUniform || group_shares_mask(params.p); }
 
   // The bias of a key for a head, to base 2; -inf: there is no key.
@@ -317,7 +318,7 @@ private:
     if constexpr (kRowPlans)
       while (step.number < own_task.end && own_task.words && !is_active(step, tile_rows)) advance(step);
     step.valid = step.number < own_task.end;
-    if (step.valid && step.head != loaded_head && params.group > 1 && (bias_is_of_keys() || !own_task.same_rows)) {
+    if (step.valid && step.head != loaded_head && params.group > 1 && (bias_is_of_heads() || !own_task.same_rows)) {
       step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
       for_each_key([&](int, int r) { load_head(step.head, step.buffer, r); });
     }

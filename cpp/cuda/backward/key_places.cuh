@@ -39,6 +39,12 @@ struct HeadsTogether {
   }
 };
 
+// The head of a block, counted over sequences.
+__device__ __forceinline__ uint32_t head_of_block(const KeyWork &keys, uint32_t number) {
+  const HeadsTogether together(keys, number);
+  return together.first + number % together.heads;
+}
+
 // Does a list keep more keys than fit the blocks of its segments? All lanes of the warp call this.
 __device__ __forceinline__ bool list_overflows(const KeyWork &keys, int64_t list) {
   const KeySegments &segments = keys.segments;

@@ -1,34 +1,24 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Divides the work of the key-stationary kernel. Blocks of keys with many more steps than the average are divided into
-// parts: otherwise a few heads or a few long intervals would leave most of the chip idle. The longest parts come
-// first, and all SMs end at about the same time.
+// parts: otherwise a few heads or a few long intervals would leave most of the chip idle. Parts come in an order with
+// which all SMs end at about the same time (key_parts.cuh).
 //
-// How many keys are kept is known on the device only, so the division is made there. It depends on the problem alone;
-// the order of parts of about the same length, and the slot of a block's partial sums, may differ, and change no
-// result.
+// How many keys are kept is known on the device only, so the division is made there. It depends on the problem alone, and
+// for kernels that add to dQ in no fixed order also on the number of SMs; the order of parts of a class, and the slot of a
+// block's partial sums, may differ, and change no result.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
 #include "key_blocks.cuh"
+#include "key_parts.cuh"
 #include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kLengths = 64; // lengths that are told apart
+constexpr int kKnownBlocks = 6144; // whose steps are kept in shared memory, not to be found again
 constexpr int kMostTries = 64;
-
-// How many parts a block has, and which of the lengths they have; length 0 is the longest.
-struct Parts {
-  int32_t count, length;
-};
-
-__device__ Parts divide(int64_t steps, int64_t most) {
-  if (steps < 0) return {0, 0};
-  const int32_t count = int32_t(max64(1, (2 * steps + most) / (2 * most)));
-  return {count, kLengths - 1 - int32_t(min64(kLengths - 1, steps * (kLengths / 2) / (most * count)))};
-}
 
 // Blocks are numbered as if every packed sequence were as long as the longest. This goes through those that a sequence
 // has keys for; a few threads share a head, since sequences may be many and short, or few and long.
@@ -50,71 +40,89 @@ __device__ void for_each_packed_block(const BackwardParams &params, const Functi
 
 __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_constant__ BackwardParams params) {
   __shared__ unsigned long long all;
-  __shared__ int32_t slots, items[kLengths];
+  __shared__ int32_t existing, slots, classes[PartOrder::kClasses], known_steps[kKnownBlocks];
+  __shared__ BlockSum<kThreads> sum;
+  __shared__ LengthChoices lengths;
   ptx::start_dependents();
+  const KeyWork &keys = params.keys;
   // The kernel ahead orders the keys of lists. What else this reads was there before.
-  if (params.keys.listed) ptx::wait_for_kernel_ahead();
-  const int64_t blocks = int64_t(params.keys.blocks) * params.keys.heads;
-  const auto count_steps = [&](int64_t block) -> int64_t { // -1: no such block
-    if (block >= blocks) return -1;
+  if (keys.listed) ptx::wait_for_kernel_ahead();
+  const int64_t blocks = int64_t(keys.blocks) * keys.heads;
+  const auto count_steps = [&](int64_t block) -> int32_t { // -1: no such block
     const RowRange rows = key_block_rows(params, key_block_place(params, block));
-    return rows.past < rows.first ? -1 : key_steps(params, rows).count;
+    return rows.past < rows.first ? -1 : int32_t(min64(kMostSteps, key_steps(params, rows).count));
   };
   const bool packed = is_varlen(params.p);
-  const int64_t own = packed ? -1 : count_steps(threadIdx.x); // most often the only one
+  if (!packed) // each thread reads what it has stored
+    for (int64_t block = threadIdx.x; block < min64(blocks, kKnownBlocks); block += kThreads)
+      known_steps[block] = count_steps(block);
   const auto for_each_block = [&](const auto &function) {
     if (packed) return for_each_packed_block(params, [&](int64_t block) { function(block, count_steps(block)); });
     for (int64_t block = threadIdx.x; block < blocks; block += kThreads)
-      function(block, block == threadIdx.x ? own : count_steps(block));
+      function(block, block < kKnownBlocks ? known_steps[block] : count_steps(block));
   };
 
-  if (threadIdx.x == 0) all = 0;
+  if (threadIdx.x == 0) all = existing = 0;
   __syncthreads();
-  unsigned long long known = 0;
-  for_each_block([&](int64_t, int64_t steps) { known += uint64_t(max64(0, steps)); });
-  if (known) atomicAdd(&all, known);
+  unsigned long long own_steps = 0;
+  int32_t own_blocks = 0;
+  for_each_block([&](int64_t, int32_t steps) {
+    own_steps += uint64_t(max(0, steps));
+    own_blocks += steps >= 0;
+  });
+  if (own_steps) atomicAdd(&all, own_steps);
+  own_blocks = __reduce_add_sync(kAllLanes, own_blocks);
+  if (lane_id() == 0 && own_blocks) atomicAdd(&existing, own_blocks);
   __syncthreads();
-  // Parts grow longer until there are slots for all of them.
-  int64_t most = max64(kLeastSteps, ceil_div(int64_t(all), kWantedItems));
-  for (int tries = 0; tries < kMostTries; ++tries) {
+  const auto all_steps = int64_t(all);
+  // The division of more blocks than these matters little.
+  const bool few = keys.listed && keys.sms > 0 && existing <= 2 * keys.sms;
+  int32_t length = few ? lengths.choose(keys, all_steps, for_each_block) : 0;
+  const bool chosen = length > 0;
+  if (!chosen) length = int32_t(max64(kLeastSteps, min64(kMostSteps, ceil_div(all_steps, kWantedItems))));
+  // Else parts grow longer until there are slots for all of them.
+  for (int tries = 0; !chosen && tries < kMostTries; ++tries) {
     __syncthreads();
     if (threadIdx.x == 0) slots = 0;
     __syncthreads();
-    int32_t known_slots = 0;
-    for_each_block([&](int64_t, int64_t steps) {
-      const Parts parts = divide(steps, most);
-      if (parts.count > 1) known_slots += parts.count;
+    int32_t own_slots = 0;
+    for_each_block([&](int64_t, int32_t steps) {
+      const int32_t parts = part_count(steps, length);
+      if (parts > 1) own_slots += parts;
     });
-    if (known_slots) atomicAdd(&slots, known_slots);
+    if (own_slots) atomicAdd(&slots, own_slots);
     __syncthreads();
-    if (slots <= params.keys.slot_count) break;
-    most += most / 8;
+    if (slots <= keys.slot_count) break;
+    length += length / 8;
   }
 
-  if (int(threadIdx.x) < kLengths) items[threadIdx.x] = 0;
+  static_assert(PartOrder::kClasses == kThreads);
+  const PartOrder order(params, length, all_steps, existing);
+  classes[threadIdx.x] = 0;
   __syncthreads();
-  for_each_block([&](int64_t, int64_t steps) {
-    const Parts parts = divide(steps, most);
-    if (parts.count > 0) atomicAdd(&items[parts.length], parts.count);
+  for_each_block([&](int64_t block, int32_t steps) {
+    const int32_t parts = part_count(steps, length);
+    for (int32_t part = 0; part < parts; ++part)
+      atomicAdd(&classes[order.class_of(keys, block, steps, parts, part)], 1);
   });
   __syncthreads();
-  int32_t before = 0;
-  for (int length = 0; length < kLengths && length < int(threadIdx.x); ++length) before += items[length];
+  uint32_t items;
+  classes[threadIdx.x] = int32_t(sum.exclusive(uint32_t(classes[threadIdx.x]), &items));
+  if (threadIdx.x == 0) {
+    // Bounds of packed sequences that overlap would make more items than there is room for.
+    *keys.item_count = min(int32_t(items), keys.max_items);
+    slots = 0;
+  }
   __syncthreads();
-  if (int(threadIdx.x) < kLengths) items[threadIdx.x] = before;
-  // Bounds of packed sequences that overlap would make more items than there is room for.
-  if (threadIdx.x == kLengths) *params.keys.item_count = min(before, params.keys.max_items);
-  if (threadIdx.x == 0) slots = 0;
-  __syncthreads();
-  for_each_block([&](int64_t block, int64_t steps) {
-    const Parts parts = divide(steps, most);
-    if (parts.count == 0) return;
-    const int32_t first = atomicAdd(&items[parts.length], parts.count);
-    const int32_t slot = parts.count > 1 ? atomicAdd(&slots, parts.count) : 0;
-    for (int32_t part = 0; part < parts.count && first + part < params.keys.max_items; ++part)
-      params.keys.items[first + part] = {int32_t(block), part, parts.count, slot};
+  for_each_block([&](int64_t block, int32_t steps) {
+    const int32_t parts = part_count(steps, length);
+    const int32_t slot = parts > 1 ? atomicAdd(&slots, parts) : 0;
+    for (int32_t part = 0; part < parts; ++part) {
+      const int32_t item = atomicAdd(&classes[order.class_of(keys, block, steps, parts, part)], 1);
+      if (item < keys.max_items) keys.items[item] = {int32_t(block), part, parts, slot};
+    }
   });
-  if (!params.keys.listed) ptx::wait_for_kernel_ahead();
+  if (!keys.listed) ptx::wait_for_kernel_ahead();
 }
 
 } // namespace

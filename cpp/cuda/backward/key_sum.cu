@@ -12,9 +12,11 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kDivisions = 8; // blocks of threads for the keys of an item
-// Of many items few are divided, so blocks of threads go through them.
-constexpr int kMostBlocks = 1024;
+// Blocks of threads go through the items, and several have the keys of an item. Of many items few are divided; of few, most
+// are, and more blocks of threads have work then: with 8 divisions in place of 32, a backward pass of 2 heads and 32,768
+// tokens took 0.27 ms in place of 0.23 (seen on an H100, a mask of 1024 keys).
+constexpr int kMostBlocks = 256, kManyItems = 1024;
+constexpr int kDivisions = 16, kDivisionsOfFew = 32;
 
 __device__ int32_t key_of_row(const BackwardParams &params, const KeyBlockPlace &place, int r) {
   if (params.keys.listed) return listed_key(params, place, r).key;
@@ -44,7 +46,7 @@ __device__ void sum_item(const BackwardParams &params, const KeyItem &item) {
   const KeyWork &keys = params.keys;
   const fdm_problem &p = params.p;
   const KeyBlockPlace place = key_block_place(params, item.block);
-  const int head_dim = int(p.head_dim), rows = keys.block_keys / kDivisions, first = int(blockIdx.y) * rows;
+  const int head_dim = int(p.head_dim), rows = keys.block_keys / int(gridDim.y), first = int(blockIdx.y) * rows;
   // A thread sums four neighbours at a time; slot_dim is a multiple of 32.
   const int quads = keys.slot_dim / 4;
   for (int i = threadIdx.x; i < 2 * rows * quads; i += kThreads) {
@@ -84,7 +86,8 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ Ba
 
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream) {
   const int32_t blocks = params.keys.max_items < kMostBlocks ? params.keys.max_items : kMostBlocks;
-  return launch<Overlap::kernel_ahead>(sum_parts, {blocks, kDivisions}, kThreads, 0, stream, params);
+  const int divisions = params.keys.max_items < kManyItems ? kDivisionsOfFew : kDivisions;
+  return launch<Overlap::kernel_ahead>(sum_parts, {blocks, divisions}, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Into how many parts a block of keys is divided, and in which order the parts of all blocks come. Called by the block of
+// threads of key_schedule.cu.
+#pragma once
+
+#include "../tile/block_scan.cuh"
+#include "key_places.cuh"
+
+namespace fdm::cuda {
+
+// Steps of a block are counted up to this, so that sums of a few of them fit 32 bits.
+constexpr int32_t kMostSteps = 1 << 29;
+
+// How many parts a block has, if they are to have about `length` steps; it has -1 steps where it does not exist.
+__device__ __forceinline__ int32_t part_count(int32_t steps, int32_t length) {
+  if (steps < 0) return 0;
+  return max(1, int32_t((2 * uint32_t(steps) + uint32_t(length)) / (2 * uint32_t(length))));
+}
+
+// Lengths of parts to choose from: so that there is one for each SM, or three for every two SMs, and so on.
+struct LengthChoice {
+  static constexpr int kCount = 8;
+  // A part's prologue and its partial sums take about as long as so many steps (seen on an H100).
+  static constexpr int32_t kPartSteps = 8;
+  int32_t length, parts, slots, longest, shortest;
+
+  // About how many steps an SM goes through until all are done. Parts come longest first, so SMs are idle in the end for
+  // no longer than the shortest takes, and not at all where the last round of parts is full.
+  __device__ int64_t time(int64_t all_steps, int32_t sms) const {
+    const int64_t idle = int64_t((parts + sms - 1) / sms) * sms - parts;
+    const int64_t lost = min64(idle * all_steps / parts, int64_t(sms) * shortest);
+    return max64((all_steps + int64_t(parts) * kPartSteps + lost) / sms, longest + kPartSteps);
+  }
+};
+
+struct LengthChoices {
+  LengthChoice choices[LengthChoice::kCount];
+  int32_t best;
+
+  // Returns the length with which the SMs should end first, among those that there are slots for; 0: there is none. All
+  // threads of the block call this.
+  template <class ForEachBlock>
+  __device__ int32_t choose(const KeyWork &keys, int64_t all_steps, const ForEachBlock &for_each_block) {
+    constexpr int kCount = LengthChoice::kCount;
+    const int n = int(threadIdx.x);
+    if (n < kCount) {
+      const int64_t length = ceil_div(2 * all_steps, int64_t(n + 2) * keys.sms);
+      choices[n] = {int32_t(max64(kLeastSteps, min64(kMostSteps, length))), 0, 0, 0, INT32_MAX};
+    }
+    __syncthreads();
+    LengthChoice own[kCount];
+#pragma unroll
+    for (LengthChoice &choice : own) choice = {0, 0, 0, 0, INT32_MAX};
+    for_each_block([&](int64_t, int32_t steps) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) add(own[i], steps, choices[i].length);
+    });
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) add_warp(choices[i], own[i]);
+    __syncthreads();
+    if (warp_id() == 0) {
+      uint32_t time = UINT32_MAX;
+      const LengthChoice choice = choices[min(n, kCount - 1)];
+      if (n < kCount && choice.parts > 0 && choice.slots <= keys.slot_count)
+        time = uint32_t(min64(UINT32_MAX - 1, choice.time(all_steps, keys.sms)));
+      const uint32_t least = __reduce_min_sync(kAllLanes, time), lanes = __ballot_sync(kAllLanes, time == least);
+      if (n == __ffs(lanes) - 1) best = least == UINT32_MAX ? 0 : choice.length;
+    }
+    __syncthreads();
+    return best;
+  }
+
+private:
+  __device__ static void add(LengthChoice &own, int32_t steps, int32_t length) {
+    const int32_t parts = part_count(steps, length);
+    if (parts == 0) return;
+    const int32_t each = (steps + parts - 1) / parts;
+    own.parts += parts;
+    if (parts > 1) own.slots += parts;
+    own.longest = max(own.longest, each);
+    own.shortest = min(own.shortest, each);
+  }
+  __device__ static void add_warp(LengthChoice &choice, const LengthChoice &own) {
+    const int32_t parts = __reduce_add_sync(kAllLanes, own.parts), slots = __reduce_add_sync(kAllLanes, own.slots);
+    const int32_t longest = __reduce_max_sync(kAllLanes, own.longest);
+    const int32_t shortest = __reduce_min_sync(kAllLanes, own.shortest);
+    if (lane_id() > 0 || parts == 0) return;
+    atomicAdd(&choice.parts, parts);
+    atomicAdd(&choice.slots, slots);
+    atomicMax(&choice.longest, longest);
+    atomicMin(&choice.shortest, shortest);
+  }
+};
+
+// In which order parts come. The longest come first. Where all blocks go through the rows from the last tile on, the sums of
+// dQ that blocks add to at a time should be of few rows, which then stay in L2: with a mask of keys, heads come one after
+// the other, as many at a time as have blocks for all SMs; or, where these are nearly all heads and most blocks are
+// divided, the last rows come first.
+struct PartOrder {
+  static constexpr int kLengths = 64, kPlaces = 16, kClasses = kPlaces * kLengths; // that are told apart
+
+  int32_t length;             // that parts are to have
+  int32_t heads_together = 0; // above 0: the heads of a place
+  int64_t all_rows = 0;       // above 0: places are those of rows, and a block that all rows keep has so many steps
+
+  __device__ PartOrder(const BackwardParams &params, int32_t part_length, int64_t all_steps, int32_t existing_blocks)
+      : length(part_length) {
+    const KeyWork &keys = params.keys;
+    if (!keys.heads_inside || !keys.listed || is_varlen(params.p) || keys.sms == 0 || existing_blocks == 0) return;
+    // A third more than SMs, so that there are some left when the first end. With two such groups of heads, SMs would end
+    // further apart (seen on an H100).
+    const int64_t wanted = ceil_div(int64_t(keys.heads) * (keys.sms + keys.sms / 3), existing_blocks);
+    const int64_t together = max64(wanted, ceil_div(keys.heads, kPlaces));
+    if (ceil_div(keys.heads, together) > 2)
+      heads_together = int32_t(together);
+    else if (all_steps >= 2 * int64_t(length) * existing_blocks)
+      all_rows = ceil_div(params.p.queries, keys.tile_rows) * params.group;
+  }
+
+  // The class of a part. Parts of a class come in any order.
+  __device__ int32_t class_of(const KeyWork &keys, int64_t block, int32_t steps, int32_t parts, int32_t part) const {
+    const float own_length = float(steps) / float(parts);
+    const auto rank = int32_t(own_length * float(kLengths / 2) / float(length));
+    int32_t place = 0;
+    if (heads_together > 0)
+      place = int32_t(head_of_block(keys, uint32_t(block)) / uint32_t(heads_together));
+    else if (all_rows > 0)
+      place = int32_t(own_length * float(part) * float(kPlaces) / float(all_rows));
+    return min(kPlaces - 1, place) * kLengths + kLengths - 1 - min(kLengths - 1, rank);
+  }
+};
+
+} // namespace fdm::cuda
