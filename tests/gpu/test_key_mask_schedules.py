@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How blocks of the keys of a key mask are divided over a GPU, where a schedule is made.
+"""How blocks of the keys of a key mask go through the rows, and how they are divided over a GPU.
 
-cpp/cuda/backward/key_parts.cuh chooses the length of parts and their order: by rows where few
-blocks are divided, by heads where there are many.
+With more than 4096 keys, cpp/cuda/backward/key_parts.cuh chooses the length of parts and their
+order: by rows where few blocks are divided, by heads where there are many. With fewer keys and
+heads of 128, the share of kept keys tells how the query heads of a group take turns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from support import Problem, Target, assert_accurate, cotangent, randn
         pytest.param(24, 24, 300, 4500, 2000, 128, id="groups of heads"),
         pytest.param(80, 20, 100, 4400, 4390, 64, id="nearly all of many heads"),
         pytest.param(8, 4, 260, 4200, 900, 200, id="wide"),
+        pytest.param(8, 2, 300, 900, 200, 128, id="no schedule, few"),
+        pytest.param(8, 2, 300, 900, 700, 128, id="no schedule, many"),
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])

@@ -63,17 +63,21 @@ bool is_in_order(const fdm_problem &p, const KeyWork &keys, int64_t blocks) {
   return !keys.listed && is_causal(p) && p.queries >= p.keys && keys.slot_dim > 64 && 3 * blocks >= 2 * kWantedItems;
 }
 
-// Do the steps of all blocks of keys go through the rows together, from the last tile on? The sums of dQ that they add
-// to, and their Q and dO, then are those of a few tiles at a time and stay in L2, which holds a fraction of those of all
-// heads. Seen on an H100 with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64
-// 1 to 3 % less, and heads of 128 5 % more. With a mask of keys, which leaves few blocks, heads of 128 took 20 to 25 % less
-// with up to half of the keys, and 1 % with all. The small blocks have an order of their own.
-bool takes_heads_inside(const fdm_problem &p, const KeyWork &keys) {
-  if (has_rows(p.bias)) return true; // the gradient of a bias is summed over heads that share it
-  if (FDM_TILE_ARCH != 90 || keys.small) return false;
-  if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) return true;
-  if (mask_kind(p) != FDM_MASK_NONE || present(p.bias)) return false;
-  return keys.slot_dim > 128 || keys.slot_dim <= 64;
+// Where all blocks of keys go through the rows together, from the last tile on, the sums of dQ that they add to, and their Q
+// and dO, are those of a few tiles at a time and stay in L2, which holds a fraction of those of all heads. Seen on an H100
+// without a mask, with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64 1 to 3 %
+// less, and heads of 128 5 % more. With a mask of keys, which leaves few blocks, heads of 128 took 20 to 25 % less with up to
+// half of the keys, and with all of them the same where a schedule keeps blocks of the same heads together. The small blocks
+// have an order of their own.
+HeadsInside heads_inside(const fdm_problem &p, const KeyWork &keys) {
+  if (has_rows(p.bias)) return HeadsInside::all; // the gradient of a bias is summed over heads that share it
+  if (FDM_TILE_ARCH != 90 || keys.small) return HeadsInside::none;
+  const bool usual = keys.slot_dim > 128 || keys.slot_dim <= 64;
+  if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) {
+    const bool scheduled = !is_varlen(p) && p.keys > kMostUnscheduledKeys;
+    return usual || scheduled ? HeadsInside::all : HeadsInside::few;
+  }
+  return usual && mask_kind(p) == FDM_MASK_NONE && !present(p.bias) ? HeadsInside::all : HeadsInside::none;
 }
 
 // Most blocks of keys of a segment, as many as key_segments.cuh has threads; and most rows, as it has classes.
@@ -179,7 +183,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   keys.listed = takes_listed_keys(p);
   keys.heads = int32_t(p.batch * p.kv_heads);
   if (fused) choose_small_blocks(p, keys);
-  keys.heads_inside = fused && takes_heads_inside(p, keys);
+  if (fused) keys.heads_inside = heads_inside(p, keys);
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
   keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
                                     : ceil_div(p.keys, keys.block_keys));

@@ -67,13 +67,17 @@ struct KeyItem {
   int32_t slot; // the slot of the first part's partial sums; only if parts > 1
 };
 
+// Which blocks of keys go through the tiles of rows from the last one on, and through the heads of a group for each; the others
+// go through heads, and the tiles of rows from the first one on for each: `few`, those of lists that keep at most half of the
+// keys.
+enum class HeadsInside : uint8_t { none, few, all };
+
 // The work of the key-stationary kernel.
 struct KeyWork {
   // If true, blocks take kept keys in the order of `ordered`; if not, consecutive keys.
   bool listed;
   bool small; // the kernel of sm90/small_blocks.cuh takes them, whose sizes kSmallBlock has
-  // Steps go through the tiles of rows from the last one on, and through the heads of a group for each.
-  bool heads_inside;
+  HeadsInside heads_inside;
   int32_t block_keys, tile_rows;
   // `blocks` counts the blocks of one key/value head. A block of all heads has the number block * heads + head, where
   // heads are counted over sequences too, and are those of a group of so many that are gone through together: see

@@ -28,6 +28,7 @@ struct KeyTask {
   int64_t first_head; // the first query head of the group
   KeySteps steps;
   int64_t begin, end;   // the steps of this part
+  bool heads_inside;    // as HeadsInside says
   bool same_rows;       // the rows of a key are the same for all query heads of the group
   bool test_all;        // no tile is known to be kept by every one of some keys
   const RowWord *words; // not null: a row plan
@@ -150,7 +151,7 @@ struct KeyBlock {
     KeyStep step{};
     step.number = own_task.begin;
     step.tile = own_task.steps.first_tile;
-    if (params.keys.heads_inside) {
+    if (own_task.heads_inside) {
       const auto done = static_cast<int32_t>(own_task.begin / params.group); // tiles from the last one on
       step.head = static_cast<int32_t>(own_task.begin - int64_t(done) * params.group);
       step.tile += own_task.steps.tiles - 1 - done;
@@ -240,11 +241,12 @@ private:
     own_task.first_head = place.kv_head * params.group;
     own_task.key_head = place.sequence_index * p.kv_heads + place.kv_head;
     own_task.steps = key_steps(params, key_block_rows(params, place));
+    own_task.heads_inside = goes_through_heads_inside(place);
     own_task.begin = 0;
     own_task.end = own_task.steps.count;
     if (!kUniform && item.parts > 1) { // divisions of 64 bits
       // With heads inside, those of a tile of rows are steps of the same part.
-      const int64_t together = params.keys.heads_inside ? params.group : 1, count = own_task.steps.count / together;
+      const int64_t together = own_task.heads_inside ? params.group : 1, count = own_task.steps.count / together;
       own_task.begin = count * item.part / item.parts * together;
       own_task.end = count * (item.part + 1) / item.parts * together;
     }
@@ -253,6 +255,11 @@ private:
     own_task.words = params.plan.words;
     own_task.slot =
         item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
+  }
+  __device__ bool goes_through_heads_inside(const KeyBlockPlace &place) const {
+    const HeadsInside choice = params.keys.heads_inside;
+    if (choice != HeadsInside::few) return choice == HeadsInside::all;
+    return 2 * int64_t(params.plan.kept_count[place.list_sequence]) <= place.s.k_count;
   }
   __device__ void clear_ranges() const {
     for (int32_t &head : shared.dropping_head) head = -1;
@@ -302,7 +309,7 @@ private:
   __device__ void advance(KeyStep &step) const {
     const KeySteps &steps = shared.task.steps;
     ++step.number;
-    if (params.keys.heads_inside) {
+    if (shared.task.heads_inside) {
       if (++step.head < params.group) return;
       step.head = 0;
       --step.tile;

@@ -106,7 +106,9 @@ struct PartOrder {
   __device__ PartOrder(const BackwardParams &params, int32_t part_length, int64_t all_steps, int32_t existing_blocks)
       : length(part_length) {
     const KeyWork &keys = params.keys;
-    if (!keys.heads_inside || !keys.listed || is_varlen(params.p) || keys.sms == 0 || existing_blocks == 0) return;
+    if (keys.heads_inside != HeadsInside::all || !keys.listed || is_varlen(params.p) || keys.sms == 0 ||
+        existing_blocks == 0)
+      return;
     // A third more than SMs, so that there are some left when the first end. With two such groups of heads, SMs would end
     // further apart (seen on an H100).
     const int64_t wanted = ceil_div(int64_t(keys.heads) * (keys.sms + keys.sms / 3), existing_blocks);
