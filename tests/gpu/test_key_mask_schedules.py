@@ -40,15 +40,16 @@ def test_gradients(
     head_dim: int,
     causal: bool,
     gpu: str,
+    seed: int,
 ) -> None:
     """They are right whatever the division is, and whatever plans and workspaces held before."""
     dtype, target = torch.bfloat16, Target(gpu, "cuda")
-    bias = randn(1, kv_heads, 1, keys, seed=4).to(dtype)
+    bias = randn(1, kv_heads, 1, keys, seed=seed + 4).to(dtype)
     mask = torch.zeros(1, kv_heads, 1, keys, dtype=torch.bool)
-    mask.scatter_(3, randn(1, kv_heads, 1, keys, seed=5).topk(kept, dim=3).indices, True)
+    mask.scatter_(3, randn(1, kv_heads, 1, keys, seed=seed + 5).topk(kept, dim=3).indices, True)
     query, key, value, dout = (
-        randn(1, rows, count, head_dim, dtype=dtype, seed=seed)
-        for seed, (rows, count) in enumerate(
+        randn(1, rows, count, head_dim, dtype=dtype, seed=seed + n)
+        for n, (rows, count) in enumerate(
             [(queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)]
         )
     )

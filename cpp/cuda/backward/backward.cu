@@ -66,7 +66,7 @@ bool is_in_order(const fdm_problem &p, const KeyWork &keys, int64_t blocks) {
 // Where all blocks of keys go through the rows together, from the last tile on, the sums of dQ that they add to, and their Q
 // and dO, are those of a few tiles at a time and stay in L2, which holds a fraction of those of all heads. Seen on an H100
 // without a mask, with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64 1 to 3 %
-// less, and heads of 128 5 % more. With a mask of keys, which leaves few blocks, heads of 128 took 20 to 25 % less with up to
+// less, and heads of 128 5 % more. With a mask of keys, which leaves few blocks, heads of 128 took 19 to 38 % less with up to
 // half of the keys, and with all of them the same where a schedule keeps blocks of the same heads together. The small blocks
 // have an order of their own.
 HeadsInside heads_inside(const fdm_problem &p, const KeyWork &keys) {
@@ -293,8 +293,6 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
     if (!params.reduces_bias) params.bias_sums = args.dbias;
   }
   params.beside_dq = present(args.dq) && !fused;
-  if (fused && FDM_TILE_ARCH == 90)
-    if (cudaError_t error = sm_count(&params.keys.sms)) return error;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
@@ -308,6 +306,8 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
   params.clears_keys = is_varlen(p) || params.keys.listed;
   const bool scheduled = key_gradients && params.keys.parts == 0;
+  if (scheduled && fused && FDM_TILE_ARCH == 90)
+    if (cudaError_t error = sm_count(&params.keys.sms)) return error;
   // The kernel that computes all gradients visits no pair of a row and a key that a mask is known to drop.
   const bool leaves_pairs = is_causal(p) || mask_kind(p) != FDM_MASK_NONE;
 

@@ -106,9 +106,7 @@ struct PartOrder {
   __device__ PartOrder(const BackwardParams &params, int32_t part_length, int64_t all_steps, int32_t existing_blocks)
       : length(part_length) {
     const KeyWork &keys = params.keys;
-    if (keys.heads_inside != HeadsInside::all || !keys.listed || is_varlen(params.p) || keys.sms == 0 ||
-        existing_blocks == 0)
-      return;
+    if (keys.heads_inside != HeadsInside::all || !keys.listed || is_varlen(params.p) || existing_blocks == 0) return;
     // A third more than SMs, so that there are some left when the first end. With two such groups of heads, SMs would end
     // further apart (seen on an H100).
     const int64_t wanted = ceil_div(int64_t(keys.heads) * (keys.sms + keys.sms / 3), existing_blocks);
@@ -125,7 +123,7 @@ struct PartOrder {
     const auto rank = int32_t(own_length * float(kLengths / 2) / float(length));
     int32_t place = 0;
     if (heads_together > 0)
-      place = int32_t(head_of_block(keys, uint32_t(block)) / uint32_t(heads_together));
+      place = int32_t(BlockOfHead(keys, uint32_t(block)).head / uint32_t(heads_together));
     else if (all_rows > 0)
       place = int32_t(own_length * float(part) * float(kPlaces) / float(all_rows));
     return min(kPlaces - 1, place) * kLengths + kLengths - 1 - min(kLengths - 1, rank);

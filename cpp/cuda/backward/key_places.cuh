@@ -39,11 +39,16 @@ struct HeadsTogether {
   }
 };
 
-// The head of a block, counted over sequences.
-__device__ __forceinline__ uint32_t head_of_block(const KeyWork &keys, uint32_t number) {
-  const HeadsTogether together(keys, number);
-  return together.first + number % together.heads;
-}
+// Which block of which head has a number; heads are counted over sequences. Not for segments.
+struct BlockOfHead {
+  uint32_t block, head;
+
+  __device__ BlockOfHead(const KeyWork &keys, uint32_t number) {
+    const HeadsTogether together(keys, number);
+    block = number / together.heads;
+    head = together.first + number - block * together.heads;
+  }
+};
 
 // Does a list keep more keys than fit the blocks of its segments? All lanes of the warp call this.
 __device__ __forceinline__ bool list_overflows(const KeyWork &keys, int64_t list) {
@@ -114,12 +119,10 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   if (params.keys.segments.rows > 0) return place_in_segment(params, static_cast<uint32_t>(number));
   const fdm_problem &p = params.p;
   KeyBlockPlace place{};
-  auto in_group = static_cast<uint32_t>(number);
-  const HeadsTogether together(params.keys, in_group);
-  const uint32_t block = in_group / together.heads, head = together.first + in_group - block * together.heads;
-  place.block = static_cast<int32_t>(block);
-  place.sequence_index = quotient(head, p.kv_heads);
-  place.kv_head = head - place.sequence_index * p.kv_heads;
+  const BlockOfHead own(params.keys, static_cast<uint32_t>(number));
+  place.block = static_cast<int32_t>(own.block);
+  place.sequence_index = quotient(own.head, p.kv_heads);
+  place.kv_head = own.head - place.sequence_index * p.kv_heads;
   place.s = sequence(p, place.sequence_index);
   if (!params.keys.listed) return place;
   const Plan &plan = params.plan;
@@ -171,13 +174,12 @@ __device__ __forceinline__ bool find_small_block(const BackwardParams &params, u
     place = place_in_segment(params, number);
     return place.rows.past >= place.rows.first;
   }
-  const HeadsTogether together(keys, number);
-  const uint32_t block = number / together.heads, head = together.first + number - block * together.heads;
+  const BlockOfHead own(keys, number);
   const auto kv_heads = static_cast<uint32_t>(params.p.kv_heads);
   place = {};
-  place.block = static_cast<int32_t>(block);
-  place.sequence_index = head / kv_heads;
-  place.kv_head = head - static_cast<uint32_t>(place.sequence_index) * kv_heads;
+  place.block = static_cast<int32_t>(own.block);
+  place.sequence_index = own.head / kv_heads;
+  place.kv_head = own.head - static_cast<uint32_t>(place.sequence_index) * kv_heads;
   place.s = whole_sequence(params.p, place.sequence_index);
   return int64_t(place.block) * keys.block_keys < params.p.keys;
 }
