@@ -97,7 +97,7 @@ int64_t segment_blocks(const fdm_problem &p, const KeyWork &keys, int64_t rows) 
 int64_t segment_rows(const fdm_problem &p, const KeyWork &keys) {
   if (!keys.listed || is_varlen(p) || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
   if (p.queries == 0 || p.heads == 0) return 0;
-  constexpr int64_t kLeastRows = 256, kMostWindow = 1024, kSteps = 32, kMostSegments = 16;
+  constexpr int64_t kLeastRows = 256, kMostWindow = 1024, kSteps = 32, kMostSegments = 32;
   const int64_t window = std::min(p.max_kept, kMostWindow), steps = kSteps * keys.tile_rows / group_size(p);
   const int64_t wanted = std::max({window, steps, p.queries / kMostSegments});
   int64_t rows = kLeastRows;
