@@ -46,9 +46,16 @@ class Call:
     block_table: Tensor | None = None
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
-        """Return this call with every tensor changed."""
+        """Return this call with every tensor changed; one that stands in two places still does."""
+        changed: dict[int, Tensor] = {}
+
+        def change_once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in changed:
+                changed[id(tensor)] = change(tensor)
+            return changed[id(tensor)]
+
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Call(**pytree.tree_map_only(Tensor, change, fields))
+        return Call(**pytree.tree_map_only(Tensor, change_once, fields))
 
     def to(self, device: str, dtype: torch.dtype | None = None) -> Call:
         """Move it, the strides kept; or cast all floating-point tensors too."""

@@ -88,6 +88,9 @@ def draw(
     call.scale = source.weighted({None: 7, 0.3: 1, 1e-3: 0.5, 0.0: 0.3, -0.2: 0.7, 2.0: 0.3})
     if sizes.packed:
         call.cu_seqlens_q, call.cu_seqlens_k = bounds(sizes.q_lengths), bounds(sizes.k_lengths)
+        if sizes.q_lengths == sizes.k_lengths:
+            call.cu_seqlens_k = call.cu_seqlens_q
+            longest = longest[:1] * 2
         call.longest = longest
     selects = False
     call.mask = draw_mask(source, sizes, longest[1])

@@ -90,6 +90,8 @@ def _any_sizes(source: Source) -> Sizes:
         lengths = [
             (source.weighted({q: 8, 0: 1}), source.weighted({k: 8, 0: 1})) for q, k in lengths
         ]
+        if source.chance(0.3):  # as documents have that are packed for training
+            lengths = [(queries, queries) for queries, _ in lengths]
         q_lengths, k_lengths = (list(side) for side in zip(*lengths, strict=True))
         return Sizes(q_lengths, k_lengths, kv_heads, group, head_dim, True, 1)
     queries, keys = _lengths(source)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drawn.buffers import poisoned_buffers
-from flash_dmattn import IntervalMask, dynamic_mask
+from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_varlen_func
 from support import Problem, Target, assert_accurate, cotangent, randn
 
 HEADS, KV_HEADS = 4, 2
@@ -119,3 +119,81 @@ def test_fewer_queries_than_keys(gpu: str) -> None:
     bias = randn(1, KV_HEADS, 1, 2000, dtype=torch.bfloat16, seed=4)
     mask = dynamic_mask(bias, 100, True, query_length=1150)
     check_gradients(mask, bias, Target(gpu, "cuda"), queries=1150)
+
+
+def check_packed_gradients(
+    lengths: list[int],
+    window: int,
+    gpu: str,
+    *,
+    max_kept: int | None = None,
+    head_dim: int = 64,
+    shared_bias: bool = False,
+) -> None:
+    """Check causal sequences in one call, each against its own results, with buffers that hold NaN.
+
+    Args:
+        lengths: of the sequences, as many queries as keys.
+        max_kept: what the mask says that a row keeps at most, in place of ``window``.
+        shared_bias: one bias, and one list of kept keys, for all heads.
+    """
+    total, dtype = sum(lengths), torch.bfloat16
+    shapes = [(total, HEADS), *[(total, KV_HEADS)] * 2, (total, HEADS)]
+    *tensors, dout = (
+        randn(*shape, head_dim, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)
+    )
+    dout = cotangent(dout)
+    bias = randn(1 if shared_bias else KV_HEADS, 1, total, dtype=dtype, seed=9)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    places = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True) if n]
+    masks = [
+        dynamic_mask(bias[None, ..., place], window, True, key_length=place.stop - place.start)
+        for place in places
+    ]
+    parts = [mask for mask in masks if isinstance(mask, IntervalMask)]
+    assert len(parts) == len(masks)
+    start, end = (torch.cat([getattr(m, name)[0] for m in parts], 1) for name in ("start", "end"))
+    mask = IntervalMask(start, end, max_kept=max_kept or window)
+    bounds = torch.tensor([0, *ends], dtype=torch.int32, device=gpu)
+
+    names = ("query", "key", "value", "bias")
+    leaves = [tensor.to(gpu).requires_grad_() for tensor in (*tensors, bias)]
+    with poisoned_buffers() as buffers:
+        out = flash_dmattn_varlen_func(
+            *leaves[:3],
+            bounds,
+            bounds,
+            max(lengths),
+            max(lengths),
+            attn_mask=mask.to(gpu),
+            attn_bias=leaves[3],
+            is_causal=True,
+        )
+        gradients = torch.autograd.grad(out, leaves, dout.to(gpu))
+    assert buffers.guards_are_whole(), "bytes beside a buffer have been written"
+    for place, own_mask in zip(places, parts, strict=True):
+        inputs = [tensor[None, place] for tensor in tensors]
+        problem = Problem(*inputs, mask=own_mask, bias=bias[None, ..., place], causal=True)
+        got = {"out": out.detach()[None, place]}
+        for name, gradient in zip(names, gradients, strict=True):
+            own = gradient[None, ..., place] if name == "bias" else gradient[None, place]
+            got[f"d{name}"] = own
+        truth, eager = problem.truth(dout=dout[None, place]), problem.eager(dout=dout[None, place])
+        compared = {name: value.cpu() for name, value in got.items() if name in truth}
+        assert len(compared) == 5
+        assert_accurate(compared, {n: truth[n] for n in compared}, {n: eager[n] for n in compared})
+
+
+@pytest.mark.parametrize("shared_bias", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "head_dim"),
+    [([1100, 5, 0, 300, 257], 64), ([600, 700, 3], 128), ([900, 1], 256), ([400] * 12, 96)],
+)
+def test_packed_sequences(lengths: list[int], head_dim: int, shared_bias: bool, gpu: str) -> None:
+    check_packed_gradients(lengths, 90, gpu, head_dim=head_dim, shared_bias=shared_bias)
+
+
+@pytest.mark.parametrize("max_kept", [1, 20])
+def test_a_bound_that_is_not_true_of_a_packed_sequence(max_kept: int, gpu: str) -> None:
+    """The others' sums of keys that several segments keep are theirs alone."""
+    check_packed_gradients([1300, 40, 700], 60, gpu, max_kept=max_kept)

@@ -90,30 +90,53 @@ int64_t segment_blocks(const fdm_problem &p, const KeyWork &keys, int64_t rows) 
   return std::max(ceil_div(room, keys.block_keys), ceil_div(all, ceil_div(p.queries, rows)));
 }
 
+// Does each packed sequence have as many keys as queries? The host sees only that cu_seqlens are the same. Then all
+// segments of a sequence have blocks for all of its keys, should a list keep more than it says.
+bool packs_equal_lengths(const fdm_problem &p) {
+  return p.cu_seqlens_q.data == p.cu_seqlens_k.data && p.cu_seqlens_q.stride[0] == p.cu_seqlens_k.stride[0] &&
+         !present(p.block_table) && p.q.shape[1] == p.k.shape[1] && p.queries == p.keys;
+}
+
+// The segments of a list, or numbers for them.
+int64_t segment_count(const fdm_problem &p, int64_t rows) {
+  return is_varlen(p) ? total_rows(p) / rows + p.batch : ceil_div(p.queries, rows);
+}
+
 // The rows of a segment, or 0: blocks of keys are for all rows. With fewer rows fewer pairs are computed that are not
 // kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: as many rows as
 // a query keeps keys are best, up to kMostWindow (seen on an H200), and at least kSteps steps. Sums of keys for many short
 // segments would also take memory.
 int64_t segment_rows(const fdm_problem &p, const KeyWork &keys) {
-  if (!keys.listed || is_varlen(p) || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
-  if (p.queries == 0 || p.heads == 0) return 0;
+  if (!keys.listed || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
+  if (p.queries == 0 || p.heads == 0 || (is_varlen(p) && !packs_equal_lengths(p))) return 0;
   constexpr int64_t kLeastRows = 256, kMostWindow = 1024, kSteps = 32, kMostSegments = 32;
   const int64_t window = std::min(p.max_kept, kMostWindow), steps = kSteps * keys.tile_rows / group_size(p);
   const int64_t wanted = std::max({window, steps, p.queries / kMostSegments});
   int64_t rows = kLeastRows;
   while (rows < wanted && rows < kMostSegmentRows) rows *= 2;
   // Fewer blocks of keys than this would leave SMs idle.
-  const int64_t kept = std::min(p.max_kept, p.keys);
-  const auto blocks = [&] { return ceil_div(p.queries, rows) * (kept / keys.block_keys + 2) * keys.heads; };
+  const int64_t kept = std::min(p.max_kept, p.keys), heads = is_varlen(p) ? p.kv_heads : keys.heads;
+  const auto blocks = [&] { return segment_count(p, rows) * (kept / keys.block_keys + 2) * heads; };
   while (rows > kLeastRows && blocks() < kWantedItems) rows /= 2;
-  return segment_blocks(p, keys, rows) <= kMostSegmentBlocks ? rows : 0;
+  const int64_t most = segment_blocks(p, keys, rows);
+  // Sequences of few rows each would leave most of the room of their segments empty.
+  constexpr int64_t kMostRoomOfRow = 4;
+  const bool is_used = !is_varlen(p) || p.batch * most * keys.block_keys <= kMostRoomOfRow * total_rows(p);
+  return most <= kMostSegmentBlocks && is_used ? rows : 0;
+}
+
+// Sums of keys that several segments keep, of a head: those that rows at the borders of segments keep, or one for each key.
+int64_t most_segment_sums(const fdm_problem &p, int64_t rows) {
+  const int64_t borders = is_varlen(p) ? total_rows(p) / rows : ceil_div(p.queries, rows) - 1;
+  return std::min(list_keys(p), std::min(p.max_kept, p.keys) * borders);
 }
 
 // Lays out the segments of so many rows, and the blocks of keys of all of them.
 void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *used, KeyWork &keys) {
   KeySegments &segments = keys.segments;
   const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1], size = keys.block_keys;
-  const int64_t count = ceil_div(p.queries, rows);
+  const int64_t count = segment_count(p, rows);
+  if (is_varlen(p)) keys.heads = int32_t(p.kv_heads);
   segments.rows = int32_t(rows);
   segments.count = int32_t(count);
   segments.blocks = int32_t(segment_blocks(p, keys, rows));
@@ -122,11 +145,12 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
   keys.ordered = take<KeyRows>(base, used, lists * keys.blocks * size);
   segments.order = take<SegmentBlock>(base, used, lists * keys.blocks);
   segments.live = take<int32_t>(base, used, lists * count);
-  segments.most_sums = int32_t(count > 1 ? std::min(p.keys, std::min(p.max_kept, p.keys) * (count - 1)) : 0);
+  segments.most_sums = int32_t(most_segment_sums(p, rows));
+  if (is_varlen(p) && segments.most_sums < list_keys(p)) segments.row_sums = int32_t(std::min(p.max_kept, p.keys));
   segments.sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums * 2 * keys.slot_dim);
   segments.bias_sums = take<float>(base, used, int64_t(keys.heads) * segments.most_sums);
   segments.sum_keys = take<int32_t>(base, used, lists * segments.most_sums);
-  segments.sum_count = take<int32_t>(base, used, lists);
+  segments.sum_count = take<int32_t>(base, used, lists * list_sequences(p));
   keys.parts = 1;
   keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, int64_t(keys.blocks) * keys.heads));
 }

@@ -43,21 +43,23 @@ struct alignas(16) SegmentBlock {
 // Segments of rows, where a selection tells how many keys a segment can keep. See key_segments.cuh.
 struct KeySegments {
   int32_t rows;   // of a segment; 0: there are no segments
-  int32_t count;  // segments of a list
+  int32_t count;  // segments of a list, over all packed sequences: numbers for them, as NumberedPart tells
   int32_t blocks; // blocks of keys of a segment
   // So many blocks of each segment come first, segment by segment, so that Q and dO of a segment are in the L2 cache
   // while its blocks are computed; then the others, the longest first.
   int32_t leading;
-  // [list][segment]: keys that the segment keeps. If they are more than fit its blocks, in any segment of a list, the
-  // blocks of all its segments have the kept keys of the list in key order.
+  // [list][segment]: keys that the segment keeps. If they are more than fit its blocks, in any segment of a list (of a packed
+  // sequence), the blocks of all its segments have the kept keys of the list in key order.
   int32_t *live;
   SegmentBlock *order; // [list][segment][blocks]: the longest first
-  // Keys that several segments keep have float32 sums, which key_segment_sums.cu rounds. Heads are counted over sequences.
+  // Keys that several segments keep have float32 sums, which key_segment_sums.cu rounds. Heads are counted over sequences
+  // unless these are packed.
   float *sums;      // [head][most_sums][dk, dv][D of the instantiation]
   float *bias_sums; // [head][most_sums]
   int32_t most_sums;
+  int32_t row_sums;   // of packed sequences: sums for each `rows` rows; 0: one for each key
   int32_t *sum_keys;  // [list][most_sums]
-  int32_t *sum_count; // [list]
+  int32_t *sum_count; // [list][sequence of the batch, or 1]
 };
 
 // A block of keys of one key/value head, or one of the parts into which its rows and query heads are divided.
@@ -80,8 +82,8 @@ struct KeyWork {
   HeadsInside heads_inside;
   int32_t block_keys, tile_rows;
   // `blocks` counts the blocks of one key/value head. A block of all heads has the number block * heads + head, where
-  // heads are counted over sequences too, and are those of a group of so many that are gone through together: see
-  // HeadsTogether.
+  // heads are counted over sequences too (not over packed ones with segments, which count them), and are those of a group of
+  // so many that are gone through together: see HeadsTogether.
   int32_t blocks, heads, together;
   int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
   // Above 0: every block has so many parts, and there is no schedule. Else `items` is the schedule.

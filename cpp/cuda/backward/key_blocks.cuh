@@ -33,7 +33,7 @@ struct KeyTask {
   bool test_all;        // no tile is known to be kept by every one of some keys
   const RowWord *words; // not null: a row plan
   float *slot;          // null: this is the only part
-  int64_t key_head;     // of segments: counted over sequences
+  int64_t key_head;     // of segments: counted over sequences unless these are packed
 };
 
 struct KeyStep {
@@ -239,7 +239,7 @@ private:
     own_task.sequence_index = place.sequence_index;
     own_task.kv_head = place.kv_head;
     own_task.first_head = place.kv_head * params.group;
-    own_task.key_head = place.sequence_index * p.kv_heads + place.kv_head;
+    own_task.key_head = place.s.batch * p.kv_heads + place.kv_head;
     own_task.steps = key_steps(params, key_block_rows(params, place));
     own_task.heads_inside = goes_through_heads_inside(place);
     own_task.begin = 0;

@@ -50,63 +50,112 @@ struct BlockOfHead {
   }
 };
 
-// Does a list keep more keys than fit the blocks of its segments? All lanes of the warp call this.
-__device__ __forceinline__ bool list_overflows(const KeyWork &keys, int64_t list) {
-  const KeySegments &segments = keys.segments;
-  const int32_t room = segments.blocks * keys.block_keys;
-  bool overflows = false;
+// The segments of a list and a sequence: their numbers, among those of all lists, and the sums of keys that several keep.
+struct ListSegments {
+  int64_t first;
+  int32_t count, first_sum, past_sums;
+
+  __device__ ListSegments(const BackwardParams &params, const Sequence &s, int64_t sequence_index, int64_t list) {
+    const KeySegments &segments = params.keys.segments;
+    first = list * segments.count;
+    count = segments.count;
+    first_sum = 0;
+    past_sums = segments.most_sums;
+    if (!is_varlen(params.p)) return;
+    const int shift = __ffs(segments.rows) - 1; // a power of two
+    first += (s.q_begin >> shift) + sequence_index;
+    count = static_cast<int32_t>((s.q_count + segments.rows - 1) >> shift);
+    if (segments.row_sums == 0) {
+      first_sum = static_cast<int32_t>(s.k_begin);
+      past_sums = first_sum + static_cast<int32_t>(s.k_count);
+    } else { // a sequence has fewer borders of segments than it has times so many rows, which n rows keep
+      first_sum = static_cast<int32_t>(s.q_begin >> shift) * segments.row_sums;
+      past_sums = first_sum + static_cast<int32_t>(s.q_count >> shift) * segments.row_sums;
+    }
+  }
+
+  // Do they keep more keys than fit their blocks? All lanes of the warp call this.
+  __device__ bool overflow(const KeyWork &keys) const {
+    const int32_t room = keys.segments.blocks * keys.block_keys;
+    bool overflows = false;
 #pragma unroll 1 // most often once
-  for (int n = threadIdx.x % 32; n < segments.count; n += 32)
-    overflows |= segments.live[list * segments.count + n] > room;
-  return __any_sync(0xffffffffu, overflows);
-}
+    for (int n = threadIdx.x % 32; n < count; n += 32) overflows |= keys.segments.live[first + n] > room;
+    return __any_sync(0xffffffffu, overflows);
+  }
+};
+
+// A segment by its number in a list; of packed sequences, which may have fewer than numbers.
+struct SegmentPlace {
+  Sequence s;
+  int64_t sequence_index, kv_head;
+  int64_t list;
+  int32_t segment; // of the sequence
+
+  // `head` is counted over sequences unless these are packed.
+  __device__ SegmentPlace(const BackwardParams &params, uint32_t head, int32_t number) : segment(number) {
+    const fdm_problem &p = params.p;
+    if (is_varlen(p)) {
+      const NumberedPart part =
+          numbered_part(p, number, params.keys.segments.rows, [](const Sequence &own) { return own.q_begin; });
+      sequence_index = part.sequence_index;
+      segment = static_cast<int32_t>(part.part);
+      kv_head = head;
+    } else {
+      sequence_index = head / static_cast<uint32_t>(p.kv_heads);
+      kv_head = head - sequence_index * static_cast<uint32_t>(p.kv_heads);
+    }
+    s = sequence(p, sequence_index);
+    const fdm_tensor &lists = list_tensor(p); // one for all heads, or for each head of keys
+    list = batch_index(lists, s) * params.plan.batch_lists + (lists.shape[1] == 1 ? 0 : kv_head);
+  }
+};
 
 // Finds a block of a list with segments, of which there are fewer than 2^31. Blocks are numbered across segments: the
 // longest of every segment come first. All lanes of a warp call this.
 __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &params, uint32_t number) {
-  const fdm_problem &p = params.p;
   const KeyWork &keys = params.keys;
   const KeySegments &segments = keys.segments;
   const auto count = static_cast<uint32_t>(segments.count);
   const HeadsTogether together(keys, number);
   const uint32_t heads = together.heads;
-  uint32_t head, rank, segment;
+  uint32_t head, rank, from_last;
   if (number < segments.leading * count * heads) {
     const uint32_t segment_of_heads = number / segments.leading;
     rank = number - segment_of_heads * segments.leading;
     head = segment_of_heads / count;
-    segment = segment_of_heads - head * count;
+    from_last = segment_of_heads - head * count;
   } else {
     const uint32_t block = number / heads;
     head = number - block * heads;
     rank = block / count;
-    segment = block - rank * count;
+    from_last = block - rank * count;
   }
-  head += together.first;
+  const SegmentPlace own(params, together.first + head, static_cast<int32_t>(count - 1 - from_last));
   KeyBlockPlace place{};
-  const uint32_t sequence_index = head / static_cast<uint32_t>(p.kv_heads);
-  place.block = static_cast<int32_t>(rank * count + segment);
-  place.sequence_index = sequence_index;
-  place.kv_head = head - sequence_index * static_cast<uint32_t>(p.kv_heads);
-  place.s = whole_sequence(p, sequence_index);
-  const fdm_tensor &list = list_tensor(p); // one for all heads, or for each head of keys
-  place.list_sequence = batch_index(list, place.s) * params.plan.batch_lists + (list.shape[1] == 1 ? 0 : place.kv_head);
-  const int64_t segment_of_list = place.list_sequence * count + (count - 1 - segment);
-  place.rows = segments.order[segment_of_list * segments.blocks + rank];
-  place.in_key_order = list_overflows(keys, place.list_sequence);
+  place.s = own.s;
+  place.sequence_index = own.sequence_index;
+  place.kv_head = own.kv_head;
+  place.rows = {0, -1, 0, 0};
+  const ListSegments of_list(params, own.s, own.sequence_index, own.list);
+  if (own.segment >= of_list.count) return place;
+  place.block = static_cast<int32_t>(rank) * of_list.count + of_list.count - 1 - own.segment;
+  place.list_sequence = own.list * list_sequences(params.p) + own.sequence_index * is_varlen(params.p);
+  const int64_t segment = of_list.first + own.segment;
+  place.rows = segments.order[segment * segments.blocks + rank];
+  place.in_key_order = of_list.overflow(keys);
   if (place.in_key_order) {
     const int64_t position = int64_t(place.block) * keys.block_keys;
-    place.first_key = place.list_sequence * params.plan.list_keys + position;
+    place.first_key = own.list * params.plan.list_keys + own.s.k_begin + position;
     place.keys = params.plan.kept_count[place.list_sequence] - position;
     place.rows = {0, place.keys > 0 ? static_cast<int32_t>(place.s.q_count) : -1};
     return place;
   }
-  place.first_key = (segment_of_list * segments.blocks + place.rows.position) * keys.block_keys;
+  place.first_key = (segment * segments.blocks + place.rows.position) * keys.block_keys;
   place.keys = place.rows.keys;
   return place;
 }
 
-// The sums of a key of a head, counted over sequences.
+// The sums of a key of a head, counted over sequences unless these are packed.
 FDM_INLINE float *key_segment_sums(const KeyWork &keys, int64_t head, int32_t sum) {
   return keys.segments.sums + (head * keys.segments.most_sums + sum) * 2 * keys.slot_dim;
 }

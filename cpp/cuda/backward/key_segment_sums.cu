@@ -30,10 +30,10 @@ __device__ void write_pair(Element *row, int64_t stride, int column, int head_di
 
 // A warp rounds the sums of a key.
 template <class Element>
-__device__ void round_key(const BackwardParams &params, const Sequence &s, int64_t list, int64_t kv_head, int64_t head,
-                          int32_t sum) {
+__device__ void round_key(const BackwardParams &params, const Sequence &s, int64_t list, int64_t kv_head, int32_t sum) {
   const fdm_problem &p = params.p;
   const KeyWork &keys = params.keys;
+  const int64_t head = s.batch * p.kv_heads + kv_head;
   const int32_t key = keys.segments.sum_keys[list * keys.segments.most_sums + sum];
   const float *sums = key_segment_sums(keys, head, sum);
   const int lane = threadIdx.x % 32, head_dim = int(p.head_dim);
@@ -44,7 +44,8 @@ __device__ void round_key(const BackwardParams &params, const Sequence &s, int64
     const float4 x = reinterpret_cast<const float4 *>(sums)[n];
     const float factor = value ? 1.0f : p.scale;
     const int quad = n % (keys.slot_dim / 4), column = quad / 4 * 16 + quad % 4 * 2;
-    auto *row = static_cast<Element *>(t.data) + s.batch * t.stride[0] + key * t.stride[1] + kv_head * t.stride[2];
+    auto *row = static_cast<Element *>(t.data) + s.batch * t.stride[0] + (s.k_begin + key) * t.stride[1] +
+                kv_head * t.stride[2];
     write_pair(row, t.stride[3], column, head_dim, factor * x.x, factor * x.y);
     write_pair(row, t.stride[3], column + 8, head_dim, factor * x.z, factor * x.w);
   }
@@ -57,15 +58,17 @@ __global__ void __launch_bounds__(kThreads) round_key_sums(const __grid_constant
   ptx::wait_for_kernel_ahead();
   const fdm_problem &p = params.p;
   const KeyWork &keys = params.keys;
-  const uint32_t blocks_of_head = gridDim.x / keys.heads;
+  const auto heads = static_cast<uint32_t>(p.batch * p.kv_heads);
+  const uint32_t blocks_of_head = gridDim.x / heads;
   const int64_t head = blockIdx.x / blocks_of_head, batch = head / p.kv_heads, kv_head = head % p.kv_heads;
   const Sequence s = sequence(p, batch);
   const int64_t list = list_number(p, params.plan, s, kv_head * group_size(p));
-  if (list_overflows(keys, list)) return;
-  const int32_t count = keys.segments.sum_count[list];
+  const ListSegments segments(params, s, batch, list);
+  if (segments.count == 0 || segments.overflow(keys)) return;
+  const int32_t count = keys.segments.sum_count[list * list_sequences(p) + batch * is_varlen(p)];
   const auto first = int32_t(blockIdx.x % blocks_of_head * (kThreads / 32) + threadIdx.x / 32);
   for (int32_t sum = first; sum < count; sum += blocks_of_head * (kThreads / 32))
-    round_key<Element>(params, s, list, kv_head, head, sum);
+    round_key<Element>(params, s, list, kv_head, segments.first_sum + sum);
 }
 } // namespace
 
@@ -74,8 +77,9 @@ cudaError_t launch_key_segment_sums(const BackwardParams &params, cudaStream_t s
   const auto kernel = params.p.q.dtype == FDM_FLOAT16 ? round_key_sums<__half> : round_key_sums<__nv_bfloat16>;
   // How many keys there are is known on the device only.
   constexpr int64_t kBlocks = 2048;
-  const int64_t most = ceil_div(segments.most_sums, kThreads / 32), wanted = ceil_div(kBlocks, params.keys.heads);
-  return launch<Overlap::kernel_ahead>(kernel, std::min(most, wanted) * params.keys.heads, kThreads, 0, stream, params);
+  const int64_t heads = params.p.batch * params.p.kv_heads;
+  const int64_t most = ceil_div(segments.most_sums, kThreads / 32), wanted = ceil_div(kBlocks, heads);
+  return launch<Overlap::kernel_ahead>(kernel, std::min(most, wanted) * heads, kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

@@ -34,28 +34,39 @@ template <int kThreads> struct SegmentOrder {
 
   const BackwardParams &params;
   Shared &shared;
-  int64_t base;       // of the list among kept keys
-  int32_t head, list; // the head is counted over sequences
-  int32_t segment, first, past, kept;
+  int64_t base;          // of the list and sequence among kept keys
+  int64_t list_sequence; // as plans count them
+  int32_t head;          // counted over sequences unless these are packed
+  int64_t list, number;  // the number of the segment, among those of all lists
+  int32_t first, past, kept;
   int32_t visible;
+  int32_t first_sum, past_sums;
   bool writes; // the list is written by one of the heads that share it
+  bool last;   // of the segments of a sequence
 
-  __device__ SegmentOrder(const BackwardParams &parameters, Shared &memory, int64_t number)
+  __device__ SegmentOrder(const BackwardParams &parameters, Shared &memory, int64_t block)
       : params(parameters), shared(memory) {
     const fdm_problem &p = params.p;
     const KeySegments &segments = params.keys.segments;
-    segment = static_cast<int32_t>(quotient(number, params.keys.heads));
-    head = static_cast<int32_t>(number - int64_t(segment) * params.keys.heads);
-    const int64_t batch = quotient(head, p.kv_heads), kv_head = head - batch * p.kv_heads;
-    const Sequence s = sequence(p, batch);
-    list = static_cast<int32_t>(list_number(p, params.plan, s, kv_head * group_size(p)));
+    const auto of_list = static_cast<int32_t>(quotient(block, params.keys.heads));
+    head = static_cast<int32_t>(block - int64_t(of_list) * params.keys.heads);
+    const SegmentPlace place(params, static_cast<uint32_t>(head), of_list);
+    const Sequence &s = place.s;
+    list = place.list;
+    number = list * segments.count + of_list;
+    const ListSegments own(params, s, place.sequence_index, list);
     const fdm_tensor &t = list_tensor(p);
-    writes = (t.shape[0] > 1 || batch == 0) && (t.shape[1] > 1 || kv_head == 0);
-    base = int64_t(list) * params.plan.list_keys;
-    kept = params.plan.kept_count[list];
-    first = segment * segments.rows;
-    past = static_cast<int32_t>(min64(s.q_count, int64_t(first) + segments.rows));
+    writes = (t.shape[0] > 1 || s.batch == 0) && (t.shape[1] > 1 || place.kv_head == 0);
+    list_sequence = list * list_sequences(p) + place.sequence_index * is_varlen(p);
+    base = list * params.plan.list_keys + s.k_begin;
+    const bool exists = place.segment < own.count;
+    kept = exists ? params.plan.kept_count[list_sequence] : 0;
+    first = exists ? place.segment * segments.rows : 0;
+    past = exists ? static_cast<int32_t>(min64(s.q_count, int64_t(first) + segments.rows)) : 0;
     visible = static_cast<int32_t>(is_causal(p) ? min64(s.k_count, past + s.causal_off) : s.k_count);
+    first_sum = own.first_sum;
+    past_sums = own.past_sums;
+    last = place.segment == own.count - 1;
   }
 
   __device__ void run() const {
@@ -66,7 +77,7 @@ template <int kThreads> struct SegmentOrder {
     const bool once = kept <= kStep; // such a list is loaded once, and its keys claim their places at once
     Step step;
     uint32_t place[kItems];
-    int32_t sums = 0;
+    int32_t sums = first_sum;
     for (int32_t start = 0; has_step(start); start += kStep) {
       sums += load(step, start, sums);
 #pragma unroll
@@ -78,11 +89,10 @@ template <int kThreads> struct SegmentOrder {
     const uint32_t before = shared.sum.exclusive(own, &live);
     if (threadIdx.x < kClasses) shared.places[threadIdx.x] = before;
     __syncthreads();
-    const int64_t of_list = int64_t(list) * segments.count + segment;
     const int32_t room = segments.blocks * params.keys.block_keys;
     bool fits = static_cast<int32_t>(live) <= room;
-    KeyRows *ordered = params.keys.ordered + of_list * room;
-    sums = once ? sums : 0;
+    KeyRows *ordered = params.keys.ordered + number * room;
+    sums = once ? sums : first_sum;
     for (int32_t start = 0; has_step(start); start += kStep) {
       if (!once) sums += load(step, start, sums);
 #pragma unroll
@@ -90,20 +100,20 @@ template <int kThreads> struct SegmentOrder {
         const KeyRows &rows = step.rows[i];
         const bool begins = rows.key >= 0 && rows.start >= first && rows.start < past;
         clear_sums(rows, begins);
-        fits = fits && rows.sum < segments.most_sums;
+        fits = fits && rows.sum < past_sums;
         if (!writes || !fits) continue;
         const uint32_t own_class = step.own_class[i];
         if (own_class < kClasses) put(ordered, once ? shared.places[own_class] + place[i] : claim(own_class), rows);
-        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.most_sums + rows.sum] = rows.key;
+        if (begins && rows.sum >= 0) segments.sum_keys[list * segments.most_sums + rows.sum] = rows.key;
       }
     }
     fits = __syncthreads_and(fits);
     if (!writes) return;
     if (threadIdx.x == 0) {
-      segments.live[of_list] = fits ? static_cast<int32_t>(live) : INT32_MAX;
-      if (segment == segments.count - 1) segments.sum_count[list] = sums;
+      segments.live[number] = fits ? static_cast<int32_t>(live) : INT32_MAX;
+      if (last) segments.sum_count[list_sequence] = sums - first_sum;
     }
-    if (fits) order_blocks(static_cast<int32_t>(live), segments.order + of_list * segments.blocks);
+    if (fits) order_blocks(static_cast<int32_t>(live), segments.order + number * segments.blocks);
   }
 
 private:
@@ -160,8 +170,7 @@ private:
 
   // Clears the sums of the keys of a warp that begin here.
   __device__ void clear_sums(const KeyRows &rows, bool begins) const {
-    const KeySegments &segments = params.keys.segments;
-    uint32_t wanting = __ballot_sync(kAllLanes, begins && rows.sum >= 0 && rows.sum < segments.most_sums);
+    uint32_t wanting = __ballot_sync(kAllLanes, begins && rows.sum >= 0 && rows.sum < past_sums);
     for (; wanting; wanting &= wanting - 1) {
       const int32_t sum = __shfl_sync(kAllLanes, rows.sum, __ffs(wanting) - 1);
       auto *row = reinterpret_cast<float4 *>(key_segment_sums(params.keys, head, sum));
