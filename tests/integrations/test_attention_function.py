@@ -12,12 +12,14 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import attention_reference, flash_dmattn_func
+from flash_dmattn.integrations import modeling_flash_dynamic_mask_attention_utils as modeling
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
+from flash_dmattn.integrations.packed import bounds_of_sequences
 from support import assert_accurate, rand_bool, randn
 
 B, Q, K, H, HK, D, WINDOW = 2, 19, 19, 4, 2, 16, 6
@@ -185,6 +187,41 @@ def test_lengths_with_rows() -> None:
             Module(is_causal=True), *problem(), MASKS["rows"],
             cu_seq_lens_q=across_rows, cu_seq_lens_k=across_rows,
         )  # fmt: skip
+
+
+def test_equal_bounds_become_one_tensor() -> None:
+    """Trainers move the bounds of queries and of keys to a device one by one."""
+    whole = CU_SEQLENS.long()
+    bounds_q, bounds_k = bounds_of_sequences(whole, whole, compare=False)
+    assert bounds_q is bounds_k
+    assert bounds_q.dtype == torch.int32
+
+    one, other = CU_SEQLENS.clone(), CU_SEQLENS.clone()
+    for _ in range(2):
+        bounds_q, bounds_k = bounds_of_sequences(one, other, compare=True)
+        assert bounds_q is bounds_k
+    assert torch.equal(bounds_q, CU_SEQLENS)
+    assert bounds_of_sequences(one, other, compare=False)[1] is other
+    other[1] += 1
+    assert bounds_of_sequences(one, other, compare=True)[1] is other
+    assert bounds_of_sequences(one, other[:-1], compare=True)[1].shape == other[:-1].shape
+
+
+def test_packed_training_passes_one_tensor_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def varlen(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, **_: Any) -> Tensor:
+        seen.append(bounds[0] is bounds[1])
+        return query
+
+    monkeypatch.setattr(modeling, "flash_dmattn_varlen_func", varlen)
+    for trains in (True, False):
+        query, key, value = (t[:1].requires_grad_(trains) for t in problem())
+        flash_dynamic_mask_attention_forward(
+            Module(is_causal=True), query, key, value, None,
+            cu_seq_lens_q=CU_SEQLENS.clone(), cu_seq_lens_k=CU_SEQLENS.clone(), is_causal=True,
+        )  # fmt: skip
+    assert seen == [True, False]
 
 
 def test_lengths_that_end_early() -> None:

@@ -17,6 +17,7 @@ from .dtypes import fdma_peft_integration_check
 from .mask_forms import Mask, has_rows, mask_and_bias
 from .packed import (
     Documents,
+    bounds_of_sequences,
     documents_of_positions,
     packed_keep,
     select_within_documents,
@@ -227,12 +228,12 @@ def _varlen(
     batch, keys = key.shape[:2]
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = packing
     assert mask is None or isinstance(mask, Tensor)
+    trains = torch.is_grad_enabled() and query.requires_grad and query.shape[:2] == key.shape[:2]
     out = flash_dmattn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        cu_seqlens_q.to(torch.int32),
-        cu_seqlens_k.to(torch.int32),
+        *bounds_of_sequences(cu_seqlens_q, cu_seqlens_k, compare=trains),
         _longest(cu_seqlens_q) if longest_q is None else longest_q,
         _longest(cu_seqlens_k) if longest_k is None else longest_k,
         is_causal=is_causal,

@@ -13,7 +13,13 @@ from torch import Tensor
 from flash_dmattn.masks import IntervalMask
 from flash_dmattn.selection import dynamic_mask
 
-__all__ = ["Documents", "documents_of_positions", "packed_keep", "select_within_documents"]
+__all__ = [
+    "Documents",
+    "bounds_of_sequences",
+    "documents_of_positions",
+    "packed_keep",
+    "select_within_documents",
+]
 
 
 class Documents(NamedTuple):
@@ -46,6 +52,43 @@ def documents_of_positions(position_ids: Tensor) -> Documents | None:
     ids = _document_ids(position_ids)
     answer = Documents(ids) if ids[:, -1].any() else None
     _last_answer.known = (weakref.ref(position_ids), version, answer)
+    return answer
+
+
+def bounds_of_sequences(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, compare: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the bounds of packed queries and keys as int32, as one tensor where they are one.
+
+    Kernels look at no bounds on the host, but see there whether queries and keys have the same;
+    then their backward pass takes less time. Trainers move the two to a device one by one.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: integers ``(B + 1,)``.
+        compare: whether tensors of equal values become one, for which a device is waited for.
+    """
+    if cu_seqlens_q is cu_seqlens_k:
+        both = cu_seqlens_q.to(torch.int32)
+        return both, both
+    given = (cu_seqlens_q, cu_seqlens_k)
+    bounds_q, bounds_k = (bounds.to(torch.int32) for bounds in given)
+    # Where values cannot be read, two tensors stay two.
+    readable = all(type(bounds) is Tensor for bounds in given) and not (
+        torch.compiler.is_compiling()
+        or (cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+    if not (compare and readable and cu_seqlens_q.shape == cu_seqlens_k.shape):
+        return bounds_q, bounds_k
+    versions = [-1 if bounds.is_inference() else bounds._version for bounds in given]
+    known = getattr(_last_answer, "bounds", None)
+    if known is not None and known[1] == versions and known[0][0]() is cu_seqlens_q:
+        answer: tuple[Tensor, Tensor] = known[2]
+        if known[0][1]() is cu_seqlens_k:
+            return answer
+    if bounds_q.device == bounds_k.device and torch.equal(bounds_q, bounds_k):
+        bounds_k = bounds_q
+    answer = bounds_q, bounds_k
+    _last_answer.bounds = ([weakref.ref(bounds) for bounds in given], versions, answer)
     return answer
 
 
