@@ -74,6 +74,9 @@ struct ListSegments {
     }
   }
 
+  // Bounds that do not begin with 0 leave numbers before those of the first sequence.
+  __device__ bool have(int32_t segment) const { return segment >= 0 && segment < count; }
+
   // Do they keep more keys than fit their blocks? All lanes of the warp call this.
   __device__ bool overflow(const KeyWork &keys) const {
     const int32_t room = keys.segments.blocks * keys.block_keys;
@@ -137,7 +140,7 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
   place.kv_head = own.kv_head;
   place.rows = {0, -1, 0, 0};
   const ListSegments of_list(params, own.s, own.sequence_index, own.list);
-  if (own.segment >= of_list.count) return place;
+  if (!of_list.have(own.segment)) return place;
   place.block = static_cast<int32_t>(rank) * of_list.count + of_list.count - 1 - own.segment;
   place.list_sequence = own.list * list_sequences(params.p) + own.sequence_index * is_varlen(params.p);
   const int64_t segment = of_list.first + own.segment;

@@ -59,14 +59,14 @@ template <int kThreads> struct SegmentOrder {
     writes = (t.shape[0] > 1 || s.batch == 0) && (t.shape[1] > 1 || place.kv_head == 0);
     list_sequence = list * list_sequences(p) + place.sequence_index * is_varlen(p);
     base = list * params.plan.list_keys + s.k_begin;
-    const bool exists = place.segment < own.count;
+    const bool exists = own.have(place.segment);
     kept = exists ? params.plan.kept_count[list_sequence] : 0;
     first = exists ? place.segment * segments.rows : 0;
     past = exists ? static_cast<int32_t>(min64(s.q_count, int64_t(first) + segments.rows)) : 0;
     visible = static_cast<int32_t>(is_causal(p) ? min64(s.k_count, past + s.causal_off) : s.k_count);
     first_sum = own.first_sum;
     past_sums = own.past_sums;
-    last = place.segment == own.count - 1;
+    last = exists && place.segment == own.count - 1;
   }
 
   __device__ void run() const {
