@@ -34,10 +34,9 @@ template <int kThreads> struct SegmentOrder {
 
   const BackwardParams &params;
   Shared &shared;
-  int64_t base;          // of the list and sequence among kept keys
-  int64_t list_sequence; // as plans count them
-  int32_t head;          // counted over sequences unless these are packed
-  int64_t list, number;  // the number of the segment, among those of all lists
+  int64_t base;               // of the list and sequence among kept keys
+  int32_t list_sequence;      // as plans count them
+  int32_t head, list, number; // the head is counted over sequences unless these are packed, the segment over lists
   int32_t first, past, kept;
   int32_t visible;
   int32_t first_sum, past_sums;
@@ -52,12 +51,12 @@ template <int kThreads> struct SegmentOrder {
     head = static_cast<int32_t>(block - int64_t(of_list) * params.keys.heads);
     const SegmentPlace place(params, static_cast<uint32_t>(head), of_list);
     const Sequence &s = place.s;
-    list = place.list;
+    list = static_cast<int32_t>(place.list);
     number = list * segments.count + of_list;
     const ListSegments own(params, s, place.sequence_index, list);
     const fdm_tensor &t = list_tensor(p);
     writes = (t.shape[0] > 1 || s.batch == 0) && (t.shape[1] > 1 || place.kv_head == 0);
-    list_sequence = list * list_sequences(p) + place.sequence_index * is_varlen(p);
+    list_sequence = static_cast<int32_t>(list * list_sequences(p) + place.sequence_index * is_varlen(p));
     base = list * params.plan.list_keys + s.k_begin;
     const bool exists = own.have(place.segment);
     kept = exists ? params.plan.kept_count[list_sequence] : 0;
@@ -91,7 +90,7 @@ template <int kThreads> struct SegmentOrder {
     __syncthreads();
     const int32_t room = segments.blocks * params.keys.block_keys;
     bool fits = static_cast<int32_t>(live) <= room;
-    KeyRows *ordered = params.keys.ordered + number * room;
+    KeyRows *ordered = params.keys.ordered + int64_t(number) * room;
     sums = once ? sums : first_sum;
     for (int32_t start = 0; has_step(start); start += kStep) {
       if (!once) sums += load(step, start, sums);
@@ -104,7 +103,7 @@ template <int kThreads> struct SegmentOrder {
         if (!writes || !fits) continue;
         const uint32_t own_class = step.own_class[i];
         if (own_class < kClasses) put(ordered, once ? shared.places[own_class] + place[i] : claim(own_class), rows);
-        if (begins && rows.sum >= 0) segments.sum_keys[list * segments.most_sums + rows.sum] = rows.key;
+        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.most_sums + rows.sum] = rows.key;
       }
     }
     fits = __syncthreads_and(fits);
@@ -113,7 +112,7 @@ template <int kThreads> struct SegmentOrder {
       segments.live[number] = fits ? static_cast<int32_t>(live) : INT32_MAX;
       if (last) segments.sum_count[list_sequence] = sums - first_sum;
     }
-    if (fits) order_blocks(static_cast<int32_t>(live), segments.order + number * segments.blocks);
+    if (fits) order_blocks(static_cast<int32_t>(live), segments.order + int64_t(number) * segments.blocks);
   }
 
 private:
