@@ -142,7 +142,7 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
   const ListSegments of_list(params, own.s, own.sequence_index, own.list);
   if (!of_list.have(own.segment)) return place;
   place.block = static_cast<int32_t>(rank) * of_list.count + of_list.count - 1 - own.segment;
-  place.list_sequence = own.list * list_sequences(params.p) + own.sequence_index * is_varlen(params.p);
+  place.list_sequence = list_sequence(params.p, own.list, own.sequence_index);
   const int64_t segment = of_list.first + own.segment;
   place.rows = segments.order[segment * segments.blocks + rank];
   place.in_key_order = of_list.overflow(keys);
@@ -179,7 +179,7 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   if (!params.keys.listed) return place;
   const Plan &plan = params.plan;
   const int64_t list = list_number(p, plan, place.s, place.kv_head * params.group);
-  place.list_sequence = is_varlen(p) ? list * p.batch + place.sequence_index : list;
+  place.list_sequence = list_sequence(p, list, place.sequence_index);
   const int64_t position = ordered_position(params.keys, place.block);
   place.first_key = list * plan.list_keys + place.s.k_begin + position;
   // The last block of a bucket may have fewer keys than others.

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) round_key_sums(const __grid_constant
   const int64_t list = list_number(p, params.plan, s, kv_head * group_size(p));
   const ListSegments segments(params, s, batch, list);
   if (segments.count == 0 || segments.overflow(keys)) return;
-  const int32_t count = keys.segments.sum_count[list * list_sequences(p) + batch * is_varlen(p)];
+  const int32_t count = keys.segments.sum_count[list_sequence(p, list, batch)];
   const auto first = int32_t(blockIdx.x % blocks_of_head * (kThreads / 32) + threadIdx.x / 32);
   for (int32_t sum = first; sum < count; sum += blocks_of_head * (kThreads / 32))
     round_key<Element>(params, s, list, kv_head, segments.first_sum + sum);

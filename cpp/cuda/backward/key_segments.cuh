@@ -35,7 +35,7 @@ template <int kThreads> struct SegmentOrder {
   const BackwardParams &params;
   Shared &shared;
   int64_t base;               // of the list and sequence among kept keys
-  int32_t list_sequence;      // as plans count them
+  int32_t sequence_number;    // of the list and sequence, as list_sequence() tells
   int32_t head, list, number; // the head is counted over sequences unless these are packed, the segment over lists
   int32_t first, past, kept;
   int32_t visible;
@@ -56,10 +56,10 @@ template <int kThreads> struct SegmentOrder {
     const ListSegments own(params, s, place.sequence_index, list);
     const fdm_tensor &t = list_tensor(p);
     writes = (t.shape[0] > 1 || s.batch == 0) && (t.shape[1] > 1 || place.kv_head == 0);
-    list_sequence = static_cast<int32_t>(list * list_sequences(p) + place.sequence_index * is_varlen(p));
+    sequence_number = static_cast<int32_t>(list_sequence(p, list, place.sequence_index));
     base = list * params.plan.list_keys + s.k_begin;
     const bool exists = own.have(place.segment);
-    kept = exists ? params.plan.kept_count[list_sequence] : 0;
+    kept = exists ? params.plan.kept_count[sequence_number] : 0;
     first = exists ? place.segment * segments.rows : 0;
     past = exists ? static_cast<int32_t>(min64(s.q_count, int64_t(first) + segments.rows)) : 0;
     visible = static_cast<int32_t>(is_causal(p) ? min64(s.k_count, past + s.causal_off) : s.k_count);
@@ -110,7 +110,7 @@ template <int kThreads> struct SegmentOrder {
     if (!writes) return;
     if (threadIdx.x == 0) {
       segments.live[number] = fits ? static_cast<int32_t>(live) : INT32_MAX;
-      if (last) segments.sum_count[list_sequence] = sums - first_sum;
+      if (last) segments.sum_count[sequence_number] = sums - first_sum;
     }
     if (fits) order_blocks(static_cast<int32_t>(live), segments.order + int64_t(number) * segments.blocks);
   }

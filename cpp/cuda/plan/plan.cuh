@@ -174,6 +174,11 @@ __device__ __forceinline__ NumberedPart numbered_part(const Problem &p, int64_t 
   return {low, number - first(low)};
 }
 
+// The number of a sequence of a list, where each list has one for each packed sequence.
+FDM_INLINE int64_t list_sequence(const fdm_problem &p, int64_t list, int64_t sequence_index) {
+  return is_varlen(p) ? list * p.batch + sequence_index : list;
+}
+
 FDM_INLINE int64_t list_number(const fdm_problem &p, const Plan &plan, const Sequence &s, int64_t head) {
   const fdm_tensor &mask = list_tensor(p);
   return batch_index(mask, s) * plan.batch_lists + head_index(p, mask, head);
