@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +33,23 @@ class Documents(NamedTuple):
         return IntervalMask.documents(self.ids)
 
 
-# The layers of a model ask about the same tensor: what was read from the device is kept.
-_last_answer = threading.local()
+# The layers of a model ask about the same tensors: what was read from the device is kept.
+_last_documents, _last_bounds = threading.local(), threading.local()
+_Answer = TypeVar("_Answer")
+
+
+def _once(memory: threading.local, find: Callable[..., _Answer], *tensors: Tensor) -> _Answer:
+    """Return ``find(*tensors)``, which is not called again for the tensors of the last call."""
+    versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    known = getattr(memory, "known", None)
+    if known is not None and known[0] == versions:
+        same = [ref() is tensor for ref, tensor in zip(known[1], tensors, strict=True)]
+        if all(same):
+            remembered: _Answer = known[2]
+            return remembered
+    answer = find(*tensors)
+    memory.known = versions, [weakref.ref(tensor) for tensor in tensors], answer
+    return answer
 
 
 def documents_of_positions(position_ids: Tensor) -> Documents | None:
@@ -44,15 +60,12 @@ def documents_of_positions(position_ids: Tensor) -> Documents | None:
     """
     if torch.compiler.is_compiling():
         return Documents(_document_ids(position_ids))
-    known = getattr(_last_answer, "known", None)
-    version = -1 if position_ids.is_inference() else position_ids._version
-    if known is not None and known[0]() is position_ids and known[1] == version:
-        answer: Documents | None = known[2]
-        return answer
+    return _once(_last_documents, _several_documents, position_ids)
+
+
+def _several_documents(position_ids: Tensor) -> Documents | None:
     ids = _document_ids(position_ids)
-    answer = Documents(ids) if ids[:, -1].any() else None
-    _last_answer.known = (weakref.ref(position_ids), version, answer)
-    return answer
+    return Documents(ids) if ids[:, -1].any() else None
 
 
 def bounds_of_sequences(
@@ -65,31 +78,26 @@ def bounds_of_sequences(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: integers ``(B + 1,)``.
-        compare: whether tensors of equal values become one, for which a device is waited for.
+        compare: whether tensors of equal values become one, for which a device is waited for;
+            not where values cannot be read, under torch.compile or in a graph's capture.
     """
     if cu_seqlens_q is cu_seqlens_k:
         both = cu_seqlens_q.to(torch.int32)
         return both, both
-    given = (cu_seqlens_q, cu_seqlens_k)
-    bounds_q, bounds_k = (bounds.to(torch.int32) for bounds in given)
-    # Where values cannot be read, two tensors stay two.
-    readable = all(type(bounds) is Tensor for bounds in given) and not (
+    unreadable = (
         torch.compiler.is_compiling()
+        or not type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor
         or (cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing())
     )
-    if not (compare and readable and cu_seqlens_q.shape == cu_seqlens_k.shape):
-        return bounds_q, bounds_k
-    versions = [-1 if bounds.is_inference() else bounds._version for bounds in given]
-    known = getattr(_last_answer, "bounds", None)
-    if known is not None and known[1] == versions and known[0][0]() is cu_seqlens_q:
-        answer: tuple[Tensor, Tensor] = known[2]
-        if known[0][1]() is cu_seqlens_k:
-            return answer
-    if bounds_q.device == bounds_k.device and torch.equal(bounds_q, bounds_k):
-        bounds_k = bounds_q
-    answer = bounds_q, bounds_k
-    _last_answer.bounds = ([weakref.ref(bounds) for bounds in given], versions, answer)
-    return answer
+    if not compare or unreadable:
+        return cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
+    return _once(_last_bounds, _compared, cu_seqlens_q, cu_seqlens_k)
+
+
+def _compared(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
+    bounds_q, bounds_k = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
+    same = bounds_q.device == bounds_k.device and torch.equal(bounds_q, bounds_k)
+    return bounds_q, bounds_q if same else bounds_k
 
 
 def _document_ids(position_ids: Tensor) -> Tensor:
