@@ -125,6 +125,7 @@ def check_packed_gradients(
     lengths: list[int],
     window: int,
     gpu: str,
+    seed: int,
     *,
     max_kept: int | None = None,
     head_dim: int = 64,
@@ -140,10 +141,10 @@ def check_packed_gradients(
     total, dtype = sum(lengths), torch.bfloat16
     shapes = [(total, HEADS), *[(total, KV_HEADS)] * 2, (total, HEADS)]
     *tensors, dout = (
-        randn(*shape, head_dim, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)
+        randn(*shape, head_dim, dtype=dtype, seed=seed + n) for n, shape in enumerate(shapes)
     )
     dout = cotangent(dout)
-    bias = randn(1 if shared_bias else KV_HEADS, 1, total, dtype=dtype, seed=9)
+    bias = randn(1 if shared_bias else KV_HEADS, 1, total, dtype=dtype, seed=seed + 9)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     places = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True) if n]
     masks = [
@@ -189,11 +190,13 @@ def check_packed_gradients(
     ("lengths", "head_dim"),
     [([1100, 5, 0, 300, 257], 64), ([600, 700, 3], 128), ([900, 1], 256), ([400] * 12, 96)],
 )
-def test_packed_sequences(lengths: list[int], head_dim: int, shared_bias: bool, gpu: str) -> None:
-    check_packed_gradients(lengths, 90, gpu, head_dim=head_dim, shared_bias=shared_bias)
+def test_packed_sequences(
+    lengths: list[int], head_dim: int, shared_bias: bool, gpu: str, seed: int
+) -> None:
+    check_packed_gradients(lengths, 90, gpu, seed, head_dim=head_dim, shared_bias=shared_bias)
 
 
 @pytest.mark.parametrize("max_kept", [1, 20])
-def test_a_bound_that_is_not_true_of_a_packed_sequence(max_kept: int, gpu: str) -> None:
+def test_a_bound_that_is_not_true_of_a_packed_sequence(max_kept: int, gpu: str, seed: int) -> None:
     """The others' sums of keys that several segments keep are theirs alone."""
-    check_packed_gradients([1300, 40, 700], 60, gpu, max_kept=max_kept)
+    check_packed_gradients([1300, 40, 700], 60, gpu, seed, max_kept=max_kept)
