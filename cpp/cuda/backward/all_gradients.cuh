@@ -4,7 +4,9 @@
 //
 // The warps give each other their dS' through shared memory, and each then computes a part of the step's dQ = dS K. Where
 // the registers of a warp do not hold dk and dv of its keys, two warps have the same keys: each computes the scores of half
-// of the step's rows, and dk and dv of half of the columns. They give each other P' too.
+// of the step's rows, and dk and dv of half of the columns. They give each other P' too. Where shared memory does not hold
+// two stages of Q and dO beside K and V, V is in registers, and dO of a step is copied when that of the step before has been
+// read.
 //
 // dQ of a row is a sum over all blocks of keys, each of which adds its own part to float32 sums in global memory, in no
 // fixed order.
@@ -16,14 +18,14 @@
 
 namespace fdm::cuda {
 
-// kShares is the number of warps that have the same keys.
+// kShares is the number of warps that have the same keys. kSavesShared: V is in registers, and dO has one stage.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
-          int kShareCount = 1>
+          int kShareCount, bool kHasLittleShared>
 struct AllGradientsConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
-  static constexpr bool kKeyGradient = true, kGeneral = false;
+  static constexpr bool kKeyGradient = true, kGeneral = false, kSavesShared = kHasLittleShared;
   static constexpr int kShares = kShareCount, kKeyWarps = kWarps / kShares;
   static constexpr int kKeyTiles = kKeys / kKeyWarps / 16; // tiles of 16 keys of each warp
   static constexpr int kOwnRows = kRows / kShares, kOwnColumns = kHeadDim / kShares;
@@ -36,7 +38,11 @@ struct AllGradientsConfig {
       KeyGradients<Element, kKeys, kKeyTiles, kOwnRows, kOwnColumns, true, true, false, KeysOfBlock, kRows>;
   static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kRows <= 64 && kRows <= kThreads &&
                 (kKeys == 64 || kKeys == 128));
-  static_assert(kShares == 1 || kOwnColumns % 64 == 0, "a share of the columns is a number of panels");
+  // A share of the columns is a number of panels, and half of the last where their number is odd.
+  static constexpr int kPanelTiles = kShares == 1 ? kHeadDim / 8 : kOwnColumns / 64 * 8;
+  static constexpr int kOtherTiles = kOwnColumns / 8 - kPanelTiles;
+  static_assert(kShares == 1 || kOwnColumns % 32 == 0);
+  static_assert(!kSavesShared || (kShares > 1 && kKeyTiles == 1));
 
   // dQ of a step is divided among row_warps x column_warps warps, in squares as far as there are: they read least. A
   // warp has pairs of tiles of 8 columns, every column_warps-th.
@@ -67,10 +73,12 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   static constexpr int kKeyTiles = Config::kKeyTiles, kKeys = Config::kKeys, kRows = Config::kRows;
   static constexpr int kHeadDim = Config::kHeadDim, kHalfKeys = 64, kGroupKeys = Config::kGroupKeys;
   static constexpr int kShares = Config::kShares, kOwnColumns = Config::kOwnColumns;
+  static constexpr bool kSavesShared = Config::kSavesShared;
   using Scores = float[kKeyTiles][Config::kOwnRows / 8][4];
 
   AllGradientsShared<Config> &shared;
   uint32_t ds_base, p_base;
+  uint32_t values[kSavesShared ? kHeadDim / 16 : 1][4]; // V of this warp's keys
 
   __device__ AllGradientsBlock(const BackwardParams &parameters, AllGradientsShared<Config> &memory)
       : Base(parameters, memory), shared(memory), ds_base(ptx::shared_address(memory.sdS)),
@@ -79,15 +87,29 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   __device__ static int key_warp() { return threadIdx.x / 32 % Config::kKeyWarps; }
   __device__ static int first_key() { return key_warp() * (16 * kKeyTiles); }
   __device__ static int share() { return kShares == 1 ? 0 : threadIdx.x / 32 / Config::kKeyWarps; }
-  __device__ static int first_column() { return share() * kOwnColumns; }
+  // The columns of this warp's tiles of sums: from the first on, and from Config::kPanelTiles on.
+  __device__ static int first_column() { return share() * (8 * Config::kPanelTiles); }
+  __device__ static int other_column() {
+    return kShares * 8 * Config::kPanelTiles + share() * (8 * Config::kOtherTiles);
+  }
+
+  // Where this warp reads its rows of Q or dO as right operands.
+  __device__ uint32_t own_rows(uint32_t tile) const {
+    return tile + this->row_offset_right + this->first_row() * Tile::kRowBytes;
+  }
+
+  __device__ void multiply_keys(int stage, Scores &scores) const {
+    clear(scores);
+    gemm_ss<Element, kHeadDim>(scores, this->k_fragment, own_rows(this->q(stage)));
+  }
 
   // Puts P' in the place of the scores, and dS' in that of the gradients.
-  __device__ void make_scores(int stage, bool careful, Scores &scores, Scores &gradients) {
-    const uint32_t rows = this->row_offset_right + this->first_row() * Tile::kRowBytes;
-    clear(scores);
-    gemm_ss<Element, kHeadDim>(scores, this->k_fragment, this->q(stage) + rows);
+  __device__ void make_gradients(int stage, bool careful, Scores &scores, Scores &gradients) {
     clear(gradients);
-    gemm_ss<Element, kHeadDim>(gradients, this->v_fragment, this->dout(stage) + rows);
+    if constexpr (kSavesShared)
+      gemm_held<Element, kHeadDim>(gradients[0], values, own_rows(this->dout(stage)));
+    else
+      gemm_ss<Element, kHeadDim>(gradients, this->v_fragment, own_rows(this->dout(stage)));
     const typename Base::Stage &row_stage = shared.stages[stage];
     if (params.p.softcap > 0)
       Base::template make<true>(row_stage, careful, scores, gradients);
@@ -120,10 +142,10 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
         add_to_tile(own + (m * (kHeadDim / 8) + n / 2 * (2 * kColumnWarps) + n % 2) * 128, dq[m][n]);
   }
 
-  // The gradients of this warp's keys, and dS', which it gives to the others.
-  __device__ void add_own(int stage, bool careful) {
-    Scores scores, gradients;
-    make_scores(stage, careful, scores, gradients);
+  // Of the products of this warp's keys and rows: its gradients of keys, and dS', which it gives to the others.
+  __device__ void add_own(int stage, bool careful, Scores &scores) {
+    Scores gradients;
+    make_gradients(stage, careful, scores, gradients);
     store_accumulators<Element, ScoreTile>(gradients, ds_base, first_key(), this->first_row());
     if constexpr (kShares > 1) {
       store_accumulators<Element, ScoreTile>(scores, p_base, first_key(), this->first_row());
@@ -135,13 +157,21 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
 
   // This warp's columns of dv and dk, from P' and dS' of all rows of the step.
   __device__ void add_shared(int stage) {
-    const uint32_t columns = this->column_offset_right + share() * (kOwnColumns / 64 * Tile::kPanelBytes);
+    constexpr int kPanelTiles = Config::kPanelTiles, kPanels = kPanelTiles / 8;
     const auto add = [&](auto &sums, uint32_t scores, uint32_t rows) {
-      const uint32_t left = ScoreTile::left(scores, first_key());
-      gemm_columns<Element, Tile, kRows>(sums, rows + columns, [&](uint32_t (&a)[kKeyTiles][4], int row) {
+      const uint32_t left = ScoreTile::left(scores, first_key()), right = rows + this->column_offset_right;
+      const uint32_t own = right + share() * (kPanels * Tile::kPanelBytes);
+      const uint32_t other = (right ^ share() * (Config::kOtherTiles * 16)) + kShares * kPanels * Tile::kPanelBytes;
+      gemm_columns_at<Element, kRows>(
+          sums,
+          [&](int row, int d) {
+            return d < kPanelTiles ? Tile::fragment_address(own, row, 8 * d)
+                                   : Tile::fragment_address(other, row, 8 * (d - kPanelTiles));
+          },
+          [&](uint32_t (&a)[kKeyTiles][4], int row) {
 #pragma unroll
-        for (int m = 0; m < kKeyTiles; ++m) ptx::ldmatrix(a[m], ScoreTile::fragment_address(left, 16 * m, row));
-      });
+            for (int m = 0; m < kKeyTiles; ++m) ptx::ldmatrix(a[m], ScoreTile::fragment_address(left, 16 * m, row));
+          });
     };
     add(dv, p_base, this->dout(stage));
     add(dk, ds_base, this->q(stage));
@@ -160,17 +190,44 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     const bool concerns = lane < Config::kKeyWarps && keys.concerns(min(lane, Config::kKeyWarps - 1), step, kRows);
     const uint32_t warps = __ballot_sync(0xffffffffu, concerns);
     const bool low = warps & ((1u << kHalf) - 1), high = warps >> kHalf;
-    if (warps >> warp & 1)
-      add_own(stage, careful);
+    const bool own = warps >> warp & 1;
+    Scores scores;
+    if (own) multiply_keys(stage, scores);
+    if constexpr (kSavesShared) {
+      ptx::cp_async_wait<1>(); // dO is there; the next Q may not be
+      __syncthreads();
+    }
+    if (own)
+      add_own(stage, careful, scores);
     else if (warp < kHalf ? low : high)
       clear_score_gradients();
     __syncthreads(); // dS' of all keys is there
     if constexpr (kShares > 1)
-      if (warps >> warp & 1) add_shared(stage);
+      if (own) add_shared(stage);
+    if constexpr (kSavesShared) {
+      __syncthreads(); // nobody reads dO any more
+      load_only_dout(stage ^ 1);
+    }
     if (kKeys > kHalfKeys && low && high)
       add_dq<kKeys>(step, 0);
     else if (low || high)
       add_dq<kHalfKeys>(step, low ? 0 : kHalfKeys);
+  }
+
+  // Starts the copies of dO of a step, if there is one, to its only stage.
+  __device__ void load_only_dout(int stage) const {
+    const KeyStep &step = shared.stages[stage].step;
+    if (step.valid) this->load_dout(step, stage);
+    ptx::cp_async_fence();
+  }
+
+  // Moves V to registers, from where Q will be.
+  __device__ void hold_values() {
+    ptx::cp_async_fence();
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    load_left<Tile>(values, ptx::shared_address(shared.values()), first_key());
+    __syncthreads();
   }
 
   // The prologue loads K and V and starts the copies of the first step; the mainloop goes through all steps.
@@ -179,14 +236,25 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     const KeyTask &task = keys.task();
     if (threadIdx.x == 0) shared.first_sums = query_sums(params, task.s, task.sequence_index, task.first_head, 0);
     this->load_keys();
+    if constexpr (kSavesShared) hold_values();
     bool more = this->load(keys.first_step(kRows), 0);
+    if constexpr (kSavesShared) {
+      __syncthreads(); // all know the step
+      load_only_dout(0);
+    }
     for (int stage = 0; more; stage ^= 1) {
-      ptx::cp_async_wait<0>();
-      // This step is there, and nobody reads the last one any more.
+      ptx::cp_async_wait<kSavesShared ? 1 : 0>();
+      // This step is there, but dO may not be where it has one stage; and nobody reads the last one any more.
       const bool careful = __syncthreads_or(this->is_odd(stage));
       const KeyStep &step = shared.stages[stage].step;
       more = this->load(keys.next_step(step, kRows), stage ^ 1);
-      if (careful) this->clear_empty_rows(stage);
+      if (careful) {
+        if constexpr (kSavesShared) {
+          ptx::cp_async_wait<0>();
+          __syncthreads();
+        }
+        this->clear_empty_rows(stage);
+      }
       run_step(step, stage, careful);
     }
     ptx::cp_async_wait<0>();
@@ -208,8 +276,12 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
         }
     }
     if (share() == 0) this->write_bias(0);
-    this->add_segment_sums(first_column());
-    Base::write(first_column());
+    write_tiles<0, Config::kPanelTiles>(first_column());
+    if constexpr (Config::kOtherTiles > 0) write_tiles<Config::kPanelTiles, Config::kOtherTiles>(other_column());
+  }
+  template <int kFirst, int kTiles> __device__ void write_tiles(int column) const {
+    Base::template add_segment_sums<kFirst, kTiles>(column);
+    Base::template write<kFirst, kTiles>(column);
   }
 };
 

@@ -11,7 +11,6 @@
 #include "../host/dispatch.h"
 #include "../plan/list_work.cuh"
 #include "../tile/copy_rows.cuh"
-#include "../tile/tile_order.cuh"
 #include "../tile/tile_sizes.cuh"
 #include "query_sums.cuh"
 #include "row_statistics.cuh"
@@ -36,11 +35,10 @@ bool has_usual_row_bias(const fdm_problem &p) {
 // May one kernel compute all gradients, if all are wanted? It adds to dq in no fixed order. Every query head of a group must keep the same
 // keys there, since K of a block serves all of them, and what a key that a head drops holds must not reach that head.
 bool may_fuse(const fdm_problem &p) {
-  const bool exists = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
-    return has_rows(p.bias) ? fuses_row_bias(FDM_TILE_ARCH, dim) : fused_tile(FDM_TILE_ARCH, dim).keys > 0;
-  });
-  if (!exists || p.flags & FDM_DETERMINISTIC) return false;
-  if (has_rows(p.bias)) return has_usual_row_bias(p);
+  if (p.flags & FDM_DETERMINISTIC) return false;
+  if (has_rows(p.bias))
+    return has_usual_row_bias(p) && with_head_dim(p.head_dim, InstantiatedHeadDims{},
+                                                  [](auto dim) { return fuses_row_bias(FDM_TILE_ARCH, dim); });
   if (mask_kind(p) == FDM_MASK_ROWS) return false;
   const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
   return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
@@ -77,7 +75,7 @@ HeadsInside heads_inside(const fdm_problem &p, const KeyWork &keys) {
     const bool scheduled = !is_varlen(p) && p.keys > kMostUnscheduledKeys;
     return usual || scheduled ? HeadsInside::all : HeadsInside::few;
   }
-  return usual && mask_kind(p) == FDM_MASK_NONE && !present(p.bias) ? HeadsInside::all : HeadsInside::none;
+  return usual && mask_kind(p) == FDM_MASK_NONE ? HeadsInside::all : HeadsInside::none;
 }
 
 // Most blocks of keys of a segment, as many as key_segments.cuh has threads; and most rows, as it has classes.
@@ -162,20 +160,21 @@ bool takes_consecutive_keys(const fdm_problem &p) {
   return mask_kind(p) == FDM_MASK_INTERVALS && p.keys <= kMostKeys && p.max_kept >= ceil_div(p.keys, kLeastShare);
 }
 
-// Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq twice as often as the other, which
-// is faster with more steps; smaller blocks leave out more of the pairs that a mask drops, so then it pays longer (seen on
-// an H200). It knows no lists but those of segments.
+// Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,
+// which is faster with more steps (seen on an H100 and an H200). It knows no lists but those of segments, which have few
+// steps at any length, and no schedule.
 void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
-  constexpr int64_t kMostKeys = 2048, kMostSteps = 16, kMostMaskedSteps = 32;
-  if (FDM_TILE_ARCH != 90 || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.keys > kMostKeys) return;
+  constexpr int64_t kMostKeys = 2048, kMostSteps = 32;
+  if (FDM_TILE_ARCH != 90 || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p)) return;
   KeyWork small = keys;
   small.small = true;
   small.block_keys = kSmallBlock.keys;
   small.tile_rows = kSmallBlock.rows;
   small.listed = keys.listed && !takes_consecutive_keys(p);
+  if (!small.listed && p.keys > kMostKeys) return;
   const int64_t rows = std::min(p.queries, small.listed ? segment_rows(p, small) : p.queries);
   const int64_t steps = ceil_div(rows, small.tile_rows) * group_size(p);
-  if (steps > 0 && steps <= (keys.listed ? kMostMaskedSteps : kMostSteps)) keys = small;
+  if (steps > 0 && steps <= kMostSteps) keys = small;
 }
 
 // How many heads of keys are gone through together: enough for all SMs, but else no more than L2 has room for Q, dO and
@@ -310,7 +309,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   params.plan = plan_of(p, plan);
   params.aligned = aligned;
   params.dout_aligned = dout_aligned;
-  params.sequences_together = sequences_together(p);
+  params.order = tile_order(p);
   params.wants_bias_sums = wants_bias_sums;
   if (wants_bias_sums) {
     params.reduces_bias = !std::equal(args.dbias.shape, args.dbias.shape + 4, params.bias_sums.shape);

@@ -22,6 +22,7 @@
 #include <cstdint>
 
 #include "../plan/plan.cuh"
+#include "../tile/tile_order.cuh"
 
 namespace fdm::cuda {
 
@@ -133,7 +134,7 @@ struct BackwardParams {
   bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
   bool beside_dq;             // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
-  int32_t sequences_together; // of a persistent kernel, see tile_order.cuh
+  TileOrder order;            // of a persistent kernel
 };
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream);

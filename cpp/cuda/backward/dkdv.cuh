@@ -22,7 +22,7 @@ struct DkdvConfig {
   static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients;
   // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
   // Both are rare, and need much code.
-  static constexpr bool kGeneral = kIsGeneral;
+  static constexpr bool kGeneral = kIsGeneral, kSavesShared = false;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kKeyTiles = kKeys / kWarps / 16;               // tiles of 16 keys of each warp
   using Tile = SmemTile<kHeadDim>;

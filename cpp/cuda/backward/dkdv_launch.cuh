@@ -104,12 +104,10 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
 #else
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
   constexpr FusedTileChoice tile = fused_tile(FDM_TILE_ARCH, kHeadDim);
-  if constexpr (tile.keys > 0) {
-    using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, tile.shares>;
-    return launch_with_shared<AllGradientsShared<Config>, all_gradients_kernel<Config>>(params, params.keys.max_items,
-                                                                                        Config::kThreads, stream);
-  }
-  return cudaErrorNotSupported;
+  using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, tile.shares,
+                                    tile.saves_shared>;
+  return launch_with_shared<AllGradientsShared<Config>, all_gradients_kernel<Config>>(params, params.keys.max_items,
+                                                                                      Config::kThreads, stream);
 }
 #endif
 

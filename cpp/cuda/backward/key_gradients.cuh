@@ -233,8 +233,8 @@ struct KeyGradients {
   }
 
   // Adds the gradients of keys that several segments keep to their sums, which lie as key_segment_sums.cu knows.
-  // `first` is the first of the columns of dk and dv that this warp has.
-  __device__ void add_segment_sums(int first = 0) const {
+  // Tiles of sums from kFirst on are for the columns from `first` on.
+  template <int kFirst = 0, int kTiles = kHeadDim / 8> __device__ void add_segment_sums(int first = 0) const {
     if (params.keys.segments.most_sums == 0) return;
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
@@ -245,19 +245,20 @@ struct KeyGradients {
         float *row = keys.segment_sums(key) + first + threadIdx.x % 4 * 4;
         const auto add = [&](float *sums, const float (&own)[kHeadDim / 8][4]) {
 #pragma unroll
-          for (int d = 0; d < kHeadDim / 8; d += 2)
-            add_neighbours(sums + 8 * d,
-                           {own[d][2 * half], own[d][2 * half + 1], own[d + 1][2 * half], own[d + 1][2 * half + 1]});
+          for (int d = 0; d < kTiles; d += 2) {
+            const float (&low)[4] = own[kFirst + d], (&high)[4] = own[kFirst + d + 1];
+            add_neighbours(sums + 8 * d, {low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1]});
+          }
         };
         add(row, dk[m]);
         add(row + params.keys.slot_dim, dv[m]);
       }
   }
 
-  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: the kHeadDim
-  // columns from `first` on. Gradients of keys that several segments of rows keep have their own sums. Those of a key that
+  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: those of some
+  // tiles of sums, for the columns from `first` on. Gradients of keys that several segments of rows keep have their own sums. Those of a key that
   // nobody keeps are zeros: its sums may hold what NaN in dO makes of a probability of 0.
-  __device__ void write(int first = 0) const {
+  template <int kFirst = 0, int kTiles = kHeadDim / 8> __device__ void write(int first = 0) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -265,11 +266,12 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const bool exists = keys.shared.key[key] >= 0 && !(Keys::kSegments && keys.shared.sum[key] >= 0);
         const bool blank = !keys.shared.readable[key];
-        const auto write = [&](const fdm_tensor &t, const auto &sums, float factor, int which) {
+        const auto write_tiles = [&](const fdm_tensor &t, const auto &all, float factor, int which) {
           if (!present(t)) return;
+          const auto &sums = reinterpret_cast<const float (&)[kTiles][4]>(all[kFirst]);
           if (float *partial = keys.partial_sums(which, key)) {
 #pragma unroll
-            for (int d = 0; d < kHeadDim / 8; ++d)
+            for (int d = 0; d < kTiles; ++d)
               if (exists && first + 8 * d < params.keys.slot_dim)
                 *reinterpret_cast<float2 *>(partial + first + 8 * d + accumulator_column()) =
                     blank ? float2{} : make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
@@ -278,8 +280,8 @@ struct KeyGradients {
                       int(params.p.head_dim) - first, sums, half, factor, exists, blank);
           }
         };
-        if constexpr (kKeyGradient) write(params.a.dk, dk[m], params.p.scale, 0);
-        if constexpr (kValueGradient) write(params.a.dv, dv[m], 1.0f, 1);
+        if constexpr (kKeyGradient) write_tiles(params.a.dk, dk[m], params.p.scale, 0);
+        if constexpr (kValueGradient) write_tiles(params.a.dv, dv[m], 1.0f, 1);
       }
   }
 };

@@ -18,12 +18,19 @@ struct FirstRow {
 template <class Config> struct StepMemory {
   static constexpr int kKeyBytes = Config::Tile::bytes(Config::kKeys), kRowBytes = Config::Tile::bytes(Config::kRows);
 
+  // kSavesShared: V is on its way to registers only, by way of the stages of Q, and dO has one stage.
+  static constexpr bool kSavesShared = Config::kSavesShared;
+  static_assert(!kSavesShared || kKeyBytes <= 2 * kRowBytes);
+
   alignas(1024) char sK[kKeyBytes];
-  char sV[kKeyBytes];
-  char sQ[2][kRowBytes], sdO[2][kRowBytes];
+  alignas(128) char sV[kSavesShared ? 1 : kKeyBytes];
+  alignas(128) char sQ[2][kRowBytes];
+  char sdO[kSavesShared ? 1 : 2][kRowBytes];
   typename Config::Gradients::Stage stages[2];
   typename Config::KeysOfBlock::Shared keys;
   FirstRow first_row;
+
+  __device__ char *values() { return kSavesShared ? sQ[0] : sV; }
 };
 
 template <class Config> struct StepRows : Config::Gradients {
@@ -42,7 +49,7 @@ template <class Config> struct StepRows : Config::Gradients {
       : Base(parameters, memory.keys), shared(memory) {
     const int first = Base::key_row(0, 0) - accumulator_row(0);
     k_fragment = Tile::left(ptx::shared_address(shared.sK), first);
-    v_fragment = Tile::left(ptx::shared_address(shared.sV), first);
+    v_fragment = Tile::left(ptx::shared_address(shared.values()), first);
     q_base = ptx::shared_address(shared.sQ[0]);
     dout_base = ptx::shared_address(shared.sdO[0]);
     row_offset_right = Tile::right_rows(0);
@@ -66,7 +73,7 @@ template <class Config> struct StepRows : Config::Gradients {
           });
     };
     copy(params.p.k, shared.sK);
-    if constexpr (kKeyGradient) copy(params.p.v, shared.sV);
+    if constexpr (kKeyGradient) copy(params.p.v, shared.values());
     __syncthreads();
   }
 
@@ -79,7 +86,7 @@ template <class Config> struct StepRows : Config::Gradients {
     copy_tile_rows<Tile, Config::kThreads>(tile, 0, base, kRows, rows, RowCopy(t, params.p.head_dim, aligned));
   }
   __device__ uint32_t q(int stage) const { return q_base + stage * kRowBytes; }
-  __device__ uint32_t dout(int stage) const { return dout_base + stage * kRowBytes; }
+  __device__ uint32_t dout(int stage) const { return dout_base + (Memory::kSavesShared ? 0 : stage * kRowBytes); }
   __device__ void load_queries(const KeyStep &step, int stage) const {
     copy_step(step, params.p.q, shared.first_row.q, q(stage), !Config::kGeneral || params.aligned);
     if constexpr (Config::KeysOfBlock::kRowPlans) {
@@ -115,14 +122,14 @@ template <class Config> struct StepRows : Config::Gradients {
     return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;
   }
 
-  // Starts the copies of a step, if there is one.
+  // Starts the copies of a step, if there is one; those of dO come later where it has one stage.
   __device__ bool load(const KeyStep &step, int stage) const {
     if (step.valid) {
       load_queries(step, stage);
-      load_dout(step, stage);
+      if constexpr (!Memory::kSavesShared) load_dout(step, stage);
       load_statistics(step, stage);
-      if (threadIdx.x == 0) shared.stages[stage].step = step;
     }
+    if (threadIdx.x == 0) shared.stages[stage].step = step;
     ptx::cp_async_fence();
     return step.valid;
   }

@@ -9,9 +9,9 @@ namespace fdm::cuda {
 
 // Warps with two stages of K and V each, as many as there is room for: a warp takes as long for a step whatever the others do,
 // so few blocks of columns are the sooner done the more warps there are.
-constexpr int decode_warps(int arch, int head_dim) {
+template <int kHeadDim> constexpr int decode_warps(int arch) {
   constexpr int kOthersOfWarp = 5 * 1024, kOthers = 3 * 1024; // facts of columns and keys; the task, and sums of rows
-  const int row_bytes = head_dim * int(sizeof(uint16_t));
+  constexpr int row_bytes = SmemTile<kHeadDim>::kRowBytes;    // of whole panels: 256 of 96 columns, too
   int warps = 8;
   while (warps * (2 * 2 * 16 * row_bytes + kOthersOfWarp) + kDecodeRows * row_bytes + kOthers > shared_limit(arch))
     --warps;
@@ -19,7 +19,7 @@ constexpr int decode_warps(int arch, int head_dim) {
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream) {
-  using Config = DecodeConfig<Element, kHeadDim, decode_warps(FDM_TILE_ARCH, kHeadDim)>;
+  using Config = DecodeConfig<Element, kHeadDim, decode_warps<kHeadDim>(FDM_TILE_ARCH)>;
   const int64_t groups = params.p.batch * (params.p.heads / params.heads_per_tile);
   const Grid grid(groups, params.splits, params.merges_in_cluster ? params.splits : 1);
   return launch_with_shared<DecodeShared<Config>, decode_kernel<Config>, Overlap::kernel_ahead>(

@@ -9,7 +9,6 @@
 #include "../host/device.h"
 #include "../host/dispatch.h"
 #include "../tile/copy_rows.cuh"
-#include "../tile/tile_order.cuh"
 #include "../tile/tile_sizes.cuh"
 #include "decode.h"
 
@@ -101,14 +100,8 @@ bool gives_out_tiles(const fdm_problem &p, const Division &division) {
          room_for_splits(division) == 1 && most_columns(p) >= kColumns && division.blocks >= kTilesOfBlock * kUsualSms;
 }
 
-// Does the kernel of forward_boxes.cuh serve the problem, which copies consecutive keys? With 128 columns a head has only two
-// stages of K there, and over many keys the kernel that gathers is 4 % faster (8192 keys, seen on an H200; with 1024 it is
-// slower).
-bool copies_boxes(const fdm_problem &p) {
-  constexpr int64_t kMostKeys = 2048;
-  if (mask_kind(p) != FDM_MASK_NONE || present(p.block_table)) return false;
-  return p.head_dim <= 64 || p.head_dim > 128 || p.keys <= kMostKeys;
-}
+// Does the kernel of forward_boxes.cuh serve the problem, which copies consecutive keys?
+bool copies_boxes(const fdm_problem &p) { return mask_kind(p) == FDM_MASK_NONE && !present(p.block_table); }
 
 } // namespace
 
@@ -153,7 +146,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.heads_per_tile = division.heads_per_tile;
   params.heads_reciprocal = 65536u / uint32_t(division.heads_per_tile) + 1;
   params.tiles = int32_t(division.tiles);
-  params.sequences_together = sequences_together(p);
+  params.order = tile_order(p);
   params.consecutive = copies_boxes(p);
   params.few_columns = has_few_columns(p);
   params.finds_keys = needs_no_plan(p);

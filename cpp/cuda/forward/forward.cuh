@@ -325,13 +325,22 @@ struct ForwardPlace {
   int64_t sequence_index, head, tile;
   int split;
 
-  // Heads go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes the longest, come first.
+  // The heads that go together go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes the
+  // longest, come first.
   __device__ explicit ForwardPlace(const ForwardParams &params) {
-    const uint32_t block = blockIdx.x, together = params.heads_per_tile;
-    const uint32_t groups = uint32_t(params.p.heads) / together, tile_of_heads = block / groups;
+    const auto of_tile = static_cast<uint32_t>(params.heads_per_tile),
+               heads = static_cast<uint32_t>(params.order.heads);
+    const uint32_t groups = heads / of_tile;
+    uint32_t block = blockIdx.x, first_head = 0;
+    if (params.order.heads != params.p.heads) {
+      const uint32_t blocks = gridDim.x / (uint32_t(params.p.heads) / of_tile) * groups, before = block / blocks;
+      first_head = before * heads;
+      block -= before * blocks;
+    }
+    const uint32_t tile_of_heads = block / groups;
     const uint32_t number = params.splits == 1 ? tile_of_heads : tile_of_heads / uint32_t(params.splits);
     const uint32_t sequence = number / uint32_t(params.tiles);
-    head = (block - tile_of_heads * groups) * together;
+    head = first_head + (block - tile_of_heads * groups) * of_tile;
     split = int(tile_of_heads - number * params.splits);
     sequence_index = sequence;
     tile = params.tiles - 1 - int(number - sequence * params.tiles);

@@ -9,6 +9,7 @@
 #include "../plan/plan.cuh"
 #include "../tile/row_places.cuh"
 #include "../tile/score.cuh"
+#include "../tile/tile_order.cuh"
 #include "combine.h"
 
 namespace fdm::cuda {
@@ -17,11 +18,11 @@ struct ForwardParams {
   fdm_problem p;
   fdm_forward_args a;
   Plan plan;
-  ScoreFactors factors;       // made once, since a division on the device takes registers throughout the mainloop
-  float bias_factor;          // makes a bias to base 2 one in units of q.k; 0: scores are not linear in q.k
-  int32_t tiles;              // tiles of the longest sequence
-  int32_t heads_per_tile;     // 1, or the heads of a group
-  int32_t sequences_together; // of a persistent kernel, see tile_order.cuh
+  ScoreFactors factors;   // made once, since a division on the device takes registers throughout the mainloop
+  float bias_factor;      // makes a bias to base 2 one in units of q.k; 0: scores are not linear in q.k
+  int32_t tiles;          // tiles of the longest sequence
+  int32_t heads_per_tile; // 1, or the heads of a group
+  TileOrder order;        // of a persistent kernel
   // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
   uint32_t heads_reciprocal;
   int32_t splits;

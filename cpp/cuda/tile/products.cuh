@@ -40,6 +40,30 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
   for_fragments<kHeadDim, kLeftTiles, kRightTiles>(left, right, multiply);
 }
 
+// Loads 16 rows of a tile as a left operand of this warp's products, from `row` on.
+template <class LeftTile, int kDepth>
+__device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t base, int row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k)
+    ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
+}
+
+// sums += A B' for 16 rows of A, which are in registers.
+template <class Element, int kHeadDim, int kRightTiles>
+__device__ __forceinline__ void gemm_held(float (&sums)[kRightTiles][4], const uint32_t (&left)[kHeadDim / 16][4],
+                                          uint32_t right) {
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k)
+#pragma unroll
+    for (int n = 0; n < kRightTiles; n += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix(b, SmemTile<kHeadDim>::fragment_address(right, 8 * n, 16 * k));
+      ptx::mma<Element>(sums[n], left[k], b[0], b[1]);
+      ptx::mma<Element>(sums[n + 1], left[k], b[2], b[3]);
+    }
+}
+
 // sums = A B' + what its columns begin with: first(n) has the numbers of this thread's two columns of tile n, twice.
 template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles, class First>
 __device__ __forceinline__ void gemm_ss_from(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t left, uint32_t right,
@@ -61,10 +85,10 @@ __device__ __forceinline__ void gemm_ss_from(float (&sums)[kLeftTiles][kRightTil
 }
 
 // sums += A B, summed over kDepth rows of B, which lies in shared memory. load_left(a, k) loads the fragments of 16
-// columns of A from k on. `right` is SmemTile::right_columns of B; pairs of tiles of sums are kColumnStep columns apart.
-template <class Element, class RightTile, int kDepth, int kColumnStep = 16, int kLeftTiles, int kRightTiles, class Left>
-__device__ __forceinline__ void gemm_columns(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t right,
-                                             const Left &load_left) {
+// columns of A from k on. right(k, d) is where this thread reads B from row k on, for the tiles d and d + 1 of sums.
+template <class Element, int kDepth, int kLeftTiles, int kRightTiles, class Left, class Right>
+__device__ __forceinline__ void gemm_columns_at(float (&sums)[kLeftTiles][kRightTiles][4], const Right &right,
+                                                const Left &load_left) {
 #pragma unroll
   for (int k = 0; k < kDepth; k += 16) {
     uint32_t a[kLeftTiles][4];
@@ -72,7 +96,7 @@ __device__ __forceinline__ void gemm_columns(float (&sums)[kLeftTiles][kRightTil
 #pragma unroll
     for (int d = 0; d < kRightTiles; d += 2) {
       uint32_t b[4];
-      ptx::ldmatrix_trans(b, RightTile::fragment_address(right, k, d / 2 * kColumnStep));
+      ptx::ldmatrix_trans(b, right(k, d));
 #pragma unroll
       for (int m = 0; m < kLeftTiles; ++m) {
         ptx::mma<Element>(sums[m][d], a[m], b[0], b[1]);
@@ -80,6 +104,14 @@ __device__ __forceinline__ void gemm_columns(float (&sums)[kLeftTiles][kRightTil
       }
     }
   }
+}
+
+// The same where pairs of tiles of sums are kColumnStep columns apart. `right` is SmemTile::right_columns of B.
+template <class Element, class RightTile, int kDepth, int kColumnStep = 16, int kLeftTiles, int kRightTiles, class Left>
+__device__ __forceinline__ void gemm_columns(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t right,
+                                             const Left &load_left) {
+  gemm_columns_at<Element, kDepth>(
+      sums, [&](int k, int d) { return RightTile::fragment_address(right, k, d / 2 * kColumnStep); }, load_left);
 }
 
 // The same with A the accumulators of an earlier product, rounded to Element, and B kHeadDim columns wide.

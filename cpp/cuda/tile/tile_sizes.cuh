@@ -101,9 +101,10 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
 }
 
 // All gradients at once: keys of a block and rows of a step; of the kernel with mma.sync also warps, blocks for which an
-// SM must have registers, and warps with the same keys. 0: there is no such kernel.
+// SM must have registers, warps with the same keys, and whether V is in registers and dO has one stage.
 struct FusedTileChoice {
   int keys, rows, warps = 0, blocks = 0, shares = 1;
+  bool saves_shared = false;
 };
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
@@ -116,13 +117,12 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
   }
   // With 32 keys a warp, a fragment of Q or dO serves two products. Two blocks share an SM, and one computes while the
   // other waits at a barrier.
-  if (head_dim == 64) return {128, 32, 4, 2};
+  if (head_dim <= 64) return {128, 32, 4, 2};
   // The accumulators of 16 keys and 64 rows fill the registers. More keys mean fewer additions to dq.
   const bool small_shared = shared_limit(arch) < 100 * 1024;
-  if (head_dim == 128) return small_shared ? FusedTileChoice{64, 32, 4, 2} : FusedTileChoice{128, 64, 8, 1};
+  if (head_dim <= 128) return small_shared ? FusedTileChoice{64, 32, 4, 2} : FusedTileChoice{128, 64, 8, 1};
   // Two warps have the same 16 keys, and half of the columns of their dk and dv each.
-  if (head_dim == 256 && !small_shared) return {64, 32, 8, 1, 2};
-  return {0, 0};
+  return {64, 32, 8, 1, 2, small_shared};
 }
 
 // Does it know biases with a row for each query? With fewer columns, dense blocks serve most of these.

@@ -62,7 +62,7 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
             tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
             score_view(p, p.bias, t.s, t.head)};
   };
-  TaskProducer<DqTask, decltype(make)> scheduler(p, params.sequences_together, shared.tasks, make);
+  TaskProducer<DqTask, decltype(make)> scheduler(p, params.order, shared.tasks, make);
   KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
   keys.start(scheduler.current());
   for (; !scheduler.at_end(); scheduler.advance()) {

@@ -78,7 +78,7 @@ template <class Config> using ForwardTaskMaker = TaskMaker<ForwardTask, MakeTask
 template <class Config>
 __device__ __forceinline__ ForwardTaskMaker<Config> forward_task_maker(const ForwardParams &params,
                                                                        ForwardSharedSm90<Config> &shared) {
-  return {params.p, params.sequences_together, params.tickets, shared.tasks, {params}};
+  return {params.p, params.order, params.tickets, shared.tasks, {params}};
 }
 
 // The blocks of all tiles are one stream. A step starts the scores of a block and the product of the block before with

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<SmallTilesShared<Config> *>(dynamic_shared);
   ptx::wait_for_kernel_ahead();
-  const HeadTile tile = find_tile(params.p, params.sequences_together, blockIdx.x);
+  const HeadTile tile = find_tile(params.p, params.order, blockIdx.x);
   if (tile.has_rows()) SmallTile<Config>(params, shared).run(tile);
 }
 

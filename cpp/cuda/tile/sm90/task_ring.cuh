@@ -53,7 +53,7 @@ template <class Task, class Make, int kLoads = 1> struct TaskMaker {
   static constexpr int kSlots = Ring::kSlots;
 
   const fdm_problem &p;
-  const int32_t &together;  // see sequences_together()
+  const TileOrder &order;
   uint32_t *const &tickets; // the next tile of all but the first of each block of threads; null: their order is fixed
   Ring &ring;
   Make make;
@@ -63,7 +63,7 @@ template <class Task, class Make, int kLoads = 1> struct TaskMaker {
     const uint32_t tile_index = place(index);
     const bool end = tile_index >= sequence_tiles(p) * p.heads;
     HeadTile tile{};
-    if (!end) tile = find_tile(p, together, tile_index);
+    if (!end) tile = find_tile(p, order, tile_index);
     Task &task = ring.tasks[index % kSlots];
     if (threadIdx.x % 32 == 0) {
       ring.end[index % kSlots] = end;

@@ -5,6 +5,7 @@
 
 #include "../../../indexing.h"
 #include "../../plan/plan.cuh"
+#include "../tile_order.cuh"
 #include "roles.cuh"
 
 namespace fdm::cuda {
@@ -37,13 +38,19 @@ __device__ __forceinline__ int64_t find_packed_sequence(const fdm_problem &p, in
   return first;
 }
 
-// The tile of a number below sequence_tiles() * heads. Heads go fastest, and those of a group meet in L2; then come
-// `together` sequences. Their last tiles, which a causal mask makes the longest, come first. All lanes of a warp call
-// this.
-__device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, uint32_t together, uint32_t number) {
-  const auto heads = static_cast<uint32_t>(p.heads);
+// The tile of a number below sequence_tiles() * heads. The heads that go together go fastest, and those of a group meet in
+// L2; then come the sequences that do. Their last tiles, which a causal mask makes the longest, come first. All lanes of a
+// warp call this.
+__device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, const TileOrder &order, uint32_t number) {
+  const auto heads = static_cast<uint32_t>(order.heads);
   HeadTile found;
-  found.head = number % heads;
+  found.head = 0;
+  if (order.heads != p.heads) {
+    const uint32_t tiles = static_cast<uint32_t>(sequence_tiles(p)) * heads, before = number / tiles;
+    found.head = before * heads;
+    number -= before * tiles;
+  }
+  found.head += number % heads;
   if (is_varlen(p)) {
     const int64_t tile = sequence_tiles(p) - 1 - number / heads;
     found.sequence_index = find_packed_sequence(p, tile);
@@ -51,6 +58,7 @@ __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, uint32_t tog
     found.tile = tile - tile_number(p, found.s, found.sequence_index, 0);
   } else {
     const auto tiles = static_cast<uint32_t>(ceil_div(p.queries, kTileRows));
+    const auto together = static_cast<uint32_t>(order.sequences);
     const uint32_t row = number / heads, first = row / (tiles * together) * together;
     const uint32_t members = min(together, static_cast<uint32_t>(p.batch) - first), place = row - first * tiles;
     found.sequence_index = first + place % members;
@@ -97,13 +105,13 @@ template <class Task, class Make> struct TaskProducer {
   static constexpr int kSlots = TaskPipeline<Task>::kSlots;
 
   const fdm_problem &p;
-  const int32_t &together; // see sequences_together()
+  const TileOrder &order;
   TaskPipeline<Task> &pipeline;
   const Make &make;
 
-  __device__ TaskProducer(const fdm_problem &problem, const int32_t &sequences, TaskPipeline<Task> &shared,
+  __device__ TaskProducer(const fdm_problem &problem, const TileOrder &tile_order, TaskPipeline<Task> &shared,
                           const Make &make_task)
-      : p(problem), together(sequences), pipeline(shared), make(make_task) {
+      : p(problem), order(tile_order), pipeline(shared), make(make_task) {
     pipeline.set_own_number(0);
 #pragma unroll 1 // the code is long
     for (uint32_t index = 0; index < 2; ++index)
@@ -142,7 +150,7 @@ private:
     const int64_t tile_index = tile_of_round(index);
     const bool end = tile_index >= sequence_tiles(p) * p.heads;
     HeadTile tile{};
-    if (!end) tile = find_tile(p, together, static_cast<uint32_t>(tile_index));
+    if (!end) tile = find_tile(p, order, static_cast<uint32_t>(tile_index));
     if (threadIdx.x % 32 != 0) return;
     Task &task = pipeline.tasks[index % kSlots];
     pipeline.end[index % kSlots] = end;
