@@ -160,9 +160,15 @@ bool takes_consecutive_keys(const fdm_problem &p) {
   return mask_kind(p) == FDM_MASK_INTERVALS && p.keys <= kMostKeys && p.max_kept >= ceil_div(p.keys, kLeastShare);
 }
 
+// About how many keys the rows of a segment keep together after a selection with random biases: of i rows that see one key
+// more each, max_kept / i begin to keep it.
+int64_t keys_of_segment(const fdm_problem &p, int64_t rows) {
+  return p.max_kept + 2 * p.max_kept * rows / std::max<int64_t>(1, p.keys);
+}
+
 // Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,
-// which is faster with more steps (seen on an H100 and an H200). It knows no lists but those of segments, which have few
-// steps at any length, and no schedule.
+// which is faster with more steps, and with more than 2048 keys also where it has one block for a segment (seen on an H100
+// and an H200). It knows no lists but those of segments, which have few steps at any length, and no schedule.
 void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
   constexpr int64_t kMostKeys = 2048, kMostSteps = 32;
   if (FDM_TILE_ARCH != 90 || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p)) return;
@@ -171,8 +177,8 @@ void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
   small.block_keys = kSmallBlock.keys;
   small.tile_rows = kSmallBlock.rows;
   small.listed = keys.listed && !takes_consecutive_keys(p);
-  if (!small.listed && p.keys > kMostKeys) return;
   const int64_t rows = std::min(p.queries, small.listed ? segment_rows(p, small) : p.queries);
+  if (p.keys > kMostKeys && (!small.listed || keys_of_segment(p, rows) < 2 * keys.block_keys)) return;
   const int64_t steps = ceil_div(rows, small.tile_rows) * group_size(p);
   if (steps > 0 && steps <= kMostSteps) keys = small;
 }
