@@ -90,6 +90,12 @@ ALLOWANCES = (
         "each query, and rows that are not aligned",
     ),
     Allowance(
+        "all_gradients_kernel<AllGradientsConfig<*, 256, 64, 32, 8, 1, 2, true>>",
+        "*",
+        128,
+        "V, and 128 columns of dK and dV, leave 63 registers for scores or a part of dQ",
+    ),
+    Allowance(
         "fused_kernel<*, 192, 64, 4, *>>",
         "sm_90a",
         472,

@@ -167,7 +167,7 @@ int64_t keys_of_segment(const fdm_problem &p, int64_t rows) {
 }
 
 // Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,
-// which is faster with more steps, and with more than 2048 keys also where it has one block for a segment (seen on an H100
+// which is faster with more steps, and where it has one block for a segment, unless a small one does, too (seen on an H100
 // and an H200). It knows no lists but those of segments, which have few steps at any length, and no schedule.
 void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
   constexpr int64_t kMostKeys = 2048, kMostSteps = 32;
@@ -178,7 +178,8 @@ void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
   small.tile_rows = kSmallBlock.rows;
   small.listed = keys.listed && !takes_consecutive_keys(p);
   const int64_t rows = std::min(p.queries, small.listed ? segment_rows(p, small) : p.queries);
-  if (p.keys > kMostKeys && (!small.listed || keys_of_segment(p, rows) < 2 * keys.block_keys)) return;
+  const int64_t kept = keys_of_segment(p, rows);
+  if (small.listed ? kept > small.block_keys && kept < 2 * keys.block_keys : p.keys > kMostKeys) return;
   const int64_t steps = ceil_div(rows, small.tile_rows) * group_size(p);
   if (steps > 0 && steps <= kMostSteps) keys = small;
 }
