@@ -90,12 +90,6 @@ ALLOWANCES = (
         "each query, and rows that are not aligned",
     ),
     Allowance(
-        "all_gradients_kernel<AllGradientsConfig<*, 256, 64, 32, 8, 1, 2, true>>",
-        "*",
-        128,
-        "V, and 128 columns of dK and dV, leave 63 registers for scores or a part of dQ",
-    ),
-    Allowance(
         "fused_kernel<*, 192, 64, 4, *>>",
         "sm_90a",
         472,
@@ -105,12 +99,7 @@ ALLOWANCES = (
     Allowance(
         "fused_kernel<*, 64, 64, 2, *, true, true>>", "sm_90a", 196, "sums of the bias gradient"
     ),
-    Allowance(
-        "fused_kernel<*>",
-        "sm_90a",
-        148,
-        "the slope of each score, where there is a softcap",
-    ),
+    Allowance("fused_kernel<*>", "sm_90a", 148, "the slope of each score, with a softcap"),
     Allowance(
         "dkdv_kernel_sm90<*, 128, 128, 64, 3, *>>",
         "sm_90a",
@@ -148,6 +137,12 @@ ALLOWANCES = (
         "*",
         132,
         "accumulators of 16 keys and 64 rows fill 255 registers; 0 on sm_80",
+    ),
+    Allowance(
+        "all_gradients_kernel<AllGradientsConfig<*, 256, 64, 32, 8, 1, 2, true>>",
+        "*",
+        128,
+        "V, and 128 columns of dK and dV, leave 63 registers for scores or a part of dQ",
     ),
     Allowance("prepare_backward<*>", "sm_8?", 32, "two blocks of 512 threads have 64 registers"),
     Allowance(
