@@ -167,8 +167,8 @@ int64_t keys_of_segment(const fdm_problem &p, int64_t rows) {
 }
 
 // Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,
-// which is faster with more steps, and where it has one block for a segment, unless a small one does, too (seen on an H100
-// and an H200). It knows no lists but those of segments, which have few steps at any length, and no schedule.
+// which is faster with more steps, and where it has hardly two blocks for a segment, unless one small block does (seen on an
+// H100 and an H200). It knows no lists but those of segments, which have few steps at any length, and no schedule.
 void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
   constexpr int64_t kMostKeys = 2048, kMostSteps = 32;
   if (FDM_TILE_ARCH != 90 || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p)) return;

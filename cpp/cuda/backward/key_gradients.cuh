@@ -256,9 +256,10 @@ struct KeyGradients {
   }
 
   // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: those of some
-  // tiles of sums, for the columns from `first` on. Gradients of keys that several segments of rows keep have their own sums. Those of a key that
-  // nobody keeps are zeros: its sums may hold what NaN in dO makes of a probability of 0.
+  // tiles of sums, for the columns from `first` on. Gradients of keys that several segments of rows keep have their own
+  // sums. Those of a key that nobody keeps are zeros: its sums may hold what NaN in dO makes of a probability of 0.
   template <int kFirst = 0, int kTiles = kHeadDim / 8> __device__ void write(int first = 0) const {
+    static_assert(kFirst + kTiles <= kHeadDim / 8);
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll

@@ -22,7 +22,7 @@ struct ForwardParams {
   float bias_factor;      // makes a bias to base 2 one in units of q.k; 0: scores are not linear in q.k
   int32_t tiles;          // tiles of the longest sequence
   int32_t heads_per_tile; // 1, or the heads of a group
-  TileOrder order;        // of a persistent kernel
+  TileOrder order;
   // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
   uint32_t heads_reciprocal;
   int32_t splits;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The order in which persistent kernels go through the tiles of a batch, so that tiles which are under way at a time read
+// The order in which kernels go through the tiles of rows of a batch, so that tiles which are under way at a time read
 // keys that L2 has room for.
 #pragma once
 
