@@ -141,7 +141,7 @@ ALLOWANCES = (
     Allowance(
         "all_gradients_kernel<AllGradientsConfig<*, 256, 64, 32, 8, 1, 2, true>>",
         "*",
-        128,
+        100,
         "V, and 128 columns of dK and dV, leave 63 registers for scores or a part of dQ",
     ),
     Allowance("prepare_backward<*>", "sm_8?", 32, "two blocks of 512 threads have 64 registers"),

@@ -42,7 +42,7 @@ struct AllGradientsConfig {
   static constexpr int kPanelTiles = kShares == 1 ? kHeadDim / 8 : kOwnColumns / 64 * 8;
   static constexpr int kOtherTiles = kOwnColumns / 8 - kPanelTiles;
   static_assert(kShares == 1 || kOwnColumns % 32 == 0);
-  static_assert(!kSavesShared || (kShares > 1 && kKeyTiles == 1));
+  static_assert(!kSavesShared || kShares > 1);
 
   // dQ of a step is divided among row_warps x column_warps warps, in squares as far as there are: they read least. A
   // warp has pairs of tiles of 8 columns, every column_warps-th.
@@ -78,11 +78,13 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
 
   AllGradientsShared<Config> &shared;
   uint32_t ds_base, p_base;
-  uint32_t values[kSavesShared ? kHeadDim / 16 : 1][4]; // V of this warp's keys
+  LeftOperand<Element, kHeadDim, kKeyTiles, kSavesShared> values; // V of this warp's keys
 
   __device__ AllGradientsBlock(const BackwardParams &parameters, AllGradientsShared<Config> &memory)
       : Base(parameters, memory), shared(memory), ds_base(ptx::shared_address(memory.sdS)),
-        p_base(ptx::shared_address(memory.sP)) {}
+        p_base(ptx::shared_address(memory.sP)) {
+    values.left = this->v_fragment;
+  }
 
   __device__ static int key_warp() { return threadIdx.x / 32 % Config::kKeyWarps; }
   __device__ static int first_key() { return key_warp() * (16 * kKeyTiles); }
@@ -106,10 +108,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   // Puts P' in the place of the scores, and dS' in that of the gradients.
   __device__ void make_gradients(int stage, bool careful, Scores &scores, Scores &gradients) {
     clear(gradients);
-    if constexpr (kSavesShared)
-      gemm_held<Element, kHeadDim>(gradients[0], values, own_rows(this->dout(stage)));
-    else
-      gemm_ss<Element, kHeadDim>(gradients, this->v_fragment, own_rows(this->dout(stage)));
+    values.multiply(gradients, own_rows(this->dout(stage)));
     const typename Base::Stage &row_stage = shared.stages[stage];
     if (params.p.softcap > 0)
       Base::template make<true>(row_stage, careful, scores, gradients);
@@ -226,7 +225,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     ptx::cp_async_fence();
     ptx::cp_async_wait<0>();
     __syncthreads();
-    load_left<Tile>(values, ptx::shared_address(shared.values()), first_key());
+    values.load();
     __syncthreads();
   }
 

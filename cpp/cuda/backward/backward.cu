@@ -188,7 +188,6 @@ void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
 // the sums of dQ of, until all blocks of their keys are done.
 int32_t heads_together(const fdm_problem &p, const KeyWork &keys) {
   if (is_varlen(p)) return keys.heads;
-  constexpr int64_t kL2Bytes = 20 << 20; // of 50 MB of an H100, which keeps what all SMs read in both halves
   constexpr int64_t kRowBytes = 2 + 2 + 4, kKeyBytes = 2 + 2;
   const int64_t bytes = (p.queries * group_size(p) * kRowBytes + p.keys * kKeyBytes) * keys.slot_dim;
   const int64_t enough = ceil_div(2 * kWantedItems, std::max<int64_t>(1, keys.blocks));

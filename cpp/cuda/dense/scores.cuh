@@ -180,43 +180,6 @@ __device__ __forceinline__ uint32_t live_columns(const float (&values)[kLeftTile
   return live;
 }
 
-// A left operand in shared memory. Where registers allow it they hold its fragments, loaded once.
-template <class Element, int kHeadDim, int kLeftTiles, bool kHeld> struct LeftOperand {
-  using Tile = SmemTile<kHeadDim>;
-  uint32_t left; // SmemTile::left of its first row
-  uint32_t fragments[kHeld ? kLeftTiles : 1][kHeld ? kHeadDim / 16 : 1][4];
-
-  __device__ __forceinline__ void load() {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int m = 0; m < kLeftTiles; ++m)
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 16; ++d)
-          ptx::ldmatrix(fragments[m][d], Tile::fragment_address(left, 16 * m, 16 * d));
-    }
-  }
-  // sums += this times the transposed right operand; `right` is SmemTile::right_rows.
-  template <int kRightTiles>
-  __device__ __forceinline__ void multiply(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t right) const {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d)
-#pragma unroll
-        for (int n = 0; n < kRightTiles; n += 2) {
-          uint32_t b[4];
-          ptx::ldmatrix(b, Tile::fragment_address(right, 8 * n, 16 * d));
-#pragma unroll
-          for (int m = 0; m < kLeftTiles; ++m) {
-            ptx::mma<Element>(sums[m][n], fragments[m][d], b[0], b[1]);
-            ptx::mma<Element>(sums[m][n + 1], fragments[m][d], b[2], b[3]);
-          }
-        }
-    } else {
-      gemm_ss<Element, kHeadDim>(sums, left, right);
-    }
-  }
-};
-
 // gemm_rs that takes rows of the right operand for zeros where `live`, of live_columns(), has no bit: 0 * NaN is NaN.
 template <class Element, int kHeadDim, int kLeftTiles, int kDepthTiles>
 __device__ __forceinline__ void gemm_rs_live(float (&sums)[kLeftTiles][kHeadDim / 8][4],

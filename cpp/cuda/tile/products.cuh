@@ -40,29 +40,42 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
   for_fragments<kHeadDim, kLeftTiles, kRightTiles>(left, right, multiply);
 }
 
-// Loads 16 rows of a tile as a left operand of this warp's products, from `row` on.
-template <class LeftTile, int kDepth>
-__device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t base, int row) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int k = 0; k < kDepth; ++k)
-    ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
-}
+// A left operand in shared memory. Where registers allow it they hold its fragments, loaded once.
+template <class Element, int kHeadDim, int kLeftTiles, bool kHeld> struct LeftOperand {
+  using Tile = SmemTile<kHeadDim>;
+  uint32_t left; // SmemTile::left of its first row
+  uint32_t fragments[kHeld ? kLeftTiles : 1][kHeld ? kHeadDim / 16 : 1][4];
 
-// sums += A B' for 16 rows of A, which are in registers.
-template <class Element, int kHeadDim, int kRightTiles>
-__device__ __forceinline__ void gemm_held(float (&sums)[kRightTiles][4], const uint32_t (&left)[kHeadDim / 16][4],
-                                          uint32_t right) {
+  __device__ __forceinline__ void load() {
+    if constexpr (kHeld) {
 #pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k)
+      for (int m = 0; m < kLeftTiles; ++m)
 #pragma unroll
-    for (int n = 0; n < kRightTiles; n += 2) {
-      uint32_t b[4];
-      ptx::ldmatrix(b, SmemTile<kHeadDim>::fragment_address(right, 8 * n, 16 * k));
-      ptx::mma<Element>(sums[n], left[k], b[0], b[1]);
-      ptx::mma<Element>(sums[n + 1], left[k], b[2], b[3]);
+        for (int d = 0; d < kHeadDim / 16; ++d)
+          ptx::ldmatrix(fragments[m][d], Tile::fragment_address(left, 16 * m, 16 * d));
     }
-}
+  }
+  // sums += this times the transposed right operand; `right` is SmemTile::right_rows.
+  template <int kRightTiles>
+  __device__ __forceinline__ void multiply(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t right) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d)
+#pragma unroll
+        for (int n = 0; n < kRightTiles; n += 2) {
+          uint32_t b[4];
+          ptx::ldmatrix(b, Tile::fragment_address(right, 8 * n, 16 * d));
+#pragma unroll
+          for (int m = 0; m < kLeftTiles; ++m) {
+            ptx::mma<Element>(sums[m][n], fragments[m][d], b[0], b[1]);
+            ptx::mma<Element>(sums[m][n + 1], fragments[m][d], b[2], b[3]);
+          }
+        }
+    } else {
+      gemm_ss<Element, kHeadDim>(sums, left, right);
+    }
+  }
+};
 
 // sums = A B' + what its columns begin with: first(n) has the numbers of this thread's two columns of tile n, twice.
 template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles, class First>

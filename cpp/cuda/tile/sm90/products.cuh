@@ -2,7 +2,8 @@
 // Products of tiles by wgmma. They are started here; who needs the sums waits for them.
 #pragma once
 
-#include "../products.cuh"
+#include "../smem_tile.cuh"
+#include "ptx/matrix.cuh"
 #include "ptx/store.cuh"
 
 namespace fdm::cuda {
@@ -37,6 +38,15 @@ __device__ __forceinline__ void warpgroup_gemm_rs_transposed(float (&sums)[kTile
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
     ptx::wgmma_rs<Element, false>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
+}
+
+// Loads 16 rows of a tile for each warp of a warpgroup as a left operand; this warp's begin at `row`.
+template <class LeftTile, int kDepth>
+__device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t base, int row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k)
+    ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
 }
 
 // Stores a left operand as load_left loads it, from a column on.
