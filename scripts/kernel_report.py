@@ -76,12 +76,7 @@ ALLOWANCES = (
         "two blocks of eight warps have 128 registers; they hide the latencies of a bias for each "
         "query better than fewer with more",
     ),
-    Allowance(
-        "dq_kernel<DqConfig<*, 64, 128, 32, 8, 2, true>>",
-        "*",
-        16,
-        "two blocks of eight warps have 128 registers",
-    ),
+    Allowance("dq_kernel<DqConfig<*, 64, 128, 32, 8, 2, true>>", "*", 16, "two blocks of 8 warps"),
     Allowance(
         "dkdv_kernel<DkdvConfig<*, 128, 64, 8, 1, *>>",
         "sm_90a",
@@ -131,6 +126,8 @@ ALLOWANCES = (
         432,
         "the output fills the registers where a tile is written",
     ),
+    Allowance("small_boxes_kernel<*>", "sm_90a", 16, "96 registers for a softcap's tanh"),
+    Allowance("schedule_keys", "*", 252, "1024 threads of one block, which runs once, have 64"),
     Allowance("forward_kernel_sm90<*>", "sm_90a", 24, "at a boundary of tiles, or with a softcap"),
     Allowance(
         "all_gradients_kernel<AllGradientsConfig<*, 128, 128, 64, 8, 1, *>>",
@@ -151,12 +148,7 @@ ALLOWANCES = (
         592,
         "sums of 64 elements beside products and fragments of both operands fill 255 registers",
     ),
-    Allowance(
-        "dbias_kernel<DbiasConfig<*, 32>>",
-        "*",
-        48,
-        "sums of 64 elements beside products of a small head",
-    ),
+    Allowance("dbias_kernel<DbiasConfig<*, 32>>", "*", 48, "sums of 64 elements, small heads"),
     Allowance("row_bias_kernel<*>", "*", 16, "outside of the loop over columns"),
     Allowance(
         "dense_forward_kernel<*, 32>>",

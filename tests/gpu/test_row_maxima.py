@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rows whose maximum comes late, or is out of the range in which kernels take scores as they are.
 
-The Hopper kernel adds biases in the product of query and key, takes the maximum of a row from its
-first block of keys, and computes a block anew where that does not do. Rows here are long enough for
-several blocks.
+The Hopper kernels add biases in the product of query and key, take the maximum of a row from its
+first block of keys, and compute a block anew where that does not do. Rows here are long enough for
+several blocks. Those of short sequences and of longer ones have kernels of their own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from support import HALF_TYPES, Problem, Target, assert_accurate, randn
 
-KEYS = 700
+KEYS = [450, 700]
 
 
 def ascending(bias: Tensor) -> Tensor:
-    return torch.arange(KEYS).mul(0.5).expand_as(bias)
+    return torch.arange(bias.shape[-1]).mul(0.5).expand_as(bias)
 
 
 def changed(bias: Tensor, keys: slice, value: float) -> Tensor:
@@ -45,25 +45,35 @@ BIASES: dict[str, Callable[[Tensor, torch.finfo], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("name", BIASES)
-def test_biases(name: str, head_dim: int, dtype: torch.dtype, gpu: str) -> None:
-    query, key, value = (randn(1, KEYS, 2, head_dim, seed=n).to(dtype) for n in range(3))
-    bias = BIASES[name](randn(1, 2, 1, KEYS, seed=3), torch.finfo(dtype))
+def test_biases(name: str, keys: int, head_dim: int, dtype: torch.dtype, gpu: str) -> None:
+    query, key, value = (randn(1, keys, 2, head_dim, seed=n).to(dtype) for n in range(3))
+    bias = BIASES[name](randn(1, 2, 1, keys, seed=3), torch.finfo(dtype))
     # To base 2, as kernels have it, the lowest bfloat16 is beyond float32.
     names = ("out",) if name == "first the lowest" else ("out", "lse")
     check(Problem(query, key, value, None, bias, causal=True), names, gpu)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize(
     ("factor", "options"),
     [(30.0, {}), (1.0, {"scale": 3.0}), (1.0, {"scale": -0.2}), (1.0, {"scale": 0.0}),
      (1.0, {"scale": 1e-12}), (3.0, {"softcap": 5.0})],
     ids=["large query", "large scale", "negative scale", "no scale", "small scale", "softcap"],
 )  # fmt: skip
-def test_scales(factor: float, options: dict[str, float], dtype: torch.dtype, gpu: str) -> None:
-    query, key, value = (randn(1, KEYS, 2, 64, seed=n).to(dtype) for n in range(3))
-    bias = randn(1, 2, 1, KEYS, seed=3)
+def test_scales(
+    factor: float,
+    options: dict[str, float],
+    keys: int,
+    biased: bool,
+    dtype: torch.dtype,
+    gpu: str,
+) -> None:
+    query, key, value = (randn(1, keys, 2, 64, seed=n).to(dtype) for n in range(3))
+    bias = randn(1, 2, 1, keys, seed=3) if biased else None
     check(
         Problem(factor * query, key, value, None, bias, causal=True, **options), ("out", "lse"), gpu
     )
@@ -76,10 +86,13 @@ def check(problem: Problem, names: tuple[str, ...], gpu: str) -> None:
     assert_accurate(*({name: part[name] for name in names} for part in (got, want, eager)))
 
 
+@pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("bias", [torch.nan, torch.inf])
-def test_a_bias_that_is_no_number_reaches_all_rows_that_see_it(bias: float, gpu: str) -> None:
-    query, key, value = (randn(1, KEYS, 2, 64, seed=n).bfloat16() for n in range(3))
-    biases = changed(randn(1, 2, 1, KEYS, seed=3), slice(400, 401), bias)
+def test_a_bias_that_is_no_number_reaches_all_rows_that_see_it(
+    bias: float, keys: int, gpu: str
+) -> None:
+    query, key, value = (randn(1, keys, 2, 64, seed=n).bfloat16() for n in range(3))
+    biases = changed(randn(1, 2, 1, keys, seed=3), slice(400, 401), bias)
     out = Problem(query, key, value, None, biases, causal=True).results(
         Target(gpu, "cuda"), dout=torch.zeros_like(query)
     )["out"]

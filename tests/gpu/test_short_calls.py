@@ -78,6 +78,26 @@ def test_without_a_mask(
     assert_accurate(got, problem.truth(dout=dout), problem.eager(dout=dout))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(515, 600), (900, 513)])
+def test_many_tiles_without_a_mask(queries: int, keys: int, causal: bool, gpu: str) -> None:
+    """Enough for the kernel of short sequences, with more keys than it always has."""
+    query = randn(26, queries, HEADS, 64, dtype=torch.bfloat16, seed=1)
+    key = randn(26, keys, KV_HEADS, 64, dtype=torch.bfloat16, seed=2)
+    value = randn(26, keys, KV_HEADS, 64, dtype=torch.bfloat16, seed=3)
+    problem = Problem(query, key, value, causal=causal)
+    dout = torch.zeros_like(query)
+    got, want, eager = (
+        {name: results[name] for name in ("out", "lse")}
+        for results in (
+            problem.results(Target(gpu, "cuda"), dout=dout),
+            problem.truth(dout=dout),
+            problem.eager(dout=dout),
+        )
+    )
+    assert_accurate(got, want, eager)
+
+
 def test_a_cotangent_that_is_nan_reaches_no_dropped_key(gpu: str) -> None:
     for length in (100, 300):
         query = randn(1, length, HEADS, 64, dtype=torch.bfloat16, seed=1)

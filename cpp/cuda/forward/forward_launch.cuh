@@ -11,6 +11,7 @@
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/forward.cuh"
 #include "sm90/forward_boxes.cuh"
+#include "sm90/small_boxes.cuh"
 #include "sm90/small_tiles.cuh"
 #endif
 
@@ -27,20 +28,35 @@ template <class Config> cudaError_t launch_forward_config(const ForwardParams &p
 
 #if FDM_TILE_ARCH == 90
 // Returns whether the hardware copies boxes of these tensors.
+template <class Config> bool make_boxes(const ForwardParams &params, BoxForwardParams *boxes) {
+  const fdm_problem &p = params.p;
+  boxes->forward = params;
+  return make_row_map(p.q, p.head_dim, Config::kRows, &boxes->q) &&
+         make_row_map(p.k, p.head_dim, Config::kColumns, &boxes->k) &&
+         make_row_map(p.v, p.head_dim, Config::kColumns, &boxes->v);
+}
+
+// These return whether they have launched their kernel.
 template <class Element, int kHeadDim>
 bool launch_forward_boxes(const ForwardParams &params, cudaStream_t stream, cudaError_t *error) {
   constexpr BoxTileSm90 tile = box_tile_sm90(kHeadDim);
   using Pipeline = KeyBoxes<kHeadDim, tile.columns, tile.k_stages, tile.v_stages>;
   using Config = ForwardConfigSm90<Element, kHeadDim, Pipeline, tile.query_stages>;
-  const fdm_problem &p = params.p;
   BoxForwardParams boxes;
-  boxes.forward = params;
-  if (!make_row_map(p.q, p.head_dim, Config::kRows, &boxes.q) ||
-      !make_row_map(p.k, p.head_dim, Config::kColumns, &boxes.k) ||
-      !make_row_map(p.v, p.head_dim, Config::kColumns, &boxes.v))
-    return false;
+  if (!make_boxes<Config>(params, &boxes)) return false;
   *error = launch_persistent_sm90<ForwardSharedSm90<Config>, forward_boxes_kernel<Config>, Roles::kThreadsWithLookup>(
-      boxes, sequence_tiles(p) * p.heads, stream);
+      boxes, sequence_tiles(params.p) * params.p.heads, stream);
+  return true;
+}
+
+template <class Element, int kHeadDim>
+bool launch_small_boxes(const ForwardParams &params, cudaStream_t stream, cudaError_t *error) {
+  constexpr SmallBoxChoice tile = small_box(kHeadDim);
+  using Config = SmallBoxesConfig<Element, kHeadDim, tile.columns, tile.stages, tile.blocks>;
+  BoxForwardParams boxes;
+  if (!make_boxes<Config>(params, &boxes)) return false;
+  *error = launch_sm90<SmallBoxesShared<Config>, small_boxes_kernel<Config>, Config::kThreads>(
+      boxes, sequence_tiles(params.p) * params.p.heads * Config::kParts, stream);
   return true;
 }
 
@@ -68,6 +84,10 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     using Stream = KeyStream<kHeadDim, choice.columns, choice.k_stages, choice.v_stages, forward_lookup(kHeadDim)>;
     using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1>;
     cudaError_t error;
+    if constexpr (small_box(kHeadDim).columns > 0) {
+      const bool is_small = params.consecutive && params.short_columns;
+      if (is_small && launch_small_boxes<Element, kHeadDim>(params, stream, &error)) return error;
+    }
     if (params.consecutive && launch_forward_boxes<Element, kHeadDim>(params, stream, &error)) return error;
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
     if constexpr (small_tile(kHeadDim).columns > 0)

@@ -170,13 +170,13 @@ struct ForwardRows {
 
   // Turns the scores of a row into probabilities, relative to its running maximum. Returns the factor that scales what
   // was summed before. The maximum follows only where it falls behind by kSlack: probabilities of up to 2^kSlack do no
-  // harm, and most blocks then need not touch the accumulators.
-  __device__ float softmax(int m, int half) {
-    float largest = maximum[m][half];
+  // harm, and most blocks then need not touch the accumulators. `scale`, above 0, makes what is given scores to base 2.
+  __device__ float softmax(int m, int half, float scale = 1.0f) {
+    float largest = -INFINITY;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n)
       largest = fmaxf(largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-    largest = ptx::row_max(largest);
+    largest = fmaxf(maximum[m][half], ptx::row_max(largest) * scale);
     if (largest <= maximum[m][half] + kSlack) largest = maximum[m][half];
     const float shift = largest == -INFINITY ? 0.0f : largest;
     const float factor = ptx::exp2_approximate(maximum[m][half] - shift);
@@ -187,7 +187,7 @@ struct ForwardRows {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float &s = scores[m][n][2 * half + i];
-        s = ptx::exp2_approximate(s - shift);
+        s = ptx::exp2_approximate(fmaf(s, scale, -shift));
         added += s;
       }
     sum[m][half] = sum[m][half] * factor + added;
@@ -250,14 +250,14 @@ struct ForwardRows {
   }
 
   // The softmax of all rows. One test for all leaves the compiler free to overlap their latencies.
-  __device__ void softmax() {
+  __device__ void softmax(float scale = 1.0f) {
     float factor[kRowTiles][2];
     bool changed = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        factor[m][half] = softmax(m, half);
+        factor[m][half] = softmax(m, half, scale);
         changed |= factor[m][half] != 1.0f;
       }
     if (!__any_sync(0xffffffffu, changed)) return;

@@ -19,10 +19,25 @@ struct TileColumns {
   bool causal;
 };
 
+// The first `count` keys of a sequence are those that some of a tile's rows see, the first `full` those that all see.
+struct TileSpan {
+  int32_t count, full;
+};
+
+// Without a mask, for `rows` rows from `first` on.
+__device__ __forceinline__ TileSpan consecutive_columns(const fdm_problem &p, const Sequence &s, int64_t first,
+                                                        int64_t rows) {
+  const auto keys = static_cast<int32_t>(s.k_count);
+  if (!is_causal(p)) return {keys, keys};
+  const int64_t last = min64(s.q_count, first + rows) - 1;
+  const int64_t full = max64(0, min64(keys, first + s.causal_off + 1));
+  return {static_cast<int32_t>(max64(full, min64(keys, last + s.causal_off + 1))), static_cast<int32_t>(full)};
+}
+
 // All of TileColumns but what find_column_rows() finds. Two threads may do these at a time.
 __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &p, const Plan &plan, const Sequence &s,
                                              int64_t sequence_index, int64_t head, int64_t tile) {
-  const int64_t first = tile * kTileRows, last = min64(s.q_count, first + kTileRows) - 1;
+  const int64_t first = tile * kTileRows;
   t.first_row = static_cast<int32_t>(first);
   t.causal_off = static_cast<int32_t>(s.causal_off);
   t.causal = is_causal(p);
@@ -31,11 +46,9 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
   t.words = nullptr;
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) {
-    t.full = t.count = static_cast<int32_t>(s.k_count);
-    if (t.causal) {
-      t.full = static_cast<int32_t>(max64(0, min64(s.k_count, first + s.causal_off + 1)));
-      t.count = static_cast<int32_t>(max64(t.full, min64(s.k_count, last + s.causal_off + 1)));
-    }
+    const TileSpan span = consecutive_columns(p, s, first, kTileRows);
+    t.full = span.full;
+    t.count = span.count;
     return;
   }
   const int64_t list = list_number(p, plan, s, head);

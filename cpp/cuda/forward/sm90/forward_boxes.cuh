@@ -9,15 +9,11 @@
 
 #include "../../tile/sm90/key_boxes.cuh"
 #include "../../tile/sm90/tile_sizes.cuh"
+#include "box_params.cuh"
 #include "forward_consumer.cuh"
 #include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
-
-struct BoxForwardParams {
-  ForwardParams forward;
-  CUtensorMap q, k, v;
-};
 
 template <class Config> __device__ void look_up_boxes(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
   const auto maker = forward_task_maker(params, shared);

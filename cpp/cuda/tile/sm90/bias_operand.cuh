@@ -7,8 +7,20 @@
 
 namespace fdm::cuda {
 
+// A bias times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One that Element has no room for
+// becomes NaN. One of bfloat16 is cut off at kMost: times the scale, which is between 2^-30 and 2^30, that is far beyond what
+// quick_softmax() takes, and far from the lowest float, by which it shifts a row that has no maximum yet.
+template <class Element> __device__ __forceinline__ OperandChunk<Element> bias_chunk(float given, float factor) {
+  constexpr bool kHalf = __is_same(Element, __half);
+  constexpr float kMost = kHalf ? 65504.0f : 0x1p90f;
+  const bool finite = fabsf(given) < INFINITY;
+  float bias = given * factor;
+  if (!kHalf && finite) bias = fminf(fmaxf(bias, -kMost), kMost);
+  if (kHalf && finite && fabsf(bias) > kMost) bias = NAN;
+  return OperandChunk<Element>::split(bias);
+}
+
 template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
-  static constexpr bool kHalf = __is_same(Element, __half);
   static constexpr int kRows = 64;
   using Chunk = OperandChunk<Element>;
 
@@ -23,17 +35,9 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
     ptx::fence_async_proxy();
   }
 
-  // Stores the bias of a column times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One
-  // that Element has no room for becomes NaN. One of bfloat16 is cut off at kMost: times the scale, which is between 2^-30
-  // and 2^30, that is far beyond what quick_softmax() takes, and far from the lowest float, by which it shifts a row that
-  // has no maximum yet.
+  // Stores the bias of a column times `factor`.
   __device__ void store(int slot, int column, float given, float factor) {
-    constexpr float kMost = kHalf ? 65504.0f : 0x1p90f;
-    const bool finite = fabsf(given) < INFINITY;
-    float bias = given * factor;
-    if (!kHalf && finite) bias = fminf(fmaxf(bias, -kMost), kMost);
-    if (kHalf && finite && fabsf(bias) > kMost) bias = NAN;
-    slots[slot][column] = Chunk::split(bias);
+    slots[slot][column] = bias_chunk<Element>(given, factor);
   }
 
   // Stores a bias of -inf for a column that is dropped, else of 0.
@@ -44,6 +48,37 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
   __device__ uint64_t ones_descriptor() const { return operand_descriptor(ones, zeros); }
   __device__ uint64_t descriptor(int slot, int first = 0) const {
     return operand_descriptor(&slots[slot][first], zeros);
+  }
+};
+
+// The same in little memory: eight rows of ones are all rows of Q. The second eight columns of the biases, which meet zeros, are
+// the first again: one that is not finite reaches its own key alone.
+template <class Element, int kColumns, int kSlotCount> struct SmallBiasOperand {
+  using Chunk = OperandChunk<Element>;
+  static constexpr int kRows = 8; // of the memory for one descriptor
+
+  alignas(128) Chunk slots[kSlotCount][kColumns];
+  alignas(128) Chunk ones[2][kRows]; // and zeros: the second eight columns
+
+  // All threads of the block call this, before they are synchronized.
+  __device__ void init() {
+    if (threadIdx.x < 2 * kRows) {
+      const float one = threadIdx.x < kRows ? 1.0f : 0.0f;
+      ones[threadIdx.x / kRows][threadIdx.x % kRows] = Chunk::make(one, one, one);
+    }
+    ptx::fence_async_proxy();
+  }
+
+  // Stores the bias of a column times `factor`.
+  __device__ void store(int slot, int column, float given, float factor) {
+    slots[slot][column] = bias_chunk<Element>(given, factor);
+  }
+
+  __device__ uint64_t ones_descriptor() const {
+    return ptx::plain_matrix_descriptor(ptx::shared_address(ones), sizeof(ones[0]), 0);
+  }
+  __device__ uint64_t descriptor(int slot) const {
+    return ptx::plain_matrix_descriptor(ptx::shared_address(slots[slot]), 0, kRows * sizeof(Chunk));
   }
 };
 

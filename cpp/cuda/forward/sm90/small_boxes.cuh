@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward pass with Hopper's wgmma of short sequences whose columns are consecutive keys: a block of threads for 64 query rows
+// of a head, several of which share an SM, so that one computes while others wait for their keys, look for maxima or write
+// rows out. The persistent kernel of forward_boxes.cuh hides that behind the products of other blocks of columns, of which
+// there are too few here.
+//
+// One thread copies Q, K and V as boxes, as far ahead as there are stages. What is known of the columns of a block, if
+// anything has to be, is found a block ahead.
+#pragma once
+
+#include "../../tile/sm90/bias_operand.cuh"
+#include "../../tile/sm90/key_columns.cuh"
+#include "../../tile/sm90/products.cuh"
+#include "../../tile/sm90/tile_scheduler.cuh"
+#include "../forward_rows.cuh"
+#include "box_params.cuh"
+#include "ptx/dependent.cuh"
+
+namespace fdm::cuda {
+
+template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCount, int kBlockCount>
+struct SmallBoxesConfig {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kColumns = kColumnCount, kStages = kStageCount;
+  static constexpr int kRows = 64, kThreads = 128, kBlocks = kBlockCount; // kBlocks share an SM
+  static constexpr int kParts = kTileRows / kRows;                        // of a tile of the scheduler
+  using QTile = SmemTile<kHeadDim, kRows>;
+  using KeyTile = SmemTile<kHeadDim, kColumns>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
+  static_assert(kColumns == 64 && kColumns <= kThreads);
+};
+
+enum : int32_t { kPartial = 1, kDead = 2 }; // a row drops a column; no row keeps one
+
+template <class Config> struct SmallBoxesShared {
+  static constexpr int kColumns = Config::kColumns;
+  // What is known of the columns of a block.
+  struct alignas(16) Facts {
+    float bias[kColumns];                        // to base 2; -inf: no row keeps the column
+    uint32_t word[Config::kRows / 32][kColumns]; // of its rows
+    int32_t flags[kColumns / 32];                // kPartial, kDead, of each 32 columns
+  };
+  // These begin at multiples of 1024 bytes, as dynamic shared memory does. If they were declared so, the size of all would be
+  // rounded up to that, and an SM had no room for the last block.
+  char sQ[Config::QTile::kBytes];
+  char sK[Config::kStages][Config::KeyTile::kBytes], sV[Config::kStages][Config::KeyTile::kBytes];
+  SmallBiasOperand<typename Config::Element, kColumns, 2> bias;
+  Facts facts[2];
+  uint64_t q_full, k_full[Config::kStages], v_full[Config::kStages];
+  ForwardTask task;
+  int32_t blocks; // of columns; -1: there are no rows
+  static_assert(Config::QTile::kBytes % 1024 == 0 && Config::KeyTile::kBytes % 1024 == 0);
+
+  // One thread of the block calls this, before the others use the barriers.
+  __device__ void init() {
+    ptx::init_barrier(q_full, 1);
+    for (uint64_t &barrier : k_full) ptx::init_barrier(barrier, 1);
+    for (uint64_t &barrier : v_full) ptx::init_barrier(barrier, 1);
+    ptx::fence_async_proxy(); // copies of boxes arrive at them
+  }
+};
+
+template <class Config> struct SmallBoxes : Config::Rows {
+  using Rows = typename Config::Rows;
+  using Element = typename Config::Element;
+  using QTile = typename Config::QTile;
+  using KeyTile = typename Config::KeyTile;
+  using Shared = SmallBoxesShared<Config>;
+  static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim, kStages = Config::kStages;
+  using Rows::out, Rows::params, Rows::scores, Rows::task;
+
+  const BoxForwardParams &boxes;
+  Shared &shared;
+  int32_t blocks; // of columns
+
+  __device__ SmallBoxes(const BoxForwardParams &parameters, Shared &memory)
+      : Rows(parameters.forward, memory.task), boxes(parameters), shared(memory) {}
+
+  __device__ static int blocks_of(const TileSpan &span) { return (span.count + kColumns - 1) / kColumns; }
+
+  // One thread calls this.
+  __device__ void make_task(const HeadTile &tile, int64_t first_row) const {
+    const fdm_problem &p = params.p;
+    const TileSpan span = consecutive_columns(p, tile.s, first_row, Config::kRows);
+    shared.blocks = blocks_of(span);
+    ForwardTask &own = shared.task;
+    own.s = tile.s;
+    own.sequence_index = tile.sequence_index;
+    own.head = tile.head;
+    own.kv_head = kv_head_of(p, tile.head);
+    own.first_row = first_row;
+    own.split = 0;
+    own.columns = {};
+    own.columns.count = span.count;
+    own.columns.full = span.full;
+    own.columns.first_row = int32_t(first_row);
+    own.columns.causal_off = int32_t(tile.s.causal_off);
+    own.columns.causal = is_causal(p);
+    own.bias = score_view(p, p.bias, tile.s, tile.head);
+    own.sink = sink_score(p, tile.head);
+    own.set_results(params);
+  }
+
+  template <class Tile>
+  __device__ static void copy_box(const char *to, const CUtensorMap &map, const BoxPlace &place, uint64_t &full) {
+    copy_tile<Tile>(to, map, place, full);
+    ptx::arrive(full);
+  }
+  // Starts the copies of a block, if there is one.
+  __device__ void copy_keys(int block, BoxPlace place) const {
+    if (block >= blocks) return;
+    const int stage = block % kStages;
+    place.row += block * kColumns;
+    copy_box<KeyTile>(shared.sK[stage], boxes.k, place, shared.k_full[stage]);
+    copy_box<KeyTile>(shared.sV[stage], boxes.v, place, shared.v_full[stage]);
+  }
+  // The same once there is the task.
+  __device__ void copy_keys(int block) const {
+    copy_keys(block, {int32_t(task->s.k_begin), int32_t(task->kv_head), int32_t(task->s.batch)});
+  }
+  // One thread starts the first copies.
+  __device__ void start_copies(const HeadTile &tile, int64_t first_row) {
+    shared.init();
+    const auto batch = int32_t(tile.s.batch);
+    const BoxPlace keys{int32_t(tile.s.k_begin), int32_t(kv_head_of(params.p, tile.head)), batch};
+    blocks = blocks_of(consecutive_columns(params.p, tile.s, first_row, Config::kRows));
+    if (blocks > 0)
+      copy_box<QTile>(shared.sQ, boxes.q, {int32_t(tile.s.q_begin + first_row), int32_t(tile.head), batch},
+                      shared.q_full);
+#pragma unroll 1
+    for (int block = 0; block < kStages; ++block) copy_keys(block, keys);
+  }
+
+  __device__ bool folds_bias() const { return params.bias_factor != 0.0f && present(params.p.bias); }
+  // Are scores products with a factor, apart from what is dropped?
+  __device__ bool scores_are_products() const { return params.bias_factor != 0.0f && !present(params.p.bias); }
+
+  // Has something to be known of the columns of a block? Where scores are products, nothing of columns that all rows keep.
+  __device__ bool has_facts(int block) const {
+    return block < blocks && (!scores_are_products() || (block + 1) * kColumns > task->columns.full);
+  }
+
+  // Starts Q K', with the bias added if scores are linear in it.
+  __device__ void start_scores(int block) {
+    const uint64_t q = QTile::descriptor(ptx::shared_address(shared.sQ));
+    const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK[block % kStages]));
+    ptx::warpgroup_arrive();
+    // Two products, since one whose sums may begin with what is there would never leave the registers of scores free.
+    if (folds_bias()) {
+      ptx::wgmma_ss<Element, false, false>(scores[0], shared.bias.ones_descriptor(), shared.bias.descriptor(block % 2),
+                                           false);
+      warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(scores[0], q, k, true);
+      ptx::warpgroup_commit_batch();
+    } else {
+      warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(scores[0], q, k, false);
+      ptx::warpgroup_commit_batch();
+    }
+  }
+
+  // What is known of a block is found by the last threads, one for each column. The first has copies to start.
+  static constexpr int kFirstFinder = Config::kThreads - kColumns;
+  __device__ static bool finds() { return threadIdx.x >= kFirstFinder; }
+  __device__ static int own_column() { return int(threadIdx.x) - kFirstFinder; }
+
+  // What this thread's column of a block needs of global memory.
+  __device__ uint32_t ask(int block) const {
+    const fdm_tensor &bias = params.p.bias;
+    const int c = block * kColumns + own_column();
+    if (!present(bias) || c >= task->columns.count) return 0u;
+    const int64_t place = int64_t(int32_t(bias.stride[3])) * c;
+    if (bias.dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(task->bias.data)[place];
+    return static_cast<const uint16_t *>(task->bias.data)[place];
+  }
+  // Stores what is known of this thread's column of a block.
+  __device__ void store(int block, uint32_t bias_bits) const {
+    const TileColumns &columns = task->columns;
+    auto &facts = shared.facts[block % 2];
+    const int i = own_column(), c = block * kColumns + i, warp = i / 32;
+    float bias = present(params.p.bias) ? to_base_2(task->bias.convert(bias_bits)) : 0.0f;
+    uint32_t low = ~0u, high = ~0u;
+    if ((block + 1) * kColumns > columns.full) {
+      const RowWord word = column_word(columns, c, c, 0, 0, {});
+      low = word.part[0];
+      high = word.part[1];
+      if ((low | high) == 0) bias = -INFINITY;
+    }
+    const bool dead = bias == -INFINITY;
+    if (dead) low = high = 0u;
+    facts.bias[i] = bias;
+    facts.word[0][i] = low;
+    facts.word[1][i] = high;
+    if (folds_bias()) {
+      shared.bias.store(block % 2, i, bias, params.bias_factor);
+      ptx::fence_async_proxy();
+    }
+    const bool partial = __any_sync(0xffffffffu, (low & high) != ~0u), any_dead = __any_sync(0xffffffffu, dead);
+    if (i % 32 == 0) facts.flags[warp] = (partial ? kPartial : 0) | (any_dead ? kDead : 0);
+  }
+
+  // What flags say of any of the columns.
+  __device__ bool has(int flag, int block) const {
+    const auto &flags = shared.facts[block % 2].flags;
+    return has_facts(block) && ((flags[0] | flags[1]) & flag);
+  }
+  __device__ bool is_partial(int block) const { return has(kPartial, block); }
+  __device__ void drop_columns(int block) {
+    if (is_partial(block)) Rows::drop_columns(shared.facts[block % 2]);
+  }
+
+  // Computes the products of this warp's rows and the keys once more, without their bias.
+  __device__ void scores_again(int block) {
+    const uint32_t sQ = ptx::shared_address(shared.sQ), sK = ptx::shared_address(shared.sK[block % kStages]);
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16;
+    clear(scores);
+#pragma unroll 1
+    for (int d = 0; d < kHeadDim / 8; d += 2) {
+      uint32_t left[4];
+      ptx::ldmatrix(left, QTile::chunk_address(sQ, row + lane % 16, d + lane / 16));
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; n += 2) {
+        uint32_t right[4];
+        ptx::ldmatrix(right, KeyTile::chunk_address(sK, 8 * n + lane / 16 * 8 + lane % 8, d + lane / 8 % 2));
+        ptx::mma<Element>(scores[0][n], left, right[0], right[1]);
+        ptx::mma<Element>(scores[0][n + 1], left, right[2], right[3]);
+      }
+    }
+  }
+
+  // Turns products into probabilities. The first block gives the maximum of its rows. It mostly stays, and is not looked for
+  // in other blocks unless their sums show that it does not.
+  __device__ void make_probabilities(int block) {
+    const float scale = params.factors.scale;
+    const auto &facts = shared.facts[block % 2];
+    if (params.bias_factor != 0.0f) {
+      drop_columns(block);
+      if (block == 0) Rows::find_maximum(scale);
+      float added[2];
+      Rows::quick_softmax(scale, added);
+      if (__all_sync(0xffffffffu, added[0] <= Rows::kMostSum && added[1] <= Rows::kMostSum)) {
+        Rows::sum[0][0] += added[0];
+        Rows::sum[0][1] += added[1];
+        return;
+      }
+      scores_again(block);
+      if (block == 0) Rows::start_sums();
+    }
+    const bool products = scores_are_products();
+    if (products)
+      drop_columns(block);
+    else
+      Rows::finish_scores(facts, is_partial(block));
+    Rows::softmax(products ? scale : 1.0f);
+  }
+
+  // Makes zeros of V of columns that no row keeps: 0 times NaN is NaN. All threads call this.
+  __device__ void clear_values(int block) const {
+    const auto &facts = shared.facts[block % 2];
+    if (!has(kDead, block)) return;
+    if (threadIdx.x < kColumns && facts.bias[threadIdx.x] == -INFINITY) {
+      const uint32_t tile = ptx::shared_address(shared.sV[block % kStages]);
+#pragma unroll 1
+      for (int chunk = 0; chunk < 8 * KeyTile::kPanels; ++chunk)
+        ptx::store_shared(KeyTile::chunk_address(tile, threadIdx.x, chunk), uint4{});
+    }
+    ptx::fence_async_proxy();
+    __syncthreads();
+  }
+
+  // The first warp starts copies, and the last makes the task.
+  __device__ void start_tile() {
+    constexpr int kLastWarp = Config::kThreads / 32 - 1;
+    const int warp = threadIdx.x / 32;
+    if (warp > 0 && warp < kLastWarp) return;
+    const HeadTile tile = find_tile(params.p, params.order, blockIdx.x / Config::kParts);
+    // The last rows of a tile, which have the most columns, come first.
+    const int64_t first_row =
+        tile.tile * kTileRows + (Config::kParts - 1 - blockIdx.x % Config::kParts) * Config::kRows;
+    const bool has_rows = tile.has_rows() && first_row < tile.s.q_count;
+    if (threadIdx.x % 32 > 0) return;
+    if (warp == kLastWarp) {
+      shared.blocks = -1;
+      if (has_rows) make_task(tile, first_row);
+    } else if (has_rows) {
+      start_copies(tile, first_row);
+    }
+  }
+
+  __device__ void run() {
+    start_tile();
+    if (present(params.p.bias)) shared.bias.init();
+    __syncthreads();
+    blocks = shared.blocks;
+    if (blocks < 0) return;
+    uint32_t bias_bits = 0; // of the next block
+    if (finds()) {
+      const uint32_t first = ask(0);
+      bias_bits = ask(1);
+      if (has_facts(0)) store(0, first);
+    }
+    if (has_facts(0)) __syncthreads();
+    Rows::start();
+    if (blocks > 0) ptx::wait(shared.q_full, 0);
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      const int stage = block % kStages;
+      const uint32_t phase = block / kStages % 2;
+      ptx::wait(shared.k_full[stage], phase);
+      start_scores(block);
+      if (finds() && has_facts(block + 1)) {
+        store(block + 1, bias_bits);
+        bias_bits = ask(block + 2);
+      }
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(scores[0]);
+      make_probabilities(block);
+      uint32_t probabilities[kColumns / 16][4];
+      pack_left<Element>(probabilities, scores[0]);
+      ptx::wait(shared.v_full[stage], phase);
+      clear_values(block);
+      ptx::warpgroup_fence_operand(out[0]);
+      ptx::warpgroup_arrive();
+      warpgroup_gemm_rs<Element, KeyTile>(out[0], probabilities,
+                                          KeyTile::descriptor(ptx::shared_address(shared.sV[stage])));
+      ptx::warpgroup_commit_batch();
+      ptx::warpgroup_wait<0>();
+      ptx::warpgroup_fence_operand(out[0]);
+      ptx::warpgroup_fence_operand(probabilities);
+      if (block + 1 == blocks) break;
+      __syncthreads(); // nobody reads the block any more, and the facts of the next are there
+      if (threadIdx.x == 0) copy_keys(block + kStages);
+    }
+    this->finish();
+    this->write_wide();
+  }
+};
+
+// What an SM of this arch has, and takes of it for each block (CUDA programming guide, compute capability 9.0).
+constexpr int kSmShared = 228 << 10, kSharedOfBlock = 1 << 10;
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    small_boxes_kernel(const __grid_constant__ BoxForwardParams params) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<SmallBoxesShared<Config> *>(dynamic_shared);
+  ptx::wait_for_kernel_ahead();
+  static_assert(Config::kBlocks * (int(sizeof(shared)) + kSharedOfBlock) <= kSmShared);
+  SmallBoxes<Config>(params, shared).run();
+}
+
+} // namespace fdm::cuda
