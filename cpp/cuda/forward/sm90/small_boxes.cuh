@@ -164,12 +164,12 @@ template <class Config> struct SmallBoxes : Config::Rows {
 
   // What this thread's column of a block needs of global memory.
   __device__ uint32_t ask(int block) const {
-    const fdm_tensor &bias = params.p.bias;
+    const ScoreView &bias = task->bias;
     const int c = block * kColumns + own_column();
-    if (!present(bias) || c >= task->columns.count) return 0u;
-    const int64_t place = int64_t(int32_t(bias.stride[3])) * c;
-    if (bias.dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(task->bias.data)[place];
-    return static_cast<const uint16_t *>(task->bias.data)[place];
+    if (!bias.data || c >= task->columns.count) return 0u;
+    const int64_t place = int64_t(int32_t(bias.col)) * c;
+    if (params.p.bias.dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(bias.data)[place];
+    return static_cast<const uint16_t *>(bias.data)[place];
   }
   // Stores what is known of this thread's column of a block.
   __device__ void store(int block, uint32_t bias_bits) const {
