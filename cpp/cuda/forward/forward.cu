@@ -57,10 +57,10 @@ Division divide(const fdm_problem &p) {
   division.blocks = p.batch * (p.heads / division.heads_per_tile) * division.tiles;
   division.most_splits = std::clamp<int64_t>(p.keys / (tile.columns * kBlocksOfSplit), 1, kMaxSplits);
   // Kernels with wgmma, which have no splits, compute a tile sooner than others compute and merge a few parts of it, and always
-  // one of few columns. Seen on an H100 without a mask, 4096 keys and heads of 64: 74 us with two parts and 46 with one, the same
-  // with four, 29 and 45 with eight.
-  const bool may_use_wgmma =
-      FDM_TILE_ARCH == 90 && !division.decode && division.heads_per_tile == 1 && !has_rows(p.bias);
+  // one of few columns. Seen on an H100 without a mask, 4096 keys and heads of 64: with two parts 74 us, and undivided 46; with
+  // four the same as undivided; with eight 29, and undivided 45. The condition is theirs, but for addresses.
+  const bool may_use_wgmma = FDM_TILE_ARCH == 90 && !division.decode && division.heads_per_tile == 1 &&
+                             !has_rows(p.bias) && p.head_dim % 8 == 0;
   division.least_splits = may_use_wgmma ? 5 : 2;
   if (may_use_wgmma && has_few_columns(p)) division.most_splits = 1;
   // Two blocks run on an SM at a time. Twice as many end closer together where their work is unequal, as a causal mask
@@ -92,6 +92,20 @@ int64_t cluster_splits(const fdm_problem &p, const Division &division, int sms) 
 // device has.
 int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostSms); }
 
+// Do kernels serve the problem that copy consecutive keys as boxes?
+bool copies_boxes(const fdm_problem &p) { return mask_kind(p) == FDM_MASK_NONE && !present(p.block_table); }
+
+// Are sequences so short that their boxes are for the kernel of small_boxes.cuh, and not that of forward_boxes.cuh? Seen on an
+// H100 with heads of 64: 10 to 13 % less time with 512 keys, and with a bias from 7 % less to 1 % more; 4 to 7 % less with 1024 keys
+// in 1024 tiles and more, 4 to 6 % more with a bias, and 18 % more in 128 tiles.
+bool has_short_columns(const fdm_problem &p, const Division &division) {
+  constexpr int64_t kAlwaysShort = 512, kMostKeys = 1024, kManyTiles = 512;
+  // The kernel takes the stride of a bias, in elements, as one of 32 bits.
+  if (!copies_boxes(p) || p.head_dim > 64 || p.bias.stride[3] != int32_t(p.bias.stride[3])) return false;
+  if (p.keys <= kAlwaysShort) return true;
+  return p.keys <= kMostKeys && !present(p.bias) && division.blocks >= kManyTiles;
+}
+
 // Are tiles given out in the order in which the blocks of threads of a persistent kernel ask for them? With a fixed order
 // some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that this takes
 // must be cleared first, so a block must have several tiles, of many columns.
@@ -101,21 +115,8 @@ int64_t room_for_splits(const Division &division) { return choose_splits(divisio
 bool gives_out_tiles(const fdm_problem &p, const Division &division) {
   constexpr int64_t kTilesOfBlock = 3, kUsualSms = 132, kColumns = 1024;
   return FDM_TILE_ARCH == 90 && !division.decode && division.heads_per_tile == 1 && !has_rows(p.bias) &&
-         room_for_splits(division) == 1 && most_columns(p) >= kColumns && division.blocks >= kTilesOfBlock * kUsualSms;
-}
-
-// Do kernels serve the problem that copy consecutive keys as boxes?
-bool copies_boxes(const fdm_problem &p) { return mask_kind(p) == FDM_MASK_NONE && !present(p.block_table); }
-
-// Are sequences so short that their boxes are for the kernel of small_boxes.cuh, and not that of forward_boxes.cuh? Seen on an
-// H100 with heads of 64: 13 % less with 512 keys, 5 % with a bias; 7 % less with 1024 keys in 1024 tiles, 3 % more with a bias,
-// and 17 % more in 128 tiles.
-bool has_short_columns(const fdm_problem &p, const Division &division) {
-  constexpr int64_t kAlwaysShort = 512, kMostKeys = 1024, kManyTiles = 512;
-  // Bytes from one key's bias to the next are 32 bits there.
-  if (p.head_dim > 64 || p.bias.stride[3] != int32_t(p.bias.stride[3])) return false;
-  if (p.keys <= kAlwaysShort) return true;
-  return p.keys <= kMostKeys && !present(p.bias) && division.blocks >= kManyTiles;
+         room_for_splits(division) == 1 && most_columns(p) >= kColumns &&
+         division.blocks >= kTilesOfBlock * kUsualSms && !has_short_columns(p, division);
 }
 
 } // namespace

@@ -26,8 +26,8 @@ struct ForwardParams {
   // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
   uint32_t heads_reciprocal;
   int32_t splits;
-  bool consecutive;       // sm90/forward_boxes.cuh is for the problem,
-  bool short_columns;     // or sm90/small_boxes.cuh
+  bool consecutive;       // sm90/forward_boxes.cuh serves the problem
+  bool short_columns;     // and so does sm90/small_boxes.cuh, sooner
   bool few_columns;       // sm90/small_tiles.cuh is for them
   bool finds_keys;        // decode.cuh: blocks list the keys of the mask that they keep, there is no plan
   bool merges_in_cluster; // decode.cuh: the splits are a cluster

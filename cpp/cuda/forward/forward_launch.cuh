@@ -85,8 +85,7 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1>;
     cudaError_t error;
     if constexpr (small_box(kHeadDim).columns > 0) {
-      const bool is_small = params.consecutive && params.short_columns;
-      if (is_small && launch_small_boxes<Element, kHeadDim>(params, stream, &error)) return error;
+      if (params.short_columns && launch_small_boxes<Element, kHeadDim>(params, stream, &error)) return error;
     }
     if (params.consecutive && launch_forward_boxes<Element, kHeadDim>(params, stream, &error)) return error;
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;

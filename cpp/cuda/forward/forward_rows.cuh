@@ -30,6 +30,19 @@ struct ForwardTask {
   float *lse;
   int32_t rows;
 
+  // All but the columns, for one head: rows of a sequence from `first` on.
+  __device__ void set(const ForwardParams &params, const Sequence &sequence, int64_t number, int64_t own_head,
+                      int64_t first) {
+    const fdm_problem &p = params.p;
+    s = sequence;
+    sequence_index = number;
+    head = own_head;
+    kv_head = kv_head_of(p, head);
+    first_row = first;
+    bias = score_view(p, p.bias, s, head);
+    sink = sink_score(p, head);
+    set_results(params);
+  }
   __device__ void set_results(const ForwardParams &params) {
     const fdm_tensor &t = params.a.out;
     out = static_cast<uint16_t *>(t.data) + row_offset(t, s, first_row, head);

@@ -60,16 +60,8 @@ template <class Config> struct MakeTask {
   const ForwardParams &params;
 
   __device__ __forceinline__ void operator()(const HeadTile &t, ForwardTask &task) const {
-    const fdm_problem &p = params.p;
-    task.s = t.s;
-    task.sequence_index = t.sequence_index;
-    task.head = t.head;
-    task.kv_head = kv_head_of(p, t.head);
-    task.first_row = t.tile * Config::kRows;
-    task.bias = score_view(p, p.bias, t.s, t.head);
-    task.columns = tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile);
-    task.sink = sink_score(p, t.head);
-    task.set_results(params);
+    task.set(params, t.s, t.sequence_index, t.head, t.tile * Config::kRows);
+    task.columns = tile_columns(params.p, params.plan, t.s, t.sequence_index, t.head, t.tile);
   }
 };
 

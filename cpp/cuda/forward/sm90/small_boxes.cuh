@@ -4,8 +4,8 @@
 // rows out. The persistent kernel of forward_boxes.cuh hides that behind the products of other blocks of columns, of which
 // there are too few here.
 //
-// One thread copies Q, K and V as boxes, as far ahead as there are stages. What is known of the columns of a block, if
-// anything has to be, is found a block ahead.
+// One thread copies Q, K and V as boxes, as far ahead as there are stages. What has to be known of the columns of a block is
+// asked for two blocks ahead, and stored one ahead.
 #pragma once
 
 #include "../../tile/sm90/bias_operand.cuh"
@@ -27,13 +27,12 @@ struct SmallBoxesConfig {
   using QTile = SmemTile<kHeadDim, kRows>;
   using KeyTile = SmemTile<kHeadDim, kColumns>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
-  static_assert(kColumns == 64 && kColumns <= kThreads);
+  static_assert(kColumns == 64, "two warps know them");
 };
-
-enum : int32_t { kPartial = 1, kDead = 2 }; // a row drops a column; no row keeps one
 
 template <class Config> struct SmallBoxesShared {
   static constexpr int kColumns = Config::kColumns;
+  enum : int32_t { kPartial = 1, kDead = 2 }; // a row drops a column; no row keeps one
   // What is known of the columns of a block.
   struct alignas(16) Facts {
     float bias[kColumns];                        // to base 2; -inf: no row keeps the column
@@ -80,39 +79,25 @@ template <class Config> struct SmallBoxes : Config::Rows {
 
   // One thread calls this.
   __device__ void make_task(const HeadTile &tile, int64_t first_row) const {
-    const fdm_problem &p = params.p;
-    const TileSpan span = consecutive_columns(p, tile.s, first_row, Config::kRows);
+    const TileSpan span = consecutive_columns(params.p, tile.s, first_row, Config::kRows);
     shared.blocks = blocks_of(span);
-    ForwardTask &own = shared.task;
-    own.s = tile.s;
-    own.sequence_index = tile.sequence_index;
-    own.head = tile.head;
-    own.kv_head = kv_head_of(p, tile.head);
-    own.first_row = first_row;
-    own.split = 0;
-    own.columns = {};
-    own.columns.count = span.count;
-    own.columns.full = span.full;
-    own.columns.first_row = int32_t(first_row);
-    own.columns.causal_off = int32_t(tile.s.causal_off);
-    own.columns.causal = is_causal(p);
-    own.bias = score_view(p, p.bias, tile.s, tile.head);
-    own.sink = sink_score(p, tile.head);
-    own.set_results(params);
+    shared.task.set(params, tile.s, tile.sequence_index, tile.head, first_row);
+    TileColumns &columns = shared.task.columns;
+    columns = {};
+    columns.count = span.count;
+    columns.full = span.full;
+    columns.first_row = int32_t(first_row);
+    columns.causal_off = int32_t(tile.s.causal_off);
+    columns.causal = is_causal(params.p);
   }
 
-  template <class Tile>
-  __device__ static void copy_box(const char *to, const CUtensorMap &map, const BoxPlace &place, uint64_t &full) {
-    copy_tile<Tile>(to, map, place, full);
-    ptx::arrive(full);
-  }
   // Starts the copies of a block, if there is one.
   __device__ void copy_keys(int block, BoxPlace place) const {
     if (block >= blocks) return;
     const int stage = block % kStages;
     place.row += block * kColumns;
-    copy_box<KeyTile>(shared.sK[stage], boxes.k, place, shared.k_full[stage]);
-    copy_box<KeyTile>(shared.sV[stage], boxes.v, place, shared.v_full[stage]);
+    copy_whole<KeyTile>(shared.sK[stage], boxes.k, place, shared.k_full[stage]);
+    copy_whole<KeyTile>(shared.sV[stage], boxes.v, place, shared.v_full[stage]);
   }
   // The same once there is the task.
   __device__ void copy_keys(int block) const {
@@ -125,8 +110,8 @@ template <class Config> struct SmallBoxes : Config::Rows {
     const BoxPlace keys{int32_t(tile.s.k_begin), int32_t(kv_head_of(params.p, tile.head)), batch};
     blocks = blocks_of(consecutive_columns(params.p, tile.s, first_row, Config::kRows));
     if (blocks > 0)
-      copy_box<QTile>(shared.sQ, boxes.q, {int32_t(tile.s.q_begin + first_row), int32_t(tile.head), batch},
-                      shared.q_full);
+      copy_whole<QTile>(shared.sQ, boxes.q, {int32_t(tile.s.q_begin + first_row), int32_t(tile.head), batch},
+                        shared.q_full);
 #pragma unroll 1
     for (int block = 0; block < kStages; ++block) copy_keys(block, keys);
   }
@@ -145,7 +130,8 @@ template <class Config> struct SmallBoxes : Config::Rows {
     const uint64_t q = QTile::descriptor(ptx::shared_address(shared.sQ));
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK[block % kStages]));
     ptx::warpgroup_arrive();
-    // Two products, since one whose sums may begin with what is there would never leave the registers of scores free.
+    // Two products, since one whose sums may begin with what is there would never leave the registers of scores free; each
+    // ends its batch, or ptxas adds a product of its own.
     if (folds_bias()) {
       ptx::wgmma_ss<Element, false, false>(scores[0], shared.bias.ones_descriptor(), shared.bias.descriptor(block % 2),
                                            false);
@@ -162,7 +148,7 @@ template <class Config> struct SmallBoxes : Config::Rows {
   __device__ static bool finds() { return threadIdx.x >= kFirstFinder; }
   __device__ static int own_column() { return int(threadIdx.x) - kFirstFinder; }
 
-  // What this thread's column of a block needs of global memory.
+  // What this thread's column of a block needs of global memory. With a stride of 32 bits its place takes one instruction.
   __device__ uint32_t ask(int block) const {
     const ScoreView &bias = task->bias;
     const int c = block * kColumns + own_column();
@@ -194,7 +180,7 @@ template <class Config> struct SmallBoxes : Config::Rows {
       ptx::fence_async_proxy();
     }
     const bool partial = __any_sync(0xffffffffu, (low & high) != ~0u), any_dead = __any_sync(0xffffffffu, dead);
-    if (i % 32 == 0) facts.flags[warp] = (partial ? kPartial : 0) | (any_dead ? kDead : 0);
+    if (i % 32 == 0) facts.flags[warp] = (partial ? Shared::kPartial : 0) | (any_dead ? Shared::kDead : 0);
   }
 
   // What flags say of any of the columns.
@@ -202,7 +188,7 @@ template <class Config> struct SmallBoxes : Config::Rows {
     const auto &flags = shared.facts[block % 2].flags;
     return has_facts(block) && ((flags[0] | flags[1]) & flag);
   }
-  __device__ bool is_partial(int block) const { return has(kPartial, block); }
+  __device__ bool is_partial(int block) const { return has(Shared::kPartial, block); }
   __device__ void drop_columns(int block) {
     if (is_partial(block)) Rows::drop_columns(shared.facts[block % 2]);
   }
@@ -255,7 +241,7 @@ template <class Config> struct SmallBoxes : Config::Rows {
   // Makes zeros of V of columns that no row keeps: 0 times NaN is NaN. All threads call this.
   __device__ void clear_values(int block) const {
     const auto &facts = shared.facts[block % 2];
-    if (!has(kDead, block)) return;
+    if (!has(Shared::kDead, block)) return;
     if (threadIdx.x < kColumns && facts.bias[threadIdx.x] == -INFINITY) {
       const uint32_t tile = ptx::shared_address(shared.sV[block % kStages]);
 #pragma unroll 1

@@ -20,11 +20,21 @@ template <class Element> __device__ __forceinline__ OperandChunk<Element> bias_c
   return OperandChunk<Element>::split(bias);
 }
 
-template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
+template <class Element, int kColumns, int kSlotCount> struct BiasSlots {
+  using Chunk = OperandChunk<Element>;
+  alignas(128) Chunk slots[kSlotCount][kColumns];
+
+  // Stores the bias of a column times `factor`.
+  __device__ void store(int slot, int column, float given, float factor) {
+    slots[slot][column] = bias_chunk<Element>(given, factor);
+  }
+};
+
+template <class Element, int kColumns, int kSlotCount> struct BiasOperand : BiasSlots<Element, kColumns, kSlotCount> {
   static constexpr int kRows = 64;
   using Chunk = OperandChunk<Element>;
+  using BiasSlots<Element, kColumns, kSlotCount>::slots;
 
-  alignas(128) Chunk slots[kSlotCount][kColumns];
   alignas(128) Chunk ones[kRows];
   alignas(128) Chunk zeros[kRows > kColumns ? kRows : kColumns]; // the second eight columns of all
 
@@ -33,11 +43,6 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
     for (int i = threadIdx.x; i < kRows; i += blockDim.x) ones[i] = Chunk::make(1.0f, 1.0f, 1.0f);
     for (int i = threadIdx.x; i < int(sizeof(zeros) / sizeof(Chunk)); i += blockDim.x) zeros[i] = {};
     ptx::fence_async_proxy();
-  }
-
-  // Stores the bias of a column times `factor`.
-  __device__ void store(int slot, int column, float given, float factor) {
-    slots[slot][column] = bias_chunk<Element>(given, factor);
   }
 
   // Stores a bias of -inf for a column that is dropped, else of 0.
@@ -53,11 +58,12 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand {
 
 // The same in little memory: eight rows of ones are all rows of Q. The second eight columns of the biases, which meet zeros, are
 // the first again: one that is not finite reaches its own key alone.
-template <class Element, int kColumns, int kSlotCount> struct SmallBiasOperand {
+template <class Element, int kColumns, int kSlotCount>
+struct SmallBiasOperand : BiasSlots<Element, kColumns, kSlotCount> {
   using Chunk = OperandChunk<Element>;
+  using BiasSlots<Element, kColumns, kSlotCount>::slots;
   static constexpr int kRows = 8; // of the memory for one descriptor
 
-  alignas(128) Chunk slots[kSlotCount][kColumns];
   alignas(128) Chunk ones[2][kRows]; // and zeros: the second eight columns
 
   // All threads of the block call this, before they are synchronized.
@@ -67,11 +73,6 @@ template <class Element, int kColumns, int kSlotCount> struct SmallBiasOperand {
       ones[threadIdx.x / kRows][threadIdx.x % kRows] = Chunk::make(one, one, one);
     }
     ptx::fence_async_proxy();
-  }
-
-  // Stores the bias of a column times `factor`.
-  __device__ void store(int slot, int column, float given, float factor) {
-    slots[slot][column] = bias_chunk<Element>(given, factor);
   }
 
   __device__ uint64_t ones_descriptor() const {

@@ -54,8 +54,7 @@ template <class Boxes> struct BoxCopier {
 
   __device__ static void copy(const char *tile, const CUtensorMap &map, const BoxPlace &place, uint64_t &full) {
     if (threadIdx.x % 32 > 0) return;
-    copy_tile<typename Boxes::Tile>(tile, map, place, full);
-    ptx::arrive(full);
+    copy_whole<typename Boxes::Tile>(tile, map, place, full);
   }
 
   // Copies K of a block.

@@ -56,6 +56,14 @@ __device__ __forceinline__ void copy_tile(const char *tile, const CUtensorMap &m
                   place.batch, full);
 }
 
+// The same for a barrier whose only arrival says that the copy has been started.
+template <class Tile>
+__device__ __forceinline__ void copy_whole(const char *tile, const CUtensorMap &map, const BoxPlace &place,
+                                           uint64_t &full) {
+  copy_tile<Tile>(tile, map, place, full);
+  ptx::arrive(full);
+}
+
 // A key, as the queries of a tile see it.
 struct KeyColumn {
   RowWord word;

@@ -67,8 +67,8 @@ constexpr SmallTileChoice small_tile(int head_dim) {
 }
 
 // Short sequences whose columns are consecutive keys: columns and stages of 64 rows, and how many share an SM. A thread has 96
-// registers, of which accumulators take head_dim / 2 + columns / 2. Four took 10 % more than five, and three with twice the
-// columns 70 % (seen on an H100 with 512 keys). 0: there is no such kernel.
+// registers, of which accumulators take head_dim / 2 + columns / 2. Four took 10 % more than five (seen on an H100 with
+// 512 keys). 0: there is no such kernel.
 struct SmallBoxChoice {
   int columns, stages, blocks;
 };
