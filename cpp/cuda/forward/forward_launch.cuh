@@ -52,7 +52,7 @@ bool launch_forward_boxes(const ForwardParams &params, cudaStream_t stream, cuda
 template <class Element, int kHeadDim>
 bool launch_small_boxes(const ForwardParams &params, cudaStream_t stream, cudaError_t *error) {
   constexpr SmallBoxChoice tile = small_box(kHeadDim);
-  using Config = SmallBoxesConfig<Element, kHeadDim, tile.columns, tile.stages, tile.blocks>;
+  using Config = SmallBoxesConfig<Element, kHeadDim, tile.stages, tile.blocks>;
   BoxForwardParams boxes;
   if (!make_boxes<Config>(params, &boxes)) return false;
   *error = launch_sm90<SmallBoxesShared<Config>, small_boxes_kernel<Config>, Config::kThreads>(
@@ -84,7 +84,7 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     using Stream = KeyStream<kHeadDim, choice.columns, choice.k_stages, choice.v_stages, forward_lookup(kHeadDim)>;
     using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1>;
     cudaError_t error;
-    if constexpr (small_box(kHeadDim).columns > 0) {
+    if constexpr (small_box(kHeadDim).blocks > 0) {
       if (params.short_columns && launch_small_boxes<Element, kHeadDim>(params, stream, &error)) return error;
     }
     if (params.consecutive && launch_forward_boxes<Element, kHeadDim>(params, stream, &error)) return error;

@@ -215,7 +215,7 @@ template <class Config> struct ForwardConsumer {
   __device__ void scores_again(const ForwardTask &task) {
     const fdm_tensor &q = params.p.q;
     const uint32_t sK = ptx::shared_address(shared.pipeline.sK[k_state.index]);
-    const int lane = threadIdx.x % 32, head_dim = int(params.p.head_dim);
+    const int head_dim = int(params.p.head_dim);
     const uint16_t *row[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -233,13 +233,7 @@ template <class Config> struct ForwardConsumer {
         const bool valid = row[i % 2] && column < head_dim;
         left[i] = valid ? *reinterpret_cast<const uint32_t *>(row[i % 2] + column) : 0u;
       }
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; n += 2) {
-        uint32_t right[4];
-        ptx::ldmatrix(right, KeyTile::chunk_address(sK, 8 * n + lane / 16 * 8 + lane % 8, d / 8 + lane / 8 % 2));
-        ptx::mma<Element>(rows.scores[0][n], left, right[0], right[1]);
-        ptx::mma<Element>(rows.scores[0][n + 1], left, right[2], right[3]);
-      }
+      warp_add_transposed<Element, KeyTile>(rows.scores[0], left, sK, d / 8);
     }
   }
 

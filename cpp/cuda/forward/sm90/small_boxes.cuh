@@ -18,16 +18,14 @@
 
 namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCount, int kBlockCount>
-struct SmallBoxesConfig {
+template <class ElementType, int kHeadDimension, int kStageCount, int kBlockCount> struct SmallBoxesConfig {
   using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kColumns = kColumnCount, kStages = kStageCount;
+  static constexpr int kHeadDim = kHeadDimension, kColumns = 64, kStages = kStageCount;
   static constexpr int kRows = 64, kThreads = 128, kBlocks = kBlockCount; // kBlocks share an SM
   static constexpr int kParts = kTileRows / kRows;                        // of a tile of the scheduler
   using QTile = SmemTile<kHeadDim, kRows>;
   using KeyTile = SmemTile<kHeadDim, kColumns>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
-  static_assert(kColumns == 64, "two warps know them");
 };
 
 template <class Config> struct SmallBoxesShared {
@@ -148,14 +146,10 @@ template <class Config> struct SmallBoxes : Config::Rows {
   __device__ static bool finds() { return threadIdx.x >= kFirstFinder; }
   __device__ static int own_column() { return int(threadIdx.x) - kFirstFinder; }
 
-  // What this thread's column of a block needs of global memory. With a stride of 32 bits its place takes one instruction.
+  // What this thread's column of a block needs of global memory.
   __device__ uint32_t ask(int block) const {
-    const ScoreView &bias = task->bias;
     const int c = block * kColumns + own_column();
-    if (!bias.data || c >= task->columns.count) return 0u;
-    const int64_t place = int64_t(int32_t(bias.col)) * c;
-    if (params.p.bias.dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(bias.data)[place];
-    return static_cast<const uint16_t *>(bias.data)[place];
+    return task->bias.data && c < task->columns.count ? task->bias.load_bits(c) : 0u;
   }
   // Stores what is known of this thread's column of a block.
   __device__ void store(int block, uint32_t bias_bits) const {
@@ -202,13 +196,7 @@ template <class Config> struct SmallBoxes : Config::Rows {
     for (int d = 0; d < kHeadDim / 8; d += 2) {
       uint32_t left[4];
       ptx::ldmatrix(left, QTile::chunk_address(sQ, row + lane % 16, d + lane / 16));
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; n += 2) {
-        uint32_t right[4];
-        ptx::ldmatrix(right, KeyTile::chunk_address(sK, 8 * n + lane / 16 * 8 + lane % 8, d + lane / 8 % 2));
-        ptx::mma<Element>(scores[0][n], left, right[0], right[1]);
-        ptx::mma<Element>(scores[0][n + 1], left, right[2], right[3]);
-      }
+      warp_add_transposed<Element, KeyTile>(scores[0], left, sK, d);
     }
   }
 
@@ -303,14 +291,8 @@ template <class Config> struct SmallBoxes : Config::Rows {
       pack_left<Element>(probabilities, scores[0]);
       ptx::wait(shared.v_full[stage], phase);
       clear_values(block);
-      ptx::warpgroup_fence_operand(out[0]);
-      ptx::warpgroup_arrive();
-      warpgroup_gemm_rs<Element, KeyTile>(out[0], probabilities,
-                                          KeyTile::descriptor(ptx::shared_address(shared.sV[stage])));
-      ptx::warpgroup_commit_batch();
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(out[0]);
-      ptx::warpgroup_fence_operand(probabilities);
+      warpgroup_add_rs<Element, KeyTile>(out[0], probabilities,
+                                         KeyTile::descriptor(ptx::shared_address(shared.sV[stage])));
       if (block + 1 == blocks) break;
       __syncthreads(); // nobody reads the block any more, and the facts of the next are there
       if (threadIdx.x == 0) copy_keys(block + kStages);

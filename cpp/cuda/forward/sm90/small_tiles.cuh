@@ -136,14 +136,8 @@ template <class Config> struct SmallTile : Config::Rows {
       Rows::softmax();
       uint32_t probabilities[kColumns / 16][4];
       pack_left<Element>(probabilities, scores[0]);
-      ptx::warpgroup_fence_operand(out[0]);
-      ptx::warpgroup_arrive();
-      warpgroup_gemm_rs<Element, KeyTile>(out[0], probabilities,
-                                          KeyTile::descriptor(ptx::shared_address(shared.sV[stage])));
-      ptx::warpgroup_commit_batch();
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(out[0]);
-      ptx::warpgroup_fence_operand(probabilities);
+      warpgroup_add_rs<Element, KeyTile>(out[0], probabilities,
+                                         KeyTile::descriptor(ptx::shared_address(shared.sV[stage])));
     }
     ptx::cp_async_wait<0>();
     this->finish();

@@ -96,4 +96,31 @@ __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], cons
   }
 }
 
+// The same with sums += A B, and waits for them.
+template <class Element, class RightTile, int kDepth, int kTiles>
+__device__ __forceinline__ void warpgroup_add_rs(float (&sums)[kTiles][4], uint32_t (&left)[kDepth][4],
+                                                 uint64_t right) {
+  ptx::warpgroup_fence_operand(sums);
+  ptx::warpgroup_arrive();
+  warpgroup_gemm_rs<Element, RightTile>(sums, left, right);
+  ptx::warpgroup_commit_batch();
+  ptx::warpgroup_wait<0>();
+  ptx::warpgroup_fence_operand(sums);
+  ptx::warpgroup_fence_operand(left);
+}
+
+// sums += A B' by mma.sync, for 16 rows of a warp and 16 columns of both; `chunk` is the first of B's two chunks of eight.
+template <class Element, class RightTile, int kTiles>
+__device__ __forceinline__ void warp_add_transposed(float (&sums)[kTiles][4], const uint32_t (&left)[4], uint32_t base,
+                                                    int chunk) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kTiles; n += 2) {
+    uint32_t right[4];
+    ptx::ldmatrix(right, RightTile::chunk_address(base, 8 * n + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2));
+    ptx::mma<Element>(sums[n], left, right[0], right[1]);
+    ptx::mma<Element>(sums[n + 1], left, right[2], right[3]);
+  }
+}
+
 } // namespace fdm::cuda

@@ -66,15 +66,15 @@ constexpr SmallTileChoice small_tile(int head_dim) {
   return head_dim <= 128 ? SmallTileChoice{32, 3} : SmallTileChoice{0, 0};
 }
 
-// Short sequences whose columns are consecutive keys: columns and stages of 64 rows, and how many share an SM. A thread has 96
-// registers, of which accumulators take head_dim / 2 + columns / 2. Four took 10 % more than five (seen on an H100 with
+// Short sequences whose columns are consecutive keys: stages of 64 columns for 64 rows, and how many blocks of threads share an SM.
+// A thread has 96 registers, of which accumulators take head_dim / 2 + 32. Four took 10 % more than five (seen on an H100 with
 // 512 keys). 0: there is no such kernel.
 struct SmallBoxChoice {
-  int columns, stages, blocks;
+  int stages, blocks;
 };
 
 constexpr SmallBoxChoice small_box(int head_dim) {
-  return head_dim <= 64 ? SmallBoxChoice{64, 2, 5} : SmallBoxChoice{0, 0, 0};
+  return head_dim <= 64 ? SmallBoxChoice{2, 5} : SmallBoxChoice{0, 0};
 }
 
 struct DqTileSm90 {
