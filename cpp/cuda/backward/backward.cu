@@ -32,10 +32,9 @@ bool has_usual_row_bias(const fdm_problem &p) {
          bias.shape[3] == p.keys && (bias.shape[1] == p.heads || bias.shape[1] == p.kv_heads);
 }
 
-// May one kernel compute all gradients, if all are wanted? It adds to dq in no fixed order. Every query head of a group must keep the same
-// keys there, since K of a block serves all of them, and what a key that a head drops holds must not reach that head.
-bool may_fuse(const fdm_problem &p) {
-  if (p.flags & FDM_DETERMINISTIC) return false;
+// Can one kernel compute all gradients, if all are wanted? Every query head of a group must keep the same keys there, since K of
+// a block serves all of them, and what a key that a head drops holds must not reach that head.
+bool can_fuse(const fdm_problem &p) {
   if (has_rows(p.bias))
     return has_usual_row_bias(p) && with_head_dim(p.head_dim, InstantiatedHeadDims{},
                                                   [](auto dim) { return fuses_row_bias(FDM_TILE_ARCH, dim); });
@@ -166,11 +165,58 @@ int64_t keys_of_segment(const fdm_problem &p, int64_t rows) {
   return p.max_kept + 2 * p.max_kept * rows / std::max<int64_t>(1, p.keys);
 }
 
+// The work of small blocks of keys, as far as it is known before: a half of the steps are beyond a causal limit or dropped.
+struct SmallBlockWork {
+  int64_t blocks, steps; // of the block with the most
+  double mean_steps;
+
+  SmallBlockWork(const fdm_problem &p, const KeyWork &keys, int64_t rows) {
+    const int64_t of_rows = keys.listed ? std::min(p.keys, keys_of_segment(p, rows)) : p.keys;
+    blocks = ceil_div(of_rows, keys.block_keys) * ceil_div(p.queries, rows) * keys.heads;
+    steps = ceil_div(rows, keys.tile_rows) * group_size(p);
+    const bool is_partial = is_causal(p) || mask_kind(p) != FDM_MASK_NONE;
+    mean_steps = double(is_partial ? steps + group_size(p) : 2 * steps) / 2;
+  }
+
+  // How many blocks of threads share the steps of each. The longest block may take longer than all of them keep the SMs busy;
+  // but each block of threads takes as long as some more steps to begin and to end. Times are those seen on an H100, where a step takes
+  // longer beside others.
+  int32_t shares() const {
+    constexpr double kStepMicroseconds = 3.0, kCrowdedStepMicroseconds = 4.2, kOtherSteps = 3.0, kLeastGain = 0.9;
+    constexpr double kSlots = 3 * 132; // blocks of threads on the SMs at a time
+    const auto microseconds = [&](int32_t number) {
+      const double all = double(blocks) * (mean_steps + number * kOtherSteps) / kSlots;
+      return std::max(kStepMicroseconds * (double(steps) / number + kOtherSteps), kCrowdedStepMicroseconds * all);
+    };
+    int32_t number = 1;
+    while (2 * number <= std::min<int64_t>(kMostShares, steps) &&
+           microseconds(2 * number) < kLeastGain * microseconds(number))
+      number *= 2;
+    return number;
+  }
+
+  // Has each block of threads so few steps that the other kernel would take longer? That one divides few blocks better.
+  bool has_few_steps(int32_t number) const {
+    constexpr int64_t kMostSteps = 32, kManyBlocks = 256;
+    return ceil_div(steps, number) <= (blocks * number >= kManyBlocks ? kMostSteps : kMostSteps / 2);
+  }
+};
+
+// Is dq summed in a chain of the blocks of keys of a head? That spares sums in global memory, which is worth it where L2 does not
+// hold them, and gives the same bits each time. Blocks of a cluster begin together but do not end so: with eight of them, or with
+// query heads that share keys, SMs wait for more than is spared.
+bool is_chained(const fdm_problem &p, const KeyWork &keys) {
+  constexpr int64_t kMostChainedBlocks = 4;
+  const int64_t sum_bytes = p.batch * p.heads * p.queries * keys.slot_dim * int64_t(sizeof(float));
+  return !keys.listed && group_size(p) == 1 && ceil_div(p.keys, keys.block_keys) <= kMostChainedBlocks &&
+         (p.flags & FDM_DETERMINISTIC || 4 * sum_bytes >= 3 * kL2Bytes);
+}
+
 // Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,
 // which is faster with more steps, and where it has hardly two blocks for a segment, unless one small block does (seen on an
 // H100 and an H200). It knows no lists but those of segments, which have few steps at any length, and no schedule.
 void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
-  constexpr int64_t kMostKeys = 2048, kMostSteps = 32;
+  constexpr int64_t kMostKeys = 2048;
   if (FDM_TILE_ARCH != 90 || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p)) return;
   KeyWork small = keys;
   small.small = true;
@@ -180,8 +226,34 @@ void choose_small_blocks(const fdm_problem &p, KeyWork &keys) {
   const int64_t rows = std::min(p.queries, small.listed ? segment_rows(p, small) : p.queries);
   const int64_t kept = keys_of_segment(p, rows);
   if (small.listed ? kept > small.block_keys && kept < 2 * keys.block_keys : p.keys > kMostKeys) return;
-  const int64_t steps = ceil_div(rows, small.tile_rows) * group_size(p);
-  if (steps > 0 && steps <= kMostSteps) keys = small;
+  if (rows == 0) return;
+  const SmallBlockWork work(p, small, rows);
+  small.chained = is_chained(p, small);
+  if (!small.chained) small.shares = work.shares();
+  if (work.has_few_steps(small.shares)) keys = small;
+}
+
+// Sizes of the blocks of keys, and how they go through the rows.
+KeyWork choose_blocks(const fdm_problem &p, bool fused) {
+  KeyWork keys{};
+  keys.shares = 1;
+  keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
+    constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    constexpr FusedTileChoice fused_choice = fused_tile(FDM_TILE_ARCH, decltype(dim)::value);
+    keys.block_keys = fused ? fused_choice.keys : tile.keys;
+    keys.tile_rows = fused ? fused_choice.rows : tile.rows;
+    return int32_t(decltype(dim)::value);
+  });
+  keys.listed = takes_listed_keys(p);
+  keys.heads = int32_t(p.batch * p.kv_heads);
+  if (fused) choose_small_blocks(p, keys);
+  if (fused) keys.heads_inside = heads_inside(p, keys);
+  return keys;
+}
+
+// May one kernel compute all gradients? Only a chain of blocks adds to dq in a fixed order.
+bool may_fuse(const fdm_problem &p) {
+  return can_fuse(p) && (!(p.flags & FDM_DETERMINISTIC) || choose_blocks(p, true).chained);
 }
 
 // How many heads of keys are gone through together: enough for all SMs, but else no more than L2 has room for Q, dO and
@@ -202,17 +274,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   params.p = p;
   params.group = int32_t(group_size(p));
   KeyWork &keys = params.keys;
-  keys.slot_dim = with_head_dim(p.head_dim, InstantiatedHeadDims{}, [&](auto dim) {
-    constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    constexpr FusedTileChoice fused_choice = fused_tile(FDM_TILE_ARCH, decltype(dim)::value);
-    keys.block_keys = fused ? fused_choice.keys : tile.keys;
-    keys.tile_rows = fused ? fused_choice.rows : tile.rows;
-    return int32_t(decltype(dim)::value);
-  });
-  keys.listed = takes_listed_keys(p);
-  keys.heads = int32_t(p.batch * p.kv_heads);
-  if (fused) choose_small_blocks(p, keys);
-  if (fused) keys.heads_inside = heads_inside(p, keys);
+  keys = choose_blocks(p, fused);
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
   keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
                                     : ceil_div(p.keys, keys.block_keys));
@@ -223,7 +285,7 @@ BackwardParams lay_out(const fdm_problem &p, bool fused, void *workspace, int64_
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
   params.statistics = take<RowStatistics>(base, &used, batches * p.heads * total_rows(p));
   if (present(p.sink)) params.sink_shares = take<float>(base, &used, p.heads * batches * total_rows(p));
-  if (fused) {
+  if (fused && !keys.chained) {
     QuerySums &sums = params.query_sums;
     sums.tile_rows = keys.tile_rows;
     sums.head_rows = query_sum_rows(p, sums.tile_rows);

@@ -11,7 +11,8 @@
 //      all_gradients.cuh, sm90/fused.cuh, sm90/small_blocks.cuh
 //                              all of these at once, where equal bits are not asked for: blocks of keys add to float32
 //                              sums of dq, in no fixed order, which query_sums.cu rounds; key_segment_sums.cu does so
-//                              with those of keys that several segments of rows keep;
+//                              with those of keys that several segments of rows keep. sm90/query_chain.cuh adds to dq in a
+//                              fixed order, for few keys;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
 //      row_bias.cuh            a bias with a row for each query;
 //      sink_reduce.cu          the sink of each head.
@@ -79,9 +80,12 @@ enum class HeadsInside : uint8_t { none, few, all };
 struct KeyWork {
   // If true, blocks take kept keys in the order of `ordered`; if not, consecutive keys.
   bool listed;
-  bool small; // the kernel of sm90/small_blocks.cuh takes them, whose sizes kSmallBlock has
+  bool small;   // the kernel of sm90/small_blocks.cuh takes them, whose sizes kSmallBlock has
+  bool chained; // the blocks of a head are a cluster, in which dq is summed as sm90/query_chain.cuh tells
   HeadsInside heads_inside;
   int32_t block_keys, tile_rows;
+  int32_t
+      shares; // small: blocks of threads of a cluster that share the steps of a block, as sm90/step_shares.cuh tells
   // `blocks` counts the blocks of one key/value head. A block of all heads has the number block * heads + head, where
   // heads are counted over sequences too (not over packed ones with segments, which count them), and are those of a group of
   // so many that are gone through together: see HeadsTogether.
@@ -103,6 +107,7 @@ struct KeyWork {
 };
 
 constexpr int kBucketKeys = 2048;
+constexpr int kMostShares = 4; // of the steps of a small block
 // kWantedItems is about how many parts the work of all blocks of keys is divided into: a few for each SM of the
 // largest GPUs, which then end together. More parts would cost more partial sums, and memory for them. A part with
 // fewer than kLeastSteps steps is not worth its own partial sums.
@@ -110,7 +115,7 @@ constexpr int64_t kWantedItems = 352, kLeastSteps = 16;
 
 // The float32 sums of dq to which all blocks of keys add. See query_sums.cuh.
 struct QuerySums {
-  float *data;       // null: dq has a kernel of its own
+  float *data;       // null: dq has a kernel of its own, or is summed in a chain of blocks
   int64_t head_rows; // rows of a head, those that no sequence has included
   int32_t tile_rows; // a sequence begins at a multiple of these
   int32_t dim;       // D of the instantiation

@@ -68,10 +68,15 @@ inline FusedParams fused_params(const BackwardParams &params, int rows) {
 
 template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardParams &params, cudaStream_t stream) {
   return launch_with_softcap(params, [&](auto has_softcap) {
-    using Config = SmallBlocksConfig<Element, kHeadDim, has_softcap>;
-    const FusedParams fused = fused_params(params, Config::kRows);
-    return launch_with_shared<SmallBlocksShared<Config>, small_blocks_kernel<Config>, Overlap::kernel_ahead>(
-        fused, params.keys.max_items, Config::kThreads, stream);
+    const auto launch_for = [&](auto is_chained, Grid grid) {
+      using Config = SmallBlocksConfig<Element, kHeadDim, has_softcap, is_chained>;
+      const FusedParams fused = fused_params(params, Config::kRows);
+      return launch_with_shared<SmallBlocksShared<Config>, small_blocks_kernel<Config>, Overlap::kernel_ahead>(
+          fused, grid, Config::kThreads, stream);
+    };
+    const KeyWork &keys = params.keys;
+    if (keys.chained) return launch_for(std::true_type{}, Grid(keys.heads, keys.blocks, keys.blocks));
+    return launch_for(std::false_type{}, Grid(keys.max_items, keys.shares, keys.shares));
   });
 }
 
@@ -112,7 +117,7 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardPa
 #endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream) {
-  if (params.query_sums.data) return launch_fused<Element, kHeadDim>(params, stream);
+  if (params.query_sums.data || params.keys.chained) return launch_fused<Element, kHeadDim>(params, stream);
   if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
 #if FDM_TILE_ARCH == 90
   if constexpr (kHeadDim <= kMostDkdvHeadDim)

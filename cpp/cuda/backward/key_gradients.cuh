@@ -23,6 +23,11 @@ template <int kKeys, int kRows, bool kHasRowPlans = true> struct RowStage {
   KeyStep step;
 };
 
+// Which sums of a block of keys are added or written: dk, and dv.
+struct WantedSums {
+  bool keys = true, values = true;
+};
+
 // kKeyGradient asks for dk and the bias gradient, kValueGradient for dv. Keys is a KeyBlock. A tile may have more rows than
 // a warp has scores of: further warps with the same keys then have those of the next kRows.
 template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, bool kKeyGradient, bool kValueGradient,
@@ -234,7 +239,8 @@ struct KeyGradients {
 
   // Adds the gradients of keys that several segments keep to their sums, which lie as key_segment_sums.cu knows.
   // Tiles of sums from kFirst on are for the columns from `first` on.
-  template <int kFirst = 0, int kTiles = kHeadDim / 8> __device__ void add_segment_sums(int first = 0) const {
+  template <int kFirst = 0, int kTiles = kHeadDim / 8>
+  __device__ void add_segment_sums(int first = 0, WantedSums wanted = {}) const {
     if (params.keys.segments.most_sums == 0) return;
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
@@ -250,15 +256,16 @@ struct KeyGradients {
             add_neighbours(sums + 8 * d, {low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1]});
           }
         };
-        add(row, dk[m]);
-        add(row + params.keys.slot_dim, dv[m]);
+        if (wanted.keys) add(row, dk[m]);
+        if (wanted.values) add(row + params.keys.slot_dim, dv[m]);
       }
   }
 
   // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: those of some
   // tiles of sums, for the columns from `first` on. Gradients of keys that several segments of rows keep have their own
   // sums. Those of a key that nobody keeps are zeros: its sums may hold what NaN in dO makes of a probability of 0.
-  template <int kFirst = 0, int kTiles = kHeadDim / 8> __device__ void write(int first = 0) const {
+  template <int kFirst = 0, int kTiles = kHeadDim / 8>
+  __device__ void write(int first = 0, WantedSums wanted = {}) const {
     static_assert(kFirst + kTiles <= kHeadDim / 8);
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
@@ -281,8 +288,10 @@ struct KeyGradients {
                       int(params.p.head_dim) - first, sums, half, factor, exists, blank);
           }
         };
-        if constexpr (kKeyGradient) write_tiles(params.a.dk, dk[m], params.p.scale, 0);
-        if constexpr (kValueGradient) write_tiles(params.a.dv, dv[m], 1.0f, 1);
+        if constexpr (kKeyGradient)
+          if (wanted.keys) write_tiles(params.a.dk, dk[m], params.p.scale, 0);
+        if constexpr (kValueGradient)
+          if (wanted.values) write_tiles(params.a.dv, dv[m], 1.0f, 1);
       }
   }
 };

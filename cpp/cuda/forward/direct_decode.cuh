@@ -401,8 +401,8 @@ __global__ void __launch_bounds__(32 * kMostDirectWarps, 1)
         *reinterpret_cast<float4 *>(&shared.of_block[0][r][d]) = merged.value;
         if (d == 0) shared.top_of_block[0][r] = top;
       } else {
-        ptx::store_of_block(&shared.of_block[split][r][d], shared.all_there, 0, merged.value);
-        if (d == 0) ptx::store_of_block(&shared.top_of_block[split][r].x, shared.all_there, 0, top);
+        ptx::RoomOfBlock(&shared.of_block[split][r][d], shared.all_there, 0).store(0, merged.value);
+        if (d == 0) ptx::RoomOfBlock(&shared.top_of_block[split][r].x, shared.all_there, 0).store(0, top);
       }
     }
   });

@@ -46,15 +46,26 @@ __device__ __forceinline__ float load_of_block(const float *own, uint32_t rank) 
   return value;
 }
 
-// Stores four numbers there, 16-byte aligned, and tells a barrier there when they have come, as 16 bytes. (With ordinary
-// stores, a thread would have to release them to the cluster, which waits for all that it has written to global memory.)
-__device__ __forceinline__ void store_of_block(float *own, uint64_t &own_barrier, uint32_t rank, const float4 &x) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::"r"(
-          address_of_block(own, rank)),
-      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(address_of_block(&own_barrier, rank))
-      : "memory");
-}
+// The place in another block of what lies at `own` in this one, 16-byte aligned, and a barrier there, which is told how many
+// bytes have come. (With ordinary stores, a thread would have to release them to the cluster, which waits for all that it
+// has written to global memory.)
+class RoomOfBlock {
+public:
+  __device__ __forceinline__ RoomOfBlock(const float *own, const uint64_t &own_barrier, uint32_t rank)
+      : address_(address_of_block(own, rank)), barrier_(address_of_block(&own_barrier, rank)) {}
+
+  // Stores four numbers, from number `first` on, which is a multiple of four.
+  __device__ __forceinline__ void store(int first, const float4 &x) const {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::"r"(
+            address_ + first * uint32_t(sizeof(float))),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier_)
+        : "memory");
+  }
+
+private:
+  uint32_t address_, barrier_;
+};
 // Arrives at a barrier of this block, and lets its phase last until so many bytes have come from others.
 __device__ __forceinline__ void expect_of_cluster(uint64_t &barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(&barrier)), "r"(bytes)

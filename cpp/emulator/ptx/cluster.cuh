@@ -14,11 +14,22 @@ inline float load_of_block(const float *own, uint32_t rank) {
   return *static_cast<const float *>(emulator::shared_of_block(own, rank));
 }
 
-inline void store_of_block(float *own, uint64_t &own_barrier, uint32_t rank, const float4 &x) {
-  if (reinterpret_cast<uintptr_t>(own) % 16 != 0) emulator::fail("a store of 16 bytes is not aligned");
-  *static_cast<float4 *>(const_cast<void *>(emulator::shared_of_block(own, rank))) = x;
-  emulator::complete_bytes_of_block(own_barrier, rank, sizeof x);
-}
+class RoomOfBlock {
+public:
+  RoomOfBlock(float *own, uint64_t &own_barrier, uint32_t rank) : own_(own), barrier_(own_barrier), rank_(rank) {}
+
+  void store(int first, const float4 &x) const {
+    float *const own = own_ + first;
+    if (reinterpret_cast<uintptr_t>(own) % 16 != 0) emulator::fail("a store of 16 bytes is not aligned");
+    *static_cast<float4 *>(const_cast<void *>(emulator::shared_of_block(own, rank_))) = x;
+    emulator::complete_bytes_of_block(barrier_, rank_, sizeof x);
+  }
+
+private:
+  float *own_;
+  uint64_t &barrier_;
+  uint32_t rank_;
+};
 inline void expect_of_cluster(uint64_t &barrier, uint32_t bytes) { emulator::expect_of_cluster(barrier, bytes); }
 inline void arrive_of_block(uint64_t &own, uint32_t rank) { emulator::arrive_of_block(own, rank); }
 inline void wait_for_cluster(uint64_t &barrier, uint32_t parity) { emulator::wait_for_cluster(barrier, parity); }

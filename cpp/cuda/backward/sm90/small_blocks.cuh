@@ -11,27 +11,44 @@
 #include "ptx/dependent.cuh"
 #include "ptx/store.cuh"
 #include "ptx/tensor.cuh"
+#include "query_chain.cuh"
+#include "step_shares.cuh"
 
 namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, bool kHasSoftcap> struct SmallBlocksConfig {
+template <class ElementType, int kHeadDimension, bool kHasSoftcap, bool kIsChained> struct SmallBlocksConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kSmallBlock.keys, kRows = kSmallBlock.rows, kStages = 2;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kBlocks = kHasSoftcap ? 2 : 3; // share an SM; a softcap takes more registers
-  static constexpr bool kSoftcap = kHasSoftcap;
+  static constexpr bool kSoftcap = kHasSoftcap, kChained = kIsChained;
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   using ScoreTile = SmemTile<kRows, kKeys>; // a row for each key
   using Keys = KeyBlock<kKeys, WholeBlock<kThreads>, 1, true, false, kKeys, true>;
   using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, true, true, false, Keys>;
+  using Chain = QueryChain<Element, kHeadDim / 8, kWarps>;
+  using Shares = StepShares<kHeadDim / 8, kThreads>;
 };
 
 // What the steps of a block have in common. The rows that may keep one of its keys are the same for all heads of the
 // group.
 struct alignas(16) BlockSteps {
-  int32_t first_tile, past_tile;
-  uint32_t statistics, sums; // the first row of the first head among the statistics and the sums of dQ of all heads
+  int32_t first_tile, past_tile; // that may keep a key
+  uint32_t statistics, sums;     // the first row of the first head among the statistics and the sums of dQ of all heads
+};
+
+// What blocks of threads of a cluster need, which are blocks of keys of a chain, or share the steps of one.
+template <class Config, bool = Config::kChained> struct SmallBlocksCluster {
+  ShareBarriers shares;
+
+  __device__ void init() { shares.init(); }
+};
+template <class Config> struct SmallBlocksCluster<Config, true> {
+  ChainWalk walk;
+  typename Config::Chain::Shared tiles;
+
+  __device__ void init() { tiles.init(); }
 };
 
 template <class Config> struct SmallBlocksShared {
@@ -42,13 +59,15 @@ template <class Config> struct SmallBlocksShared {
   typename Config::Gradients::Stage stages[Config::kStages];
   typename Config::Keys::Shared keys;
   BlockSteps steps;
-  uint32_t sum_row[Config::kStages]; // of a step's first row among the sums of dQ
+  SmallBlocksCluster<Config> cluster;
+  uint32_t place[Config::kStages]; // of a step: its first row among the sums of dQ; in a chain, facts of ChainWalk
   uint64_t keys_full, full[Config::kStages];
 
   // One thread of the block calls this, before the others use the barriers.
   __device__ void init() {
     ptx::init_barrier(keys_full, Config::kThreads);
     for (uint64_t &barrier : full) ptx::init_barrier(barrier, Config::kThreads);
+    cluster.init();
     ptx::fence_async_proxy(); // copies of boxes arrive at them
   }
 };
@@ -79,6 +98,8 @@ template <class Config> struct SmallBlock {
   using ScoreTile = typename Config::ScoreTile;
   static constexpr int kRows = Config::kRows, kHeadDim = Config::kHeadDim;
   using Scores = float[1][kRows / 8][4];
+  using Shares = typename Config::Shares;
+  static_assert(Shares::kRoomBytes <= offsetof(SmallBlocksShared<Config>, stages), "the sums of others have no room");
 
   const BackwardParams &params;
   const RowMaps &maps;
@@ -126,12 +147,41 @@ template <class Config> struct SmallBlock {
             min(task.steps.first_tile + task.steps.tiles, (rows.past + kRows - 1) / kRows),
             head * uint32_t(params.p.queries), head * uint32_t(params.query_sums.head_rows)};
   }
-  // All heads of the group know the same of the keys.
+  // The first step of this block of threads, and the one after another. All heads of the group know the same of the keys.
+  __device__ KeyStep first_step(const BlockSteps &steps) const {
+    if constexpr (Config::kChained) {
+      const ChainWalk &walk = shared.cluster.walk;
+      return {0, 0, walk.first, 0, walk.has_steps()};
+    }
+    return next_head({0, 0, steps.first_tile + static_cast<int32_t>(blockIdx.y), 0, steps.first_tile < steps.past_tile},
+                     steps);
+  }
   __device__ KeyStep after(KeyStep step, const BlockSteps &steps) const {
-    if (++step.tile < steps.past_tile) return step;
-    step.tile = steps.first_tile;
-    step.valid = ++step.head < params.group;
+    if constexpr (Config::kChained) {
+      const ChainWalk &walk = shared.cluster.walk;
+      if (step.tile == walk.last) step.valid = ++step.head < params.group;
+      step.tile = step.tile == walk.last ? walk.first : walk.after(step.tile);
+      return step;
+    }
+    step.tile += static_cast<int32_t>(gridDim.y);
+    return next_head(step, steps);
+  }
+  // A step whose tile may be beyond the last one is one of a head after its own.
+  __device__ KeyStep next_head(KeyStep step, const BlockSteps &steps) const {
+    while (step.valid && step.tile >= steps.past_tile) {
+      step.tile -= steps.past_tile - steps.first_tile;
+      step.valid = ++step.head < params.group;
+    }
     return step;
+  }
+  // May a row of a step keep a key? In a chain others are steps, too.
+  __device__ static bool concerns(const KeyStep &step, const BlockSteps &steps) {
+    return !Config::kChained || (step.tile >= steps.first_tile && step.tile < steps.past_tile);
+  }
+
+  __device__ uint32_t place_of(const KeyStep &step, const BlockSteps &steps) const {
+    if constexpr (Config::kChained) return shared.cluster.walk.facts(step.tile, step.head + 1 == params.group);
+    return steps.sums + uint32_t(step.head) * uint32_t(params.query_sums.head_rows) + uint32_t(step.tile * kRows);
   }
 
   // Starts the copies of the statistics of a step's rows. lse = inf: there is no such row, or it has no gradient.
@@ -153,6 +203,7 @@ template <class Config> struct SmallBlock {
   // Starts the copies of a step's rows and their statistics.
   __device__ void load_rows(const KeyStep &step, const BlockSteps &steps, int stage) const {
     if (!step.valid) return;
+    if (!concerns(step, steps)) return ptx::arrive(shared.full[stage]);
     load_statistics(step, steps, stage);
     if (!maps.known) return copy_rows_of_step<Config>(params, shared, step, stage);
     if (threadIdx.x == 0) copy_boxes(step, stage);
@@ -189,8 +240,9 @@ template <class Config> struct SmallBlock {
     __syncthreads();
   }
 
-  // Adds the products of a step to the sums.
-  __device__ void run_step(int number, bool careful) {
+  // Adds the products of a step to the sums, and makes those of dQ.
+  template <class Receive>
+  __device__ void run_step(int number, bool careful, float (&dq)[kHeadDim / 8][4], const Receive &receive) {
     const auto &stage = shared.stages[number];
     const KeyStep &step = stage.step;
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK));
@@ -241,56 +293,83 @@ template <class Config> struct SmallBlock {
     ptx::warpgroup_wait<1>(); // P' needs no registers any more
     ptx::warpgroup_fence_operand(sums.dv[0]);
     ptx::warpgroup_fence_operand(p);
-    float dq[kHeadDim / 8][4];
+    receive();
+    ptx::warpgroup_fence_operand(dq);
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, ScoreTile, true, KeyTile, Config::kKeys>(dq, ScoreTile::descriptor(sdS), k,
-                                                                                false);
+                                                                                Config::kChained);
     ptx::warpgroup_commit_batch();
-    const uint32_t thread = ptx::thread_index();
-    float *own = params.query_sums.data + uint64_t(shared.sum_row[number]) * kHeadDim +
-                 thread / 32 * (kHeadDim / 8) * 128 + thread % 32 * 4;
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
     ptx::warpgroup_fence_operand(sums.dk[0]);
     ptx::warpgroup_fence_operand(ds);
+  }
+
+  // Adds dQ of a step to the sums of all blocks.
+  __device__ void add_queries(int number, const float (&dq)[kHeadDim / 8][4]) const {
+    const uint32_t thread = ptx::thread_index();
+    float *own = params.query_sums.data + uint64_t(shared.place[number]) * kHeadDim +
+                 thread / 32 * (kHeadDim / 8) * 128 + thread % 32 * 4;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(own + n * 128, dq[n]);
   }
 
-  __device__ void run(const KeyBlockPlace &place) {
+  __device__ void run(const KeyBlockPlace &block) {
     const bool listed = params.keys.listed;
-    if (!listed) load_keys(place);
-    sums.keys.start({place.block, 0, 1, 0}, place, false);
+    if (!listed) load_keys(block);
+    sums.keys.start({block.block, 0, 1, 0}, block, false);
     const BlockSteps all_steps = find_steps();
     if (threadIdx.x == 0) shared.steps = all_steps;
+    if constexpr (Config::kChained) {
+      if (threadIdx.x == 0) shared.cluster.walk = ChainWalk(params.p, kRows, Config::kKeys);
+      __syncthreads();
+    }
     bool more; // is there a step after the one that is computed?
     const auto prepare = [&](const KeyStep &step, int number, const BlockSteps &steps) {
       more = step.valid;
       load_rows(step, steps, number);
       if (threadIdx.x > 0) return;
       shared.stages[number].step = step;
-      shared.sum_row[number] =
-          steps.sums + uint32_t(step.head) * uint32_t(params.query_sums.head_rows) + uint32_t(step.tile * kRows);
+      shared.place[number] = place_of(step, steps);
     };
-    prepare({0, 0, all_steps.first_tile, 0, all_steps.first_tile < all_steps.past_tile}, 0, all_steps);
-    if (listed) load_keys(place);
+    prepare(first_step(all_steps), 0, all_steps);
+    if (listed) load_keys(block);
     ptx::arrive_after_copies(shared.keys_full); // others know of the barrier only now
     sums.start();
     ptx::wait(shared.keys_full, 0);
     if (!listed) clear_dropped_keys();
+    [[maybe_unused]] typename Config::Chain chain(params);
+    if (gridDim.y > 1) ptx::wait_at_cluster(); // all blocks of it have begun, with their barriers
     for (PipelineState<Config::kStages> state; more; ++state) {
       __syncthreads(); // nobody reads the step before any more
       const BlockSteps steps = shared.steps;
       prepare(after(shared.stages[state.index].step, steps), state.index ^ 1, steps);
       ptx::wait(shared.full[state.index], state.phase);
       ptx::fence_async_proxy();
-      const bool careful = needs_care(state.index);
-      if (careful) clear_empty_rows(state.index);
-      run_step(state.index, careful);
+      const KeyStep &step = shared.stages[state.index].step;
+      [[maybe_unused]] const uint32_t place = shared.place[state.index];
+      float dq[kHeadDim / 8][4];
+      const auto receive = [&] {
+        if constexpr (Config::kChained) chain.receive(dq, shared.cluster.tiles, place);
+      };
+      if (concerns(step, steps)) {
+        const bool careful = needs_care(state.index);
+        if (careful) clear_empty_rows(state.index);
+        run_step(state.index, careful, dq, receive);
+      } else {
+        receive();
+      }
+      if constexpr (Config::kChained)
+        chain.hand_on(dq, shared.cluster.tiles, place, sums.keys.task(), step);
+      else
+        add_queries(state.index, dq);
     }
-    sums.write_bias(0);
-    sums.add_segment_sums();
-    sums.write();
+    WantedSums wanted; // all, or those that this block of a cluster adds up
+    if constexpr (!Config::kChained)
+      wanted = Shares(shared.cluster.shares, &shared).add_up(sums.dk[0], sums.dv[0], sums.dbias[0]);
+    if (wanted.keys) sums.write_bias(0);
+    sums.add_segment_sums(0, wanted);
+    sums.write(0, wanted);
   }
 };
 
@@ -300,10 +379,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<SmallBlocksShared<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) shared.init();
+  if (gridDim.y > 1) ptx::arrive_at_cluster();
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
   KeyBlockPlace place;
-  if (!find_small_block(params, blockIdx.x, place)) return;
+  // In a chain there are all blocks of a head: none may end before the others have begun.
+  if (!find_small_block(params, blockIdx.x + (Config::kChained ? blockIdx.y * gridDim.x : 0), place)) return;
   SmallBlock<Config>(params, params.maps, shared).run(place);
 }
 

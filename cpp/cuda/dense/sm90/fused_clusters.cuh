@@ -59,10 +59,10 @@ template <class Config> struct DenseClusterConsumer {
   __device__ void send(ClusterAxis axis, int gradient, const Sums &sums) const {
     Half x;
     take_half(x, sums, 1 - own_half(axis));
+    const ptx::RoomOfBlock there(room(gradient), shared.exchange.readable[axis][Fused::warp()], other(axis));
 #pragma unroll
     for (int n = 0; n < kOutTiles; n += 2)
-      ptx::store_of_block(room(gradient) + n / 2 * 128, shared.exchange.readable[axis][Fused::warp()], other(axis),
-                          make_float4(x[n][0], x[n][1], x[n + 1][0], x[n + 1][1]));
+      there.store(n / 2 * 128, make_float4(x[n][0], x[n][1], x[n + 1][0], x[n + 1][1]));
   }
   // Completes a row with what the other block has sent.
   __device__ void receive(Half &x, int gradient) const {

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// dQ of short sequences without sums in global memory. The blocks of keys of a head are a cluster. Each adds its part of a tile
+// of dQ to what it got of the block above, and hands the sums on to the block below; the last one writes them. The blocks
+// begin with different tiles, so that all are at work while tiles are on their way.
+//
+// With a causal limit a block goes from the first tile that sees one of its keys to the last tile: dQ of a tile begins in the block
+// of its diagonal, and ends in block 0. Without one a block goes on with the tiles before its first one, and dQ goes round a
+// ring. Each block has room for one tile of the block above, so in a ring there may be no more tiles than blocks, or all
+// could wait for each other; then dQ of all tiles begins in the last block.
+//
+// Threads hand their accumulators on to the same threads of the other block, so that no warp waits for another. Numbers are
+// added in an order that is always the same.
+#pragma once
+
+#include "../../tile/products.cuh"
+#include "../key_blocks.cuh"
+#include "ptx/cluster.cuh"
+
+namespace fdm::cuda {
+
+// What is known of a step in a chain: dQ of its tile begins in this block, and ends in it; no step receives after it.
+enum : uint32_t { kBegins = 1, kEnds = 2, kLast = 4 };
+
+// The tiles of rows that a block of the cluster goes through for each head.
+struct ChainWalk {
+  int32_t tiles;             // in all
+  int32_t first, last;       // from the one to the other, in a ring by way of the last of all and tile 0
+  int32_t begin, past_begin; // dQ of these begins here
+  int32_t end, past_end;     // dQ of these ends here
+
+  __device__ ChainWalk(const fdm_problem &p, int32_t tile_rows, int32_t block_keys) {
+    const auto rank = static_cast<int32_t>(blockIdx.y), blocks = static_cast<int32_t>(gridDim.y);
+    tiles = static_cast<int32_t>((p.queries + tile_rows - 1) / tile_rows);
+    const auto causal_off = static_cast<int32_t>(p.keys - p.queries);
+    const bool causal = is_causal(p), ring = !causal && tiles <= blocks;
+    const auto first_of = [&](int32_t block) {
+      if (block == 0) return 0;
+      if (block == blocks) return tiles;
+      if (causal) return min(tiles, max(0, block * block_keys - causal_off) / tile_rows);
+      return ring ? block * tiles / blocks : 0;
+    };
+    first = begin = first_of(rank);
+    past_begin = first_of(rank + 1);
+    last = ring && first > 0 ? first - 1 : tiles - 1;
+    end = ring ? first_of(static_cast<int32_t>(below())) : 0;
+    past_end = ring ? first_of(static_cast<int32_t>(below()) + 1) : (rank == 0 ? tiles : 0);
+  }
+
+  // The blocks that hand dQ to this one, and to which this one hands it.
+  __device__ static uint32_t above() { return blockIdx.y + 1 == gridDim.y ? 0 : blockIdx.y + 1; }
+  __device__ static uint32_t below() { return (blockIdx.y == 0 ? gridDim.y : blockIdx.y) - 1; }
+
+  __device__ bool has_steps() const { return first < tiles; }
+  __device__ int32_t after(int32_t tile) const { return tile + 1 == tiles ? 0 : tile + 1; }
+  __device__ uint32_t facts(int32_t tile, bool last_head) const {
+    const bool begins = tile >= begin && tile < past_begin, ends = tile >= end && tile < past_end;
+    return (begins ? kBegins : 0) | (ends ? kEnds : 0) | (last_head && tile == last ? kLast : 0);
+  }
+};
+
+// What a block gets of the block above, and for each warp: a tile has come; the block below has room for one.
+template <int kTiles, int kWarps> struct ChainShared {
+  alignas(16) float sums[kWarps][kTiles][32 * 4];
+  uint64_t full[kWarps], empty[kWarps];
+
+  // One thread of the block calls this, before the blocks of the cluster meet.
+  __device__ void init() {
+    for (int warp = 0; warp < kWarps; ++warp) {
+      ptx::init_barrier(full[warp], 1);
+      ptx::init_barrier(empty[warp], 1);
+    }
+  }
+};
+
+template <class Element, int kTiles, int kWarps> struct QueryChain {
+  using Shared = ChainShared<kTiles, kWarps>;
+  using Sums = float[kTiles][4];
+
+  const BackwardParams &params;
+  uint32_t parities = 2; // of the phases that are waited for: of a tile that comes, and of room in the block below
+
+  __device__ explicit QueryChain(const BackwardParams &parameters) : params(parameters) {}
+
+  // Takes what the block above has of a step's tile, or zeros. All threads of a warp call this.
+  __device__ void receive(Sums &sums, Shared &shared, uint32_t facts) {
+    if (facts & kBegins) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+      return;
+    }
+    const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
+    if (lane == 0) ptx::expect_of_cluster(shared.full[warp], sizeof(shared.sums[warp]));
+    ptx::wait_for_cluster(shared.full[warp], parities & 1);
+    const float *const own = &shared.sums[warp][0][4 * lane];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float4 part = *reinterpret_cast<const float4 *>(own + n * 128);
+      sums[n][0] = part.x;
+      sums[n][1] = part.y;
+      sums[n][2] = part.z;
+      sums[n][3] = part.w;
+    }
+    parities ^= 1;
+    __syncwarp();
+    // A block whose tiles have all come may have ended.
+    if (lane == 0 && !(facts & kLast)) ptx::arrive_of_block(shared.empty[warp], ChainWalk::above());
+  }
+
+  // Gives the sums to the block below, or writes them.
+  __device__ void hand_on(const Sums &sums, Shared &shared, uint32_t facts, const KeyTask &task, const KeyStep &step) {
+    if (facts & kEnds) return write(sums, task, step);
+    const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
+    ptx::wait_for_cluster(shared.empty[warp], parities / 2);
+    parities ^= 2;
+    const ptx::RoomOfBlock room(&shared.sums[warp][0][4 * lane], shared.full[warp], ChainWalk::below());
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) room.store(n * 128, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+  }
+
+private:
+  __device__ void write(const Sums &sums, const KeyTask &task, const KeyStep &step) const {
+    const fdm_tensor &t = params.a.dq;
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = (int64_t(step.tile) * kWarps + warp) * 16 + accumulator_row(half);
+      write_row(static_cast<Element *>(t.data) + row_offset(t, task.s, row, task.first_head + step.head), t.stride[3],
+                int(params.p.head_dim), sums, half, params.p.scale, row < task.s.q_count);
+    }
+  }
+};
+
+} // namespace fdm::cuda

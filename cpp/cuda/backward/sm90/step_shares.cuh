@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Blocks of threads of a cluster that share the steps of a block of keys in turn, where there are too few blocks of keys for all
+// SMs. At the end the first of them adds up dK and the gradient of the bias of all, in the order of their ranks, and the
+// second dV.
+#pragma once
+
+#include "../../tile/products.cuh"
+#include "../key_gradients.cuh"
+#include "ptx/cluster.cuh"
+
+namespace fdm::cuda {
+
+struct ShareBarriers {
+  static constexpr int kSums = 2;     // dK with the gradient of the bias, and dV: who adds them up has this rank
+  uint64_t writable[kSums], readable; // the memory of who adds up, and what has come here
+
+  // One thread of the block calls this, before the blocks of the cluster meet.
+  __device__ void init() {
+    for (uint64_t &barrier : writable) ptx::init_barrier(barrier, 1);
+    ptx::init_barrier(readable, 1);
+  }
+};
+
+// The threads of a block have accumulators of dK and dV, kTiles each, and two sums of the gradient of the bias.
+template <int kTiles, int kThreads> struct StepShares {
+  using Sums = float[kTiles][4];
+  static constexpr int kTileFloats = 4 * kThreads, kSlotFloats = (kTiles + 1) * kTileFloats; // one more for the bias
+  static constexpr int kRoomBytes = (kMostShares - 1) * kSlotFloats * int(sizeof(float));
+
+  ShareBarriers &barriers;
+  float *room; // kRoomBytes of shared memory, which nobody in this block uses any more
+
+  __device__ StepShares(ShareBarriers &own_barriers, void *memory)
+      : barriers(own_barriers), room(static_cast<float *>(memory) + 4 * threadIdx.x) {}
+
+  // Adds up what all have. All threads of the block call this. Returns which sums are complete here.
+  __device__ WantedSums add_up(Sums &dk, Sums &dv, float (&dbias)[2]) const {
+    const uint32_t rank = blockIdx.y, shares = gridDim.y;
+    if (shares == 1) return {};
+    const bool adds = rank < ShareBarriers::kSums;
+    __syncthreads();
+    if (adds && threadIdx.x < shares && threadIdx.x != rank) ptx::arrive_of_block(barriers.writable[rank], threadIdx.x);
+    if (adds && threadIdx.x == 0) {
+      const uint32_t tiles = rank == 0 ? kTiles + 1 : kTiles;
+      ptx::expect_of_cluster(barriers.readable, (shares - 1) * tiles * kTileFloats * uint32_t(sizeof(float)));
+    }
+    if (rank != 0) {
+      const ptx::RoomOfBlock there = send(0, dk);
+      there.store(kTiles * kTileFloats, make_float4(dbias[0], dbias[1], 0.0f, 0.0f));
+    }
+    if (rank != 1) send(1, dv);
+    if (!adds) return {false, false};
+    ptx::wait_for_cluster(barriers.readable, 0);
+    for (uint32_t slot = 0; slot + 1 < shares; ++slot) {
+      const float *const parts = room + slot * kSlotFloats;
+      if (rank == 0) {
+        add(dk, parts);
+        dbias[0] += parts[kTiles * kTileFloats];
+        dbias[1] += parts[kTiles * kTileFloats + 1];
+      } else {
+        add(dv, parts);
+      }
+    }
+    return {rank == 0, rank == 1};
+  }
+
+private:
+  __device__ ptx::RoomOfBlock send(uint32_t to, const Sums &sums) const {
+    ptx::wait_for_cluster(barriers.writable[to], 0);
+    const uint32_t slot = blockIdx.y - (blockIdx.y > to);
+    const ptx::RoomOfBlock there(room + slot * kSlotFloats, barriers.readable, to);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      there.store(n * kTileFloats, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+    return there;
+  }
+  __device__ static void add(Sums &sums, const float *parts) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float4 part = *reinterpret_cast<const float4 *>(parts + n * kTileFloats);
+      sums[n][0] += part.x;
+      sums[n][1] += part.y;
+      sums[n][2] += part.z;
+      sums[n][3] += part.w;
+    }
+  }
+};
+
+} // namespace fdm::cuda
