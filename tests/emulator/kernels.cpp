@@ -112,7 +112,7 @@ void exchange_of_blocks(float *out) {
     ptx::wait_for_cluster(ready, phase);
     __syncthreads(); // else the other block might end the next phase while a thread waits for this one
     const auto x = float(100 * blockIdx.y + threadIdx.x + 1000 * phase);
-    if (threadIdx.x < 32) ptx::store_of_block(own + 4 * threadIdx.x, received, other, make_float4(x, x, x, x));
+    if (threadIdx.x < 32) ptx::RoomOfBlock(own + 4 * threadIdx.x, received, other).store(0, make_float4(x, x, x, x));
     ptx::wait_for_cluster(received, phase);
     sum += own[threadIdx.x];
   }

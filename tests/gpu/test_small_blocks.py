@@ -15,8 +15,8 @@ from support import HALF_TYPES, Target
 
 from .kinds import Draw, dense, random_intervals, with_dropped_keys
 
-# Queries and keys of: a ring, one with fewer tiles of rows than blocks of keys, and more tiles; with a
-# causal limit as many queries as keys, rows that see no key, and keys that all rows see.
+# Queries and keys: of a ring, of one with fewer tiles of rows than blocks of keys, of more tiles;
+# with a causal limit as many as keys, keys that all rows see, and rows that see no key.
 LENGTHS = {
     "as_many": ((1, 256), None),
     "fewer_queries": ((1, 100), (150, 256)),
