@@ -135,7 +135,7 @@ def gathered(
     out: Tensor, lse: Tensor, leaves: dict[str, Tensor], dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
     """Return out, lse and the gradients of sum(out * dout) + sum(lse * dlse over finite lse)."""
-    outputs, cotangents = [out], [dout.to(out.device, out.dtype)]
+    outputs, cotangents = [out], [moved(dout, out.device.type, out.dtype)]
     if dlse is not None:
         outputs.append(lse)
         # Of an empty row lse is -inf, and a gradient of it has no meaning but must do no harm.
