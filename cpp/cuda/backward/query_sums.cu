@@ -27,7 +27,6 @@ __device__ int64_t sequence_of(const fdm_problem &p, int32_t tile_rows, int64_t 
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) round_query_sums(const __grid_constant__ BackwardParams params) {
-  ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
   const fdm_problem &p = params.p;
   const fdm_tensor &t = params.a.dq;
@@ -41,6 +40,7 @@ __global__ void __launch_bounds__(kThreads) round_query_sums(const __grid_consta
   const Sequence s = sequence(p, sequence_index);
   const int64_t first_row = first - first_query_sum(p, sums.tile_rows, s.q_begin, sequence_index);
   const float *band = sums.data + number * kBandRows * sums.dim;
+  ptx::wait_for_kernel_ahead();
   round_band<Element>(band, sums.dim, p.scale, t, int(p.head_dim), [&](int row) -> int64_t {
     const int64_t i = first_row + row;
     return i >= 0 && i < s.q_count ? row_offset(t, s, i, head) : -1;

@@ -332,6 +332,7 @@ template <class Config> struct SmallBlock {
       shared.stages[number].step = step;
       shared.place[number] = place_of(step, steps);
     };
+    if (!listed) ptx::wait_for_kernel_ahead(); // only now, for it writes no more than statistics and zeros
     prepare(first_step(all_steps), 0, all_steps);
     if (listed) load_keys(block);
     ptx::arrive_after_copies(shared.keys_full); // others know of the barrier only now
@@ -380,8 +381,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto &shared = *reinterpret_cast<SmallBlocksShared<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) shared.init();
   if (gridDim.y > 1) ptx::arrive_at_cluster();
-  ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
+  if (params.keys.listed) ptx::wait_for_kernel_ahead(); // it orders the keys
   KeyBlockPlace place;
   // In a chain there are all blocks of a head: none may end before the others have begun.
   if (!find_small_block(params, blockIdx.x + (Config::kChained ? blockIdx.y * gridDim.x : 0), place)) return;
