@@ -32,11 +32,8 @@ __global__ void __launch_bounds__(Config::Roles::kThreads, 1) fused_kernel(const
   auto &shared = *reinterpret_cast<typename Parts::Memory *>(dynamic_shared);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
-  // The kernel ahead may order the keys, or make the schedule; else it writes no more than statistics and zeros. Consumers
-  // add to the zeros and need not wait themselves: producers, who have, tell them of rows.
-  const bool waits_late = !params.keys.listed && params.keys.parts > 0;
-  if (!waits_late) ptx::wait_for_kernel_ahead();
   if (Roles::is_producer()) {
     Parts::Registers::produce();
     KeyItem item;
@@ -44,7 +41,7 @@ __global__ void __launch_bounds__(Config::Roles::kThreads, 1) fused_kernel(const
     const bool exists = find_key_item(params, int32_t(blockIdx.x), item, place);
     if (Roles::producer_thread() == 0) shared.exists = exists;
     if (exists)
-      RowProducer<Config>(params, shared, &params.maps).run(item, place, waits_late);
+      RowProducer<Config>(params, shared, &params.maps).run(item, place);
     else
       Roles::producer_commit(shared.keys_full);
   } else {

@@ -7,7 +7,6 @@
 #include "../../tile/sm90/products.cuh"
 #include "../../tile/sm90/roles.cuh"
 #include "../key_gradients.cuh"
-#include "ptx/dependent.cuh"
 #include "ptx/tensor.cuh"
 
 namespace fdm::cuda {
@@ -257,14 +256,12 @@ template <class Config> struct RowProducer {
     return next.head != step.head;
   }
 
-  // `waits` says that statistics come of a kernel ahead that is still to be waited for.
-  __device__ void run(const KeyItem &item, const KeyBlockPlace &place, bool waits = false) {
+  __device__ void run(const KeyItem &item, const KeyBlockPlace &place) {
     keys.start(item, place, true);
     KeyStep step = keys.first_step(kRows);
     ask_for_bias(step);
-    load_keys();
-    if (waits) ptx::wait_for_kernel_ahead();
     RowStatistics statistics = find_statistics(step);
+    load_keys();
     for (; step.valid; ++state) {
       const KeyStep next = keys.next_step(step, kRows);
       ask_for_bias(next);
