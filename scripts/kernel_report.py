@@ -92,7 +92,7 @@ ALLOWANCES = (
         "block of 192 keys in local memory; 12 bytes are in the loop over steps",
     ),
     Allowance(
-        "fused_kernel<*, 64, 64, 2, *, true, true>>", "sm_90a", 212, "sums of the bias gradient"
+        "fused_kernel<*, 64, 64, 2, *, true, true>>", "sm_90a", 196, "sums of the bias gradient"
     ),
     Allowance("fused_kernel<*>", "sm_90a", 148, "the slope of each score, with a softcap"),
     Allowance(
