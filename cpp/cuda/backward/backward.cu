@@ -204,8 +204,8 @@ struct SmallBlockWork {
 
 // Is dq summed in a chain of the blocks of keys of a head? That spares sums in global memory, which is worth it where L2 does not
 // hold them, and gives the same bits each time. Blocks of a cluster begin together but do not end so: with eight of them, or with
-// query heads that share keys, SMs wait for more than is spared; and with heads of 32, whose tiles of dq are half as large but take
-// as long to be handed on (seen on an H100 with 64 x 8 heads and 256 keys: 87 us without a chain, and 100 with one).
+// query heads that share keys, SMs wait for more than is spared; and with heads of 32, presumably since their tiles of dq are half as
+// large but take as long to be handed on (seen on an H100 with 64 x 8 heads and 256 keys: 87 us without a chain, and 100 with one).
 bool is_chained(const fdm_problem &p, const KeyWork &keys) {
   constexpr int64_t kMostChainedBlocks = 4;
   const int64_t sum_bytes = p.batch * p.heads * p.queries * keys.slot_dim * int64_t(sizeof(float));
