@@ -16,7 +16,8 @@ include_guard(GLOBAL)
 #   FLASH_DMATTN_TILES   for tests: the arch, such as 86, whose tiles and choice of kernels all CUDA packs use instead
 #                        of their own. With FLASH_DMATTN_ARCHS=90, the suite then tests sm_86's tiles on an sm_90 GPU.
 #   FLASH_DMATTN_DELAYS  for tests: kernels that may overlap the preceding kernel sleep at irregular times. The
-#                        results must not change by a bit; "scripts/test_delays" compares them.
+#                        results of deterministic=True must not change by a bit, and others must be right;
+#                        "scripts/test_delays" sees to both.
 #   FLASH_DMATTN_EMULATE  for tests: archs, such as sm80;sm90, whose CUDA kernels are compiled for the CPU by an emulator,
 #                        below "emulated" in the build folder; needs GCC, and FLASH_DMATTN_CUDA=OFF. None by default.
 #   FLASH_DMATTN_CUDART  static: packs contain the CUDA runtime; shared: for distributions in which libcudart is a
