@@ -202,13 +202,16 @@ struct SmallBlockWork {
   }
 };
 
-// Is dq summed in a chain of the blocks of keys of a head? That spares sums in global memory, which is worth it where L2 does not
-// hold them, and gives the same bits each time. Blocks of a cluster begin together but do not end so: with eight of them, or with
-// query heads that share keys, SMs wait for more than is spared; and with heads of 32, presumably since their tiles of dq are half as
-// large but take as long to be handed on (seen on an H100 with 64 x 8 heads and 256 keys: 87 us without a chain, and 100 with one).
-bool is_chained(const fdm_problem &, const KeyWork &) {
-  // Disabled: gradients of many heads are wrong, since the blocks of a cluster belong to different heads.
-  return false;
+// Is dq summed in a chain of the blocks of keys of a head? That spares sums in global memory, which pays where L2 does not
+// hold them, and adds in a fixed order. Blocks of a cluster begin together but do not end together: with eight of them, or with
+// query heads that share keys, SMs wait for more than is spared. With heads of 32 a tile of dq is half as large but takes as
+// long to be handed on (H100, 64 x 8 heads, 256 keys: 87 us without a chain, 100 us with one).
+bool is_chained(const fdm_problem &p, const KeyWork &keys) {
+  constexpr int64_t kMostChainedBlocks = 4;
+  const int64_t sum_bytes = p.batch * p.heads * p.queries * keys.slot_dim * int64_t(sizeof(float));
+  const bool spares_time = keys.slot_dim > 32 && 4 * sum_bytes >= 3 * kL2Bytes;
+  return !keys.listed && group_size(p) == 1 && ceil_div(p.keys, keys.block_keys) <= kMostChainedBlocks &&
+         (p.flags & FDM_DETERMINISTIC || spares_time);
 }
 
 // Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,

@@ -219,6 +219,18 @@ __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params,
   return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
 }
 
+// The place of a small block of consecutive keys; heads are counted over sequences.
+__device__ __forceinline__ KeyBlockPlace small_block_of_head(const BackwardParams &params, uint32_t head,
+                                                             uint32_t block) {
+  const auto kv_heads = static_cast<uint32_t>(params.p.kv_heads);
+  KeyBlockPlace place{};
+  place.block = static_cast<int32_t>(block);
+  place.sequence_index = head / kv_heads;
+  place.kv_head = head - static_cast<uint32_t>(place.sequence_index) * kv_heads;
+  place.s = whole_sequence(params.p, place.sequence_index);
+  return place;
+}
+
 // The place of a small block, which has consecutive keys or those of a segment. There may be no such block.
 __device__ __forceinline__ bool find_small_block(const BackwardParams &params, uint32_t number, KeyBlockPlace &place) {
   const KeyWork &keys = params.keys;
@@ -227,12 +239,7 @@ __device__ __forceinline__ bool find_small_block(const BackwardParams &params, u
     return place.rows.past >= place.rows.first;
   }
   const BlockOfHead own(keys, number);
-  const auto kv_heads = static_cast<uint32_t>(params.p.kv_heads);
-  place = {};
-  place.block = static_cast<int32_t>(own.block);
-  place.sequence_index = own.head / kv_heads;
-  place.kv_head = own.head - static_cast<uint32_t>(place.sequence_index) * kv_heads;
-  place.s = whole_sequence(params.p, place.sequence_index);
+  place = small_block_of_head(params, own.head, own.block);
   return int64_t(place.block) * keys.block_keys < params.p.keys;
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// dQ of short sequences without sums in global memory. The blocks of keys of a head are a cluster. Each adds its part of a tile
-// of dQ to what it got of the block above, and hands the sums on to the block below; the last one writes them. The blocks
-// begin with different tiles, so that all are at work while tiles are on their way.
+// dQ of short sequences without sums in global memory. The blocks of keys of a head are a cluster: blockIdx.x is the head,
+// blockIdx.y the block of keys. Each adds its part of a tile of dQ to what it got of the block above, and hands the sums on
+// to the block below; the last one writes them. The blocks begin with different tiles, so that all are at work while tiles
+// are on their way.
 //
 // With a causal limit a block goes from the first tile that sees one of its keys to the last tile: dQ of a tile begins in the block
 // of its diagonal, and ends in block 0. Without one a block goes on with the tiles before its first one, and dQ goes round a
@@ -101,6 +102,9 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
       sums[n][3] = part.w;
     }
     parities ^= 1;
+    // The block above may overwrite the sums once it is told. Without the fence the arrival at its barrier does not wait for
+    // these loads, and can overtake them.
+    __threadfence_block();
     __syncwarp();
     // A block whose tiles have all come may have ended.
     if (lane == 0 && !(facts & kLast)) ptx::arrive_of_block(shared.empty[warp], ChainWalk::above());

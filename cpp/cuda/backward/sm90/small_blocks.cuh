@@ -384,8 +384,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   ptx::start_dependents();
   if (params.keys.listed) ptx::wait_for_kernel_ahead(); // it orders the keys
   KeyBlockPlace place;
-  // In a chain there are all blocks of a head: none may end before the others have begun.
-  if (!find_small_block(params, blockIdx.x + (Config::kChained ? blockIdx.y * gridDim.x : 0), place)) return;
+  if constexpr (Config::kChained) // the blocks of a cluster are those of one head, in the order of ChainWalk
+    place = small_block_of_head(params, blockIdx.x, blockIdx.y);
+  else if (!find_small_block(params, blockIdx.x, place))
+    return;
   SmallBlock<Config>(params, params.maps, shared).run(place);
 }
 
