@@ -145,6 +145,9 @@ int64_t forward_workspace_bytes(const fdm_problem &p) {
 }
 
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  if (is_varlen(p))
+    if (cudaError_t error = launch_unused_rows(p, args, stream)) return error;
   if (p.batch == 0 || p.queries == 0) return cudaSuccess;
   if (is_dense(p)) return run_dense_forward(p, args, workspace);
   int count;
@@ -176,7 +179,6 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   params.aligned = rows_are_aligned(p.q, p.head_dim) && rows_are_aligned(p.k, p.head_dim) &&
                    rows_are_aligned(p.v, p.head_dim) && rows_are_aligned(args.out, p.head_dim);
   params.rows = RowPlaces(p);
-  const auto stream = static_cast<cudaStream_t>(p.context.stream);
   if (gives_out_tiles(p, division) && params.aligned && params.rows.possible) {
     params.tickets = static_cast<uint32_t *>(workspace);
     if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;

@@ -51,6 +51,9 @@ class TritonBackend(Backend):
             plan = _made_plan(problem, zeroed=False)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
+        if inputs.cu_seqlens_q is not None:  # rows of no sequence are written by no kernel
+            out.zero_()
+            lse.fill_(-torch.inf)
         with on_device(query.device):
             run_forward(problem, plan, out, lse)
         return out, lse, plan if plan.numel() else None

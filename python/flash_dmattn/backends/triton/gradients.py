@@ -101,7 +101,8 @@ def _row_gradients(
     problem: Problem, arguments: dict[str, Any], want_query: bool, want_bias: bool
 ) -> tuple[Tensor, Tensor]:
     query, bias = problem.inputs.query, problem.inputs.bias
-    dquery = query.new_empty(query.shape if want_query else 0)
+    make = query.new_empty if problem.inputs.cu_seqlens_q is None else query.new_zeros
+    dquery = make(query.shape if want_query else 0)
     total = query.new_empty(0, dtype=torch.float32)
     share_batches = share_heads = 1
     strides: tuple[int, ...] = (0, 0, 0)
