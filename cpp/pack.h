@@ -181,6 +181,12 @@ typedef struct fdm_plan_layout {
   int64_t most_tile_keys; /* INT64_MAX: a tile has room for all keys, whatever max_kept */
 } fdm_plan_layout;
 
+/* A kernel, by its mangled name, and how often this process has launched it. */
+typedef struct fdm_launch_count {
+  const char *kernel;
+  uint64_t launches;
+} fdm_launch_count;
+
 typedef struct fdm_pack {
   uint32_t abi_version; /* FDM_PACK_ABI_VERSION; the first field for ever */
   uint32_t struct_size; /* sizeof(fdm_pack) */
@@ -215,6 +221,9 @@ typedef struct fdm_pack {
   /* The bytes of the plan that a call reads: no more than its layout tells, and 0 where it reads none, so that none need
    * be made or kept. A null pointer tells as much as the layout. */
   int32_t (*plan_bytes)(const fdm_problem *, int64_t *bytes, char *message, size_t message_bytes);
+  /* Writes `room` of the kernels that were launched, at most, and returns how many there are. A null pointer: the pack has
+   * no kernels. */
+  int32_t (*launch_counts)(fdm_launch_count *counts, int32_t room);
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

@@ -2,6 +2,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "calls.h"
 #include "checks.h"
 #include "error.h"
@@ -33,6 +36,16 @@ nb::dict plan_layouts_of(const Pack &pack) {
   return layouts;
 }
 
+nb::dict launch_counts_of(const Pack &pack) {
+  nb::dict found;
+  if (pack.table().launch_counts == nullptr) return found;
+  std::vector<fdm_launch_count> counts(size_t(pack.table().launch_counts(nullptr, 0)));
+  const int32_t number = pack.table().launch_counts(counts.data(), int32_t(counts.size()));
+  counts.resize(std::min(counts.size(), size_t(number)));
+  for (const fdm_launch_count &count : counts) found[count.kernel] = count.launches;
+  return found;
+}
+
 int64_t plan_bytes_of(const Pack &pack, const std::string &kind, int64_t lists, int64_t keys, int64_t row_keys,
                       int64_t rows, int64_t sequences, int64_t max_kept) {
   require_at_least(lists, "lists", 0);
@@ -61,6 +74,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("max_head_dim", [](const Pack &pack) { return pack.table().max_head_dim; })
       .def_prop_ro("dtypes", &dtypes_of)
       .def_prop_ro("plan_layouts", &plan_layouts_of)
+      .def_prop_ro("launch_counts", &launch_counts_of)
       .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a,
            "max_kept"_a = 0)
       .def("__repr__", [](const Pack &pack) {

@@ -7,6 +7,7 @@
 #include "dense/dense.h"
 #include "forward/forward.h"
 #include "host/dispatch.h"
+#include "host/launch_counts.h"
 #include "plan/make_plan.h"
 #include "plan/plan.cuh"
 #include "select/select.h"
@@ -96,6 +97,7 @@ fdm_pack make_table() {
   table.device_type = FDM_CUDA;
   table.cuda_version = __CUDACC_VER_MAJOR__ * 1000 + __CUDACC_VER_MINOR__ * 10;
   table.arch = FDM_ARCH;
+  table.launch_counts = [](fdm_launch_count *counts, int32_t room) { return launch_counts.read(counts, room); };
   return table;
 }
 

@@ -46,6 +46,9 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
+// The names of functions of a library are not known to it.
+inline cudaError_t cudaFuncGetName(const char **, const void *) { return cudaErrorNotSupported; }
+
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
 inline cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int bytes) {
   return bytes <= fdm::emulator::kMostSharedBytes ? cudaSuccess : cudaErrorInvalidValue;

@@ -64,6 +64,9 @@ class Pack:
 
         They are fixed, per_list, per_key, per_tile, per_tile_key, tile_rows and most_tile_keys.
         """
+    @property
+    def launch_counts(self) -> dict[str, int]:
+        """How often this process has launched each kernel, by mangled name; empty for cpu packs."""
     def plan_bytes(
         self,
         kind: MaskKind,

@@ -9,6 +9,7 @@
 
 #include "../tile/tile_sizes.cuh"
 #include "device.h"
+#include "launch_counts.h"
 
 namespace fdm::cuda {
 
@@ -47,7 +48,9 @@ cudaError_t launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, kernel, parameters...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, parameters...);
+  if (!error) launch_counts.add(reinterpret_cast<const void *>(kernel));
+  return error;
 }
 
 // A kernel whose dynamic shared memory is a `Shared`, which may be more than the 48 KB that need no asking.
