@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ from torch import Tensor
 from drawn import __main__ as fuzz
 from drawn.calls import Call
 from drawn.check import check
+from drawn.coverage import report
 from drawn.judge import expected
+from drawn.many import Limits, draw_many
 from drawn.problems import draw
-from drawn.workers import Outcome, run
+from drawn.workers import Outcome, outcome_of, run
 from support import HALF_TYPES, Target, randn
 
 BLOCK = 50
@@ -44,6 +47,32 @@ def test_drawn_calls_are_right(first: int, pack_target: Target) -> None:
 
 def test_drawn_calls_are_right_by_any_backend(target: Target) -> None:
     check_seeds(1000, target)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_repeated_calls_are_right(first: int, pack_target: Target) -> None:
+    for seed in range(first, first + 20):
+        outcome = outcome_of(seed, pack_target, small=False, many=True, strict=True)
+        assert outcome.kind in ("right", "refused"), f"seed {seed}: {outcome}"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_judge_sees_that_heads_are_exchanged(packed: bool) -> None:
+    limits = Limits(elements=1e6, work=1e8, most=40, sms=3)
+    names = ("out", "dquery", "dkey", "dvalue")
+    for seed in range(200):
+        drawn, repeater = draw_many(seed, (torch.float32,), limits)
+        if (drawn.call.cu_seqlens_q is not None) != packed or len(drawn.call.wanted) < 5:
+            continue
+        call = repeater.large("cpu")
+        right = call.results()
+        if all((right[name] - right[name].roll(1, -2)).abs().max() > 0.1 for name in names):
+            break
+    want = repeater.expected(call, "cpu")
+    want.check(right)
+    for name in names:
+        with pytest.raises(AssertionError, match=f"^{name}"):
+            want.check(right | {name: right[name].roll(1, -2)})
 
 
 def test_equal_seeds_draw_equal_calls() -> None:
@@ -162,3 +191,18 @@ def test_a_run_goes_on_where_it_ended(
     monkeypatch.setattr(sys, "argv", [*common, "--seed", "7", "--resume"])
     with pytest.raises(SystemExit, match="first_seed 100, now 7"):
         fuzz.main()
+
+
+# --- which kernels were launched
+
+
+def test_a_kernel_that_too_few_cases_launch_is_named() -> None:
+    names = {"_Za": "forward<64>", "_Zb": "forward<128>", "_Zc": "backward<64>"}
+    table, missing = report(names, Counter({"_Za": 7, "_Zc": 2}), least=5)
+    assert missing == ["backward was launched by 2 cases, fewer than 5"]
+    assert "forward: 2 instantiations, 1 never" in table
+
+
+def test_cases_tell_which_kernels_they_launch(pack_target: Target) -> None:
+    outcome = outcome_of(3, pack_target, small=True, strict=True)
+    assert bool(outcome.launched) == (pack_target.device == "cuda")

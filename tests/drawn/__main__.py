@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from flash_dmattn import loader
 from support import Target
 
+from .coverage import LEAST, instances_of, launched_by, report
 from .problems import draw
 from .records import Record, facts_of
 from .workers import Outcome, outcome_of, run
@@ -24,10 +26,16 @@ SAVED_EVERY = 5.0  # seconds
 def main() -> int:
     arguments = parse()
     target = Target(arguments.device, arguments.backend or arguments.device)
+    if arguments.coverage:
+        return show_coverage(target, arguments.coverage)
     if arguments.verbose:
         return replay(target, arguments)
     facts = facts_of(
-        target, small=arguments.small, first_seed=arguments.seed, commit=arguments.commit
+        target,
+        small=arguments.small,
+        many=arguments.many,
+        first_seed=arguments.seed,
+        commit=arguments.commit,
     )
     record = Record(facts, arguments.seed)
     path: Path | None = arguments.output
@@ -37,7 +45,7 @@ def main() -> int:
     saved, before = begin, record.seconds
     outcomes = run(
         iter(range(record.next_seed, arguments.seed + arguments.cases)),
-        functools.partial(outcome_of, target=target, small=arguments.small),
+        functools.partial(outcome_of, target=target, small=arguments.small, many=arguments.many),
         workers=arguments.workers,
         limit=arguments.limit,
         until=begin + 60 * arguments.minutes,
@@ -77,6 +85,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="only small problems, judged on the CPU"
     )
+    parser.add_argument(
+        "--many", action="store_true", help="repeat each problem to thousands of sequences or heads"
+    )
+    parser.add_argument(
+        "--coverage",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="check nothing: tell which kernels of the pack the cases of --output files launched, "
+        f"and fail if one was launched by fewer than {LEAST}",
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument(
         "--minutes", type=float, default=1e6, help="start nothing new after this time"
@@ -93,17 +112,26 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def show_coverage(target: Target, runs: list[Path]) -> int:
+    """Print how many cases launched each kernel of the target's pack."""
+    names = instances_of(Path(loader.pack_for(target.device).path))
+    table, missing = report(names, launched_by(runs))
+    print("\n".join([table, *missing]))
+    return 1 if missing else 0
+
+
 def replay(target: Target, arguments: argparse.Namespace) -> int:
     """Check seeds in this process, and let errors that are no wrong results through."""
     torch.set_num_threads(1)
     wrong = 0
     for seed in range(arguments.seed, arguments.seed + arguments.cases):
-        print(
-            f"seed {seed}: {draw(seed, target.dtypes, small=arguments.small).describe()}",
-            flush=True,
-        )
-        outcome = outcome_of(seed, target, small=arguments.small, strict=True)
-        print(f"  {outcome.kind} {outcome.message}", flush=True)
+        if not arguments.many:
+            print(
+                f"seed {seed}: {draw(seed, target.dtypes, small=arguments.small).describe()}",
+                flush=True,
+            )
+        outcome = outcome_of(seed, target, small=arguments.small, many=arguments.many, strict=True)
+        print(f"seed {seed}: {outcome.kind} {outcome.message} {outcome.problem}", flush=True)
         wrong += outcome.kind not in ("right", "refused")
     print(f"{arguments.cases} cases, {wrong} wrong")
     return 1 if wrong else 0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from .buffers import poisoned_buffers
 from .calls import Call, assert_same_bits
 from .exact import EPS32, smallest
 from .judge import Expected, expected
+from .many import Repeater
 from .problems import Drawn
 
 
@@ -29,6 +31,47 @@ def check(drawn: Drawn, target: Target, *, judged_on: str | None = None) -> None
     """
     call = drawn.call.to(target.device)
     want = expected(call if judged_on in (None, target.device) else drawn.call)
+    compare(drawn, call, want, target)
+
+
+# Large calls of each small one.
+REPETITIONS = 4
+
+
+def check_many(drawn: Drawn, repeater: Repeater, target: Target) -> None:
+    """As check, for large calls that repeat a drawn one; some are queued several times."""
+    for number in range(REPETITIONS):
+        if number > 0:
+            repeater.draw()
+        call = repeater.large(target.device)
+        want = repeater.expected(call, target.device)
+        large = dataclasses.replace(drawn, call=call, deterministic=number % 2 == 1)
+        compare(large, call, want, target)
+    if drawn.seed % 4 == 0:
+        check_queued(call, want, target)
+
+
+def check_queued(call: Call, want: Expected, target: Target, times: int = 4) -> None:
+    """Judge calls that are queued on two streams without a wait between them."""
+    for deterministic in (False, True):
+        options = {"backend": target.backend, "deterministic": deterministic}
+        queued = []
+        streams = [torch.cuda.Stream() for _ in range(2)] if target.device == "cuda" else []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for number in range(times):
+            with torch.cuda.stream(streams[number % 2]) if streams else contextlib.nullcontext():
+                queued.append(call.results(**options))
+        if streams:
+            torch.cuda.synchronize()
+        for got in queued:
+            want.check(got, clamps=target.has_kernels_of_gpu)
+            if deterministic:
+                assert_same_bits(got, queued[0])
+
+
+def compare(drawn: Drawn, call: Call, want: Expected, target: Target) -> None:
+    """Make a call as it is drawn, and compare its results."""
     options: dict[str, Any] = {"backend": target.backend}
     if drawn.deterministic:
         options["deterministic"] = True

@@ -66,6 +66,7 @@ def draw(
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF_TYPES),
     *,
     small: bool = False,
+    family: str = "any",
 ) -> Drawn:
     """Draw a problem on the CPU: of equal arguments it is equal, wherever that is.
 
@@ -73,9 +74,10 @@ def draw(
         seed: any integer from 0.
         dtypes: of query, key and value, one of which is drawn.
         small: draw sizes for tools under which a call takes a hundred times as long.
+        family: of `draw_sizes`; "pairs" have a bias with a row for each query, and no window.
     """
     source = Source(seed)
-    sizes = draw_sizes(source, small=small)
+    sizes = draw_sizes(source, small=small, family=family)
     dtype = source.choice(dtypes)
     paged = sizes.packed and source.chance(0.2)
     longest = (
@@ -94,7 +96,11 @@ def draw(
         call.longest = longest
     selects = False
     call.mask = draw_mask(source, sizes, longest[1])
-    if source.chance(0.7):
+    if family == "pairs":
+        shape = (source.choice([1, sizes.batch]), sizes.heads, sizes.queries, sizes.keys)
+        call.bias = draw_bias(source, shape, dtype, selects=False)
+        call.mask = source.weighted({None: 2, call.mask: 1})
+    elif source.chance(0.7):
         selects = not isinstance(call.mask, IntervalMask) and source.chance(0.4)
         call.bias = draw_bias(source, draw_shape(source, sizes, longest[1]), dtype, selects=selects)
     if selects:

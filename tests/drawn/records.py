@@ -7,6 +7,7 @@ import dataclasses
 import json
 import platform
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from support import Target
 from .workers import Outcome
 
 # Of what a run was made of; a run that continues another must have the same.
-FIXED = ("commit", "target", "device", "small", "first_seed")
+FIXED = ("commit", "target", "device", "small", "many", "first_seed")
 
 
 @dataclasses.dataclass
@@ -31,6 +32,7 @@ class Record:
     seconds: float = 0.0
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[Outcome] = dataclasses.field(default_factory=list)
+    launched: Counter[str] = dataclasses.field(default_factory=Counter)  # cases by kernel
     ahead: dict[int, Outcome] = dataclasses.field(default_factory=dict)
 
     @property
@@ -48,6 +50,7 @@ class Record:
         while (outcome := self.ahead.pop(self.next_seed, None)) is not None:
             self.next_seed += 1
             self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
+            self.launched.update(outcome.launched)
             if outcome.kind not in ("right", "refused"):
                 self.failures.append(outcome)
 
@@ -59,7 +62,8 @@ class Record:
             "cases": self.done,
             "seconds": round(self.seconds, 1),
             "counts": self.counts,
-            "failures": [outcome._asdict() for outcome in self.failures],
+            "failures": [outcome._replace(launched=())._asdict() for outcome in self.failures],
+            "launched": dict(sorted(self.launched.items())),
         }
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -83,10 +87,13 @@ class Record:
             content["seconds"],
             content["counts"],
             failures,
+            Counter(content["launched"]),
         )
 
 
-def facts_of(target: Target, *, small: bool, first_seed: int, commit: str | None) -> dict[str, Any]:
+def facts_of(
+    target: Target, *, small: bool, many: bool, first_seed: int, commit: str | None
+) -> dict[str, Any]:
     """Return what a run is made of."""
     pack = Path(loader.pack_for(target.device).path).name if target.is_pack else None
     return {
@@ -97,6 +104,7 @@ def facts_of(target: Target, *, small: bool, first_seed: int, commit: str | None
         "pack": pack,
         "torch": torch.__version__,
         "small": small,
+        "many": many,
         "first_seed": first_seed,
     }
 

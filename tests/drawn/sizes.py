@@ -68,11 +68,15 @@ class Sizes:
         return self.batch * self.heads * (pairs * (self.head_dim + 64.0) + rows * self.head_dim)
 
 
-def draw_sizes(source: Source, *, small: bool) -> Sizes:
-    """Draw sizes within a budget, which is drawn too: few large problems, many small ones."""
+def draw_sizes(source: Source, *, small: bool, family: str = "any") -> Sizes:
+    """Draw sizes within a budget, which is drawn too: few large problems, many small ones.
+
+    Families are sizes that have kernels of their own and are seldom drawn otherwise: "short"
+    sequences, short ones with "pairs" biases, and "long" ones, of few queries.
+    """
     budget = source.weighted(SMALL_BUDGETS if small else BUDGETS)
     while True:
-        sizes = _any_sizes(source)
+        sizes = _any_sizes(source) if family == "any" else _sizes_of(source, family)
         if sizes.work() <= budget:
             return sizes
 
@@ -97,6 +101,21 @@ def _any_sizes(source: Source) -> Sizes:
     queries, keys = _lengths(source)
     batch = source.weighted({1: 4, 2: 4, 3: 1, 4: 1})
     return Sizes([queries], [keys], kv_heads, group, head_dim, False, batch)
+
+
+def _sizes_of(source: Source, family: str) -> Sizes:
+    head_dim = source.choice([16, 24, 32, 40, 64] if family == "short" else [8, 16, 32, 64, 128])
+    heads = source.choice([1, 2, 3])
+    group = 1 if family == "pairs" else source.choice([1, 1, 2, 4])
+    queries, keys = (
+        source.choice([source.integer(1, 64), source.integer(33, 256), 64, 128, 192, 256])
+        for _ in range(2)
+    )
+    if family == "long":
+        queries, keys = source.choice([1, 2, 5, 17, 40]), source.integer(1500, 9000)
+    elif source.chance(0.6):
+        queries = keys
+    return Sizes([queries], [keys], heads, group, head_dim, False, source.choice([1, 2]))
 
 
 def _lengths(source: Source) -> tuple[int, int]:

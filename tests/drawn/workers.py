@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_dmattn import loader
 from support import Target
 
 # Seeds that a process gets at once.
@@ -30,6 +31,7 @@ class Outcome(NamedTuple):
     kind: str
     message: str = ""
     problem: str = ""
+    launched: tuple[str, ...] = ()  # symbols of kernels
 
 
 @dataclasses.dataclass
@@ -42,25 +44,37 @@ class Worker:
     since: float
 
 
-def outcome_of(seed: int, target: Target, *, small: bool, strict: bool = False) -> Outcome:
+def outcome_of(
+    seed: int, target: Target, *, small: bool, many: bool = False, strict: bool = False
+) -> Outcome:
     """Check one seed in this process.
 
     Args:
         seed: of `draw`.
         target: on which device, by which backend.
         small: draw a small problem, and judge it on the CPU.
+        many: repeat the sequences and heads of the problem.
         strict: raise what is neither right nor a wrong result.
     """
-    from .check import check
+    from .check import check, check_many
+    from .many import Limits, draw_many
     from .problems import draw
 
     problem = "could not be drawn"
+    before = _launches(target)
     try:
-        drawn = draw(seed, target.dtypes, small=small)
-        problem = drawn.describe()
+        if many:
+            drawn, repeater = draw_many(seed, target.dtypes, Limits.of(target.device))
+            problem = f"{repeater.describe()} of {drawn.describe()}"
+        else:
+            drawn = draw(seed, target.dtypes, small=small)
+            problem = drawn.describe()
         if drawn.call.query.shape[-1] > target.most_head_dim:
             return Outcome(seed, "refused", "its pack was built for smaller heads", problem)
-        check(drawn, target, judged_on="cpu" if small else target.device)
+        if many:
+            check_many(drawn, repeater, target)
+        else:
+            check(drawn, target, judged_on="cpu" if small else target.device)
     except AssertionError as error:
         return Outcome(seed, "wrong", _line(error), problem)
     except NotImplementedError as error:
@@ -69,7 +83,14 @@ def outcome_of(seed: int, target: Target, *, small: bool, strict: bool = False) 
         if strict:
             raise
         return Outcome(seed, "error", f"{type(error).__name__}: {_line(error)}", problem)
-    return Outcome(seed, "right")
+    launched = tuple(
+        symbol for symbol, count in _launches(target).items() if count > before.get(symbol, 0)
+    )
+    return Outcome(seed, "right", launched=launched)
+
+
+def _launches(target: Target) -> dict[str, int]:
+    return loader.pack_for(target.device).launch_counts if target.is_pack else {}
 
 
 def _line(error: Exception) -> str:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which kernels of a pack the cases of runs have launched; scripts/fuzz --coverage prints it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import kernel_report
+
+# So many cases must launch each kernel, and some every instantiation of it.
+LEAST = 50
+
+
+def instances_of(library: Path) -> dict[str, str]:
+    """Return the readable names of the kernels of a CUDA pack by their symbols."""
+    command = [kernel_report.find_cuobjdump(), "--dump-resource-usage", str(library)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kernels = kernel_report.parse_usage(usage, library.name)
+    return kernel_report.short_names(kernel.symbol for kernel in kernels)
+
+
+def launched_by(runs: Iterable[Path]) -> Counter[str]:
+    """Return how many cases of runs have launched each symbol."""
+    cases: Counter[str] = Counter()
+    for run in runs:
+        cases.update(json.loads(run.read_text())["launched"])
+    return cases
+
+
+def report(names: dict[str, str], cases: Counter[str], least: int = LEAST) -> tuple[str, list[str]]:
+    """Return a table of kernels and instantiations, and a line for each kernel with too few cases.
+
+    Args:
+        names: of all kernels of a pack by symbol.
+        cases: how many cases launched each symbol.
+        least: how many cases must launch each kernel, in any instantiation.
+    """
+    kernels: dict[str, list[tuple[int, str]]] = {}
+    for symbol, name in names.items():
+        kernels.setdefault(name.partition("<")[0], []).append((cases[symbol], name))
+    lines, missing = [], []
+    for kernel, instances in sorted(kernels.items()):
+        total = sum(count for count, _ in instances)
+        never = sum(count == 0 for count, _ in instances)
+        lines.append(f"{total:>9}  {kernel}: {len(instances)} instantiations, {never} never")
+        lines += [f"{count:>9}    {name}" for count, name in sorted(instances)]
+        if total < least:
+            missing.append(f"{kernel} was launched by {total} cases, fewer than {least}")
+    return "\n".join(lines), missing

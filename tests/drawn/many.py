@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Calls of up to thousands of sequences and heads, made of a few that float64 judges.
+
+Which kernel runs, how blocks are numbered, and where schedules wrap depends on how many sequences
+and heads there are. Here a drawn call of a few is repeated: each sequence of the large call is one
+of the small call, and each head is, so float64 judges the small one, and every element of the large
+one is compared with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import IntervalMask
+
+from .calls import Call
+from .judge import Expected, expected
+from .problems import Drawn, draw
+from .source import Source
+
+# Thread blocks of a kernel that share an SM, and how often all SMs are filled.
+RESIDENT = (1, 2, 3, 4, 5)
+FILLED = (1, 2, 3)
+TILE_ROWS = (64, 128)
+FAMILIES = {"any": 6, "short": 3, "pairs": 2, "long": 1}
+# Of the most elements: what judges them takes as long as they are many.
+SHARES = {1 / 30: 5, 1 / 6: 2, 1: 0.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How large the repeated call may be."""
+
+    elements: float  # of all its tensors
+    work: float  # products of its forward pass
+    most: int  # sequences times KV heads
+    sms: int
+
+    @classmethod
+    def of(cls, device: str) -> Limits:
+        """Return what a GPU computes in milliseconds, or an emulated one in seconds."""
+        if device == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            return cls(elements=3e7, work=3e10, most=70_000, sms=sms)
+        sms = int(os.environ.get("FDM_EMULATOR_SMS", "3"))
+        return cls(elements=1e6, work=1e8, most=2_000, sms=sms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Repetition:
+    """Which sequence and head of a small call each one of a large call is.
+
+    An axis of a tensor is "sequences", "heads" (of queries), "kv_heads", "rows" or "keys" (of
+    packed sequences); any other axis is as in the small call.
+    """
+
+    places: dict[str, Tensor]
+    sizes: dict[str, int]  # of the small call
+
+    def gather(self, tensor: Tensor, axes: tuple[str | None, ...]) -> Tensor:
+        """Repeat a tensor of the small call along the axes that are named."""
+        for dimension, axis in enumerate(axes):
+            if axis is not None:
+                tensor = tensor.index_select(dimension, self.places[axis].to(tensor.device))
+        return tensor
+
+    def sums(self, tensor: Tensor, axes: tuple[str | None, ...], shape: torch.Size) -> Tensor:
+        """Repeat, and sum along axes of which the large call's tensor has one element."""
+        for dimension, axis in enumerate(axes):
+            if axis is None:
+                continue
+            place = self.places[axis].to(tensor.device)
+            if shape[dimension] == len(place):
+                tensor = tensor.index_select(dimension, place)
+            else:  # broadcast: each counts as often as it is repeated
+                counts = place.bincount(minlength=self.sizes[axis]).to(tensor.dtype)
+                counts = counts.view([-1] + [1] * (tensor.dim() - 1 - dimension))
+                tensor = (tensor * counts).sum(dimension, keepdim=True)
+        return tensor
+
+
+@dataclasses.dataclass
+class Repeated(Expected):
+    """What the large call should give, kept as what the small one should."""
+
+    repetition: Repetition
+    axes: dict[str, tuple[str | None, ...]]
+    shapes: dict[str, torch.Size]
+
+    def repeated(self, name: str, small: Tensor) -> Tensor:
+        large = self.repetition.sums(small.double(), self.axes[name], self.shapes[name])
+        if name != "dsink":
+            return large
+        # It is a sum over sequences, which are repeated equally often.
+        return large * (
+            len(self.repetition.places["sequences"]) // self.repetition.sizes["sequences"]
+        )
+
+
+def draw_many(seed: int, dtypes: tuple[torch.dtype, ...], limits: Limits) -> tuple[Drawn, Repeater]:
+    """Draw a small call, and how it is repeated; of equal arguments they are equal."""
+    source = Source(seed)
+    family = source.weighted(FAMILIES)
+    while True:
+        drawn = draw(seed, dtypes, family=family)
+        if _may_repeat(drawn.call):
+            drawn = dataclasses.replace(drawn, probabilities=False, poisoned_buffers=False)
+            return drawn, Repeater(source, drawn.call, limits)
+        seed += 1_000_003
+
+
+def _may_repeat(call: Call) -> bool:
+    """Tell whether the axes of all tensors can be told from their sizes."""
+    if 0 in call.query.shape or 0 in call.key.shape:
+        return False
+    if call.cu_seqlens_q is None:
+        return True
+    return call.query.shape[0] > 1 and (call.block_table is not None or call.key.shape[0] > 1)
+
+
+class Repeater:
+    """Makes large calls of a small one, and tells what each should give."""
+
+    def __init__(self, source: Source, call: Call, limits: Limits) -> None:
+        self.source = source
+        self.limits = limits
+        self.is_packed = call.cu_seqlens_q is not None
+        self.call = self._with_known_axes(call)
+        self._small: Expected | None = None
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw how many sequences and heads there are, which ones, and where they lie."""
+        source, call = self.source, self.call
+        heads, kv_heads = call.query.shape[-2], call.key.shape[-2]
+        group = heads // kv_heads
+        if call.cu_seqlens_q is None:
+            count, lengths = call.query.shape[0], (call.query.shape[1], call.key.shape[1])
+        else:
+            count, lengths = len(call.cu_seqlens_q) - 1, call.longest
+        total = self._total(count * kv_heads, max(lengths), group)
+        large_kv_heads = kv_heads * source.choice(
+            [n for n in (1, 1, 2, 3, 4, 8, 12, 16, 32) if n * kv_heads <= max(kv_heads, total)]
+        )
+        of_kv_heads = self._places(kv_heads, large_kv_heads)
+        in_group = torch.arange(group)
+        places = {
+            "kv_heads": of_kv_heads,
+            "heads": (of_kv_heads[:, None] * group + in_group).flatten(),
+        }
+        sequences = max(count, total // large_kv_heads)
+        if call.sink is not None:  # whose gradient is a sum over sequences
+            sequences = sequences // count * count
+        places["sequences"] = self._places(count, sequences)
+        sizes = {"kv_heads": kv_heads, "heads": heads, "sequences": count}
+        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+            for axis, bounds in (("rows", call.cu_seqlens_q), ("keys", call.cu_seqlens_k)):
+                places[axis] = _packed_places(bounds, places["sequences"])
+                sizes[axis] = int(bounds[-1])
+        self.repetition = Repetition(places, sizes)
+        # Of a mask or bias, whether an axis of one element is repeated or stays broadcast.
+        self.repeats_ones = {axis: source.chance(0.5) for axis in ("sequences", "kv_heads")}
+        self.layout = source.weighted({"rows first": 6, "heads first": 2, "not aligned": 1})
+
+    def describe(self) -> str:
+        """Return how many there are."""
+        places = self.repetition.places
+        return f"{len(places['sequences'])} sequences, {len(places['kv_heads'])} KV heads"
+
+    def large(self, device: str) -> Call:
+        """Make the large call."""
+        call, changed = self.call.to(device), {}
+        for name in ("query", "key", "value", "dout", "dlse", "mask", "bias", "sink"):
+            tensor = getattr(call, name)
+            if isinstance(tensor, IntervalMask):
+                ends = (self._gathered(name, end) for end in (tensor.start, tensor.end))
+                changed[name] = IntervalMask(
+                    *ends, query_length=tensor.query_length, max_kept=tensor.max_kept
+                )
+            elif tensor is not None:
+                tensor = self._gathered(name, tensor)
+                is_rows = name in ("query", "key", "value", "dout")
+                changed[name] = self._laid_out(tensor) if is_rows else tensor
+        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+            of = self.repetition.places["sequences"].to(device)
+            for name in ("cu_seqlens_q", "cu_seqlens_k"):
+                lengths = getattr(call, name).diff()[of]
+                changed[name] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+            if call.cu_seqlens_k is call.cu_seqlens_q:
+                changed["cu_seqlens_k"] = changed["cu_seqlens_q"]
+            if call.block_table is not None:
+                changed["block_table"] = call.block_table[of]
+        return dataclasses.replace(call, **changed)
+
+    def expected(self, large: Call, judged_on: str) -> Repeated:
+        """Tell what a large call should give; float64 judges the small one once."""
+        if self._small is None:
+            self._small = expected(self._with_own_biases(self.call.to(judged_on)))
+        names = {"out": "query", "lse": "dlse"} | {f"d{name}": name for name in self.call.wanted}
+        axes, shapes = {}, {}
+        for result in self._small.results:
+            axes[result] = self._axes(names[result], getattr(self.call, names[result]))
+            shapes[result] = getattr(large, names[result]).shape
+        small = vars(self._small)
+        return Repeated(**small, repetition=self.repetition, axes=axes, shapes=shapes)
+
+    def _with_own_biases(self, call: Call) -> Call:
+        """Give each sequence and head a bias of its own, if it has a gradient."""
+        if call.bias is None or "bias" not in call.wanted:
+            return call
+        axes = self._axes("bias", call.bias)
+        sizes = [
+            size if axis is None or size > 1 else self.repetition.sizes[axis]
+            for size, axis in zip(call.bias.shape, axes, strict=True)
+        ]
+        return dataclasses.replace(call, bias=call.bias.expand(sizes))
+
+    def _with_known_axes(self, call: Call) -> Call:
+        """Give the bias four dimensions, or want no gradient of one number for all packed keys."""
+        bias = call.bias
+        if bias is None or "bias" not in call.wanted:
+            return call
+        if not self.is_packed:
+            return dataclasses.replace(call, bias=bias[:, None, None] if bias.dim() == 2 else bias)
+        if bias.shape[1] > 1 or bias.shape[2] == _total_keys(call):
+            return call
+        return dataclasses.replace(call, wanted=tuple(n for n in call.wanted if n != "bias"))
+
+    def _total(self, units: int, length: int, group: int) -> int:
+        """Draw how many sequences times KV heads there are."""
+        source, limits = self.source, self.limits
+        elements = sum(tensor.numel() for tensor in self.call.tensors()) / units
+        work = length * length * group * (self.call.query.shape[-1] + 16.0)
+        share = source.weighted(SHARES)
+        most = int(min(limits.most, share * limits.elements / elements, limits.work / work))
+        if most <= units:
+            return units
+        kind = source.weighted({"wraps": 6, "any": 3, "most": 0.5})
+        if kind == "most":
+            return most
+        if kind == "any":
+            return int(math.exp(source.choices.uniform(math.log(units), math.log(most))))
+        tiles = -(-length // source.choice(TILE_ROWS)) * source.choice([1, group])
+        wraps = [
+            resident * filled * limits.sms // tiles + more
+            for resident in RESIDENT
+            for filled in FILLED
+            for more in (-1, 0, 1)
+        ]
+        fitting = [number for number in wraps if units <= number <= most]
+        return source.choice(fitting or [most])
+
+    def _places(self, count: int, large: int) -> Tensor:
+        """Draw which of a few each one is, each equally often if that is possible."""
+        order = torch.arange(large) % count
+        return order[self.source.permutation(large)]
+
+    def _axes(self, name: str, tensor: Tensor) -> tuple[str | None, ...]:
+        if name in ("query", "dout"):
+            return ("rows", "heads", None) if self.is_packed else ("sequences", None, "heads", None)
+        if name in ("key", "value"):
+            if self.call.block_table is not None:
+                return (None, None, "kv_heads", None)
+            if self.is_packed:
+                return ("keys", "kv_heads", None)
+            return ("sequences", None, "kv_heads", None)
+        if name == "dlse":
+            return ("heads", "rows") if self.is_packed else ("sequences", "heads", None)
+        if name == "sink":
+            return ("heads",)
+        heads = tensor.shape[0 if self.is_packed else 1] if tensor.dim() > 2 else 1
+        of_heads = "heads" if heads == self.repetition.sizes["heads"] else "kv_heads"
+        if not self.is_packed:
+            return (
+                ("sequences", of_heads, None, None)[: tensor.dim()]
+                if tensor.dim() > 2
+                else (
+                    "sequences",
+                    None,
+                )
+            )
+        if tensor.dim() == 2:  # the bounds of intervals
+            return (self._head_axis(tensor.shape[0]), "keys")
+        if tensor.shape[1] > 1:
+            return (of_heads, "rows", None)
+        return (of_heads, None, "keys" if tensor.shape[2] == _total_keys(self.call) else None)
+
+    def _head_axis(self, heads: int) -> str:
+        return "heads" if heads == self.repetition.sizes["heads"] else "kv_heads"
+
+    def _gathered(self, name: str, tensor: Tensor) -> Tensor:
+        """Repeat along every axis, those of one element if they are not to stay broadcast."""
+        axes = list(self._axes(name, tensor))
+        for dimension, axis in enumerate(axes):
+            if axis is None or name not in ("mask", "bias") or tensor.shape[dimension] > 1:
+                continue
+            is_alone = self.repetition.sizes[axis] == 1
+            if is_alone and axis == "sequences" and tensor.dim() < 4:
+                continue  # only four dimensions broadcast it
+            if not (is_alone and self.repeats_ones.get(axis, True)):
+                axes[dimension] = None
+        return self.repetition.gather(tensor, tuple(axes))
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
+        if self.layout == "heads first":
+            return tensor.transpose(-2, -3).contiguous().transpose(-2, -3)
+        if self.layout == "not aligned":
+            room = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 1), math.nan)
+            return room[..., 1:].copy_(tensor)
+        return tensor
+
+
+def _total_keys(call: Call) -> int:
+    assert call.cu_seqlens_k is not None
+    return call.key.shape[0] if call.block_table is None else int(call.cu_seqlens_k[-1])
+
+
+def _packed_places(bounds: Tensor, sequences: Tensor) -> Tensor:
+    """Return which packed row of the small call each packed row of the large call is."""
+    lengths = bounds.diff().long()[sequences]
+    begins = bounds[:-1].long()[sequences] - (lengths.cumsum(0) - lengths)
+    return torch.arange(int(lengths.sum())) + begins.repeat_interleave(lengths)
