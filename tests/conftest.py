@@ -90,35 +90,48 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if is_chosen(item)]
 
 
-def _require(wanted: Target) -> Target:
+def _why_absent(wanted: Target) -> str | None:
     if wanted.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
+        return "no GPU"
     if wanted.backend in portable.NAMES:
-        reason = portable.why_unavailable(wanted.backend, wanted.device)
-        if reason is not None:
-            pytest.skip(f"{wanted}: {reason}")
+        return portable.why_unavailable(wanted.backend, wanted.device)
+    return None
+
+
+# No test is made of a target that is not here; the summary names the target and the reason.
+ABSENT = {target: reason for target in TARGETS if (reason := _why_absent(target)) is not None}
+PRESENT = tuple(target for target in TARGETS if target not in ABSENT)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say for which targets no test was made, also with --quiet."""
+    for target, reason in ABSENT.items():
+        terminalreporter.write_line(f"left out: {target}: {reason}")
+
+
+@pytest.fixture(params=PRESENT, ids=str)
+def target(request: pytest.FixtureRequest) -> Target:
+    """A device and a backend that are here."""
+    wanted: Target = request.param
     return wanted
 
 
-@pytest.fixture(params=TARGETS, ids=str)
-def target(request: pytest.FixtureRequest) -> Target:
-    """A device and a backend; tests with a GPU are skipped where there is none."""
-    return _require(request.param)
-
-
-@pytest.fixture(params=[t for t in TARGETS if t.is_pack], ids=str)
+@pytest.fixture(params=[t for t in PRESENT if t.is_pack], ids=str)
 def pack_target(request: pytest.FixtureRequest) -> Target:
     """As target, for tests of what only kernel packs do."""
-    return _require(request.param)
+    wanted: Target = request.param
+    return wanted
 
 
-@pytest.fixture(params=[t for t in TARGETS if t.backend != "reference"], ids=str)
+@pytest.fixture(params=[t for t in PRESENT if t.backend != "reference"], ids=str)
 def kernel_target(request: pytest.FixtureRequest) -> Target:
     """As target, for tests of what the plain formula has no need of."""
-    return _require(request.param)
+    wanted: Target = request.param
+    return wanted
 
 
-@pytest.fixture(params=[t for t in TARGETS if t.backend == "triton"], ids=str)
+@pytest.fixture(params=[t for t in PRESENT if t.backend == "triton"], ids=str)
 def triton_device(request: pytest.FixtureRequest) -> str:
     """The name of a kind of device that Triton's kernels run on."""
-    return _require(request.param).device
+    wanted: Target = request.param
+    return wanted.device
