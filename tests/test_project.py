@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What holds for the whole project: one place for each fact, small files, a predictable build."""
+"""What holds for the whole project: one place for each fact, a predictable build."""
 
 from __future__ import annotations
 
@@ -156,27 +156,7 @@ def test_manifest_lists_the_installed_packs() -> None:
         assert pack["size"] == len(content)
 
 
-# --- small files
-
-
-def size_limit(path: Path) -> int:
-    """The most lines a file of this kind may have."""
-    if path.suffix == ".h":
-        return 250
-    if path.suffix in {".cpp", ".c", ".cu", ".cuh"}:  # kernels are templates, so they live in .cuh
-        return 500
-    return 400
-
-
-@pytest.mark.parametrize("folder", ["cpp", "cmake", "examples", "python", "release", "scripts"])
-def test_files_are_small(folder: str) -> None:
-    oversized = {
-        str(path.relative_to(ROOT)): lines
-        for path in source_files()
-        if path.is_relative_to(ROOT / folder)
-        and (lines := path.read_text().count("\n")) > size_limit(path)
-    }
-    assert oversized == {}
+# --- files
 
 
 def shell_scripts() -> list[Path]:
