@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -28,8 +29,18 @@ def gpus(count: int) -> int:
 
 def run_on_ranks(function: Callable[[str], None], ranks: int, folder: Path, device: str) -> None:
     """Call the function, with the device's name, on all ranks; raise what one of them raised."""
-    torch.multiprocessing.spawn(
-        _enter, (function, ranks, str(folder / "meeting"), device), nprocs=ranks
+    method = "spawn"
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        # All ranks of all tests of this process are forked from one that has imported what takes
+        # seconds, and has no threads.
+        method = "forkserver"
+        slow = ["torch._dynamo", "torch.distributed.tensor", "flash_dmattn.distributed"]
+        multiprocessing.set_forkserver_preload(slow)
+    torch.multiprocessing.start_processes(
+        _enter,
+        (function, ranks, str(folder / "meeting"), device),
+        nprocs=ranks,
+        start_method=method,
     )
 
 

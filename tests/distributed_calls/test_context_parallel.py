@@ -144,8 +144,9 @@ def check_layer(device: str) -> None:
     got = layer(x[:, own], padding=padding[:, own])
     tolerance = 1e-5 if device == "cpu" else 3e-2
     torch.testing.assert_close(got, want[:, own], atol=tolerance, rtol=tolerance)
-    compiled = torch.compile(layer, backend="aot_eager")(x[:, own], padding=padding[:, own])
-    torch.testing.assert_close(compiled, want[:, own], atol=tolerance, rtol=tolerance)
+    if ranks == 2:  # the graph does not depend on their number
+        compiled = torch.compile(layer, backend="aot_eager")(x[:, own], padding=padding[:, own])
+        torch.testing.assert_close(compiled, want[:, own], atol=tolerance, rtol=tolerance)
     want.square().mean().backward()
     (got.square().sum() / want.numel()).backward()
     for one, other in zip(layer.parameters(), whole.parameters(), strict=True):

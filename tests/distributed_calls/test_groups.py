@@ -106,7 +106,8 @@ def check_all(device: str) -> None:
     """Run on a rank."""
     check_rows(device)
     check_torch_divides(device)
-    check_waiting_ends(device)
+    if dist.get_world_size() == 4:
+        check_waiting_ends(device)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
