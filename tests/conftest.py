@@ -75,9 +75,12 @@ def with_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASH_DMATTN_FALLBACK", raising=False)
 
 
-# Test processes side by side must not fight for the cores; tests of threads ask for their own.
+# Test processes side by side, and what they start, must not fight for the cores; tests of threads
+# ask for their own.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+if WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
