@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples"
 SHARED = {"small_lm.py"}
 RUNS = {
     "train_language_model.py": (
-        ["--steps", "60", "--context", "128", "--window", "16"],
+        ["--steps", "20", "--context", "128", "--window", "16"],
         [r"Each of 128 queries keeps 16 keys at most", r"blocks\.1\.attention\.A moved by \d+%"],
     ),
     "train_packed.py": (
@@ -63,6 +63,7 @@ def test_example_runs(name: str) -> None:
     assert [line for line in lines if not re.search(line, done.stdout)] == []
 
 
+@pytest.mark.slow
 def test_ranks_share_a_sequence() -> None:
     """As torchrun starts it."""
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -134,7 +134,9 @@ def test_inference_mode_may_be_left(make: type[AttentionCache], target: Target) 
         assert_same(torch.cat(outs, 1), module(x))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_compiled_decoding(make: type[AttentionCache], mode: Any, target: Target) -> None:
     """The prompt, single tokens until the growing cache has grown, and padding."""

@@ -76,6 +76,7 @@ def test_a_norm_without_weight_takes_the_place_of_one_with(
     assert module(x).shape == x.shape
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_trains_with_inductor_under_autocast(pack_target: Target) -> None:
     """Without a break of the graph; what is kept does not hang on how biases are rounded."""

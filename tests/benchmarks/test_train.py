@@ -45,6 +45,7 @@ def test_a_model_learns(name: str) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_a_compiled_model_learns_the_same(tmp_path: Path) -> None:
     """Blocks are compiled without a break; and the records are of cases of their own."""

@@ -224,6 +224,7 @@ def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_cuda_objects_do_not_depend_on_the_folder(tmp_path: Path) -> None:
     try:
         nvcc = find_nvcc(None)
