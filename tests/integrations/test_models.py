@@ -10,8 +10,10 @@ from flash_dmattn.integrations import choices, register
 from support import Target
 
 from .tiny_models import (
+    VOCABULARY,
     WAYS,
     assert_as_accurate_as_eager,
+    calls_functions,
     inputs_of,
     results,
     tiny_model,
@@ -62,6 +64,27 @@ def test_biases_of_relative_positions(case: str, pack_target: Target) -> None:
         got = results(model, inputs_of(case))
         assert sum("relative_attention_bias" in name for name in got) == 2
         assert_as_accurate_as_eager("t5", got, inputs_of(case))
+
+
+@pytest.mark.parametrize("case", ["whole", "left", "right"])
+def test_attention_that_crops_its_mask(case: str) -> None:
+    """Pix2Struct's text model indexes the four dimensions of a mask of rows."""
+    model_class = transformers.Pix2StructTextModel
+    if not calls_functions(model_class):
+        pytest.skip("Pix2Struct of this transformers computes attention itself")
+    sizes = {"hidden_size": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
+    config = transformers.Pix2StructTextConfig(
+        vocab_size=VOCABULARY, initializer_range=0.5, **sizes
+    )
+    register()
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    logits = {}
+    for name in ("eager", "flash_dmattn"):
+        model.set_attn_implementation(name)
+        logits[name] = model(tokens(), **inputs_of(case)).logits
+    kept = inputs_of(case).get("attention_mask", torch.ones_like(tokens())).bool()
+    torch.testing.assert_close(logits["flash_dmattn"][kept], logits["eager"][kept])
 
 
 def test_dropout_of_probabilities_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

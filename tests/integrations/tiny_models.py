@@ -46,7 +46,7 @@ def _class_and_config(family: str, layers: int) -> tuple[Any, Any]:
         config = transformers.T5Config(
             vocab_size=VOCABULARY, num_layers=layers, decoder_start_token_id=0, **sizes_of_t5
         )
-        if not _calls_functions(transformers.T5ForConditionalGeneration):
+        if not calls_functions(transformers.T5ForConditionalGeneration):
             pytest.skip("T5 of this transformers computes attention itself")
         return transformers.T5ForConditionalGeneration, config
     sizes["num_key_value_heads"] = 2
@@ -70,7 +70,7 @@ def _class_and_config(family: str, layers: int) -> tuple[Any, Any]:
     return transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)
 
 
-def _calls_functions(model_class: Any) -> bool:
+def calls_functions(model_class: Any) -> bool:
     tells = getattr(model_class, "_can_set_attn_implementation", None)
     return tells is not None and tells()
 

@@ -23,9 +23,9 @@ ModelMask = Tensor | IntervalMask | Documents | None
 
 _CAUSAL = masking_utils.causal_mask_function
 _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
-# Their attention computes with the mask before it calls the attention function. Newer versions of
-# transformers say so in each call.
-_MASK_IS_COMPUTED_WITH = frozenset({"doge"})
+# Their attention computes with the mask, or crops it, before it calls the attention function. Newer
+# versions of transformers say so of Doge in each call.
+_MASK_IS_COMPUTED_WITH = frozenset({"doge", "pix2struct_text_model"})
 # Elements of the part of a mask that is looked at, at a time.
 _BLOCK_ELEMENTS = 1 << 24
 
