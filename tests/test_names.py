@@ -28,6 +28,8 @@ MODULE = re.compile(r"-m ((?:flash_dmattn|benchmarks|demo|rehearsal|release)\b[\
 # What a user's command writes, what nvcc is told, what torch has, what Python's own library has.
 OTHER_FILES = {"notes.md", "module.cu", "version.py"}
 OTHER_FILES |= {f"{name}.py" for name in sys.stdlib_module_names}
+# It names files of other people's repositories.
+OF_OTHERS = ROOT / "tests" / "peers" / "suites.py"
 # Members of wheels that tests make.
 OTHER_PATHS = {"tests/test_x.py", "tests/__init__.py"}
 
@@ -39,7 +41,7 @@ def texts() -> list[Path]:
         path
         for path in [*ROOT.glob("*.*"), *inside]
         if path.is_file() and path.suffix in SUFFIXES and "__pycache__" not in path.parts
-        if path != Path(__file__)
+        if path not in (Path(__file__), OF_OTHERS)
     ]
 
 

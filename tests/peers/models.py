@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""transformers' tests of models: pytest runs those of one model after the other in a process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drawn.workers import Outcome
+
+from .suites import MODELS_FILES, MODELS_FOLDER
+
+# Seconds for the tests of one model: a run sees some tests of many models, not all tests of few.
+BUDGET = {"cuda": 30.0, "cpu": 60.0}
+# Which tests ask for SDPA or FlashAttention; a CPU has time for few of their parameters.
+CHOSEN = {
+    "cuda": "(eager_matches_sdpa_inference and (fp16 or bf16)) or flash_attn_2_inference"
+    " or flash_attn_2_from_config or eager_matches_fa2_generate or flash_attention_2_padding"
+    " or flash_attention_2_continue or can_compile_with_attention_mask_None"
+    " or eager_matches_sdpa_generate",
+    "cpu": "inference_09_fp32 or inference_17_bf16 or flash_attn_2_from_config"
+    " or flash_attention_2_padding",
+}
+
+
+def files_of(folder: Path, seed: int) -> list[Path]:
+    """Return the test files of models, in an order that the seed decides."""
+    files = sorted(folder.glob(MODELS_FILES))
+    random.Random(seed).shuffle(files)
+    return files
+
+
+class Recorder:
+    """A plugin of pytest that keeps what became of each test.
+
+    Args:
+        until: of time.monotonic; tests that would start later are not run and not kept.
+    """
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.outcomes: list[tuple[str, str, str]] = []
+        self.calls = 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: Any) -> bool | None:
+        self.calls = 0
+        return True if time.monotonic() > self.until else None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Iterator[None]:
+        from .shims import model_tests
+
+        random.seed(0)
+        torch.manual_seed(0)
+        before = model_tests.calls
+        try:
+            return (yield)
+        finally:
+            self.calls = model_tests.calls - before
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        from .shims import model_tests
+
+        if report.when != "call" and report.outcome == "passed":
+            return
+        kind = {"passed": "right", "failed": "failed", "skipped": "skipped"}[report.outcome]
+        message = ""
+        if report.failed:
+            errors = [line[1:] for line in report.longreprtext.splitlines() if line[:2] == "E "]
+            message = " ".join(" ".join(errors).split())[:600]
+        elif report.skipped:
+            message = report.longrepr[2]
+        elif not self.calls and model_tests.in_place == model_tests.OURS:
+            kind, message = "skipped", "passed without a call of flash_dmattn"
+        self.outcomes.append((kind, message, report.nodeid.partition("models/")[2]))
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            message = " ".join(report.longreprtext.splitlines()[-1:])
+            # A package that the tests of few models import, or a model of another version.
+            absent = re.search(
+                r"No module named '(?!tests)|cannot import name .* from .transformers", message
+            )
+            kind = "skipped" if absent else "failed"
+            self.outcomes.append((kind, message, report.nodeid.partition("models/")[2]))
+
+
+@functools.cache
+def prepare(folder: Path) -> None:
+    """Change transformers in this process, and go to where its tests are."""
+    os.environ["RUN_SLOW"] = "1"
+    from .shims import model_tests
+
+    model_tests.install(folder)
+    torch.backends.cudnn.allow_tf32 = False  # as transformers' own runs of its tests
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+
+
+def run_model(
+    number: int, *, folder: Path, seed: int, until: float, memory: float = 1.0
+) -> Outcome:
+    """Run one model's tests; the message is a JSON list of kind, message and test of each.
+
+    Args:
+        number: of the model.
+        folder: with the copy of the tests.
+        seed: of the run.
+        until: of time.monotonic, when no more tests are started.
+        memory: this process's share of the GPU's memory.
+    """
+    files = files_of(folder, seed)
+    if time.monotonic() > until or number >= len(files):
+        return Outcome(number, "left")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(memory)
+    from .shims import model_tests
+
+    prepare(folder)
+    file = files[number].relative_to(folder)
+    model_tests.import_tests(".".join(file.with_suffix("").parts))
+    recorder = Recorder(min(until, time.monotonic() + BUDGET[device]))
+    run_tests([str(file)], CHOSEN[device], recorder)
+    outcomes = [
+        ("skipped", f"fails with transformers' own attention, too: {message}", test)
+        if kind == "failed" and fails_anyway(test)
+        else (kind, message, test)
+        for kind, message, test in recorder.outcomes
+    ]
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return Outcome(number, "right", json.dumps(outcomes), file.parent.name)
+
+
+def run_tests(names: list[str], chosen: str, recorder: Recorder) -> None:
+    """Let pytest run tests in this process, without a word."""
+    options = ["-q", "--noconftest", "--capture=sys", "-p", "no:cacheprovider", "-W", "ignore"]
+    options += ["-c", os.devnull, "--rootdir", str(Path.cwd()), "-k", chosen]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        pytest.main([*options, *names], plugins=[recorder])
+
+
+def fails_anyway(test: str) -> bool:
+    """Say whether a test fails with transformers' own SDPA in the place of flash_dmattn.
+
+    Tests of another version of transformers do. Those that ask for FlashAttention are not tried,
+    since SDPA does not do all that it does.
+    """
+    from .shims import model_tests
+
+    if "sdpa" not in test:
+        return False
+    recorder = Recorder(math.inf)
+    model_tests.in_place = "sdpa"
+    try:
+        run_tests([f"{MODELS_FOLDER}/{test}"], "", recorder)
+    finally:
+        model_tests.in_place = model_tests.OURS
+    return any(kind == "failed" for kind, _, _ in recorder.outcomes)

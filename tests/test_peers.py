@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What scripts/test_peers makes of other people's tests, shown on small ones of this project."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drawn.workers import Outcome
+from peers.__main__ import checkout, report, unfolded
+from peers.accepted import reason_for
+from peers.cases import axes_of, has_no_counterpart, work
+from peers.shims import NoCounterpartError, attention
+from peers.suites import SUITES, suites_of
+
+ROOT = Path(__file__).resolve().parent.parent
+# A file in the place of FlashAttention's, with a test of each kind.
+TESTS = """
+import pytest
+import torch
+from flash_attn import flash_attn_func
+from flash_attn.bert_padding import HELP
+
+@pytest.mark.parametrize("d", [8, 16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attn_output(d, causal):
+    q, k, v = (torch.randn(2, 5, 2, d, device="cuda") for _ in range(3))
+    assert HELP and flash_attn_func(q, k, v, causal=causal).shape == q.shape
+
+@pytest.mark.parametrize("seqlen", list(range(1, 100)))
+def test_flash_attn_drawn(seqlen):
+    q = torch.ones(1, seqlen, 1, 8, device="cuda")
+    torch.testing.assert_close(flash_attn_func(q, q, q), q)
+
+def test_flash_attn_large_heads():
+    q = torch.ones(1, 2, 1, 512, device="cuda")
+    flash_attn_func(q, q, q)
+
+def test_flash_attn_skipped():
+    pytest.skip("no")
+
+def test_with_fixture(tmp_path):
+    raise AssertionError("not drawn")
+"""
+WRONG = """
+def test_flash_attn_wrong():
+    q = torch.ones(1, 2, 1, 8, device="cuda")
+    assert flash_attn_func(q, q, q).sum() == 17
+"""
+CRASH = """
+def test_flash_attn_crash():
+    import os
+    os.abort()
+"""
+
+
+def run_script(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
+    """Run the script on a checkout that has only these tests."""
+    (folder / "tests").mkdir()
+    (folder / "flash_attn").mkdir()
+    (folder / "tests" / "test_flash_attn.py").write_text(tests)
+    (folder / "flash_attn" / "bert_padding.py").write_text("HELP = True\n")
+    (folder / "einops.py").write_text("")  # the script asks for it; these tests do not
+    command = [sys.executable, "-m", "peers", str(folder), "--suites", "fa2"]
+    return subprocess.run(
+        [*command, "--cases", "16", "--workers", "1"],
+        env={"PYTHONPATH": f"{ROOT / 'tests'}:{folder}", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_counts_by_suite(tmp_path: Path) -> None:
+    done = run_script(tmp_path, TESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fa2: 14 passed, 0 failed, 1 skipped, 1 accepted\n" in done.stdout
+    assert "accepted, fa2: head dimensions above 256: 1" in done.stdout
+
+
+def test_fails_on_what_is_not_accepted(tmp_path: Path) -> None:
+    done = run_script(tmp_path, TESTS + WRONG + CRASH)
+    assert done.returncode == 1
+    assert "fa2::test_flash_attn_wrong[] (--case " in done.stdout
+    assert "failed AssertionError" in done.stdout
+    assert "crash the process ended: SIGABRT" in done.stdout
+
+
+def test_fails_where_nothing_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    skipped = Outcome(0, "skipped", "no", "fa2::test")
+    assert report([skipped], ["fa2"]) == 1
+    assert "nothing passed of: fa2" in capsys.readouterr().out
+    assert report([skipped, Outcome(1, "right", "", "fa2::test")], ["fa2"]) == 0
+
+
+def test_checkouts_are_known_by_their_files(tmp_path: Path) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="has none of these files"):
+        checkout(str(tmp_path))
+    for suite in SUITES:
+        (tmp_path / suite.test).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / suite.test).touch()
+        assert suite in suites_of(tmp_path)
+    assert checkout(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("test", "error", "is_accepted"),
+    [
+        ("fa4::test_flash_attn_output[d=512]", "NoCounterpartError: head dimension 512", True),
+        ("fa4::test_flash_attn_output[d=64]", "AssertionError: head dimension 64", False),
+        ("fa3::test_x", "OutOfMemoryError: Tried to allocate 70.00 GiB. GPU 0", True),
+        ("fa3::test_x", "OutOfMemoryError: Tried to allocate 7.00 GiB. GPU 0", False),
+        ("transformers::llama", "NoCounterpartError: head dimension 512", False),
+    ],
+)
+def test_what_is_accepted(test: str, error: str, is_accepted: bool) -> None:
+    assert (reason_for(test, error) is not None) == is_accepted
+
+
+def test_outcomes_of_models() -> None:
+    message = json.dumps([["right", "", "llama/x"], ["failed", "wrong", "llama/y"]])
+    passed, failed = unfolded([Outcome(3, "right", message, "llama")])
+    assert (passed.kind, passed.problem) == ("right", "transformers::llama/x")
+    assert (failed.kind, failed.message) == ("failed", "wrong")
+    assert report([passed, failed], ["transformers"]) == 1
+    assert report(unfolded([Outcome(4, "hang", "no result")]), []) == 1
+
+
+def test_parameters_of_a_test() -> None:
+    @pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 2), (3, 4)])
+    @pytest.mark.parametrize("d", [8])
+    def test() -> None: ...
+
+    assert axes_of(test) == [(["d"], [8]), (["seqlen_q", "seqlen_k"], [(1, 2), (3, 4)])]
+    assert axes_of(pytest.mark.skipif(True, reason="")(test)) is None
+    assert has_no_counterpart({"dropout_p": 0.1})
+    assert not has_no_counterpart({"dropout_p": 0.0, "dtype": torch.float16})
+    assert work({"seqlen_q": 2, "seqlen_k": 3, "d": 5}) == 30
+
+
+def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keeps: torch.Tensor) -> torch.Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~keeps, -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(), v)
+
+
+@pytest.mark.parametrize("window", [(None, None), (2, 1), (0, None)])
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_chunks_and_padding(window: attention.Window, chunk: int, causal: bool) -> None:
+    """The shim's intervals against a mask that says the same for each pair."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    used, left = torch.tensor([9, 7]), torch.tensor([0, 2])
+    options = attention.Options(causal=causal, window=window, chunk=chunk)
+    out, _ = attention.dense(q, k, v, options, used_k=used, left_pad=left)
+
+    j = torch.arange(9)
+    here = torch.arange(6)[None, :, None] + used[:, None, None] - 6
+    keeps = (j < used[:, None, None]) & (j >= left[:, None, None])
+    before, behind = window[0], 0 if causal else window[1]
+    if before is not None:
+        keeps = keeps & (j >= here - before)
+    if behind is not None:
+        keeps = keeps & (j <= here + behind)
+    if chunk:
+        skipped = left[:, None, None]
+        keeps = keeps & ((j - skipped) // chunk == (here - skipped) // chunk)
+    torch.testing.assert_close(out, by_hand(q, k, v, keeps[:, None]), atol=1e-5, rtol=1e-5)
+
+
+def test_shim_refuses_what_has_no_counterpart() -> None:
+    q = torch.ones(1, 2, 1, 8)
+    for given in ({"dropout": 0.1}, {"qv": q}, {"q_descale": q}, {"score_mod": len}):
+        with pytest.raises(NoCounterpartError):
+            attention.refuse(q, **given)
+    attention.refuse(q, dropout=0.0, qv=None, score_mod=None)
+
+
+def test_lse_counts_the_sink_as_in_flash_attention() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 3, 2, 8)
+    sink = torch.randn(2)
+    _, lse = attention.dense(q, q, q, attention.Options(sink=sink))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, q) * 8**-0.5
+    logits = torch.cat([scores, sink[None, :, None, None].expand(1, 2, 3, 1)], -1)
+    torch.testing.assert_close(lse, logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
