@@ -53,16 +53,22 @@ def read_library(content: bytes) -> Library:
     # Any: what a tag has besides its entry follows from its kind, which its type does not tell.
     dynamic: list[Any] = [tag for s in elf.iter_sections() if isinstance(s, DynamicSection)
                           for tag in s.iter_tags()]  # fmt: skip
-    flags = {tag.entry.d_tag: int(tag.entry.d_val) for tag in dynamic}
+    entries = {tag.entry.d_tag: int(tag.entry.d_val) for tag in dynamic}
     paths = [tag.rpath for tag in dynamic if tag.entry.d_tag == "DT_RPATH"]
     paths += [tag.runpath for tag in dynamic if tag.entry.d_tag == "DT_RUNPATH"]
-    stacks = [s for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"]
+    segments = [(s["p_type"], s["p_flags"]) for s in elf.iter_segments()]
+    stacks = [flags for kind, flags in segments if kind == "PT_GNU_STACK"]
+    writable_code = P_FLAGS.PF_W | P_FLAGS.PF_X
     fatbin = elf.get_section_by_name(".nv_fatbin")
     weaknesses = {
-        "has text relocations": "DT_TEXTREL" in flags or flags.get("DT_FLAGS", 0) & 4,
-        "asks for an executable stack": not stacks or stacks[0]["p_flags"] & P_FLAGS.PF_X,
+        "has writable code": any(
+            kind == "PT_LOAD" and flags & writable_code == writable_code for kind, flags in segments
+        ),
+        "has text relocations": "DT_TEXTREL" in entries or entries.get("DT_FLAGS", 0) & 4,
+        "asks for an executable stack": not stacks or stacks[0] & P_FLAGS.PF_X,
+        "is not linked with -z relro": all(kind != "PT_GNU_RELRO" for kind, _ in segments),
         "is not linked with -z now": not (
-            flags.get("DT_FLAGS", 0) & 8 or flags.get("DT_FLAGS_1", 0) & 1
+            entries.get("DT_FLAGS", 0) & 8 or entries.get("DT_FLAGS_1", 0) & 1
         ),
         "has debug information; it was not stripped": elf.get_section_by_name(".debug_info"),
     }

@@ -55,7 +55,7 @@ def compile_library(source: str, path: Path, flags: Sequence[str] = ()) -> bytes
     file = path.with_suffix(".c")
     file.write_text(source)
     command = [compiler() or "cc", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
-    command += ["-Wl,-z,now", "-Wl,-z,noexecstack", "-o", str(path), str(file), *flags]
+    command += ["-Wl,-z,relro,-z,now,-z,noexecstack", "-o", str(path), str(file), *flags]
     command += [] if "-g" in flags else ["-s"]
     subprocess.run(command, check=True)
     return path.read_bytes()

@@ -138,6 +138,13 @@ BAD = [
     Bad("exports", lambda wheel: wheel.replace_library(CPU_FILE, CORE), "not flash_dmattn_pack"),
     Bad("hardening", linked(CPU_FILE, "-Wl,-z,execstack"), "executable stack"),
     Bad("hardening", linked(CPU_FILE, "-Wl,-z,lazy"), "-z now"),
+    Bad("hardening", linked(CPU_FILE, "-Wl,-z,norelro"), "cpu.so is not linked with -z relro"),
+    Bad("hardening", linked(CORE_FILE, "-Wl,-z,norelro"), "_core.abi3.so is not linked with -z"),
+    Bad(
+        "hardening",
+        linked(CPU_FILE, before='__asm__(".section .both,\\"awx\\"\\n.quad 0\\n.previous");\n'),
+        "has writable code",
+    ),
     Bad("hardening", linked(CPU_FILE, "-g"), "debug information"),
     Bad(
         "hardening",
