@@ -123,6 +123,16 @@ def test_pack_of_another_machine_is_refused(tmp_path: Path) -> None:
     assert 'pack cu13-sm90: its manifest says machine "riscv64"' in said(done)
 
 
+@pytest.mark.parametrize("before", ["{folder}/", "../packs/"])
+def test_pack_elsewhere_is_refused(before: str, tmp_path: Path) -> None:
+    folder = pack_folder(tmp_path / "packs", "cu13-sm90")
+    path = folder / "manifest.json"
+    file = before.format(folder=folder) + "libflash_dmattn_cu13_sm90.so"
+    path.write_text(path.read_text().replace("libflash_dmattn_cu13_sm90.so", file))
+    done = cmake(tmp_path / "build", FLASH_DMATTN_PREBUILT_PACKS=str(folder))
+    assert f'says file "{file}", which is no name of a file beside the manifest' in said(done)
+
+
 def test_absent_pack_is_refused(tmp_path: Path) -> None:
     folder = pack_folder(tmp_path / "packs", "cu13-sm90")
     (folder / "libflash_dmattn_cu13_sm90.so").unlink()

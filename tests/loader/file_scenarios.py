@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Damaged and foreign files about which the loader has something to say."""
 
+import json
 import re
 from types import ModuleType
 
@@ -159,6 +160,22 @@ def manifest_text(content):
 SCENARIOS["manifest_of_another_schema"] = manifest_text('{"schema": 2}')
 SCENARIOS["manifest_without_packs"] = manifest_text('{"schema": 1}')
 SCENARIOS["manifest_that_is_not_json"] = manifest_text("{")
+
+
+@SCENARIOS.add
+def manifest_of_files_elsewhere(installation):
+    installation.write("cpu")
+    manifest = installation.packs / "manifest.json"
+    content = json.loads(manifest.read_text())
+    name = content["packs"][0]["file"]
+    good = installation.packs / name  # every name but those of Windows leads to it or to a folder
+    texts = []
+    for file in (str(good), f"../packs/{name}", f"./{name}", "..", "", f"C:{name}", f"a\\{name}"):
+        content["packs"][0]["file"] = file
+        manifest.write_text(json.dumps(content))
+        texts.append(error_of(installation.loader(), "cpu"))
+        assert not installation.opened
+    return "\n\n".join(texts)
 
 
 @SCENARIOS.add

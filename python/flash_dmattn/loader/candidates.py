@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def manifest_candidates(
         rows = manifest["packs"]
         common = {key: manifest[key] for key in ("version", "abi_version")}
         common |= {"source": source, "distribution": distribution}
-        return [_candidate(row, directory / row["file"], common) for row in rows]
+        return [_candidate(row, directory, common) for row in rows]
     except FileNotFoundError:
         defect = messages.FILE_MISSING
     except KeyError as error:
@@ -162,7 +162,12 @@ def _table(pack: Pack) -> dict[str, Any]:
     }
 
 
-def _candidate(row: Mapping[str, Any], path: Path, common: Mapping[str, Any]) -> Candidate:
+def _candidate(row: Mapping[str, Any], directory: Path, common: Mapping[str, Any]) -> Candidate:
+    file = row["file"]
+    # Windows' rules know the separators and drives of all systems.
+    if file in ("", "..") or PureWindowsPath(file).name != file:
+        raise ValueError(messages.MANIFEST_FILE.format(name=row["name"], file=file))
+    path = directory / file
     said = {key: row[key] for key in ("name", "device", "machine", "cuda", "arch")}
     said |= {key: row.get(key) for key in ("sha256", "size")}
     defect = "" if path.is_file() else messages.FILE_MISSING
