@@ -30,12 +30,14 @@ function(fdm_add_core)
     FREE_THREADED
     ${backend}
     NOMINSIZE
+    PROTECT_STACK
     NB_SUPPRESS_WARNINGS
     ${CORE_SOURCES})
   target_compile_features(_core PRIVATE cxx_std_17)
   target_include_directories(_core PRIVATE "${PROJECT_SOURCE_DIR}/cpp")
   target_compile_definitions(_core PRIVATE FDM_VERSION="${FDM_VERSION}")
   target_compile_options(_core PRIVATE -Wall -Wextra "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
+  fdm_harden_objects(_core)
   target_link_libraries(_core PRIVATE ${CMAKE_DL_LIBS})
   fdm_export_only(_core PyInit__core)
   if(FLASH_DMATTN_NANOBIND STREQUAL "linked" AND NOT APPLE AND NOT MSVC)

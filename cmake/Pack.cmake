@@ -46,10 +46,7 @@ function(fdm_setup_pack_objects target)
     CUDA_STANDARD_REQUIRED ON)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/cpp")
   target_compile_definitions(${target} PRIVATE FDM_VERSION="${FDM_VERSION}")
-  foreach(flag -Wall -Wextra -ffunction-sections -fdata-sections
-          "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=" "-ffile-prefix-map=${PROJECT_BINARY_DIR}/=")
-    target_compile_options(${target} PRIVATE
-      $<$<COMPILE_LANGUAGE:CXX>:${flag}>
-      $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${flag}>)
-  endforeach()
+  fdm_harden_objects(${target})
+  fdm_compile_host_code(${target} -Wall -Wextra -ffunction-sections -fdata-sections
+    "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=" "-ffile-prefix-map=${PROJECT_BINARY_DIR}/=")
 endfunction()

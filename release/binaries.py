@@ -13,7 +13,7 @@ from elftools.elf.constants import P_FLAGS
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
-from elftools.elf.sections import SymbolTableSection
+from elftools.elf.sections import Symbol, SymbolTableSection
 
 from release.targets import version_numbers
 
@@ -70,6 +70,7 @@ def read_library(content: bytes) -> Library:
         "is not linked with -z now": not (
             entries.get("DT_FLAGS", 0) & 8 or entries.get("DT_FLAGS_1", 0) & 1
         ),
+        "was compiled without a stack protector": "__stack_chk_fail" not in _imports(elf),
         "has debug information; it was not stripped": elf.get_section_by_name(".debug_info"),
     }
     return Library(
@@ -83,18 +84,24 @@ def read_library(content: bytes) -> Library:
     )
 
 
-def _exports(elf: ELFFile) -> tuple[str, ...]:
+def _dynamic_symbols(elf: ELFFile) -> list[Symbol]:
     table = elf.get_section_by_name(".dynsym")
-    if not isinstance(table, SymbolTableSection):
-        return ()
+    return list(table.iter_symbols()) if isinstance(table, SymbolTableSection) else []
+
+
+def _exports(elf: ELFFile) -> tuple[str, ...]:
     return tuple(
         sorted(
             symbol.name
-            for symbol in table.iter_symbols()
+            for symbol in _dynamic_symbols(elf)
             if symbol["st_shndx"] not in ("SHN_UNDEF", "SHN_ABS")
             and symbol["st_info"]["bind"] != "STB_LOCAL"
         )
     )
+
+
+def _imports(elf: ELFFile) -> set[str]:
+    return {s.name for s in _dynamic_symbols(elf) if s["st_shndx"] == "SHN_UNDEF"}
 
 
 def _versions(elf: ELFFile) -> dict[str, str]:

@@ -78,7 +78,7 @@ def exports(task: Task) -> Iterator[str]:
 
 
 def hardening(task: Task) -> Iterator[str]:
-    """No executable stack, no writable code or function table, no debug information."""
+    """Protected stacks without code, no writable code or function table, no debug information."""
     for name, library in task.libraries.items():
         for weakness in library.weaknesses:
             yield f"{name} {weakness}"

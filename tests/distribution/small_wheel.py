@@ -29,17 +29,22 @@ CORE_FILE = "flash_dmattn/_core.abi3.so"
 BILL_FILE = f"{INFO}/sboms/{BILL}"
 LINUX, MANYLINUX = f"linux_{MACHINE}", f"{targets.load().wheel.policy}_{MACHINE}"
 
-# Something of libc has to be used, else auditwheel cannot tell what the library is made for.
+# Something of libc has to be used, else auditwheel cannot tell what the library is made for; and an
+# array on the stack, else there is nothing to protect.
 PACK = """
 #include <stdlib.h>
-__attribute__((visibility("default"))) void *flash_dmattn_pack(void) { return getenv("HOME"); }
+__attribute__((visibility("default"))) void *flash_dmattn_pack(void) {
+  char name[] = "HOME";
+  return getenv(name);
+}
 """
 CORE = """
 #include <stdlib.h>
 extern void *PyModuleDef_Init(void *definition);
 __attribute__((visibility("default"))) void *PyInit__core(void) {
   static char definition[256];
-  return getenv("HOME") ? PyModuleDef_Init(definition) : 0;
+  char name[] = "HOME";
+  return getenv(name) ? PyModuleDef_Init(definition) : 0;
 }
 """
 
@@ -55,6 +60,7 @@ def compile_library(source: str, path: Path, flags: Sequence[str] = ()) -> bytes
     file = path.with_suffix(".c")
     file.write_text(source)
     command = [compiler() or "cc", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
+    command += ["-fstack-protector-strong"]
     command += ["-Wl,-z,relro,-z,now,-z,noexecstack", "-o", str(path), str(file), *flags]
     command += [] if "-g" in flags else ["-s"]
     subprocess.run(command, check=True)

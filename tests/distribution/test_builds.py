@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from release.__main__ import main
 from release.programs import find_nvcc
@@ -232,6 +233,24 @@ def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
         (row,) = install(tree / "build", tree / "out")["packs"]
         digests.append(row["sha256"])
     assert digests[0] == digests[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the symbols are those of Linux")
+@pytest.mark.parametrize(
+    ("flags", "checked"),
+    [("", {"__snprintf_chk"}), ("-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=0", set())],
+)
+def test_objects_are_hardened(flags: str, checked: set[str], tmp_path: Path) -> None:
+    """A level of _FORTIFY_SOURCE that the builder's flags have stays."""
+    done = cmake(tmp_path, FLASH_DMATTN_CPU="ON", CMAKE_CXX_FLAGS=flags)
+    assert done.returncode == 0, done.stderr
+    name = "CMakeFiles/flash_dmattn_cpu_common.dir/cpp/cpu/pack.cpp.o"
+    subprocess.run(["ninja", "-C", tmp_path, name], check=True, capture_output=True)
+    with (tmp_path / name).open("rb") as stream:
+        table = ELFFile(stream).get_section_by_name(".symtab")
+        names = {symbol.name for symbol in table.iter_symbols()}
+    assert {n for n in names if n.endswith("_chk")} == checked
+    assert "__stack_chk_fail" in names
 
 
 @pytest.mark.slow

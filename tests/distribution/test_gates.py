@@ -145,6 +145,7 @@ BAD = [
         linked(CPU_FILE, before='__asm__(".section .both,\\"awx\\"\\n.quad 0\\n.previous");\n'),
         "has writable code",
     ),
+    Bad("hardening", linked(CPU_FILE, "-fno-stack-protector"), "without a stack protector"),
     Bad("hardening", linked(CPU_FILE, "-g"), "debug information"),
     Bad(
         "hardening",
