@@ -69,6 +69,11 @@ class Wheel:
         return f"{PACKAGE}/_core.{'pyd' if self.system == 'windows' else 'abi3.so'}"
 
     @property
+    def cores(self) -> dict[str, bytes]:
+        """The extension module by its path; nothing in a wheel of packs alone."""
+        return {name: self.contents[name] for name in (self.core,) if name in self.contents}
+
+    @property
     def cpu_pack(self) -> str:
         """The path of the cpu pack, as the build names it for that system."""
         names = {

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from release.distributions import Wheel, core_metadata, parse_metadata, sha256
 SPEC_VERSION = "1.6"
 # The name of the bill that a wheel carries in its metadata folder's `sboms` (PEP 770).
 BILL = "flash-dmattn.cdx.json"
+_GCC = "GPL-3.0-or-later WITH GCC-exception-3.1"
 _NVIDIA = "NVIDIA CUDA EULA"
 _MICROSOFT = "Microsoft Visual Studio licence terms, distributable code"
 LICENSE = [{"license": {"id": "BSD-3-Clause"}}]
@@ -34,13 +36,26 @@ def bill_of_materials(
     return bill
 
 
-def bill_of_packs(name: str, version: str, packs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the bill that a wheel carries: its packs, and what is linked into them."""
-    return _bill(name, version, [pack_component(name, pack) for pack in _by_name(packs)])
+def bill_of_libraries(
+    name: str, version: str, cores: Mapping[str, bytes], packs: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the bill that a wheel carries: its libraries, and what is linked into them.
+
+    Args:
+        cores: the wheel's extension module, if it has one, by its path.
+        packs: the rows of its manifest.
+    """
+    return _bill(name, version, _library_components(name, cores, packs))
 
 
-def _by_name(packs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(packs, key=lambda pack: str(pack["name"]))
+def _library_components(
+    wheel: str, cores: Mapping[str, bytes], packs: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    by_name = sorted(packs, key=lambda pack: str(pack["name"]))
+    return [
+        *(core_component(wheel, path, content) for path, content in cores.items()),
+        *(pack_component(wheel, pack) for pack in by_name),
+    ]
 
 
 def _bill(name: str, version: str, components: list[dict[str, Any]]) -> dict[str, Any]:
@@ -75,10 +90,17 @@ def file_component(path: Path) -> dict[str, Any]:
         "licenses": LICENSE,
     }
     if path.suffix == ".whl":
-        component["components"] = [
-            pack_component(path.name, pack) for pack in _by_name(Wheel.read(path).packs)
-        ]
+        wheel = Wheel.read(path)
+        component["components"] = _library_components(path.name, wheel.cores, wheel.packs)
     return component
+
+
+def core_component(wheel: str, path: str, content: bytes) -> dict[str, Any]:
+    """Return the extension module, which holds nanobind's templates and no runtime."""
+    file = path.rpartition("/")[2]
+    reference = f"{wheel}#{file}"
+    linked = [runtime(reference, "nanobind", None, "BSD-3-Clause")]
+    return _library(reference, file, hashlib.sha256(content).hexdigest(), linked)
 
 
 def pack_component(wheel: str, pack: dict[str, Any]) -> dict[str, Any]:
@@ -86,20 +108,25 @@ def pack_component(wheel: str, pack: dict[str, Any]) -> dict[str, Any]:
     reference = f"{wheel}#{pack['file']}"
     linked = []
     if pack["file"].endswith(".so"):
-        linked.append(runtime(reference, "libstdc++", None, "GPL-3.0-only WITH GCC-exception-3.1"))
+        linked += [runtime(reference, name, None, _GCC) for name in ("libstdc++", "libgcc")]
     if pack["file"].endswith(".dll"):
         linked.append(runtime(reference, "Microsoft C++ runtime", None, _MICROSOFT))
     if pack["cuda"]:
         linked.append(runtime(reference, "CUDA runtime (cudart_static)", pack["cuda"], _NVIDIA))
-    component: dict[str, Any] = {
+    return _library(reference, pack["file"], pack["sha256"], linked)
+
+
+def _library(
+    reference: str, file: str, digest: str, linked: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
         "type": "library",
         "bom-ref": reference,
-        "name": pack["file"],
+        "name": file,
         "licenses": LICENSE,
-        "hashes": [{"alg": "SHA-256", "content": pack["sha256"]}],
+        "hashes": [{"alg": "SHA-256", "content": digest}],
         "components": linked,
     }
-    return component
 
 
 def runtime(reference: str, name: str, version: str | None, terms: str) -> dict[str, Any]:

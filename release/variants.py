@@ -18,7 +18,7 @@ from typing import Any
 
 from release.distributions import PACKAGE, Wheel
 from release.project import PROJECT, ROOT, ReleaseError, pyproject_value
-from release.sbom import BILL, bill_of_packs
+from release.sbom import BILL, bill_of_libraries
 from release.wheel_files import write_wheel
 
 BUILD_TAG = "1base"
@@ -83,7 +83,7 @@ def _base(wheel: Wheel, output: Path) -> Path:
     files[f"{wheel.dist_info}/WHEEL"] = f"{head.rstrip()}\nBuild: {BUILD_TAG}\n".encode()
     version = wheel.metadata("METADATA", "Version")[0]
     bill = f"{wheel.dist_info}/sboms/{BILL}"
-    files[bill] = _json(bill_of_packs(PROJECT, version, rows))
+    files[bill] = _json(bill_of_libraries(PROJECT, version, wheel.cores, rows))
     return write_wheel(output / f"{PACKAGE}-{version}-{BUILD_TAG}-{wheel.tag}.whl", files)
 
 
@@ -121,7 +121,7 @@ def _packs(
             f"Tag: {tag}\n"
         ).encode(),
         f"{info}/entry_points.txt": f"[{PACKAGE}.packs]\n{name} = {module}\n".encode(),
-        f"{info}/sboms/{BILL}": _json(bill_of_packs(name, version, rows)),
+        f"{info}/sboms/{BILL}": _json(bill_of_libraries(name, version, {}, rows)),
         **{f"{info}/licenses/{licence}": (ROOT / licence).read_bytes() for licence in licences},
     }
     return write_wheel(output / f"{module}-{version}-{tag}.whl", files)

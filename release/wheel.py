@@ -20,7 +20,7 @@ from release import targets
 from release.distributions import Wheel
 from release.programs import call
 from release.project import PROJECT, ROOT, ReleaseError, commit, pyproject_value
-from release.sbom import BILL, bill_of_packs
+from release.sbom import BILL, bill_of_libraries
 from release.wheel_files import add_files
 
 
@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def add_bill(path: Path) -> None:
-    """Put the bill of materials of a wheel's packs into it, where PEP 770 has its place."""
+    """Put the bill of materials of a wheel's libraries into it, where PEP 770 has its place."""
     wheel = Wheel.read(path)
-    bill = bill_of_packs(PROJECT, pyproject_value("version"), wheel.packs)
+    bill = bill_of_libraries(PROJECT, pyproject_value("version"), wheel.cores, wheel.packs)
     text = json.dumps(bill, indent=1) + "\n"
     add_files(path, {f"{wheel.dist_info}/sboms/{BILL}": text.encode()})
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from release.distributions import PACKAGE
 from release.gates.verdict import Task
 from release.project import PROJECT, ROOT
-from release.sbom import BILL, bill_of_packs
+from release.sbom import BILL, bill_of_libraries
 
 _MEGABYTE = 10**6
 _REQUIRED = (
@@ -77,15 +77,16 @@ def licences(task: Task) -> Iterator[str]:
 
 
 def materials(task: Task) -> Iterator[str]:
-    """The wheel carries the bill of its packs, with their hashes and what is linked into them."""
+    """The wheel carries the bill of its libraries, with their hashes and what is linked in."""
     wheel = task.wheel
     name = f"{wheel.dist_info}/sboms/{BILL}"
     if name not in wheel.contents:
         yield f"{name} is absent"
         return
     listed = json.loads(wheel.contents[name])
-    if listed != bill_of_packs(PROJECT, wheel.metadata("METADATA", "Version")[0], wheel.packs):
-        yield f"{name} is not the bill of the packs in the manifest"
+    version = wheel.metadata("METADATA", "Version")[0]
+    if listed != bill_of_libraries(PROJECT, version, wheel.cores, wheel.packs):
+        yield f"{name} is not the bill of the core and of the packs in the manifest"
 
 
 def sizes(task: Task) -> Iterator[str]:

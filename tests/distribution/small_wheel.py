@@ -18,7 +18,7 @@ from typing import Any
 
 from release import targets
 from release.project import ROOT, abi_version, pyproject_value
-from release.sbom import BILL, bill_of_packs
+from release.sbom import BILL, bill_of_libraries
 
 MACHINE = platform.machine()
 VERSION = pyproject_value("version")
@@ -129,8 +129,10 @@ class SmallWheel:
             facts = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
             rows.append(facts | row)
         manifest = json.dumps(self.head | {"packs": rows}).encode()
+        cores = {path: self.files[path] for path in (CORE_FILE,) if path in self.files}
+        bill = bill_of_libraries("flash-dmattn", VERSION, cores, rows)
         files = {
-            BILL_FILE: json.dumps(bill_of_packs("flash-dmattn", VERSION, rows)).encode(),
+            BILL_FILE: json.dumps(bill).encode(),
             **self.files,
             "flash_dmattn/packs/manifest.json": manifest,
             f"{INFO}/WHEEL": (

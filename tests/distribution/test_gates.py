@@ -176,7 +176,7 @@ BAD = [
     Bad("licences", drop(f"{INFO}/licenses/LICENSE"), "licenses/LICENSE is absent"),
     Bad("licences", add(f"{INFO}/licenses/LICENSE"), "differs from LICENSE"),
     Bad("licences", drop(f"{INFO}/licenses/LICENSE.cuda-runtime"), "cuda-runtime is absent"),
-    Bad("materials", add(BILL_FILE, b"{}"), "is not the bill of the packs"),
+    Bad("materials", add(BILL_FILE, b"{}"), "is not the bill of the core"),
     Bad("licences", edit(f"{INFO}/METADATA", "License-File: LICENSE\n", ""), "no License-File"),
     Bad("licences", edit(f"{INFO}/METADATA", "License-Exp", "Licence-Exp"), "License-Expression"),
     Bad(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "2.0.0"
+CORE = b"the extension module"
 CU13 = {
     "name": "cu13-sm90",
     "file": "libcu13.so",
@@ -49,6 +50,8 @@ def make_wheel(
     name = stem.replace("_", "-")
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(f"{stem}/__init__.py", f'version = "{version}"\n')
+        if machine:
+            wheel.writestr(f"{stem}/_core.abi3.so", CORE)
         wheel.writestr(f"{stem}/packs/manifest.json", json.dumps({"schema": 1, "packs": packs}))
         wheel.writestr(f"{info}/METADATA", metadata_text(metadata_version or version, name))
         wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from release_files import CPU, CU12, CU13, make_sdist, make_wheel
+from release_files import CORE, CPU, CU12, CU13, make_sdist, make_wheel
 
 from release import tag
 from release.__main__ import main
@@ -65,7 +66,7 @@ def test_assets_are_complete_and_summed(dist: Path, tmp_path: Path) -> None:
     assert len((dist / "SHA256SUMS").read_text().splitlines()) == 4
 
 
-def test_bill_names_the_packs_and_what_is_linked_into_them(dist: Path) -> None:
+def test_bill_names_the_libraries_and_what_is_linked_into_them(dist: Path) -> None:
     files = sorted(dist.iterdir())
     bill = bill_of_materials(files, "f" * 40, "2030-01-31T00:00:00Z")
     assert bill == bill_of_materials(files, "f" * 40, "2030-01-31T00:00:00Z")
@@ -75,11 +76,18 @@ def test_bill_names_the_packs_and_what_is_linked_into_them(dist: Path) -> None:
     wheel = components[wheel_in(dist).name]
     assert wheel["hashes"] == [{"alg": "SHA-256", "content": sha256(wheel_in(dist))}]
     packs = {pack["name"]: pack for pack in wheel["components"]}
+    core = packs.pop("_core.abi3.so")
+    assert core["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(CORE).hexdigest()}]
+    assert [c["name"] for c in core["components"]] == ["nanobind"]
     assert set(packs) == {"libcpu.so", "libcu12.so", "libcu13.so"}
     assert packs["libcu13.so"]["hashes"][0]["content"] == CU13["sha256"]
     linked = [(c["name"], c.get("version")) for c in packs["libcu13.so"]["components"]]
-    assert linked == [("libstdc++", None), ("CUDA runtime (cudart_static)", "13.0")]
-    assert [c["name"] for c in packs["libcpu.so"]["components"]] == ["libstdc++"]
+    assert linked == [
+        ("libstdc++", None),
+        ("libgcc", None),
+        ("CUDA runtime (cudart_static)", "13.0"),
+    ]
+    assert [c["name"] for c in packs["libcpu.so"]["components"]] == ["libstdc++", "libgcc"]
     references = [c["bom-ref"] for c in walk(bill["components"])]
     assert len(references) == len(set(references))
 

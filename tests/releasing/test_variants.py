@@ -66,6 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             inside = path.relative_to(directory)
             if path.is_file() and "__pycache__" not in path.parts and inside.parts[0] != "packs":
                 files[f"flash_dmattn/{inside.as_posix()}"] = path.read_bytes()
+    files.setdefault("flash_dmattn/_core.abi3.so", b"the core")  # linked, it has another name
     libraries = {"cpu": real_pack().read_bytes()}
     libraries |= {name: f"pack {name}".encode() for name in GPU_PACKS}
     rows = [row(name, content) for name, content in libraries.items()]
@@ -121,6 +122,16 @@ def test_equal_inputs_give_equal_bytes(
     }
 
 
+def test_the_base_carries_the_bill_of_what_it_holds(variants: dict[str, Path]) -> None:
+    wheel = Wheel.read(variants["base"])
+    bill = json.loads(wheel.contents[f"{INFO}/sboms/flash-dmattn.cdx.json"])
+    digests = {part["name"]: part["hashes"][0]["content"] for part in bill["components"]}
+    assert digests == {
+        name: hashlib.sha256(wheel.contents[f"flash_dmattn/{folder}{name}"]).hexdigest()
+        for folder, name in (("", "_core.abi3.so"), ("packs/", "libflash_dmattn_cpu.so"))
+    }
+
+
 def test_metadata_of_the_packs(variants: dict[str, Path]) -> None:
     with zipfile.ZipFile(variants["flash-dmattn-cu13"]) as archive:
         info = zipfile.Path(archive, f"flash_dmattn_cu13-{VERSION}.dist-info/")
@@ -133,7 +144,7 @@ def test_metadata_of_the_packs(variants: dict[str, Path]) -> None:
         assert licence.read_bytes() == (ROOT / "LICENSE.cuda-runtime").read_bytes()
         bill = json.loads((info / "sboms" / "flash-dmattn.cdx.json").read_text())
         linked = [part["name"] for part in bill["components"][0]["components"]]
-        assert linked == ["libstdc++", "CUDA runtime (cudart_static)"]
+        assert linked == ["libstdc++", "libgcc", "CUDA runtime (cudart_static)"]
 
 
 def folder_of_packs(folder: Path, names: tuple[str, ...]) -> Path:
