@@ -5,6 +5,8 @@
 include_guard(GLOBAL)
 include(Pack)
 
+set(FDM_SANITIZERS -fsanitize=address,undefined,float-cast-overflow)
+
 # fdm_add_cpu_pack(SOURCES <file>... SIMD_SOURCES <file>...)
 #   Does nothing where FLASH_DMATTN_CPU is OFF. SOURCES are compiled once, for the oldest machine that is supported.
 #   SIMD_SOURCES are compiled for each level with
@@ -24,6 +26,9 @@ function(fdm_add_cpu_pack)
   fdm_setup_pack(flash_dmattn_cpu FILE flash_dmattn_cpu NAME cpu DEVICE cpu)
   set_target_properties(flash_dmattn_cpu PROPERTIES LINKER_LANGUAGE CXX)
   target_link_libraries(flash_dmattn_cpu PRIVATE Threads::Threads)
+  if(FLASH_DMATTN_SANITIZE)
+    target_link_options(flash_dmattn_cpu PRIVATE ${FDM_SANITIZERS})
+  endif()
 
   fdm_add_cpu_objects(flash_dmattn_cpu_common SOURCES ${CPU_SOURCES})
   fdm_add_simd_level(baseline BYTES 16 SOURCES ${CPU_SIMD_SOURCES})
@@ -57,5 +62,9 @@ function(fdm_add_cpu_objects target)
   add_library(${target} OBJECT ${OBJECTS_SOURCES})
   fdm_setup_pack_objects(${target})
   target_compile_options(${target} PRIVATE -fno-math-errno -fno-trapping-math -ffp-contract=fast)
+  if(FLASH_DMATTN_SANITIZE) # which has its own checks of the C library's functions
+    target_compile_options(${target} PRIVATE ${FDM_SANITIZERS} -fno-sanitize-recover=all -fno-omit-frame-pointer
+      -U_FORTIFY_SOURCE)
+  endif()
   target_sources(flash_dmattn_cpu PRIVATE $<TARGET_OBJECTS:${target}>)
 endfunction()

@@ -20,6 +20,8 @@ include_guard(GLOBAL)
 #                        "scripts/test_delays" sees to both.
 #   FLASH_DMATTN_EMULATE  for tests: archs, such as sm80;sm90, whose CUDA kernels are compiled for the CPU by an emulator,
 #                        below "emulated" in the build folder; needs GCC, and FLASH_DMATTN_CUDA=OFF. None by default.
+#   FLASH_DMATTN_SANITIZE  for tests: the cpu pack ends the process at accesses outside of an allocation and at undefined
+#                        behaviour (ASan and UBSan); "scripts/sanitize_cpu" runs calls with it.
 #   FLASH_DMATTN_CUDART  static: packs contain the CUDA runtime; shared: for distributions in which libcudart is a
 #                        separate package.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
@@ -39,6 +41,7 @@ macro(fdm_declare_options)
   set(FLASH_DMATTN_TILES "" CACHE STRING "For tests: the arch whose tiles the CUDA packs use; their own if empty")
   option(FLASH_DMATTN_DELAYS "For tests: kernels of a chain sleep at odd times" OFF)
   set(FLASH_DMATTN_EMULATE "" CACHE STRING "For tests: archs whose kernels an emulator runs on the CPU")
+  option(FLASH_DMATTN_SANITIZE "For tests: the cpu pack checks its own accesses and arithmetic" OFF)
   set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
   option(FLASH_DMATTN_CORE "Build the Python module" ON)
   set(FLASH_DMATTN_NANOBIND "split" CACHE STRING "Where nanobind's half of the Python module is: split or linked")

@@ -235,6 +235,17 @@ def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
+def symbols_of_cpu_object(build: Path, **options: str) -> set[str]:
+    """Compile one source of the cpu pack, and return the names that its object has or needs."""
+    done = cmake(build, FLASH_DMATTN_CPU="ON", **options)
+    assert done.returncode == 0, done.stderr
+    name = "CMakeFiles/flash_dmattn_cpu_common.dir/cpp/cpu/pack.cpp.o"
+    subprocess.run(["ninja", "-C", build, name], check=True, capture_output=True)
+    with (build / name).open("rb") as stream:
+        table = ELFFile(stream).get_section_by_name(".symtab")
+        return {symbol.name for symbol in table.iter_symbols()}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the symbols are those of Linux")
 @pytest.mark.parametrize(
     ("flags", "checked"),
@@ -242,15 +253,17 @@ def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
 )
 def test_objects_are_hardened(flags: str, checked: set[str], tmp_path: Path) -> None:
     """A level of _FORTIFY_SOURCE that the builder's flags have stays."""
-    done = cmake(tmp_path, FLASH_DMATTN_CPU="ON", CMAKE_CXX_FLAGS=flags)
-    assert done.returncode == 0, done.stderr
-    name = "CMakeFiles/flash_dmattn_cpu_common.dir/cpp/cpu/pack.cpp.o"
-    subprocess.run(["ninja", "-C", tmp_path, name], check=True, capture_output=True)
-    with (tmp_path / name).open("rb") as stream:
-        table = ELFFile(stream).get_section_by_name(".symtab")
-        names = {symbol.name for symbol in table.iter_symbols()}
+    names = symbols_of_cpu_object(tmp_path, CMAKE_CXX_FLAGS=flags)
     assert {n for n in names if n.endswith("_chk")} == checked
     assert "__stack_chk_fail" in names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the symbols are those of Linux")
+def test_objects_check_themselves(tmp_path: Path) -> None:
+    names = symbols_of_cpu_object(tmp_path, FLASH_DMATTN_SANITIZE="ON", CMAKE_CXX_FLAGS="-O1")
+    for prefix in ("__asan_report_load", "__ubsan_handle_"):
+        assert any(name.startswith(prefix) for name in names), prefix
+    assert all(name.endswith("_abort") for name in names if name.startswith("__ubsan_handle_"))
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def _page(source: Source, call: Call, sizes: Sizes) -> None:
                 side[number, : keys.stop - keys.start] = tensor[keys]
         begin += length
     call.key, call.value = (strided(source, side) for side in pages)
-    call.block_table = table
+    call.block_table = strided(source, table)
 
 
 def bounds(lengths: list[int]) -> Tensor:

@@ -147,6 +147,9 @@ def test_sanitizers_run_every_night() -> None:
     assert "/test-gpu.yml" in job
     assert "      sanitize: true\n" in job
     assert "scripts/sanitize" in (ROOT / "scripts" / "test_wheel").read_text()
+    (job,) = re.findall(r"^  sanitizers-cpu:\n(?:    .*\n|\n)*", nightly, re.MULTILINE)
+    assert "scripts/sanitize_cpu --cases 4000" in job
+    assert "if:" not in job
 
 
 def test_no_pull_request_reaches_a_gpu() -> None:
