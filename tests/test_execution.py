@@ -89,16 +89,26 @@ def test_deterministic_calls_repeat_bit_for_bit(kind: str, pack_target: Target) 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_works_after_fork() -> None:
-    """In a child of a process whose thread pool has run, as DataLoader workers are."""
+    """In a child of a process whose thread pool has run, as DataLoader workers are.
+
+    The child has none of its parent's threads, and starts as many of its own.
+    """
     script = (
-        "import os, torch, flash_dmattn\n"
+        "import os, sys, torch, flash_dmattn\n"
+        "def count():\n"
+        "    return len(os.listdir('/proc/self/task')) if sys.platform == 'linux' else 0\n"
         "torch.set_num_threads(3)\n"
         "x = torch.randn(1, 600, 4, 32)\n"
+        "before = count()\n"
         "want = flash_dmattn.flash_dmattn_func(x, x, x, backend='cpu')\n"
+        "helpers = count() - before\n"
+        "assert helpers == (2 if sys.platform == 'linux' else 0), helpers\n"
         "child = os.fork()\n"
         "if child == 0:\n"
+        "    before = count()\n"
         "    got = flash_dmattn.flash_dmattn_func(x, x, x, backend='cpu')\n"
-        "    os._exit(0 if torch.equal(got, want) else 1)\n"
+        "    started = count() - before\n"
+        "    os._exit(1 if not torch.equal(got, want) else 2 if started != helpers else 0)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
         "assert torch.equal(flash_dmattn.flash_dmattn_func(x, x, x, backend='cpu'), want)\n"
     )

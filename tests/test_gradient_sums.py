@@ -76,6 +76,29 @@ def test_a_row_of_one_key_has_no_gradient_of_scores(keys: int, target: Target) -
     assert not got.any()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_cpu_pack_sums_a_bias_of_keys_over_the_batch_in_float64(
+    heads: int, threads: int
+) -> None:
+    """Terms of one sign, of which float32 would lose the digits that only few sums have."""
+    target = Target("cpu", "cpu")
+    if target.has_kernels_of_gpu:
+        pytest.skip("the kernels of GPUs sum in float32")
+    query, key, value = (0.2 * randn(4096, 4, 2, 8, seed=seed) + 0.3 for seed in range(3))
+    value[:, 0] += 2.0
+    problem = Problem(query, key, value, bias=torch.zeros(1, heads, 1, 4))
+    dout = torch.ones_like(query)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = problem.results(target, dout=dout)["dbias"]
+    finally:
+        torch.set_num_threads(before)
+    truth = problem.truth(dout=dout)["dbias"]
+    assert (got - truth).abs().max() <= 4 * 2**-24 * truth.abs().max()
+
+
 def test_bounds_that_change_after_they_were_checked(pack_target: Target) -> None:
     """Selection writes inside of its results, whatever cu_seqlens hold: a GPU's are not checked."""
     device, keys, guard = pack_target.device, 24, 64

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func
-from support import Target, randn, simple_problem
+from support import Problem, Target, assert_forward_is_accurate, randn, simple_problem
 
 LENGTH = st.integers(0, 12)
 
@@ -108,6 +108,21 @@ def test_intervals_equal_their_boolean_mask(heads: int, causal: bool, target: Ta
             torch.testing.assert_close(
                 by_intervals[name], value, atol=tolerance, rtol=tolerance, msg=name
             )
+
+
+@pytest.mark.parametrize("place", [0, 1, 62, 63])
+@pytest.mark.parametrize("late", [False, True])
+def test_one_key_of_64_is_kept_by_other_rows(late: bool, place: int, target: Target) -> None:
+    """A summary of some keys' bounds must have each of them, the first and the last included."""
+    queries, keys = 256, 160
+    start = torch.full((1, 1, keys), queries - 8 if late else 0, dtype=torch.int32)
+    end = torch.full((1, 1, keys), queries if late else 8, dtype=torch.int32)
+    start[..., place::64], end[..., place::64] = 0, queries
+    tensors = (
+        randn(1, rows, 2, 16, seed=seed).to(target.dtypes[-1])
+        for seed, rows in enumerate((queries, keys, keys))
+    )
+    assert_forward_is_accurate(Problem(*tensors, mask=IntervalMask(start, end)), target)
 
 
 @pytest.mark.parametrize("heads", [1, 4])

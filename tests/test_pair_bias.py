@@ -116,6 +116,28 @@ def test_a_bias_of_the_keys_alone_and_added_to_another(heads: int, target: Targe
     check(target, both, mask_of(2, 3, 1, 1, K))
 
 
+@pytest.mark.parametrize("batch", [(16, 17), (17, 16)])
+def test_gradients_of_several_calls_are_added_in_float32(
+    batch: tuple[int, int], pack_target: Target
+) -> None:
+    """In 16 bits a sum of sixteen equal numbers would end several units off."""
+    dtype = torch.bfloat16
+    own = (0, 1) if batch[0] < batch[1] else (1, 0)
+    one = tensors_of((1, 1), dtype)
+    many = {name: t.expand(*batch, *t.shape[2:]).to(pack_target.device) for name, t in one.items()}
+    bias = randn(*shape_of(batch, own, 1, Q, K), seed=5).to(pack_target.device, dtype)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        leaf = bias.to(dtype).requires_grad_()
+        out = pair_bias_attention(**many, attn_bias=leaf, backend=pack_target.backend)
+        (found,) = torch.autograd.grad(out.float().square().sum(), leaf)
+        return found.double()
+
+    exact = gradient(torch.float32)
+    error = (gradient(dtype) - exact).abs()
+    assert (error <= 2**-8 * exact.abs() + 1e-6 * exact.abs().max()).all()
+
+
 def test_one_batch_dimension_equals_the_ordinary_call(target: Target) -> None:
     tensors = tensors_of((1, 3), target.dtypes[0], bias=randn(1, 1, H, Q, K, seed=5))
     query, key, value, bias = (t.to(target.device) for t in tensors.values())

@@ -296,8 +296,17 @@ def test_window_size_of_the_call(target: Target) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("bias_kind", "gap"), [("none", 0), ("keys", 0), ("rows", 0), ("keys", 3)])
-def test_paged_keys(causal: bool, bias_kind: str, gap: int, target: Target) -> None:
+@pytest.mark.parametrize(
+    ("bias_kind", "gap", "strided"),
+    [
+        ("none", 0, False),
+        ("none", 0, True),
+        ("keys", 0, True),
+        ("rows", 0, True),
+        ("keys", 3, False),
+    ],
+)
+def test_paged_keys(causal: bool, bias_kind: str, gap: int, strided: bool, target: Target) -> None:
     """With a gap between pages of values, those and pages of keys are not equally far apart.
 
     Another kernel may then have them, which rounds differently.
@@ -308,7 +317,10 @@ def test_paged_keys(causal: bool, bias_kind: str, gap: int, target: Target) -> N
     packed.problem.mask = make_mask("keys", 1)
     per_sequence = [-(-length // page) for length in KEY_LENGTHS]
     numbers = torch.randperm(sum(per_sequence) + 2, generator=torch.Generator().manual_seed(0))
-    table = torch.zeros(len(KEY_LENGTHS), max(per_sequence) + 1, dtype=torch.int32)
+    # Between the elements of a strided table are numbers of no page.
+    step = 2 if strided else 1
+    table = torch.full((step * (max(per_sequence) + 1), len(KEY_LENGTHS)), -1, dtype=torch.int32)
+    table = table[::step].t() if strided else table.t().contiguous()
     # NaN where no key lies: such places must not be read.
     pages = [
         torch.full((len(numbers), page + rows, 2, 16), torch.nan, dtype=dtype)[:, :page]
@@ -334,7 +346,7 @@ def test_paged_keys(causal: bool, bias_kind: str, gap: int, target: Target) -> N
                 "value": moved(pages[1], target.device, None),
             },
             return_lse=True,
-            block_table=table.to(target.device),
+            block_table=moved(table, target.device, None),
         )
     rounding = {"atol": 4e-3, "rtol": 2e-2} if gap and dtype != torch.float32 else {}
     for paged, plain in zip(got, want, strict=True):

@@ -131,6 +131,29 @@ def test_verification_finds_a_changed_byte(environment):
     assert wrong["problem"].startswith("its sha256 is ")
 
 
+@pytest.mark.parametrize("change", ["a byte", "the size", "nothing is left"])
+def test_verification_finds_what_only_record_tells_of(environment, change):
+    """Of a file that is no pack there is no word in a manifest."""
+    environment.copy_flash_dmattn()
+    module = environment.install("flash-dmattn-site", real_pack()).with_name("manifest.json")
+    content = module.read_bytes()
+    assert environment.run("--json", "--verify")["exit_code"] == 0
+    if change == "a byte":
+        module.write_bytes(content.replace(b", ", b",\n"))  # the same JSON in as many bytes
+    elif change == "the size":
+        module.write_bytes(content + b"\n")
+    else:
+        (module.parent / "__init__.py").unlink()
+        module = module.with_name("__init__.py")
+    report = environment.run("--json", "--verify")
+    assert report["exit_code"] == 3
+    (wrong,) = [row for row in report["verification"]["files"] if row["problem"]]
+    assert wrong["path"] == os.path.realpath(module)
+    reasons = {"a byte": "its sha256 is ", "the size": "it has ", "nothing is left": "the file is"}
+    assert wrong["problem"].startswith(reasons[change])
+    assert change == "nothing is left" or ", but RECORD says " in wrong["problem"]
+
+
 def test_of_two_distributions_the_first_by_name_serves(environment):
     environment.copy_flash_dmattn()
     environment.install("flash-dmattn-b", real_pack())
