@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
 from ..arguments import autocast_dtype, backend_name
@@ -82,11 +82,8 @@ def check_parameter_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def check_fits_projection(hidden_states: Tensor, projection: nn.Module) -> None:
-    """Raise unless the parameters can multiply the input."""
-    if type(projection) is not nn.Linear:
-        return  # what has replaced it, for quantization for example, has rules of its own
-    weight = projection.weight
+def check_fits_projection(hidden_states: Tensor, weight: Tensor) -> None:
+    """Raise unless a weight can multiply the input."""
     if hidden_states.device != weight.device:
         raise ValueError(
             f"hidden_states must be on {weight.device}, as the layer's parameters, got a tensor on "

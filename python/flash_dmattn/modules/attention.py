@@ -28,7 +28,7 @@ from .arguments import (
     finite,
 )
 from .cache import AttentionCache
-from .fusing import fused_step
+from .fusing import fused_step, is_as_made
 from .heads import prepared
 from .projections import projected
 
@@ -347,7 +347,10 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(
                 f"hidden_states must have shape {form}, embed_dim={self.embed_dim}, got {shape}"
             )
-        check_fits_projection(hidden_states, self.q_proj)
+        # Another module has rules of its own, for quantization for example; and a hook may bring
+        # the weight only when the projection is called.
+        if is_as_made(self.q_proj, nn.Linear):
+            check_fits_projection(hidden_states, self.q_proj.weight)
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, hidden_states)
         if isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
