@@ -64,10 +64,10 @@ def flash_dynamic_mask_attention_forward(
         scaling: of the scores; ``D ** -0.5`` by default.
         window_size: keep the keys with the largest bias; ``keep_window_size`` means the same.
         softcap: as in `flash_dmattn_func`.
-        **kwargs: ``is_causal``, in place of the module's; ``position_ids`` and the ``cu_seq_lens``
-            of packed sequences; ``sliding_window``; ``position_bias``, another bias; ``s_aux``,
-            ``(H,)``, the sinks of gpt-oss and others; and what other implementations of attention
-            know.
+        **kwargs: ``is_causal``, in place of the module's; the ``cu_seq_lens`` of packed sequences,
+            or, of a module without a config of transformers, ``position_ids``; ``sliding_window``;
+            ``position_bias``, another bias; ``s_aux``, ``(H,)``, the sinks of gpt-oss and others;
+            and what other implementations of attention know.
 
     Returns:
         ``(B, Q, H, D)``, and None in place of the probabilities.
@@ -86,6 +86,10 @@ def flash_dynamic_mask_attention_forward(
     key, value, attention_mask, attention_bias, window_size = biased(
         module, key, value, attention_mask, attention_bias, window_size, kwargs
     )
+    if hasattr(getattr(module, "config", None), "_attn_implementation"):
+        # transformers made the mask. It knows of a cache and of padding that is all True, and reads
+        # documents out of positions where there is neither.
+        kwargs.pop("position_ids", None)
     position_bias = kwargs.pop("position_bias", None)
     if position_bias is not None:
         checks.tensor("position_bias", position_bias)
