@@ -78,7 +78,11 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             The last key and value. `keys`, `values` and `bias` are of all that the tokens can see;
             the module, which computes biases of what it is given here, would compute these again.
         """
-        assert self._key_bias is not None, "prepare() comes before update()"
+        if self._key_bias is None:
+            raise ValueError(
+                "past_key_values was filled by a Doge of apply_flash_dmattn, and keeps only what "
+                "that can still see; give this model a cache of its own"
+            )
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         bias = self._key_bias(value)
         if self._padding is not None:
@@ -91,8 +95,20 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._held = tokens if self._held is None else _joined(self._held, tokens)
             self._show(*self.kept.visible(*self._held))
         else:
-            self._show(*self.kept.update(*tokens))
+            self._show(*self._take_in(*tokens))
         return self.keys[:, :, -1:], self.values[:, :, -1:]
+
+    def _take_in(self, key: Tensor, value: Tensor, bias: Tensor) -> _Tokens:
+        """Return what the tokens see, and keep of them what later ones can see.
+
+        Not in place where gradients flow to what is held: a graph reads that, and tokens that come
+        without gradients leave those of earlier ones what they are.
+        """
+        with torch.enable_grad():
+            if self.kept.takes_in_place(key, value, bias):
+                return self.kept.update(key, value, bias)
+            seen, self.kept = self.kept.extended(key, value, bias)
+        return seen
 
     def _show(self, key: Tensor, value: Tensor, bias: Tensor) -> None:
         """Let attention read these: key, value ``(B, rows, Hk, D)``, bias ``(B, Hk, 1, rows)``."""
@@ -109,6 +125,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return (
             not self.record_past
             and self._padding is None
+            and not any(t.requires_grad for t in self.kept.tensors.values())
             and self.kept.window_size == window_size
             and self.kept.has_slots_for(shape, like, like.dtype)
         )
@@ -124,6 +141,30 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         rows = self.kept.step(write)
         self._show(rows.key, rows.value, rows.bias)
         return rows
+
+    def every_key(self, reason: str) -> cache_utils.DynamicLayer:
+        """Return a layer with all tokens, where padding is zeros.
+
+        Args:
+            reason: why they are needed.
+
+        Raises:
+            ValueError: some were forgotten.
+        """
+        kept, count = self.kept.tensors, self.kept.length
+        if count > self.kept.window_size:
+            raise ValueError(
+                f"past_key_values keeps {self.kept.window_size} of {count} keys: {reason}"
+            )
+        layer = cache_utils.DynamicLayer()
+        if kept:
+            # Rows without a token go behind all others, and are cut off.
+            place = torch.where(kept["bias"][:, :, 0] > -torch.inf, kept["position"], count)
+            key, value = (_scattered(kept[name], place, count) for name in ("key", "value"))
+            layer.update(key, value)
+        if self._held is not None:
+            layer.update(*(tensor.transpose(1, 2) for tensor in self._held[:2]))
+        return layer
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of all keys so far, of which masks are made, and where they begin."""
@@ -159,16 +200,18 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         if self._held is not None:
             key, value, bias = self._held
-            self.kept.update(
+            self._take_in(
                 key[:, : held - count], value[:, : held - count], bias[..., : held - count]
             )
         self._held = None
         self._seen -= count
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.kept.reset()
-        self._held, self._seen = None, 0
+        """Forget everything, the number of sequences too."""
+        self.kept = KeptKeys(self.kept.window_size)
+        self.keys = self.values = None  # type: ignore[assignment]
+        self.bias = self._held = None
+        self._seen, self.is_initialized = 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence i what sequence ``beam_idx[i]`` was."""
@@ -179,31 +222,38 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
-        self._reorder_by(lambda rows: rows.repeat_interleave(repeats))
+        self._choose(lambda rows: rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some of the sequences."""
-        self._reorder_by(lambda rows: rows[indices.to(rows.device)])
+        self._choose(lambda rows: rows[indices.to(rows.device)])
 
-    def _reorder_by(self, choice: Callable[[Tensor], Tensor]) -> None:
-        if self.keys is not None:
-            self.reorder_cache(choice(torch.arange(self.keys.shape[0], device=self.keys.device)))
+    def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
+        # What the last call saw is not what is held: it is of the sequences of then.
+        kept = self.kept.tensors.get("key")
+        key = kept if self._held is None else self._held[0]
+        if key is not None:
+            self.reorder_cache(choice(torch.arange(key.shape[0], device=key.device)))
 
 
-def kept_layer_of(cache: Any, index: int, window_size: int, mask: object) -> KeptLayer | None:
+def kept_layer_of(
+    cache: Any, index: int, window_size: int, mask: object, needs_all: str
+) -> KeptLayer | None:
     """Return the layer of a cache that keeps a window's keys, or None where it keeps all.
 
     A cache that grows, and holds nothing yet, is given such a layer: without gradients, and unless
-    the mask does more than pad, for then a key that has been dropped may be seen again.
+    the mask does more than pad, for then a key that has been dropped may be seen again. A call that
+    needs every key of such a layer gets them while it has dropped none.
 
     Args:
         cache: of transformers, or None.
         index: of the layer.
         window_size: keys that a query keeps.
         mask: of this call.
+        needs_all: why this call needs every key, and what to do where some are forgotten; or "".
 
     Raises:
-        ValueError: the layer has forgotten keys, and this mask may show them.
+        ValueError: the layer has forgotten keys that this call needs.
     """
     is_padding = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
     # Before it had the method, transformers took drafts back from caches without saying so first.
@@ -212,14 +262,20 @@ def kept_layer_of(cache: Any, index: int, window_size: int, mask: object) -> Kep
     layers = cache.layers
     if index < len(layers) and isinstance(layers[index], KeptLayer):
         layer: KeptLayer = layers[index]
-        if not is_padding:
-            raise ValueError(
+        if not needs_all and window_size > layer.kept.window_size:
+            needs_all = f"a window of {window_size} sees more; begin with a new cache"
+        if not needs_all and not is_padding:
+            needs_all = (
                 "attention_mask must be None or (B, keys) after a prefill with such a mask, since "
                 "the cache keeps only what later tokens can see; begin with the mask of four "
                 "dimensions, and the cache keeps all"
             )
-        return layer
-    if torch.is_grad_enabled() or not is_padding or window_size < 1 or cache.offloading:
+        if layer.get_seq_length() and not needs_all:
+            return layer
+        layers[index] = layer.every_key(needs_all)
+    if needs_all or torch.is_grad_enabled() or not is_padding:
+        return None
+    if window_size < 1 or cache.offloading:
         return None
     if cache.layer_class_to_replicate is cache_utils.DynamicLayer:
         while len(layers) <= index:
@@ -244,6 +300,13 @@ def remember_recording() -> None:
 def _ask_and_remember(ask: Callable[..., Any], cache: Any) -> Any:
     setattr(cache, _RECORDS, True)
     return ask(cache)
+
+
+def _scattered(rows: Tensor, place: Tensor, count: int) -> Tensor:
+    """Return ``(B, Hk, count, D)``: rows ``(B, N, Hk, D)`` at the places ``(B, Hk, N)`` of each."""
+    rows = rows.transpose(1, 2)
+    whole = rows.new_zeros(*rows.shape[:2], count + 1, rows.shape[3])
+    return whole.scatter(2, place[..., None].expand_as(rows), rows)[:, :, :count]
 
 
 def _joined(one: _Tokens, other: _Tokens) -> _Tokens:

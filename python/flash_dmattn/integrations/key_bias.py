@@ -146,11 +146,25 @@ def _kept_layer(module: Any, cache: Any, mask: Mask, added: int) -> KeptLayer | 
         return None
     from .kept_layer import kept_layer_of
 
-    layer = kept_layer_of(cache, module.layer_idx, module.keep_window_size, mask)
+    layer = kept_layer_of(
+        cache, module.layer_idx, module.keep_window_size, mask, _needs_every_key(module)
+    )
     if layer is not None:
         padding = mask[:, mask.shape[1] - added :].bool() if isinstance(mask, Tensor) else None
         layer.prepare(functools.partial(_doge_bias, module), padding)
     return layer
+
+
+def _needs_every_key(module: Any) -> str:
+    """Return why a module reads what is before the keys that can be seen, and what to do; or ""."""
+    if torch.is_grad_enabled() and any(
+        parameter.requires_grad for parameter in (module.A, *module.dt_proj.parameters())
+    ):
+        return (
+            "in training the biases of all of them have gradients; call under torch.no_grad(), or "
+            "begin with gradients enabled or with a subclass of DynamicCache, which keeps every key"
+        )
+    return ""
 
 
 def _doge_bias(module: Any, value: Tensor) -> Tensor:
