@@ -8,8 +8,9 @@ installed. Nothing else in flash_dmattn imports transformers.
 from __future__ import annotations
 
 from .applying import apply_flash_dmattn
+from .implementations import ATTENTION_NAME
 from .import_utils import is_transformers_available
-from .registration import ATTENTION_NAME, register
+from .registration import register
 from .structural_biology import evoformer_attention, triangle_attention
 
 __all__ = [

@@ -9,9 +9,11 @@ import torch
 
 from flash_dmattn import checks
 
+from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 from .import_utils import require_transformers
 from .key_bias import KeyBias, KeyBiasFunction, give_bias, is_doge_attention, patch_doge
-from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME, register
+from .registration import register
+from .saving import warn_when_saved
 
 __all__ = ["apply_flash_dmattn"]
 
@@ -33,8 +35,8 @@ def apply_flash_dmattn(
     ``key_bias``.
 
     Args:
-        model: of transformers; changed in place. Weights, config file and ``save_pretrained`` stay
-            what they were.
+        model: of transformers; changed in place. Weights and config file stay what they were:
+            ``save_pretrained`` warns that they do not hold ``key_bias`` and ``window_size``.
         key_bias: for models other than Doge. Called as ``key_bias(module, value)`` with an
             attention module and its values ``(B, Hk, K, D)``, those of the cache included; returns
             ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, through which gradients flow.
@@ -71,15 +73,20 @@ def apply_flash_dmattn(
             "key_bias and attention"
         )
     _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
+    window = "" if window_size is None else f"window_size={window_size}"
     if key_bias is not None:
         for module in modules:
             give_bias(module, KeyBias(key_bias, window_size))
+        warn_when_saved(modules[0], " and ".join(filter(None, ("key_bias", window))))
         return model
     from .doge_step import let_steps_be_fused
 
     for module in modules:
         patch_doge(module, window_size)
         let_steps_be_fused(type(module))
+    first: Any = modules[0]
+    is_in_config = first.keep_window_size == getattr(first.config, "keep_window_size", None)
+    warn_when_saved(first, "" if is_in_config else f"window_size={first.keep_window_size}")
     return model
 
 

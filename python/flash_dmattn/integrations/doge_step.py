@@ -16,9 +16,9 @@ from flash_dmattn.modules.fusing import are_as_found, is_token, plain_parts
 from flash_dmattn.modules.parts import Part
 from flash_dmattn.state.stepping import has_kernel
 
+from .implementations import other_attention
 from .kept_layer import KeptLayer
 from .key_bias import CACHE_NAMES, CALL, take_key_bias
-from .registration import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 from .wrapping import wrap_once
 
 __all__ = ["doge_step", "let_steps_be_fused"]
@@ -109,7 +109,7 @@ def doge_step(
     x, turns = given["hidden_states"], given["position_embeddings"]
     if not is_token(x) or not has_kernel(x.device.type) or not _are_cosines(turns, x, module):
         return None
-    if module.config._attn_implementation not in (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME):
+    if other_attention(module) is not None:
         return None
     if module.prepare_dynamic_mask is not take_key_bias:
         return None

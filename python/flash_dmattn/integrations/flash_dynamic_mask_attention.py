@@ -13,7 +13,7 @@ from flash_dmattn.masks import IntervalMask
 
 from . import choices
 from .dtypes import target_dtype_of
-from .key_bias import biased
+from .key_bias import biased, has_bias
 from .mask_forms import Mask
 from .modeling_flash_dynamic_mask_attention_utils import _flash_dynamic_mask_attention_forward
 
@@ -82,7 +82,7 @@ def flash_dynamic_mask_attention_forward(
     for name, states in (("query", query), ("key", key), ("value", value)):
         if checks.tensor(name, states).dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(states.shape)}")
-    _refuse(kwargs)
+    _refuse(module, kwargs)
     key, value, attention_mask, attention_bias, window_size = biased(
         module, key, value, attention_mask, attention_bias, window_size, kwargs
     )
@@ -134,11 +134,14 @@ def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
     return sink if sink.dtype in (dtype, torch.float32) else sink.to(torch.float32)
 
 
-def _refuse(kwargs: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     for name, remedy in REFUSED.items():
         asked = kwargs.pop(name, None)
         if asked is None or asked is False or (name == "dropout" and _may_be_skipped(asked)):
             continue
+        if has_bias(module) and remedy.endswith(_USE_EAGER):
+            what = remedy.partition(";")[0]
+            remedy = f"{what}, and no other attention computes with this model's key_bias"
         raise NotImplementedError(
             f"{name} must be None, False or 0 with attn_implementation='flash_dmattn', got "
             f"{checks.described(asked)}: {remedy}"

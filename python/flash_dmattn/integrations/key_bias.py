@@ -13,6 +13,7 @@ from torch.nn.functional import softplus
 
 from flash_dmattn import checks
 
+from .implementations import ATTENTION_NAME, other_attention
 from .mask_forms import Mask
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "KeyBiasFunction",
     "biased",
     "give_bias",
+    "has_bias",
     "is_doge_attention",
     "patch_doge",
     "take_key_bias",
@@ -53,16 +55,25 @@ class DogeCall:
     bias: Tensor | None
     window_size: int | None
     layer: KeptLayer | None
+    own: Callable[..., Tensor] | None
 
-    def __init__(self, mask: Mask, layer: KeptLayer | None) -> None:
+    def __init__(
+        self, mask: Mask, layer: KeptLayer | None, own: Callable[..., Tensor] | None = None
+    ) -> None:
         """Keep the mask; the module adds the rest when it has computed it.
 
         Where a cache keeps only what can be seen, it has the padding, and the biases.
+
+        Args:
+            mask: of the call.
+            layer: of a cache that keeps only what can be seen.
+            own: the module's own ``prepare_dynamic_mask``, where other attention computes.
         """
         self.mask = mask if layer is None else None
         self.bias = None
         self.window_size = None
         self.layer = layer
+        self.own = own
 
 
 class Biased(NamedTuple):
@@ -101,7 +112,24 @@ def biased(
 
 def give_bias(module: torch.nn.Module, bias: KeyBias) -> None:
     """Let an attention module have a bias, which `biased` computes in its calls."""
+    if not has_bias(module):
+        module.register_forward_pre_hook(_refuse_other_attention)
     setattr(module, _ATTRIBUTE, bias)
+
+
+def has_bias(module: torch.nn.Module) -> bool:
+    """Say whether a module has a bias that no other attention computes."""
+    return hasattr(module, _ATTRIBUTE)
+
+
+def _refuse_other_attention(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    if (other := other_attention(module)) is not None:
+        raise NotImplementedError(
+            f"attn_implementation={other!r} computes without the key_bias that apply_flash_dmattn "
+            f"gave {type(module).__name__}: call "
+            f"model.set_attn_implementation({ATTENTION_NAME!r}), or load the model anew to compute "
+            "without it"
+        )
 
 
 def is_doge_attention(module: torch.nn.Module) -> bool:
@@ -126,18 +154,23 @@ def patch_doge(module: Any, window_size: int | None) -> None:
 
 
 def _hand_on_mask(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # (hidden_states, position_embeddings, attention_mask, ...), mostly given by name.
     mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
     names = (name for name in CACHE_NAMES if kwargs.get(name) is not None)
     cache = args[3] if len(args) > 3 else kwargs.get(next(names, ""))
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    call = DogeCall(mask, _kept_layer(module, cache, mask, hidden_states.shape[1]))
+    layer = _kept_layer(module, cache, mask, hidden_states.shape[1])
+    if other_attention(module) is None:
+        call = DogeCall(mask, layer)
+        kwargs = {**kwargs, CALL: call}
+    else:
+        own = functools.partial(type(module).prepare_dynamic_mask, module)
+        call = DogeCall(mask, None, own)
     if len(args) > 2:
-        args = (*args[:2], call, *args[3:])
-        return args, {**kwargs, CALL: call}
-    return args, {**kwargs, "attention_mask": call, CALL: call}
+        return (*args[:2], call, *args[3:]), kwargs
+    return args, {**kwargs, "attention_mask": call}
 
 
 def _kept_layer(module: Any, cache: Any, mask: Mask, added: int) -> KeptLayer | None:
@@ -157,6 +190,8 @@ def _kept_layer(module: Any, cache: Any, mask: Mask, added: int) -> KeptLayer | 
 
 def _needs_every_key(module: Any) -> str:
     """Return why a module reads what is before the keys that can be seen, and what to do; or ""."""
+    if (other := other_attention(module)) is not None:
+        return f"attn_implementation={other!r} reads all of them; begin with a new cache"
     if torch.is_grad_enabled() and any(
         parameter.requires_grad for parameter in (module.A, *module.dt_proj.parameters())
     ):
@@ -184,6 +219,13 @@ def take_key_bias(
         raise TypeError(
             "a Doge attention module changed by apply_flash_dmattn must be called as a module, "
             "not by its forward method"
+        )
+    if attention_mask.own is not None:
+        return attention_mask.own(
+            hidden_states=hidden_states,
+            dt_states=dt_states,
+            keep_window_size=keep_window_size,
+            attention_mask=attention_mask.mask,
         )
     layer = attention_mask.layer
     # What a cache keeps had its biases computed when it came.

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from .choices import choose_attention_dropout
+from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME, NAMES
 from .import_utils import require_transformers
+from .key_bias import has_bias
 from .wrapping import wrap_once
 
-__all__ = ["ATTENTION_NAME", "KEY_BIAS_ATTENTION_NAME", "register"]
-
-ATTENTION_NAME = "flash_dmattn"
-# For models whose attention reads the mask only to hand it on: `apply_flash_dmattn` sets it.
-KEY_BIAS_ATTENTION_NAME = "flash_dmattn_key_bias"
-_NAMES = (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME)
+__all__ = ["register"]
 
 
 def register(attention_dropout: str | None = None) -> None:
@@ -60,7 +57,7 @@ def _take_names_as_they_are() -> None:
 def _check_others(
     check: Callable[..., Any], model: Any, implementation: str | None, *args: Any, **kwargs: Any
 ) -> Any:
-    if implementation not in _NAMES:
+    if implementation not in NAMES:
         return check(model, implementation, *args, **kwargs)
     _refuse_own_attention(type(model))
     return implementation
@@ -98,10 +95,11 @@ def _switch_others(
     switch: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     implementation = model.config._attn_implementation
-    if implementation in _NAMES:
+    is_biased = any(has_bias(module) for module in model.modules())
+    if implementation in NAMES or is_biased:
+        others = "" if is_biased else ", or model.set_attn_implementation('sdpa') before it"
         raise NotImplementedError(
             f"attn_implementation={implementation!r}: the paged caches of continuous batching "
-            "are not read by flash_dmattn; call generate() in place of generate_batch(), or "
-            "model.set_attn_implementation('sdpa') before it"
+            f"are not read by flash_dmattn; call generate() in place of generate_batch(){others}"
         )
     return switch(manager, model, *args, **kwargs)
