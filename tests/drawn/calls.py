@@ -137,14 +137,20 @@ class Call:
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(value.view(torch.uint8), other[name].view(torch.uint8))
+    """Compare all results with one wait for the device."""
+    if one.keys() != other.keys() or any(one[name].shape != other[name].shape for name in one):
+        return False
+    differ = [
+        (value.view(torch.uint8) != other[name].view(torch.uint8)).any()
         for name, value in one.items()
-    )
+    ]
+    return not torch.stack(differ).any()
 
 
 def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
+    if same_bits(got, want):
+        return
     for name, value in got.items():
         bits, wanted = value.view(torch.uint8), want[name].view(torch.uint8)
         if not torch.equal(bits, wanted):

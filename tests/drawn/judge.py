@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,40 +51,53 @@ class Expected:
                 by default whether it ran on one.
         """
         assert got.keys() == self.results.keys(), f"{list(got)} instead of {list(self.results)}"
-        far = []
+        names, found = [], []
         for name, value in got.items():
-            want, bound, ignored = self.judged(name)
-            assert value.shape == want.shape, f"{name} has shape {tuple(value.shape)}"
-            counts = ~ignored
-            infinite = want.isinf()
-            is_raised = value.is_cuda if clamps is None else clamps
-            value = value.to(want.device).double()
-            if name == "lse" and is_raised:
-                want, value = _raised(want), _raised(value)
-            wrong = infinite & (value != want)
-            error = (value - want).masked_fill(infinite, 0).abs().masked_fill(~counts, 0)
-            # Not ">": that of a NaN is false.
-            wrong = counts & (wrong | ~(error <= bound))
-            if wrong.any():
-                raise AssertionError(_describe(name, value, want, bound, error, wrong))
-            if error.numel() == 0:
-                continue
-            largest, floor = error.max().item(), self.floor(name, want, ignored)
-            if largest > floor:
-                far.append((name, largest, floor))
+            shape = self.shape(name)
+            assert value.shape == shape, f"{name} has shape {tuple(value.shape)}"
+            if value.numel() > 0:
+                names.append(name)
+                found.append(self._compare(name, value, clamps).summary())
+        if not found:
+            return
+        # One wait for all: other processes may keep the GPU for as long as each wait takes.
+        rows = zip(names, torch.stack(found).tolist(), strict=True)
+        far = []
+        for name, (is_wrong, error, largest) in rows:
+            if is_wrong:
+                raise AssertionError(self._compare(name, got[name], clamps).describe(name))
+            floor = self.floor(name, largest)
+            if error > floor:
+                far.append((name, error, floor))
         if far:
             self._compare_with_eager(far)
 
-    def floor(self, name: str, want: Tensor, ignored: Tensor) -> float:
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a result."""
+        return self.results[name].shape
+
+    def _compare(self, name: str, value: Tensor, clamps: bool | None) -> Comparison:
+        want, bound, ignored = self.judged(name)
+        counts = ~ignored
+        infinite = want.isinf()
+        is_raised = value.is_cuda if clamps is None else clamps
+        value = value.to(want.device).double()
+        if name == "lse" and is_raised:
+            want, value = _raised(want), _raised(value)
+        wrong = infinite & (value != want)
+        error = (value - want).masked_fill(infinite, 0).abs().masked_fill(~counts, 0)
+        # Not ">": that of a NaN is false.
+        wrong = counts & (wrong | ~(error <= bound))
+        return Comparison(value, want, bound, error, wrong, counts & ~infinite)
+
+    def floor(self, name: str, largest: float) -> float:
         """Return the error that small problems may have, in which the formula rounds luckily.
 
         It is 4 units in the last place of the dtype (for gradients that of out, which the backward
         pass reads), and 64 of float32, relative to the largest value or to 1.
         """
-        want = want.masked_fill(ignored, 0)
-        want = want.masked_fill(want.isinf(), 0)
         eps = EPS32 if name == "lse" else torch.finfo(self.call.query.dtype).eps
-        return (4 * eps + 64 * EPS32) * max(1.0, want.abs().max().item())
+        return (4 * eps + 64 * EPS32) * max(1.0, largest)
 
     def _compare_with_eager(self, far: list[tuple[str, float, float]]) -> None:
         errors = self.eager_errors()
@@ -99,15 +113,30 @@ def _raised(lse: Tensor) -> Tensor:
     return torch.where(lse.isinf(), lse, lse.clamp(min=LEAST_SCORE))
 
 
-def _describe(
-    name: str, value: Tensor, want: Tensor, bound: Tensor, error: Tensor, wrong: Tensor
-) -> str:
-    first = tuple(wrong.nonzero()[0].tolist())
-    return (
-        f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {first}: "
-        f"{value[first].item():.6g} instead of {want[first].item():.6g}, allowed "
-        f"{bound[first].item():.3g}; largest error {error.max().item():.3g}"
-    )
+class Comparison(NamedTuple):
+    """A result beside what it should be."""
+
+    value: Tensor
+    want: Tensor
+    bound: Tensor
+    error: Tensor
+    wrong: Tensor
+    known: Tensor
+
+    def summary(self) -> Tensor:
+        """Return whether an element is wrong, the largest error, and the largest value."""
+        largest = self.want.masked_fill(~self.known, 0).abs().max()
+        return torch.stack([self.wrong.any().double(), self.error.max(), largest])
+
+    def describe(self, name: str) -> str:
+        """Return a line about the elements that are wrong."""
+        first = tuple(self.wrong.nonzero()[0].tolist())
+        value, want, bound = (t[first].item() for t in (self.value, self.want, self.bound))
+        return (
+            f"{name}: {int(self.wrong.sum())} of {self.wrong.numel()} elements are wrong, the "
+            f"first at {first}: {value:.6g} instead of {want:.6g}, allowed {bound:.3g}; largest "
+            f"error {self.error.max().item():.3g}"
+        )
 
 
 def expected(call: Call) -> Expected:

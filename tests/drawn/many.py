@@ -61,12 +61,23 @@ class Repetition:
 
     places: dict[str, Tensor]
     sizes: dict[str, int]  # of the small call
+    moved: dict[tuple[str, str, torch.device], Tensor] = dataclasses.field(default_factory=dict)
+
+    def on(self, device: torch.device, axis: str, what: str = "places") -> Tensor:
+        """Return the places of an axis, or how often each is repeated, copied to a device once."""
+        key = (axis, what, device)
+        if key not in self.moved:
+            places = self.places[axis]
+            if what == "counts":
+                places = places.bincount(minlength=self.sizes[axis])
+            self.moved[key] = places.to(device)
+        return self.moved[key]
 
     def gather(self, tensor: Tensor, axes: tuple[str | None, ...]) -> Tensor:
         """Repeat a tensor of the small call along the axes that are named."""
         for dimension, axis in enumerate(axes):
             if axis is not None:
-                tensor = tensor.index_select(dimension, self.places[axis].to(tensor.device))
+                tensor = tensor.index_select(dimension, self.on(tensor.device, axis))
         return tensor
 
     def sums(self, tensor: Tensor, axes: tuple[str | None, ...], shape: torch.Size) -> Tensor:
@@ -74,11 +85,10 @@ class Repetition:
         for dimension, axis in enumerate(axes):
             if axis is None:
                 continue
-            place = self.places[axis].to(tensor.device)
-            if shape[dimension] == len(place):
-                tensor = tensor.index_select(dimension, place)
+            if shape[dimension] == len(self.places[axis]):
+                tensor = tensor.index_select(dimension, self.on(tensor.device, axis))
             else:  # broadcast: each counts as often as it is repeated
-                counts = place.bincount(minlength=self.sizes[axis]).to(tensor.dtype)
+                counts = self.on(tensor.device, axis, "counts").to(tensor.dtype)
                 counts = counts.view([-1] + [1] * (tensor.dim() - 1 - dimension))
                 tensor = (tensor * counts).sum(dimension, keepdim=True)
         return tensor
@@ -91,6 +101,9 @@ class Repeated(Expected):
     repetition: Repetition
     axes: dict[str, tuple[str | None, ...]]
     shapes: dict[str, torch.Size]
+
+    def shape(self, name: str) -> torch.Size:
+        return self.shapes[name]
 
     def repeated(self, name: str, small: Tensor) -> Tensor:
         large = self.repetition.sums(small.double(), self.axes[name], self.shapes[name])
@@ -187,7 +200,7 @@ class Repeater:
                 is_rows = name in ("query", "key", "value", "dout")
                 changed[name] = self._laid_out(tensor) if is_rows else tensor
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-            of = self.repetition.places["sequences"].to(device)
+            of = self.repetition.on(call.query.device, "sequences")
             for name in ("cu_seqlens_q", "cu_seqlens_k"):
                 lengths = getattr(call, name).diff()[of]
                 changed[name] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
