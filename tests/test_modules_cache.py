@@ -15,7 +15,11 @@ from flash_dmattn import AttentionCache, DynamicMaskAttention, IntervalMask
 from plain_module import make_input, make_module
 from support import Target
 
-MAKES = {"growing": lambda: AttentionCache(), "preallocated": lambda: AttentionCache(30)}
+MAKES = {
+    "window": lambda: AttentionCache(),
+    "growing": lambda: AttentionCache(every_key=True),
+    "preallocated": lambda: AttentionCache(30, every_key=True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -341,6 +345,22 @@ def test_a_stream_is_trained_in_chunks(target: Target) -> None:
         assert cache.kept is not None
         assert not any(tensor.requires_grad for tensor in cache.kept.tensors.values())
     assert_same(module(x[:, :3], cache=cache), module(torch.cat([x, x[:, :3]], 1))[:, 30:])
+
+
+def test_a_compiled_stream_is_trained_in_chunks() -> None:
+    module = make_module(Target("cpu", "cpu"), dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, parameters, got = make_input(module, 2, 21), list(module.parameters()), []
+    with torch.enable_grad():
+        for call in (module, compiled):
+            cache, loss = AttentionCache(), torch.zeros(())
+            for start, end in ((0, 11), (11, 12), (12, 21)):
+                loss = loss + call(x[:, start:end], cache=cache).square().sum()
+            got.append(torch.autograd.grad(loss, parameters))
+            assert cache.length == 21
+    for one, other in zip(*got, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_are_refused_without_a_window() -> None:

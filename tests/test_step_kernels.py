@@ -95,6 +95,26 @@ def test_a_step_is_what_the_layer_computes(triton_device: str, settings: dict[st
         torch.testing.assert_close(held["bias"], other.tensors["bias"], atol=0, rtol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["softcap", "softmax_scale", "sink"])
+def test_a_refused_step_takes_nothing_in(triton_device: str, name: str) -> None:
+    """Before kernels were made for the layer, and after."""
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(48, 4, 2, window_size=6, sink=True, backend=triton_device)
+    layer.to(triton_device, torch.bfloat16)
+    wrong = {"softcap": -1.0, "softmax_scale": torch.nan, "sink": torch.nn.Parameter(layer.A[:1])}
+    x, cache, right = torch.randn(2, 12, 48).to(layer.A), AttentionCache(), getattr(layer, name)
+    with torch.no_grad():
+        layer(x[:, :9], cache=cache)
+        for end in (10, 11):
+            setattr(layer, name, wrong[name])
+            with pytest.raises(ValueError, match=r"softcap|scale|sink"):
+                layer(x[:, end - 1 : end], cache=cache)
+            assert cache.length == end - 1
+            setattr(layer, name, right)
+            layer(x[:, end - 1 : end], cache=cache)
+    assert cache.length == 11
+
+
 def is_fused(layer: DynamicMaskAttention, *arguments: Any) -> bool:
     return fusing.fused_step(layer, DynamicMaskAttention, *arguments) is not None
 

@@ -32,6 +32,7 @@ __all__ = [
     "resolved_deterministic",
     "to_4d",
     "without_expansion",
+    "writable",
 ]
 
 
@@ -240,6 +241,15 @@ def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
         if tensor.stride(dimension) == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it was made in inference mode, which must be off here.
+
+    torch.compile cannot ask for that; what it makes in inference mode goes on in inference mode.
+    """
+    is_copied = not torch.compiler.is_compiling() and tensor.is_inference()
+    return tensor.clone() if is_copied else tensor
 
 
 def refuse_ranks(**tensors: Tensor) -> NoReturn:

@@ -23,10 +23,12 @@ __all__ = [
     "check_parameter_dtype",
     "check_positions",
     "check_positive",
+    "check_tokens",
     "checked_base",
     "finite",
 ]
 
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _BIAS_FORMS = ("softplus", "exp")
 
 
@@ -156,3 +158,26 @@ def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:
             f"position_ids must be on hidden_states' device {hidden_states.device}, got a tensor "
             f"on {position_ids.device}"
         )
+
+
+def check_tokens(tokens: dict[str, Tensor]) -> None:
+    """Raise unless key, value and bias of tokens, for a cache, fit each other."""
+    for name, tensor in tokens.items():
+        if checks.tensor(name, tensor).dtype not in _DTYPES:
+            raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
+    key = tokens["key"]
+    if key.dim() != 4:
+        raise ValueError(f"key must have shape (B, N, Hk, D), got {tuple(key.shape)}")
+    batch, added, heads, _ = key.shape
+    for name in ("value", "bias"):
+        tensor = tokens[name]
+        wanted, got = tuple(key.shape), tuple(tensor.shape)
+        if name == "bias":
+            # A layer's own key_bias may have another number of heads.
+            wanted = (batch, got[1] if len(got) == 4 else heads, 1, added)
+        if got != wanted:
+            raise ValueError(f"{name} must have shape {wanted} to go with key, got {got}")
+        if tensor.device != key.device:
+            raise ValueError(
+                f"{name} must be on key's device {key.device}, got a tensor on {tensor.device}"
+            )

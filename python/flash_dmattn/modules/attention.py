@@ -14,6 +14,7 @@ from ..arguments import flag, index
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..selection import keeps_all, without_nan
+from ..state.chunks import described_call
 from .arguments import (
     check_backend,
     check_bias_form,
@@ -250,13 +251,20 @@ class DynamicMaskAttention(nn.Module):
                 padding, attn_mask = new if padding is None else new & padding, None
         if padding is not None:
             bias = bias.masked_fill(~padding[:, None, None], -torch.inf)
-        if cache is not None:
-            key, value, bias = cache.append(
-                key, value, bias, window_size=window_size, backend=self.backend
+
+        def attend(key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+            return self.attend(
+                query, key, value, bias, attn_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
             )
-        out = self.attend(
-            query, key, value, bias, attn_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
-        )
+
+        if cache is None:
+            out = attend(key, value, bias)
+        else:
+            settings = self.softmax_scale, self.softcap, self.backend, self.window_size
+            call = described_call(query, self.sink, settings)
+            out = cache.taken_in(
+                key, value, bias, attend, call, window_size=window_size, backend=self.backend
+            )
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 

@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..arguments import flag, index
+from ..arguments import flag, index, writable
+from ..refusals import current_backward, refuse_recomputation
 from ..state import KeptKeys
 from ..state.chunks import check_sequences
+from ..state.rows import Rows
+from ..state.stored import check_names, check_setting
+from .arguments import check_tokens
 
 __all__ = ["AttentionCache"]
 
 _NAMES = ("key", "value", "bias")
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _LENGTH_DIMENSION = {"key": 1, "value": 1, "bias": 3}
+_SETTINGS = ("rollback", "every_key", "length")
 
 
 class AttentionCache:
@@ -67,6 +72,7 @@ class AttentionCache:
         self._length = 0
         self._buffers: dict[str, Tensor] = {}
         self._kept: KeptKeys | None = None
+        self._made_during = current_backward()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what was pickled, by 2.0.0a1 too."""
@@ -74,6 +80,9 @@ class AttentionCache:
             self.__init__(state["max_length"])  # type: ignore[misc]
             state = {"_length": state["length"], "_buffers": state["_buffers"]}
         self.__dict__.update(state)
+        self._made_during = current_backward()
+        with torch.inference_mode(False):
+            self._buffers = {name: writable(buffer) for name, buffer in self._buffers.items()}
 
     def __repr__(self) -> str:
         """Show how full it is."""
@@ -160,11 +169,41 @@ class AttentionCache:
             ValueError: a tensor does not fit the others, differs in shape, dtype or device from
                 what the cache holds, or max_length is exceeded; without a window, a tensor requires
                 a gradient; or the window is not that of earlier calls.
+            RuntimeError: a backward pass calls, as activation checkpointing lets it, and the cache
+                was made before.
         """
+        seen: tuple[Tensor, Tensor, Tensor] = self.taken_in(
+            key, value, bias, lambda *seen: seen, None, window_size=window_size, backend=backend
+        )
+        return seen
+
+    def taken_in(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Any],
+        call: tuple[object, ...] | None,
+        *,
+        window_size: int | None,
+        backend: str | None,
+    ) -> Any:
+        """Do what `append` does, unless `attend` raises, and return what it makes of what they see.
+
+        Args:
+            key, value, bias, window_size, backend: as in `append`.
+            attend: returns the result.
+            call: as in `KeptKeys.taken_in`.
+
+        Raises:
+            TypeError, ValueError: as `append`.
+            RuntimeError: as `append`.
+        """
+        refuse_recomputation("an AttentionCache", self._made_during)
         tokens = dict(zip(_NAMES, (key, value, bias), strict=True))
-        _check_shapes(tokens)
+        check_tokens(tokens)
         if self._kept is not None or (window_size is not None and not self._holds_all()):
-            return self._append_kept(tokens, window_size, backend)
+            return self._take_in_kept(tokens, attend, call, window_size, backend)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tokens.values()):
             raise ValueError(
                 "cache: without a window cached keys and values are for inference, and have no "
@@ -177,13 +216,55 @@ class AttentionCache:
                 f"cache has max_length={self.max_length} and holds {self._length} tokens; "
                 f"{key.shape[1]} more do not fit"
             )
-        if not self._buffers or length > self.capacity:
-            self._grow(tokens, length)
+        buffers = self._buffers
+        if not buffers or length > self.capacity:
+            buffers = self._grown(tokens, length)
         for name, added in tokens.items():
-            self._part(name, self._length, length).copy_(added)
-        self._length = length
-        every_key, every_value, every_bias = (self._part(name, 0, length) for name in _NAMES)
-        return every_key, every_value, every_bias
+            _part(buffers, name, self._length, length).copy_(added)
+        result = attend(*(_part(buffers, name, 0, length) for name in _NAMES))
+        self._buffers, self._length = buffers, length
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` makes the same cache of, in memory of its own.
+
+        It holds numbers and tensors alone, which ``torch.load(..., weights_only=True)`` reads.
+        """
+        state: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS}
+        if self._kept is not None:
+            state["kept"] = self._kept.state_dict()
+        for name in self._buffers:
+            state[name] = _part(self._buffers, name, 0, self._length).detach().clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what `state_dict` was asked of.
+
+        Raises:
+            TypeError: a field has the wrong type or dtype.
+            ValueError: it is of another rollback or every_key, or longer than max_length; or a
+                field is missing or unknown, or has the wrong shape.
+        """
+        check_names(state, _SETTINGS, ("kept", *_NAMES))
+        for name in _SETTINGS[:2]:
+            check_setting(state, name, getattr(self, name), "AttentionCache")
+        length = checks.index("length of state", state["length"], 0)
+        loaded = AttentionCache(self.max_length, rollback=self.rollback, every_key=self.every_key)
+        if "kept" in state:
+            check_names(state, (*_SETTINGS, "kept"))
+            check_names(state["kept"], ("window_size",), state["kept"])
+            window_size = checks.index("window_size of state", state["kept"]["window_size"])
+            loaded._kept = KeptKeys(window_size, rollback=self.rollback)
+            loaded._kept.load_state_dict(state["kept"])
+        elif any(name in state for name in _NAMES):
+            check_names(state, (*_SETTINGS, *_NAMES))
+            with torch.no_grad():
+                loaded.append(*(state[name] for name in _NAMES))
+        if loaded.length != length:
+            raise ValueError(
+                f"length of state must be {loaded.length}, as its tensors, got {length}"
+            )
+        self._length, self._buffers, self._kept = loaded._length, loaded._buffers, loaded._kept
 
     def reorder(self, indices: Tensor) -> None:
         """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
@@ -198,6 +279,7 @@ class AttentionCache:
         """
         held = self._buffers if self._kept is None else self._kept.tensors
         check_sequences(indices, held["key"].shape[0] if held else None, "the cache")
+        refuse_recomputation("an AttentionCache", self._made_during)
         if self._kept is not None:
             self._kept.reorder(indices)
             return
@@ -239,21 +321,30 @@ class AttentionCache:
     def _holds_all(self) -> bool:
         return self.every_key or bool(self._buffers)
 
-    def _append_kept(
-        self, tokens: dict[str, Tensor], window_size: int | None, backend: str | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self._kept is None:
+    def _take_in_kept(
+        self,
+        tokens: dict[str, Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor], Any],
+        call: tuple[object, ...] | None,
+        window_size: int | None,
+        backend: str | None,
+    ) -> Any:
+        kept = self._kept
+        if kept is None:
             assert window_size is not None
-            self._kept = KeptKeys(window_size, rollback=self.rollback)
-        if window_size != self._kept.window_size:
+            kept = KeptKeys(window_size, rollback=self.rollback)
+        if window_size != kept.window_size:
             raise ValueError(
-                f"window_size must be {self._kept.window_size}, whose keys the cache keeps, got "
+                f"window_size must be {kept.window_size}, whose keys the cache keeps, got "
                 f"{window_size}"
             )
-        if self._kept.takes_in_place(**tokens):
-            return self._kept.update(**tokens, backend=backend)
-        seen, self._kept = self._kept.extended(**tokens, backend=backend)
-        return seen
+        if kept.takes_in_place(**tokens):
+            result = kept.taken_in(**tokens, attend=attend, call=call, backend=backend)
+        else:
+            seen, kept = kept.extended(**tokens, backend=backend)
+            result = attend(*seen)
+        self._kept = kept
+        return result
 
     def _check(self, tokens: dict[str, Tensor]) -> None:
         for name, added in tokens.items():
@@ -272,7 +363,7 @@ class AttentionCache:
                     f"{added.dtype} on {added.device}"
                 )
 
-    def _grow(self, tokens: dict[str, Tensor], length: int) -> None:
+    def _grown(self, tokens: dict[str, Tensor], length: int) -> dict[str, Tensor]:
         capacity = max(length, 2 * self.capacity) if self.max_length is None else self.max_length
         grown = {}
         for name, added in tokens.items():
@@ -282,31 +373,14 @@ class AttentionCache:
             with torch.inference_mode(False):
                 grown[name] = added.new_empty(shape)
             if self._buffers:
-                held = self._part(name, 0, self._length)
-                grown[name].narrow(_LENGTH_DIMENSION[name], 0, self._length).copy_(held)
-        self._buffers = grown
-
-    def _part(self, name: str, start: int, end: int) -> Tensor:
-        return self._buffers[name].narrow(_LENGTH_DIMENSION[name], start, end - start)
+                held = _part(self._buffers, name, 0, self._length)
+                _part(grown, name, 0, self._length).copy_(held)
+        return grown
 
 
-def _check_shapes(tokens: dict[str, Tensor]) -> None:
-    for name, tensor in tokens.items():
-        if checks.tensor(name, tensor).dtype not in _DTYPES:
-            raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
-    key = tokens["key"]
-    if key.dim() != 4:
-        raise ValueError(f"key must have shape (B, N, Hk, D), got {tuple(key.shape)}")
-    batch, added, heads, _ = key.shape
-    for name in ("value", "bias"):
-        tensor = tokens[name]
-        wanted, got = tuple(key.shape), tuple(tensor.shape)
-        if name == "bias":
-            # A layer's own key_bias may have another number of heads.
-            wanted = (batch, got[1] if len(got) == 4 else heads, 1, added)
-        if got != wanted:
-            raise ValueError(f"{name} must have shape {wanted} to go with key, got {got}")
-        if tensor.device != key.device:
-            raise ValueError(
-                f"{name} must be on key's device {key.device}, got a tensor on {tensor.device}"
-            )
+def _part(buffers: dict[str, Tensor], name: str, start: int, end: int) -> Tensor:
+    return buffers[name].narrow(_LENGTH_DIMENSION[name], start, end - start)
+
+
+# So that torch.load(weights_only=True) takes a cache, and a state, that were saved whole.
+torch.serialization.add_safe_globals([AttentionCache, KeptKeys, Rows])

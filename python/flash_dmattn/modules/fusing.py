@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,20 @@ def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
     for norm in (layer.q_norm, layer.k_norm):
         if type(norm) is nn.RMSNorm and norm.eps is None:  # what torch adds depends on its version
             return None
-    return plain_parts(layer, nn.RMSNorm) if layer.is_causal else None
+    return plain_parts(layer, nn.RMSNorm) if layer.is_causal and _is_accepted(layer) else None
+
+
+def _is_accepted(layer: Fusable) -> bool:
+    """Say whether attention takes what may have been changed since the layer was made.
+
+    What it refuses must not have been written into the cache before.
+    """
+    scale, sink = layer.softmax_scale, layer.sink
+    return (
+        0 <= layer.softcap < math.inf
+        and (scale is None or math.isfinite(scale))
+        and (sink is None or sink.shape == (layer.num_heads,))
+    )
 
 
 def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | None:

@@ -33,7 +33,7 @@ class Step:
         self.parts = parts
         self._modules = tuple(layer._modules.values())
         self._settings = _settings(layer)
-        self._amplitude = layer.A
+        self._amplitude, self._sink = layer.A, layer.sink
         # A layer is converted in place, which leaves its parameters what they are.
         self.dtype = parts[0].weight.dtype
         states, norms = parts[4], parts[5:]
@@ -57,6 +57,7 @@ class Step:
             tuple(layer._modules.values()) == self._modules
             and _settings(layer) == self._settings
             and layer._parameters.get("A") is self._amplitude
+            and layer._parameters.get("sink") is self._sink
             and self._eps() == self._given_eps
             and "attend" not in layer.__dict__
             and "key_bias" not in layer.__dict__
@@ -89,6 +90,7 @@ def _settings(layer: Fusable) -> tuple[object, ...]:
         layer.bias_form,
         layer.rotary_base is None,
         layer.softmax_scale,
+        layer.softcap,
         layer.backend,
     )
 

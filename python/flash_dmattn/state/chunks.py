@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..arguments import to_4d
+from ..arguments import autocast_dtype, to_4d
 from ..masks import IntervalMask
 from .rows import Rows
 
-__all__ = ["as_rows", "check_heads", "check_like", "check_sequences", "needs_gradient"]
+__all__ = [
+    "as_rows",
+    "check_heads",
+    "check_like",
+    "check_sequences",
+    "described_call",
+    "needs_gradient",
+]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _GROWS_ONLY = (
@@ -111,6 +118,14 @@ def check_sequences(indices: Tensor, batch: int | None, holder: str) -> None:
             f"indices must be from 0 to {batch - 1}, as {holder} holds {batch} sequences, got "
             f"{int(outside[0])}"
         )
+
+
+def described_call(
+    query: Tensor, sink: Tensor | None, settings: tuple[object, ...]
+) -> tuple[object, ...]:
+    """Return what attention accepts or refuses of a call, to compare with that of another call."""
+    tensors = (query,) if sink is None else (query, sink)
+    return (*settings, autocast_dtype(query), *((t.shape, t.dtype, t.device) for t in tensors))
 
 
 def needs_gradient(*parts: Rows | None) -> bool:

@@ -4,22 +4,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..arguments import index
+from ..arguments import index, writable
 from ..checks import MOST_ROWS
+from ..refusals import current_backward, refuse_recomputation
 from .chunks import as_rows, check_heads, check_like, check_sequences, needs_gradient
-from .rows import NOWHERE, Rows, best, concatenated, empty_rows, in_order, narrowed
+from .rows import (
+    NOWHERE,
+    Rows,
+    allocated,
+    best,
+    concatenated,
+    empty_rows,
+    in_order,
+    narrowed,
+)
 from .stepping import insert
+from .stored import read_state, state_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["HeldRows"]
+
+_Result = TypeVar("_Result")
 
 
 class HeldRows:
@@ -55,6 +68,14 @@ class HeldRows:
         # Whether the rows are known to be in the order of their positions. Steps in place put a
         # token anywhere, those of a replayed graph too, of which Python does not hear.
         self._is_ordered = True
+        # The last call of `_taken_in` that attention has not refused.
+        self._accepted: tuple[object, ...] | None = None
+        self._made_during = current_backward()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was copied or pickled."""
+        self.__dict__.update(state)
+        self.__dict__.update(self._owned().__dict__)
 
     def __repr__(self) -> str:
         """Show what it is for, and what it holds where that need not be asked of a device."""
@@ -93,6 +114,7 @@ class HeldRows:
     def tensors(self) -> dict[str, Tensor]:
         """What is held, by name: key, value ``(B, rows, Hk, D)``, bias ``(B, h, 1, rows)``, where
         -inf is a row that the head does not keep, and position, int64 ``(B, {1|Hk}, rows)``.
+        Changes of the state may overwrite them.
         """
         held = [part for part in (self._kept, self._recent) if part is not None]
         return {} if not held else concatenated(*held)._asdict()
@@ -111,9 +133,9 @@ class HeldRows:
         return self._mapped(lambda tensor, _: tensor.clone())
 
     def to(self, device: torch.device | str) -> Self:
-        """Return this state on a device."""
+        """Return the same state on a device, in memory of its own."""
         checks.device("device", device)
-        return self._mapped(lambda tensor, _: tensor.to(device))
+        return self._mapped(lambda tensor, _: tensor.to(device, copy=True))
 
     def reorder(self, indices: Tensor) -> None:
         """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
@@ -132,6 +154,7 @@ class HeldRows:
         check_sequences(indices, batch, "the state")
         if self._kept is None:
             return
+        self._refuse_recomputation()
 
         def chosen(tensor: Tensor, batched: bool) -> Tensor:
             return tensor.index_select(0, indices.to(tensor.device)) if batched else tensor
@@ -161,6 +184,7 @@ class HeldRows:
             )
         if count == 0:
             return
+        self._refuse_recomputation()
         assert self._recent is not None
         assert self._counter is not None
         length, floor, _ = self._counter.tolist()
@@ -169,9 +193,8 @@ class HeldRows:
         with torch.inference_mode(False), torch.no_grad():
             for held, tensor in zip(self._recent, shifted, strict=True):
                 held.copy_(tensor)
-            self._counter.copy_(
-                torch.tensor([length - count, max(floor, length - self.rollback), 0])
-            )
+            self._counter[0] = length - count
+            self._counter[1] = max(floor, length - self.rollback)
 
     def reset(self) -> None:
         """Forget everything; the memory stays, unless gradients need what is in it."""
@@ -185,40 +208,21 @@ class HeldRows:
             self._counter[:2] = self._start
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` makes the same state of."""
-        state: dict[str, Any] = {
-            "window_size": self.window_size,
-            "rollback": self.rollback,
-            "start": self._start,
-        }
-        for prefix, rows in (("kept", self._kept), ("recent", self._recent)):
-            if rows is not None:
-                state |= {f"{prefix}.{name}": t.detach() for name, t in rows._asdict().items()}
-        if self._counter is not None:
-            state["counter"] = self._counter
-        return state
+        """Return what `load_state_dict` makes the same state of, in memory of its own."""
+        settings = {name: getattr(self, name) for name in ("window_size", "rollback")}
+        return state_of({**settings, "start": self._start}, self._kept, self._recent, self._counter)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become what `state_dict` was asked of.
 
         Raises:
-            ValueError: it is of another window_size or rollback.
+            TypeError: a field has the wrong type or dtype.
+            ValueError: it is of another window_size or rollback, a field is missing or unknown, or
+                has the wrong shape.
         """
-        for name in ("window_size", "rollback"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"state must have {name}={getattr(self, name)}, as this KeptKeys, got "
-                    f"{state[name]}"
-                )
-        self._start = state["start"]
-        # Later steps write into these, outside of inference mode too.
-        with torch.inference_mode(False):
-            for prefix in ("kept", "recent"):
-                fields = {n: state.get(f"{prefix}.{n}") for n in Rows._fields}
-                given = {n: tensor.clone() for n, tensor in fields.items() if tensor is not None}
-                setattr(self, f"_{prefix}", Rows(**given) if given else None)
-            counter = state.get("counter")
-            self._counter = None if counter is None else counter.clone()
+        self._start, self._kept, self._recent, self._counter = read_state(
+            state, self.window_size, self.rollback
+        )
         self._is_ordered = False
 
     def _rows(
@@ -248,19 +252,46 @@ class HeldRows:
         recent = () if self._recent is None else (self._recent,)
         return concatenated(kept, *recent, chunk)
 
-    def _extend(self, chunk: Rows, backend: str) -> Rows:
-        """Take tokens in, in place, and return what they see."""
+    def _taken_in(
+        self,
+        chunk: Rows,
+        backend: str,
+        attend: Callable[[Rows], _Result],
+        call: tuple[object, ...] | None = None,
+    ) -> _Result:
+        """Take tokens in, in place, and return what `attend` makes of what they see.
+
+        Where it raises nothing is changed. A single token overwrites what is held before it
+        attends, so of a call that is not known to be accepted it first attends to what is held.
+
+        Args:
+            chunk, backend: the tokens, and what selects.
+            attend: returns the result.
+            call: what `attend` accepts or refuses, but for the shapes of what is held; None where
+                it refuses nothing.
+        """
+        self._refuse_recomputation()
         if self._needs_gradient(chunk):
             raise ValueError(
                 "keys that are kept in place have no gradient; call under torch.no_grad(), or use "
                 "updated()"
             )
         if self._kept is not None and chunk.size == 1 and not self.rollback:
+            if call is not None and not torch.compiler.is_compiling():
+                call = (*call, *((t.shape, t.dtype, t.device) for t in self._kept))
+                if call != self._accepted:
+                    attend(self._kept)
+                    self._accepted = call
             with torch.no_grad():
-                return self.step(lambda *held: insert(held[0], chunk, self.window_size, held[1]))
-        columns = self._columns(chunk)
-        self._replace_by(self._followed_by(columns, chunk.size, backend))
-        return columns
+                seen = self.step(lambda *held: insert(held[0], chunk, self.window_size, held[1]))
+            return attend(seen)
+        seen = self._columns(chunk)
+        result = attend(seen)
+        self._replace_by(self._followed_by(seen, chunk.size, backend))
+        return result
+
+    def _refuse_recomputation(self) -> None:
+        refuse_recomputation("a KeptKeys", self._made_during)
 
     def _needs_gradient(self, chunk: Rows) -> bool:
         """Say whether a gradient would be lost by taking tokens in in place."""
@@ -294,6 +325,7 @@ class HeldRows:
         """
         assert self._kept is not None
         assert self._counter is not None
+        self._refuse_recomputation()
         self._is_ordered = False
         write(self._kept, self._counter)
         return self._kept
@@ -323,11 +355,13 @@ class HeldRows:
 
     def _replace_by(self, other: Self) -> None:
         """Write another state of as many sequences into this one's memory."""
+        self._start = other._start
+        self._is_ordered = self._is_ordered and other._is_ordered
         # Tensors made in inference mode cannot be written to outside of it, others anywhere.
         with torch.inference_mode(False), torch.no_grad():
             if self._kept is None and other._kept is not None:
-                self._kept = _allocated(other._kept)
-                self._recent = None if other._recent is None else _allocated(other._recent)
+                self._kept = allocated(other._kept)
+                self._recent = None if other._recent is None else allocated(other._recent)
                 assert other._counter is not None
                 self._counter = torch.empty_like(other._counter)
             for held, new in ((self._kept, other._kept), (self._recent, other._recent)):
@@ -356,6 +390,6 @@ class HeldRows:
                 result._counter = change(self._counter, False)
         return result
 
-
-def _allocated(rows: Rows) -> Rows:
-    return Rows(*(tensor.new_empty(tensor.shape) for tensor in rows))
+    def _owned(self) -> Self:
+        """Return the state with copies of what inference mode made, which else only it changes."""
+        return self._mapped(lambda tensor, _: writable(tensor))

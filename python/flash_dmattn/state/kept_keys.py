@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import checks
 from ..arguments import backend_name, flag
 from ..interface import Output, flash_dmattn_func
-from .chunks import check_heads, check_like
+from .chunks import check_heads, check_like, described_call
 from .held_rows import HeldRows
 from .rows import Rows, best, concatenated, in_order
 
@@ -31,7 +34,9 @@ class KeptKeys(HeldRows):
 
     `update` and `merge` change the object in place, in the same memory, which CUDA graphs and
     compiled programs rely on; they are for inference. `updated` and `merged` return another object,
-    through whose keys, values and biases gradients flow; `detach` cuts them off.
+    through whose keys, values and biases gradients flow; `detach` cuts them off. A call that raises
+    changes nothing. In a backward pass, where activation checkpointing calls a function again, what
+    changes an object that was made before raises RuntimeError.
 
     Attributes:
         window_size: keys that a query keeps.
@@ -74,24 +79,28 @@ class KeptKeys(HeldRows):
         """
         check_heads("query", query)
         chunk = self._rows(key, value, bias, padding, heads=query.shape[2])
-        if flag("update", update):
-            seen = self._extend(chunk, backend_name(backend))
-        else:
-            seen = self._columns(chunk)
-        return flash_dmattn_func(
-            query,
-            seen.key,
-            seen.value,
-            None,
-            seen.bias,
-            softmax_scale,
-            True,
-            softcap,
-            window_size=self.window_size,
-            sink=sink,
-            return_lse=return_lse,
-            backend=backend,
-        )
+
+        def attend(seen: Rows) -> Output:
+            return flash_dmattn_func(
+                query,
+                seen.key,
+                seen.value,
+                None,
+                seen.bias,
+                softmax_scale,
+                True,
+                softcap,
+                window_size=self.window_size,
+                sink=sink,
+                return_lse=return_lse,
+                backend=backend,
+            )
+
+        if not flag("update", update):
+            return attend(self._columns(chunk))
+        settings = softmax_scale, softcap, return_lse, backend
+        call = described_call(query, sink, settings)
+        return self._taken_in(chunk, backend_name(backend), attend, call)
 
     def update(
         self,
@@ -115,7 +124,7 @@ class KeptKeys(HeldRows):
             TypeError, ValueError: as `attend`; or a gradient is required, which `updated` is for.
         """
         chunk = self._rows(key, value, bias, padding)
-        seen = self._extend(chunk, backend_name(backend))
+        seen = self._taken_in(chunk, backend_name(backend), lambda rows: rows)
         return seen.key, seen.value, seen.bias
 
     def visible(
@@ -171,7 +180,27 @@ class KeptKeys(HeldRows):
         chunk = self._rows(key, value, bias, padding)
         seen = self._columns(chunk)
         state = self._followed_by(seen, chunk.size, backend_name(backend))
-        return (seen.key, seen.value, seen.bias), state
+        return (seen.key, seen.value, seen.bias), state._owned()
+
+    def taken_in(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Any],
+        call: tuple[object, ...] | None,
+        *,
+        backend: str | None = None,
+    ) -> Any:
+        """Take in the tokens that follow, in place, unless attention raises.
+
+        Args:
+            key, value, bias, backend: as in `attend`.
+            attend: returns the result for what `update` returns.
+            call: what `attend` accepts or refuses, `described_call`; None where it refuses nothing.
+        """
+        chunk = self._rows(key, value, bias, None)
+        return self._taken_in(chunk, backend_name(backend), lambda rows: attend(*rows[:3]), call)
 
     def takes_in_place(self, key: Tensor, value: Tensor, bias: Tensor) -> bool:
         """Say whether `update` takes these tokens, as no gradient would be lost."""
@@ -188,6 +217,7 @@ class KeptKeys(HeldRows):
             TypeError: other is no KeptKeys.
             ValueError: it does not fit, can take tokens back, or a gradient is required.
         """
+        self._refuse_recomputation()
         self._replace_by(self.merged(other, backend=backend))
 
     def merged(self, other: KeptKeys, *, backend: str | None = None) -> KeptKeys:
@@ -217,5 +247,6 @@ class KeptKeys(HeldRows):
         every = in_order(concatenated(self._kept, other._kept))
         result._kept = best(every, self.window_size, self._kept.size, backend_name(backend))
         result._counter = torch.maximum(self._counter, other._counter)
+        result._start = min(self._start, other._start)
         result._is_ordered = True
-        return result
+        return result._owned()

@@ -18,6 +18,7 @@ from ..selection import CallShape, select
 __all__ = [
     "NOWHERE",
     "Rows",
+    "allocated",
     "best",
     "concatenated",
     "empty_rows",
@@ -75,6 +76,11 @@ class Rows(NamedTuple):
         batch, heads, _, count = per_bias.shape
         sets = self.position.shape[1]
         return per_bias.reshape(batch, sets, heads // sets, count)
+
+
+def allocated(like: Rows) -> Rows:
+    """Return memory for as many rows."""
+    return Rows(*(tensor.new_empty(tensor.shape) for tensor in like))
 
 
 def empty_rows(like: Rows, count: int) -> Rows:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What `state_dict` of a state or a cache says, checked before anything becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from .chunks import check_like
+from .rows import Rows
+
+__all__ = ["check_names", "check_setting", "read_state", "state_of"]
+
+_SETTINGS = ("window_size", "rollback", "start")
+
+
+def check_names(state: Any, needed: Collection[str], allowed: Collection[str] = ()) -> None:
+    """Raise unless this is a dictionary of these fields.
+
+    Raises:
+        TypeError: it is no dictionary.
+        ValueError: a field is missing, or unknown.
+    """
+    if not isinstance(state, dict):
+        checks.refuse_type("state", "a dictionary of state_dict()", state)
+    for name in needed:
+        if name not in state:
+            raise ValueError(f"state must have the field {name!r}, got {_listed(state)}")
+    for name in state:
+        if name not in needed and name not in allowed:
+            known = _listed([*needed, *allowed])
+            raise ValueError(f"state must have no other fields than {known}, got {name!r}")
+
+
+def check_setting(state: dict[str, Any], name: str, own: object, holder: str) -> None:
+    """Raise ValueError unless a state was made with the same number or flag."""
+    given = state[name]
+    if type(given) is not type(own) or given != own:
+        raise ValueError(
+            f"state must have {name}={own}, as this {holder}, got {checks.described(given)}"
+        )
+
+
+def state_of(
+    settings: dict[str, int], kept: Rows | None, recent: Rows | None, counter: Tensor | None
+) -> dict[str, Any]:
+    """Return what `read_state` reads, in memory of its own."""
+    state: dict[str, Any] = dict(settings)
+    for prefix, rows in (("kept", kept), ("recent", recent)):
+        if rows is not None:
+            fields = rows._asdict().items()
+            state |= {f"{prefix}.{name}": tensor.detach().clone() for name, tensor in fields}
+    return state if counter is None else {**state, "counter": counter.clone()}
+
+
+def read_state(
+    state: Any, window_size: int, rollback: int
+) -> tuple[int, Rows | None, Rows | None, Tensor | None]:
+    """Return start, rows, last rows and counter of a `KeptKeys`, in memory of their own.
+
+    Args:
+        state: of `KeptKeys.state_dict`.
+        window_size, rollback: of the state that it becomes.
+
+    Raises:
+        TypeError, ValueError: as `KeptKeys.load_state_dict`.
+    """
+    rows = {name: tuple(f"{name}.{field}" for field in Rows._fields) for name in ("kept", "recent")}
+    every = (*rows["kept"], *rows["recent"], "counter")
+    check_names(state, _SETTINGS, every)
+    for name, own in (("window_size", window_size), ("rollback", rollback)):
+        check_setting(state, name, own, "KeptKeys")
+    start = checks.index("start of state", state["start"], 0)
+    if not any(name in state for name in every):
+        return start, None, None, None
+    held = every if rollback else (*rows["kept"], "counter")
+    check_names(state, (*_SETTINGS, *held))
+    # Later steps write into these, outside of inference mode too.
+    with torch.inference_mode(False):
+        tensors = {name: checks.tensor(f"{name} of state", state[name]).clone() for name in held}
+    kept = Rows(*(tensors[name] for name in rows["kept"]))
+    _check_rows("kept", kept, None)
+    if kept.size != window_size * kept.sharing:
+        raise ValueError(
+            f"kept.key of state must have {window_size * kept.sharing} rows, window_size="
+            f"{window_size} for each head of the bias, got shape {tuple(kept.key.shape)}"
+        )
+    recent = None
+    if rollback:
+        recent = Rows(*(tensors[name] for name in rows["recent"]))
+        _check_rows("recent", recent, kept)
+        if recent.size != rollback:
+            raise ValueError(
+                f"recent.key of state must have rollback={rollback} rows, got shape "
+                f"{tuple(recent.key.shape)}"
+            )
+    counter = tensors["counter"]
+    if counter.dtype != torch.int64 or counter.shape != (3,):
+        raise ValueError(
+            f"counter of state must be int64 of shape (3,), got {checks.described(counter)}"
+        )
+    return start, kept, recent, counter
+
+
+def _check_rows(prefix: str, rows: Rows, like: Rows | None) -> None:
+    """Raise ValueError unless the tensors are rows, and those of ``like`` fit beside them."""
+    if rows.key.dim() != 4:
+        raise ValueError(
+            f"{prefix}.key of state must have shape (B, rows, Hk, D), got {tuple(rows.key.shape)}"
+        )
+    batch, count, kv_heads, _ = rows.key.shape
+    heads = rows.bias.shape[1] if rows.bias.dim() == 4 else 0
+    sets = 1 if heads == 1 else kv_heads
+    wanted = (rows.key.shape, rows.key.shape, (batch, heads, 1, count), (batch, sets, count))
+    for name, tensor, shape in zip(Rows._fields, rows, wanted, strict=True):
+        given = tuple(tensor.shape)
+        if given != tuple(shape) or (name == "bias" and (heads == 0 or heads % sets)):
+            form = "(B, {H|Hk|1}, 1, rows)" if name == "bias" else tuple(shape)
+            raise ValueError(f"{prefix}.{name} of state must have shape {form}, got {given}")
+        is_right = tensor.dtype == torch.int64 if name == "position" else tensor.is_floating_point()
+        if not is_right:
+            kind = "int64" if name == "position" else "floating-point"
+            raise TypeError(f"{prefix}.{name} of state must be {kind}, got {tensor.dtype}")
+    if like is not None:
+        check_like(like, rows, "state")
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(map(str, names)) or "none"
