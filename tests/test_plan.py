@@ -94,7 +94,7 @@ def test_backward_keeps_the_plan_and_no_copy(target: Target) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         flash_dmattn_func(*inputs[:3], attn_bias=inputs[3], plan=plan)
     plans = [t for t in saved if t.dtype == torch.uint8 and t.numel()]
-    assert all(t.data_ptr() == plan.columns.data_ptr() for t in plans)
+    assert all(t.data_ptr() == plan._columns.data_ptr() for t in plans)
     assert len(plans) == (1 if plan.columns.numel() else 0)
     assert plans or not target.is_pack
 

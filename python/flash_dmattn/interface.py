@@ -357,7 +357,7 @@ def _attention(
         cu_seqlens_q,
         cu_seqlens_k,
         block_table,
-        None if plan is None else plan.columns,
+        None if plan is None else plan._columns,
         sink,
         max_seqlen_q,
         max_seqlen_k,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from .arguments import (
     mask_parts,
     to_4d,
     without_expansion,
+    writable,
 )
 from .checks import MOST_ROWS, described
 from .masks import IntervalMask
@@ -24,6 +27,7 @@ from .record import DENSE, AttentionInputs, Packing
 __all__ = ["AttentionPlan", "checked_mask", "make_plan"]
 
 _BOUNDS = Packing._fields[:2]
+_OF_INTERVALS = ("start", "end", "query_length", "max_kept")
 _DENSE_SIZES = (
     "query.shape[0]",
     "query.shape[1]",
@@ -49,16 +53,16 @@ class AttentionPlan:
     stays. Forward and backward read it; nothing changes it.
 
     Attributes:
-        attn_mask: the mask that it was made from, or None. It must not be changed in place.
+        attn_mask: the mask that it was made from, or None. After a change in place calls refuse the
+            plan; where the mask was made in inference mode, in which torch counts no changes, they
+            compare it with a copy, which waits for a GPU.
         is_causal: whether queries see no later keys.
         backend: the backend that it was made for.
-        columns: uint8 ``(bytes,)``, what the backend made of the mask.
     """
 
     attn_mask: Tensor | IntervalMask | None
     is_causal: bool
     backend: str
-    columns: Tensor
 
     def __init__(
         self,
@@ -73,10 +77,28 @@ class AttentionPlan:
         self.attn_mask = attn_mask
         self.is_causal = is_causal
         self.backend = backend
-        self.columns = columns
+        self._columns = columns
         self._sizes = sizes
         self._packing = DENSE if packing is None else packing
-        self._versions = () if torch.compiler.is_compiling() else self._versions_now()
+        self._was_changed: str | None = None
+        # What is compiled cannot tell how often a tensor was changed.
+        self._sources = () if torch.compiler.is_compiling() else self._sources_now()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied or pickled: the plan, and whether it has become useless."""
+        return {**self.__dict__, "_was_changed": self._changed(), "_sources": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was copied or pickled, and what it is made from now."""
+        self.__dict__.update(state)
+        with torch.inference_mode(False):
+            self._columns = writable(self._columns)
+        self._sources = self._sources_now()
+
+    @property
+    def columns(self) -> Tensor:
+        """A copy of what the backend made of the mask, uint8 ``(bytes,)``."""
+        return self._columns.clone()
 
     def __repr__(self) -> str:
         """Show what it was made for."""
@@ -84,20 +106,60 @@ class AttentionPlan:
         sizes = ", ".join(f"{n}={s}" for n, s in zip(names, self._sizes, strict=True))
         return (
             f"AttentionPlan({sizes}, is_causal={self.is_causal}, backend={self.backend!r}, "
-            f"device={str(self.columns.device)!r}, bytes={self.columns.numel()})"
+            f"device={str(self._columns.device)!r}, bytes={self._columns.numel()})"
         )
 
-    def _versions_now(self) -> tuple[tuple[str, Tensor, int], ...]:
-        """Return how often each tensor that the plan was made from has been changed in place."""
-        mask = self.attn_mask
-        named: list[tuple[str, Tensor | None]] = (
-            [("attn_mask.start", mask.start), ("attn_mask.end", mask.end)]
-            if isinstance(mask, IntervalMask)
-            else [("attn_mask", mask)]
+    def _owners(self) -> tuple[object, object, object]:
+        return self, self.attn_mask, self._packing
+
+    def _sources_now(self) -> tuple[_Source, ...]:
+        is_interval = isinstance(self.attn_mask, IntervalMask)
+        places = [(0, name) for name in ("is_causal", "backend")]
+        places += [(2, name) for name in _BOUNDS]
+        places += [(1, name) for name in _OF_INTERVALS] if is_interval else [(0, "attn_mask")]
+        held = [getattr(self._owners()[owner], name) for owner, name in places]
+        return tuple(
+            _Source(owner, name, value, _mark(value))
+            for (owner, name), value in zip(places, held, strict=True)
         )
-        named += zip(_BOUNDS, self._packing[:2], strict=True)
-        # Tensors made in inference mode do not count.
-        return tuple((n, t, t._version) for n, t in named if t is not None and not t.is_inference())
+
+    def _changed(self) -> str | None:
+        """Say what is not what it was when the plan was made, and how, or return None."""
+        owners = self._owners()
+        for owner, name, value, mark in self._sources:
+            now = getattr(owners[owner], name, None)
+            if now is not value and (isinstance(value, Tensor) or now != value):
+                how = "replaced"
+            elif isinstance(value, Tensor) and _is_changed(value, mark):
+                how = "changed in place"
+            else:
+                continue
+            return f"{'attn_mask.' if owner == 1 else ''}{name} was {how}"
+        return self._was_changed
+
+
+class _Source(NamedTuple):
+    """Something that a plan was made from."""
+
+    owner: int  # which of `_owners`
+    name: str
+    value: Any
+    mark: int | Tensor | None  # by which a change in place of a tensor shows
+
+
+def _mark(value: Any) -> int | Tensor | None:
+    """Return how often a tensor was changed in place; a copy where torch does not count that."""
+    if not isinstance(value, Tensor):
+        return None
+    return value.clone() if value.is_inference() else value._version
+
+
+def _is_changed(value: Tensor, mark: int | Tensor | None) -> bool:
+    if not isinstance(mark, Tensor):
+        return value._version != mark
+    if value.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False  # a graph cannot wait for the comparison
+    return not torch.equal(value, mark)
 
 
 def make_plan(
@@ -159,7 +221,10 @@ def make_plan(
     parts = parts._replace(mask=without_expansion(parts.mask, 4 if packing.is_dense else 1))
     # A plan is the same for any values and settings but these.
     inputs = AttentionInputs(query, key, key, causal=causal, **parts._asdict(), **packing._asdict())
-    return AttentionPlan(attn_mask, causal, name, ops.make_plan(inputs, name), sizes, packing)
+    # Of inference mode, calls with gradients could not keep it.
+    with torch.inference_mode(False):
+        columns = ops.make_plan(inputs, name)
+    return AttentionPlan(attn_mask, causal, name, columns, sizes, packing)
 
 
 def checked_mask(
@@ -186,10 +251,11 @@ def checked_mask(
     if packing.is_dense != plan._packing.is_dense:
         made, func = ("dense", "") if plan._packing.is_dense else ("packed", "varlen_")
         raise ValueError(f"plan was made for {made} tensors; pass it to flash_dmattn_{func}func")
-    if query.device != plan.columns.device:
+    device = plan._columns.device
+    if query.device != device:
         raise ValueError(
-            f"query is on {query.device}, but plan was made on {plan.columns.device}; make another "
-            "with make_plan"
+            f"query is on {query.device}, but plan was made on {device}; make another with "
+            "make_plan"
         )
     if not (attn_mask is None or _is_same_mask(attn_mask, plan.attn_mask)):
         raise ValueError(
@@ -216,8 +282,8 @@ def checked_mask(
                 )
     if not packing.is_dense:
         _check_packing(packing, plan._packing)
-    if not torch.compiler.is_compiling():
-        _check_versions(plan)
+    if not torch.compiler.is_compiling() and (changed := plan._changed()):
+        raise ValueError(f"{changed} after plan was made from it; make another with make_plan")
     return plan.attn_mask
 
 
@@ -232,15 +298,6 @@ def _check_packing(packing: Packing, made_for: Packing) -> None:
     if (packing.block_table is None) != (made_for.block_table is None):
         given = "None" if packing.block_table is None else "a tensor"
         raise ValueError(f"block_table is {given}, unlike in the make_plan of plan")
-
-
-def _check_versions(plan: AttentionPlan) -> None:
-    for name, tensor, version in plan._versions:
-        if tensor._version != version:
-            raise ValueError(
-                f"{name} was changed in place after plan was made from it; make another with "
-                "make_plan"
-            )
 
 
 def _packing(
