@@ -196,6 +196,7 @@ class IntervalMask:
 
         The query at position ``p = i + K - Q`` keeps the keys ``p - left <= j <= p + right``. None
         is no limit on that side. Positions are aligned to the bottom right, as causal attention is.
+        Without a device the mask is made on torch's default device.
 
         Raises:
             TypeError: a length or a side is no integer.

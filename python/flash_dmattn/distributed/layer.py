@@ -114,7 +114,7 @@ class ContextParallelAttention(DynamicMaskAttention):
         group = checked_group(self.process_group)
         device = hidden_states.device
         if cu_seqlens is None:
-            own = torch.full((1,), hidden_states.shape[1], device=device)
+            own = torch.full((1,), hidden_states.shape[1], dtype=torch.int64, device=device)
         else:
             own = check_cu_seqlens(cu_seqlens, hidden_states).diff().long()
         lengths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

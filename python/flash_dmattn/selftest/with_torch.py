@@ -91,7 +91,8 @@ def _cases(device: str) -> Iterator[tuple[str, Any, torch.Tensor | None, bool]]:
     window = IntervalMask(
         first_row.clamp(min=0).expand(1, 1, KEYS), (first_row + WINDOW).expand(1, 1, KEYS)
     )
-    keys = torch.arange(KEYS, device=device) < torch.tensor([[KEYS], [KEYS // 2]], device=device)
+    place: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    keys = torch.arange(KEYS, **place) < torch.tensor([[KEYS], [KEYS // 2]], **place)
     rows = (_random((BATCH, HEADS, QUERIES, KEYS), 4) > 1).to(device)
     yield "no mask", None, None, False
     yield "causal", None, None, True
@@ -107,7 +108,8 @@ def _last(leaves: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor
 
 
 def _random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

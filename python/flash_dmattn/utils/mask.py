@@ -139,7 +139,7 @@ def _by_majority(keep: Tensor, block_size: int) -> Tensor:
     blocks = -(-keys // block_size)
     padded = torch.nn.functional.pad(keep, (0, blocks * block_size - keys))
     votes = padded.reshape(*keep.shape[:-1], blocks, block_size).sum(-1)
-    sizes = torch.full((blocks,), block_size, device=keep.device)
+    sizes = torch.full((blocks,), block_size, dtype=torch.int64, device=keep.device)
     if blocks:
         sizes[-1] = keys - (blocks - 1) * block_size
     majority: Tensor = votes * 2 > sizes

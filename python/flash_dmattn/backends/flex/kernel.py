@@ -178,7 +178,7 @@ def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Cal
     # Tensors, so that no number is compiled in; with a dimension, since captured tensors without
     # one are taken for numbers after all.
     factor, cap = (
-        torch.full((problem.heads[0],), number, device=problem.query.device)
+        torch.full((problem.heads[0],), number, dtype=torch.float32, device=problem.query.device)
         for number in (scale, softcap)
     )
 
