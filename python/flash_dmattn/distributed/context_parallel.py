@@ -56,6 +56,12 @@ def context_parallel_dmattn(
     their gradients. All ranks have to call it, also backward, with the same B, H, Hk, D, dtype and
     window_size, and either all or none with inputs that require gradients.
 
+    The gradients of key, value and bias are those of the sum of all ranks' losses. So where the
+    loss of the whole is the sum of the ranks' losses, the gradient of a parameter that each rank
+    has a copy of is the sum of the ranks' gradients, not their mean: ``all_reduce`` them with its
+    default SUM. DDP and FSDP, which average over the ranks they are given, give that divided by the
+    number of these ranks.
+
     Args:
         query: ``(B, N, H, D)``, this rank's tokens; or with ``cu_seqlens`` those of each sequence,
             one after another, ``(total, H, D)``.

@@ -26,7 +26,8 @@ class ContextParallelAttention(DynamicMaskAttention):
 
     Parameters, arguments and results are those of the layer that it extends; but it has no cache,
     and masks by ``padding`` alone. All ranks call it, forward and backward. Positions are counted
-    along all shards.
+    along all shards. Gradients of parameters are to be summed over the group, not averaged; see
+    `context_parallel_dmattn`.
     """
 
     def __init__(
