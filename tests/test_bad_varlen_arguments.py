@@ -126,3 +126,18 @@ def test_varlen(case: str, target: Target) -> None:
         arguments["cu_seqlens_q"] = BOUNDS.to(target.device).repeat_interleave(2)[::2]
     with pytest.raises(error, match=message):
         flash_dmattn_varlen_func(**arguments)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_bias", "sink"])
+def test_paged_keys_have_no_gradient(name: str, target: Target) -> None:
+    """Whichever tensor it is that requires one; without gradients the call is fine."""
+    dtype = target.dtypes[0]
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    pages = {"key": randn(4, 4, 2, 8), "value": randn(4, 4, 2, 8), "block_table": table}
+    added = {"attn_bias": randn(1, 1, 10), "sink": randn(4)}
+    arguments = on_device(target, varlen(target, **pages, **added))
+    arguments[name] = arguments[name].to(dtype).requires_grad_()
+    with torch.no_grad():
+        flash_dmattn_varlen_func(**arguments)
+    with pytest.raises(ValueError, match=r"block_table: paged keys and values .*no gradient"):
+        flash_dmattn_varlen_func(**arguments)

@@ -11,7 +11,12 @@ from torch import Tensor
 
 import flash_dmattn
 from drawn.source import Source, strided
-from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func
+from flash_dmattn import (
+    IntervalMask,
+    dynamic_mask,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+)
 from flash_dmattn.reference import per_query_head
 from support import Target, rand_bool, randn, simple_problem
 
@@ -224,6 +229,47 @@ def test_window_larger_than_the_keys_keeps_all(target: Target) -> None:
     wide = problem.results(target, dout=dout, window_size=10**9)
     for name, value in problem.results(target, dout=dout).items():
         torch.testing.assert_close(wide[name], value, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["dense", "packed", "rows"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_of_all_keys_but_one_drops_one(causal: bool, form: str, target: Target) -> None:
+    """The last of a row of queries that see all keys does not see the worst, and alone that."""
+    keys, rows = 23, 17
+    problem = simple_problem(target.dtypes[0], causal=causal, keys=keys)
+    bias = randn(2, 1, rows if form == "rows" else 1, keys).to(target.dtypes[0])
+    kept = topk_row_by_row(bias, None, keys - 1, causal, rows, 4)
+    assert (kept[:, :, -1].sum(-1) == keys - 1).all()
+    query, key, value, bias, kept = (
+        t.to(target.device) for t in (problem.query, problem.key, problem.value, bias, kept)
+    )
+    want = flash_dmattn_func(query, key, value, kept, bias, backend=target.backend)
+    options = {"is_causal": causal, "window_size": keys - 1, "backend": target.backend}
+    if form == "packed":
+        bounds = (
+            torch.tensor([0, length, 2 * length], dtype=torch.int32, device=target.device)
+            for length in (rows, keys)
+        )
+        tensors = (t.flatten(0, 1) for t in (query, key, value))
+        bias = bias.transpose(0, 1).flatten(1).unsqueeze(1)
+        got = flash_dmattn_varlen_func(*tensors, *bounds, rows, keys, attn_bias=bias, **options)
+        got = got.view_as(query)
+    else:
+        got = flash_dmattn_func(query, key, value, attn_bias=bias, **options)
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+
+
+def test_a_compiled_window_of_all_keys_but_one_drops_one() -> None:
+    query, key, bias = randn(1, 5, 2, 8), randn(1, 9, 2, 8), randn(1, 2, 1, 9)
+
+    def call(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+        out = flash_dmattn_func(query, key, key, attn_bias=bias, window_size=8)
+        assert isinstance(out, Tensor)
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(query, key, bias), call(query, key, bias))
 
 
 def test_window_of_nothing_keeps_nothing(target: Target) -> None:
