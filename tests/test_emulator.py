@@ -3,45 +3,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from emulated import ROOT, compiled, output
+
 SEEDS = ["0", "1", "2"]
 
 
-def _gcc() -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or ""
-    if not compiler or "Free Software" not in _output([*compiler.split(), "--version"]):
-        pytest.skip("the emulator needs GCC")
-    return compiler
-
-
-def _output(command: list[str], **environment: str) -> str:
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, **environment}
-    ).stdout
-
-
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("emulator") / "kernels"
-    emulator = ROOT / "cpp" / "emulator"
-    sources = [ROOT / "tests" / "emulator" / "kernels.cpp"]
-    sources += [emulator / "machine.cpp", emulator / "driver.cpp"]
-    flags = ["-std=c++20", "-O1", "-w", "-fno-extern-tls-init", "-U_FORTIFY_SOURCE", "-pthread"]
-    folders = [f"-I{emulator}", f"-I{ROOT / 'cpp'}"]
-    _output([*_gcc().split(), *flags, *folders, *map(str, sources), "-o", str(path)])
-    return path
+def program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return compiled("kernels", tmp_path_factory.mktemp("emulator"))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_kernels_do_wrong_is_seen(program: Path, seed: str) -> None:
-    lines = _output([str(program)], FDM_EMULATOR_SEED=seed).splitlines()
+def test_what_kernels_do_wrong_is_seen(program: str, seed: str) -> None:
+    lines = output([program], FDM_EMULATOR_SEED=seed).splitlines()
     results = dict(line.split(": ", 1) for line in lines)
     assert results.pop("barriers for ever").endswith(
         "the threads of a block wait for each other for ever: 64 threads left, 64 at barriers in "

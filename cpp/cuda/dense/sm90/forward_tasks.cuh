@@ -4,6 +4,7 @@
 
 #include "../../tile/block_scan.cuh"
 #include "../../tile/sm90/bias_operand.cuh"
+#include "../../tile/tile_sizes.cuh"
 #include "odd_tasks.cuh"
 #include "row_copy.cuh"
 

@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How the blocks of threads of kernels are numbered: each part of the work has one number, whatever the problem's sizes, the
+// device and the groups in which heads and sequences go together are. Prints a line for each numbering, which
+// tests/test_numbering.py reads; calls reach most groups only with sizes that an emulator is too slow for.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <random>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cuda/backward/key_places.cuh"
+#include "cuda/dense/dbias_tiles.cuh"
+#include "cuda/dense/sm90/forward_tasks.cuh"
+#include "cuda/dense/sm90/fused_tasks.cuh"
+#include "cuda/dense/wide_plan.h"
+#include "cuda/forward/direct_decode.h"
+#include "cuda/forward/forward.cuh"
+#include "cuda/tile/sm90/tile_scheduler.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+std::mt19937 random_numbers(20261127);
+int64_t draw(int64_t least, int64_t most) {
+  return std::uniform_int_distribution<int64_t>(least, most)(random_numbers);
+}
+
+// A part of the work, and how often it was found. Lane 0 of a warp counts.
+using Part = std::tuple<int64_t, int64_t, int64_t>;
+std::map<Part, int> found;
+void count(int64_t a, int64_t b = 0, int64_t c = 0) {
+  if (threadIdx.x % 32 == 0) ++found[{a, b, c}];
+}
+constexpr Part kNone{-1, -1, -1}; // of what is wrong otherwise
+
+// How many parts there are, and which.
+struct Work {
+  int64_t parts;
+  std::function<bool(int64_t a, int64_t b, int64_t c)> has;
+};
+bool within(int64_t n, int64_t past) { return n >= 0 && n < past; }
+
+template <class... Parameters, class... Arguments>
+void launch_blocks(void (*kernel)(Parameters...), dim3 grid, unsigned threads, const Arguments &...arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = 1024;
+  if (cudaLaunchKernelEx(&config, kernel, arguments...)) found[kNone] = 1;
+}
+
+// Tries configurations until one is wrong: the work that `run` returns is what it has counted.
+void check(const char *name, int configurations, Work (*run)()) {
+  for (int n = 0; n < configurations; ++n) {
+    found.clear();
+    const Work work = run();
+    int64_t once = 0, wrong = 0;
+    for (const auto &[part, times] : found) {
+      const bool right = times == 1 && part != kNone && std::apply(work.has, part);
+      ++(right ? once : wrong);
+    }
+    if (once == work.parts && wrong == 0) continue;
+    std::printf("%s: of %d parts %d have one number, and %d numbers are wrong, in configuration %d\n", name,
+                int(work.parts), int(once), int(wrong), n);
+    return;
+  }
+  std::printf("%s: each part has one number\n", name);
+}
+
+// A divisor of n, drawn.
+int64_t divisor(int64_t n) {
+  int64_t d;
+  do d = draw(1, n);
+  while (n % d != 0);
+  return d;
+}
+
+fdm_problem draw_problem() {
+  fdm_problem p{};
+  p.kv_heads = draw(1, 9);
+  p.heads = p.kv_heads * draw(1, 4);
+  p.batch = draw(1, 12);
+  p.queries = draw(1, 900);
+  // Often tiles whose last row sees one key of another tile, or misses it by one.
+  p.keys = draw(0, 1) ? draw(1, 900) : std::max<int64_t>(1, p.queries + 128 * draw(-3, 3) + draw(-1, 2));
+  p.flags = draw(0, 1) ? FDM_CAUSAL : 0;
+  p.head_dim = 64;
+  return p;
+}
+
+// The lengths of packed sequences, some of which have no rows.
+struct Packing {
+  std::vector<int32_t> bounds{0};
+
+  Packing(fdm_problem &p, int64_t sequences, int64_t longest) {
+    p.batch = sequences;
+    p.queries = 0;
+    for (int64_t n = 0; n < sequences; ++n) {
+      const int64_t length = draw(0, 3) ? draw(1, longest) : 0;
+      bounds.push_back(bounds.back() + int32_t(length));
+      p.queries = std::max(p.queries, length);
+    }
+    p.keys = p.queries;
+    p.cu_seqlens_q = p.cu_seqlens_k = {bounds.data(), {sequences + 1, 1, 1, 1}, {1, 1, 1, 1}, FDM_INT32, 0};
+    p.q.shape[1] = p.k.shape[1] = bounds.back();
+  }
+  int64_t sequences() const { return int64_t(bounds.size()) - 1; }
+  int64_t parts_of(int64_t n, int64_t size) const { return ceil_div(bounds[n + 1] - bounds[n], size); }
+  int64_t parts(int64_t size) const {
+    int64_t all = 0;
+    for (int64_t n = 0; n < sequences(); ++n) all += parts_of(n, size);
+    return all;
+  }
+};
+
+// Tiles of a persistent kernel, in the order of tile_order.cuh.
+void tile_kernel(fdm_problem p, TileOrder order) {
+  for (uint32_t index = 0;; ++index) {
+    const int64_t number = tile_of_round(index);
+    if (number >= sequence_tiles(p) * p.heads) return;
+    const HeadTile t = find_tile(p, order, uint32_t(number));
+    if (t.has_rows()) count(t.sequence_index, t.head, t.tile);
+  }
+}
+Work tiles_of_batches() {
+  const fdm_problem p = draw_problem();
+  const TileOrder order{int32_t(draw(1, p.batch)), int32_t(divisor(p.kv_heads) * group_size(p))};
+  launch_blocks(tile_kernel, dim3(draw(1, 9)), 32, p, order);
+  const int64_t tiles = ceil_div(p.queries, kTileRows);
+  return {p.batch * p.heads * tiles, [=](int64_t sequence, int64_t head, int64_t tile) {
+            return within(sequence, p.batch) && within(head, p.heads) && within(tile, tiles);
+          }};
+}
+Work tiles_of_packed_sequences() {
+  fdm_problem p = draw_problem();
+  p.heads = p.kv_heads = draw(1, 3);
+  const Packing packing(p, draw(1, draw(0, 1) ? 1500 : 40), 200);
+  const TileOrder order{1, int32_t(divisor(p.kv_heads) * group_size(p))};
+  launch_blocks(tile_kernel, dim3(draw(1, 9)), 32, p, order);
+  return {p.heads * packing.parts(kTileRows), [=](int64_t sequence, int64_t head, int64_t tile) {
+            return within(sequence, packing.sequences()) && within(head, p.heads) &&
+                   within(tile, packing.parts_of(sequence, kTileRows));
+          }};
+}
+
+// Blocks of keys, of heads that go together.
+void key_block_kernel(BackwardParams params, int64_t parts) {
+  for (int64_t number = 0; number < parts; ++number) {
+    const BlockOfHead own(params.keys, uint32_t(number));
+    count(own.block, own.head);
+  }
+}
+KeyWork draw_heads(int64_t heads, int64_t blocks) {
+  KeyWork keys{};
+  keys.heads = int32_t(heads);
+  keys.blocks = int32_t(blocks);
+  keys.together = int32_t(draw(1, heads));
+  return keys;
+}
+Work blocks_of_keys() {
+  BackwardParams params{};
+  params.keys = draw_heads(draw(1, 60), draw(1, 9));
+  const int64_t parts = int64_t(params.keys.heads) * params.keys.blocks;
+  launch_blocks(key_block_kernel, dim3(1), 32, params, parts);
+  const KeyWork keys = params.keys;
+  return {parts,
+          [=](int64_t block, int64_t head, int64_t) { return within(block, keys.blocks) && within(head, keys.heads); }};
+}
+
+// Blocks of keys of segments of rows. `position` tells which block of its segment it is.
+void segment_kernel(BackwardParams params) {
+  for (int32_t number = 0; number < params.keys.heads * params.keys.blocks; ++number) {
+    const KeyBlockPlace place = place_in_segment(params, uint32_t(number));
+    if (place.rows.past >= place.rows.first)
+      count(place.sequence_index * params.p.kv_heads + place.kv_head, place.first_key / params.keys.block_keys,
+            place.rows.position);
+  }
+}
+// `segments_of(sequence)` are the first segment of a sequence in its list, and how many there are.
+template <class SegmentsOf>
+Work check_segments(fdm_problem &p, int64_t segments_of_list, int64_t heads, const SegmentsOf &segments_of) {
+  BackwardParams params{};
+  const int64_t list_heads = draw(0, 1) ? 1 : p.kv_heads, list_batch = is_varlen(p) || draw(0, 1) ? 1 : p.batch;
+  int32_t nothing = 0;
+  p.start = p.end = {&nothing, {list_batch, list_heads, 1, p.keys}, {1, 1, 1, 1}, FDM_INT32, 0};
+  params.p = p;
+  KeySegments segments{};
+  segments.rows = 256;
+  segments.count = int32_t(segments_of_list);
+  segments.blocks = int32_t(draw(1, 6));
+  segments.leading = int32_t(draw(0, segments.blocks));
+  const int64_t lists = list_batch * list_heads, numbers = lists * segments.count;
+  params.keys = draw_heads(heads, segments.count * segments.blocks);
+  params.keys.segments = segments;
+  params.keys.block_keys = 64;
+  params.plan.batch_lists = int32_t(list_heads);
+  std::vector<int32_t> live(numbers, 0);
+  std::vector<SegmentBlock> order;
+  for (int64_t n = 0; n < numbers * segments.blocks; ++n) order.push_back({0, 1, int32_t(n % segments.blocks), 64});
+  params.keys.segments.live = live.data();
+  params.keys.segments.order = order.data();
+  launch_blocks(segment_kernel, dim3(1), 32, params);
+  int64_t existing = 0;
+  for (int64_t n = 0; n < p.batch; ++n) existing += segments_of(n).second;
+  return {existing * p.kv_heads * segments.blocks, [=](int64_t head, int64_t block, int64_t position) {
+            const int64_t sequence = head / p.kv_heads, kv_head = head % p.kv_heads;
+            if (!within(sequence, p.batch) || block % segments.blocks != position) return false;
+            const int64_t list = (list_batch == 1 ? 0 : sequence) * list_heads + (list_heads == 1 ? 0 : kv_head);
+            const auto [first, number] = segments_of(sequence);
+            return within(block / segments.blocks - list * segments.count - first, number);
+          }};
+}
+Work blocks_of_segments() {
+  fdm_problem p = draw_problem();
+  const int64_t segments = ceil_div(p.queries, 256);
+  return check_segments(p, segments, p.batch * p.kv_heads, [=](int64_t) { return std::pair{int64_t(0), segments}; });
+}
+Work blocks_of_packed_segments() {
+  fdm_problem p = draw_problem();
+  const Packing packing(p, draw(1, 40), 900);
+  return check_segments(p, total_rows(p) / 256 + p.batch, p.kv_heads,
+                        [=](int64_t n) { return std::pair{packing.bounds[n] / 256 + n, packing.parts_of(n, 256)}; });
+}
+
+// Heads of a query that are decoded together, and clusters that share their keys.
+void direct_decode_kernel(DirectDecodeParams params, int64_t blocks) {
+  for (int64_t number = 0; number < blocks; ++number) {
+    const DirectDecodePlace place(params, uint32_t(number));
+    for (int r = 0; r < place.rows; ++r) {
+      count(place.batch, place.head + r, place.part);
+      if (place.kv_head != (place.head + r) / params.group) found[kNone] = 1;
+    }
+  }
+}
+Work heads_of_a_query() {
+  DirectDecodeParams params{};
+  const int64_t kv_heads = draw(1, 5);
+  params.group = int32_t(draw(1, 40));
+  params.heads = int32_t(kv_heads) * params.group;
+  params.rows = draw(0, 1) ? 1 : int32_t(ceil_div(params.group, ceil_div(params.group, kDirectRows)));
+  params.blocks_of_kv_head = int32_t(ceil_div(params.group, params.rows));
+  params.blocks = int32_t(kv_heads) * params.blocks_of_kv_head;
+  params.parts = int32_t(draw(1, 4));
+  const int64_t batch = draw(1, 5);
+  launch_blocks(direct_decode_kernel, dim3(1), 32, params, batch * params.blocks * params.parts);
+  return {batch * params.heads * params.parts, [=](int64_t sequence, int64_t head, int64_t part) {
+            return within(sequence, batch) && within(head, params.heads) && within(part, params.parts);
+          }};
+}
+
+// Tiles of rows of the general forward kernel, of heads that share a tile, in parts.
+void forward_place_kernel(ForwardParams params) {
+  const ForwardPlace place(params);
+  count(place.sequence_index * params.p.heads + place.head, place.tile, place.split);
+}
+Work tiles_in_parts() {
+  ForwardParams params{};
+  fdm_problem &p = params.p;
+  p.kv_heads = draw(1, 4);
+  p.heads = p.kv_heads * draw(1, 3);
+  p.batch = draw(1, 3);
+  params.heads_per_tile = draw(0, 1) ? 1 : int32_t(group_size(p));
+  params.splits = int32_t(draw(1, 3));
+  params.tiles = int32_t(draw(1, 3));
+  params.order = {1, int32_t(divisor(p.kv_heads) * group_size(p))};
+  const int64_t parts = p.batch * params.tiles * params.splits * (p.heads / params.heads_per_tile);
+  launch_blocks(forward_place_kernel, dim3(parts), 32, params);
+  return {parts, [=](int64_t head, int64_t tile, int64_t split) {
+            return within(head, params.p.batch * params.p.heads) && head % params.heads_per_tile == 0 &&
+                   within(tile, params.tiles) && within(split, params.splits);
+          }};
+}
+
+// Blocks of keys of each source of tiles of rows, of equal shares of the work or of whole tiles; and the splits of each, which
+// are numbered from 0 on.
+std::map<int64_t, std::vector<int>> splits_of;
+template <class Config> void wide_forward_kernel(DenseForward work) {
+  WideForwardWalk<Config>::for_each(work, [&](const WideForwardTask<Config> &task, int) {
+    const int64_t tile = int64_t(task.unit) * work.groups * work.tiles +
+                         task.first_source / Config::kTaskSources * work.tiles + task.first_row / Config::kRows;
+    if (threadIdx.x == 0) splits_of[tile].push_back(task.split);
+    for (int key = task.begin; key < task.end; ++key) count(tile, key);
+  });
+}
+template <class Config> Work check_wide_forward() {
+  splits_of.clear();
+  DenseForward work{};
+  fdm_problem &p = work.call.p;
+  p = draw_problem();
+  p.queries = draw(1, 2000);
+  p.keys = draw(1, 2000);
+  p.bias.shape[0] = draw(1, 3);
+  p.bias.shape[1] = draw(1, 3);
+  work.groups = int32_t(draw(1, 5));
+  work.tiles = int32_t(ceil_div(p.queries, Config::kRows));
+  const int64_t groups = p.bias.shape[0] * p.bias.shape[1] * work.groups;
+  int64_t steps = 0;
+  for (int64_t tile = 0; tile < work.tiles; ++tile) steps += visible_key_tiles(p, tile, Config::kRows);
+  const int64_t all = groups * (steps + work.tiles);
+  work.steps = int32_t(steps + work.tiles);
+  work.blocks = int32_t(draw(1, std::min<int64_t>(all, 40)));
+  work.splits = Config::kShares && draw(0, 2) ? 2 : 1;
+  launch_blocks(wide_forward_kernel<Config>, dim3(work.blocks), 32, work);
+  if (int64_t(splits_of.size()) != groups * work.tiles) found[kNone] = 1;
+  for (auto &[tile, splits] : splits_of) {
+    std::sort(splits.begin(), splits.end());
+    for (int n = 0; n < int(splits.size()); ++n)
+      if (splits[n] != n) found[kNone] = 1;
+  }
+  return {groups * steps, [=](int64_t tile, int64_t key, int64_t) {
+            return within(tile, groups * work.tiles) &&
+                   within(key, visible_key_tiles(work.call.p, tile % work.tiles, Config::kRows));
+          }};
+}
+
+// Sources of tiles of the fused kernel, in tasks for each tile or in equal shares of all steps.
+template <bool kClusters> void fused_kernel(DenseBackward work) {
+  const auto visit = [&](const DenseFusedTask &task) {
+    const FusedWork &division = work.fused;
+    const int64_t tile = (int64_t(task.unit) * division.row_tiles + task.row_tile) * division.key_tiles + task.key_tile;
+    for (int64_t source = task.first; source < task.past; ++source) count(tile, source);
+  };
+  if (kClusters)
+    DenseFusedTask::for_each_of_cluster(work, visit);
+  else
+    DenseFusedTask::for_each(work, visit);
+}
+template <bool kClusters> Work sources_of_tiles() {
+  DenseBackward work{};
+  FusedWork &division = work.fused;
+  fdm_problem &p = work.call.p;
+  p = draw_problem();
+  division.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
+  division.key_tiles = int32_t(ceil_div(p.keys, kWideTile));
+  division.units = int32_t(draw(1, 4));
+  division.sources = draw(1, 30);
+  division.splits = int32_t(draw(kClusters, std::min<int64_t>(5, division.sources)));
+  int64_t tiles = 0;
+  for (int64_t row = 0; row < division.row_tiles; ++row)
+    tiles += kClusters ? division.key_tiles : visible_key_tiles(p, row);
+  const dim3 grid(draw(1, 9), kClusters ? division.row_tiles * division.key_tiles : 1);
+  launch_blocks(fused_kernel<kClusters>, grid, 32, work);
+  return {tiles * division.units * division.sources, [=](int64_t tile, int64_t source, int64_t) {
+            const FusedWork &own = work.fused;
+            const int64_t row = tile / own.key_tiles, key = tile % own.key_tiles;
+            return within(row, int64_t(own.units) * own.row_tiles) && within(source, own.sources) &&
+                   (kClusters || key < visible_key_tiles(work.call.p, row % own.row_tiles));
+          }};
+}
+
+// Steps of tiles of the gradient of a bias: the tiles of a block's steps, and where its steps begin.
+void dbias_kernel(DenseBackward work) {
+  for (int64_t n = first_step(work.dbias, blockIdx.x); n < first_step(work.dbias, blockIdx.x + 1); ++n) {
+    const DbiasTile tile(work, n / work.dbias.groups);
+    count(tile.unit, tile.row_tile * int64_t(work.dbias.key_tiles) + tile.key_tile, n % work.dbias.groups);
+  }
+}
+Work steps_of_dbias() {
+  DenseBackward work{};
+  fdm_problem &p = work.call.p;
+  p = draw_problem();
+  DbiasWork &division = work.dbias;
+  division.tile_rows = int32_t(32 << draw(0, 2));
+  division.tile_keys = int32_t(64 << draw(0, 1));
+  division.row_tiles = int32_t(ceil_div(p.queries, division.tile_rows));
+  division.key_tiles = int32_t(ceil_div(p.keys, division.tile_keys));
+  division.groups = int32_t(draw(1, 7));
+  for (int64_t tile = 0; tile < division.row_tiles; ++tile) division.tiles += live_key_tiles(p, division, tile);
+  const int64_t units = draw(1, 4);
+  division.steps = units * division.tiles * division.groups;
+  division.blocks = int32_t(draw(1, std::min<int64_t>(division.steps, 40)));
+  division.whole = draw(0, 1);
+  launch_blocks(dbias_kernel, dim3(division.blocks), 32, work);
+  return {division.steps, [=](int64_t unit, int64_t tile, int64_t group) {
+            const DbiasWork &own = work.dbias;
+            const int64_t row = tile / own.key_tiles, key = tile % own.key_tiles;
+            return within(unit, units) && within(row, own.row_tiles) && within(group, own.groups) &&
+                   within(key, live_key_tiles(work.call.p, own, row));
+          }};
+}
+
+} // namespace
+} // namespace fdm::cuda
+
+int main() {
+  using namespace fdm::cuda;
+  setenv("FDM_EMULATOR_THREADS", "1", 1); // blocks of threads count one after the other
+  constexpr int kFew = 20, kMany = 100;
+  check("tiles of batches", kMany, tiles_of_batches);
+  check("tiles of packed sequences", kFew, tiles_of_packed_sequences);
+  check("blocks of keys", kMany, blocks_of_keys);
+  check("blocks of segments", kMany, blocks_of_segments);
+  check("blocks of packed segments", kFew, blocks_of_packed_segments);
+  check("heads of a query", kMany, heads_of_a_query);
+  check("tiles in parts", kMany, tiles_in_parts);
+  using Element = __half;
+  check("wide forward, rows", kMany,
+        check_wide_forward<WideForwardConfig<Element, 64, 1, false, false, TaskParts::rows>>);
+  check("wide forward, mask", kMany,
+        check_wide_forward<WideForwardConfig<Element, 64, 1, false, true, TaskParts::rows>>);
+  check("wide forward, heads", kMany,
+        check_wide_forward<WideForwardConfig<Element, 64, 1, false, false, TaskParts::heads>>);
+  check("wide forward, keys", kMany,
+        check_wide_forward<WideForwardConfig<Element, 64, 1, false, false, TaskParts::keys>>);
+  check("sources of tiles", kMany, sources_of_tiles<false>);
+  check("sources of clusters", kMany, sources_of_tiles<true>);
+  check("steps of dbias", kMany, steps_of_dbias);
+}

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How blocks of threads of the CUDA kernels are numbered: each part of the work once.
+
+Which heads and sequences go together depends on sizes that calls of tests seldom have. The
+functions that number blocks are called here by themselves, for drawn sizes and any groups.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from emulated import ROOT, compiled, output
+
+
+def test_each_part_of_the_work_has_one_number(tmp_path: Path) -> None:
+    generator = ROOT / "cmake" / "generate_kernels.py"
+    output([sys.executable, str(generator), "--output", str(tmp_path), "--head-dims", "64"])
+    arch = ["-DFDM_ARCH=90", "-DFDM_TILE_ARCH=90", "-D__CUDA_ARCH__=900"]
+    folders = [f"-I{ROOT / 'cpp' / 'cuda'}", f"-I{tmp_path}"]
+    program = compiled("numbering", tmp_path, *arch, *folders, "-fno-strict-aliasing")
+    assert dict(line.split(": ") for line in output([program]).splitlines()) == dict.fromkeys(
+        [
+            "tiles of batches",
+            "tiles of packed sequences",
+            "blocks of keys",
+            "blocks of segments",
+            "blocks of packed segments",
+            "heads of a query",
+            "tiles in parts",
+            "wide forward, rows",
+            "wide forward, mask",
+            "wide forward, heads",
+            "wide forward, keys",
+            "sources of tiles",
+            "sources of clusters",
+            "steps of dbias",
+        ],
+        "each part has one number",
+    )
