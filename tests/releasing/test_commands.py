@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -218,6 +219,98 @@ def test_a_machine_that_refuses_mounts_is_told_what_it_lacks(
     assert done.returncode == status, done.stderr
     assert ("capability SYS_ADMIN or user namespaces" in done.stderr) == bool(status)
     assert "docker run --cap-add SYS_ADMIN" in done.stderr or not status
+
+
+# --- scripts/changed
+
+
+def git(folder: Path, *arguments: str, days: int = 0) -> None:
+    """Call git, whose commits are so many days after the first of January 2020."""
+    date = f"{1577836800 + days * 86400} +0000"
+    names = {
+        f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    environment = {**os.environ, **names, "GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
+    subprocess.run(["git", *arguments], cwd=folder, env=environment, check=True)
+
+
+def commit(folder: Path, name: str, *, days: int) -> None:
+    (folder / name).write_text(f"{days}")
+    git(folder, "add", name)
+    git(folder, "commit", "--quiet", "--message", name, days=days)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Path:
+    """A repository with scripts/changed and one commit, of a file "old"."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "changed", tmp_path / "scripts")
+    git(tmp_path, "init", "--quiet", "--initial-branch", "main")
+    git(tmp_path, "add", "scripts")
+    commit(tmp_path, "old", days=0)
+    return tmp_path
+
+
+def changed(folder: Path, *paths: str, base: str = "") -> bool:
+    environment = {**os.environ, "FDM_CI_BASE": base}
+    done = subprocess.run(["scripts/changed", *paths], cwd=folder, env=environment, check=False)
+    assert done.returncode in (0, 1)
+    return done.returncode == 0
+
+
+def test_what_changed_in_the_last_days_has_changed(history: Path) -> None:
+    commit(history, "earlier", days=10)
+    commit(history, "later", days=12)
+    assert not changed(history, "old")
+    assert changed(history, "earlier")
+    assert changed(history, "old", "later")
+    (history / "old").write_text("not committed")
+    assert changed(history, "old")
+
+
+def test_what_a_branch_changed_has_changed(history: Path, tmp_path: Path) -> None:
+    commit(history, "earlier", days=10)
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "--quiet", str(history), str(clone))
+    git(clone, "checkout", "--quiet", "-b", "branch")
+    commit(clone, "mine", days=30)
+    assert not changed(clone, "earlier")
+    assert changed(clone, "mine")
+    assert changed(clone, "earlier", base="HEAD~2")
+    assert not changed(clone, "mine", base="HEAD")
+
+
+def test_what_git_cannot_tell_has_changed(history: Path) -> None:
+    assert changed(history, "old")  # all commits are of the last days
+    commit(history, "later", days=10)
+    assert not changed(history, "old")
+    assert changed(history, "old", base="0" * 40)
+    shutil.rmtree(history / ".git")
+    assert changed(history, "old")
+
+
+# --- scripts/timed
+
+
+def test_steps_are_timed_and_summed_without_downloads(tmp_path: Path, programs: Path) -> None:
+    path = str(tmp_path / "new" / "durations.tsv")
+
+    def timed(*command: str) -> subprocess.CompletedProcess[str]:
+        return call(programs, "scripts/timed", *command, FDM_DURATIONS=path)
+
+    script = "for ((i = 0; i < 200000; i++)); do :; done; echo out; echo err >&2"
+    done = timed("work", "bash", "-c", script)
+    assert (done.returncode, done.stdout) == (0, "out\n")
+    assert done.stderr == "=== work\nerr\n"
+    assert timed("download it", "sleep", "0.3").returncode == 0
+    assert timed("bad", "false").returncode == 1
+    lines = [line.split("\t") for line in Path(path).read_text().splitlines()]
+    assert [name for *_, name in lines] == ["work", "download it", "bad"]
+    assert float(lines[0][1]) > 0
+    assert float(lines[1][0]) >= 0.3
+    shown = timed().stdout.splitlines()
+    assert len(shown) == 4
+    assert float(shown[3].split()[0]) == pytest.approx(float(lines[0][0]), abs=0.11)
 
 
 # --- scripts/try_oldest
