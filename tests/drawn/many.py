@@ -105,6 +105,17 @@ class Repeated(Expected):
     def shape(self, name: str) -> torch.Size:
         return self.shapes[name]
 
+    def floor(self, name: str, largest: float) -> float:
+        """Return as usual, but for sums: rounding of what is repeated adds up, where it would
+        cancel among others, so they are judged by their bounds alone.
+        """
+        places = self.repetition.places
+        is_sum = name == "dsink" or any(
+            axis is not None and size != len(places[axis])
+            for axis, size in zip(self.axes[name], self.shapes[name], strict=True)
+        )
+        return math.inf if is_sum else super().floor(name, largest)
+
     def repeated(self, name: str, small: Tensor) -> Tensor:
         large = self.repetition.sums(small.double(), self.axes[name], self.shapes[name])
         if name != "dsink":
