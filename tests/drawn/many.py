@@ -27,9 +27,18 @@ from .source import Source
 RESIDENT = (1, 2, 3, 4, 5)
 FILLED = (1, 2, 3)
 TILE_ROWS = (64, 128)
-FAMILIES = {"any": 6, "short": 3, "pairs": 2, "long": 1}
+FAMILIES = {
+    "any": 5,
+    "short": 3,
+    "pairs": 1,
+    "windows": 1,
+    "rows": 0.8,
+    "long": 3,
+    "selections": 1.5,
+}
 # Of the most elements: what judges them takes as long as they are many.
-SHARES = {1 / 30: 5, 1 / 6: 2, 1: 0.5}
+SHARES = {1 / 100: 5, 1 / 20: 2, 1: 0.4}
+LARGE_UNIT = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Limits:
         """Return what a GPU computes in milliseconds, or an emulated one in seconds."""
         if device == "cuda":
             sms = torch.cuda.get_device_properties(device).multi_processor_count
-            return cls(elements=3e7, work=3e10, most=70_000, sms=sms)
+            return cls(elements=8e7, work=3e10, most=70_000, sms=sms)
         sms = int(os.environ.get("FDM_EMULATOR_SMS", "3"))
         return cls(elements=1e6, work=1e8, most=2_000, sms=sms)
 
@@ -260,7 +269,7 @@ class Repeater:
         source, limits = self.source, self.limits
         elements = sum(tensor.numel() for tensor in self.call.tensors()) / units
         work = length * length * group * (self.call.query.shape[-1] + 16.0)
-        share = source.weighted(SHARES)
+        share = source.weighted(SHARES) if elements < LARGE_UNIT else 2
         most = int(min(limits.most, share * limits.elements / elements, limits.work / work))
         if most <= units:
             return units

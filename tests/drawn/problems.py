@@ -74,7 +74,7 @@ def draw(
         seed: any integer from 0.
         dtypes: of query, key and value, one of which is drawn.
         small: draw sizes for tools under which a call takes a hundred times as long.
-        family: of `draw_sizes`; "pairs" have a bias with a row for each query, and no window.
+        family: of `draw_sizes`.
     """
     source = Source(seed)
     sizes = draw_sizes(source, small=small, family=family)
@@ -96,12 +96,13 @@ def draw(
         call.longest = longest
     selects = False
     call.mask = draw_mask(source, sizes, longest[1])
-    if family == "pairs":
+    if family in ("pairs", "windows", "rows"):
         shape = (source.choice([1, sizes.batch]), sizes.heads, sizes.queries, sizes.keys)
         call.bias = draw_bias(source, shape, dtype, selects=False)
-        call.mask = source.weighted({None: 2, call.mask: 1})
-    elif source.chance(0.7):
-        selects = not isinstance(call.mask, IntervalMask) and source.chance(0.4)
+        call.mask = draw_bool(source, shape) if family == "rows" else None
+    elif source.chance(0.7) or family == "selections":
+        may_select = not isinstance(call.mask, IntervalMask)
+        selects = may_select and source.chance(0.8 if family in ("long", "selections") else 0.4)
         call.bias = draw_bias(source, draw_shape(source, sizes, longest[1]), dtype, selects=selects)
     if selects:
         most = max(sizes.k_lengths)

@@ -71,12 +71,14 @@ class Sizes:
 def draw_sizes(source: Source, *, small: bool, family: str = "any") -> Sizes:
     """Draw sizes within a budget, which is drawn too: few large problems, many small ones.
 
-    Families are sizes that have kernels of their own and are seldom drawn otherwise: "short"
-    sequences, short ones with "pairs" biases, and "long" ones, of few queries.
+    Families are sizes that have kernels of their own and are seldom drawn otherwise; they need
+    not keep to a budget.
     """
+    if family != "any":
+        return _sizes_of(source, family)
     budget = source.weighted(SMALL_BUDGETS if small else BUDGETS)
     while True:
-        sizes = _any_sizes(source) if family == "any" else _sizes_of(source, family)
+        sizes = _any_sizes(source)
         if sizes.work() <= budget:
             return sizes
 
@@ -104,18 +106,34 @@ def _any_sizes(source: Source) -> Sizes:
 
 
 def _sizes_of(source: Source, family: str) -> Sizes:
-    head_dim = source.choice([16, 24, 32, 40, 64] if family == "short" else [8, 16, 32, 64, 128])
-    heads = source.choice([1, 2, 3])
-    group = 1 if family == "pairs" else source.choice([1, 1, 2, 4])
-    queries, keys = (
-        source.choice([source.integer(1, 64), source.integer(33, 256), 64, 128, 192, 256])
-        for _ in range(2)
-    )
-    if family == "long":
-        queries, keys = source.choice([1, 2, 5, 17, 40]), source.integer(1500, 9000)
-    elif source.chance(0.6):
-        queries = keys
-    return Sizes([queries], [keys], heads, group, head_dim, False, source.choice([1, 2]))
+    """Draw sizes of a family.
+
+    "short" sequences; "pairs", whose bias has a row for each query; "windows", which are short
+    pairs; "rows" of many keys, for which mask and bias have a row each; "long" sequences of few
+    queries; "selections" by a window among some hundred keys.
+    """
+    short = source.choice([source.integer(1, 64), source.integer(33, 256), 64, 128, 192, 256])
+    queries, keys = {
+        "short": (short, source.choice([short, short, source.integer(1, 256)])),
+        "pairs": (short, source.choice([short, short, source.integer(1, 256)])),
+        "windows": (source.integer(46, 64), source.integer(46, 64)),
+        "rows": (source.integer(100, 256), 16 * source.integer(130, 144)),
+        "long": (
+            source.choice([1, 2, 5, 17, 40]),
+            source.choice([source.integer(1500, 9000), source.integer(16000, 18000)]),
+        ),
+        "selections": (source.integer(260, 900), source.integer(260, 900)),
+    }[family]
+    if family == "selections":
+        keys = source.choice([queries, queries, keys])
+    head_dims = {"short": (16, 24, 32, 40, 64), "windows": (8, 16, 32)}
+    head_dim = source.choice(head_dims.get(family, (16, 32, 64, 128)))
+    has_groups = family in ("short", "long", "selections")
+    group = source.choice([1, 1, 2, 4]) if has_groups else 1
+    heads, batch = source.choice([1, 2, 3]), source.choice([1, 2])
+    if family in ("rows", "long", "selections"):
+        heads, batch = source.choice([1, 2]), 1
+    return Sizes([queries], [keys], heads, group, head_dim, False, batch)
 
 
 def _lengths(source: Source) -> tuple[int, int]:
