@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -85,6 +87,42 @@ def test_attention_that_crops_its_mask(case: str) -> None:
         logits[name] = model(tokens(), **inputs_of(case)).logits
     kept = inputs_of(case).get("attention_mask", torch.ones_like(tokens())).bool()
     torch.testing.assert_close(logits["flash_dmattn"][kept], logits["eager"][kept])
+
+
+# Sizes of models whose attention says nothing of what is causal, or the wrong thing.
+SAY_NOTHING: dict[str, dict[str, Any]] = {
+    "BigBirdPegasus": {"d_model": 32, "attention_type": "original_full"},
+    "MarkupLM": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
+    "PegasusX": {"d_model": 32},
+    "Splinter": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
+}
+
+
+@pytest.mark.parametrize("case", ["whole", "left", "right"])
+@pytest.mark.parametrize("family", SAY_NOTHING)
+def test_attention_that_does_not_say_what_is_causal(family: str, case: str) -> None:
+    """Decoders that are causal by their mask alone, and encoders that do not deny to be causal."""
+    model_class = getattr(transformers, f"{family}Model")
+    if not calls_functions(model_class):
+        pytest.skip(f"{family} of this transformers computes attention itself")
+    sides = ("encoder", "decoder")
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    for side in sides:
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+    config = getattr(transformers, f"{family}Config")(**sizes | SAY_NOTHING[family])
+    register()
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    given = inputs_of(case)
+    kept = given.get("attention_mask", torch.ones_like(tokens())).bool()
+    if config.is_encoder_decoder:
+        given |= {f"decoder_{name}": tensor for name, tensor in given.items()}
+        given["decoder_input_ids"] = tokens()
+    states = {}
+    for name in ("eager", "flash_dmattn"):
+        model.set_attn_implementation(name)
+        states[name] = model(tokens(), **given).last_hidden_state[kept]
+    torch.testing.assert_close(states["flash_dmattn"], states["eager"], atol=1e-4, rtol=1e-4)
 
 
 def test_dropout_of_probabilities_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

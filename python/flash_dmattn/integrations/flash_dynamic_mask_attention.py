@@ -13,6 +13,7 @@ from flash_dmattn.masks import IntervalMask
 
 from . import choices
 from .dtypes import target_dtype_of
+from .implementations import expects_eager_masks
 from .key_bias import biased, has_bias
 from .mask_forms import Mask
 from .modeling_flash_dynamic_mask_attention_utils import _flash_dynamic_mask_attention_forward
@@ -97,7 +98,11 @@ def flash_dynamic_mask_attention_forward(
     sink = _sink(kwargs, query.dtype)
     is_causal = kwargs.pop("is_causal", None)
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True) and not _says_what_is_causal(attention_mask)
+        is_causal = (
+            getattr(module, "is_causal", True)
+            and not _says_what_is_causal(attention_mask)
+            and not expects_eager_masks(getattr(module, "config", None))
+        )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     scaling = checks.number("scaling", scaling)

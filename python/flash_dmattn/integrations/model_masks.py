@@ -15,6 +15,7 @@ from transformers import masking_utils
 
 from flash_dmattn.masks import IntervalMask
 
+from .implementations import expects_eager_masks
 from .packed import Documents
 
 __all__ = ["compact_model_mask", "model_mask"]
@@ -26,6 +27,9 @@ _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
 # Their attention computes with the mask, or crops it, before it calls the attention function. Newer
 # versions of transformers say so of Doge in each call.
 _MASK_IS_COMPUTED_WITH = frozenset({"doge", "pix2struct_text_model"})
+# Their causal attention says is_causal=False of itself, so the mask must say it.
+_MASK_SAYS_WHAT_IS_CAUSAL = frozenset({"pegasus_x", "videoprism_text_model"})
+_NOTHING_IS_SKIPPED = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 # Elements of the part of a mask that is looked at, at a time.
 _BLOCK_ELEMENTS = 1 << 24
 
@@ -39,11 +43,16 @@ def model_mask(**settings: Any) -> ModelMask:
     Returns:
         None, if ``is_causal`` says all; bool ``(B, keys so far)``, True for tokens; an
         `IntervalMask` or `Documents` for patterns that these express; otherwise bool ``(B, 1, Q,
-        K)``.
+        K)``, or a floating mask of that shape for a model that expects those of eager attention.
     """
     function = settings.get("mask_function", _CAUSAL)
     model_type = getattr(settings.get("config"), "model_type", None)
+    if expects_eager_masks(settings.get("config")):
+        added: Tensor = masking_utils.eager_mask(**settings | _NOTHING_IS_SKIPPED)
+        return added
     if model_type in _MASK_IS_COMPUTED_WITH:
+        return _rows(settings)
+    if model_type in _MASK_SAYS_WHAT_IS_CAUSAL and function is _CAUSAL:
         return _rows(settings)
     # Of packed sequences and other patterns this is always False.
     if function is _CAUSAL and not settings.get("allow_is_causal_skip", True):
@@ -131,8 +140,7 @@ def _unless_all(padding: Tensor | None) -> Tensor | None:
 
 def _rows(settings: dict[str, Any]) -> Tensor:
     """Return the whole mask, bool ``(B, 1, Q, K)``, by what transformers has for SDPA."""
-    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor = masking_utils.sdpa_mask(**{**settings, **skips})
+    mask: Tensor = masking_utils.sdpa_mask(**settings | _NOTHING_IS_SKIPPED)
     return mask
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .choices import choose_attention_dropout
-from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME, NAMES
+from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME, NAMES, note_masks_of
 from .import_utils import require_transformers
 from .key_bias import has_bias
 from .wrapping import wrap_once
@@ -60,6 +60,7 @@ def _check_others(
     if implementation not in NAMES:
         return check(model, implementation, *args, **kwargs)
     _refuse_own_attention(type(model))
+    note_masks_of(type(model), model.config)
     return implementation
 
 
