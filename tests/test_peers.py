@@ -8,11 +8,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from drawn.workers import Outcome
+from peers import sdpa
 from peers.__main__ import checkout, report, unfolded
 from peers.accepted import reason_for
 from peers.cases import axes_of, has_no_counterpart, work
@@ -192,3 +196,54 @@ def test_lse_counts_the_sink_as_in_flash_attention() -> None:
     scores = torch.einsum("bqhd,bkhd->bhqk", q, q) * 8**-0.5
     logits = torch.cat([scores, sink[None, :, None, None].expand(1, 2, 3, 1)], -1)
     torch.testing.assert_close(lse, logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
+
+
+class RoundedAttention(torch.autograd.Function):
+    """Attention with a mask, rounded to bfloat16 where the kernels of GPUs round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keeps: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+        p = (q @ k.mT * scale).masked_fill(~keeps, -torch.inf).softmax(-1)
+        out = (p.bfloat16().float() @ v).bfloat16()
+        ctx.save_for_backward(q, k, v, p, out)
+        ctx.scale = scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, p, out = ctx.saved_tensors
+        dout = dout.float().transpose(1, 2)
+        ds = (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))).bfloat16().float()
+        dq, dk, dv = ctx.scale * ds @ k, ctx.scale * ds.mT @ q, p.bfloat16().float().mT @ dout
+        return *(x.bfloat16().transpose(1, 2) for x in (dq, dk, dv)), None, None
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.05])
+def test_samples_of_sdpa_are_judged_by_the_terms_of_each_element(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in which one key has nearly all weight round worse than PyTorch's, but not wrongly."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, keeps: Any, _: Any, usual: float) -> Any:
+        return RoundedAttention.apply(q, k, v, keeps, usual * scale)
+
+    monkeypatch.setattr(sdpa, "flash_dmattn_func", attention)
+    for seed in range(50):
+        torch.manual_seed(seed)
+        # As PyTorch draws them; the queries are the same for all of a batch.
+        q, *kv = (18 * torch.rand(shape) - 9 for shape in ((4, 3, 8), (4, 4, 6, 8), (4, 4, 6, 8)))
+        inputs = [x.bfloat16() for x in (q, *kv)]
+        sample = SimpleNamespace(input=inputs[0], args=inputs[1:], kwargs={"is_causal": True})
+        if scale == 1:
+            sdpa.check(sample, torch.bfloat16)
+        else:
+            with pytest.raises(AssertionError, match="elements are wrong"):
+                sdpa.check(sample, torch.bfloat16)

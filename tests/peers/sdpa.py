@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from drawn.calls import Call
+from drawn.exact import unit
+from drawn.judge import expected
 from flash_dmattn import flash_dmattn_func
 
 from .shims.attention import MOST_HEAD_DIM
 
 SDPA = "sdpa"
 SDPA_PACKAGES = ("expecttest",)
-# What is allowed beside three times the error of PyTorch in the same dtype, relative to the result.
-SLACK = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def samples(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -38,7 +39,7 @@ def samples(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def check(sample: Any, dtype: torch.dtype) -> None:
-    """Compare one sample's result and gradients."""
+    """Compare one sample's result and gradients, each element by the bound of its terms."""
     inputs = [sample.input, *sample.args]
     options = dict(sample.kwargs)
     if len(inputs) > 3:
@@ -53,33 +54,111 @@ def check(sample: Any, dtype: torch.dtype) -> None:
 
     out = attend(attention_of_flash_dmattn, leaves)
     with sdpa_kernel(SDPBackend.MATH):
-        expected = attend(scaled_dot_product_attention, doubles)
-        same_dtype = attend(scaled_dot_product_attention, leaves)
-    assert out.shape == expected.shape
-    empty = expected.isnan()  # of queries that keep no key
-    compare("out", out[~empty], expected[~empty], same_dtype[~empty], dtype)
+        exact = attend(scaled_dot_product_attention, doubles)
+    assert out.shape == exact.shape
+    gradient = torch.randn_like(out)
+    layout = Layout(*leaves[:3])
+    arrange = functools.partial(
+        layout.arguments,
+        is_causal=options.get("is_causal", False),
+        scale=options.get("scale"),
+    )
+    call = Call(
+        **{
+            name: x.detach() if isinstance(x, Tensor) else x
+            for name, x in arrange(*leaves[:3], leaves[3] if biases else mask).items()
+        },
+        dout=layout.rows(gradient),
+        dlse=gradient.new_zeros(layout.rows(gradient).shape[:3], dtype=torch.float32).mT,
+        of=("out",),
+    )
+    bounds = expected(call).bounds
+    empty = exact.isnan()  # of queries that keep no key
+    compare("out", out[~empty], exact[~empty], layout.of_rows(bounds["out"])[~empty])
     if empty.any():
         return
-    gradient = torch.randn_like(out)
-    for name, *gradients in zip(
-        ("dq", "dk", "dv", "dmask"),
+    arranged = arrange(*doubles[:3], doubles[3] if biases else mask)
+    names = ["query", "key", "value", "bias"][: len(leaves)]
+    for name, actual, wanted, bound in zip(
+        names,
         torch.autograd.grad(out, leaves, gradient),
-        torch.autograd.grad(expected, doubles, gradient.double()),
-        torch.autograd.grad(same_dtype, leaves, gradient),
-        strict=False,
+        torch.autograd.grad(exact, doubles, gradient.double()),
+        # What is expanded has the sum of the gradients of its copies, and of their errors.
+        torch.autograd.grad(
+            [arranged[name] for name in names], doubles, [bounds[f"d{name}"] for name in names]
+        ),
+        strict=True,
     ):
-        compare(name, *gradients, dtype)
+        compare(f"d{name}", actual, wanted, bound + unit(dtype) * wanted.abs())
 
 
-def compare(
-    name: str, actual: Tensor, expected: Tensor, same_dtype: Tensor, dtype: torch.dtype
-) -> None:
-    if not actual.numel():
-        return
-    error = (actual.double() - expected).abs().max().item()
-    usual = (same_dtype.double() - expected).abs().max().item()
-    allowed = 3 * usual + SLACK[dtype] * (1 + expected.abs().max().item())
-    assert error <= allowed, f"{name} is off by {error}, allowed {allowed}"
+def compare(name: str, actual: Tensor, exact: Tensor, allowed: Tensor) -> None:
+    error = (actual.double() - exact).abs()
+    wrong = ~(error <= allowed)  # not ">": that of a NaN is false
+    if wrong.any():
+        excess = torch.where(wrong, error / allowed, 0)
+        worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the worst at "
+            f"{worst} by {error[worst].item():.3g}, allowed {allowed[worst].item():.3g}"
+        )
+
+
+class Layout:
+    """How flash_dmattn takes the inputs of scaled_dot_product_attention.
+
+    Args:
+        query: (..., heads, queries, head_dim).
+        key: (..., kv_heads, keys, head_dim).
+        value: (..., kv_heads, keys, value_dim).
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        self.value_dim = value.shape[-1]
+        self.head_dim = max(query.shape[-1], self.value_dim)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Expand to one batch dimension, swap heads and rows, and pad the head dimension."""
+        x = x if x.dim() > 2 else x[None]
+        x = x.expand(*self.lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+        return pad(x.transpose(1, 2), (0, self.head_dim - x.shape[-1]))
+
+    def of_rows(self, out: Tensor) -> Tensor:
+        """Return an out in the layout of the inputs."""
+        out = out[..., : self.value_dim].transpose(1, 2)
+        return out.reshape(*self.lead, *out.shape[1:])
+
+    def arguments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> dict[str, Any]:
+        """Return the arguments of a call; the causal mask of PyTorch starts at the top left."""
+        mask = bias = None
+        if attn_mask is not None:
+            given = attn_mask[(None,) * max(0, 3 - attn_mask.dim())]
+            if given.dim() > 3:
+                given = given.expand(*self.lead, *given.shape[-3:])
+            given = given.reshape(-1, *given.shape[-3:])
+            mask, bias = (given, None) if given.dtype == torch.bool else (None, given)
+        if is_causal:
+            mask = torch.ones(
+                query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+            ).tril()[None, None]
+        return {
+            "query": self.rows(query),
+            "key": self.rows(key),
+            "value": self.rows(value),
+            "mask": mask,
+            "bias": bias,
+            "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+        }
 
 
 def attention_of_flash_dmattn(
@@ -92,38 +171,11 @@ def attention_of_flash_dmattn(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute what scaled_dot_product_attention does; its causal mask starts at the top left."""
+    """Compute what scaled_dot_product_attention does."""
     if dropout_p:
         pytest.skip("dropout")
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    most = max(head_dim, value_dim)
-    if most > MOST_HEAD_DIM:
-        pytest.skip(f"head dimension {most}")
-
-    def laid_out(x: Tensor) -> Tensor:
-        x = x if x.dim() > 2 else x[None]
-        x = x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
-        return pad(x.transpose(1, 2), (0, most - x.shape[-1]))
-
-    mask = bias = None
-    if attn_mask is not None:
-        given = attn_mask[(None,) * max(0, 3 - attn_mask.dim())]
-        if given.dim() > 3:
-            given = given.expand(*lead, *given.shape[-3:])
-        given = given.reshape(-1, *given.shape[-3:])
-        mask, bias = (given, None) if given.dtype == torch.bool else (None, given)
-    if is_causal:
-        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
-        mask = square.tril()[None, None]
-    out = flash_dmattn_func(
-        laid_out(query),
-        laid_out(key),
-        laid_out(value),
-        mask,
-        bias,
-        head_dim**-0.5 if scale is None else scale,
-    )
-    out = out[..., :value_dim].transpose(1, 2)
-    shape = (*lead, *query.shape[-3:-1], value_dim)
-    return out.reshape(shape)
+    layout = Layout(query, key, value)
+    if layout.head_dim > MOST_HEAD_DIM:
+        pytest.skip(f"head dimension {layout.head_dim}")
+    arguments = layout.arguments(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+    return layout.of_rows(flash_dmattn_func(*arguments.values()))
