@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,16 +63,51 @@ def test_flash_attn_crash():
     import os
     os.abort()
 """
+# In the place of transformers' tests of a model; the names are those that are chosen on a CPU.
+MODEL_TESTS = """
+import torch
+import transformers
+
+def run(attention):
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1)
+    config = transformers.LlamaConfig(vocab_size=20, **sizes)
+    model = transformers.LlamaModel._from_config(config, attn_implementation=attention)
+    model(torch.ones(1, 4, dtype=torch.long))
+    return model.config._attn_implementation
+
+def test_eager_matches_sdpa_inference_09_fp32_right():
+    run("sdpa")
+
+def test_eager_matches_sdpa_inference_09_fp32_of_another_version():
+    run("sdpa")
+    {}["axial"]
+
+def test_eager_matches_sdpa_inference_09_fp32_wrong():
+    {"eager": 1}[run("sdpa")]
+
+def test_eager_matches_sdpa_inference_09_fp32_wrong_in_another_way():
+    {}[run("sdpa")]
+
+def test_flash_attention_2_padding_compared():
+    run("flash_attention_2")
+    assert False, "not close"
+"""
+NEEDS_A_FILE = "open('fixtures/expected.json')"
 
 
 def run_script(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
-    """Run the script on a checkout that has only these tests."""
+    """Run the script on a checkout that has only these tests of FlashAttention."""
     (folder / "tests").mkdir()
     (folder / "flash_attn").mkdir()
     (folder / "tests" / "test_flash_attn.py").write_text(tests)
     (folder / "flash_attn" / "bert_padding.py").write_text("HELP = True\n")
-    (folder / "einops.py").write_text("")  # the script asks for it; these tests do not
-    command = [sys.executable, "-m", "peers", str(folder), "--suites", "fa2"]
+    return run_suite(folder, "fa2")
+
+
+def run_suite(folder: Path, suite: str) -> subprocess.CompletedProcess[str]:
+    for package in ("einops", "parameterized"):  # the script asks for it; these tests do not
+        (folder / f"{package}.py").write_text("")
+    command = [sys.executable, "-m", "peers", str(folder), "--suites", suite]
     return subprocess.run(
         [*command, "--cases", "16", "--workers", "1"],
         env={"PYTHONPATH": f"{ROOT / 'tests'}:{folder}", "CUDA_VISIBLE_DEVICES": ""},
@@ -95,6 +131,26 @@ def test_fails_on_what_is_not_accepted(tmp_path: Path) -> None:
     assert "fa2::test_flash_attn_wrong[] (--case " in done.stdout
     assert "failed AssertionError" in done.stdout
     assert "crash the process ended: SIGABRT" in done.stdout
+
+
+def test_models_that_fail_without_flash_dmattn_too(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for name in ("tests/test_modeling_common.py", "src/transformers/testing_utils.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("_TEXT_MODEL_TESTER_DEFAULTS = {}")
+    (tmp_path / "utils" / "test_module").mkdir(parents=True)
+    for model, tests in (("one", MODEL_TESTS), ("two", NEEDS_A_FILE)):
+        file = tmp_path / "tests" / "models" / model / f"test_modeling_{model}.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(tests)
+    done = run_suite(tmp_path, "transformers")
+    counts = "transformers: 1 passed, 3 failed, 1 skipped, 1 accepted\n"
+    assert counts in done.stdout, done.stdout + done.stderr
+    assert "fails with eager attention, too: KeyError: 'axial'" in done.stdout
+    for name in ("wrong", "wrong_in_another_way", "compared"):
+        assert re.search(
+            rf"FAILED transformers::one/test_modeling_one.py::\w+_{name} ", done.stdout
+        )
 
 
 def test_fails_where_nothing_passed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,6 +188,8 @@ def report(outcomes: list[Outcome], names: list[str]) -> int:
         suite = test.partition("::")[0]
         kind = {"right": "passed", "skipped": "skipped"}.get(outcome.kind, "failed")
         reason = reason_for(test, outcome.message) if kind == "failed" else None
+        if outcome.kind == "accepted":
+            reason = outcome.message[:90]
         if reason is not None:
             kind = "accepted"
             accepted[f"{suite}: {reason}"] += 1

@@ -21,14 +21,33 @@ from flash_dmattn import integrations
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )
+from flash_dmattn.integrations.implementations import note_masks_of
 
 OURS = "flash_dmattn"
 REPLACED = {"sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 DEFAULTS = "_TEXT_MODEL_TESTER_DEFAULTS"
-# Models that list neither SDPA nor FlashAttention, although flash_dmattn serves them.
-UNLISTED = ("doge.Doge", "gpt_oss.GptOss", "gemma2.Gemma2", "t5.T5", "mt5.MT5")
+# Models that do not list SDPA and FlashAttention both, although flash_dmattn serves them.
+UNLISTED = (
+    "align.Align",
+    "bigbird_pegasus.BigBirdPegasus",
+    "clap.Clap",
+    "deepseek_v4.DeepseekV4",
+    "doge.Doge",
+    "gemma2.Gemma2",
+    "gpt_oss.GptOss",
+    "longt5.LongT5",
+    "markuplm.MarkupLM",
+    "mt5.MT5",
+    "nllb_moe.NllbMoe",
+    "pegasus_x.PegasusX",
+    "speech_to_text.Speech2Text",
+    "splinter.Splinter",
+    "switch_transformers.SwitchTransformers",
+    "t5.T5",
+    "videoprism.VideoPrism",
+)
 calls = 0
-# What takes the place of the others; transformers' own, to see whether a test passes by itself.
+# What takes the place of the others; eager attention, to see whether a test passes by itself.
 in_place = OURS
 
 
@@ -58,9 +77,16 @@ def install(files: Path) -> None:
     if importlib.util.find_spec("accelerate") is None:
         load_on_one_device()
     for model in UNLISTED:
-        module, name = model.split(".")
-        module = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-        base = getattr(module, f"{name}PreTrainedModel")
+        folder, name = model.split(".")
+        try:
+            module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        except ModuleNotFoundError:  # of another version
+            continue
+        base: Any = getattr(module, f"{name}PreTrainedModel")
+        derived: Any
+        for derived in vars(module).values():
+            if isinstance(derived, type) and issubclass(derived, base):
+                note_masks_of(derived, derived.config_class)
         base._supports_sdpa = base._supports_flash_attn = True
         base._compatible_flash_implementations = None
 
@@ -131,6 +157,8 @@ def import_tests(name: str) -> None:
             if found is None:
                 return
             setattr(sys.modules[found[2]], found[1], None)
+        except Exception:
+            return
         else:
             return
 
