@@ -170,6 +170,13 @@ def test_checkouts_are_known_by_their_files(tmp_path: Path) -> None:
     assert checkout(str(tmp_path)) == tmp_path
 
 
+ONE_KEY = "fa2::test_flash_attn_splitkv[seqlen_q=1, seqlen_k=339, swap_sq_sk=True, dtype=float16]"
+SUMS = (
+    "AssertionError:  (line 1: assert ({0} - {0}_ref).abs()); dQ max diff: 0.9; dV max diff: {1}; "
+    "dK Pytorch max diff: 0.0; dV Pytorch max diff: {2}"
+)
+
+
 @pytest.mark.parametrize(
     ("test", "error", "is_accepted"),
     [
@@ -178,6 +185,12 @@ def test_checkouts_are_known_by_their_files(tmp_path: Path) -> None:
         ("fa3::test_x", "OutOfMemoryError: Tried to allocate 70.00 GiB. GPU 0", True),
         ("fa3::test_x", "OutOfMemoryError: Tried to allocate 7.00 GiB. GPU 0", False),
         ("transformers::llama", "NoCounterpartError: head dimension 512", False),
+        (ONE_KEY, SUMS.format("dv", 0.00390625, 0.0), True),
+        (ONE_KEY, SUMS.format("dv", 0.3, 0.0), False),
+        (ONE_KEY, SUMS.format("dv", 0.00390625, 0.001), False),
+        (ONE_KEY, SUMS.format("dk", 0.00390625, 0.0), False),
+        (ONE_KEY.replace("float16", "bfloat16"), SUMS.format("dv", 0.00390625, 0.0), False),
+        (ONE_KEY.replace("True", "False"), SUMS.format("dv", 0.00390625, 0.0), False),
     ],
 )
 def test_what_is_accepted(test: str, error: str, is_accepted: bool) -> None:

@@ -21,6 +21,14 @@ ACCEPTED = (
         "DID NOT RAISE|NoCounterpartError: keys appended beyond the block_table",
         "that a paged cache is too short is not checked on a GPU, and appending is the caller's",
     ),
+    Accepted(
+        # Where one key has all weight, a gradient of its value is a sum of gradients of outputs,
+        # of which plain PyTorch's and the reference's are the same sum in float32. Sums in another
+        # order are now and then on the other side of a tie, one unit in the last place away.
+        r"fa2::test_flash_attn_splitkv\[seqlen_q=1, .*swap_sq_sk=True.* dtype=float16\]",
+        r"assert \(dv - dv_ref\).* dV max diff: 0\.0[0-3]\d*;.* dV Pytorch max diff: 0\.0(;|$)",
+        "a float16 sum over queries rounded to the neighbour of what another order rounds to",
+    ),
     Accepted("fa[234]", "NoCounterpartError: head dimension", "head dimensions above 256"),
     Accepted(
         "fa4::test_flash_attn_varlen_cumsum_metadata_paths",
