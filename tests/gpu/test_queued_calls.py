@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Short sequences of many heads: the whole batch gives what its parts give, also if calls queue."""
+"""Calls of many short sequences that queue without a wait between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [(8, 12, 64, 256), (45, 4, 64, 256), (60, 4, 40, 256), (32, 12, 64, 130
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_parts_of_a_batch(
+def test_queued_calls(
     shape: tuple[int, int, int, int],
     causal: bool,
     deterministic: bool,
