@@ -32,13 +32,14 @@ FAMILIES = {
     "short": 3,
     "pairs": 1,
     "windows": 1,
-    "rows": 0.8,
+    "rows": 2,
     "long": 3,
-    "selections": 1.5,
+    "selections": 3,
 }
 # Of the most elements: what judges them takes as long as they are many.
 SHARES = {1 / 100: 5, 1 / 20: 2, 1: 0.4}
-LARGE_UNIT = 1e6
+# Elements of a sequence and head: of small ones there may be many, and of large ones some.
+SMALL_UNIT, LARGE_UNIT = 1e4, 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +270,8 @@ class Repeater:
         source, limits = self.source, self.limits
         elements = sum(tensor.numel() for tensor in self.call.tensors()) / units
         work = length * length * group * (self.call.query.shape[-1] + 16.0)
-        share = source.weighted(SHARES) if elements < LARGE_UNIT else 2
+        share = source.weighted(SHARES)
+        share = 2 if elements > LARGE_UNIT else max(share, 0.3 if elements < SMALL_UNIT else 0)
         most = int(min(limits.most, share * limits.elements / elements, limits.work / work))
         if most <= units:
             return units

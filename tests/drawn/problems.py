@@ -100,9 +100,13 @@ def draw(
         shape = (source.choice([1, sizes.batch]), sizes.heads, sizes.queries, sizes.keys)
         call.bias = draw_bias(source, shape, dtype, selects=False)
         call.mask = draw_bool(source, shape) if family == "rows" else None
-    elif source.chance(0.7) or family == "selections":
+    elif family == "selections" and not isinstance(call.mask, IntervalMask):
+        selects = call.causal = True
+        shape = (source.choice([1, sizes.batch]), source.choice([1, sizes.kv_heads]), 1, sizes.keys)
+        call.bias = draw_bias(source, shape, dtype, selects=True)
+    elif source.chance(0.7):
         may_select = not isinstance(call.mask, IntervalMask)
-        selects = may_select and source.chance(0.8 if family in ("long", "selections") else 0.4)
+        selects = may_select and source.chance(0.8 if family == "long" else 0.4)
         call.bias = draw_bias(source, draw_shape(source, sizes, longest[1]), dtype, selects=selects)
     if selects:
         most = max(sizes.k_lengths)

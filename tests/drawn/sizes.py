@@ -117,7 +117,7 @@ def _sizes_of(source: Source, family: str) -> Sizes:
         "short": (short, source.choice([short, short, source.integer(1, 256)])),
         "pairs": (short, source.choice([short, short, source.integer(1, 256)])),
         "windows": (source.integer(46, 64), source.integer(46, 64)),
-        "rows": (source.integer(100, 256), 16 * source.integer(130, 144)),
+        "rows": (source.integer(200, 256), 16 * source.integer(136, 144)),
         "long": (
             source.choice([1, 2, 5, 17, 40]),
             source.choice([source.integer(1500, 9000), source.integer(16000, 18000)]),

@@ -41,8 +41,8 @@ def select_intervals(inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
     shape = interval_shape(inputs)
     bias, visible = _broadcast(inputs, shape)
     keys = shape[-1]
-    rows = _rows(inputs, keys)
-    if inputs.window == 0 or keys == 0 or rows.low.numel() == 0:
+    # On a GPU a packed batch may have keys, but no sequence.
+    if 0 in (inputs.window, keys, inputs.batch) or (rows := _rows(inputs, keys)).low.numel() == 0:
         nothing = torch.zeros(shape, dtype=torch.int32, device=bias.device)
         return nothing, nothing.clone()
     # Those that can never be kept come last, so that they push no other key out.
