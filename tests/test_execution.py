@@ -132,12 +132,13 @@ def narrower_levels() -> list[str]:
 def test_narrower_simd_levels(level: str) -> None:
     """By drawn calls, which have all masks, forms, dtypes, head dimensions and selections."""
     tests = Path(__file__).parent
+    paths = [str(tests), str(tests.parent / "scripts"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "drawn", "--seed", "20000", "--cases", "500"],
         env={
             **os.environ,
             "FLASH_DMATTN_CPU_SIMD": level,
-            "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(paths),
         },
         capture_output=True,
         text=True,
