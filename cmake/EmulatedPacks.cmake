@@ -48,8 +48,9 @@ function(fdm_add_emulated_packs)
       flash_dmattn_pack=flash_dmattn_cuda_pack)
     # Shared memory has no constructors. Kernels look at the bits of numbers through pointers, as nvcc lets them, whose
     # warnings are the ones that count. Fibers jump from stack to stack, which _FORTIFY_SOURCE would take for an error.
-    # With more optimization it takes half as long again to compile.
-    target_compile_options(${target} PRIVATE -fno-extern-tls-init -fno-strict-aliasing -U_FORTIFY_SOURCE -w -O1)
+    # With more optimization it takes half as long again to compile. CMake leaves an option out that is there already, if
+    # earlier, but for one that SHELL marks.
+    target_compile_options(${target} PRIVATE -fno-extern-tls-init -fno-strict-aliasing "SHELL:-U_FORTIFY_SOURCE" -w -O1)
     target_link_libraries(${target} PRIVATE Threads::Threads)
   endforeach()
 endfunction()
