@@ -125,7 +125,6 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return (
             not self.record_past
             and self._padding is None
-            and not any(t.requires_grad for t in self.kept.tensors.values())
             and self.kept.window_size == window_size
             and self.kept.has_slots_for(shape, like, like.dtype)
         )

@@ -140,7 +140,7 @@ class HeldRows:
     def reorder(self, indices: Tensor) -> None:
         """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
 
-        As many as before stay where they are in memory.
+        As many as before stay where they are in memory, unless gradients flow to what is held.
 
         Args:
             indices: int64 or int32 ``(new B,)``.
@@ -159,15 +159,10 @@ class HeldRows:
         def chosen(tensor: Tensor, batched: bool) -> Tensor:
             return tensor.index_select(0, indices.to(tensor.device)) if batched else tensor
 
-        result = self._mapped(chosen)
-        assert result._kept is not None
-        if result._kept.key.shape == self._kept.key.shape:
-            self._replace_by(result)
-        else:
-            self._kept, self._recent = result._kept, result._recent
+        self._replace_by(self._mapped(chosen))
 
     def forget(self, count: int) -> None:
-        """Take back the last tokens, in place.
+        """Take back the last tokens, in place unless gradients flow to what is held.
 
         Args:
             count: of the tokens, at most ``rollback`` of them, and of those that came since.
@@ -188,17 +183,19 @@ class HeldRows:
         assert self._recent is not None
         assert self._counter is not None
         length, floor, _ = self._counter.tolist()
-        left = narrowed(self._recent, 0, self.rollback - count)
-        shifted = concatenated(empty_rows(self._recent, count), left)
-        with torch.inference_mode(False), torch.no_grad():
-            for held, tensor in zip(self._recent, shifted, strict=True):
-                held.copy_(tensor)
-            self._counter[0] = length - count
-            self._counter[1] = max(floor, length - self.rollback)
+        left = self._copied()
+        with torch.inference_mode(False), torch.enable_grad():
+            others = narrowed(self._recent, 0, self.rollback - count)
+            left._recent = concatenated(empty_rows(self._recent, count), others)
+            left._counter = self._counter.clone()
+            left._counter[0] = length - count
+            left._counter[1] = max(floor, length - self.rollback)
+        self._replace_by(left)
 
     def reset(self) -> None:
         """Forget everything; the memory stays, unless gradients need what is in it."""
-        if any(t.requires_grad for part in (self._kept, self._recent) for t in part or ()):
+        self._refuse_recomputation()
+        if self._carries_gradients():
             self._kept = self._recent = self._counter = None
         for part in (self._kept, self._recent):
             if part is not None:
@@ -259,10 +256,13 @@ class HeldRows:
         attend: Callable[[Rows], _Result],
         call: tuple[object, ...] | None = None,
     ) -> _Result:
-        """Take tokens in, in place, and return what `attend` makes of what they see.
+        """Take tokens in, and return what `attend` makes of what they see.
 
         Where it raises nothing is changed. A single token overwrites what is held before it
         attends, so of a call that is not known to be accepted it first attends to what is held.
+
+        Nothing is written to rows to which gradients flow: other rows take their place, to whose
+        earlier tokens they still flow, though not to these tokens.
 
         Args:
             chunk, backend: the tokens, and what selects.
@@ -276,7 +276,8 @@ class HeldRows:
                 "keys that are kept in place have no gradient; call under torch.no_grad(), or use "
                 "updated()"
             )
-        if self._kept is not None and chunk.size == 1 and not self.rollback:
+        carries_gradients = self._carries_gradients()
+        if self._kept is not None and chunk.size == 1 and not (self.rollback or carries_gradients):
             if call is not None and not torch.compiler.is_compiling():
                 call = (*call, *((t.shape, t.dtype, t.device) for t in self._kept))
                 if call != self._accepted:
@@ -285,17 +286,30 @@ class HeldRows:
             with torch.no_grad():
                 seen = self.step(lambda *held: insert(held[0], chunk, self.window_size, held[1]))
             return attend(seen)
-        seen = self._columns(chunk)
+        if carries_gradients:
+            with torch.inference_mode(False), torch.enable_grad():
+                seen, following = self._extended(Rows(*(t.detach() for t in chunk)), backend)
+        else:
+            seen, following = self._extended(chunk, backend)
         result = attend(seen)
-        self._replace_by(self._followed_by(seen, chunk.size, backend))
+        self._replace_by(following)
         return result
+
+    def _extended(self, chunk: Rows, backend: str) -> tuple[Rows, Self]:
+        """Return what tokens see, and the state after them, in memory of its own."""
+        seen = self._columns(chunk)
+        return seen, self._followed_by(seen, chunk.size, backend)
 
     def _refuse_recomputation(self) -> None:
         refuse_recomputation("a KeptKeys", self._made_during)
 
-    def _needs_gradient(self, chunk: Rows) -> bool:
-        """Say whether a gradient would be lost by taking tokens in in place."""
-        return needs_gradient(chunk, self._kept, self._recent)
+    def _needs_gradient(self, *others: Rows | None) -> bool:
+        """Say whether a gradient would be lost by taking other rows in in place."""
+        return needs_gradient(*others, self._kept, self._recent)
+
+    def _carries_gradients(self) -> bool:
+        """Say whether gradients flow to what is held, which must not be written to then."""
+        return any(t.requires_grad for part in (self._kept, self._recent) for t in part or ())
 
     def has_slots_for(
         self, shape: tuple[int, int, int], like: Tensor, bias_dtype: torch.dtype = torch.float32
@@ -315,6 +329,7 @@ class HeldRows:
             (batch, kv_heads, dim) == shape
             and (key.dtype, key.device) == (like.dtype, like.device)
             and (bias.shape[1], bias.dtype) == (kv_heads, bias_dtype)
+            and not self._carries_gradients()
         )
 
     def step(self, write: Callable[[Rows, Tensor], None]) -> Rows:
@@ -354,9 +369,18 @@ class HeldRows:
         return result
 
     def _replace_by(self, other: Self) -> None:
-        """Write another state of as many sequences into this one's memory."""
+        """Become another state, which is not used again.
+
+        It is written into this one's memory, unless it is of another number of sequences, or
+        gradients flow to what is held: a graph in which that is would not hear of it.
+        """
         self._start = other._start
         self._is_ordered = self._is_ordered and other._is_ordered
+        if self._kept is not None and other._kept is not None:
+            is_like = self._kept.key.shape == other._kept.key.shape
+            if not is_like or self._carries_gradients():
+                self._kept, self._recent, self._counter = other._kept, other._recent, other._counter
+                return
         # Tensors made in inference mode cannot be written to outside of it, others anywhere.
         with torch.inference_mode(False), torch.no_grad():
             if self._kept is None and other._kept is not None:
@@ -365,7 +389,7 @@ class HeldRows:
                 assert other._counter is not None
                 self._counter = torch.empty_like(other._counter)
             for held, new in ((self._kept, other._kept), (self._recent, other._recent)):
-                if held is not None and new is not None:
+                if held is not None and new is not None and held is not new:
                     for tensor, source in zip(held, new, strict=True):
                         tensor.copy_(source)
             if self._counter is not None and other._counter is not None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..backends.triton.kernels.insert import EXPONENTIAL, GIVEN, SOFTPLUS, insert
 from ..backends.triton.prepared import Prepared
@@ -60,6 +61,8 @@ def launch_insert(
         (*held, key, value, line, amplitude, other, counter),
         (rows, key_batch, key_head, value_batch, value_head, *strides),
     )
+    for written in held:  # which autograd cannot see
+        increment_version(written)
 
 
 @functools.lru_cache(maxsize=64)

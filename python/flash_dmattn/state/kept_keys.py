@@ -33,10 +33,11 @@ class KeptKeys(HeldRows):
     that has been forgotten; use `flash_dmattn_func` for these.
 
     `update` and `merge` change the object in place, in the same memory, which CUDA graphs and
-    compiled programs rely on; they are for inference. `updated` and `merged` return another object,
-    through whose keys, values and biases gradients flow; `detach` cuts them off. A call that raises
-    changes nothing. In a backward pass, where activation checkpointing calls a function again, what
-    changes an object that was made before raises RuntimeError.
+    compiled programs rely on; they are for inference. Only where gradients flow to what earlier
+    calls have left, other memory takes its place, and they still flow to it. `updated` and `merged`
+    return another object, through whose keys, values and biases gradients flow; `detach` cuts them
+    off. A call that raises changes nothing. In a backward pass, where activation checkpointing
+    calls a function again, what changes an object that was made before raises RuntimeError.
 
     Attributes:
         window_size: keys that a query keeps.
@@ -178,8 +179,7 @@ class KeptKeys(HeldRows):
             TypeError, ValueError: as `attend`.
         """
         chunk = self._rows(key, value, bias, padding)
-        seen = self._columns(chunk)
-        state = self._followed_by(seen, chunk.size, backend_name(backend))
+        seen, state = self._extended(chunk, backend_name(backend))
         return (seen.key, seen.value, seen.bias), state._owned()
 
     def taken_in(
@@ -218,7 +218,18 @@ class KeptKeys(HeldRows):
             ValueError: it does not fit, can take tokens back, or a gradient is required.
         """
         self._refuse_recomputation()
-        self._replace_by(self.merged(other, backend=backend))
+        _check_is_state(other)
+        if self._needs_gradient(other._kept):
+            raise ValueError(
+                "a state that is merged in place has no gradient, nor has other; call under "
+                "torch.no_grad(), or use merged()"
+            )
+        if self._carries_gradients():
+            with torch.inference_mode(False), torch.enable_grad():
+                merged = self.merged(other.detach(), backend=backend)
+        else:
+            merged = self.merged(other, backend=backend)
+        self._replace_by(merged)
 
     def merged(self, other: KeptKeys, *, backend: str | None = None) -> KeptKeys:
         """Return the state of the tokens that either has seen, in memory of its own.
@@ -229,8 +240,7 @@ class KeptKeys(HeldRows):
         Raises:
             TypeError, ValueError: as `merge`.
         """
-        if not isinstance(other, KeptKeys):
-            checks.refuse_type("other", "a KeptKeys", other)
+        _check_is_state(other)
         if other.window_size != self.window_size:
             raise ValueError(
                 f"other must have window_size={self.window_size}, got {other.window_size}"
@@ -250,3 +260,8 @@ class KeptKeys(HeldRows):
         result._start = min(self._start, other._start)
         result._is_ordered = True
         return result._owned()
+
+
+def _check_is_state(other: object) -> None:
+    if not isinstance(other, KeptKeys):
+        checks.refuse_type("other", "a KeptKeys", other)
