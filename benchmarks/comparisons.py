@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .bars import SHAPE_BARS, Bar, verdicts
-from .results import Results
+from .entrants import ALL_KEYS
+from .results import Record, Results
 from .sets import SIZES
 from .tables import COLUMNS, Table
 
 Found = Mapping[str, Results]  # files of results by their names
 _SHAPES, _PAIRS = "h100-shapes", "h200-pairs"
+_LEAST_LOST = 1.1  # times another's time, from which on ours is slower
+_PASSES = ("forward", "backward", "decode")
 
 
 class Judged(NamedTuple):
@@ -86,12 +89,54 @@ class Peers(NamedTuple):
         return Table(self.title, heads, tuple(rows), tuple(notes))
 
 
+def slower_table(found: Found) -> Table:
+    """Where the fastest other with the same mask is faster than the fastest of ours.
+
+    A problem that several files have is shown as it was measured last. Host times are elsewhere.
+    """
+    rows: dict[tuple[str, ...], tuple[str, ...]] = {}
+    files: dict[tuple[str, ...], str] = {}
+    for file, results in sorted(found.items(), key=lambda item: str(item[1].environment["date"])):
+        groups: dict[tuple[str, str, str], list[Record]] = {}
+        for record in results.records:
+            if record.value and record.quantity in _PASSES:
+                groups.setdefault((record.case, record.quantity, record.mask), []).append(record)
+        for (case, quantity, mask), records in groups.items():
+            ours = [(r.value or 0.0, r.contestant) for r in records if r.role == "ours"]
+            others = [(r.value or 0.0, r.contestant) for r in records if r.role != "ours"]
+            if ours and others:
+                (mine, _), (best, name) = min(ours), min(others)
+                key = (_short(results), _masked(results.cases[case], mask), quantity)
+                cells = (COLUMNS[quantity].cell(mine), f"{COLUMNS[quantity].cell(best)} ({name})")
+                rows.pop(key, None)
+                if mine / best >= _LEAST_LOST:
+                    rows[key], files[key] = (*cells, f"{mine / best:.2f}"), file
+    used = dict.fromkeys(files[key] for key in rows)
+    note = f"measured: {', '.join(f'{file} ({found[file].commit})' for file in used)}"
+    heads = ("machine", "problem", "pass", "ours, ms", "fastest other, ms", "ours / other")
+    title = "Another implementation of the same attention is faster by 10 % or more"
+    lines = tuple((*key, *rows[key]) for key in sorted(rows))
+    return Table(title, heads, lines, (note,) if rows else ())
+
+
+def _short(results: Results) -> str:
+    """A machine's name without its memory."""
+    return results.machine.removeprefix("NVIDIA ").partition(" 80GB")[0]
+
+
+def _masked(case: Mapping[str, Any], mask: str) -> str:
+    """A case by its numbers, and what is masked and biased in it."""
+    if mask == ALL_KEYS:
+        return f"{_problem({**case, 'window': None})}; no mask"
+    return f"{_problem(case)}{'; bias per query' if case['per_query'] else ''}"
+
+
 def _cell(results: Results, key: tuple[str, str, str]) -> str:
     return COLUMNS[key[2]].cell(results.values.get(key))
 
 
 def _problem(case: Mapping[str, Any]) -> str:
-    """A case by its numbers, in the order in which the page of limits has them."""
+    """A case by its numbers, in the order in which the pages have them."""
     return ", ".join(str(case[size]) for size in SIZES if case[size] is not None)
 
 

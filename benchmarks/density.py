@@ -84,6 +84,26 @@ def map_table(results: Results) -> Table:
     return Table(subject(results), heads, tuple(rows), notes)
 
 
+def dense_table(maps: Sequence[Results]) -> Table:
+    """From which share each length pays, and the least speedup of each pass at any share."""
+    columns = [{cell.length: "" for cell in cells(results)} for results in maps]
+    for results, column in zip(maps, columns, strict=True):
+        for length in column:
+            found = [cell for cell in cells(results) if cell.length == length]
+            at = {(cell.one_in, cell.title): cell.speedup for cell in found}
+            shares = {cell.one_in for cell in found}
+            both = {share: [at.get((share, title)) for title in _PASSES] for share in shares}
+            speedups = ([cell.speedup for cell in found if cell.title == p] for p in _PASSES)
+            least = (_times(min(known, default=None)) for known in speedups)
+            column[length] = f"{_pays_from(both)}; {' / '.join(least)}"
+    lengths = sorted({length for column in columns for length in column})
+    rows = [(str(length), *(column.get(length, "") for column in columns)) for length in lengths]
+    title = "Largest share of keys that pays; least speedup, forward / forward and backward"
+    measured = "; ".join(dict.fromkeys(results.commit for results in maps))
+    heads = ("tokens", *(subject(results).removesuffix(", causal") for results in maps))
+    return Table(title, heads, tuple(rows), (f"measured: {measured}",))
+
+
 def draw_maps(pyplot: Any, maps: Sequence[Results]) -> Any:
     """A figure of the maps, one below the other."""
     heights = [len({cell.one_in for cell in cells(results)}) + 2.2 for results in maps]

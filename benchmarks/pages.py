@@ -13,8 +13,8 @@ from pathlib import Path
 from docs_tools.blocks import filled
 
 from .bars import bars_table, verdicts
-from .comparisons import COMPARISONS
-from .density import draw_maps, is_map, map_table
+from .comparisons import COMPARISONS, slower_table
+from .density import dense_table, draw_maps, is_map, map_table
 from .entrants import ALL_KEYS
 from .equivalence import LIMIT, TENSORS, equivalence_tables, is_equivalence, ratios
 from .figures import Drawing, drawings, write_figures
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     "README.md",
+    "benchmarks/profiles/README.md",
     *(
         f"docs/{name}.md"
         for name in ("index", "benchmarks", "limits", "structural_biology", "relative_bias")
@@ -176,8 +177,10 @@ def _errors(found: Mapping[str, Results]) -> Table:
 def block_bodies(found: Mapping[str, Results]) -> dict[str, str]:
     """What each block of a page holds."""
     tables = {name: [headlines(name, found)] for name in HEADLINES}
-    tables["map-table"] = [map_table(results) for results in found.values() if is_map(results)]
+    maps = [results for results in found.values() if is_map(results)]
+    tables |= {"map-table": [*map(map_table, maps)], "map-dense": [dense_table(maps)]}
     tables |= {"bars": [_bars(found)], "errors": [_errors(found)]}
+    tables["slower-same"] = [slower_table(found)]
     tables |= {name: [one.table(found) for one in all_] for name, all_ in COMPARISONS.items()}
     tables |= {name: [table] for name, table in profile_tables().items()}
     bodies = {name: "\n\n".join(str(t) for t in ts if t.rows) for name, ts in tables.items()}

@@ -176,8 +176,8 @@ def density_map(
     return _set(*workloads)
 
 
-# The problems of docs/limits.md: batch, query heads, KV heads, head dimension, tokens, and with
-# a mask the keys that each query keeps.
+# Problems that docs/benchmarks.md has tables of: batch, query heads, KV heads, head dimension,
+# tokens, and with a mask the keys that each query keeps.
 _COMPACT = (
     (1, 32, 8, 128, 8192, 1024),
     (1, 32, 8, 64, 8192, 1024),

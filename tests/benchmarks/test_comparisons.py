@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import environment, pages, profile_tables, sets
-from benchmarks.comparisons import COMPARISONS, Judged, Peers
+from benchmarks.comparisons import COMPARISONS, Judged, Peers, slower_table
 from benchmarks.entrants import ENTRANTS
 from benchmarks.results import Record, Results
 
@@ -84,6 +84,28 @@ def test_line_of_peers_names_the_best_of_them() -> None:
     assert table.notes[0] == "not measured in this run: a"
     shape = "triangle: 256 x 256 tokens, 4 heads of 32"
     assert table.rows[0] == (shape, "1000.000", "4000.000", "3000.000", "3.00")
+
+
+def test_slower_lines_compare_the_best_with_the_same_mask_as_measured_last() -> None:
+    def run(date: str, **seconds: float) -> Results:
+        (case, *_) = sets.shapes(gpu=True).values()
+        name = case.name
+        records = [
+            Record(name, who, ENTRANTS[who].role, ENTRANTS[who].mask, "forward", value)
+            for who, value in seconds.items()
+        ]
+        return Results({**WHERE, "date": date}, {}, sets.plain_cases([case]), records)
+
+    others: dict[str, float] = {"sdpa": 3e-3, "flex": 2e-3, "dense_cudnn": 1e-4}
+    slow = run("2026-01-02", intervals=2.2e-3, boolean=4e-3, **others)
+    table = slower_table({"a": slow})
+    assert [row[2:] for row in table.rows] == [("forward", "2.200", "2.000 (flex)", "1.10")]
+    assert table.notes == ("measured: a (commit 0123456, 2026-01-02)",)
+    assert slower_table({"a": run("2026-01-02", intervals=2.19e-3, **others)}).rows == ()
+    # A later run of the same problem counts, in whatever order files are found.
+    fast = run("2026-01-03", intervals=1e-3, **others)
+    assert slower_table({"a": fast, "b": slow}).rows == ()
+    assert slower_table({}).notes == ()
 
 
 # --- what profilers told

@@ -62,7 +62,7 @@ def test_shown_as_table_and_figure(
 )
 def test_where_it_pays(speedups: dict[int, tuple[float | None, ...]], expected: str) -> None:
     """Of what a place may be missing."""
-    where = dict.fromkeys(("gpu", "cpu", "threads", "torch", "date", "measurement"), "")
+    where = dict.fromkeys(("gpu", "cpu", "threads", "torch", "date", "measurement", "commit"), "")
     run = results.Results(where, {}, {})
     shape = {"dtype": "float32", "batch": 3, "heads": 2, "kv_heads": 1, "head_dim": 8}
 
@@ -79,6 +79,10 @@ def test_where_it_pays(speedups: dict[int, tuple[float | None, ...]], expected: 
     table = density.map_table(run)
     assert [row[:2] for row in table.rows] == [("64", expected)]
     assert table.title.endswith(", float32, 2 heads on 1 of 8, batch of 3, causal")
+    known = [pair for pair in speedups.values() if None not in pair]
+    least = " / ".join(f"{min(values):.2g}x" for values in zip(*known, strict=True))
+    ((length, cell),) = density.dense_table([run]).rows
+    assert (length, cell) == ("64", f"{expected}; {least}")
 
 
 @pytest.mark.parametrize(
