@@ -54,7 +54,7 @@ FDM_INLINE int64_t quotient(int64_t n, int64_t d) {
 
 FDM_INLINE int64_t clamp64(int64_t x, int64_t least, int64_t most) { return max64(least, min64(x, most)); }
 
-// Does a mask or bias have a row for each query? With a single query it does not matter, so the cheaper form is meant.
+// Whether a mask or bias has a row for each query. With a single query it does not matter, so the cheaper form is meant.
 FDM_INLINE bool per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
 FDM_INLINE bool has_rows(const fdm_tensor &t) { return present(t) && per_query(t); }
 

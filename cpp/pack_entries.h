@@ -5,7 +5,7 @@
 //   kLimits                                                    what it was built for
 //   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
 //   selection_workspace_bytes(s)
-//   is_filled(p, plan)                                         may forward and backward read this plan?
+//   is_filled(p, plan)                                         true if forward and backward may read this plan
 //   run(context, message, work)                                calls work where the pack computes; returns a status
 //   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
 //   select(s, workspace), select_and_plan(s, p, plan, workspace)  the work; `run` knows what they return

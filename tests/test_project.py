@@ -187,6 +187,39 @@ def test_every_source_names_its_license() -> None:
     assert unmarked == []
 
 
+def questions(text: str) -> list[str]:
+    """Return the lines of a source in which a comment, or a sentence of one, is a question."""
+    question = re.compile(r"(?:^|\s)(?://|#|\*) .*\?(?: [A-Z`].*| \*/)?$")
+    return [line for line in text.splitlines() if question.search(line)]
+
+
+def test_comments_state_facts() -> None:
+    asked = {
+        str(path.relative_to(ROOT)): found
+        for path in [*source_files(), *shell_scripts()]
+        if path != Path(__file__) and (found := questions(path.read_text()))
+    }
+    assert asked == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_question"),
+    [
+        ("  // Is it the last?", True),
+        ("// Does a tile fit? Not with 128 columns.", True),
+        ("  bool more; // is there another step?", True),
+        ("    keys: Tensor  # bool (B, K): is a key kept?", True),
+        ("//   is_filled(p, plan)      may forward read it?", True),
+        (" * Is it there? */", True),
+        ("// Whether it is the last.", False),
+        ("  return a ? b : c; // a fact", False),
+        ('"schema(Tensor? mask)"', False),
+    ],
+)
+def test_questions_are_found(line: str, is_question: bool) -> None:
+    assert bool(questions(line)) is is_question
+
+
 # --- which CUDA packs a build makes
 
 

@@ -36,7 +36,7 @@ constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 int64_t lse_bytes(const Extents &extents);
 fdm_tensor contiguous_lse(void *data, const Extents &extents);
 
-// Does a mask or bias have a row for each query? With a single query the forms mean the same.
+// Whether a mask or bias has a row for each query. With a single query the forms mean the same.
 inline bool is_per_query(const fdm_tensor &scores) { return scores.shape[2] > 1; }
 
 bool same_shape(const fdm_tensor &a, const fdm_tensor &b);

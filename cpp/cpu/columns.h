@@ -25,7 +25,7 @@ struct TileColumns {
   int64_t word_bytes;
 };
 
-// Bit r: does row first_row + r keep column c?
+// Bit r is set if row first_row + r keeps column c.
 static inline uint64_t column_word(const TileColumns &t, int64_t c) {
   if (c < t.full) return ~uint64_t(0);
   if (t.words) {
@@ -49,7 +49,7 @@ void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int
 // Rows of the tiles that the plan was made for.
 int64_t tile_rows(const fdm_problem &p, const void *plan);
 
-// Is each query head's list its own? Otherwise the heads of a group share one.
+// Whether each query head has a list of its own. Otherwise the heads of a group share one.
 static inline bool lists_per_query_head(const fdm_problem &p) {
   return mask_kind(p) != FDM_MASK_NONE && list_tensor(p).shape[1] == p.heads && p.heads != p.kv_heads;
 }

@@ -118,7 +118,7 @@ void make_interval_plan(const fdm_problem &p, void *plan, void *workspace) {
 
 // --- row plans --------------------------------------------------------------------------------------------------
 
-// any[j], all[j]: is key j kept by any, by all rows [first, first + rows) of the mask, the causal limit included?
+// Sets any[j] and all[j] if any or all rows [first, first + rows) of the mask keep key j, the causal limit included.
 void reduce_rows(const fdm_problem &p, const Matrix &mask, const Sequence &s, int64_t first, int64_t rows, uint8_t *any,
                  uint8_t *all) {
   std::memset(any, 0, size_t(s.k_count));

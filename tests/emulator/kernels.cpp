@@ -142,7 +142,7 @@ void run(const char *name, void (*kernel)(Parameters...), T first, const Inputs 
   run_grid(name, kernel, {1, 1}, 1, first, inputs...);
 }
 
-// Are there boxes for a thread whose first call this is, and none of rows that are not aligned?
+// Checks that a thread gets boxes in its first call, and none of rows that are not aligned.
 void boxes_of_new_thread(void *rows) {
   std::thread([rows] {
     CUtensorMap map;

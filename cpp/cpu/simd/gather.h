@@ -51,7 +51,7 @@ inline void zero(float *out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = 0.0f;
 }
 
-// Are the keys of these columns consecutive?
+// Whether the keys of these columns are consecutive.
 inline bool is_run(const int32_t *index, int64_t count) {
   bool result = true;
   for (int64_t c = 0; c < count; ++c) result &= index[c] == index[0] + c;

@@ -14,12 +14,12 @@ constexpr float kInfinity = __builtin_inff();
 // At most kBlockKeys columns of a tile, brought together.
 struct Block {
   int64_t count, padded;    // padded to whole vectors
-  bool masked;              // does any row drop any of the columns?
+  bool masked;              // true if a row drops one of the columns
   int32_t low[kBlockKeys];  // bit r: row r keeps the column, for rows 0 ... 31
   int32_t high[kBlockKeys]; // for rows 32 ... 63
   int32_t *index;           // key, or -1 where the bias drops it from all rows of all heads: such keys are not read
-  uint8_t *dropped;         // for each head of the bias: does it drop the column from all rows?
-  uint8_t *mixed;           // does a head drop a column that another one keeps?
+  uint8_t *dropped;         // for each head of the bias: true if it drops the column from all rows
+  uint8_t *mixed;           // true if a head drops a column that another one keeps
 };
 
 struct Tile {

@@ -18,12 +18,12 @@
 namespace fdm::cuda {
 namespace {
 
-// Are the keys of a block taken from the lists of a plan? Query heads of a group with lists of their own share no keys.
+// Whether the keys of a block are taken from the lists of a plan. Query heads of a group with lists of their own share no keys.
 bool takes_listed_keys(const fdm_problem &p) { return is_interval_plan(mask_kind(p)) && group_shares_mask(p); }
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
-// Has a bias with a row for each query a form that the kernel which computes all gradients knows? A block of keys serves the
+// Whether the kernel that computes all gradients knows the form of a bias with a row for each query. A block of keys serves the
 // query heads of a group, and what it writes of the gradient of the bias must be all of it. Heads may have rows of a mask of
 // their own, since it tests each pair, and makes K finite.
 bool has_usual_row_bias(const fdm_problem &p) {
@@ -32,8 +32,8 @@ bool has_usual_row_bias(const fdm_problem &p) {
          bias.shape[3] == p.keys && (bias.shape[1] == p.heads || bias.shape[1] == p.kv_heads);
 }
 
-// Can one kernel compute all gradients, if all are wanted? Every query head of a group must keep the same keys there, since K of
-// a block serves all of them, and what a key that a head drops holds must not reach that head.
+// Whether one kernel can compute all gradients, if all are wanted. Every query head of a group must keep the same keys there, since
+// K of a block serves all of them, and what a key that a head drops holds must not reach that head.
 bool can_fuse(const fdm_problem &p) {
   if (has_rows(p.bias))
     return has_usual_row_bias(p) && with_head_dim(p.head_dim, InstantiatedHeadDims{},
@@ -87,7 +87,7 @@ int64_t segment_blocks(const fdm_problem &p, const KeyWork &keys, int64_t rows) 
   return std::max(ceil_div(room, keys.block_keys), ceil_div(all, ceil_div(p.queries, rows)));
 }
 
-// Does each packed sequence have as many keys as queries? The host sees only that cu_seqlens are the same. Then all
+// Whether each packed sequence has as many keys as queries. The host sees only that cu_seqlens are the same. Then all
 // segments of a sequence have blocks for all of its keys, should a list keep more than it says.
 bool packs_equal_lengths(const fdm_problem &p) {
   return p.cu_seqlens_q.data == p.cu_seqlens_k.data && p.cu_seqlens_q.stride[0] == p.cu_seqlens_k.stride[0] &&
@@ -152,7 +152,7 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, char *base, int64_t *u
   keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, int64_t(keys.blocks) * keys.heads));
 }
 
-// Do the small blocks of keys take consecutive keys, though a mask has lists of those that are kept? A selection of many of
+// Whether the small blocks of keys take consecutive keys, though a mask has lists of kept ones. A selection of many of
 // so few keys leaves nearly every block one that is kept to the end. Ordering keys would spare few steps, and take as long.
 bool takes_consecutive_keys(const fdm_problem &p) {
   constexpr int64_t kMostKeys = 512, kLeastShare = 8;
@@ -195,14 +195,14 @@ struct SmallBlockWork {
     return number;
   }
 
-  // Has each block of threads so few steps that the other kernel would take longer? That one divides few blocks better.
+  // Whether each block of threads has so few steps that the other kernel would take longer. That one divides few blocks better.
   bool has_few_steps(int32_t number) const {
     constexpr int64_t kMostSteps = 32, kManyBlocks = 256;
     return ceil_div(steps, number) <= (blocks * number >= kManyBlocks ? kMostSteps : kMostSteps / 2);
   }
 };
 
-// Is dq summed in a chain of the blocks of keys of a head? That spares sums in global memory, which pays where L2 does not
+// Whether the blocks of keys of a head sum dq in a chain. That spares sums in global memory, which pays where L2 does not
 // hold them, and adds in a fixed order. Blocks of a cluster begin together but do not end together: with eight of them, or with
 // query heads that share keys, SMs wait for more than is spared. With heads of 32 a tile of dq is half as large but takes as
 // long to be handed on (H100, 64 x 8 heads, 256 keys: 87 us without a chain, 100 us with one).
@@ -253,7 +253,7 @@ KeyWork choose_blocks(const fdm_problem &p, bool fused) {
   return keys;
 }
 
-// May one kernel compute all gradients? Only a chain of blocks adds to dq in a fixed order.
+// Whether one kernel may compute all gradients. Only a chain of blocks adds to dq in a fixed order.
 bool may_fuse(const fdm_problem &p) {
   return can_fuse(p) && (!(p.flags & FDM_DETERMINISTIC) || choose_blocks(p, true).chained);
 }

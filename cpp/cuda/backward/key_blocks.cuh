@@ -118,11 +118,11 @@ struct KeyBlock {
     Team::sync();
   }
 
-  // Does the query head of a step drop a key that is not zeros here?
+  // Whether the query head of a step drops a key that is not zeros here.
   __device__ bool drops_keys(int head_of_group, int buffer) const {
     return shared.dropping_head[buffer] == head_of_group;
   }
-  // Do rows from `first` on lie within those of all keys of some groups of 16, apart from keys that are zeros here?
+  // Whether all keys of these groups of 16, apart from keys that are zeros here, keep the rows from `first` on.
   __device__ bool keep_all(int first_group, int groups, int first, int rows) const {
     bool all = true;
     for (int n = first_group; n < first_group + groups; ++n) {
@@ -132,7 +132,7 @@ struct KeyBlock {
     return all;
   }
 
-  // May a row of the tile of a step keep any of a group of kGroupKeys keys of the block?
+  // Whether a row of the tile of a step may keep one of a group of kGroupKeys keys of the block.
   __device__ bool concerns(int group, const KeyStep &step, int tile_rows) const {
     const RowRange &rows = shared.group_rows[group];
     const int first = step.tile * tile_rows;
@@ -277,7 +277,7 @@ private:
     return bias_is_of_keys() ? to_base_2(score_view(params.p, params.p.bias, s, head).load(0, key)) : 0.0f;
   }
 
-  // Is a key kept by any query head, as far as can be told without looking at the mask's rows? `bias` is that of the
+  // Whether a query head keeps a key, as far as can be told without looking at the mask's rows. `bias` is that of the
   // first head, as are the key's rows.
   __device__ bool is_readable(const Sequence &s, int64_t first_head, const KeyRows &key_rows, float bias) const {
     const fdm_problem &p = params.p;

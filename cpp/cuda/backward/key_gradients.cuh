@@ -194,11 +194,11 @@ struct KeyGradients {
     }
   }
 
-  // Do all rows of a tile, which begins at `first`, lie within the rows of all of this warp's keys?
+  // Whether all rows of the tile that begins at `first` lie within the rows of all of this warp's keys.
   __device__ bool keep_all(int first) const {
     return keys.keep_all(threadIdx.x / 32 * kKeyTiles % (kKeys / 16), kKeyTiles, first, kRows);
   }
-  // May some pairs of a tile and this warp's keys not be kept? kLargeLse tells what makes a tile `careful`. The vote
+  // Whether pairs of a tile and this warp's keys may be dropped. kLargeLse tells what makes a tile `careful`. The vote
   // tells the compiler that the lanes of a warp agree.
   __device__ bool needs_test(const KeyStep &step, bool careful) const {
     if constexpr (kGeneral) return true;

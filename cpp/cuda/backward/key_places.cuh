@@ -77,7 +77,7 @@ struct ListSegments {
   // Bounds that do not begin with 0 leave numbers before those of the first sequence.
   __device__ bool have(int32_t segment) const { return segment >= 0 && segment < count; }
 
-  // Do they keep more keys than fit their blocks? All lanes of the warp call this.
+  // Whether they keep more keys than fit their blocks. All lanes of the warp call this.
   __device__ bool overflow(const KeyWork &keys) const {
     const int32_t room = keys.segments.blocks * keys.block_keys;
     bool overflows = false;

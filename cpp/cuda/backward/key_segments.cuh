@@ -131,7 +131,7 @@ private:
     return late <= early ? 1 + early : tiles + late;
   }
 
-  // Are there keys of the list from `start` on that the rows up to this segment may keep?
+  // Whether the list has keys from `start` on that the rows up to this segment may keep.
   __device__ bool has_step(int32_t start) const {
     return start < kept && (start == 0 || params.plan.kept_index[base + start] < visible);
   }

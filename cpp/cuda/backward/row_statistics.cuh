@@ -16,7 +16,7 @@ constexpr float kLargeLse = 65536.0f;
 // of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
 constexpr float kUnusableLse = 1e30f;
 
-// Does a problem need the kernels that know the rare cases too?
+// Whether a problem needs the kernels that also serve the rare cases.
 inline bool needs_general_kernel(const BackwardParams &params) {
   return has_rows(params.p.bias) || !params.aligned || !params.dout_aligned;
 }

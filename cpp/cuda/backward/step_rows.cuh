@@ -116,7 +116,7 @@ template <class Config> struct StepRows : Config::Gradients {
     }
   }
 
-  // Does the row whose statistics this thread has copied need care? Rows past the last have lse = inf too, but are
+  // Whether the row whose statistics this thread has copied needs care. Rows past the last have lse = inf too, but are
   // zeros already; what clears them again costs little, once for each head.
   __device__ bool is_odd(int stage) const {
     return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;

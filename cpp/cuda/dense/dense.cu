@@ -39,7 +39,7 @@ template <int kDim> using ForwardSizes = RowBlockConfig<__half, kDim, 1, DenseFo
 template <int kDim> using DqSizes = RowBlockConfig<__half, kDim, 2, DenseBackward>;
 template <int kDim> using DkdvSizes = DenseDkdvConfig<__half, kDim>;
 
-// Can the rows of a mask or bias be copied 16 bytes at a time?
+// Whether the rows of a mask or bias can be copied 16 bytes at a time.
 bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
   if (!present(t)) return false;
   const int64_t elements = 16 / element_bytes;
@@ -48,7 +48,7 @@ bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
   return aligned;
 }
 
-// Can two neighbours of a row be stored at once?
+// Whether two neighbours of a row can be stored at once.
 bool has_pairs(const fdm_tensor &t) {
   const int64_t bytes = t.dtype == FDM_FLOAT32 ? 8 : 4;
   bool pairs = reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[3] == 1;
@@ -56,7 +56,7 @@ bool has_pairs(const fdm_tensor &t) {
   return pairs;
 }
 
-// Do all sources of an element of the bias have the same rows of mask, or intervals?
+// Whether all sources of an element of the bias have the same rows of mask, or the same intervals.
 bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
   const auto shared = [&](const fdm_tensor &t) {
     return (batches == 1 || t.shape[0] == 1) &&
@@ -186,7 +186,7 @@ int64_t parts_bytes(const DbiasWork &work) {
 
 bool has_one_source(const DenseCall &call) { return sources_of(call) == 1; }
 
-// May the fused kernel compute all gradients, if all are wanted?
+// Whether the fused kernel may compute all gradients, if all are wanted.
 bool may_fuse(const DenseCall &call) {
   return call.p.batch > 0 && (has_wide_tiles(call) || has_windows(call)) && !(call.p.flags & FDM_DETERMINISTIC) &&
          call.shares_mask;

@@ -94,7 +94,7 @@ struct DbiasWork {
 
 // Sources of a block of threads in their forward pass, where a bias has so many: as the registers of their sums allow.
 constexpr int wide_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
-// Has it shared memory for a mask of rows, for one source? Not beside 128 columns and a bias of float32.
+// Whether shared memory has room for the mask's rows of one source. It has none beside 128 columns and a float32 bias.
 constexpr bool has_room_for_mask(int head_dim, bool wide_bias) { return head_dim <= 64 || !wide_bias; }
 
 // The float32 sums of dq, dk or dv of the sequences of a launch of sm90/fused.cuh, in two halves (gradient_sums.cuh), each
@@ -162,7 +162,7 @@ cudaError_t launch_deltas(const DenseBackward &work, bool again, cudaStream_t st
 cudaError_t launch_live_tiles(const DenseCall &call, const LiveTiles &live, cudaStream_t stream);
 cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream);
 
-// Is a problem served by these kernels?
+// Whether these kernels serve a problem.
 bool is_dense(const fdm_problem &p);
 
 int64_t dense_forward_workspace_bytes(const fdm_problem &p);

@@ -319,7 +319,7 @@ template <class Config> struct DenseDkdvBlock {
     return has_nan(dk, own) || has_nan(dv, own);
   }
 
-  // Is what is summed for a key a result?
+  // Whether the sums of a key are a result.
   __device__ bool matters(int m, int half) const {
     return exists(m, half) && (drops_keys || (kept >> (2 * m + half) & 1));
   }

@@ -54,7 +54,7 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
     softmax.finish();
   }
 
-  // Does a result show what only an exact run can compute?
+  // Whether a result shows that an exact run is needed.
   __device__ bool is_odd() const {
     const auto there = [&](int m, int half) { return exists(m, half); };
     return has_nan(out, there) || softmax.is_odd(there);

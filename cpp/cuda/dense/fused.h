@@ -9,7 +9,7 @@ namespace fdm::cuda {
 // The bytes of a gradient that fill memory without a gap, which can hold something else until it is written.
 int64_t contiguous_bytes(const fdm_tensor &t);
 
-// May dq, dk and dv have sums in them, until they are written? Each sequence must fill memory without a gap.
+// Whether dq, dk and dv may hold sums until they are written. Each sequence must fill memory without a gap.
 bool may_hold_sums(const fdm_tensor &t);
 
 // All gradients, unless something odd is found. `memory` is cleared: for a launch's deltas, if these are not kept, and for

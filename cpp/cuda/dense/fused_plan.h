@@ -34,7 +34,7 @@ struct FusedPlan {
   int64_t dim;       // columns of the sums
 
   int64_t sequence_bytes() const { return query_bytes + 2 * key_bytes; }
-  // Are the deltas still there for the kernels of fixed order?
+  // Whether the deltas are kept for the kernels of fixed order.
   bool keeps_deltas() const { return delta_bytes == 0 && !deltas_in_dq; }
   // What one launch needs beside the sums.
   int64_t deltas_bytes() const { return align_256(work.batches * delta_bytes); }

@@ -12,7 +12,7 @@ constexpr int kWarps = 32, kThreads = 32 * kWarps;            // each has a tile
 constexpr int kAcross = kWideTile / 16, kDown = 32 / kAcross; // lanes beside and below each other
 constexpr int kReads = 4;                                     // at a time, of a lane
 
-// Does a row keep one of 16 keys from `key` on, of which the first `there` exist?
+// Not 0 if a row keeps one of 16 keys, of which the first `there` exist.
 __device__ __forceinline__ uint32_t keeps_some(const uint8_t *kept, int there) {
   uint32_t some = 0;
   if (there >= 16) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t keeps_some(const uint8_t *kept, int there) {
   return some;
 }
 
-// All lanes of a warp call this: is the tile whose first row and key these are live?
+// Whether the tile that begins at this row and key is live. All lanes of a warp call this.
 __device__ __forceinline__ bool is_live_tile(const fdm_problem &p, const Matrix &mask, int first_row, int first_key) {
   const int lane = int(threadIdx.x) % 32, key = first_key + lane % kAcross * 16, there = int(p.keys) - key;
   const int rows = min(kWideTile, int(p.queries) - first_row);

@@ -49,7 +49,7 @@ __device__ __forceinline__ void drop_words(uint4 &words, uint32_t kept) {
   words.w = kept & 0xff000000 ? words.w : kDropped;
 }
 
-// Is a mask folded into tiles of the bias?
+// Whether the mask is folded into tiles of the bias.
 FDM_INLINE bool folds_mask(const fdm_problem &p) { return has_rows(p.mask) || present(p.start); }
 
 template <class ElementType, int kThreads, int kPitch> struct ScoreTile {

@@ -115,7 +115,7 @@ template <int kRowTiles, int kSubTileCount> struct DenseSoftmax {
     return (maximum[m][half] != -INFINITY) & (fabsf(maximum[m][half]) > kLargeLse);
   }
 
-  // Does a row for which exists(m, half) show what only an exact run can compute?
+  // Whether a row for which exists(m, half) shows that an exact run is needed.
   template <class Exists> __device__ bool is_odd(const Exists &exists) const {
     bool odd = false;
 #pragma unroll

@@ -26,7 +26,7 @@ __device__ __forceinline__ RowStatistics statistics_of(const DenseBackward &work
   return to_base_2(fetch_statistics(work, source, row));
 }
 
-// Has the fused kernel computed the gradients?
+// Whether the fused kernel has computed the gradients.
 __device__ __forceinline__ bool is_superseded(const DenseBackward &work) { return work.odd && *work.odd == 0; }
 
 __device__ __forceinline__ bool is_large(const RowStatistics &statistics) {

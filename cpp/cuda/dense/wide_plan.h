@@ -32,14 +32,14 @@ template <class Function> cudaError_t with_wide_types(const fdm_problem &p, cons
   return with_types<kMaxWideHeadDim>(p, WideHeadDims{}, function);
 }
 
-// Do the kernels for sm_90 serve problems of these sizes? Not where most of their tiles would be empty.
+// Whether the kernels for sm_90 serve problems of these sizes. They do not where most of their tiles would be empty.
 inline bool has_wide_sizes(const fdm_problem &p) {
   if (FDM_TILE_ARCH != 90 || p.softcap > 0 || p.head_dim > kMaxWideHeadDim) return false;
   return 2 * p.queries * p.keys >= round_up(p.queries, kWideTile) * round_up(p.keys, kWideTile);
 }
 inline bool has_wide_tiles(const DenseCall &call) { return call.aligned && has_wide_sizes(call.p); }
 
-// Does sm90/fused_windows.cuh serve a problem? Not where most of its tiles, or most SMs, would be idle.
+// Whether sm90/fused_windows.cuh serves a problem. It does not where most of its tiles, or most SMs, would be idle.
 inline bool has_windows(const DenseCall &call) {
   constexpr int64_t kLeastSources = 1024;
   const fdm_problem &p = call.p;
@@ -49,7 +49,7 @@ inline bool has_windows(const DenseCall &call) {
          group_size(p) == 1 && p.batch * p.heads >= kLeastSources;
 }
 
-// Does sm90/fused_clusters.cuh serve a problem?
+// Whether sm90/fused_clusters.cuh serves a problem.
 inline bool has_clusters(const DenseCall &call) {
   const fdm_problem &p = call.p;
   return has_wide_tiles(call) && !has_windows(call) && wide_head_dim(p) <= 64 && p.queries <= 2 * kWideTile &&
@@ -64,7 +64,7 @@ inline int64_t units_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.
 
 inline int wide_rows(const DenseForward &work) { return work.pairs || work.halves ? kWideTile / 2 : kWideTile; }
 
-// Can the kernel have the sources of a bias in pairs of query heads that share K, V and the mask?
+// Whether the sources of a bias come in pairs of query heads that share K, V and the mask.
 inline bool has_head_pairs(const DenseCall &call) {
   const fdm_problem &p = call.p;
   const bool mask_of_heads = present(p.mask) && p.mask.shape[1] > p.kv_heads;
@@ -113,8 +113,8 @@ inline int64_t choose_shares(DenseForward *work, int sms) {
   return shares_time;
 }
 
-// Do tasks of half as many rows, whose keys are divided between the consumer warpgroups, take less than `time` steps? There must
-// be SMs for all of them. A block of keys takes 7 tenths of a step then, or 8 with 128 columns; what a task takes beside those
+// Whether tasks of half as many rows, whose keys the consumer warpgroups divide, take less than `time` steps. All of them need
+// SMs at the same time. A block of keys takes 7 tenths of a step then, or 8 with 128 columns; what a task takes beside those
 // one step, and merging what the warpgroups have 6 tenths (seen on an H100).
 inline bool takes_halves(const DenseForward &work, int64_t time, int sms) {
   const fdm_problem &p = work.call.p;

@@ -34,7 +34,7 @@ struct KeptKeys {
     const int32_t own = turn + load * (32 / kAcross) + lane_id() / kAcross;
     return (own * part.warps + part.warp) * kTurn + lane_id() % kAcross * kMaskBytes;
   }
-  // Are there keys of a turn, or of later ones?
+  // Whether a turn, or a later one, has keys.
   __device__ static bool has_keys(const PartOfKeys &part, int32_t turn) {
     return (turn * part.warps + part.warp) * kTurn < part.keys;
   }

@@ -34,7 +34,7 @@ template <class Config> struct DirectDecodeShared {
   float4 top_of_block[kMostDirectSplits][kDirectRows];
   float maximum[kMostDirectWarps][kDirectRows], sum[kMostDirectWarps][kDirectRows];
   float sink[kDirectRows];
-  uint64_t all_there; // has the first block all results?
+  uint64_t all_there; // the barrier of the first block, complete when all results are there
 };
 
 template <class Config> struct DirectDecodeWarp {

@@ -59,7 +59,7 @@ struct DirectDecodePlace {
   int32_t batch, block, head, kv_head, rows; // block: of its sequence; the first head, and how many
   int32_t first_query, first_key, keys;
   int32_t part;
-  bool exists; // is there a query?
+  bool exists; // true if there is a query
 
   __device__ __forceinline__ DirectDecodePlace(const DirectDecodeParams &params, uint32_t number) {
     const uint32_t index = params.parts == 1 ? number : number / uint32_t(params.parts);

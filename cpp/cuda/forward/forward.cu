@@ -26,7 +26,7 @@ int64_t most_columns(const fdm_problem &p) {
   return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
 }
 
-// Do tiles have so few columns that they are for the kernel of small_tiles.cuh? It ends at a head dimension of 128. With more
+// Whether tiles have so few columns that the kernel of small_tiles.cuh serves them. It ends at a head dimension of 128. With more
 // columns the persistent kernel is faster: seen on an H100, with 639, small tiles take 11 % less for heads of 64, and 8 %
 // more for heads of 128.
 bool has_few_columns(const fdm_problem &p) {
@@ -92,10 +92,10 @@ int64_t cluster_splits(const fdm_problem &p, const Division &division, int sms) 
 // device has.
 int64_t room_for_splits(const Division &division) { return choose_splits(division, kMostSms); }
 
-// Do kernels serve the problem that copy consecutive keys as boxes?
+// Whether kernels that copy consecutive keys as boxes serve the problem.
 bool copies_boxes(const fdm_problem &p) { return mask_kind(p) == FDM_MASK_NONE && !present(p.block_table); }
 
-// Are sequences so short that their boxes are for the kernel of small_boxes.cuh, and not that of forward_boxes.cuh? Seen on an
+// Whether sequences are so short that the kernel of small_boxes.cuh serves them, not that of forward_boxes.cuh. Seen on an
 // H100 with heads of 64: 10 to 13 % less time with 512 keys, and with a bias from 7 % less to 1 % more; 4 to 7 % less with 1024 keys
 // in 1024 tiles and more, 4 to 6 % more with a bias, and 18 % more in 128 tiles.
 bool has_short_columns(const fdm_problem &p, const Division &division) {
@@ -105,7 +105,7 @@ bool has_short_columns(const fdm_problem &p, const Division &division) {
   return p.keys <= kMostKeys && !present(p.bias) && division.blocks >= kManyTiles;
 }
 
-// Are tiles given out in the order in which the blocks of threads of a persistent kernel ask for them? With a fixed order
+// Whether the blocks of threads of a persistent kernel get tiles in the order in which they ask for them. With a fixed order
 // some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that this takes
 // must be cleared first, so a block must have several tiles, of many columns.
 //

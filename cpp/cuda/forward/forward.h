@@ -46,10 +46,10 @@ struct ForwardTileSize {
 };
 ForwardTileSize forward_tile_size(int64_t head_dim);
 
-// Does a forward pass that nothing else shares its plan with need none? Its blocks of threads then read the mask.
+// Whether a forward pass whose plan nothing else would use needs none. Its blocks of threads then read the mask.
 bool needs_no_plan(const fdm_problem &p);
 
-// Do the heads of a group have their columns and bias in common? A key that one head drops must not reach that head
+// Whether the heads of a group share their columns and bias. A key that one head drops must not reach that head
 // through a tile that it shares with a head that keeps the key.
 bool heads_share_columns(const fdm_problem &p);
 

@@ -309,7 +309,7 @@ struct ForwardRows {
     for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] = out[m][d][2 * half + 1] = 0.0f;
   }
 
-  // Does row r keep a key? Where it does, the first column mostly tells.
+  // Whether row r keeps a key. Where it does, the first column mostly tells.
   __device__ bool keeps_any(int r) const {
     const TileColumns &columns = task->columns;
     const int tile_row = row_of_tile(r), part = tile_row / 32;

@@ -54,7 +54,7 @@ struct ListRows {
   }
 };
 
-// Does every row of a tile keep a key, or some row?
+// Whether every row of a tile keeps a key, or only some rows do.
 struct TileKey {
   bool full, partial;
 

@@ -134,7 +134,7 @@ inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   }
 }
 
-// Do the query heads of a group keep the same keys, as far as the mask tells?
+// Whether the query heads of a group keep the same keys, as far as the mask tells.
 FDM_INLINE bool group_shares_mask(const fdm_problem &p) {
   const fdm_mask_kind kind = mask_kind(p);
   return !is_interval_plan(kind) || group_size(p) == 1 || list_tensor(p).shape[1] != p.heads;

@@ -36,7 +36,7 @@ __device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
                : "memory");
 }
 
-// Has a phase of this parity ended?
+// Whether a phase of this parity has ended.
 __device__ __forceinline__ bool test_wait(uint64_t &barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n"

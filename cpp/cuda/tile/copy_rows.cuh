@@ -107,7 +107,7 @@ __device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, cons
   }
 }
 
-// May the rows of a (B, rows, heads, D) tensor be copied 16 bytes at a time?
+// Whether the rows of a (B, rows, heads, D) tensor can be copied 16 bytes at a time.
 inline bool rows_are_aligned(const fdm_tensor &t, int64_t head_dim) {
   bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && head_dim % 8 == 0 && t.stride[3] == 1;
   for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % 8 == 0;

@@ -71,7 +71,7 @@ private:
     return is_wide() || address % 4 != 0 ? 0 : address;
   }
 
-  // May a word lie in some rows, whatever the strides?
+  // Whether a word may lie in some rows, whatever the strides.
   __device__ __forceinline__ bool may_hold(uintptr_t word, uintptr_t first_word, int rows, int64_t pitch,
                                            int64_t key_bytes) const {
     const int64_t row_extent = (rows - 1) * pitch, key_extent = (bias.shape[3] - 1) * key_bytes;

@@ -27,7 +27,7 @@ struct ScoreFactors {
     return factors;
   }
 
-  // May products begin with the bias, in their units? Beyond these bounds biases would leave the range of their type, or
+  // Whether products may begin with the bias, in their units. Beyond these bounds biases would leave the range of their type, or
   // products with the scale that of floats.
   __host__ __device__ bool may_begin_with_bias() const { return cap == 0 && scale > 0x1p-30f && scale < 0x1p20f; }
 

@@ -248,8 +248,8 @@ template <class Config> struct RowProducer {
       if (key >= 0) ptx::prefetch_l2(static_cast<const char *>(m.base) + (row * m.row + key * m.col) * size);
     }
   }
-  // Are the steps done whose gradients of a bias are summed: those of a head, or where the bias has a row for each query, those
-  // of all heads that share it?
+  // True if this step is the last one whose bias gradients belong to one sum: the sum of a head, or, for a bias with a row for
+  // each query, that of all heads that share a tile.
   __device__ bool ends(const KeyStep &step, const KeyStep &next) const {
     if (!next.valid) return true;
     if constexpr (Config::kRowBias) return params.p.bias.shape[1] == params.p.heads || next.tile != step.tile;
@@ -325,7 +325,7 @@ template <class Config> struct KeyConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // May some pairs of this warp's keys and of rows from `first` on not be kept?
+  // Whether pairs of this warp's keys and of rows from `first` on may be dropped.
   __device__ bool needs_test(const StepFacts &facts, int first, int rows) const {
     return uniform(facts.any_tests() || sums.keys.drops_keys(facts.head, facts.buffer) ||
                    !sums.keys.keep_all(threadIdx.x / 32 % (Config::kKeys / 16), 1, first, rows));

@@ -21,8 +21,8 @@ template <class Config> struct RowBiasPart {
     clear();
   }
 
-  // Must the bias be added to scores, since in units of products that of a row may leave the range of floats? kLargeLse tells
-  // of such rows.
+  // Whether the bias must be added to scores, since in units of products that of a row may leave the range of floats. kLargeLse
+  // tells of such rows.
   __device__ bool is_exact(const StepFacts &facts) const {
     return facts.any_tests() || !ScoreFactors::uncapped(params.p).may_begin_with_bias();
   }

@@ -174,7 +174,7 @@ template <class Config> struct SmallBlock {
     }
     return step;
   }
-  // May a row of a step keep a key? In a chain others are steps, too.
+  // Whether a row of a step may keep a key. A chain also has steps without such rows.
   __device__ static bool concerns(const KeyStep &step, const BlockSteps &steps) {
     return !Config::kChained || (step.tile >= steps.first_tile && step.tile < steps.past_tile);
   }
@@ -209,7 +209,7 @@ template <class Config> struct SmallBlock {
     if (threadIdx.x == 0) copy_boxes(step, stage);
     ptx::arrive_after_copies(shared.full[stage]);
   }
-  // Has a row of a step, which is there, no gradient, or an lse that kLargeLse tells of? The same for all warps.
+  // Whether a row of a step has no gradient, or an lse beyond kLargeLse. All warps get the same answer.
   __device__ bool needs_care(int stage) const {
     const float *const lse = shared.stages[stage].lse + ptx::thread_index() % 32;
     static_assert(kRows == 64);
@@ -324,7 +324,7 @@ template <class Config> struct SmallBlock {
       if (threadIdx.x == 0) shared.cluster.walk = ChainWalk(params.p, kRows, Config::kKeys);
       __syncthreads();
     }
-    bool more; // is there a step after the one that is computed?
+    bool more; // true if another step follows the one that is computed
     const auto prepare = [&](const KeyStep &step, int number, const BlockSteps &steps) {
       more = step.valid;
       load_rows(step, steps, number);

@@ -31,7 +31,7 @@ template <class Config> struct DenseClusterConsumer {
       : work(own_work), shared(memory), fused(own_work, memory), row_tile(int(blockIdx.y) / own_work.fused.key_tiles),
         key_tile(int(blockIdx.y) % own_work.fused.key_tiles) {}
 
-  // Is there another block on an axis? Its rank, and which row of accumulators this one completes.
+  // Whether there is another block on an axis. Below: its rank, and which row of accumulators this one completes.
   __device__ bool has_other(ClusterAxis axis) const {
     return (axis == kSameRows ? work.fused.key_tiles : work.fused.row_tiles) > 1;
   }

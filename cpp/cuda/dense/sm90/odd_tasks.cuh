@@ -22,7 +22,7 @@ template <int kWords> struct OddTasks {
   // A consumer calls this once, when it has marked all that it will.
   __device__ void finish() { ptx::arrive(marked); }
 
-  // Is there any? Waits until all consumers have finished.
+  // Whether there is any. Waits until all consumers have finished.
   __device__ bool any() {
     ptx::wait(marked, 0);
     uint32_t found = 0;

@@ -34,8 +34,8 @@ __device__ __forceinline__ const uint8_t *kept_key(const fdm_problem &p, int64_t
   return static_cast<const uint8_t *>(mask.base) + key * mask.col;
 }
 
-// Does a query keep a key, as far as masks of rows, intervals and the causal limit tell? A mask of keys is a matter of each
-// source.
+// Whether a query keeps a key, as far as masks of rows, intervals and the causal limit tell. Each source applies its mask
+// of keys itself.
 __device__ __forceinline__ bool is_kept_pair(const fdm_problem &p, const Sequence &s, int64_t head, int64_t r,
                                              int64_t k) {
   if (r >= p.queries || k >= p.keys || (is_causal(p) && k > r + p.keys - p.queries)) return false;

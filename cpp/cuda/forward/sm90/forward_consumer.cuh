@@ -143,13 +143,13 @@ template <class Config> struct ForwardConsumer {
     return kAfter == After::block ? left : blocks_of(tasks.current());
   }
 
-  // May a row of the tile drop a key of this block?
+  // Whether a row of the tile may drop a key of this block.
   template <After kAfter> __device__ bool is_partial(const Tasks &tasks, const BlocksLeft &left) const {
     if constexpr (Pipeline::kFlagsBlocks) return shared.pipeline.flags.of(k_state).is_partial();
     const BlocksLeft now = left_of<kAfter>(tasks, left);
     return now.count <= now.partial;
   }
-  // Is it the last of its task?
+  // Whether the block is the last of its task.
   template <After kAfter> __device__ bool is_last(const Tasks &tasks, const BlocksLeft &left) const {
     if constexpr (Pipeline::kFlagsBlocks) return uniform(shared.pipeline.flags.of(k_state).last);
     return left_of<kAfter>(tasks, left).count == 1;

@@ -115,10 +115,10 @@ template <class Config> struct SmallBoxes : Config::Rows {
   }
 
   __device__ bool folds_bias() const { return params.bias_factor != 0.0f && present(params.p.bias); }
-  // Are scores products with a factor, apart from what is dropped?
+  // Whether scores are products with a factor, apart from those of dropped keys.
   __device__ bool scores_are_products() const { return params.bias_factor != 0.0f && !present(params.p.bias); }
 
-  // Has something to be known of the columns of a block? Where scores are products, nothing of columns that all rows keep.
+  // Whether scores of a block depend on facts of its columns. Where scores are products, columns that all rows keep need none.
   __device__ bool has_facts(int block) const {
     return block < blocks && (!scores_are_products() || (block + 1) * kColumns > task->columns.full);
   }

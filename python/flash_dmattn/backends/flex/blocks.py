@@ -23,7 +23,7 @@ class Blocks(NamedTuple):
 
     partial: Tensor  # bool ({B|1}, {H|1}, blocks of rows, blocks of keys)
     full: Tensor  # the same shape; never where partial is
-    keys: Tensor  # bool ({B|1}, {H|1}, K): is a key kept by any row?
+    keys: Tensor  # bool ({B|1}, {H|1}, K): True if a row keeps the key
 
 
 def padded(length: int) -> int:
