@@ -7,8 +7,9 @@ A block or a page without a file of results says that nothing is there yet.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from docs_tools.blocks import filled
 
@@ -66,31 +67,31 @@ HEADLINES = {
         h200 dense-8k no_mask backward""",
     "portable": """
         h200-triton heads32-8k triton forward
-        h200-triton heads32-8k triton backward
-        h200-flex heads32-8k intervals forward
-        h200-flex heads32-8k intervals backward""",
+        h200-triton heads32-8k triton backward""",
     "training": """
         h200-train train-2k flash_dmattn train_step = 32 x 2048 tokens
         h200-train train-4k flash_dmattn train_step = 16 x 4096 tokens
         h200-train train-16k flash_dmattn train_step = 4 x 16,384 tokens
         h200-train train-64k flash_dmattn train_step = 1 x 65,536 tokens""",
-    "readme-cpu": """
-        cpu masked-4k intervals forward = forward
-        cpu masked-4k intervals forward_backward = forward + backward
-        cpu masked-4k intervals memory_with_mask = extra memory of both, mask included
-        cpu dense-4k-float32 no_mask forward = without a mask, forward""",
-    "readme-h200": """
-        h200 heads32-8k intervals forward = forward
-        h200 heads32-8k intervals backward = backward
-        h200 heads32-8k intervals forward_backward = forward + backward
-        h100-decode decode-64k key_mask forward = one token decoded, 1024 of 65,536 cached keys""",
+    "readme": """
+        h200 heads32-8k intervals forward = forward, 8192 tokens, 1024 kept
+        h200 heads32-8k intervals backward = backward, 8192 tokens, 1024 kept
+        h100-decode decode-64k key_mask forward = one token decoded, 65,536 tokens cached, 1024 kept
+        h200-train train-2k flash_dmattn train_step = training step, 32 x 2048 tokens, 1024 kept
+        h200-train train-64k flash_dmattn train_step = training step, 65,536 tokens, 1024 kept
+        cpu masked-4k intervals forward = forward, 4096 tokens, 256 kept
+        cpu masked-4k intervals forward_backward = forward and backward, 4096 tokens, 256 kept
+        cpu masked-4k intervals memory_with_mask = extra memory of both, mask included""",
 }
 _TITLES = {
     "summary": "At a glance",
     "slower": "Where it is slower, or nearly so",
-    "portable": "Backends for GPUs that no pack serves",
-    "training": "A training step on an H200",
+    "portable": "Triton's kernels, for GPUs that no pack serves",
+    "training": "A training step",
+    "readme": "Time, and extra memory",
 }
+# What a case has beside its problem.
+_NO_PROBLEM = ("contestants", "query_bytes", "pair_bias")
 _WORDS = {"forward_with_mask": "mask + forward", "end_to_end": "mask + forward + backward"}
 
 
@@ -110,26 +111,50 @@ def tables_of(results: Results) -> list[Table]:
 def headlines(name: str, found: Mapping[str, Results]) -> Table:
     """Ours beside the fastest with the same mask and the fastest dense attention, line by line, and
     which commits were measured.
+
+    The others are those of every file that has the same problem on the same machine.
     """
-    rows, machines, commits = [], [], []
+    rows: list[tuple[str, ...]] = []
+    files: dict[str, None] = {}
     for (file, case, who, quantity), label in headline_keys(name):
-        known = found[file].records if file in found else []
-        records = [r for r in known if (r.case, r.quantity) == (case, quantity) and r.value]
-        mine = next((record for record in records if record.contestant == who), None)
+        known = _measured(found, file, case, quantity)
+        mine = next((r for place, r in known if place == file and r.contestant == who), None)
         if mine is None:
             continue
-        machine = found[file].machine
-        machines.append(machine)
-        commits.append(f"{file} ({found[file].commit})")
-        masked = [r for r in records if r.role != "ours" and r.mask == mine.mask != ALL_KEYS]
-        dense = [r for r in records if r.role == "baseline" and r.mask == ALL_KEYS]
+        masked = [one for one in known if one[1].role != "ours" and one[1].mask == mine.mask]
+        dense = [one for one in known if one[1].role == "baseline" and one[1].mask == ALL_KEYS]
+        files[file] = None
+        cells = [_shown(mine)]
+        for others in (masked if mine.mask != ALL_KEYS else [], dense):
+            place, best = min(others, key=lambda one: one[1].value or 0.0, default=(file, None))
+            files[place] = None
+            cells.append(_beside(best, mine))
         words = _WORDS.get(quantity, quantity.replace("_", " + "))
-        cells = (_shown(mine), _beside(masked, mine), _beside(dense, mine))
-        rows.append((label or f"{machine}: {case}, {who}, {words}", *cells))
+        what = label or f"{case}, {who}, {words}"
+        rows.append((f"{found[file].machine}: {what}", *cells))
     heads = ("", "flash_dmattn", "best with the same mask", "best dense, no mask")
-    title = _TITLES.get(name, ", ".join(dict.fromkeys(machines)))
-    note = f"measured: {', '.join(dict.fromkeys(commits))}"
-    return Table(title, heads, tuple(rows), (note,) if rows else ())
+    note = f"measured: {', '.join(f'{file} ({found[file].commit})' for file in files)}"
+    return Table(_TITLES[name], heads, tuple(rows), (note,) if rows else ())
+
+
+def _measured(
+    found: Mapping[str, Results], file: str, case: str, quantity: str
+) -> list[tuple[str, Record]]:
+    """What was measured of a file's problem, there and in other files of its machine and torch."""
+
+    def problem(results: Results) -> tuple[Any, ...]:
+        sizes = {k: v for k, v in results.cases.get(case, {}).items() if k not in _NO_PROBLEM}
+        return (results.machine, results.environment["torch"], sizes)
+
+    if file not in found:
+        return []
+    return [
+        (name, record)
+        for name, results in found.items()
+        if problem(results) == problem(found[file])
+        for record in results.records
+        if (record.case, record.quantity) == (case, quantity) and record.value
+    ]
 
 
 def _shown(record: Record) -> str:
@@ -138,9 +163,8 @@ def _shown(record: Record) -> str:
     return f"{value:.3g} {quantity.unit}" if value < 1000 else f"{value:.0f} {quantity.unit}"
 
 
-def _beside(others: Sequence[Record], mine: Record) -> str:
-    """The least of others, and by what it is more than ours."""
-    best = min(others, key=lambda record: record.value or 0.0, default=None)
+def _beside(best: Record | None, mine: Record) -> str:
+    """The best of others, and by what it is more than ours."""
     if best is None or not best.value or not mine.value:
         return "-"
     times = best.value / mine.value

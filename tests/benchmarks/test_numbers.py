@@ -255,8 +255,24 @@ def test_headlines_compare_with_the_best_of_each_group() -> None:
         )
     ]
     where = {**GPU, "commit": "0123456789-dirty"}
-    shown = pages.headlines("readme-h200", {"h200": Results(where, {}, {}, found)})
-    cells = ("forward", "1 ms", "3 ms (sdpa_augmented), 3 x", "2 ms (dense_flash), 2 x")
-    assert shown.rows == (cells,)
-    assert shown.title == "a GPU"
-    assert shown.notes == (f"measured: h200 (commit 0123456-dirty, {GPU['date'][:10]})",)
+    run = Results(where, {}, {"heads32-8k": {"length": 8192, "contestants": ["intervals"]}}, found)
+    shown = pages.headlines("readme", {"h200": run})
+    best = ("3 ms (sdpa_augmented), 3 x", "2 ms (dense_flash), 2 x")
+    assert [row[1:] for row in shown.rows] == [("1 ms", *best)]
+    assert shown.rows[0][0].startswith("a GPU: forward, ")
+    told = f"commit 0123456-dirty, {GPU['date'][:10]}"
+    assert shown.notes == (f"measured: h200 ({told})",)
+
+    # The best of another file counts if it has the same problem, of the same machine and torch.
+    other = [
+        record("heads32-8k", "flex", "forward", 2.5e-3),
+        record("heads32-8k", "triton", "forward", 0.3e-3),
+    ]
+    cases = {"heads32-8k": {"length": 8192, "contestants": ["flex", "triton"]}}
+    shown = pages.headlines("readme", {"h200": run, "more": Results(where, {}, cases, other)})
+    assert [row[1:] for row in shown.rows] == [("1 ms", "2.5 ms (flex), 2.5 x", best[1])]
+    assert shown.notes == (f"measured: h200 ({told}), more ({told})",)
+    for changed, size in (({"gpu": "another"}, 8192), ({"torch": "2"}, 8192), ({}, 4096)):
+        elsewhere = Results({**where, **changed}, {}, {"heads32-8k": {"length": size}}, other)
+        shown = pages.headlines("readme", {"h200": run, "more": elsewhere})
+        assert [row[1:] for row in shown.rows] == [("1 ms", *best)]
