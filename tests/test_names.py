@@ -32,6 +32,8 @@ OTHER_FILES |= {f"{name}.py" for name in sys.stdlib_module_names}
 OF_OTHERS = ROOT / "tests" / "peers" / "suites.py"
 # Members of wheels that tests make.
 OTHER_PATHS = {"tests/test_x.py", "tests/__init__.py"}
+# transformers has it.
+OTHER_PATHS |= {"tests/test_modeling_common.py"}
 
 
 def texts() -> list[Path]:
