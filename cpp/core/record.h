@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The records of calls. Python declares them (AttentionInputs and SelectionInputs of backends/base.py) and hands them
+// The records of calls. Python declares them (AttentionInputs and SelectionInputs of record.py) and hands them
 // over whole; each_field lists the fields here, in the order of that declaration and by its names, and reading follows
 // from the list. A test compares the two lists.
 #pragma once
