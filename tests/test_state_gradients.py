@@ -76,8 +76,10 @@ CHANGES = {
         lambda state: state.attend(torch.ones(2, 1, 4, 8), *better(1), update=True),
         followed_by(1),
     ),
-    "reorder": Change(lambda state: state.reorder(PERMUTED), permuted),
-    "reorder, with rollback": Change(lambda state: state.reorder(PERMUTED), permuted, rollback=2),
+    "reorder": Change(lambda state: state.reorder(PERMUTED.clone()), permuted),
+    "reorder, with rollback": Change(
+        lambda state: state.reorder(PERMUTED.clone()), permuted, rollback=2
+    ),
     "forget": Change(
         lambda state: state.forget(1),
         lambda tokens, _: KeptKeys(4, rollback=2).updated(*part(tokens, 8)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from .tiny_models import WINDOW, padding, tiny_model, tokens, transformers
 
@@ -101,3 +102,59 @@ def test_what_was_forgotten_is_not_shown_again() -> None:
             model(tokens()[:, 39:], attention_mask=rows, past_key_values=cache)
     with pytest.raises(ValueError, match=r"tokens_to_remove must be from 0 to 0, .* got -1; call"):
         cache.crop(-1)
+
+
+def heads_of(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return key and value, ``(B, Hk, N, D)``."""
+    key, value = torch.randn(2, 2, 2, count, 8, generator=torch.Generator().manual_seed(seed))
+    return key, value
+
+
+def key_bias(value: Tensor) -> Tensor:
+    return value.sum(-1).transpose(1, 2).unsqueeze(2)
+
+
+def seen_by(layer: Any, key: Tensor, value: Tensor) -> Tensor:
+    """Take tokens in, and return a number that all that they see has a part in."""
+    layer.prepare(key_bias, None)
+    layer.update(key, value)
+    number: Tensor = layer.keys.sin().sum() + layer.values.sin().sum() + layer.bias.exp().sum()
+    return number
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("records", [False, True])
+def test_training_around_calls_without_gradients(records: bool, mode: Any) -> None:
+    first = [tensor.requires_grad_() for tensor in heads_of(6, 0)]
+
+    def trained(between: Any) -> list[Tensor]:
+        layer = kept_layer.KeptLayer(4)
+        layer.record_past = records
+        number = seen_by(layer, *first)
+        with between():
+            seen_by(layer, *heads_of(2, 1))
+            layer.reorder_cache(torch.tensor([1, 0]))
+            if records:
+                layer.crop(-1)
+            seen_by(layer, *heads_of(1, 2))
+        return list(torch.autograd.grad(number + seen_by(layer, *heads_of(2, 3)), first))
+
+    for got, want in zip(trained(mode), trained(torch.enable_grad), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("records", [False, True])
+@torch.no_grad()
+def test_a_refused_update_takes_nothing_in(records: bool) -> None:
+    layer = kept_layer.KeptLayer(4)
+    layer.record_past = records
+    seen_by(layer, *heads_of(6, 0))
+    with pytest.raises((RuntimeError, ValueError), match=r"size|shape"):
+        seen_by(layer, *(tensor[:1] for tensor in heads_of(1, 1)))
+    other = kept_layer.KeptLayer(4)
+    other.record_past = records
+    seen_by(other, *heads_of(6, 0))
+    want = seen_by(other, *heads_of(2, 2))
+    assert layer.get_seq_length() == 6
+    torch.testing.assert_close(seen_by(layer, *heads_of(2, 2)), want)
+    assert layer.get_seq_length() == 8

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import cache_utils
 
 from flash_dmattn.state import KeptKeys
-from flash_dmattn.state.rows import Rows
+from flash_dmattn.state.rows import Rows, chosen
 
 from .wrapping import wrap_once
 
@@ -88,27 +89,27 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if self._padding is not None:
             bias = bias.masked_fill(~self._padding[:, None, None], -torch.inf)
         self._key_bias = self._padding = None
-        self._seen += key.shape[1]
         tokens = key, value, bias
-        self.is_initialized = True
         if self.record_past:
-            self._held = tokens if self._held is None else _joined(self._held, tokens)
-            self._show(*self.kept.visible(*self._held))
+            held = tokens if self._held is None else _joined(self._held, tokens)
+            self._show(*self.kept.visible(*held))
+            self._held = held
         else:
             self._show(*self._take_in(*tokens))
+        self._seen += key.shape[1]
+        self.is_initialized = True
         return self.keys[:, :, -1:], self.values[:, :, -1:]
 
     def _take_in(self, key: Tensor, value: Tensor, bias: Tensor) -> _Tokens:
         """Return what the tokens see, and keep of them what later ones can see.
 
-        Not in place where gradients flow to what is held: a graph reads that, and tokens that come
-        without gradients leave those of earlier ones what they are.
+        Tokens that are recorded with gradients may be kept for good by a call without.
         """
-        with torch.enable_grad():
-            if self.kept.takes_in_place(key, value, bias):
-                return self.kept.update(key, value, bias)
-            seen, self.kept = self.kept.extended(key, value, bias)
-        return seen
+        with _with_gradients():
+            if not self.kept.takes_in_place(key, value, bias):
+                seen, self.kept = self.kept.extended(key, value, bias)
+                return seen
+        return self.kept.update(key, value, bias)
 
     def _show(self, key: Tensor, value: Tensor, bias: Tensor) -> None:
         """Let attention read these: key, value ``(B, rows, Hk, D)``, bias ``(B, Hk, 1, rows)``."""
@@ -136,8 +137,8 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             write: is given the rows and their counter.
         """
         self._key_bias = None
-        self._seen += 1
         rows = self.kept.step(write)
+        self._seen += 1
         self._show(rows.key, rows.value, rows.bias)
         return rows
 
@@ -199,9 +200,9 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         if self._held is not None:
             key, value, bias = self._held
-            self._take_in(
-                key[:, : held - count], value[:, : held - count], bias[..., : held - count]
-            )
+            with _with_gradients():  # else views have none
+                left = key[:, : held - count], value[:, : held - count], bias[..., : held - count]
+            self._take_in(*left)
         self._held = None
         self._seen -= count
 
@@ -216,7 +217,8 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Make sequence i what sequence ``beam_idx[i]`` was."""
         self.kept.reorder(beam_idx)
         if self._held is not None:
-            key, value, bias = (t.index_select(0, beam_idx.to(t.device)) for t in self._held)
+            with _with_gradients():
+                key, value, bias = (chosen(tensor, beam_idx) for tensor in self._held)
             self._held = key, value, bias
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -308,9 +310,17 @@ def _scattered(rows: Tensor, place: Tensor, count: int) -> Tensor:
     return whole.scatter(2, place[..., None].expand_as(rows), rows)[:, :, :count]
 
 
+@contextlib.contextmanager
+def _with_gradients() -> Iterator[None]:
+    """Let gradients flow to earlier tokens, whatever the mode of this call."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def _joined(one: _Tokens, other: _Tokens) -> _Tokens:
-    return (
-        torch.cat([one[0], other[0]], 1),
-        torch.cat([one[1], other[1]], 1),
-        torch.cat([one[2], other[2]], 3),
-    )
+    with _with_gradients():
+        return (
+            torch.cat([one[0], other[0]], 1),
+            torch.cat([one[1], other[1]], 1),
+            torch.cat([one[2], other[2]], 3),
+        )

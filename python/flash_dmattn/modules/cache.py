@@ -14,7 +14,7 @@ from ..arguments import flag, index, writable
 from ..refusals import current_backward, refuse_recomputation
 from ..state import KeptKeys
 from ..state.chunks import check_sequences
-from ..state.rows import Rows
+from ..state.rows import Rows, chosen
 from ..state.stored import check_names, check_setting
 from .arguments import check_tokens
 
@@ -284,10 +284,7 @@ class AttentionCache:
             self._kept.reorder(indices)
             return
         with torch.inference_mode(False):
-            self._buffers = {
-                name: buffer.index_select(0, indices.to(buffer.device))
-                for name, buffer in self._buffers.items()
-            }
+            self._buffers = {name: chosen(held, indices) for name, held in self._buffers.items()}
 
     def truncate(self, length: int) -> None:
         """Forget all but the first ``length`` tokens; 0 empties the cache, its memory stays.
@@ -300,6 +297,7 @@ class AttentionCache:
         length, held = index("length", length), self.length
         if not 0 <= length <= held:
             raise ValueError(f"length must be from 0 to {held}, got {length}")
+        refuse_recomputation("an AttentionCache", self._made_during)
         if self._kept is None:
             self._length = length
         elif length == 0:

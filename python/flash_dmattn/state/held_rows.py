@@ -19,6 +19,7 @@ from .rows import (
     Rows,
     allocated,
     best,
+    chosen,
     concatenated,
     empty_rows,
     in_order,
@@ -155,11 +156,9 @@ class HeldRows:
         if self._kept is None:
             return
         self._refuse_recomputation()
-
-        def chosen(tensor: Tensor, batched: bool) -> Tensor:
-            return tensor.index_select(0, indices.to(tensor.device)) if batched else tensor
-
-        self._replace_by(self._mapped(chosen))
+        self._replace_by(
+            self._mapped(lambda tensor, batched: chosen(tensor, indices) if batched else tensor)
+        )
 
     def forget(self, count: int) -> None:
         """Take back the last tokens, in place unless gradients flow to what is held.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import writable
 from ..record import DENSE
 from ..selection import CallShape, select
 
@@ -20,6 +21,7 @@ __all__ = [
     "Rows",
     "allocated",
     "best",
+    "chosen",
     "concatenated",
     "empty_rows",
     "in_order",
@@ -95,6 +97,11 @@ def empty_rows(like: Rows, count: int) -> Rows:
         bias.new_full(shapes[2], -torch.inf),
         position.new_full(shapes[3], NOWHERE),
     )
+
+
+def chosen(tensor: Tensor, sequences: Tensor) -> Tensor:
+    """Return some sequences of a batch, outside of inference mode."""
+    return tensor.index_select(0, writable(sequences.to(tensor.device)))
 
 
 def concatenated(*parts: Rows) -> Rows:
