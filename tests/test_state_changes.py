@@ -53,13 +53,18 @@ def test_a_cache_of_all_keys_is_not_appended_to_by_a_recomputation(use_reentrant
         cache.reorder(torch.tensor([1, 0]))
         return x.sin().square()
 
-    for change in (append, reorder):
+    def truncate(x: Tensor) -> Tensor:
+        cache.truncate(cache.length - 1)
+        return x.sin().square()
+
+    for change in (append, reorder, truncate):
         x = states(5).requires_grad_()
         out = checkpoint(change, x, use_reentrant=use_reentrant)
-        key = cache.state_dict()["key"]
+        length, key = cache.length, cache.state_dict()["key"]
         text = "an AttentionCache cannot be changed during a backward pass"
         with pytest.raises(RuntimeError, match=text):
             out.sum().backward()
+        assert cache.length == length
         assert torch.equal(cache.state_dict()["key"], key)
 
 
@@ -69,6 +74,7 @@ CHANGES: dict[str, Callable[[KeptKeys], object]] = {
     "merge": lambda state: state.merge(KeptKeys(4).updated(*tokens(2))),
     "reorder": lambda state: state.reorder(torch.tensor([0])),
     "forget": lambda state: state.forget(1),
+    "reset": lambda state: state.reset(),
 }
 
 
