@@ -24,7 +24,7 @@ from .checks import MOST_ROWS, described
 from .masks import IntervalMask
 from .record import DENSE, AttentionInputs, Packing
 
-__all__ = ["AttentionPlan", "checked_mask", "make_plan"]
+__all__ = ["AttentionPlan", "checked_mask", "is_changed", "make_plan", "mark_of"]
 
 _BOUNDS = Packing._fields[:2]
 _OF_INTERVALS = ("start", "end", "query_length", "max_kept")
@@ -119,7 +119,7 @@ class AttentionPlan:
         places += [(1, name) for name in _OF_INTERVALS] if is_interval else [(0, "attn_mask")]
         held = [getattr(self._owners()[owner], name) for owner, name in places]
         return tuple(
-            _Source(owner, name, value, _mark(value))
+            _Source(owner, name, value, mark_of(value))
             for (owner, name), value in zip(places, held, strict=True)
         )
 
@@ -130,7 +130,7 @@ class AttentionPlan:
             now = getattr(owners[owner], name, None)
             if now is not value and (isinstance(value, Tensor) or now != value):
                 how = "replaced"
-            elif isinstance(value, Tensor) and _is_changed(value, mark):
+            elif isinstance(value, Tensor) and is_changed(value, mark):
                 how = "changed in place"
             else:
                 continue
@@ -147,14 +147,15 @@ class _Source(NamedTuple):
     mark: int | Tensor | None  # by which a change in place of a tensor shows
 
 
-def _mark(value: Any) -> int | Tensor | None:
+def mark_of(value: Any) -> int | Tensor | None:
     """Return how often a tensor was changed in place; a copy where torch does not count that."""
     if not isinstance(value, Tensor):
         return None
     return value.clone() if value.is_inference() else value._version
 
 
-def _is_changed(value: Tensor, mark: int | Tensor | None) -> bool:
+def is_changed(value: Tensor, mark: int | Tensor | None) -> bool:
+    """Say whether a tensor was changed in place since `mark_of` it."""
     if not isinstance(mark, Tensor):
         return value._version != mark
     if value.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -19,7 +19,7 @@ from flash_dmattn.integrations.flash_dynamic_mask_attention import (
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
-from flash_dmattn.integrations.packed import bounds_of_sequences
+from flash_dmattn.integrations.packed import bounds_of_sequences, documents_of_positions
 from support import assert_accurate, rand_bool, randn
 
 B, Q, K, H, HK, D, WINDOW = 2, 19, 19, 4, 2, 16, 6
@@ -205,6 +205,22 @@ def test_equal_bounds_become_one_tensor() -> None:
     other[1] += 1
     assert bounds_of_sequences(one, other, compare=True)[1] is other
     assert bounds_of_sequences(one, other[:-1], compare=True)[1].shape == other[:-1].shape
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_bounds_and_positions_that_change_in_place_are_read_again(mode: Any) -> None:
+    with mode():
+        one, other = CU_SEQLENS.clone(), CU_SEQLENS.clone()
+        assert bounds_of_sequences(one, other, compare=True)[1] is one
+        other[1] += 1
+        assert bounds_of_sequences(one, other, compare=True)[1] is other
+        positions = torch.arange(8).unsqueeze(0)
+        assert documents_of_positions(positions) is None
+        positions[:, 3:] -= 3
+        found = documents_of_positions(positions)
+        assert found is not None
+        assert found.ids.tolist() == [[0] * 3 + [1] * 5]
+        assert documents_of_positions(positions) is found
 
 
 def test_packed_training_passes_one_tensor_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

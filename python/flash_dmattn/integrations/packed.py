@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.masks import IntervalMask
+from flash_dmattn.plan import is_changed, mark_of
 from flash_dmattn.selection import dynamic_mask
 
 __all__ = [
@@ -40,15 +41,17 @@ _Answer = TypeVar("_Answer")
 
 def _once(memory: threading.local, find: Callable[..., _Answer], *tensors: Tensor) -> _Answer:
     """Return ``find(*tensors)``, which is not called again for the tensors of the last call."""
-    versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
     known = getattr(memory, "known", None)
-    if known is not None and known[0] == versions:
-        same = [ref() is tensor for ref, tensor in zip(known[1], tensors, strict=True)]
+    if known is not None:
+        same = [
+            ref() is tensor and not is_changed(tensor, mark)
+            for (ref, mark), tensor in zip(known[0], tensors, strict=True)
+        ]
         if all(same):
-            remembered: _Answer = known[2]
+            remembered: _Answer = known[1]
             return remembered
     answer = find(*tensors)
-    memory.known = versions, [weakref.ref(tensor) for tensor in tensors], answer
+    memory.known = [(weakref.ref(tensor), mark_of(tensor)) for tensor in tensors], answer
     return answer
 
 
