@@ -308,25 +308,17 @@ class Repeater:
             return ("heads", "rows") if self.is_packed else ("sequences", "heads", None)
         if name == "sink":
             return ("heads",)
-        heads = tensor.shape[0 if self.is_packed else 1] if tensor.dim() > 2 else 1
-        of_heads = "heads" if heads == self.repetition.sizes["heads"] else "kv_heads"
+        if not self.is_packed and tensor.dim() == 2:
+            return ("sequences", None)
+        is_of_queries = tensor.shape[0 if self.is_packed else 1] == self.repetition.sizes["heads"]
+        of_heads = "heads" if is_of_queries else "kv_heads"
         if not self.is_packed:
-            return (
-                ("sequences", of_heads, None, None)[: tensor.dim()]
-                if tensor.dim() > 2
-                else (
-                    "sequences",
-                    None,
-                )
-            )
+            return ("sequences", of_heads, None, None)[: tensor.dim()]
         if tensor.dim() == 2:  # the bounds of intervals
-            return (self._head_axis(tensor.shape[0]), "keys")
+            return (of_heads, "keys")
         if tensor.shape[1] > 1:
             return (of_heads, "rows", None)
         return (of_heads, None, "keys" if tensor.shape[2] == _total_keys(self.call) else None)
-
-    def _head_axis(self, heads: int) -> str:
-        return "heads" if heads == self.repetition.sizes["heads"] else "kv_heads"
 
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         """Repeat along every axis, those of one element if they are not to stay broadcast."""
