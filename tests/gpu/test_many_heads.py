@@ -56,7 +56,7 @@ def causal_short_keys(draw: Draw) -> Call:
 
 
 def one_block(draw: Draw) -> Call:
-    call = whole(draw, 45, 16, 1, draw.size(58, 64), draw.size(50, 64), bias=True)
+    call = whole(draw, 45, 16, 1, 64, draw.size(50, 64), bias=True)  # whole tiles of rows
     call.causal, call.softcap = True, 4.0
     return call
 
@@ -82,6 +82,18 @@ def two_buckets(draw: Draw) -> Call:
     return call
 
 
+def dead_tiles(draw: Draw) -> Call:
+    """A mask of rows that leaves most tiles of so many keys nothing, and some a single pair."""
+    call = whole(draw, 1, 1, 2, draw.size(140, 200), 16 * draw.size(130, 140))
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    call.bias = draw.randn(1, 1, queries, keys)
+    call.mask = torch.zeros(1, 1, queries, keys, dtype=torch.bool)
+    call.mask[..., 64:200] = draw.kept(queries, 136)
+    for _ in range(3):
+        call.mask[..., draw.size(0, queries - 1), draw.size(300, keys - 1)] = True
+    return call
+
+
 def asked_tiles(draw: Draw) -> Call:
     """Tiles that blocks of threads ask for; most keep nothing."""
     call = whole(draw, 25, 16, 1, 17, draw.size(1024, 1040))
@@ -100,7 +112,15 @@ def long_decode(draw: Draw) -> Call:
 
 
 Form = Callable[[Draw], Call]
-FORMS: list[Form] = [short_keys, causal_short_keys, one_block, window, key_mask, two_buckets]
+FORMS: list[Form] = [
+    short_keys,
+    causal_short_keys,
+    one_block,
+    window,
+    key_mask,
+    two_buckets,
+    dead_tiles,
+]
 FORWARD_FORMS: list[Form] = [asked_tiles, groups_of_nine, long_decode]
 
 
