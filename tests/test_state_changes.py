@@ -156,6 +156,54 @@ def test_what_inference_mode_made_goes_on(how: str, is_left: bool) -> None:
         got.reset()
 
 
+@pytest.mark.parametrize("how", [*(name for name in MADE if name not in COPIES), "update"])
+def test_what_compiled_code_made_in_inference_mode_goes_on(how: str) -> None:
+    def update(state: KeptKeys) -> KeptKeys:
+        result = KeptKeys(4)
+        result.update(*tokens(3, seed=5))
+        return result
+
+    state, make = KeptKeys(4), MADE.get(how, update)
+    state.update(*tokens(9))
+    want = make(state)
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        got = torch.compile(make, backend="aot_eager")(state)
+    token, more, order = tokens(1, seed=4), tokens(2, seed=3), torch.tensor([0])
+
+    @torch.compile(backend="aot_eager")
+    def change(state: KeptKeys) -> None:
+        state.update(*token)
+        state.update(*more)
+        state.reorder(order)
+
+    with torch.no_grad():
+        for each in (got, want):
+            change(each)
+            each.update(*token)
+            each.update(*more)
+        for name, tensor in want.tensors.items():
+            assert torch.equal(got.tensors[name], tensor)
+        got.reset()
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_caches_of_compiled_code_in_inference_mode_go_on(
+    make: Callable[[], AttentionCache],
+) -> None:
+    layer, x, cache = make_layer(), states(15), make()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        compiled(x[:, :10], cache=cache)
+        torch.compile(cache.reorder, backend="aot_eager")(torch.tensor([0, 1]))
+    with torch.no_grad():
+        compiled(x[:, 10:12], cache=cache)
+        layer(x[:, 12:13], cache=cache)
+        torch.testing.assert_close(layer(x[:, 13:], cache=cache), layer(x)[:, 13:])
+        cache.truncate(0)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("how", COPIES)

@@ -13,6 +13,7 @@ from . import checks
 from .checks import flag, index, number
 from .loader import environment
 from .masks import IntervalMask
+from .operators import define
 
 __all__ = [
     "MaskParts",
@@ -246,10 +247,25 @@ def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
 def writable(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if it was made in inference mode, which must be off here.
 
-    torch.compile cannot ask for that; what it makes in inference mode goes on in inference mode.
+    torch.compile cannot ask for that. Its programs copy what has no gradient by an operator, whose
+    kernel can leave the mode in which they run.
     """
-    is_copied = not torch.compiler.is_compiling() and tensor.is_inference()
-    return tensor.clone() if is_copied else tensor
+    if torch.compiler.is_compiling():
+        is_copied = not tensor.requires_grad
+        return torch.ops.flash_dmattn.writable_copy(tensor) if is_copied else tensor
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+def _writable_copy(tensor: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+
+define("writable_copy", ("Tensor tensor", "Tensor"), _writable_copy, _contiguous_like)
 
 
 def refuse_ranks(**tensors: Tensor) -> NoReturn:

@@ -221,6 +221,9 @@ class AttentionCache:
             buffers = self._grown(tokens, length)
         for name, added in tokens.items():
             _part(buffers, name, self._length, length).copy_(added)
+        if buffers is not self._buffers:
+            with torch.inference_mode(False):
+                buffers = {name: writable(buffer) for name, buffer in buffers.items()}
         result = attend(*(_part(buffers, name, 0, length) for name in _NAMES))
         self._buffers, self._length = buffers, length
         return result
@@ -284,7 +287,9 @@ class AttentionCache:
             self._kept.reorder(indices)
             return
         with torch.inference_mode(False):
-            self._buffers = {name: chosen(held, indices) for name, held in self._buffers.items()}
+            self._buffers = {
+                name: writable(chosen(held, indices)) for name, held in self._buffers.items()
+            }
 
     def truncate(self, length: int) -> None:
         """Forget all but the first ``length`` tokens; 0 empties the cache, its memory stays.

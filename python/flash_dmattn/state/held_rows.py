@@ -17,7 +17,6 @@ from .chunks import as_rows, check_heads, check_like, check_sequences, needs_gra
 from .rows import (
     NOWHERE,
     Rows,
-    allocated,
     best,
     chosen,
     concatenated,
@@ -370,23 +369,20 @@ class HeldRows:
     def _replace_by(self, other: Self) -> None:
         """Become another state, which is not used again.
 
-        It is written into this one's memory, unless it is of another number of sequences, or
-        gradients flow to what is held: a graph in which that is would not hear of it.
+        It is written into this one's memory, unless that has rows of another number of sequences or
+        none, or gradients flow to what is held: a graph in which that is would not hear of it.
         """
         self._start = other._start
         self._is_ordered = self._is_ordered and other._is_ordered
-        if self._kept is not None and other._kept is not None:
-            is_like = self._kept.key.shape == other._kept.key.shape
-            if not is_like or self._carries_gradients():
-                self._kept, self._recent, self._counter = other._kept, other._recent, other._counter
-                return
+        if other._kept is None:
+            return
+        is_like = self._kept is not None and self._kept.key.shape == other._kept.key.shape
+        if not is_like or self._carries_gradients():
+            other = other._owned()
+            self._kept, self._recent, self._counter = other._kept, other._recent, other._counter
+            return
         # Tensors made in inference mode cannot be written to outside of it, others anywhere.
         with torch.inference_mode(False), torch.no_grad():
-            if self._kept is None and other._kept is not None:
-                self._kept = allocated(other._kept)
-                self._recent = None if other._recent is None else allocated(other._recent)
-                assert other._counter is not None
-                self._counter = torch.empty_like(other._counter)
             for held, new in ((self._kept, other._kept), (self._recent, other._recent)):
                 if held is not None and new is not None and held is not new:
                     for tensor, source in zip(held, new, strict=True):
@@ -402,17 +398,21 @@ class HeldRows:
         return result
 
     def _mapped(self, change: Callable[[Tensor, bool], Tensor]) -> Self:
-        """Return the state whose tensors are made of this one's; the counter has no batch."""
+        """Return the state whose tensors are made of this one's; the counter has no batch.
+
+        What inference mode has made is copied, as else only it changes that.
+        """
         result = self._copied()
         with torch.inference_mode(False):
             for name in ("_kept", "_recent"):
                 rows = getattr(self, name)
                 if rows is not None:
-                    setattr(result, name, Rows(*(change(tensor, True) for tensor in rows)))
+                    changed = (writable(change(tensor, True)) for tensor in rows)
+                    setattr(result, name, Rows(*changed))
             if self._counter is not None:
-                result._counter = change(self._counter, False)
+                result._counter = writable(change(self._counter, False))
         return result
 
     def _owned(self) -> Self:
-        """Return the state with copies of what inference mode made, which else only it changes."""
-        return self._mapped(lambda tensor, _: writable(tensor))
+        """Return the state that can be changed in any mode."""
+        return self._mapped(lambda tensor, _: tensor)

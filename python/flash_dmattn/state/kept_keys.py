@@ -224,10 +224,9 @@ class KeptKeys(HeldRows):
                 "a state that is merged in place has no gradient, nor has other; call under "
                 "torch.no_grad(), or use merged()"
             )
-        if self._carries_gradients():
-            with torch.inference_mode(False), torch.enable_grad():
-                merged = self.merged(other.detach(), backend=backend)
-        else:
+        if other._carries_gradients():
+            other = other.detach()
+        with torch.inference_mode(False), torch.enable_grad():
             merged = self.merged(other, backend=backend)
         self._replace_by(merged)
 

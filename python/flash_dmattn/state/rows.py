@@ -19,7 +19,6 @@ from ..selection import CallShape, select
 __all__ = [
     "NOWHERE",
     "Rows",
-    "allocated",
     "best",
     "chosen",
     "concatenated",
@@ -80,11 +79,6 @@ class Rows(NamedTuple):
         return per_bias.reshape(batch, sets, heads // sets, count)
 
 
-def allocated(like: Rows) -> Rows:
-    """Return memory for as many rows."""
-    return Rows(*(tensor.new_empty(tensor.shape) for tensor in like))
-
-
 def empty_rows(like: Rows, count: int) -> Rows:
     """Return rows that hold nothing, for tokens like these, in memory of their own."""
     shapes = [list(tensor.shape) for tensor in like]
@@ -100,7 +94,7 @@ def empty_rows(like: Rows, count: int) -> Rows:
 
 
 def chosen(tensor: Tensor, sequences: Tensor) -> Tensor:
-    """Return some sequences of a batch, outside of inference mode."""
+    """Return some sequences of a batch; inference mode must be off here."""
     return tensor.index_select(0, writable(sequences.to(tensor.device)))
 
 
