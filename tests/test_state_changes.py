@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -224,12 +225,27 @@ def test_caches_copied_in_inference_mode_go_on(
     assert cache.length == 10
 
 
+@pytest.mark.parametrize("how", COPIES)
+def test_states_are_copied_after_any_call(how: str) -> None:
+    state = KeptKeys(4)
+    state.update(*tokens(9))
+    for position in range(2):
+        key, value, bias = tokens(1, seed=position)
+        query = torch.randn(1, 1, 2, 8)
+        state.attend(query, key, value, bias, update=True, softmax_scale=numpy.float64(0.5))
+    copied = COPIES[how](state)
+    assert copied.length == 11
+    assert all(torch.equal(copied.tensors[name], held) for name, held in state.tensors.items())
+
+
 # Refused calls
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "sink": ({"sink": torch.zeros(3)}, "sink has shape"),
     "softcap": ({"softcap": -1.0}, "softcap"),
     "softmax_scale": ({"softmax_scale": float("nan")}, "scale"),
+    "flag": ({"softcap": True}, "softcap must be a number"),
+    "numbers": ({"softmax_scale": torch.ones(2)}, "softmax_scale must be a number"),
     "backend": ({"backend": "nope"}, "nope"),
     "head_dim": ({"query": torch.zeros(1, 1, 2, 4)}, "query"),
     "dtype": ({"query": torch.zeros(1, 1, 2, 8, dtype=torch.float64)}, "dtype"),
@@ -244,11 +260,13 @@ def test_a_refused_call_takes_nothing_in(case: str, is_warm: bool, count: int) -
     state = KeptKeys(4)
     state.update(*tokens(9))
     query = torch.randn(1, count, 2, 8)
+    arguments: dict[str, Any] = {"query": query, "softmax_scale": 1.0, "softcap": 1.0}
     if is_warm:
-        state.attend(query, *tokens(count), update=True)
+        key, value, bias = tokens(count)
+        state.attend(key=key, value=value, bias=bias, update=True, **arguments)
     length, held = state.length, {name: t.clone() for name, t in state.tensors.items()}
     changes, text = WRONG[case]
-    arguments = {"query": query, **changes}
+    arguments |= changes
     if "query" in changes:
         arguments["query"] = changes["query"].expand(-1, count, -1, -1)
     key, value, bias = tokens(count, seed=1)

@@ -123,9 +123,15 @@ def check_sequences(indices: Tensor, batch: int | None, holder: str) -> None:
 def described_call(
     query: Tensor, sink: Tensor | None, settings: tuple[object, ...]
 ) -> tuple[object, ...]:
-    """Return what attention accepts or refuses of a call, to compare with that of another call."""
+    """Return what attention accepts or refuses of a call, to compare with that of another call.
+
+    Types come first: attention takes 1.0 and refuses True, which are equal, and a tensor in place
+    of a number is not compared.
+    """
     tensors = (query,) if sink is None else (query, sink)
-    return (*settings, autocast_dtype(query), *((t.shape, t.dtype, t.device) for t in tensors))
+    types = tuple(type(setting) for setting in settings)
+    of_tensors = ((t.shape, t.dtype, t.device) for t in tensors)
+    return (types, *settings, autocast_dtype(query), *of_tensors)
 
 
 def needs_gradient(*parts: Rows | None) -> bool:

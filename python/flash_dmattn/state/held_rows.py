@@ -72,6 +72,10 @@ class HeldRows:
         self._accepted: tuple[object, ...] | None = None
         self._made_during = current_backward()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied or pickled, in which no setting of a call is."""
+        return {**self.__dict__, "_accepted": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what was copied or pickled."""
         self.__dict__.update(state)
