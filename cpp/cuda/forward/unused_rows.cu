@@ -13,8 +13,8 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks =
-    264; // two for each SM; most batches have no such rows, and then each block reads two bounds
+// Two for each SM of an H100. Most batches have no such rows, and then each block reads two bounds.
+constexpr int64_t kMostBlocks = 264;
 
 __global__ void __launch_bounds__(kThreads)
     clear_unused_rows(const __grid_constant__ fdm_problem p, const __grid_constant__ fdm_forward_args a) {
