@@ -27,15 +27,24 @@ def gradients(layer: DynamicMaskAttention, loss: Tensor) -> list[Tensor]:
 # Activation checkpointing
 
 
+def compiled(function: Any, *, fullgraph: bool = True) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=fullgraph, backend="aot_eager")
+
+
 @REENTRANT
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("held", [0, 16])
-def test_a_cache_is_not_appended_to_by_a_recomputation(held: int, use_reentrant: bool) -> None:
+def test_a_cache_is_not_appended_to_by_a_recomputation(
+    held: int, is_compiled: bool, use_reentrant: bool
+) -> None:
     layer, cache = make_layer(), AttentionCache()
+    call = compiled(layer) if is_compiled else layer
     if held:
         layer(states(held), cache=cache)
         cache.detach()
     x = states(16, seed=1).requires_grad_()
-    out = checkpoint(lambda t: layer(t, cache=cache), x, use_reentrant=use_reentrant)
+    out = checkpoint(lambda t: call(t, cache=cache), x, use_reentrant=use_reentrant)
     with pytest.raises(RuntimeError, match="an AttentionCache cannot be changed during a backward"):
         out.square().mean().backward()
     assert cache.length == held + 16
@@ -99,20 +108,23 @@ def test_a_state_is_not_changed_by_a_recomputation(change: str, use_reentrant: b
 
 
 @REENTRANT
-def test_a_cache_that_the_function_makes_is_checkpointed(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("what", [pytest.param("layer", marks=pytest.mark.slow), "function", ""])
+def test_a_cache_that_the_function_makes_is_checkpointed(what: str, use_reentrant: bool) -> None:
     """Gradients are those without checkpointing, for a copy of an earlier cache too."""
     layer, before = make_layer(), AttentionCache()
     with torch.no_grad():
         layer(states(9), cache=before)
 
-    def stream(x: Tensor, make: Callable[[], AttentionCache]) -> Tensor:
+    def stream(x: Tensor, make: Callable[[], AttentionCache], call: Any = layer) -> Tensor:
         cache = make()
-        return torch.cat([layer(part, cache=cache) for part in x.split([5, 1, 10], 1)], 1)
+        return torch.cat([call(part, cache=cache) for part in x.split([5, 1, 10], 1)], 1)
 
-    for make in (AttentionCache, lambda: copy.deepcopy(before)):
+    call = compiled(layer) if what == "layer" else layer
+    function = compiled(stream) if what == "function" else stream
+    for make in (AttentionCache, *([] if what else [lambda: copy.deepcopy(before)])):
         x = states(16, seed=1).requires_grad_()
         want = gradients(layer, stream(x, make).square().mean())
-        out = checkpoint(stream, x, make, use_reentrant=use_reentrant)
+        out = checkpoint(function, x, make, call, use_reentrant=use_reentrant)
         layer.zero_grad()
         out.square().mean().backward()
         for parameter, gradient in zip(layer.parameters(), want, strict=True):
@@ -167,9 +179,8 @@ def test_what_compiled_code_made_in_inference_mode_goes_on(how: str) -> None:
     state, make = KeptKeys(4), MADE.get(how, update)
     state.update(*tokens(9))
     want = make(state)
-    torch._dynamo.reset()
     with torch.inference_mode():
-        got = torch.compile(make, backend="aot_eager")(state)
+        got = compiled(make, fullgraph=False)(state)
     token, more, order = tokens(1, seed=4), tokens(2, seed=3), torch.tensor([0])
 
     @torch.compile(backend="aot_eager")
@@ -193,13 +204,12 @@ def test_caches_of_compiled_code_in_inference_mode_go_on(
     make: Callable[[], AttentionCache],
 ) -> None:
     layer, x, cache = make_layer(), states(15), make()
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    call = compiled(layer)
     with torch.inference_mode():
-        compiled(x[:, :10], cache=cache)
+        call(x[:, :10], cache=cache)
         torch.compile(cache.reorder, backend="aot_eager")(torch.tensor([0, 1]))
     with torch.no_grad():
-        compiled(x[:, 10:12], cache=cache)
+        call(x[:, 10:12], cache=cache)
         layer(x[:, 12:13], cache=cache)
         torch.testing.assert_close(layer(x[:, 13:], cache=cache), layer(x)[:, 13:])
         cache.truncate(0)

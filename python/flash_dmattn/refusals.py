@@ -6,6 +6,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+
+from .operators import define
 
 __all__ = [
     "current_backward",
@@ -42,21 +45,47 @@ def refuse_vmap(*_: Any) -> NoReturn:
     )
 
 
-def current_backward() -> int:
-    """Return the number of the backward pass that calls, or -1; compiled code is not told."""
-    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+def current_backward() -> tuple[int, bool]:
+    """Return the number of the backward pass that calls, or -1, and whether there surely is none.
+
+    Compiled code is not told by which it is called.
+    """
+    if torch.compiler.is_compiling():
+        return -1, False
+    current = torch._C._current_graph_task_id()
+    return current, current == -1
 
 
-def refuse_recomputation(name: str, made_during: int) -> None:
+def refuse_recomputation(name: str, made_during: tuple[int, bool], counter: Tensor | None) -> None:
     """Raise RuntimeError where a backward pass would change a state that it has found.
+
+    Compiled code finds out when it runs, if gradients are on, as they are in a recomputation.
 
     Args:
         name: of the state.
         made_during: what `current_backward` returned when the state was made.
+        counter: integers of the state, through which compiled code depends on being asked; or None.
     """
-    if current_backward() not in (-1, made_during):
+    backward, is_outside = made_during
+    if not torch.compiler.is_compiling():
+        _refuse_backward(counter, name, backward)
+    elif torch.is_grad_enabled() and counter is not None and is_outside:
+        torch.ops.flash_dmattn.refuse_recomputation(counter, name)
+
+
+def _refuse_backward(counter: Tensor | None, name: str, allowed: int = -1) -> None:
+    if torch._C._current_graph_task_id() not in (-1, allowed):
         raise RuntimeError(
             f"{name} cannot be changed during a backward pass: activation checkpointing calls a "
             "function again there, and tokens would be taken in twice; change it outside of the "
             "checkpointed function, or make it inside"
         )
+
+
+# Of an operator that neither writes nor returns anything, compilers make nothing.
+define(
+    "refuse_recomputation",
+    ("Tensor(a!) counter, str name", "()"),
+    _refuse_backward,
+    lambda counter, name: None,
+)

@@ -199,7 +199,7 @@ class AttentionCache:
             TypeError, ValueError: as `append`.
             RuntimeError: as `append`.
         """
-        refuse_recomputation("an AttentionCache", self._made_during)
+        self._refuse_recomputation()
         tokens = dict(zip(_NAMES, (key, value, bias), strict=True))
         check_tokens(tokens)
         if self._kept is not None or (window_size is not None and not self._holds_all()):
@@ -282,7 +282,7 @@ class AttentionCache:
         """
         held = self._buffers if self._kept is None else self._kept.tensors
         check_sequences(indices, held["key"].shape[0] if held else None, "the cache")
-        refuse_recomputation("an AttentionCache", self._made_during)
+        self._refuse_recomputation()
         if self._kept is not None:
             self._kept.reorder(indices)
             return
@@ -302,7 +302,7 @@ class AttentionCache:
         length, held = index("length", length), self.length
         if not 0 <= length <= held:
             raise ValueError(f"length must be from 0 to {held}, got {length}")
-        refuse_recomputation("an AttentionCache", self._made_during)
+        self._refuse_recomputation()
         if self._kept is None:
             self._length = length
         elif length == 0:
@@ -320,6 +320,9 @@ class AttentionCache:
         """Keep what is held without its gradients, between the steps of training on a stream."""
         if self._kept is not None:
             self._kept = self._kept.detach()
+
+    def _refuse_recomputation(self, counter: Tensor | None = None) -> None:
+        refuse_recomputation("an AttentionCache", self._made_during, counter)
 
     def _holds_all(self) -> bool:
         return self.every_key or bool(self._buffers)
@@ -345,6 +348,7 @@ class AttentionCache:
             result = kept.taken_in(**tokens, attend=attend, call=call, backend=backend)
         else:
             seen, kept = kept.extended(**tokens, backend=backend)
+            self._refuse_recomputation(kept.counter)
             result = attend(*seen)
         self._kept = kept
         return result

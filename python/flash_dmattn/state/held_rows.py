@@ -303,7 +303,7 @@ class HeldRows:
         return seen, self._followed_by(seen, chunk.size, backend)
 
     def _refuse_recomputation(self) -> None:
-        refuse_recomputation("a KeptKeys", self._made_during)
+        refuse_recomputation("a KeptKeys", self._made_during, self._counter)
 
     def _needs_gradient(self, *others: Rows | None) -> bool:
         """Say whether a gradient would be lost by taking other rows in in place."""
