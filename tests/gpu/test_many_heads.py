@@ -46,7 +46,11 @@ def few_mask(draw: Draw, call: Call, kept: int, every: int = 1) -> Tensor:
 
 def short_keys(draw: Draw) -> Call:
     """Blocks of keys of a head are few, and those of all heads do not go together."""
+<<<<<<< HEAD
     return whole(draw, 11, 20, 1, draw.size(50, 64), draw.size(193, 256))
+=======
+    return whole(draw, 13, 17, 1, 64, draw.size(245, 256))
+>>>>>>> 4c1f18d (Test groups of heads and sequences that are not as large as others)
 
 
 def causal_short_keys(draw: Draw) -> Call:
