@@ -46,11 +46,7 @@ def few_mask(draw: Draw, call: Call, kept: int, every: int = 1) -> Tensor:
 
 def short_keys(draw: Draw) -> Call:
     """Blocks of keys of a head are few, and those of all heads do not go together."""
-<<<<<<< HEAD
-    return whole(draw, 11, 20, 1, draw.size(50, 64), draw.size(193, 256))
-=======
     return whole(draw, 13, 17, 1, 64, draw.size(245, 256))
->>>>>>> 4c1f18d (Test groups of heads and sequences that are not as large as others)
 
 
 def causal_short_keys(draw: Draw) -> Call:
@@ -60,7 +56,7 @@ def causal_short_keys(draw: Draw) -> Call:
 
 
 def one_block(draw: Draw) -> Call:
-    call = whole(draw, 45, 16, 1, 64, draw.size(50, 64), bias=True)  # whole tiles of rows
+    call = whole(draw, 47, 15, 1, 64, draw.size(50, 64), bias=True)  # whole tiles of rows
     call.causal, call.softcap = True, 4.0
     return call
 
@@ -68,13 +64,13 @@ def one_block(draw: Draw) -> Call:
 def window(draw: Draw) -> Call:
     """Segments of rows, whose blocks of keys are ordered for each list."""
     call = whole(draw, 11, 5, 1, draw.size(257, 290), 1024, bias=True)
-    call.causal, call.window = True, draw.size(8, 30)
+    call.causal, call.window = True, draw.shapes.choice([20, 90])
     return call
 
 
 def key_mask(draw: Draw) -> Call:
     """Lists of kept keys; and tiles of rows, of which only some sequences go together."""
-    call = whole(draw, 7, 8, 1, draw.size(17, 40), 2048, bias=True)
+    call = whole(draw, 9, 5, 1, draw.size(129, 140), 2048, bias=True)
     call.mask, call.causal = few_mask(draw, call, 40), True
     return call
 
