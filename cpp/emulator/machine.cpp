@@ -347,6 +347,10 @@ void yield() {
   machine.leave();
 }
 
+void linger() {
+  if (machine.lingers()) yield();
+}
+
 void put_off(Queue queue, Work work) { groups(queue).open.push_back(std::move(work)); }
 void put_off(Work work) { machine.put_off(std::move(work)); }
 

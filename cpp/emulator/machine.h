@@ -69,6 +69,8 @@ void wait(uint64_t &barrier, uint32_t parity);
 
 // Lets other warps go on.
 void yield();
+// Now and then the same, where a thread has told others that they may go on: what it does next may then come too late.
+void linger();
 
 // Work that the hardware does later, in groups. The queues of a thread hold what cp.async copies and what bulk copies
 // read from shared memory; that of a warp holds products of its warpgroup. complete() does all but the last `pending`

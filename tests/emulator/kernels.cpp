@@ -60,6 +60,24 @@ template <int kArrivals> void barriers(int *out) {
   out[threadIdx.x] = 1;
 }
 
+// Some threads say that they have read a number, which others then overwrite, before they read it.
+void releases_early(int *out) {
+  __shared__ uint64_t barrier;
+  __shared__ int number;
+  if (threadIdx.x == 0) {
+    ptx::init_barrier(barrier, 64);
+    number = 1;
+  }
+  __syncthreads();
+  if (threadIdx.x < 64) {
+    ptx::arrive(barrier);
+    if (number == 2) out[0] = 1;
+  } else {
+    ptx::wait(barrier, 0);
+    number = 2;
+  }
+}
+
 void writes_beyond(int *) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   if (threadIdx.x == 5) dynamic_shared[2048] = 1;
@@ -168,6 +186,7 @@ int main() {
   run("asks in two places", asks<false>, 0);
   run("barriers", barriers<64>, 0);
   run("barriers for ever", barriers<65>, 0);
+  run_grid("releases early", releases_early, {16, 1}, 1, 0);
   run("beyond", writes_beyond, 0);
   run_grid("clusters", of_all_blocks, {1, 4}, 4, 0.0f);
   run_grid("exchange", exchange_of_blocks, {1, 2}, 2, 0.0f);

@@ -9,7 +9,10 @@
 namespace fdm::cuda::ptx {
 
 inline void init_barrier(uint64_t &barrier, int arrivals) { emulator::init_barrier(barrier, arrivals); }
-inline void arrive(uint64_t &barrier) { emulator::arrive(barrier); }
+inline void arrive(uint64_t &barrier) {
+  emulator::arrive(barrier);
+  emulator::linger();
+}
 inline void arrive_after_copies(uint64_t &barrier) {
   emulator::put_off([copies = emulator::share(emulator::Queue::copies), &barrier] {
     for (const emulator::Work &copy : copies) copy();
@@ -25,7 +28,10 @@ inline void fence_async_proxy() {}
 
 template <int kNumber, int kThreads> void sync_threads() { emulator::sync_threads(kNumber, kThreads); }
 template <int kThreads> void sync_threads(int number) { emulator::sync_threads(number, kThreads); }
-template <int kThreads> void arrive_threads(int number) { emulator::arrive_threads(number, kThreads); }
+template <int kThreads> void arrive_threads(int number) {
+  emulator::arrive_threads(number, kThreads);
+  emulator::linger();
+}
 
 template <int kRegisters> void warpgroup_reg_dealloc() {}
 template <int kRegisters> void warpgroup_reg_alloc() {}

@@ -31,7 +31,10 @@ private:
   uint32_t rank_;
 };
 inline void expect_of_cluster(uint64_t &barrier, uint32_t bytes) { emulator::expect_of_cluster(barrier, bytes); }
-inline void arrive_of_block(uint64_t &own, uint32_t rank) { emulator::arrive_of_block(own, rank); }
+inline void arrive_of_block(uint64_t &own, uint32_t rank) {
+  emulator::arrive_of_block(own, rank);
+  emulator::linger();
+}
 inline void wait_for_cluster(uint64_t &barrier, uint32_t parity) { emulator::wait_for_cluster(barrier, parity); }
 
 } // namespace fdm::cuda::ptx
