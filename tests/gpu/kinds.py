@@ -118,6 +118,16 @@ def causal_intervals(draw: Draw) -> Call:
     return with_dropped_keys(draw, call)
 
 
+def near_keys(draw: Draw) -> Call:
+    """Each key is kept by few rows, and those of neighbouring keys go on from there."""
+    length = (draw.size(200, 400),) * 2
+    call, sizes = dense(draw, queries=length, keys=length, kv_heads=(1, 2))
+    call.mask = IntervalMask.sliding_window(
+        draw.size(3, 30), draw.size(0, 20), sizes.queries, sizes.keys
+    )
+    return call
+
+
 def row_mask(draw: Draw) -> Call:
     call, sizes = dense(draw)
     call.mask = draw.kept(1, sizes.heads, sizes.queries, sizes.keys, density=0.3)
@@ -343,6 +353,7 @@ KINDS: dict[str, Callable[[Draw], Call]] = {
         causal_key_mask,
         intervals,
         causal_intervals,
+        near_keys,
         row_mask,
         causal_row_mask,
         window,

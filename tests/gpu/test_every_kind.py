@@ -30,7 +30,9 @@ def test_every_kind(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("form", ["causal", "intervals", "row_mask", "decode", "packed_key_mask"])
+@pytest.mark.parametrize(
+    "form", ["causal", "intervals", "near_keys", "row_mask", "decode", "packed_key_mask"]
+)
 def test_every_head_dim(
     form: str, head_dim: int, deterministic: bool, pack_target: Target, seed: int
 ) -> None:
