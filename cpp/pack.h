@@ -164,7 +164,7 @@ typedef struct fdm_selection {
   fdm_tensor bias; /* any float dtype ({B|1}, {H|Hk|1}, {Q|1}, K); varlen (1, {H|Hk|1}, {total_q|1}, total_k | max_k) */
   fdm_tensor mask; /* bool, as bias or absent; broadcasts against it, also in the key dimension */
   fdm_tensor cu_seqlens_q, cu_seqlens_k;
-  fdm_tensor start, end; /* int32 ({B|1}, {H|Hk|1}, 1, K), the broadcast shape of bias and mask */
+  fdm_tensor start, end; /* with FDM_CAUSAL: int32 ({B|1}, {H|Hk|1}, 1, K), the broadcast shape of bias and mask */
   fdm_tensor keep;       /* bool, the broadcast shape of bias and mask */
 } fdm_selection;
 

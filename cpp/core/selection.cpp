@@ -114,6 +114,8 @@ void Selection::run(const fdm_selection &selection, fdm_buffer workspace) const 
 }
 
 fdm_selection Selection::with_intervals(nb::handle start, nb::handle end) const {
+  if ((selection_.flags & FDM_CAUSAL) == 0)
+    value_error("start and end are wanted, but causal is False; without a causal limit only keep holds a selection");
   if (result_shape_[2] != 1)
     value_error("start and end are wanted, but attn_bias or attn_mask has a row for each of ", result_shape_[2],
                 " queries; only keep can hold that");

@@ -56,12 +56,11 @@ int64_t last_visible(const fdm_selection &s, const Row &r, int64_t i) {
 // heap gives each key the one run of queries that select it.
 void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int32_t *start, int32_t *end,
                       int64_t start_stride, int64_t end_stride) {
-  const bool causal = (s.flags & FDM_CAUSAL) != 0;
   for (int64_t j = 0; j < r.k_count; ++j) {
     start[j * start_stride] = 0;
     end[j * end_stride] = 0;
   }
-  const auto first_row = [&](int64_t j) { return causal ? max64(0, j - r.causal_off) : 0; };
+  const auto first_row = [&](int64_t j) { return max64(0, j - r.causal_off); };
   const auto drop = [&](int32_t key, int64_t row) {
     if (first_row(key) < row)
       end[key * end_stride] = int32_t(row);

@@ -273,10 +273,13 @@ def test_selection(cpu: _core.Pack, causal: bool) -> None:
         causal=causal,
     )
     workspace = np.empty(selection.workspace_bytes, np.uint8)
-    selection.intervals(as_tuple(start), as_tuple(end), as_tuple(workspace))
-    keep = (start[:, :, None] <= rows) & (rows < end[:, :, None])
-    np.testing.assert_array_equal(keep & visible, expected)
-    if not causal:
+    if causal:
+        selection.intervals(as_tuple(start), as_tuple(end), as_tuple(workspace))
+        keep = (start[:, :, None] <= rows) & (rows < end[:, :, None])
+        np.testing.assert_array_equal(keep & visible, expected)
+    else:
+        with pytest.raises(ValueError, match="start and end are wanted, but causal is False"):
+            selection.intervals(as_tuple(start), as_tuple(end), as_tuple(workspace))
         keep = np.empty((b, hk, 1, k), bool)
         selection.keep(as_tuple(keep), as_tuple(workspace))
         np.testing.assert_array_equal(keep[:, :, 0], expected[:, :, 0])

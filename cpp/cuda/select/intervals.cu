@@ -37,9 +37,7 @@ Chunks chunks_of(const fdm_selection &s, int64_t chunk_keys) {
   return {chunk_keys, s.batch == 0 ? 0 : max64(s.bias.shape[3], s.mask.shape[3]) / chunk_keys + s.batch};
 }
 
-// Without a causal limit only the window over all keys matters.
 Chunks chunks_of(const fdm_selection &s) {
-  if (!(s.flags & FDM_CAUSAL)) return chunks_of(s, max64(1, s.keys));
   return chunks_of(s, max64(kMinChunkKeys, min64(kMaxChunkKeys, round_up(ceil_div(s.keys, kChunks), kMinChunkKeys))));
 }
 
@@ -53,10 +51,9 @@ struct IntervalWork {
   Window *windows;              // after each chunk of the row
   int32_t *row_start, *row_end; // the results for the row's first key
   int64_t start_stride, end_stride;
-  bool causal;
 
-  // Chunks count down: the last ones have the longest rows before them. `windows_of` are the chunks that have windows.
-  __device__ IntervalWork(const fdm_selection &s, const Chunks &chunks, const Chunks &windows_of, Window *all_windows) {
+  // Chunks count down: the last ones have the longest rows before them.
+  __device__ IntervalWork(const fdm_selection &s, const Chunks &chunks, Window *all_windows) {
     // A grid has fewer than 2^31 blocks, so its divisions need 32 bits only.
     const auto heads = static_cast<uint32_t>(s.start.shape[1]), rows = gridDim.x / static_cast<uint32_t>(chunks.count);
     const uint32_t list = blockIdx.x % rows, head = list % heads;
@@ -68,22 +65,21 @@ struct IntervalWork {
     row = selection_row(s, s.start, b, head);
     begin = static_cast<int32_t>(min64(row.k_count, chunk * chunks.keys));
     end = static_cast<int32_t>(min64(row.k_count, (chunk + 1) * chunks.keys));
-    windows = all_windows + list * windows_of.count;
-    if (is_varlen(s)) windows += first_number(row.k_begin, b, windows_of.keys);
+    windows = all_windows + list * chunks.count;
+    if (is_varlen(s)) windows += first_number(row.k_begin, b, chunks.keys);
     start_stride = s.start.stride[3];
     end_stride = s.end.stride[3];
     row_start = static_cast<int32_t *>(s.start.data) + batch * s.start.stride[0] + head * s.start.stride[1] +
                 row.k_begin * start_stride;
     row_end = static_cast<int32_t *>(s.end.data) + batch * s.end.stride[0] + head * s.end.stride[1] +
               row.k_begin * end_stride;
-    causal = (s.flags & FDM_CAUSAL) != 0;
   }
 
   // Bounds of sequences that are wrong may give a block a chunk before the first.
   __device__ bool absent() const { return chunk < 0 || begin >= end; }
   // The i-th key of the chunk that is the thread's.
   __device__ int32_t own_key(int i) const { return begin + i * kThreads + static_cast<int32_t>(threadIdx.x); }
-  __device__ int64_t first_row(int64_t key) const { return causal ? max64(0, key - row.causal_off) : 0; }
+  __device__ int64_t first_row(int64_t key) const { return max64(0, key - row.causal_off); }
 
   // A key that no row selects has the interval [0, 0).
   __device__ void write(int64_t key, int64_t past_row) const {
@@ -99,23 +95,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     find_windows(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks, Window *all_windows) {
   __shared__ typename RadixSelect<kThreads>::Shared shared;
   ptx::start_dependents();
-  const IntervalWork work(s, chunks, chunks, all_windows);
+  const IntervalWork work(s, chunks, all_windows);
   if (work.absent()) return;
   const Candidates<kDtype> source(s, work.row, 0);
   const Window window = RadixSelect<kThreads>::select(shared, source, work.end, s.window);
   if (threadIdx.x == 0) work.windows[work.chunk] = window;
-}
-
-// Without a causal limit, writes the keys of the one window, which holds for all rows.
-template <int kDtype>
-__global__ void __launch_bounds__(kThreads, 2)
-    write_window(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks,
-                 const __grid_constant__ Chunks windows_of, Window *all_windows) {
-  const IntervalWork work(s, chunks, windows_of, all_windows);
-  if (work.absent()) return;
-  const Candidates<kDtype> source(s, work.row, 0);
-  for (int32_t j = work.begin + static_cast<int32_t>(threadIdx.x); j < work.end; j += kThreads)
-    work.write(j, work.windows[0].holds(source(j), j) ? work.row.q_count : 0);
 }
 
 // A value and a key in one number. The larger the number, the earlier it comes in the order of selection.
@@ -205,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     write_intervals(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks,
                     Window *all_windows) {
   __shared__ ChunkChanges changes;
-  const IntervalWork work(s, chunks, chunks, all_windows);
+  const IntervalWork work(s, chunks, all_windows);
   const Candidates<kDtype> source(s, work.row, 0);
   const bool absent = work.absent();
   const int64_t last_chunk = ceil_div(work.row.k_count, chunks.keys) - 1;
@@ -246,7 +230,7 @@ int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
 
 cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream_t stream) {
   const Chunks chunks = chunks_of(s);
-  const int64_t rows = chunk_rows(s), blocks = rows * chunks.count;
+  const int64_t blocks = chunk_rows(s) * chunks.count;
   if (s.keys == 0) return cudaSuccess;
   if (fits_short_lists(s)) return launch_short_selection(s, stream);
   auto *windows = static_cast<Window *>(workspace);
@@ -254,10 +238,7 @@ cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream
     constexpr int kDtype = decltype(dtype)::value;
     const cudaError_t error = launch(find_windows<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
     if (error) return error;
-    if (s.flags & FDM_CAUSAL)
-      return launch<Overlap::kernel_ahead>(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
-    const Chunks writers = chunks_of(s, kMaxChunkKeys);
-    return launch(write_window<kDtype>, rows * writers.count, kThreads, 0, stream, s, writers, chunks, windows);
+    return launch<Overlap::kernel_ahead>(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
   });
 }
 
