@@ -49,3 +49,21 @@ def test_triton_has_causality_before_the_scale() -> None:
     else:  # what is imported says why it cannot run when it is called
         with pytest.raises(RuntimeError, match=r"backend 'triton' is not available here"):
             triton_dmattn_func(QUERY, KEY, VALUE, MASK, BIAS, True, 0.3)
+
+
+def test_names_of_integrations() -> None:
+    """Names of 1.2.2's modules, which are aliases of those that serve transformers here."""
+    pytest.importorskip("transformers")
+    from flash_dmattn.integrations import (
+        flash_dynamic_mask_attention,
+        model_attention,
+        modeling_flash_dynamic_mask_attention_utils,
+        transformers_attention,
+    )
+
+    for alias, module in (
+        (flash_dynamic_mask_attention, transformers_attention),
+        (modeling_flash_dynamic_mask_attention_utils, model_attention),
+    ):
+        for name in alias.__all__:
+            assert getattr(alias, name) is getattr(module, name)

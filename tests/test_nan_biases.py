@@ -17,7 +17,7 @@ from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
 )
-from flash_dmattn.integrations.flash_dynamic_mask_attention import (
+from flash_dmattn.integrations.transformers_attention import (
     flash_dynamic_mask_attention_forward,
 )
 from plain_module import make_input, make_module

@@ -28,7 +28,7 @@ from flash_dmattn import (
 )
 from flash_dmattn.distributed import ContextParallelAttention, context_parallel_dmattn
 from flash_dmattn.integrations import evoformer_attention, triangle_attention
-from flash_dmattn.integrations.flash_dynamic_mask_attention import (
+from flash_dmattn.integrations.transformers_attention import (
     flash_dynamic_mask_attention_forward,
 )
 from flash_dmattn.selftest.with_torch import compare

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import attention_reference, flash_dmattn_func
-from flash_dmattn.integrations import modeling_flash_dynamic_mask_attention_utils as modeling
-from flash_dmattn.integrations.flash_dynamic_mask_attention import (
-    flash_dynamic_mask_attention_forward,
-)
-from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
+from flash_dmattn.integrations import model_attention
+from flash_dmattn.integrations.model_attention import (
     _flash_dynamic_mask_attention_forward,
 )
-from flash_dmattn.integrations.packed import bounds_of_sequences, documents_of_positions
+from flash_dmattn.integrations.packed_documents import bounds_of_sequences, documents_of_positions
+from flash_dmattn.integrations.transformers_attention import (
+    flash_dynamic_mask_attention_forward,
+)
 from support import assert_accurate, rand_bool, randn
 
 B, Q, K, H, HK, D, WINDOW = 2, 19, 19, 4, 2, 16, 6
@@ -230,7 +230,7 @@ def test_packed_training_passes_one_tensor_of_bounds(monkeypatch: pytest.MonkeyP
         seen.append(bounds[0] is bounds[1])
         return query
 
-    monkeypatch.setattr(modeling, "flash_dmattn_varlen_func", varlen)
+    monkeypatch.setattr(model_attention, "flash_dmattn_varlen_func", varlen)
     for trains in (True, False):
         query, key, value = (t[:1].requires_grad_(trains) for t in problem())
         flash_dynamic_mask_attention_forward(
@@ -402,7 +402,7 @@ def test_no_tensor_is_made_of_the_size_of_a_mask(monkeypatch: pytest.MonkeyPatch
         seen.append(args[3:5])
         return real(*args, **kwargs)
 
-    module = "flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils"
+    module = "flash_dmattn.integrations.model_attention"
     monkeypatch.setattr(f"{module}.flash_dmattn_func", record)
     bias = BIASES["keys"]
     flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), None)

@@ -14,7 +14,7 @@ from flash_dmattn.integrations import apply_flash_dmattn
 
 from .tiny_models import LENGTH, WINDOW, padding, tiny_model, tokens, transformers
 
-kept_layer = pytest.importorskip("flash_dmattn.integrations.kept_layer")
+cache_layers = pytest.importorskip("flash_dmattn.integrations.cache")
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.DynamicCache, "activate_past_recording"),
@@ -26,7 +26,7 @@ REPEAT, SELECT = "batch_repeat_interleave", "batch_select_indices"
 
 
 def is_kept(cache: Any) -> bool:
-    return all(isinstance(layer, kept_layer.KeptLayer) for layer in cache.layers)
+    return all(isinstance(layer, cache_layers.KeptLayer) for layer in cache.layers)
 
 
 def assert_close(got: Any, want: Any) -> None:

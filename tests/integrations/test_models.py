@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_dmattn.integrations import choices, register
+from flash_dmattn.integrations import implementations, register
 from support import Target
 
 from .tiny_models import (
@@ -127,7 +127,7 @@ def test_attention_that_does_not_say_what_is_causal(family: str, case: str) -> N
 
 def test_dropout_of_probabilities_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5 trains with the dropout of all its other parts."""
-    monkeypatch.setattr(choices, "attention_dropout", "refuse")
+    monkeypatch.setattr(implementations, "attention_dropout", "refuse")
     model = tiny_model("t5", "named").train()
     with pytest.raises(
         NotImplementedError, match=r"dropout .* got 0\.1: .*attention_dropout='skip'"

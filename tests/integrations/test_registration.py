@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from flash_dmattn.integrations import ATTENTION_NAME, choices, register
-from flash_dmattn.integrations.flash_dynamic_mask_attention import REFUSED
+from flash_dmattn.integrations import ATTENTION_NAME, implementations, register
 from flash_dmattn.integrations.import_utils import is_flash_dmattn_available
 from flash_dmattn.integrations.model_masks import model_mask
-from flash_dmattn.integrations.packed import Documents
+from flash_dmattn.integrations.packed_documents import Documents
+from flash_dmattn.integrations.transformers_attention import REFUSED
 from flash_dmattn.masks import IntervalMask
 
 from .tiny_models import tiny_model, tokens, transformers
@@ -123,12 +123,12 @@ def test_the_name_is_kept_where_transformers_knows_another_kernel() -> None:
 
 
 def test_attention_dropout_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "attention_dropout", "refuse")
+    monkeypatch.setattr(implementations, "attention_dropout", "refuse")
     register()
-    assert choices.attention_dropout == "refuse"
+    assert implementations.attention_dropout == "refuse"
     register(attention_dropout="skip")
     register()
-    assert choices.attention_dropout == "skip"
+    assert implementations.attention_dropout == "skip"
     with pytest.raises(ValueError, match="attention_dropout must be None, 'refuse' or 'skip', got"):
         register(attention_dropout="ignore")
 

@@ -7,7 +7,7 @@ installed. Nothing else in flash_dmattn imports transformers.
 
 from __future__ import annotations
 
-from .applying import apply_flash_dmattn
+from .apply import apply_flash_dmattn
 from .implementations import ATTENTION_NAME
 from .import_utils import is_transformers_available
 from .registration import register

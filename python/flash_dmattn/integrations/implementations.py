@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention implementations of this package, and which one a module has."""
+"""The attention implementations of this package, which one a module has, and what holds for all."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from flash_dmattn.checks import described
+
 __all__ = [
     "ATTENTION_NAME",
     "KEY_BIAS_ATTENTION_NAME",
     "NAMES",
+    "attention_dropout",
+    "choose_attention_dropout",
     "expects_eager_masks",
     "note_masks_of",
     "other_attention",
@@ -22,6 +26,20 @@ NAMES = (ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME)
 _MASK_IS_HANDED_ON = frozenset({"doge", "mt5", "t5"})
 # The types of the models in use whose code is written for eager attention alone.
 _types_for_eager: set[str] = set()
+_DROPOUT = ("refuse", "skip")
+
+# What becomes of a dropout of probabilities that a model asks for in training.
+attention_dropout = "refuse"
+
+
+def choose_attention_dropout(choice: str) -> None:
+    """Choose that for all models of the process: "refuse" or "skip"."""
+    global attention_dropout
+    if choice not in _DROPOUT:
+        raise ValueError(
+            f"attention_dropout must be None, 'refuse' or 'skip', got {described(choice)}"
+        )
+    attention_dropout = choice
 
 
 def other_attention(module: Any) -> str | None:

@@ -17,7 +17,7 @@ from .implementations import ATTENTION_NAME, other_attention
 from .mask_forms import Mask
 
 if TYPE_CHECKING:
-    from .kept_layer import KeptLayer
+    from .cache import KeptLayer
 
 __all__ = [
     "CACHE_NAMES",
@@ -145,7 +145,7 @@ def patch_doge(module: Any, window_size: int | None) -> None:
     """
     if window_size is not None:
         module.keep_window_size = window_size
-    from .kept_layer import remember_recording
+    from .cache import remember_recording
 
     remember_recording()
     if module.prepare_dynamic_mask is not take_key_bias:
@@ -177,7 +177,7 @@ def _kept_layer(module: Any, cache: Any, mask: Mask, added: int) -> KeptLayer | 
     """Return the module's layer of a cache if it keeps only what can be seen, ready for a call."""
     if cache is None:
         return None
-    from .kept_layer import kept_layer_of
+    from .cache import kept_layer_of
 
     layer = kept_layer_of(
         cache, module.layer_idx, module.keep_window_size, mask, _needs_every_key(module)

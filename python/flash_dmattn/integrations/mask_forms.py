@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_dmattn.masks import IntervalMask
 
-from .packed import Documents
+from .packed_documents import Documents
 
 __all__ = ["Mask", "MaskAndBias", "has_rows", "mask_and_bias"]
 

@@ -16,7 +16,7 @@ from transformers import masking_utils
 from flash_dmattn.masks import IntervalMask
 
 from .implementations import expects_eager_masks
-from .packed import Documents
+from .packed_documents import Documents
 
 __all__ = ["compact_model_mask", "model_mask"]
 

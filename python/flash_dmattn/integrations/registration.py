@@ -6,11 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .choices import choose_attention_dropout
-from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME, NAMES, note_masks_of
+from .implementations import (
+    ATTENTION_NAME,
+    KEY_BIAS_ATTENTION_NAME,
+    NAMES,
+    choose_attention_dropout,
+    note_masks_of,
+)
 from .import_utils import require_transformers
 from .key_bias import has_bias
-from .wrapping import wrap_once
+from .wrap_once import wrap_once
 
 __all__ = ["register"]
 
@@ -33,8 +38,8 @@ def register(attention_dropout: str | None = None) -> None:
         choose_attention_dropout(attention_dropout)
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
     from .model_masks import compact_model_mask, model_mask
+    from .transformers_attention import flash_dynamic_mask_attention_forward
 
     for name, mask in ((ATTENTION_NAME, model_mask), (KEY_BIAS_ATTENTION_NAME, compact_model_mask)):
         AttentionInterface.register(name, flash_dynamic_mask_attention_forward)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .wrapping import wrap_once
+from .wrap_once import wrap_once
 
 __all__ = ["warn_when_saved"]
 

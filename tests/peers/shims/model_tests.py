@@ -18,10 +18,10 @@ import transformers
 from transformers import AttentionInterface, PreTrainedModel, testing_utils
 
 from flash_dmattn import integrations
-from flash_dmattn.integrations.flash_dynamic_mask_attention import (
+from flash_dmattn.integrations.implementations import note_masks_of
+from flash_dmattn.integrations.transformers_attention import (
     flash_dynamic_mask_attention_forward,
 )
-from flash_dmattn.integrations.implementations import note_masks_of
 
 OURS = "flash_dmattn"
 REPLACED = {"sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"}

@@ -79,7 +79,7 @@ def apply_flash_dmattn(
             give_bias(module, KeyBias(key_bias, window_size))
         warn_when_saved(modules[0], " and ".join(filter(None, ("key_bias", window))))
         return model
-    from .doge_step import let_steps_be_fused
+    from .doge import let_steps_be_fused
 
     for module in modules:
         patch_doge(module, window_size)

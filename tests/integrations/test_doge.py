@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from .tiny_models import padding, tiny_model, tokens, transformers
 
-doge_step = pytest.importorskip("flash_dmattn.integrations.doge_step")
+doge = pytest.importorskip("flash_dmattn.integrations.doge")
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.DynamicCache, "activate_past_recording"),
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.skipif(
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of a module with a cache was a step in few kernels."""
     seen: list[bool] = []
-    whole = doge_step.doge_step
+    whole = doge.doge_step
 
     def watched(*args: Any) -> Tensor | None:
         output: Tensor | None = whole(*args)
         seen.append(output is not None)
         return output
 
-    monkeypatch.setattr(doge_step, "doge_step", watched)
+    monkeypatch.setattr(doge, "doge_step", watched)
     return seen
 
 
@@ -67,7 +67,7 @@ def test_steps_are_what_the_modules_compute(
     got, cache = decoded(model, ids, 20)
     layers = len(cache.layers)
     assert fused == [False] * layers + [True] * layers * (ids.shape[1] - 20)
-    monkeypatch.setattr(doge_step, "has_kernel", lambda _: False)
+    monkeypatch.setattr(doge, "has_kernel", lambda _: False)
     want, other = decoded(model, ids, 20)
     eager = tiny_model("doge").eval().double()
     eager.load_state_dict(model.state_dict())
@@ -107,7 +107,7 @@ def test_calls_that_ask_for_more_go_to_the_module(
     want = decoded(model, ids[:, :22], 20)[0]
     assert fused[-2:] == [True, True]
     with monkeypatch.context() as patch:
-        patch.setattr(doge_step, "has_kernel", lambda _: False)
+        patch.setattr(doge, "has_kernel", lambda _: False)
         got = decoded(model, ids[:, :22], 20)[0]
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
     for name, other in (("q_norm", torch.nn.Identity), ("q_proj", torch.nn.Sequential)):

@@ -14,7 +14,7 @@ from transformers import cache_utils
 from flash_dmattn.state import KeptKeys
 from flash_dmattn.state.rows import Rows, chosen
 
-from .wrapping import wrap_once
+from .wrap_once import wrap_once
 
 __all__ = ["KeptLayer", "kept_layer_of", "remember_recording"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .tiny_models import WINDOW, padding, tiny_model, tokens, transformers
 
-kept_layer = pytest.importorskip("flash_dmattn.integrations.kept_layer")
+cache_layers = pytest.importorskip("flash_dmattn.integrations.cache")
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.DynamicCache, "activate_past_recording"),
@@ -48,7 +48,7 @@ def test_ways_of_generating(name: str, padded: bool) -> None:
     want = generated("eager", WAYS[name], **inputs)
     assert torch.equal(got.sequences, want.sequences)
     for layer in got.past_key_values.layers:
-        assert isinstance(layer, kept_layer.KeptLayer)
+        assert isinstance(layer, cache_layers.KeptLayer)
         assert layer.kept.capacity == WINDOW
 
 
@@ -90,7 +90,7 @@ def test_caches_that_keep_all() -> None:
         caches[2] = transformers.StaticCache(config=model.config, max_cache_len=64)
         model(tokens(), past_key_values=caches[2])
     for cache in caches:
-        assert not any(isinstance(layer, kept_layer.KeptLayer) for layer in cache.layers)
+        assert not any(isinstance(layer, cache_layers.KeptLayer) for layer in cache.layers)
 
 
 def test_what_was_forgotten_is_not_shown_again() -> None:
@@ -128,7 +128,7 @@ def test_training_around_calls_without_gradients(records: bool, mode: Any) -> No
     first = [tensor.requires_grad_() for tensor in heads_of(6, 0)]
 
     def trained(between: Any) -> list[Tensor]:
-        layer = kept_layer.KeptLayer(4)
+        layer = cache_layers.KeptLayer(4)
         layer.record_past = records
         number = seen_by(layer, *first)
         with between():
@@ -146,12 +146,12 @@ def test_training_around_calls_without_gradients(records: bool, mode: Any) -> No
 @pytest.mark.parametrize("records", [False, True])
 @torch.no_grad()
 def test_a_refused_update_takes_nothing_in(records: bool) -> None:
-    layer = kept_layer.KeptLayer(4)
+    layer = cache_layers.KeptLayer(4)
     layer.record_past = records
     seen_by(layer, *heads_of(6, 0))
     with pytest.raises((RuntimeError, ValueError), match=r"size|shape"):
         seen_by(layer, *(tensor[:1] for tensor in heads_of(1, 1)))
-    other = kept_layer.KeptLayer(4)
+    other = cache_layers.KeptLayer(4)
     other.record_past = records
     seen_by(other, *heads_of(6, 0))
     want = seen_by(other, *heads_of(2, 2))

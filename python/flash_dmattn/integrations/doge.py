@@ -16,10 +16,10 @@ from flash_dmattn.modules.fusing import are_as_found, is_token, plain_parts
 from flash_dmattn.modules.parts import Part
 from flash_dmattn.state.stepping import has_kernel
 
+from .cache import KeptLayer
 from .implementations import other_attention
-from .kept_layer import KeptLayer
 from .key_bias import CACHE_NAMES, CALL, take_key_bias
-from .wrapping import wrap_once
+from .wrap_once import wrap_once
 
 __all__ = ["doge_step", "let_steps_be_fused"]
 

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention with every mask, bias and packing that models come with."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import checks
+from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn.masks import IntervalMask
+from flash_dmattn.selection import keeps_all, without_nan
+
+from .mask_forms import Mask, has_rows, mask_and_bias
+from .packed_documents import (
+    Documents,
+    bounds_of_sequences,
+    documents_of_positions,
+    packed_keep,
+    select_within_documents,
+)
+from .peft import fdma_peft_integration_check
+
+__all__ = ["FlashDynamicMaskAttentionKwargs", "fdma_peft_integration_check"]
+
+
+class FlashDynamicMaskAttentionKwargs(TypedDict, total=False):
+    """What models hand on to attention of packed sequences."""
+
+    cu_seq_lens_q: Tensor | None
+    cu_seq_lens_k: Tensor | None
+    max_length_q: int | None
+    max_length_k: int | None
+
+
+def _flash_dynamic_mask_attention_forward(
+    query_states: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    attention_mask: Mask,
+    attention_bias: Tensor | None,
+    query_length: int,
+    key_length: int,
+    is_causal: bool,
+    position_ids: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    target_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+    *,
+    keep_window_size: int | None = None,
+    sliding_window: int | None = None,
+    sink: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute attention; 1.2.2's function of this name, for all of its arguments together.
+
+    Args:
+        query_states: ``(B, Q, H, D)``.
+        key_states, value_states: ``(B, K, Hk, D)``.
+        attention_mask: see `mask_and_bias`; or an `IntervalMask`.
+        attention_bias: added to the scaled scores, at its own rank.
+        query_length, key_length: Q and K, which the shapes tell too.
+        is_causal: query i sees keys ``j <= i + K - Q``, where K counts the keys that a 2-D mask
+            tells of.
+        position_ids: ``(B|1, Q)``; where there is no mask and Q = K, a position that does not
+            follow the one before it begins another document.
+        softmax_scale, softcap, deterministic: as in `flash_dmattn_func`.
+        window_size, keep_window_size: keep the keys with the largest bias among those seen.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of packed sequences, as in
+            `flash_dmattn_varlen_func`. The rows of the batch are taken one after another.
+        target_dtype: cast float32 inputs to this.
+        implementation: the registered name; that of another kind of attention is refused.
+        sliding_window: keep the nearest keys only, this many on each side that is seen.
+        sink: as in `flash_dmattn_func`.
+        **kwargs: what other implementations of attention know.
+
+    Returns:
+        ``(B, Q, H, D)``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    if implementation is not None and "dmattn" not in str(implementation):
+        raise ValueError(
+            "implementation must be None or 'flash_dmattn', got "
+            f"{checks.described(implementation)}, which is another kind of attention"
+        )
+    query, key, value, attention_bias = fdma_peft_integration_check(
+        query_states, key_states, value_states, attention_bias, target_dtype
+    )
+    window = _window(window_size, keep_window_size)
+    if sliding_window is not None:
+        sliding_window = checks.index("sliding_window", sliding_window, 1)
+    options = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "sink": sink,
+    }
+    mask, bias, keys = mask_and_bias(attention_mask, attention_bias, key.shape[1], query.dtype)
+    if keys != key.shape[1]:
+        key, value = key[:, :keys], value[:, :keys]
+    if window is not None and bias is None:
+        raise ValueError(
+            "window_size selects the keys with the largest attention_bias, but attention_bias is "
+            "None"
+        )
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        packing = Packing(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        if isinstance(mask, Documents):  # the same, found by the positions
+            mask = None
+        if not (has_rows(mask) or has_rows(bias) or isinstance(mask, IntervalMask)):
+            return _varlen(query, key, value, mask, bias, packing, is_causal, window, options)
+        mask, is_causal = _within_sequences(mask, query, key, packing, is_causal), False
+    elif (
+        mask is None and position_ids is not None and _may_hold_documents(position_ids, query, key)
+    ):
+        mask = documents_of_positions(position_ids)
+    if sliding_window is not None and sliding_window < keys and not _tells_of_queries(mask):
+        mask = _sliding(mask, sliding_window, query.shape[1], keys, query.device, is_causal)
+    if window is not None and bias is not None and keeps_all(window, keys):
+        bias, window = without_nan(bias), None
+    return _dense(query, key, value, mask, bias, is_causal, window, options)
+
+
+class Packing(NamedTuple):
+    """Where the sequences of a batch begin and end."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    longest_q: int | None
+    longest_k: int | None
+
+
+def _window(window_size: int | None, keep_window_size: int | None) -> int | None:
+    for name, size in (("window_size", window_size), ("keep_window_size", keep_window_size)):
+        if size is not None:
+            checks.index(name, size, 0)
+    if window_size is None or keep_window_size is None:
+        return keep_window_size if window_size is None else window_size
+    if window_size != keep_window_size:
+        raise ValueError(
+            "keep_window_size is another name of window_size; got "
+            f"keep_window_size={keep_window_size} and window_size={window_size}"
+        )
+    return window_size
+
+
+def _may_hold_documents(position_ids: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Say by the shapes whether positions may tell of packed documents.
+
+    Queries of a cache do not stand for its keys, and positions of images have more dimensions.
+    """
+    batch, queries = query.shape[:2]
+    return (
+        1 < queries == key.shape[1]
+        and position_ids.dim() == 2
+        and position_ids.shape[1] == queries
+        and position_ids.shape[0] in (1, batch)
+    )
+
+
+def _tells_of_queries(mask: Mask) -> bool:
+    """Say whether a mask knows which queries see a key, as that of a sliding window does."""
+    return isinstance(mask, IntervalMask) or has_rows(mask)
+
+
+def _sliding(
+    mask: Mask, size: int, queries: int, keys: int, device: torch.device, is_causal: bool
+) -> IntervalMask:
+    right = 0 if is_causal else size - 1
+    near = IntervalMask.sliding_window(size - 1, right, queries, keys, device=device)
+    if isinstance(mask, Documents):
+        return mask.intervals() & near
+    if isinstance(mask, Tensor):
+        end = (mask[:, :, 0] * queries).to(torch.int32).expand(-1, -1, keys)
+        return IntervalMask(torch.zeros_like(end), end) & near
+    return near
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    bias: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    if isinstance(mask, Documents):
+        if window is None or bias is None:
+            mask = mask.intervals()
+        elif has_rows(bias):
+            mask = mask.intervals().to_bool(query.shape[1])
+        else:
+            mask = select_within_documents(bias, window, mask, is_causal=is_causal)
+            window = None
+    elif isinstance(mask, IntervalMask) and window is not None:
+        mask = mask.to_bool(query.shape[1])
+    out = flash_dmattn_func(
+        query, key, value, mask, bias, is_causal=is_causal, window_size=window, **options
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    bias: Tensor | None,
+    packing: Packing,
+    is_causal: bool,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    batch, keys = key.shape[:2]
+    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = packing
+    assert mask is None or isinstance(mask, Tensor)
+    trains = torch.is_grad_enabled() and query.requires_grad and query.shape[:2] == key.shape[:2]
+    out = flash_dmattn_varlen_func(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        *bounds_of_sequences(cu_seqlens_q, cu_seqlens_k, compare=trains),
+        _longest(cu_seqlens_q) if longest_q is None else longest_q,
+        _longest(cu_seqlens_k) if longest_k is None else longest_k,
+        is_causal=is_causal,
+        attn_mask=_along_sequences(mask, batch, keys),
+        attn_bias=_along_sequences(bias, batch, keys),
+        window_size=window,
+        **options,
+    )
+    assert isinstance(out, Tensor)
+    return out.view(query.shape)
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    return int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if cu_seqlens.numel() > 1 else 0
+
+
+def _along_sequences(tensor: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """Turn ``({B|1}, h, 1, {K|1})`` into ``(h, 1, B * K)``."""
+    if tensor is None:
+        return None
+    return tensor.expand(batch, -1, -1, keys).permute(1, 2, 0, 3).flatten(2)
+
+
+def _within_sequences(
+    mask: Mask, query: Tensor, key: Tensor, packing: Packing, is_causal: bool
+) -> Tensor:
+    """Return bool ``(B, h, Q, K)``: what a mask keeps of the query's own sequence."""
+    (batch, queries), keys = query.shape[:2], key.shape[1]
+    own = packed_keep(*packing[:2], batch, queries, keys, is_causal=is_causal)
+    if isinstance(mask, IntervalMask):
+        return own & mask.to_bool(queries)
+    return own & mask if isinstance(mask, Tensor) else own

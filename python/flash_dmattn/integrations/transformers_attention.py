@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The attention function that models of transformers call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import checks
+from flash_dmattn.masks import IntervalMask
+
+from . import implementations
+from .implementations import expects_eager_masks
+from .key_bias import biased, has_bias
+from .mask_forms import Mask
+from .model_attention import _flash_dynamic_mask_attention_forward
+from .peft import target_dtype_of
+
+__all__ = ["REFUSED", "flash_dynamic_mask_attention_forward"]
+
+# What models may ask for that is not computed here, and what to do about it. To go on without it
+# would give other results than the model was made for.
+_USE_EAGER = "call model.set_attn_implementation('eager')"
+REFUSED = {
+    "output_attentions": f"probabilities are never made; to look at them, {_USE_EAGER}",
+    "head_mask": f"heads cannot be masked; {_USE_EAGER}",
+    "layer_head_mask": f"heads cannot be masked; {_USE_EAGER}",
+    "dropout": (
+        "probabilities are not dropped; set the dropout of attention in the model's config to 0, "
+        "or train without it, all other dropout kept, after "
+        "flash_dmattn.integrations.register(attention_dropout='skip')"
+    ),
+    "sinks": f"sinks that differ from token to token are not computed; {_USE_EAGER}",
+    "indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
+    "block_indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
+    "cache": "paged caches of continuous batching are not read; call generate()",
+    "block_table": "paged caches of continuous batching are not read; call generate()",
+}
+
+
+def flash_dynamic_mask_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask,
+    attention_bias: Tensor | None = None,
+    scaling: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention for a module of a transformers model.
+
+    Args:
+        module: that calls; `is_causal`, `config` and what `apply_flash_dmattn` gave it are read.
+        query: ``(B, H, Q, D)``.
+        key, value: ``(B, Hk, K, D)``.
+        attention_mask: None, a mask of two to four dimensions, or what the registered mask
+            function made. A mask that differs from query to query says itself what is causal.
+        attention_bias: ``(B, K)``, ``(B, {H|Hk|1}, K)`` or of four dimensions, added to the scaled
+            scores.
+        scaling: of the scores; ``D ** -0.5`` by default.
+        window_size: keep the keys with the largest bias; ``keep_window_size`` means the same.
+        softcap: as in `flash_dmattn_func`.
+        **kwargs: ``is_causal``, in place of the module's; the ``cu_seq_lens`` of packed sequences,
+            or, of a module without a config of transformers, ``position_ids``; ``sliding_window``;
+            ``position_bias``, another bias; ``s_aux``, ``(H,)``, the sinks of gpt-oss and others;
+            and what other implementations of attention know.
+
+    Returns:
+        ``(B, Q, H, D)``, and None in place of the probabilities.
+
+    Raises:
+        NotImplementedError: something is asked for that is not computed here, such as
+            output_attentions, head_mask or dropout; or as `flash_dmattn_func`.
+        TypeError, ValueError, RuntimeError: as `flash_dmattn_func`.
+    """
+    if not isinstance(module, torch.nn.Module):
+        checks.refuse_type("module", "a torch.nn.Module", module)
+    for name, states in (("query", query), ("key", key), ("value", value)):
+        if checks.tensor(name, states).dim() != 4:
+            raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(states.shape)}")
+    _refuse(module, kwargs)
+    key, value, attention_mask, attention_bias, window_size = biased(
+        module, key, value, attention_mask, attention_bias, window_size, kwargs
+    )
+    if hasattr(getattr(module, "config", None), "_attn_implementation"):
+        # transformers made the mask. It knows of a cache and of padding that is all True, and reads
+        # documents out of positions where there is neither.
+        kwargs.pop("position_ids", None)
+    position_bias = kwargs.pop("position_bias", None)
+    if position_bias is not None:
+        checks.tensor("position_bias", position_bias)
+        attention_bias = position_bias if attention_bias is None else attention_bias + position_bias
+    sink = _sink(kwargs, query.dtype)
+    is_causal = kwargs.pop("is_causal", None)
+    if is_causal is None:
+        is_causal = (
+            getattr(module, "is_causal", True)
+            and not _says_what_is_causal(attention_mask)
+            and not expects_eager_masks(getattr(module, "config", None))
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+    scaling = checks.number("scaling", scaling)
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    head_dim = value.shape[-1]
+    padded = key.shape[-1] != head_dim
+    if padded:
+        query, key, value = _of_one_head_dim(query, key, value)
+    out = _flash_dynamic_mask_attention_forward(
+        query,
+        key,
+        value,
+        attention_mask,
+        attention_bias,
+        query_length=query.shape[1],
+        key_length=key.shape[1],
+        is_causal=checks.flag("is_causal", is_causal),
+        softmax_scale=scaling,
+        window_size=window_size,
+        softcap=softcap,
+        target_dtype=target_dtype_of(query, module),
+        sink=sink,
+        **kwargs,
+    )
+    return out[..., :head_dim] if padded else out, None
+
+
+def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
+    """Take the sinks out of the arguments."""
+    sink: Tensor | None = kwargs.pop("s_aux", None)
+    if sink is None:
+        return None
+    checks.tensor("s_aux", sink)
+    return sink if sink.dtype in (dtype, torch.float32) else sink.to(torch.float32)
+
+
+def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    for name, remedy in REFUSED.items():
+        asked = kwargs.pop(name, None)
+        if asked is None or asked is False or (name == "dropout" and _may_be_skipped(asked)):
+            continue
+        if has_bias(module) and remedy.endswith(_USE_EAGER):
+            what = remedy.partition(";")[0]
+            remedy = f"{what}, and no other attention computes with this model's key_bias"
+        raise NotImplementedError(
+            f"{name} must be None, False or 0 with attn_implementation='flash_dmattn', got "
+            f"{checks.described(asked)}: {remedy}"
+        )
+
+
+def _may_be_skipped(dropout: Any) -> bool:
+    return isinstance(dropout, (int, float)) and (
+        dropout == 0 or implementations.attention_dropout == "skip"
+    )
+
+
+def _says_what_is_causal(mask: Mask) -> bool:
+    if isinstance(mask, Tensor):
+        return mask.dim() == 4 and mask.shape[2] != 1
+    return isinstance(mask, IntervalMask)
+
+
+def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad with zeros, which change no score, since values are not as long as keys."""
+    head_dim = max(key.shape[-1], value.shape[-1])
+    query, key, value = (
+        torch.nn.functional.pad(t, (0, head_dim - t.shape[-1])) for t in (query, key, value)
+    )
+    return query, key, value
