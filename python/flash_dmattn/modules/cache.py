@@ -216,12 +216,12 @@ class AttentionCache:
                 f"cache has max_length={self.max_length} and holds {self._length} tokens; "
                 f"{key.shape[1]} more do not fit"
             )
-        buffers = self._buffers
-        if not buffers or length > self.capacity:
-            buffers = self._grown(tokens, length)
+        # A boolean, since torch.compile of torch 2.11 traces no "is" of dictionaries.
+        grows = not self._buffers or length > self.capacity
+        buffers = self._grown(tokens, length) if grows else self._buffers
         for name, added in tokens.items():
             _part(buffers, name, self._length, length).copy_(added)
-        if buffers is not self._buffers:
+        if grows:
             with torch.inference_mode(False):
                 buffers = {name: writable(buffer) for name, buffer in buffers.items()}
         result = attend(*(_part(buffers, name, 0, length) for name in _NAMES))
