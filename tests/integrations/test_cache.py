@@ -104,6 +104,26 @@ def test_what_was_forgotten_is_not_shown_again() -> None:
         cache.crop(-1)
 
 
+@torch.no_grad()
+def test_tokens_are_taken_back_by_a_tensor_too() -> None:
+    """The drafts of some versions of transformers are counted on the device."""
+    model, mask = tiny_model("doge", "applied").eval(), torch.ones(2, 40, dtype=torch.int64)
+    cache = transformers.DynamicCache()
+    cache.activate_past_recording()
+    model(tokens()[:, :30], past_key_values=cache)
+    cache.crop(torch.tensor(-3))
+    assert type(cache.get_seq_length()) is int
+    for place in range(27, 40):
+        got = model(
+            tokens()[:, place : place + 1],
+            attention_mask=mask[:, : place + 1],
+            past_key_values=cache,
+        ).logits
+        cache.crop(torch.tensor(0))
+    want = model(tokens(), use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
 def heads_of(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return key and value, ``(B, Hk, N, D)``."""
     key, value = torch.randn(2, 2, 2, count, 8, generator=torch.Generator().manual_seed(seed))

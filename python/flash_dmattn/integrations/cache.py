@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -184,13 +185,15 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Hold tokens until `crop`."""
         self.record_past = True
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: SupportsIndex) -> None:
         """Forget the last tokens of those held, of which the others are then kept for good.
 
         Args:
-            tokens_to_remove: as a negative number; 0 forgets none.
+            tokens_to_remove: as a negative number; 0 forgets none. Some versions of `generate` give
+                a tensor, which must not become the length: masks are made otherwise by lengths that
+                only a device knows.
         """
-        count = -tokens_to_remove
+        count = -operator.index(tokens_to_remove)
         held = 0 if self._held is None else self._held[0].shape[1]
         if not 0 <= count <= held:
             raise ValueError(
