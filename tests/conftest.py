@@ -16,7 +16,7 @@ import torch
 # So that test modules import their helpers whatever pytest's import mode.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from flash_dmattn.backends import portable
+from flash_dmattn.backends import portable, shapes
 from flash_dmattn.loader import Loader, resolver
 from subsets import is_chosen
 from support import TARGETS, Target
@@ -130,6 +130,20 @@ def pack_target(request: pytest.FixtureRequest) -> Target:
 def kernel_target(request: pytest.FixtureRequest) -> Target:
     """As target, for tests of what the plain formula has no need of."""
     wanted: Target = request.param
+    return wanted
+
+
+@pytest.fixture(
+    params=[t for t in PRESENT if t.backend == "triton" or t == ("cuda", "cuda")], ids=str
+)
+def unread_target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A target that believes the cu_seqlens, as reading them would wait for its device: also
+    Triton's interpreter, which is made to.
+    """
+    wanted: Target = request.param
+    if wanted.device == "cpu":
+        check = shapes._check
+        monkeypatch.setattr(shapes, "_check", lambda rule, inputs, _: check(rule, inputs, False))
     return wanted
 
 

@@ -73,8 +73,9 @@ def ordered_keys(problem: Problem, views: PlanViews) -> Tensor | None:
         return kept  # all rows keep them, or all from the causal limit on
     place, begin, count = _places(layout, inputs.cu_seqlens_k, views.kept_count)
     within = place - begin
-    valid = within < count
-    last = torch.gather(past, 1, torch.where(valid, kept + begin, 0).long())
+    valid = (within >= 0) & (within < count)  # not so of keys that are in no sequence
+    # What is not valid, or of wrong bounds, must not be an index.
+    last = past.gather(1, (kept + begin).clamp(0, max(layout.list_keys - 1, 0)))
     bucket = begin + within // _BUCKET_KEYS * _BUCKET_KEYS
     rank = torch.where(valid, _MOST - last.long(), _MOST + 1)
     order = (bucket.long() * (1 << 32) + rank).sort(dim=1, stable=True).indices

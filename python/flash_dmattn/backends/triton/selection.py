@@ -109,7 +109,8 @@ def _rows(inputs: SelectionInputs, keys: int) -> _Rows:
     else:
         # How many rows there are only the device knows; the sequences have at most these.
         total = inputs.queries * inputs.batch
-    cu_q, cu_k = cu_q.long(), cu_k.long()
+    # Rows before the first sequence do not count. Wrong bounds must not be indices.
+    cu_q, cu_k = cu_q.long() - cu_q[0], cu_k.long().clamp(0, keys)
     row, key = torch.arange(total, device=device), torch.arange(keys, device=device)
     last = max(cu_q.shape[0] - 2, 0)
     sequence = torch.searchsorted(cu_q, row, right=True) - 1
