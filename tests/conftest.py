@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from flash_dmattn.backends import portable, shapes
 from flash_dmattn.loader import Loader, resolver
-from subsets import is_chosen
+from subsets import COLLECTED, is_chosen, names_of
 from support import TARGETS, Target
 
 hypothesis.settings.register_profile(
@@ -85,6 +85,7 @@ if WORKERS > 1:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what a slow backend runs only when asked."""
+    config.stash[COLLECTED] = names_of(items)
     if config.getoption("--all-backends"):
         return
     left_out = [item for item in items if not is_chosen(item)]

@@ -75,7 +75,7 @@ def describe(inputs: AttentionInputs) -> Problem:
     unit = _UNIT if aligned else 1
     names = ("q_batch", "q_row", "q_head", "kv_batch", "kv_row", "kv_head", "kv_page", "head_dim")
     lengths = (*q_strides, *kv_strides, kv_page, head_dim)
-    table = inputs.block_table
+    table = None if inputs.block_table is None else _with_adjacent_elements(inputs.block_table)
     arguments: dict[str, Any] = {
         "q": query,
         "k": key,
