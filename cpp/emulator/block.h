@@ -126,6 +126,7 @@ public:
   int sync(int barrier, int threads, int value, const Place &place = {});
   void arrive(int barrier, int threads);
   bool lingers() { return random_() % 64 == 0; }
+  bool hurries() { return random_() % 8 == 0; }
   void phase_ended() { phases_ended_ = true; }
   void put_off(Work work) { later_.push_back(std::move(work)); }
   [[noreturn]] void fail(const std::string &what);

@@ -354,15 +354,17 @@ void linger() {
 void put_off(Queue queue, Work work) { groups(queue).open.push_back(std::move(work)); }
 void put_off(Work work) { machine.put_off(std::move(work)); }
 
+void complete(Queue queue, int pending) {
+  Groups &own = groups(queue);
+  while (int(own.committed.size()) > pending) own.complete_first();
+}
+
 void commit(Queue queue) {
   Groups &own = groups(queue);
   own.committed.push_back(std::move(own.open));
   own.open.clear();
-}
-
-void complete(Queue queue, int pending) {
-  Groups &own = groups(queue);
-  while (int(own.committed.size()) > pending) own.complete_first();
+  // Copies may also be there at once, while other threads still read what was there before.
+  if (queue == Queue::copies && machine.hurries()) complete(queue, 0);
 }
 
 std::vector<Work> share(Queue queue) {

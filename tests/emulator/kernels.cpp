@@ -26,7 +26,7 @@ void meetings(int *out) {
   out[threadIdx.x] = all[kThreads - 1 - threadIdx.x] + __syncthreads_or(threadIdx.x == 77);
 }
 
-// Copies 16 bytes a thread to shared memory, and reads those of another thread.
+// Copies 16 bytes a thread to shared memory, and reads those of another thread; or tells whether some are there and some not.
 template <bool kWaits> void copies(const int *in, int *out) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto *words = reinterpret_cast<int *>(dynamic_shared);
@@ -34,7 +34,8 @@ template <bool kWaits> void copies(const int *in, int *out) {
   ptx::cp_async_fence();
   if (kWaits) ptx::cp_async_wait<0>();
   __syncthreads();
-  out[threadIdx.x] = words[4 * (threadIdx.x ^ 1)];
+  const int copied = words[4 * (threadIdx.x ^ 1)];
+  out[threadIdx.x] = kWaits ? copied : __syncthreads_or(copied >= 0) && __syncthreads_or(copied < 0);
 }
 
 // The warps of a block ask each other in one place, or each role in its own.
