@@ -35,6 +35,7 @@ def test_each_part_of_the_work_has_one_number(tmp_path: Path) -> None:
             "sources of tiles",
             "sources of clusters",
             "steps of dbias",
+            "rows of no sequence",
         ],
         "each part has one number",
     )

@@ -21,6 +21,7 @@
 #include "cuda/dense/wide_plan.h"
 #include "cuda/forward/direct_decode.h"
 #include "cuda/forward/forward.cuh"
+#include "cuda/forward/unused_rows.cu"
 #include "cuda/tile/sm90/tile_scheduler.cuh"
 
 namespace fdm::cuda {
@@ -385,6 +386,32 @@ Work steps_of_dbias() {
           }};
 }
 
+// Rows of packed tensors before the first sequence, and from the last bound on. Their results are cleared, and no others.
+Work rows_of_no_sequence() {
+  fdm_problem p = draw_problem();
+  Packing packing(p, draw(1, 4), 60);
+  const int64_t begin = draw(0, 1) * draw(0, 90);
+  for (int32_t &bound : packing.bounds) bound += int32_t(begin);
+  const int64_t end = packing.bounds.back(), rows = end + draw(0, 90), heads = p.heads, dim = draw(1, 40);
+  p.q.shape[1] = rows;
+  std::vector<uint16_t> out(rows * heads * dim, 1);
+  std::vector<float> lse(heads * rows);
+  fdm_forward_args args{};
+  args.out = {out.data(), {1, rows, heads, dim}, {0, heads * dim, dim, 1}, FDM_FLOAT16, 0};
+  args.lse = {lse.data(), {1, heads, rows, 1}, {0, rows, 1, 1}, FDM_FLOAT32, 0};
+  if (launch_unused_rows(p, args, nullptr)) found[kNone] = 1;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t head = 0; head < heads; ++head) {
+      const auto first = out.begin() + (row * heads + head) * dim;
+      const int64_t zeros = std::count(first, first + dim, 0);
+      if (const bool cleared = lse[head * rows + row] == -INFINITY; cleared || zeros > 0)
+        ++found[cleared && zeros == dim ? Part{row, head, 0} : kNone];
+    }
+  return {(begin + rows - end) * heads, [=](int64_t row, int64_t head, int64_t) {
+            return within(row, rows) && within(head, heads) && (row < begin || row >= end);
+          }};
+}
+
 } // namespace
 } // namespace fdm::cuda
 
@@ -411,4 +438,5 @@ int main() {
   check("sources of tiles", kMany, sources_of_tiles<false>);
   check("sources of clusters", kMany, sources_of_tiles<true>);
   check("steps of dbias", kMany, steps_of_dbias);
+  check("rows of no sequence", kMany, rows_of_no_sequence);
 }
