@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash_dmattn
+from drawn.buffers import poisoned_buffers
 from drawn.source import Source, strided
 from flash_dmattn import (
     IntervalMask,
@@ -115,12 +116,33 @@ def test_long_causal_selection(keys: int, window: int, target: Target) -> None:
     )
 
 
+def test_few_rows_of_many_keys(pack_target: Target) -> None:
+    """Keys that never enter the window have the interval [0, 0), whatever the memory held."""
+    queries, keys = 40, 4600
+    bias = randn(1, 2, 1, keys, seed=6).to(pack_target.dtypes[0])
+    with poisoned_buffers():
+        selected = dynamic_mask(bias.to(pack_target.device), 90, True, query_length=queries)
+    assert isinstance(selected, IntervalMask)
+    unselected = selected.start >= selected.end
+    assert not selected.start[unselected].any()
+    assert not selected.end[unselected].any()
+    want = topk_row_by_row(bias, None, 90, True, queries, 2)
+    assert torch.equal(selected.to_bool(queries).cpu(), want)
+
+
 def test_exactly_window_keys_are_kept_despite_ties(target: Target) -> None:
     bias = torch.zeros(1, 1, 1, 50, device=target.device, dtype=target.dtypes[0])
     selected = dynamic_mask(bias, 7, True, backend=target.backend)
     counts = selected.to_bool(50).sum(-1)[0, 0].cpu()
     assert torch.equal(counts, torch.arange(1, 51).clamp(max=7))
     assert selected.to_bool(50)[0, 0, -1, :7].all()
+
+
+def test_ties_below_larger_values(target: Target) -> None:
+    bias = torch.randint(0, 3, (1, 1, 1, 1500), generator=torch.Generator().manual_seed(3))
+    bias = bias.to(target.dtypes[0])
+    selected = dynamic_mask(bias.to(target.device), 700, backend=target.backend)
+    assert torch.equal(selected.cpu(), topk_row_by_row(bias, None, 700, False, 1, 1))
 
 
 @pytest.mark.parametrize("shape", [(2, 30), (2, 4, 30), (2, 4, 1, 30)])

@@ -13,9 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from drawn.buffers import poisoned_buffers
 from drawn.calls import Call
+from drawn.judge import expected
 from flash_dmattn import IntervalMask
-from support import cotangent
+from support import Target, cotangent
 
 HEAD_DIMS = (16, 40, 64, 72, 128)
 
@@ -125,6 +127,7 @@ def near_keys(draw: Draw) -> Call:
     call.mask = IntervalMask.sliding_window(
         draw.size(3, 30), draw.size(0, 20), sizes.queries, sizes.keys
     )
+    call.bias = draw.randn(sizes.batch, sizes.kv_heads, 1, sizes.keys)
     return call
 
 
@@ -342,6 +345,15 @@ def with_dropped_keys(draw: Draw, call: Call) -> Call:
     if call.bias is not None and call.bias.shape[-2] == 1:
         call.bias[..., dropped] = torch.nan
     return call
+
+
+def assert_right(call: Call, target: Target, *, deterministic: bool) -> None:
+    """Compare all results with float64, and see that every one has been written."""
+    call = call.to(target.device)
+    with poisoned_buffers() as buffers:
+        got = call.results(deterministic=deterministic)
+    assert buffers.guards_are_whole(), "bytes beside a buffer have been written"
+    expected(call).check(got)
 
 
 KINDS: dict[str, Callable[[Draw], Call]] = {

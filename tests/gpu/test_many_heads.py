@@ -6,18 +6,18 @@ Which blocks of threads work on what follows from these numbers, of which drawn 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from drawn.buffers import poisoned_buffers
 from drawn.calls import Call
 from drawn.judge import expected
 from support import Target, cotangent
 
-from .kinds import Draw, bounds
+from .kinds import Draw, assert_right, bounds, random_intervals
 
 DTYPE, HEAD_DIM = torch.bfloat16, 64
 
@@ -68,6 +68,27 @@ def window(draw: Draw) -> Call:
     return call
 
 
+def segments(draw: Draw) -> Call:
+    """The rows of a segment keep whole blocks of keys, which come first. The last has one row."""
+    call = whole(draw, 1, 2, 1, 513, 513, bias=True)
+    call.causal, call.window = True, draw.size(200, 250)
+    return call
+
+
+def long_lists(draw: Draw) -> Call:
+    """Segments of lists that are too long to be selected by one block of threads."""
+    call = whole(draw, 11, 1, 1, draw.size(20, 60), draw.size(4500, 4600), bias=True)
+    call.causal, call.window = True, 90
+    return call
+
+
+def short_keys_of_many_tiles(draw: Draw) -> Call:
+    """Blocks of threads divide the tiles of a list."""
+    call = whole(draw, 1, 2, 1, draw.size(1100, 1200), draw.size(100, 200))
+    call.mask = random_intervals(draw, (1, 2, call.key.shape[1]), call.query.shape[1])
+    return call
+
+
 def key_mask(draw: Draw) -> Call:
     """Lists of kept keys; and tiles of rows, of which only some sequences go together."""
     call = whole(draw, 9, 5, 1, draw.size(129, 140), 2048, bias=True)
@@ -94,21 +115,41 @@ def dead_tiles(draw: Draw) -> Call:
     return call
 
 
-def asked_tiles(draw: Draw) -> Call:
-    """Tiles that blocks of threads ask for; most keep nothing."""
-    call = whole(draw, 25, 16, 1, 17, draw.size(1024, 1040))
-    call.mask = few_mask(draw, call, 20, every=6)
-    return call
-
-
 def groups_of_nine(draw: Draw) -> Call:
     """One query of more heads than a block of threads has, which are no multiple of those."""
     return whole(draw, 3, 2, 9 * draw.size(1, 2), 1, draw.size(60, 200))
 
 
 def long_decode(draw: Draw) -> Call:
-    """One query of few heads, whose keys clusters of blocks share."""
-    return whole(draw, 2, 1, 4, 1, draw.size(17000, 20000))
+    """One query of few heads, whose keys clusters of blocks share; some keys count far more."""
+    call = whole(draw, 2, 1, 4, 1, draw.size(17000, 20000), bias=True)
+    call.bias *= 5
+    return call
+
+
+def listed_decode(draw: Draw) -> Call:
+    """The keys that warps list at a time, and a few more."""
+    call = whole(draw, 3, 2, 1, 1, 4096 + draw.size(1, 15))
+    call.mask = few_mask(draw, call, 40)
+    call.mask[..., 4096:] = True
+    return call
+
+
+def parted_decode(draw: Draw) -> Call:
+    """The keys of each sequence are divided among blocks that are in no cluster."""
+    call = whole(draw, 2, 1, 4, 3, draw.size(2100, 2500))
+    call.causal = True
+    return call
+
+
+def biased_decode(draw: Draw) -> Call:
+    """A bias for each of a few queries drops keys, whose values are NaN."""
+    call = whole(draw, 2, 2, 1, 3, draw.size(100, 300))
+    call.bias = draw.randn(2, 1, 3, call.key.shape[1])
+    dropped = draw.kept(call.key.shape[1], density=0.3)
+    call.bias[..., dropped] = -torch.inf
+    call.value[:, dropped] = torch.nan
+    return call
 
 
 Form = Callable[[Draw], Call]
@@ -117,11 +158,20 @@ FORMS: list[Form] = [
     causal_short_keys,
     one_block,
     window,
+    segments,
+    long_lists,
+    short_keys_of_many_tiles,
     key_mask,
     two_buckets,
     dead_tiles,
 ]
-FORWARD_FORMS: list[Form] = [asked_tiles, groups_of_nine, long_decode]
+FORWARD_FORMS: list[Form] = [
+    groups_of_nine,
+    long_decode,
+    listed_decode,
+    parted_decode,
+    biased_decode,
+]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -137,6 +187,32 @@ def test_forward_passes(form: Form, pack_target: Target, seed: int) -> None:
     assert_right(call, pack_target, deterministic=False)
 
 
+def test_asked_tiles(pack_target: Target, seed: int) -> None:
+    """Tiles that blocks of threads ask for; most keep nothing. Every second head is the same."""
+    draw, times = Draw(seed, DTYPE), (1, 1, 8, 1)
+    two = whole(draw, 25, 2, 1, 17, draw.size(1024, 1040)).to(pack_target.device)
+    two.mask = few_mask(draw, two, 20, every=6).to(pack_target.device)
+    two.wanted = ()
+    query, key, value = (tensor.repeat(times) for tensor in (two.query, two.key, two.value))
+    got, want = dataclasses.replace(two, query=query, key=key, value=value).results(), expected(two)
+    for out, lse in zip(got["out"].split(2, 2), got["lse"].split(2, 1), strict=True):
+        want.check({"out": out, "lse": lse})
+
+
+def packed(draw: Draw, queries: list[int], keys: list[int], group: int = 1) -> Call:
+    rows, columns = (sum(queries), 2 * group, HEAD_DIM), (sum(keys), 2, HEAD_DIM)
+    return Call(
+        draw.randn(*rows),
+        draw.randn(*columns),
+        draw.randn(*columns),
+        cotangent(draw.randn(*rows)),
+        draw.randn(2 * group, rows[0]).float(),
+        cu_seqlens_q=bounds(queries),
+        cu_seqlens_k=bounds(keys),
+        longest=(max(queries), max(keys)),
+    )
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences(
@@ -145,23 +221,30 @@ def test_packed_sequences(
     """More than a warp has lanes, some of them empty."""
     draw = Draw(seed, DTYPE)
     lengths = [draw.shapes.choice([0, *range(1, 140, 6)]) for _ in range(70)]
-    rows = (sum(lengths), 2, HEAD_DIM)
-    call = Call(
-        *(draw.randn(*rows) for _ in range(3)),
-        cotangent(draw.randn(*rows)),
-        draw.randn(2, rows[0]).float(),
-        causal=causal,
-        cu_seqlens_q=bounds(lengths),
-        cu_seqlens_k=bounds(lengths),
-        longest=(max(lengths), max(lengths)),
-    )
+    call = packed(draw, lengths, lengths)
+    call.causal = causal
     assert_right(call, pack_target, deterministic=deterministic)
 
 
-def assert_right(call: Call, target: Target, *, deterministic: bool) -> None:
-    """Compare all results with float64, and see that every one has been written."""
-    call = call.to(target.device)
-    with poisoned_buffers() as buffers:
-        got = call.results(deterministic=deterministic)
-    assert buffers.guards_are_whole(), "bytes beside a buffer have been written"
-    expected(call).check(got)
+def packed_parts(draw: Draw) -> Call:
+    """The rows of several blocks of keys are divided; and those of each head, for its sink."""
+    call = packed(draw, [draw.size(1500, 1600), 20], [draw.size(200, 250), 10], group=2)
+    call.sink = draw.randn(4)
+    return call
+
+
+def packed_lists(draw: Draw) -> Call:
+    """Lists so long that blocks of threads count their keys by chunks, each with its first key."""
+    call = packed(draw, [draw.size(20, 60), 30], [draw.size(16500, 17000), 3000])
+    call.mask = random_intervals(draw, (2, len(call.key)), 60)
+    call.mask.end[:, draw.kept(len(call.key), density=0.95)] = -1
+    call.mask.start[:, ::1024], call.mask.end[:, ::1024] = 0, 60
+    return call
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("form", [packed_parts, packed_lists], ids=lambda form: form.__name__)
+def test_long_packed_sequences(
+    form: Form, deterministic: bool, pack_target: Target, seed: int
+) -> None:
+    assert_right(form(Draw(seed, DTYPE)), pack_target, deterministic=deterministic)
