@@ -196,6 +196,18 @@ ENTRIES: dict[str, Entry] = {
         {"prefix_lengths": "tensor", **_SHORT},
         right=frozenset({("prefix_lengths", "of other sizes"), ("prefix_lengths", "meta")}),
     ),
+    "IntervalMask.delayed_eviction": Entry(
+        IntervalMask.delayed_eviction,
+        {"keep": torch.ones(2, 3, 7, dtype=torch.bool), "delay": 2},
+        {"keep": "tensor", "delay": "integer"},
+        right=frozenset({("keep", "meta"), ("keep", "of other sizes")}),
+    ),
+    "IntervalMask.tree": Entry(
+        IntervalMask.tree,
+        {"parents": torch.tensor([[-1, 0, 1], [-1, -1, 0]]), "prefix_length": 2},
+        {"parents": "tensor", "prefix_length": "integer"},
+        right=frozenset({("parents", "meta")}),
+    ),
     "IntervalMask.to": Entry(
         lambda **arguments: _mask().to(**arguments), {"device": "cpu"}, {"device": "name"}
     ),

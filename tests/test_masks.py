@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import doctest
 import io
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func
+from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, masks
 from support import Problem, Target, assert_forward_is_accurate, randn, simple_problem
 
 LENGTH = st.integers(0, 12)
@@ -311,3 +312,89 @@ INT32 = torch.zeros(1, 1, 3, dtype=torch.int32)
 def test_wrong_arguments(make: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()  # type: ignore[operator]
+
+
+@given(data=st.data(), delay=st.integers(0, 9))
+def test_delayed_eviction(data: st.DataObject, delay: int) -> None:
+    length = data.draw(LENGTH)
+    flags = data.draw(st.lists(st.booleans(), min_size=2 * length, max_size=2 * length))
+    keep = torch.tensor(flags, dtype=torch.bool).reshape(1, 2, length)
+    kept = IntervalMask.delayed_eviction(keep, delay).to_bool(length)
+    for head in range(2):
+        for i in range(length):
+            for j in range(length):
+                stays = bool(keep[0, head, j]) or i < j + delay
+                assert kept[0, head, i, j].item() == (j <= i and stays)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[int]:
+    """Return parents, in an order in which children may come before them."""
+    count = draw(st.integers(0, 20))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(count)]
+    names = draw(st.permutations(range(count)))
+    renamed = [0] * count
+    for node, parent in enumerate(parents):
+        renamed[names[node]] = -1 if parent < 0 else names[parent]
+    return renamed
+
+
+def _sees(parents: list[int]) -> torch.Tensor:
+    """Return bool (N, N): is node j node i, or above it?"""
+    sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node in range(len(parents)):
+        above = node
+        while above >= 0:
+            sees[node, above] = True
+            above = parents[above]
+    return sees
+
+
+@given(parents=forests(), prefix=st.integers(0, 3))
+def test_tree(parents: list[int], prefix: int) -> None:
+    count = len(parents)
+    # A second row, so that rows do not mix: a chain.
+    chain = list(range(-1, count - 1))
+    rows = torch.tensor([parents, chain], dtype=torch.int64).reshape(2, count)
+    mask, order = IntervalMask.tree(rows, prefix_length=prefix)
+    kept = mask.to_bool(count)
+    assert kept.shape == (2, 1, count, prefix + count)
+    assert kept[..., :prefix].all()
+    for row in range(2):
+        nodes = order[row]
+        assert sorted(nodes.tolist()) == list(range(count))
+        expected = _sees(rows[row].tolist())[nodes][:, nodes]
+        assert torch.equal(kept[row, 0, :, prefix:], expected)
+        children: dict[int, list[int]] = {}
+        for node in nodes.tolist():
+            children.setdefault(int(rows[row, node]), []).append(node)
+        assert all(siblings == sorted(siblings) for siblings in children.values())
+
+
+def test_tree_of_a_long_chain_takes_no_loop_over_nodes() -> None:
+    length = 20000
+    parents = torch.arange(-1, length - 1)[None]
+    mask, order = IntervalMask.tree(parents)
+    assert torch.equal(order[0], torch.arange(length))
+    assert torch.equal(mask.start[0, 0], torch.arange(length, dtype=torch.int32))
+    assert (mask.end == length).all()
+
+
+@pytest.mark.parametrize(
+    ("parents", "text"),
+    [
+        ([[-1, 0], [1, 0]], "row 1 node 0 is, or has, an ancestor of itself"),
+        ([[0]], "row 0 node 0 is, or has, an ancestor of itself"),
+        ([[-1, 2]], "parents must be nodes from 0 to 1, or -1 for a root, got 2"),
+        ([[-2, 0]], "parents must be nodes from 0 to 1, or -1 for a root, got -2"),
+    ],
+)
+def test_what_is_no_tree(parents: list[list[int]], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        IntervalMask.tree(torch.tensor(parents))
+
+
+def test_docstrings_of_masks_are_right() -> None:
+    found = doctest.testmod(masks, extraglobs={"torch": torch})
+    assert found.attempted >= 7
+    assert not found.failed

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from . import checks
 from .mask_checks import check_integers, checked_length, checked_side, last_bound
+from .mask_trees import depth_first
 
 __all__ = ["IntervalMask", "intervals_to_bool"]
 
@@ -303,6 +304,79 @@ class IntervalMask:
         row = _clamped(key - (key_length - query_length), query_length)
         start = torch.where(key < prefix_lengths.unsqueeze(1), 0, row).to(torch.int32).unsqueeze(1)
         return cls(start, torch.full_like(start, query_length), query_length=query_length)
+
+    @classmethod
+    def delayed_eviction(cls, keep: Tensor, delay: int) -> IntervalMask:
+        """Keep some keys for every later query, and the others for ``delay`` queries.
+
+        This is for causal self-attention, Q = K = N, of models that decide for each token whether
+        it is evicted (DMS, arXiv:2506.05345). Key j is kept by the queries ``i >= j`` where
+        ``keep[..., j]``, and by ``j <= i < j + delay`` elsewhere.
+
+            >>> keep = torch.tensor([[[True, False, False, True]]])
+            >>> kept = IntervalMask.delayed_eviction(keep, 2).to_bool(4)
+            >>> i, j = torch.arange(4)[:, None], torch.arange(4)
+            >>> torch.equal(kept, (j <= i) & (keep[:, :, None] | (i < j + 2)))
+            True
+
+        Args:
+            keep: bool ``({B|1}, {H|Hk|1}, N)``.
+            delay: queries that a key has, its own included.
+
+        Raises:
+            TypeError: keep is not a bool tensor, or delay no integer.
+            ValueError: keep is not 3-D, or delay is negative.
+        """
+        if checks.tensor("keep", keep, "a boolean torch.Tensor").dtype != torch.bool:
+            raise TypeError(f"keep must be a tensor of dtype torch.bool, got {keep.dtype}")
+        if keep.dim() != 3:
+            raise ValueError(f"keep must have shape (B, H, N), got {tuple(keep.shape)}")
+        delay, length = checked_length("delay", delay), keep.shape[2]
+        key = torch.arange(length, device=keep.device)
+        end = torch.where(keep, length, (key + delay).clamp(max=length)).to(torch.int32)
+        return cls(key.to(torch.int32).expand_as(end).contiguous(), end, query_length=length)
+
+    @classmethod
+    def tree(cls, parents: Tensor, *, prefix_length: int = 0) -> tuple[IntervalMask, Tensor]:
+        """Let each node of a tree see its ancestors and itself, as drafts of a decoder do.
+
+        In depth-first order the descendants of a node follow it without a gap, so that what sees it
+        is an interval. Query and key have to be in this order, which is also returned.
+
+            >>> parents = torch.tensor([[-1, 0, 0, 1]])
+            >>> mask, order = IntervalMask.tree(parents)
+            >>> order
+            tensor([[0, 1, 3, 2]])
+            >>> mask.to_bool(4)[0, 0].int()  # nodes 0, 1, 3 and 2
+            tensor([[1, 0, 0, 0],
+                    [1, 1, 0, 0],
+                    [1, 1, 1, 0],
+                    [1, 0, 0, 1]], dtype=torch.int32)
+
+        Args:
+            parents: integers ``(B, N)``, the parent of each node, or -1 for a root. Values are
+                checked on CPUs only; on other devices the mask of wrong ones means nothing.
+            prefix_length: keys before those of the nodes, which all of these see.
+
+        Returns:
+            The mask of N queries and ``prefix_length + N`` keys, and int64 ``(B, N)``: the node at
+            each place. Siblings, and roots, keep their order.
+
+        Raises:
+            TypeError: parents is not an integer tensor, or prefix_length no integer.
+            ValueError: parents is not 2-D, a parent is no node, or a node has an ancestor of
+                itself; or prefix_length is negative.
+        """
+        prefix_length = checked_length("prefix_length", prefix_length)
+        order, end = depth_first(parents)
+        length = order.shape[1]
+        place = torch.arange(length, device=end.device).expand_as(end)
+        bounds = (
+            torch.nn.functional.pad(bound, (prefix_length, 0), value=value)
+            for bound, value in ((place, 0), (end, length))
+        )
+        mask = cls(*(b.to(torch.int32).unsqueeze(1) for b in bounds), query_length=length)
+        return mask, order
 
 
 def _clamped(bound: Tensor, query_length: int) -> Tensor:

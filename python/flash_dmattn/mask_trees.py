@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trees as intervals: in depth-first order the descendants of a node follow it without a gap."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .mask_checks import check_integers
+
+__all__ = ["TreeOrder", "depth_first"]
+
+
+class TreeOrder(NamedTuple):
+    """A forest in depth-first order: at each place a node, and where its descendants end."""
+
+    nodes: Tensor  # int64 (B, N)
+    end: Tensor  # int64 (B, N)
+
+
+def depth_first(parents: Tensor) -> TreeOrder:
+    """Order the nodes of each forest depth first, siblings and roots by their numbers.
+
+    It takes O(N log N): ancestors are reached by doubling the distance. Values are checked on CPUs
+    only; elsewhere wrong ones make an order of all nodes that means nothing.
+
+    Args:
+        parents: integers ``(B, N)``, -1 for a root.
+
+    Raises:
+        TypeError: parents is not an integer tensor.
+        ValueError: parents is not 2-D; or a node is its own ancestor, or a parent is no node.
+    """
+    check_integers("parents", parents, 2, "(B, N)")
+    count = parents.shape[1]
+    if not _is_read(parents):
+        parents = parents.clamp(-1, max(count - 1, 0))
+    elif parents.numel() and (int(parents.min()) < -1 or int(parents.max()) >= count):
+        wrong = parents[(parents < -1) | (parents >= count)][0]
+        raise ValueError(
+            f"parents must be nodes from 0 to {count - 1}, or -1 for a root, got {int(wrong)}"
+        )
+    # The node with the number N stands above all roots, and above itself.
+    above = torch.cat([parents, parents.new_zeros((len(parents), 1))], 1).to(torch.int64)
+    above = torch.where(above < 0, count, above)
+    above[:, count] = count
+    steps = _ancestors(above)
+    sizes = torch.ones_like(above)
+    for ancestor in steps:
+        # Of the descendants within twice the distance, those that are further away.
+        sizes = sizes.scatter_add(1, ancestor, sizes)
+    place = _behind_parents(above, sizes)
+    for ancestor in steps:
+        place = place + place.gather(1, ancestor)
+    place = place[:, :count] - 1  # the first root stands one behind the node above
+    nodes = place.argsort(1)
+    return TreeOrder(nodes, (place + sizes[:, :count]).gather(1, nodes))
+
+
+def _is_read(parents: Tensor) -> bool:
+    return parents.is_cpu and not torch.compiler.is_compiling()
+
+
+def _ancestors(above: Tensor) -> list[Tensor]:
+    """Return the ancestors 1, 2, 4, ... steps above each node, until all are above the roots."""
+    count = above.shape[1] - 1
+    steps, ancestor = [], above
+    for _ in range(count.bit_length()):
+        steps.append(ancestor)
+        ancestor = ancestor.gather(1, ancestor)
+    if _is_read(above) and not bool((ancestor == count).all()):
+        wrong = (ancestor != count).nonzero()[0]
+        raise ValueError(
+            f"parents must lead to a root, but in row {int(wrong[0])} node {int(wrong[1])} is, or "
+            "has, an ancestor of itself"
+        )
+    return steps
+
+
+def _behind_parents(above: Tensor, sizes: Tensor) -> Tensor:
+    """Return how far behind its parent each node stands, 0 for the node above all."""
+    count = above.shape[1] - 1
+    families = above.clone()
+    families[:, count] = count + 1
+    families, members = families.sort(dim=1, stable=True)
+    total = sizes.gather(1, members).cumsum(1)
+    earlier = torch.nn.functional.pad(total[:, :-1], (1, 0))
+    is_first = torch.nn.functional.pad(families[:, 1:] != families[:, :-1], (1, 0), value=True)
+    # Totals only grow, so the largest that a family began with is that of the latest family.
+    siblings = earlier - torch.where(is_first, earlier, 0).cummax(1).values
+    behind = torch.zeros_like(sizes).scatter(1, members, siblings + 1)
+    behind[:, count] = 0
+    return behind
