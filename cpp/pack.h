@@ -49,7 +49,15 @@ enum fdm_status {
   FDM_INTERNAL_ERROR = 6    /* a defect of the pack */
 };
 
-enum fdm_dtype { FDM_FLOAT32 = 0, FDM_FLOAT16 = 1, FDM_BFLOAT16 = 2, FDM_BOOL = 3, FDM_INT32 = 4, FDM_UINT8 = 5 };
+enum fdm_dtype {
+  FDM_FLOAT32 = 0,
+  FDM_FLOAT16 = 1,
+  FDM_BFLOAT16 = 2,
+  FDM_BOOL = 3,
+  FDM_INT32 = 4,
+  FDM_UINT8 = 5,
+  FDM_FLOAT64 = 6 /* of a bias that is the same for every query, and of its lse */
+};
 
 /* The values are those of DLPack's DLDeviceType. */
 enum fdm_device_type { FDM_CPU = 1, FDM_CUDA = 2 };
@@ -98,6 +106,9 @@ typedef struct fdm_context {
  *
  * all in float32. A row that keeps nothing gives o = 0 and lse = -inf. A bias of -inf means "not kept".
  *
+ * A float64 bias may be so large that float32 would round what matters of it: of the biases of a tile of rows their
+ * largest is subtracted in float64, and the rest is float32. lse is the whole, in float64.
+ *
  * The sink of a head is one more score in the sum that p is divided by, with nothing to attend to; lse is without it:
  *
  *   p_ij = exp(s_ij) / (exp(lse_i) + exp(sink)) */
@@ -116,7 +127,7 @@ typedef struct fdm_problem {
   /* At most one of mask and (start, end). */
   fdm_tensor mask;       /* bool ({B|1}, {H|Hk|1}, {Q|1}, {K|1}); varlen as bias */
   fdm_tensor start, end; /* int32 ({B|1}, {H|Hk|1}, 1, K); varlen (1, {H|Hk|1}, 1, total_k), rows of the own sequence */
-  fdm_tensor bias;       /* q's dtype or float32 ({B|1}, {H|Hk|1}, {Q|1}, {K|1});
+  fdm_tensor bias;       /* q's dtype or float32 ({B|1}, {H|Hk|1}, {Q|1}, {K|1}); also float64 (.., .., 1, {K|1});
                           * varlen per key (1, {H|Hk|1}, 1, total_k) or per query (1, {H|Hk|1}, total_q, max_k) */
 
   fdm_tensor cu_seqlens_q, cu_seqlens_k; /* int32 (B + 1, 1, 1, 1), both or none: none means not varlen */
@@ -134,7 +145,7 @@ typedef struct fdm_forward_args {
   uint32_t struct_size;
   int32_t splits; /* parts of the key axis computed apart and then merged (decode); 0: the pack chooses */
   fdm_tensor out; /* q's shape and dtype */
-  fdm_tensor lse; /* float32 (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
+  fdm_tensor lse; /* float32, float64 if the bias is (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
 } fdm_forward_args;
 
 /* Gradients whose data is NULL are not computed. Every wanted gradient is written in full. */
@@ -199,8 +210,8 @@ typedef struct fdm_pack {
   int32_t cuda_version; /* of the toolkit, 13000 for 13.0; 0 for cpu packs */
   int32_t arch;         /* 90 for sm_90; 0 for cpu packs */
   int32_t max_head_dim;
-  uint32_t dtypes; /* bit d is set if q may have dtype d */
-  uint32_t reserved;
+  uint32_t dtypes;          /* bit d is set if q may have dtype d */
+  uint32_t key_bias_dtypes; /* those that a bias that is the same for every query may have, besides float32 and q's */
   fdm_plan_layout plan_layouts[FDM_MASK_KIND_COUNT];
 
   /* Each returns enum fdm_status, and on failure writes a message of at most message_bytes with its final zero.

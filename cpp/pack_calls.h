@@ -29,6 +29,7 @@ struct Message {
 struct PackLimits {
   int32_t max_head_dim;
   uint32_t dtypes; // as fdm_pack.dtypes
+  uint32_t key_bias_dtypes = 0;
 };
 
 static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limits, const Message &message) {

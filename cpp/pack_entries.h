@@ -84,6 +84,7 @@ template <class Pack> struct PackEntries {
     table.version = FDM_VERSION;
     table.max_head_dim = Pack::kLimits.max_head_dim;
     table.dtypes = Pack::kLimits.dtypes;
+    table.key_bias_dtypes = Pack::kLimits.key_bias_dtypes;
     for (int kind = 0; kind < FDM_MASK_KIND_COUNT; ++kind)
       table.plan_layouts[kind] = Pack::plan_layout(fdm_mask_kind(kind));
     table.workspace_bytes = workspace_bytes;

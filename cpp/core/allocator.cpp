@@ -12,8 +12,8 @@ nb::object Allocator::like(nb::handle tensor) const {
   return empty_like_(tensor, nb::arg("memory_format") = contiguous_);
 }
 
-nb::object Allocator::sums(nb::handle tensor, nb::handle sizes) const {
-  return tensor.attr("new_empty")(sizes, nb::arg("dtype") = float32_);
+nb::object Allocator::sums(nb::handle tensor, nb::handle sizes, int32_t dtype) const {
+  return tensor.attr("new_empty")(sizes, nb::arg("dtype") = dtype == FDM_FLOAT64 ? float64_ : float32_);
 }
 
 nb::object Allocator::bytes(nb::handle tensor, int64_t count) const {

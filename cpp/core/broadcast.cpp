@@ -117,14 +117,14 @@ fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &e) {
               e.heads, ", ", e.queries, ")");
 }
 
-int64_t lse_bytes(const Extents &e) {
+int64_t lse_bytes(const Extents &e, int32_t dtype) {
   const int64_t rows = e.varlen ? e.total_queries : e.batch * e.queries;
-  return rows * e.heads * static_cast<int64_t>(sizeof(float));
+  return rows * e.heads * static_cast<int64_t>(dtype == FDM_FLOAT64 ? sizeof(double) : sizeof(float));
 }
 
-fdm_tensor contiguous_lse(void *data, const Extents &e) {
+fdm_tensor contiguous_lse(void *data, const Extents &e, int32_t dtype) {
   const int64_t batch = e.varlen ? 1 : e.batch, rows = e.varlen ? e.total_queries : e.queries;
-  return {lse_bytes(e) == 0 ? nullptr : data, {batch, e.heads, rows, 1}, {e.heads * rows, rows, 1, 1}, FDM_FLOAT32, 0};
+  return {lse_bytes(e, dtype) == 0 ? nullptr : data, {batch, e.heads, rows, 1}, {e.heads * rows, rows, 1, 1}, dtype, 0};
 }
 
 bool same_shape(const fdm_tensor &a, const fdm_tensor &b) {

@@ -33,8 +33,8 @@ fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &exte
 constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // An lse of this form in memory of its own, and the bytes that it needs.
-int64_t lse_bytes(const Extents &extents);
-fdm_tensor contiguous_lse(void *data, const Extents &extents);
+int64_t lse_bytes(const Extents &extents, int32_t dtype);
+fdm_tensor contiguous_lse(void *data, const Extents &extents, int32_t dtype);
 
 // Whether a mask or bias has a row for each query. With a single query the forms mean the same.
 inline bool is_per_query(const fdm_tensor &scores) { return scores.shape[2] > 1; }

@@ -12,10 +12,10 @@ namespace fdm {
 namespace {
 
 // A tensor for lse: (B, H, Q), or (H, total_q).
-nb::object new_lse(const Allocator &allocator, nb::handle query) {
+nb::object new_lse(const Allocator &allocator, nb::handle query, int32_t dtype) {
   const TensorView view = read_tensor(query, "query");
-  if (view.rank == 4) return allocator.sums(query, nb::make_tuple(view.shape[0], view.shape[2], view.shape[1]));
-  return allocator.sums(query, nb::make_tuple(view.shape[1], view.shape[0]));
+  if (view.rank == 4) return allocator.sums(query, nb::make_tuple(view.shape[0], view.shape[2], view.shape[1]), dtype);
+  return allocator.sums(query, nb::make_tuple(view.shape[1], view.shape[0]), dtype);
 }
 
 nb::handle field_of(AttentionRecord &record, const char *wanted) {
@@ -36,7 +36,7 @@ nb::object attend(const fdm_pack &pack, int32_t threads, const Allocator &alloca
   if (!exchange.offers_memory()) return nb::none();
   Problem problem(pack, record, {threads});
   nb::object out = allocator.like(record.query);
-  nb::object lse = need_lse ? new_lse(allocator, record.query) : nb::none();
+  nb::object lse = need_lse ? new_lse(allocator, record.query, problem.lse_dtype()) : nb::none();
   if (!problem.attend(exchange, out, lse, record.given_plan)) return nb::none();
   return nb::make_tuple(out, lse);
 }
@@ -49,7 +49,7 @@ nb::object attend_and_keep(const fdm_pack &pack, int32_t threads, const Allocato
   Problem problem(pack, record, {threads});
   const bool is_planned = !is_absent(record.given_plan), has_lse = need_lse || is_planned;
   nb::object out = allocator.like(record.query);
-  nb::object lse = has_lse ? new_lse(allocator, record.query) : nb::none();
+  nb::object lse = has_lse ? new_lse(allocator, record.query, problem.lse_dtype()) : nb::none();
   nb::object plan = nb::borrow(record.given_plan);
   const int64_t bytes = is_planned ? 0 : problem.kept_bytes(has_lse);
   if (bytes > 0) plan = allocator.bytes(record.query, bytes);

@@ -111,8 +111,8 @@ void bind_problem(nb::module_ &module) {
 
 void bind_calls(nb::module_ &module) {
   nb::class_<Allocator>(module, "Allocator")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "empty_like"_a, "contiguous"_a, "float32"_a,
-           "uint8"_a);
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "empty_like"_a, "contiguous"_a,
+           "float32"_a, "float64"_a, "uint8"_a);
   module.def(
       "attend",
       [](const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse, nb::handle inputs) {

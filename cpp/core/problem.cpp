@@ -141,8 +141,15 @@ void Problem::read_bias(const AttentionRecord &record) {
   problem_.bias = absent_tensor();
   has_bias_ = !is_absent(record.bias);
   if (!has_bias_) return;
-  const TensorView bias = read_argument(record.bias, "attn_bias", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
+  const DtypeSet allowed = only(FDM_FLOAT32) | only(problem_.q.dtype);
+  const TensorView bias = read_argument(record.bias, "attn_bias", allowed | only(FDM_FLOAT64), device_);
   problem_.bias = map_scores(bias, "attn_bias", extents_);
+  if ((only(problem_.bias.dtype) & allowed) != 0) return;
+  if (is_per_query(problem_.bias))
+    type_error("attn_bias has dtype float64, but one with a row for each query must have query's or float32");
+  if ((pack_.key_bias_dtypes & only(FDM_FLOAT64)) == 0)
+    raise(PyExc_NotImplementedError, std::string("attn_bias has dtype float64, which kernel pack ") + pack_.name +
+                                         " cannot read; convert it to float32, or pass backend=\"reference\"");
 }
 
 void Problem::read_sink(const AttentionRecord &record) {
@@ -169,6 +176,8 @@ void Problem::read_settings(const AttentionRecord &record, const Execution &exec
 
 void Problem::read_window(int64_t window) {
   require_at_least(window, "window", -1);
+  if (window >= 0 && has_bias_ && problem_.bias.dtype == FDM_FLOAT64 && problem_.q.dtype != FDM_FLOAT64)
+    type_error("attn_bias has dtype float64, but a selection by it needs dtype float32 or query's");
   // Where there are no keys, or no sequences, nothing is selected.
   selects_ = window >= 0 && extents_.batch > 0 && extents_.keys > 0 && problem_.bias.data != nullptr;
   if (!selects_) return;
@@ -239,7 +248,7 @@ fdm_tensor Problem::read_like(nb::handle object, const char *name, const fdm_ten
 }
 
 fdm_tensor Problem::read_lse(nb::handle object, const char *name) const {
-  return map_lse(read_argument(object, name, only(FDM_FLOAT32), device_), name, extents_);
+  return map_lse(read_argument(object, name, only(lse_dtype()), device_), name, extents_);
 }
 
 void Problem::plan(nb::handle plan, nb::handle workspace) const {
@@ -288,7 +297,7 @@ fdm_tensor Problem::read_out(nb::handle object) const {
 
 Problem::Scratch Problem::scratch_of(bool has_lse, bool has_plan) const {
   Scratch scratch{};
-  if (!has_lse) scratch.lse = padded(lse_bytes(extents_));
+  if (!has_lse) scratch.lse = padded(lse_bytes(extents_, lse_dtype()));
   scratch.workspace = workspace_bytes(FDM_PASS_FORWARD);
   if (const int64_t needed = has_plan ? 0 : needed_plan_bytes()) {
     scratch.plan = padded(needed);
@@ -313,12 +322,13 @@ bool Problem::attend(const Exchange &exchange, nb::handle out, nb::handle lse, n
 
 int64_t Problem::kept_bytes(bool has_lse) const {
   const int64_t needed = needed_plan_bytes();
-  return has_lse ? needed : padded(needed) + lse_bytes(extents_);
+  return has_lse ? needed : padded(needed) + lse_bytes(extents_, lse_dtype());
 }
 
 fdm_tensor Problem::lse_behind(fdm_buffer plan) const {
   if (plan.bytes < kept_bytes(false)) value_error("lse is None, but there is no room for it behind plan");
-  return contiguous_lse(static_cast<std::byte *>(plan.data) + plan.bytes - lse_bytes(extents_), extents_);
+  std::byte *const end = static_cast<std::byte *>(plan.data) + plan.bytes;
+  return contiguous_lse(end - lse_bytes(extents_, lse_dtype()), extents_, lse_dtype());
 }
 
 bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan,
@@ -344,7 +354,7 @@ void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::
   const fdm_buffer workspace{begin + sizes.plan + sizes.lse, sizes.workspace};
 
   const fdm_tensor out_tensor = read_out(out);
-  const fdm_tensor lse_tensor = has_lse ? read_lse(lse, "lse") : contiguous_lse(lse_data, extents_);
+  const fdm_tensor lse_tensor = has_lse ? read_lse(lse, "lse") : contiguous_lse(lse_data, extents_, lse_dtype());
   if (has_lse) require_distinct_elements(lse_tensor, "lse");
   if (!is_absent(plan)) {
     run_forward(out_tensor, lse_tensor, 0, read_buffer(plan, "plan", needed_plan_bytes(), device_), workspace);

@@ -36,6 +36,8 @@ public:
   // The same on the current stream of a tensor library, and in memory of its allocator. False, with nothing done, where
   // it does not offer both.
   bool attend(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan);
+  // Of lse and of its gradient.
+  int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
   // As attend, for a call whose plan is kept for backward; `makes_plan` says that it is still to be made. An lse that is
   // None lies behind the plan, in the last of kept_bytes(), and so it does for backward.
   int64_t kept_bytes(bool has_lse) const;

@@ -13,8 +13,7 @@ Selection::Selection(const fdm_pack &pack, const SelectionRecord &record, const 
   selection_.start = selection_.end = selection_.keep = absent_tensor();
   require_at_least(execution.threads, "threads", 1);
   read_sizes(record);
-  const TensorView bias =
-      read_argument(record.bias, "attn_bias", float_dtypes | (pack_.dtypes & only(no_pack_float64)));
+  const TensorView bias = read_argument(record.bias, "attn_bias", float_dtypes | (pack_.dtypes & only(FDM_FLOAT64)));
   require_pack_device(bias, "attn_bias", pack_);
   device_ = bias.device;
   read_sequences(record);

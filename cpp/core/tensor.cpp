@@ -19,7 +19,7 @@ constexpr Dtype dtypes[] = {
     {"bool", dlpack::type_bool, 8, FDM_BOOL},
     {"int32", dlpack::type_int, 32, FDM_INT32},
     {"uint8", dlpack::type_uint, 8, FDM_UINT8},
-    {"float64", dlpack::type_float, 64, no_pack_float64},
+    {"float64", dlpack::type_float, 64, FDM_FLOAT64},
     {"int8", dlpack::type_int, 8, -1},
     {"int16", dlpack::type_int, 16, -1},
     {"int64", dlpack::type_int, 64, -1},

@@ -15,14 +15,11 @@ namespace fdm {
 
 namespace nb = nanobind;
 
-// What stands for float64, in which no pack computes: it is no value of enum fdm_dtype.
-constexpr int32_t no_pack_float64 = 31;
-
 struct Dtype {
   const char *name;
   uint8_t code; // DLPack's type code
   uint8_t bits;
-  int32_t pack_code; // enum fdm_dtype, no_pack_float64, or -1: recognized so that messages can name it
+  int32_t pack_code; // enum fdm_dtype, or -1: recognized so that messages can name it
 };
 
 struct Device {

@@ -48,13 +48,13 @@ nb::object usual_call(const UsualArguments &arguments) {
     return nb::none();
   if (query.rank != 4 || key.rank != 4 || value.rank != 4 || query.shape[3] < 1) return nb::none();
   const bool alike = query.dtype == key.dtype && query.dtype == value.dtype && query.dtype->pack_code >= 0 &&
-                     query.dtype->pack_code != no_pack_float64 && same_device(query.device, key.device) &&
+                     query.dtype->pack_code != FDM_FLOAT64 && same_device(query.device, key.device) &&
                      same_device(query.device, value.device);
   if (!alike || !is_usual_number(scale) || !is_usual_number(softcap) || !is_usual_flag(causal)) return nb::none();
   const bool is_causal = causal.ptr() == Py_True;
   if (!is_absent(bias_object)) {
     if (!try_read_tensor(bias, bias_object) || !is_usual_bias(query, key, bias) ||
-        bias.dtype->pack_code == no_pack_float64 || !same_device(query.device, bias.device) || is_expanded(bias))
+        bias.dtype->pack_code == FDM_FLOAT64 || !same_device(query.device, bias.device) || is_expanded(bias))
       return nb::none();
   }
   if (!is_absent(sink)) {

@@ -291,9 +291,9 @@ private:
     if (t.shape[3] == 1) {
       double sum = 0.0;
       for (int64_t j = 0; j < keys; ++j) sum += sum_of_key(j);
-      store_scalar(t.data, t.dtype, offset, float(sum));
+      store_scalar(t.data, t.dtype, offset, sum);
     } else {
-      for (int64_t j = 0; j < keys; ++j) store_scalar(t.data, t.dtype, offset + j * t.stride[3], float(sum_of_key(j)));
+      for (int64_t j = 0; j < keys; ++j) store_scalar(t.data, t.dtype, offset + j * t.stride[3], sum_of_key(j));
     }
   }
 
@@ -306,7 +306,7 @@ private:
           const int64_t unit = (b * p_.kv_heads + kv_head_of(p_, h)) * layout_.parts + part;
           sum += sink_sums_[unit * group_size(p_) + h % group_size(p_)];
         }
-      store_scalar(args_.dsink.data, args_.dsink.dtype, h * args_.dsink.stride[0], float(sum));
+      store_scalar(args_.dsink.data, args_.dsink.dtype, h * args_.dsink.stride[0], sum);
     }
   }
 
@@ -356,7 +356,7 @@ private:
       if (t.shape[3] == 1) {
         double sum = 0.0;
         for (int64_t j = 0; j < s.k_count; ++j) sum += row[j];
-        store_scalar(t.data, t.dtype, offset, float(sum));
+        store_scalar(t.data, t.dtype, offset, sum);
       } else {
         for (int64_t j = 0; j < t.shape[3]; ++j) store_scalar(t.data, t.dtype, offset + j * t.stride[3], row[j]);
       }

@@ -11,7 +11,8 @@ namespace fdm::cpu {
 namespace {
 
 struct CpuPack {
-  static constexpr PackLimits kLimits{256, 1u << FDM_FLOAT32 | 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16};
+  static constexpr PackLimits kLimits{256, 1u << FDM_FLOAT32 | 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16,
+                                      1u << FDM_FLOAT64};
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cpu::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return cpu::plan_bytes(p); }

@@ -64,6 +64,8 @@ struct Float16 {
 
 static inline int64_t dtype_size(int32_t dtype) {
   switch (dtype) {
+  case FDM_FLOAT64:
+    return 8;
   case FDM_FLOAT32:
   case FDM_INT32:
     return 4;
@@ -86,16 +88,24 @@ static inline float load_scalar(const void *base, int32_t dtype, int64_t offset)
   }
 }
 
-static inline void store_scalar(void *base, int32_t dtype, int64_t offset, float value) {
+// Of what is float32 or float64.
+static inline double load_double(const void *base, int32_t dtype, int64_t offset) {
+  return dtype == FDM_FLOAT64 ? static_cast<const double *>(base)[offset] : static_cast<const float *>(base)[offset];
+}
+
+static inline void store_scalar(void *base, int32_t dtype, int64_t offset, double value) {
   switch (dtype) {
   case FDM_FLOAT16:
-    static_cast<uint16_t *>(base)[offset] = Float16::store(value);
+    static_cast<uint16_t *>(base)[offset] = Float16::store(float(value));
     break;
   case FDM_BFLOAT16:
-    static_cast<uint16_t *>(base)[offset] = BFloat16::store(value);
+    static_cast<uint16_t *>(base)[offset] = BFloat16::store(float(value));
+    break;
+  case FDM_FLOAT64:
+    static_cast<double *>(base)[offset] = value;
     break;
   default:
-    static_cast<float *>(base)[offset] = value;
+    static_cast<float *>(base)[offset] = float(value);
   }
 }
 

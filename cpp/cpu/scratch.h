@@ -36,6 +36,7 @@ struct TileBuffers {
   float *keys, *keys_t, *values, *values_t;
   float *dk, *dv;
   float *bias;
+  double *references; // for each head of the bias; see Tile
   double *dbias;
   float *scores, *dscores, *tanh;
   // There is one of these for each block of columns that is saved, and one for the others, of which one is current; see
@@ -68,6 +69,7 @@ static inline TileBuffers carve_tile_buffers(const fdm_problem &p, bool backward
   b.keys_t = floats(block);
   b.values = floats(block);
   b.bias = floats(bias_heads(p, heads) * bias_rows(p, kMaxTileRows) * kBlockKeys);
+  b.references = static_cast<double *>(take(bias_heads(p, heads) * int64_t(sizeof(double))));
   b.scores = floats(scores);
   if (backward) b.saved_blocks = clamp64(kSavedFloats / (rows * kBlockKeys), 1, ceil_div(p.keys, kBlockKeys));
   const int64_t slots = b.saved_blocks + 1;

@@ -171,10 +171,12 @@ class Problem:
 class Allocator:
     """Makes tensors for results, on the device of a tensor of the call."""
 
-    def __init__(self, empty_like: Any, contiguous: Any, float32: Any, uint8: Any) -> None:
+    def __init__(
+        self, empty_like: Any, contiguous: Any, float32: Any, float64: Any, uint8: Any
+    ) -> None:
         """empty_like: returns a tensor like another, contiguous with this memory_format.
 
-        float32, uint8: torch's dtypes.
+        float32, float64, uint8: torch's dtypes.
         """
 
 def attend(

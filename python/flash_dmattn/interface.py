@@ -86,7 +86,8 @@ def flash_dmattn_func(
         attn_mask: bool ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps; the same for every query:
             ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`.
         attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
-            -inf means "not kept".
+            -inf means "not kept". One that is the same for every query may be float64 on CPUs, and
+            of any size: what float32 would round counts. Then lse is float64.
         softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
         is_causal: query i sees keys ``j <= i + K - Q`` (aligned bottom right); False by default.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
@@ -188,7 +189,8 @@ def flash_dmattn_varlen_func(
         attn_mask: bool per key ``({H|Hk|1}, 1, total_k)`` or per query ``({H|Hk|1}, total_q,
             max_seqlen_k)``; or an `IntervalMask` of shape ``({H|Hk|1}, total_k)``, rows counted in
             the own sequence.
-        attn_bias: as a boolean ``attn_mask``, in query's dtype or float32.
+        attn_bias: as a boolean ``attn_mask``, in query's dtype or float32; per key on CPUs also
+            float64.
 
     Returns:
         As `flash_dmattn_func`, with lse ``(H, total_q)`` and probabilities ``(B, H, max_seqlen_q,

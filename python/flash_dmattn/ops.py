@@ -173,7 +173,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query = inputs.query
     return (
         query.new_empty(query.shape),
-        query.new_empty(lse_shape(query), dtype=lse_dtype(query.dtype)),
+        query.new_empty(lse_shape(query), dtype=lse_dtype(inputs)),
         _plan_fake(*arguments) if inputs.given_plan is None else _no_plan(inputs),
     )
 
@@ -279,9 +279,9 @@ def _saved_gradients(
     *tensors, out, lse, plan = saved
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    results = (dout, dlse, out, lse_within(plan, out) if lse is None else lse, plan)
-    given = (*results, *tensors)
     inputs = AttentionInputs(*tensors, *settings)
+    results = (dout, dlse, out, lse_within(plan, inputs) if lse is None else lse, plan)
+    given = (*results, *tensors)
     if backend == "reference" and _is_recorded(given):
         wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
         named = _REFERENCE.recorded_backward(inputs, dout, dlse, wanted)

@@ -2,7 +2,8 @@
 """Dynamic mask attention in plain PyTorch: the definition that every kernel is compared with.
 
 It materializes the scores, so memory and time grow with Q x K. 16-bit and float32 inputs are
-computed in float32, float64 inputs in float64; every result is differentiable by autograd.
+computed in float32, those with a query or a bias of float64 in float64; every result is
+differentiable by autograd.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def formula(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         + [attended.out[0].transpose(0, 1).to(query.dtype) for _, attended in parts]
     )
     lse = torch.cat(
-        [query.new_empty((query.shape[1], 0), dtype=computing_dtype(query.dtype))]
+        [query.new_empty((query.shape[1], 0), dtype=computing_dtype(query, inputs.bias))]
         + [attended.lse[0] for _, attended in parts],
         dim=1,
     )
@@ -168,9 +169,10 @@ def recorded_gradients(
         return dict(zip(wanted, found, strict=True))
 
 
-def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that inputs of this dtype are computed in, which is also that of lse."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def computing_dtype(query: Tensor, bias: Tensor | None) -> torch.dtype:
+    """Return the dtype that a call is computed in, which is also that of lse."""
+    is_exact = torch.float64 in (query.dtype, None if bias is None else bias.dtype)
+    return torch.float64 if is_exact else torch.float32
 
 
 def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:
@@ -263,7 +265,7 @@ def computing_inputs(
     that no row keeps are
     zeros, so that whatever they hold, NaN included, reaches no result: 0 * NaN would be NaN.
     """
-    dtype = computing_dtype(part.query.dtype)
+    dtype = computing_dtype(part.query, part.bias)
     heads, kv_heads = part.query.shape[2], part.key.shape[2]
     query = part.query.to(dtype).transpose(1, 2)
     key, value = (

@@ -13,7 +13,7 @@ from .core_calls import batch_call, refused, to_core
 
 FIELDS = _core.ATTENTION_FIELDS
 COUNT = f"{len(FIELDS)} fields"
-ALLOCATOR = _core.Allocator(*"self")  # of which nothing is asked
+ALLOCATOR = _core.Allocator(*["none"] * 5)  # of which nothing is asked
 
 
 def values(**changes: Any) -> tuple[Any, ...]:

@@ -27,10 +27,12 @@ inline float softmax_row(float *scores, int64_t count, float &row_max, float &ro
   return factor;
 }
 
-// What the sink of a head adds to a sum of exponentials relative to `row_max`.
-inline float sink_weight(const fdm_problem &p, int64_t head, float row_max) {
-  if (!present(p.sink)) return 0.0f;
-  return __builtin_expf(load_scalar(p.sink.data, p.sink.dtype, head * p.sink.stride[0]) - row_max);
+// What the sink of head g of a tile adds to a sum of exponentials relative to `row_max`.
+inline float sink_weight(const Tile &tile, int64_t g, float row_max) {
+  const fdm_tensor &sink = tile.p.sink;
+  if (!present(sink)) return 0.0f;
+  const float score = load_scalar(sink.data, sink.dtype, (tile.task.head + g) * sink.stride[0]);
+  return __builtin_expf(float(double(score) - tile.reference(g)) - row_max);
 }
 
 inline void start_rows(const Tile &tile) {
@@ -67,13 +69,14 @@ void write_rows(const Tile &tile, const fdm_forward_args &args) {
       if (sum == 0.0f) {
         zero(out, tile.dim); // a value that other rows keep and that is not finite has made NaN of zeros
       } else {
-        const float inverse = 1.0f / (sum + sink_weight(tile.p, task.head + g, tile.buffers.row_max[r]));
+        const float inverse = 1.0f / (sum + sink_weight(tile, g, tile.buffers.row_max[r]));
         for (int64_t d = 0; d < tile.dim; ++d) out[d] *= inverse;
       }
       store_row(args.out, row_offset(args.out, task.sequence, row, task.head + g), args.out.stride[3], tile.p.head_dim,
                 out);
       const float lse = sum == 0.0f ? -kInfinity : tile.buffers.row_max[r] + __builtin_logf(sum);
-      static_cast<float *>(args.lse.data)[lse_offset(args.lse, task.sequence, row, task.head + g)] = lse;
+      const int64_t offset = lse_offset(args.lse, task.sequence, row, task.head + g);
+      store_scalar(args.lse.data, args.lse.dtype, offset, double(lse) + tile.reference(g));
     }
 }
 

@@ -25,7 +25,7 @@ void load_shifts(Tile &tile, const fdm_backward_args &args) {
   for (int64_t g = 0; g < task.heads; ++g)
     for (int64_t i = 0; i < task.rows; ++i) {
       const int64_t offset = lse_offset(args.lse, task.sequence, task.first_row + i, task.head + g);
-      const float lse = static_cast<const float *>(args.lse.data)[offset];
+      const float lse = float(load_double(args.lse.data, args.lse.dtype, offset) - tile.reference(g));
       b.row_max[g * task.rows + i] = lse == -kInfinity ? kInfinity : lse;
       recompute |= __builtin_fabsf(lse) >= kCoarseLse && lse != -kInfinity;
     }
@@ -124,7 +124,7 @@ double exact_sum(const float *lanes) {
 // nearly 0, but must not be, since P times the gradient of lse, which is without the sink, is divided by it again.
 double row_sink_weight(const Tile &tile, int64_t g, double sum, float row_max) {
   constexpr double kMostSinkWeight = 0x1p64;
-  const double weight = sink_weight(tile.p, tile.task.head + g, row_max), most = kMostSinkWeight * sum;
+  const double weight = sink_weight(tile, g, row_max), most = kMostSinkWeight * sum;
   return weight > most ? most : weight;
 }
 
@@ -152,7 +152,7 @@ void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double 
       if (dsink && !empty) dsink[g] -= sink / total * delta;
       if (present(args.dlse) && !empty) {
         const int64_t offset = lse_offset(args.dlse, task.sequence, task.first_row + i, task.head + g);
-        delta -= static_cast<const float *>(args.dlse.data)[offset] * (total / sum);
+        delta -= load_double(args.dlse.data, args.dlse.dtype, offset) * (total / sum);
       }
       b.row_sum[r] = empty ? 1.0f : float(total);
       b.row_delta[r] = float(delta);

@@ -36,7 +36,12 @@ struct Tile {
     buffers = carve_tile_buffers(p, backward, scratch, &bytes);
     tile_columns(p, plan, task.sequence, task.sequence_index, task.head, task.first_row, task.rows, buffers.columns,
                  &columns);
+    find_references();
   }
+
+  // What is subtracted in float64 from a float64 bias: its largest number among the tile's columns, so that what is left
+  // of the biases that count is small. Scores, and what is made of them, are relative to it. 0 for another bias.
+  double reference(int64_t g) const { return buffers.references[bias_heads(p, task.heads) > 1 ? g : 0]; }
 
   int64_t row_count() const { return task.heads * task.rows; }
   // Heads whose rows' scores are held at a time.
@@ -121,6 +126,31 @@ struct Tile {
   }
 
 private:
+  void find_references() {
+    for (int64_t g = 0; g < bias_heads(p, task.heads); ++g) {
+      buffers.references[g] = 0.0;
+      if (!present(p.bias) || p.bias.dtype != FDM_FLOAT64) continue;
+      const Matrix m = score_matrix(p, p.bias, task.sequence, task.head + g, dtype_size(p.bias.dtype));
+      constexpr double kLowest = -__builtin_inf();
+      double largest = kLowest;
+      for (int64_t c = 0; c < columns.count; ++c) {
+        const double bias = load_double(m.base, FDM_FLOAT64, columns.index[c] * m.col);
+        if (bias > largest && bias < -kLowest) largest = bias;
+      }
+      if (largest > kLowest) buffers.references[g] = largest;
+    }
+  }
+
+  // Elements of a float64 bias, relative to its reference; what is a number stays one.
+  void load_relative(const Matrix &m, double reference, float *out) const {
+    constexpr float kMost = __FLT_MAX__;
+    for (int64_t c = 0; c < block.count; ++c) {
+      const double bias = load_double(m.base, FDM_FLOAT64, block.index[c] * m.col);
+      const float relative = float(bias - reference);
+      out[c] = relative == -kInfinity && bias > -__builtin_inf() ? -kMost : relative;
+    }
+  }
+
   void load_bias() {
     const int64_t heads = bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
     if (!present(p.bias)) {
@@ -134,7 +164,9 @@ private:
       for (int64_t i = 0; i < rows; ++i) {
         float *out = buffers.bias + (g * rows + i) * kBlockKeys;
         const int64_t row = (task.first_row + i) * m.row;
-        if (run)
+        if (p.bias.dtype == FDM_FLOAT64)
+          load_relative(m, buffers.references[g], out);
+        else if (run)
           load_elements(m.base, p.bias.dtype, row + block.index[0] * m.col, m.col, block.count, out);
         else
           for (int64_t c = 0; c < block.count; ++c)

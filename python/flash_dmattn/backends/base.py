@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.record import ATTENTION, AttentionInputs, Gradients, SelectionInputs
+from flash_dmattn.reference import computing_dtype
 
 __all__ = [
     "AttentionInputs",
@@ -117,19 +118,19 @@ def lse_shape(query: Tensor) -> tuple[int, ...]:
     return (heads, rows)
 
 
-def lse_within(plan: Tensor | None, out: Tensor) -> Tensor:
+def lse_within(plan: Tensor | None, inputs: AttentionInputs) -> Tensor:
     """Return the lse that is the last part of a plan; of a call without rows there may be none."""
-    shape = lse_shape(out)
+    shape, dtype = lse_shape(inputs.query), lse_dtype(inputs)
     if plan is None:
         assert not math.prod(shape)
-        return out.new_empty(shape, dtype=torch.float32)
-    behind = plan.numel() - 4 * math.prod(shape)
-    return plan[behind:].view(torch.float32).view(shape)
+        return inputs.query.new_empty(shape, dtype=dtype)
+    behind = plan.numel() - dtype.itemsize * math.prod(shape)
+    return plan[behind:].view(dtype).view(shape)
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of lse for query's dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def lse_dtype(inputs: AttentionInputs) -> torch.dtype:
+    """Return the dtype of lse."""
+    return computing_dtype(inputs.query, inputs.bias)
 
 
 def keep_shape(inputs: SelectionInputs) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from .base import (
     SelectionInputs,
     interval_shape,
     keep_shape,
+    lse_dtype,
     lse_shape,
     lse_within,
 )
@@ -30,7 +31,9 @@ _CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 _PAGED_BYTES = 1 << 17
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 # What the core makes results with, since each crossing between it and Python costs a small call.
-_ALLOCATOR = _core.Allocator(torch.empty_like, torch.contiguous_format, torch.float32, torch.uint8)
+_ALLOCATOR = _core.Allocator(
+    torch.empty_like, torch.contiguous_format, torch.float32, torch.float64, torch.uint8
+)
 
 
 class PackBackend(Backend):
@@ -105,7 +108,7 @@ class PackBackend(Backend):
         query, plan = inputs.query, inputs.given_plan
         device = query.device
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = torch.empty(lse_shape(query), dtype=torch.float32, device=device)
+        lse = torch.empty(lse_shape(query), dtype=lse_dtype(inputs), device=device)
         problem = self._problem(inputs)
         workspace_bytes = problem.forward_workspace_bytes
         if plan is None and (plan_bytes := problem.plan_bytes):
@@ -130,7 +133,7 @@ class PackBackend(Backend):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = None
         if need_lse:
-            lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
+            lse = torch.empty(lse_shape(query), dtype=lse_dtype(inputs), device=query.device)
         problem, device = self._problem(inputs), query.device
         scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), device)
         problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
@@ -147,7 +150,7 @@ class PackBackend(Backend):
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
         if lse is None:
-            lse = lse_within(inputs.given_plan, out)
+            lse = lse_within(inputs.given_plan, inputs)
         gradients: Gradients = {}
         for name in wanted:
             like: Tensor = getattr(inputs, name)

@@ -85,7 +85,7 @@ class ReferenceBackend(Backend):
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Compute by the formula's derivative: an operator's implementation runs below autograd."""
-        dtype = computing_dtype(inputs.query.dtype)
+        dtype = computing_dtype(inputs.query, inputs.bias)
         totals: Gradients = {}
         for name in wanted:
             totals[name] = inputs.query.new_zeros(getattr(inputs, name).shape, dtype=dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_dmattn.record import AttentionInputs, SelectionInputs
 
-__all__ = ["check_attention", "check_selection"]
+__all__ = ["check_attention", "check_selection", "refuse_float64_bias"]
 
 # The core reads the values of a CPU's tensors only. What is no tensor of bounds it never reads, but
 # an address of null would mean that there is no memory.
@@ -36,6 +36,16 @@ def check_attention(inputs: AttentionInputs, *, read_lengths: bool = True) -> No
 def check_selection(inputs: SelectionInputs, *, read_lengths: bool = True) -> None:
     """Raise TypeError or ValueError for what selection cannot work on."""
     _check("check_selection", inputs, read_lengths)
+
+
+def refuse_float64_bias(inputs: AttentionInputs, backend: str) -> None:
+    """Raise NotImplementedError for a bias that a backend would round to float32."""
+    bias, dtype = inputs.bias, torch.float64
+    if bias is not None and bias.dtype == dtype and inputs.query.dtype != dtype:
+        raise NotImplementedError(
+            f"attn_bias has dtype {dtype}, which backend={backend!r} cannot read; convert it to "
+            'float32, or pass backend="reference"'
+        )
 
 
 def _check(rule: str, inputs: AttentionInputs | SelectionInputs, read_lengths: bool) -> None:

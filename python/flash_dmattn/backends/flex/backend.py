@@ -17,7 +17,7 @@ from flash_dmattn.backends.base import (
     lse_dtype,
     lse_shape,
 )
-from flash_dmattn.backends.shapes import check_attention
+from flash_dmattn.backends.shapes import check_attention, refuse_float64_bias
 
 from . import sinks
 
@@ -68,7 +68,7 @@ class FlexBackend(Backend):
         _check(inputs)
         query = inputs.query
         if not _has_scores(inputs):
-            lse = query.new_full(lse_shape(query), -torch.inf, dtype=lse_dtype(query.dtype))
+            lse = query.new_full(lse_shape(query), -torch.inf, dtype=lse_dtype(inputs))
             return query.new_zeros(query.shape), lse, None
         out, lse = passes.forward(_detached(inputs))
         if inputs.sink is not None:
@@ -104,6 +104,7 @@ class FlexBackend(Backend):
 
 def _check(inputs: AttentionInputs) -> None:
     check_attention(inputs)
+    refuse_float64_bias(inputs, "flex")
     if inputs.query.device.type == "cpu":
         return
     if inputs.query.dtype not in _GPU_DTYPES:

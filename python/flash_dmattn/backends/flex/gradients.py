@@ -36,7 +36,7 @@ def gradients(
         dlse: ``(B, H, Q)``.
         wanted: "query", "key", "value", "bias" and "sink", or some of them.
     """
-    dtype = computing_dtype(problem.query.dtype)
+    dtype = computing_dtype(problem.query, None)
     heads, kv_heads = problem.heads
     totals: Gradients = {}
     for name in wanted:

@@ -14,7 +14,7 @@ from flash_dmattn.backends.base import (
     lse_shape,
 )
 from flash_dmattn.backends.reference import ReferenceBackend
-from flash_dmattn.backends.shapes import check_attention
+from flash_dmattn.backends.shapes import check_attention, refuse_float64_bias
 
 from .forward_pass import run_forward
 from .gradients import gradients
@@ -87,6 +87,7 @@ class TritonBackend(Backend):
 def _checked_problem(inputs: AttentionInputs) -> Problem:
     # Elsewhere than on a CPU the cu_seqlens cannot be read without waiting for the device.
     check_attention(inputs, read_lengths=inputs.query.device.type == "cpu")
+    refuse_float64_bias(inputs, "triton")
     return describe(inputs)
 
 
