@@ -14,6 +14,7 @@ from .lazy_names import look_up as _look_up
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .forgetting import forgetting_bias, pruning_threshold
     from .interface import (
         flash_dmattn_func,
         flash_dmattn_func_auto,
@@ -51,9 +52,11 @@ __all__ = [
     "flash_dmattn_func_auto",
     "flash_dmattn_varlen_func",
     "flex_dmattn_func",
+    "forgetting_bias",
     "get_available_backends",
     "make_plan",
     "pair_bias_attention",
+    "pruning_threshold",
     "triton_dmattn_func",
 ]
 

@@ -20,9 +20,11 @@ _MODULES = {
     "flash_dmattn_func": "interface",
     "flash_dmattn_func_auto": "interface",
     "flash_dmattn_varlen_func": "interface",
+    "forgetting_bias": "forgetting",
     "get_available_backends": "interface",
     "make_plan": "plan",
     "pair_bias_attention": "pair_bias",
+    "pruning_threshold": "forgetting",
 }
 _AVAILABILITY = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
 # None where the backend is absent, as callers of 1.2.2 test for.

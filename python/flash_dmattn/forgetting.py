@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Forgetting: attention whose weights decay by learned gates, as a bias for each key.
+
+With log forget gates g_l <= 0 and their cumulated sum F_i = g_0 + ... + g_i, the score of query i
+and key j <= i gets F_i - F_j, the gates between them (FoX, arXiv:2503.02130). F_i is the same for
+all keys of a row, so that -F_j is a bias for each key. What has decayed below a threshold can be
+dropped (arXiv:2504.06949): a key is then kept for one interval of queries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .masks import IntervalMask
+
+__all__ = [
+    "bounded_gates",
+    "check_gates",
+    "checked_prune",
+    "forgetting_bias",
+    "kept_until",
+    "key_bias_dtype",
+    "pruning_threshold",
+]
+
+# What -inf counts as where nothing is pruned: no score makes up for it.
+_FORGETS_ALL = -1000.0
+
+
+def forgetting_bias(
+    log_forget: Tensor,
+    prune: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    padding: Tensor | None = None,
+) -> tuple[Tensor, IntervalMask | None]:
+    """Return the bias of forget gates, and the mask that drops what they have let decay.
+
+    They are ``attn_bias`` and ``attn_mask`` of causal self-attention, Q = K = N. Query i then adds
+    to the score of key j the sum of the gates j + 1 to i.
+
+    Args:
+        log_forget: ``(B, {H|Hk}, N)``, logarithms of forget gates, at most 0; packed
+            ``({H|Hk}, total)``. -inf forgets all that is before.
+        prune: drop a key for a query where the gates between them sum to less than this, at most 0;
+            `pruning_threshold` says where that can be seen. A gate below ``prune - 1`` counts as
+            that, and gets no gradient. None keeps all keys, and -inf counts as -1000.
+        cu_seqlens: int32 ``(sequences + 1,)``: 0, then where each packed sequence ends. Gates act
+            within a sequence.
+        padding: bool ``(B, N)``, True is a token. Others do not decay what is before them, and
+            their keys are not kept.
+
+    Returns:
+        The bias ``(B, {H|Hk}, 1, N)``, packed ``({H|Hk}, 1, total)``, through which gradients flow
+        to the gates, in float64, on GPUs rounded to float32; and an `IntervalMask`, or None without
+        prune.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape or a device does not fit, or prune is above 0; or a gate is above 0
+            where keys are pruned, which is seen on CPUs only.
+    """
+    _check(log_forget, cu_seqlens, padding)
+    prune = checked_prune(prune)
+    if prune is not None:
+        check_gates(log_forget)
+    # (..., 1, N) broadcasts over the heads.
+    tokens = None if padding is None else padding.unsqueeze(-2)
+    total = bounded_gates(log_forget, prune, tokens).cumsum(-1)
+    within = None
+    sums = total
+    if cu_seqlens is not None:
+        within = _bounds_of_tokens(cu_seqlens, total.shape[-1])
+        before = torch.nn.functional.pad(total, (1, 0))
+        sums = total - before.gather(-1, within[0].expand_as(total))
+    bias = -sums if tokens is None else (-sums).masked_fill(~tokens, -torch.inf)
+    mask = None
+    if prune is not None:
+        mask = _intervals(total.detach(), prune, within, tokens)
+    return bias.to(key_bias_dtype(bias.device)).unsqueeze(-2), mask
+
+
+def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -> float:
+    """Return the largest ``prune`` of which a bound of the scores says that it does no harm.
+
+    A row that drops what has decayed below it drops at most the fraction ``error`` of its weights:
+    each of ``length`` keys weighs at most ``exp(score_bound + prune)``, and the query's own, which
+    has not decayed, at least ``exp(-score_bound)``. So the output changes by at most ``2 * error``
+    times the largest value.
+
+    Args:
+        score_bound: no scaled score ``scale * q.k`` is larger, or smaller than its negative. After
+            an RMS norm of query and key it is ``scale * D * max|w_q * w_k|``, w being the weights
+            of the norms.
+        length: keys that a query sees.
+        error: between 0 and 1.
+
+    Returns:
+        ``log(error) - log(length) - 2 * score_bound``.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: a number is outside of its range.
+    """
+    bound, error = checks.number("score_bound", score_bound, ""), checks.number("error", error, "")
+    length = checks.index("length", length, 1)
+    if not 0 <= bound < math.inf:
+        raise ValueError(f"score_bound must be at least 0 and finite, got {bound}")
+    if not 0 < error < 1:
+        raise ValueError(f"error must be above 0 and below 1, got {error}")
+    return math.log(error) - math.log(length) - 2 * bound
+
+
+def checked_prune(prune: float | None) -> float | None:
+    """Return a threshold of log decay."""
+    if prune is None:
+        return None
+    given = checks.number("prune", prune)
+    if not -math.inf < given <= 0:
+        raise ValueError(
+            f"prune must be a finite log decay of at most 0, such as -16.0, or None to keep all "
+            f"keys, got {given}"
+        )
+    return given
+
+
+def key_bias_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of a bias that sums the gates of a whole sequence, which no float32 holds.
+
+    Kernels of GPUs do not read float64.
+    """
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
+def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None) -> Tensor:
+    """Return gates in float64 that can be summed: finite, and 0 for what is no token."""
+    gates = log_forget.to(torch.float64)
+    gates = gates.clamp(min=_FORGETS_ALL if prune is None else prune - 1)
+    return gates if tokens is None else gates.masked_fill(~tokens, 0)
+
+
+def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
+    """Return the first row, int64, for which each key has decayed below a threshold.
+
+    Args:
+        rows: ``(..., rows)``, what the gates have summed to at each row, which only falls.
+        keys: ``(..., keys)``, the same at each key; inf for a key that no row keeps.
+        prune: the threshold.
+    """
+    return torch.searchsorted((-rows).contiguous(), (-prune - keys).contiguous(), right=True)
+
+
+def _intervals(
+    total: Tensor, prune: float, within: tuple[Tensor, Tensor] | None, tokens: Tensor | None
+) -> IntervalMask:
+    length = total.shape[-1]
+    start = torch.arange(length, device=total.device)
+    end = kept_until(total, total, prune)
+    if within is not None:
+        begin, past = within
+        start, end = start - begin, torch.minimum(end, past) - begin
+    if tokens is not None:
+        end = end.masked_fill(~tokens, 0)
+    return IntervalMask(
+        start.to(torch.int32).expand_as(end).contiguous(),
+        end.to(torch.int32),
+        query_length=length if within is None else None,
+    )
+
+
+def _bounds_of_tokens(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return int64 ``(total,)``, twice: where the sequence of each token begins and ends."""
+    # What is wrong on another device than a CPU must not be read from outside of a tensor.
+    bounds = cu_seqlens.to(torch.int64).clamp(0, total)
+    token = torch.arange(total, device=cu_seqlens.device)
+    after = torch.searchsorted(bounds, token, right=True).clamp(1, max(len(bounds) - 1, 1))
+    return bounds[after - 1], bounds[after.clamp(max=len(bounds) - 1)]
+
+
+def _check(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Tensor | None) -> None:
+    checks.tensor("log_forget", log_forget)
+    if not log_forget.is_floating_point() or log_forget.element_size() < 2:
+        raise TypeError(
+            "log_forget must have a floating-point dtype of at least 16 bits, got "
+            f"{log_forget.dtype}"
+        )
+    form = "(B, H, N)" if cu_seqlens is None else "(H, total) with cu_seqlens"
+    if log_forget.dim() != (3 if cu_seqlens is None else 2):
+        raise ValueError(f"log_forget must have shape {form}, got {tuple(log_forget.shape)}")
+    if cu_seqlens is not None:
+        _check_bounds(cu_seqlens, log_forget.shape[1])
+    if padding is not None:
+        _check_padding(padding, log_forget, cu_seqlens)
+    for name, tensor in (("cu_seqlens", cu_seqlens), ("padding", padding)):
+        if tensor is not None and tensor.device != log_forget.device:
+            raise ValueError(
+                f"{name} must be on log_forget's device {log_forget.device}, got a tensor on "
+                f"{tensor.device}"
+            )
+
+
+def _check_bounds(cu_seqlens: Tensor, total: int) -> None:
+    checks.bounds("cu_seqlens", cu_seqlens)
+    if not cu_seqlens.is_cpu or torch.compiler.is_compiling():
+        return
+    values = cu_seqlens.tolist()
+    if values[0] != 0 or values[-1] != total or values != sorted(values):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to {total}, the tokens of log_forget, got "
+            f"{values[0]} to {values[-1]}"
+        )
+
+
+def _check_padding(padding: Tensor, log_forget: Tensor, cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
+    if checks.tensor("padding", padding, "a boolean torch.Tensor or None").dtype != torch.bool:
+        raise TypeError(
+            f"padding must have dtype torch.bool (True is a token), got {padding.dtype}"
+        )
+    batch, _, length = log_forget.shape
+    if tuple(padding.shape) != (batch, length):
+        raise ValueError(
+            f"padding must have shape (B, N) = ({batch}, {length}), got {tuple(padding.shape)}"
+        )
+
+
+def check_gates(log_forget: Tensor) -> None:
+    """Raise ValueError where a gate, on a CPU, is above 0."""
+    if not log_forget.is_cpu or torch.compiler.is_compiling():
+        return
+    if bool((log_forget > 0).any()):
+        raise ValueError(
+            "log_forget must be at most 0 where keys are pruned, being the logarithm of what is "
+            f"left, got {float(log_forget.detach().max())}; logsigmoid makes such gates"
+        )
