@@ -22,7 +22,12 @@ if TYPE_CHECKING:
         get_available_backends,
     )
     from .masks import IntervalMask
-    from .modules import AttentionCache, DynamicMaskAttention
+    from .modules import (
+        AttentionCache,
+        DynamicMaskAttention,
+        ForgettingAttention,
+        ForgettingCache,
+    )
     from .pair_bias import pair_bias_attention
     from .plan import AttentionPlan, make_plan
     from .reference import attention_reference
@@ -43,6 +48,8 @@ __all__ = [
     "AttentionCache",
     "AttentionPlan",
     "DynamicMaskAttention",
+    "ForgettingAttention",
+    "ForgettingCache",
     "IntervalMask",
     "KeptKeys",
     "__version__",

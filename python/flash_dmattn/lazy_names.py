@@ -13,6 +13,8 @@ _MODULES = {
     "AttentionCache": "modules",
     "AttentionPlan": "plan",
     "DynamicMaskAttention": "modules",
+    "ForgettingAttention": "modules",
+    "ForgettingCache": "modules",
     "IntervalMask": "masks",
     "KeptKeys": "state",
     "attention_reference": "reference",

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ready layers: dynamic mask attention as a torch.nn.Module, and its cache for decoding."""
+"""Ready layers: attention as a torch.nn.Module, and what each keeps for decoding."""
 
 from .attention import DynamicMaskAttention
 from .cache import AttentionCache
+from .forgetting import ForgettingAttention
+from .forgetting_cache import ForgettingCache
 
-__all__ = ["AttentionCache", "DynamicMaskAttention"]
+__all__ = ["AttentionCache", "DynamicMaskAttention", "ForgettingAttention", "ForgettingCache"]

@@ -25,7 +25,9 @@ __all__ = [
     "check_positive",
     "check_tokens",
     "checked_base",
+    "checked_heads",
     "finite",
+    "longest",
 ]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -36,6 +38,29 @@ def check_positive(**sizes: int) -> None:
     """Raise unless the sizes are integers above 0."""
     for name, size in sizes.items():
         checks.index(name, size, 1, checks.MOST_ROWS)
+
+
+def checked_heads(
+    embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """Return Hk and D of a layer of H heads."""
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_positive(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=kv_heads)
+    if num_heads % kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}"
+        )
+    if head_dim is None:
+        if embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads unless head_dim is given, got "
+                f"{embed_dim} and {num_heads}"
+            )
+        head_dim = embed_dim // num_heads
+    check_positive(head_dim=head_dim)
+    if head_dim > 256:
+        raise ValueError(f"head_dim must be at most 256, got {checks.described(head_dim)}")
+    return kv_heads, head_dim
 
 
 def finite(name: str, value: float, least: float = -math.inf) -> float:
@@ -98,6 +123,11 @@ def check_fits_projection(hidden_states: Tensor, weight: Tensor) -> None:
             f"hidden_states must have dtype {weight.dtype}, as the layer's parameters, got "
             f"{hidden_states.dtype}; convert one of them, or call under torch.autocast"
         )
+
+
+def longest(cu_seqlens: Tensor) -> int:
+    """Return the length of the longest packed sequence, which is read from the device."""
+    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> Tensor:

@@ -18,20 +18,20 @@ from ..state.chunks import described_call
 from .arguments import (
     check_backend,
     check_bias_form,
-    check_cu_seqlens,
-    check_fits_projection,
     check_keys,
     check_padding,
     check_parameter_dtype,
     check_positions,
     check_positive,
     checked_base,
+    checked_heads,
     finite,
+    longest,
 )
 from .cache import AttentionCache
-from .fusing import fused_step, is_as_made
+from .fusing import fused_step
 from .heads import prepared
-from .projections import projected
+from .projections import check_states, projected
 
 __all__ = ["DynamicMaskAttention"]
 
@@ -116,22 +116,7 @@ class DynamicMaskAttention(nn.Module):
             ValueError: a size, number or name is not possible; the text says what is.
         """
         super().__init__()
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=kv_heads)
-        if num_heads % kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}"
-            )
-        if head_dim is None:
-            if embed_dim % num_heads:
-                raise ValueError(
-                    f"embed_dim must be a multiple of num_heads unless head_dim is given, got "
-                    f"{embed_dim} and {num_heads}"
-                )
-            head_dim = embed_dim // num_heads
-        check_positive(head_dim=head_dim)
-        if head_dim > 256:
-            raise ValueError(f"head_dim must be at most 256, got {checks.described(head_dim)}")
+        kv_heads, head_dim = checked_heads(embed_dim, num_heads, num_kv_heads, head_dim)
         if window_size is not None:
             check_positive(window_size=window_size)
         check_bias_form(bias_form)
@@ -320,7 +305,7 @@ class DynamicMaskAttention(nn.Module):
         if cu_seqlens is None:
             keys = key.shape[1]
         else:
-            keys = _longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
+            keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
         if self.window_size is not None:
             if not isinstance(attn_mask, IntervalMask):
                 settings["window_size"] = self.window_size
@@ -348,19 +333,7 @@ class DynamicMaskAttention(nn.Module):
         cache: AttentionCache | None,
         padding: Tensor | None,
     ) -> None:
-        checks.tensor("hidden_states", hidden_states)
-        form = "(B, N, embed_dim)" if cu_seqlens is None else "(total, embed_dim) with cu_seqlens"
-        shape = tuple(hidden_states.shape)
-        if len(shape) != (3 if cu_seqlens is None else 2) or shape[-1] != self.embed_dim:
-            raise ValueError(
-                f"hidden_states must have shape {form}, embed_dim={self.embed_dim}, got {shape}"
-            )
-        # Another module has rules of its own, for quantization for example; and a hook may bring
-        # the weight only when the projection is called.
-        if is_as_made(self.q_proj, nn.Linear):
-            check_fits_projection(hidden_states, self.q_proj.weight)
-        if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, hidden_states)
+        check_states(self, hidden_states, cu_seqlens)
         if isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
             raise TypeError(
                 f"attn_mask must have dtype torch.bool (True can be seen), got {attn_mask.dtype}"
@@ -375,12 +348,8 @@ class DynamicMaskAttention(nn.Module):
         if isinstance(attn_mask, (Tensor, IntervalMask)) and cu_seqlens is None:
             held = 0 if cache is None else cache.known_length
             if held is not None:
-                check_keys(attn_mask, shape[1], held)
+                check_keys(attn_mask, hidden_states.shape[1], held)
         if padding is not None:
             check_padding(padding, hidden_states, cu_seqlens)
         if position_ids is not None:
             check_positions(position_ids, hidden_states)
-
-
-def _longest(cu_seqlens: Tensor) -> int:
-    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .. import dispatch_state
 from ..state.stepping import has_kernel
-from .cache import AttentionCache
 from .fusing import is_as_made
 from .parts import eps_of
 from .rotary import packed_positions, rotary_factors, rotate
@@ -27,13 +26,19 @@ class _Layer(Protocol):
     rotary_base: float | None
 
 
+class _Positions(Protocol):
+    """A cache, which knows how many tokens it has seen."""
+
+    def positions(self, count: int, device: torch.device) -> Tensor: ...
+
+
 def prepared(
     layer: _Layer,
     query: Tensor,
     key: Tensor,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-    cache: AttentionCache | None,
+    cache: _Positions | None,
 ) -> tuple[Tensor, Tensor]:
     """Return query and key ``(..., N, heads, D)`` normalised and rotated.
 
@@ -106,7 +111,7 @@ def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:
     return normalized.to(heads.dtype)
 
 
-def _positions(query: Tensor, cu_seqlens: Tensor | None, cache: AttentionCache | None) -> Tensor:
+def _positions(query: Tensor, cu_seqlens: Tensor | None, cache: _Positions | None) -> Tensor:
     rows, device = query.shape[-3], query.device
     if cu_seqlens is not None:
         return packed_positions(cu_seqlens, rows)

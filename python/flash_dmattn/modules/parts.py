@@ -7,7 +7,19 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-__all__ = ["Fusable", "Part", "Projecting", "Sized", "eps_of"]
+__all__ = ["Fusable", "Headed", "Part", "Projecting", "Sized", "eps_of"]
+
+
+class Headed(Protocol):
+    """What makes heads of hidden states, and their sizes."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class Projecting(Protocol):

@@ -9,14 +9,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from .. import dispatch_state
+from .. import checks, dispatch_state
+from .arguments import check_cu_seqlens, check_fits_projection
 from .fusing import is_as_made
-from .parts import Sized
+from .parts import Headed
 
-__all__ = ["projected"]
+__all__ = ["check_states", "projected"]
 
 
-def projected(layer: Sized, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def check_states(layer: Headed, hidden_states: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise unless a layer's input is what its projections take."""
+    checks.tensor("hidden_states", hidden_states)
+    form = "(B, N, embed_dim)" if cu_seqlens is None else "(total, embed_dim) with cu_seqlens"
+    shape, width = tuple(hidden_states.shape), layer.embed_dim
+    if len(shape) != (3 if cu_seqlens is None else 2) or shape[-1] != width:
+        raise ValueError(f"hidden_states must have shape {form}, embed_dim={width}, got {shape}")
+    # Another module has rules of its own, for quantization for example; and a hook may bring
+    # the weight only when the projection is called.
+    if is_as_made(layer.q_proj, nn.Linear):
+        check_fits_projection(hidden_states, layer.q_proj.weight)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, hidden_states)
+
+
+def projected(layer: Headed, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return query ``(..., H, D)``, key and value ``(..., Hk, D)`` of states ``(..., embed_dim)``.
 
     In training they are one product, of which they are views: the gradient of the states is then

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a layer that forgets keeps of the tokens that it has seen, for decoding and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..arguments import writable
+from ..forgetting import bounded_gates, check_gates, checked_prune, kept_until, key_bias_dtype
+from ..masks import IntervalMask
+from ..refusals import current_backward, refuse_recomputation
+from ..state.chunks import check_sequences
+from ..state.rows import chosen
+from ..state.stored import check_names, check_setting
+
+__all__ = ["ForgettingCache"]
+
+_FIELDS = ("key", "value", "total")
+_LENGTH_DIMENSION = {"key": 1, "value": 1, "total": 2}
+_SETTINGS = ("capacity", "prune", "length")
+_LEAST_ROWS = 64
+_Result = TypeVar("_Result")
+
+
+class _Held(NamedTuple):
+    """Rows of consecutive tokens, the last ones that were seen, and room for more.
+
+    Buffers are key and value ``(B, room, Hk, D)``, and total, float64 ``(B, G, room)``: what the
+    gates have summed to at each token, and inf at padding.
+    """
+
+    buffers: dict[str, Tensor]
+    last: Tensor  # float64 (B, G, 1): what the gates have summed to at the last token
+    rows: int  # that are filled
+    length: int  # tokens seen
+
+    @property
+    def room(self) -> int:
+        return self.buffers["key"].shape[1]
+
+    def part(self, name: str, start: int, end: int) -> Tensor:
+        return self.buffers[name].narrow(_LENGTH_DIMENSION[name], start, end - start)
+
+    def filled(self) -> dict[str, Tensor]:
+        return {name: self.part(name, 0, self.rows) for name in _FIELDS}
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> _Held:
+        """Return this with each tensor changed."""
+        buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
+        return self._replace(buffers=buffers, last=change(self.last))
+
+
+class ForgettingCache:
+    """What one `ForgettingAttention` keeps: the tokens that have not decayed for all of its heads.
+
+    A token is held until the gates of every head have decayed it below the layer's ``prune``, so
+    that results are those of one call over all tokens, however many came. Rows are those of the
+    longest memory among heads and sequences. How much has decayed is read from the device, which
+    waits for it, only when the memory is full; it then drops what has decayed, and doubles if that
+    is less than half.
+
+    With a ``capacity`` a token attends to the last ``capacity`` tokens at most, itself included,
+    decayed or not: what is older is forgotten. Then memory is constant, that of twice the capacity,
+    and nothing is read from the device. As long as no key lives longer, results are the same.
+
+    Attributes:
+        capacity: tokens that a token can see, or None.
+    """
+
+    capacity: int | None
+
+    def __init__(self, capacity: int | None = None) -> None:
+        """Make an empty cache.
+
+        Raises:
+            TypeError: capacity is not an integer.
+            ValueError: it is less than 1.
+        """
+        if capacity is not None:
+            capacity = checks.index("capacity", capacity, 1, checks.MOST_ROWS)
+        self.capacity = capacity
+        self._held: _Held | None = None
+        self._prune: float | None = None
+        self._made_during = current_backward()
+
+    def __repr__(self) -> str:
+        """Show how full it is."""
+        return f"ForgettingCache(length={self.length}, rows={self.rows}, capacity={self.capacity})"
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has seen."""
+        return 0 if self._held is None else self._held.length
+
+    @property
+    def rows(self) -> int:
+        """Tokens that it holds."""
+        return 0 if self._held is None else self._held.rows
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Return int64 ``(count,)``: the positions of the tokens that follow."""
+        return torch.arange(self.length, self.length + count, device=device)
+
+    def taken_in(
+        self,
+        key: Tensor,
+        value: Tensor,
+        log_forget: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor, IntervalMask | None], _Result],
+        *,
+        prune: float | None,
+        padding: Tensor | None = None,
+    ) -> _Result:
+        """Add the tokens that follow, unless ``attend`` raises, and return what it returns.
+
+        Args:
+            key, value: ``(B, N, Hk, D)``.
+            log_forget: ``(B, {H|Hk}, N)``, as in `forgetting_bias`.
+            attend: is given the keys, the values, the bias and the mask that the tokens attend
+                with, causally and aligned to the bottom right. The next call may overwrite them.
+            prune: as in `forgetting_bias`, the same in all calls.
+            padding: bool ``(B, N)``, True is a token.
+
+        Raises:
+            TypeError: a tensor has the wrong type or dtype.
+            ValueError: a tensor does not fit the others or what is held, or prune is another one.
+            RuntimeError: a backward pass calls, as activation checkpointing lets it, and the cache
+                was made before.
+        """
+        refuse_recomputation("a ForgettingCache", self._made_during, None)
+        prune = checked_prune(prune)
+        self._check(key, value, log_forget, prune, padding)
+        tokens = None if padding is None else padding.unsqueeze(1)
+        gates = bounded_gates(log_forget, prune, tokens)
+        before = gates.new_zeros((*gates.shape[:2], 1)) if self._held is None else self._held.last
+        total = torch.cat([before, gates], -1).cumsum(-1)
+        kept = total[..., 1:]
+        if tokens is not None:
+            kept = kept.masked_fill(~tokens, torch.inf)
+        new = {"key": key, "value": value, "total": kept}
+        following, seen = self._extended(new, total[..., -1:], prune)
+        result = attend(
+            seen["key"],
+            seen["value"],
+            # The same but for a constant of the row, and small however long the sequence.
+            (before - seen["total"]).to(key_bias_dtype(key.device)).unsqueeze(2),
+            self._mask(seen["total"].detach(), total[..., 1:].detach(), prune),
+        )
+        self._held, self._prune = following, prune
+        return result
+
+    def reorder(self, indices: Tensor) -> None:
+        """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
+
+        Args:
+            indices: int64 or int32 ``(new B,)``.
+
+        Raises:
+            TypeError: indices is not a tensor of integers.
+            ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
+                is none of a sequence.
+        """
+        held = self._held
+        check_sequences(indices, None if held is None else len(held.last), "the cache")
+        refuse_recomputation("a ForgettingCache", self._made_during, None)
+        if held is None:
+            return
+        with torch.inference_mode(False):
+            self._held = held.changed(lambda tensor: writable(chosen(tensor, indices)))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._held, self._prune = None, None
+
+    def detach(self) -> None:
+        """Keep what is held without its gradients, between the steps of training on a stream."""
+        if self._held is not None:
+            self._held = self._held.changed(Tensor.detach)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` makes the same cache of, in memory of its own.
+
+        It holds numbers and tensors alone, which ``torch.load(..., weights_only=True)`` reads.
+        """
+        state: dict[str, Any] = {
+            "capacity": self.capacity,
+            "prune": self._prune,
+            "length": self.length,
+        }
+        if self._held is not None:
+            for name, tensor in {**self._held.filled(), "last": self._held.last}.items():
+                state[name] = tensor.detach().clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what `state_dict` was asked of.
+
+        Raises:
+            TypeError: a field has the wrong type or dtype.
+            ValueError: it is of another capacity; a field is missing or unknown, or has the wrong
+                shape.
+        """
+        tensors = (*_FIELDS, "last")
+        check_names(state, _SETTINGS, tensors)
+        check_setting(state, "capacity", self.capacity, "ForgettingCache")
+        length = checks.index("length of state", state["length"], 0, checks.MOST_ROWS)
+        prune = checked_prune(state["prune"])
+        held = None
+        if any(name in state for name in tensors):
+            check_names(state, (*_SETTINGS, *tensors))
+            key, value, total, last = (checks.tensor(name, state[name]) for name in tensors)
+            _check_tokens(key, value, total)
+            if total.dtype != torch.float64 or last.dtype != torch.float64:
+                raise TypeError(
+                    f"total and last of state must have dtype torch.float64, got {total.dtype} and "
+                    f"{last.dtype}"
+                )
+            if tuple(last.shape) != (*total.shape[:2], 1) or key.shape[1] > length:
+                raise ValueError(
+                    f"last of state must have shape {(*total.shape[:2], 1)} and length be at least "
+                    f"{key.shape[1]}, got {tuple(last.shape)} and {length}"
+                )
+            buffers = {"key": key, "value": value, "total": total}
+            held = _Held(buffers, last, key.shape[1], length).changed(lambda t: t.detach().clone())
+        self._held, self._prune = held, prune
+
+    def _extended(
+        self, new: dict[str, Tensor], last: Tensor, prune: float | None
+    ) -> tuple[_Held, dict[str, Tensor]]:
+        """Return what follows this state, which stays as it is, and what the new tokens can see."""
+        held, count = self._held, new["key"].shape[1]
+        rows, length = self.rows, self.length + count
+        with torch.inference_mode(False):
+            last = writable(last)
+        records = torch.is_grad_enabled() and any(
+            t.requires_grad
+            for t in (*new.values(), *(() if held is None else held.buffers.values()))
+        )
+        if held is not None and not records and rows + count <= held.room:
+            for name, added in new.items():
+                held.part(name, rows, rows + count).copy_(added)
+            following = held._replace(last=last, rows=rows + count, length=length)
+            return following, following.filled()
+        seen = new
+        if held is not None:
+            seen = {
+                name: torch.cat([part, new[name]], _LENGTH_DIMENSION[name])
+                for name, part in held.filled().items()
+            }
+        first = self._first_needed(seen["total"].detach(), last.detach(), prune)
+        kept = rows + count - first
+        parts = {name: t.narrow(_LENGTH_DIMENSION[name], first, kept) for name, t in seen.items()}
+        if not records:
+            room = max(2 * kept, _LEAST_ROWS) if self.capacity is None else 2 * self.capacity
+            parts = {name: _with_room(part, name, max(room, kept)) for name, part in parts.items()}
+        return _Held(parts, last, kept, length), seen
+
+    def _first_needed(self, total: Tensor, last: Tensor, prune: float | None) -> int:
+        """Return how many rows no later token can see."""
+        rows = total.shape[-1]
+        if self.capacity is not None:
+            return max(0, rows - self.capacity + 1)
+        if prune is None or not total.numel():
+            return 0
+        lives = (last - total >= prune).flatten(0, 1).any(0)
+        # The first that lives; all of them, if none does.
+        return int(torch.nn.functional.pad(lives, (0, 1), value=True).byte().argmax())
+
+    def _mask(self, seen: Tensor, total: Tensor, prune: float | None) -> IntervalMask | None:
+        if prune is None and self.capacity is None:
+            return None
+        rows, keys = total.shape[-1], seen.shape[-1]
+        row = torch.arange(keys, device=seen.device) - (keys - rows)
+        end = torch.full_like(row, rows).expand_as(seen)
+        if prune is not None:
+            end = kept_until(total, seen, prune)
+        if self.capacity is not None:
+            end = torch.minimum(end, row + self.capacity)
+        start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
+        return IntervalMask(start, end.clamp(min=0).to(torch.int32), query_length=rows)
+
+    def _check(
+        self,
+        key: Tensor,
+        value: Tensor,
+        log_forget: Tensor,
+        prune: float | None,
+        padding: Tensor | None,
+    ) -> None:
+        _check_tokens(key, value, log_forget)
+        if prune is not None:
+            check_gates(log_forget)
+        if padding is not None and tuple(padding.shape) != tuple(key.shape[:2]):
+            raise ValueError(
+                f"padding must have shape {tuple(key.shape[:2])}, got {tuple(padding.shape)}"
+            )
+        held = self._held
+        if held is None:
+            return
+        if prune != self._prune:
+            raise ValueError(
+                f"prune must be {self._prune}, as in the earlier calls with this cache, got {prune}"
+            )
+        for name, tensor in (("key", key), ("value", value), ("log_forget", log_forget)):
+            own = held.buffers["total" if name == "log_forget" else name]
+            dimension = 2 if name == "log_forget" else 1
+            wanted = list(own.shape)
+            wanted[dimension] = tensor.shape[dimension]
+            if list(tensor.shape) != wanted:
+                raise ValueError(
+                    f"the cache holds {name} of shape {wanted} but for N, got {list(tensor.shape)}"
+                )
+            if name != "log_forget" and tensor.dtype != own.dtype:
+                raise ValueError(f"{name} must be {own.dtype}, as in the cache, got {tensor.dtype}")
+            if tensor.device != own.device:
+                raise ValueError(
+                    f"{name} must be on {own.device}, as in the cache, got a tensor on "
+                    f"{tensor.device}"
+                )
+
+
+def _check_tokens(key: Tensor, value: Tensor, log_forget: Tensor) -> None:
+    for name, tensor in (("key", key), ("value", value), ("log_forget", log_forget)):
+        if not checks.tensor(name, tensor).is_floating_point():
+            raise TypeError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
+    if key.dim() != 4:
+        raise ValueError(f"key must have shape (B, N, Hk, D), got {tuple(key.shape)}")
+    if value.shape != key.shape:
+        raise ValueError(
+            f"value must have key's shape {tuple(key.shape)}, got {tuple(value.shape)}"
+        )
+    batch, count, heads, _ = key.shape
+    got = tuple(log_forget.shape)
+    if len(got) != 3 or got[0] != batch or got[2] != count or got[1] % heads:
+        raise ValueError(
+            f"log_forget must have shape (B, {{H|Hk}}, N) = ({batch}, {{H|{heads}}}, {count}), got "
+            f"{got}"
+        )
+
+
+def _with_room(part: Tensor, name: str, room: int) -> Tensor:
+    shape, dimension = list(part.shape), _LENGTH_DIMENSION[name]
+    shape[dimension] = room
+    # Tensors made in inference mode cannot be written to outside of it, others anywhere.
+    with torch.inference_mode(False):
+        made = torch.empty(shape, dtype=part.dtype, device=part.device)
+    made.narrow(dimension, 0, part.shape[dimension]).copy_(part)
+    return made
+
+
+# So that torch.load(weights_only=True) takes a cache that was saved whole.
+torch.serialization.add_safe_globals([ForgettingCache, _Held])
