@@ -8,6 +8,7 @@ installed. Nothing else in flash_dmattn imports transformers.
 from __future__ import annotations
 
 from .apply import apply_flash_dmattn
+from .fla import parallel_forgetting_attn
 from .implementations import ATTENTION_NAME
 from .import_utils import is_transformers_available
 from .registration import register
@@ -17,6 +18,7 @@ __all__ = [
     "ATTENTION_NAME",
     "apply_flash_dmattn",
     "evoformer_attention",
+    "parallel_forgetting_attn",
     "register",
     "triangle_attention",
 ]

@@ -12,7 +12,7 @@ from flash_dmattn import checks
 from flash_dmattn.arguments import autocast_dtype
 from flash_dmattn.pair_bias import pair_bias_attention
 
-__all__ = ["evoformer_attention", "triangle_attention"]
+__all__ = ["backend_of", "evoformer_attention", "triangle_attention"]
 
 # What stands for the score of a masked key: it counts only where all keys are masked.
 _MASKED = -1e9
@@ -64,7 +64,7 @@ def triangle_attention(
         attn_bias=bias,
         softmax_scale=scale,
         return_lse=return_aux,
-        backend=_backend(q),
+        backend=backend_of(q),
     )
     out, lse = found if isinstance(found, tuple) else (found, None)
     out = out.transpose(2, 3)
@@ -115,12 +115,12 @@ def evoformer_attention(
             raise ValueError(f"biases[{number}] must have shape {shape}, got {tuple(tensor.shape)}")
     if of_pairs is not None and of_pairs.dtype not in (Q.dtype, torch.float32):
         of_pairs = of_pairs.to(torch.float32)
-    out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys, backend=_backend(Q))
+    out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys, backend=backend_of(Q))
     assert isinstance(out, Tensor)
     return out
 
 
-def _backend(query: Tensor) -> str | None:
+def backend_of(query: Tensor) -> str | None:
     """Return who computes: of float32 on a GPU no kernel pack does."""
     is_wide = query.dtype == torch.float32 and autocast_dtype(query) is None
     return "triton" if is_wide and query.is_cuda else None

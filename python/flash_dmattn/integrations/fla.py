@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Forgetting attention with the arguments that flash-linear-attention's function has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import checks
+from flash_dmattn.forgetting import forgetting_bias
+from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn.masks import IntervalMask
+from flash_dmattn.modules.arguments import longest
+from flash_dmattn.modules.rotary import packed_positions
+
+from .structural_biology import backend_of
+
+__all__ = ["parallel_forgetting_attn"]
+
+
+def parallel_forgetting_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    window_size: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    head_first: bool = False,
+    prune: float | None = None,
+) -> Tensor:
+    """Compute what ``parallel_forgetting_attn`` of flash-linear-attention does, on CPUs too.
+
+    Each query attends causally, and to the score of a key the gates between them are added. float32
+    tensors on a GPU are computed by ``backend="triton"``, in products of float32 without TF32.
+
+    Args:
+        q: ``(B, N, H, D)``.
+        k, v: ``(B, N, Hk, D)``; H is a multiple of Hk.
+        g: ``(B, N, H)``, or also ``(B, N, Hk)``: logarithms of forget gates, at most 0.
+        scale: of the scores; ``D ** -0.5`` by default.
+        window_size: keys that a query sees at most, the last ones; None for all. Before version 0.6
+            cu_seqlens had this place.
+        cu_seqlens: integers ``(sequences + 1,)``: 0, then where each packed sequence ends. B is
+            then 1. The length of the longest is read from the device, which waits for it.
+        head_first: of versions before 0.6, and False.
+        prune: drop what has decayed below this, as in `forgetting_bias`, which the other function
+            does not do: most of the time of a long sequence.
+
+    Returns:
+        ``(B, N, H, D)``, differentiable with respect to q, k, v and g.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    if checks.flag("head_first", head_first):
+        raise ValueError(
+            "head_first must be False: q, k and v are (B, N, heads, D) and g is (B, N, heads); "
+            "transpose(1, 2) makes them so"
+        )
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
+        checks.tensor(name, tensor)
+        wanted = 3 if name == "g" else 4
+        if tensor.dim() != wanted:
+            form = "(B, N, heads)" if name == "g" else "(B, N, heads, D)"
+            raise ValueError(f"{name} must have shape {form}, got {tuple(tensor.shape)}")
+    batch, length, heads, _ = q.shape
+    if tuple(g.shape[:2]) != (batch, length) or g.shape[2] not in (heads, k.shape[2]):
+        raise ValueError(
+            f"g must have shape (B, N, {{H|Hk}}) = ({batch}, {length}, {{{heads}|{k.shape[2]}}}), "
+            f"got {tuple(g.shape)}"
+        )
+    if window_size is not None:
+        window_size = checks.index("window_size", window_size, 1, checks.MOST_ROWS)
+    backend = backend_of(q)
+    if cu_seqlens is None:
+        bias, mask = forgetting_bias(g.transpose(1, 2), prune)
+        mask = _within(window_size, mask, torch.arange(length, device=q.device)[None])
+        out = flash_dmattn_func(q, k, v, mask, bias, scale, is_causal=True, backend=backend)
+        assert isinstance(out, Tensor)
+        return out
+    checks.tensor("cu_seqlens", cu_seqlens)
+    if batch != 1:
+        raise ValueError(f"q must have a batch of 1 with cu_seqlens, got {tuple(q.shape)}")
+    if cu_seqlens.dtype == torch.int64:
+        cu_seqlens = cu_seqlens.to(torch.int32)
+    bias, mask = forgetting_bias(g[0].transpose(0, 1), prune, cu_seqlens)
+    mask = _within(window_size, mask, packed_positions(cu_seqlens, length))
+    most = longest(cu_seqlens)
+    out = flash_dmattn_varlen_func(
+        q[0], k[0], v[0], cu_seqlens, cu_seqlens, most, most, scale,
+        attn_mask=mask, attn_bias=bias, is_causal=True, backend=backend,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)
+
+
+def _within(window_size: int | None, mask: IntervalMask | None, row: Tensor) -> IntervalMask | None:
+    """Return a mask that also drops what is before the last keys.
+
+    Args:
+        window_size: how many these are.
+        mask: or None for all keys.
+        row: ``(1, N)``, packed ``(total,)``: that of each key.
+    """
+    if window_size is None:
+        return mask
+    start = row.to(torch.int32).unsqueeze(0)
+    window = IntervalMask(start, (start.long() + window_size).clamp(max=checks.MOST_ROWS).int())
+    return window if mask is None else window & mask
