@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import flash_dmattn
+import flash_dmattn.integrations
 from flash_dmattn import (
     AttentionCache,
     DynamicMaskAttention,
@@ -60,6 +61,7 @@ _TENSORS = _of("tensor", "query key value attn_mask attn_bias sink")
 _BIAS = {"attn_bias": randn(2, 2, 1, 7), "attn_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)}
 _PACKED_BIAS = {"attn_bias": randn(2, 1, 10), "attn_mask": torch.ones(1, 1, 10, dtype=torch.bool)}
 _LAYER = DynamicMaskAttention(16, 4, 2, window_size=3)
+_FORGETTING = flash_dmattn.ForgettingAttention(16, 4, 2)
 _KEEP = torch.ones(2, 6, dtype=torch.bool)
 _SHORT = {"query_length": "integer", "key_length": "integer"}
 
@@ -207,6 +209,50 @@ ENTRIES: dict[str, Entry] = {
         {"parents": torch.tensor([[-1, 0, 1], [-1, -1, 0]]), "prefix_length": 2},
         {"parents": "tensor", "prefix_length": "integer"},
         right=frozenset({("parents", "meta")}),
+    ),
+    "forgetting_bias": Entry(
+        flash_dmattn.forgetting_bias,
+        {"log_forget": -torch.ones(2, 3, 7), "prune": -4.0, "padding": torch.ones(2, 7).bool()},
+        {**_of("tensor", "log_forget padding"), "prune": "number"},
+        right=frozenset({("prune", "negative")}),
+    ),
+    "forgetting_bias of packed sequences": Entry(
+        flash_dmattn.forgetting_bias,
+        {"log_forget": -torch.ones(3, 10), "prune": -4.0, "cu_seqlens": BOUNDS},
+        {**_of("tensor", "log_forget cu_seqlens"), "prune": "number"},
+    ),
+    "pruning_threshold": Entry(
+        flash_dmattn.pruning_threshold,
+        {"score_bound": 8.0, "length": 100, "error": 0.1},
+        {**_of("number", "score_bound error"), "length": "integer"},
+    ),
+    "ForgettingAttention": Entry(
+        flash_dmattn.ForgettingAttention,
+        {"embed_dim": 16, "num_heads": 4},
+        {**_of("integer", "embed_dim num_heads num_kv_heads head_dim num_gates"),
+         **_of("flag", "qk_norm projection_bias"),
+         **_of("number", "prune rotary_base softmax_scale norm_eps init_std"),
+         **_of("name", "backend device dtype"), "half_lives": "object"},
+        right=frozenset({("half_lives", "tuple")}),
+    ),
+    "ForgettingAttention.forward": Entry(
+        lambda **arguments: _FORGETTING(**arguments),
+        {"hidden_states": randn(2, 7, 16)},
+        {**_of("tensor", "hidden_states position_ids padding"), "cache": "object"},
+    ),
+    "ForgettingAttention.forward of packed sequences": Entry(
+        lambda **arguments: _FORGETTING(**arguments),
+        {"hidden_states": randn(10, 16), "cu_seqlens": BOUNDS, "max_seqlen": 6},
+        {**_of("tensor", "hidden_states cu_seqlens position_ids"), "max_seqlen": "integer"},
+    ),
+    "ForgettingCache": Entry(flash_dmattn.ForgettingCache, {}, {"capacity": "integer"}),
+    "parallel_forgetting_attn": Entry(
+        flash_dmattn.integrations.parallel_forgetting_attn,
+        {"q": randn(2, 7, 4, 8), "k": randn(2, 7, 2, 8), "v": randn(2, 7, 2, 8),
+         "g": -torch.ones(2, 7, 4), "prune": -4.0, "window_size": 3},
+        {**_of("tensor", "q k v g"), **_of("number", "scale prune"), "window_size": "integer",
+         "head_first": "flag"},
+        {"q": "query", "k": "key", "v": "value", "g": "log_forget", "scale": "softmax_scale"},
     ),
     "IntervalMask.to": Entry(
         lambda **arguments: _mask().to(**arguments), {"device": "cpu"}, {"device": "name"}

@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "padding of another length": (
         {"padding": torch.ones(2, 6, dtype=torch.bool)},
         ValueError,
-        r"padding must have shape \(B, N\) = \(2, 7\), got \(2, 6\)",
+        r"padding must have log_forget's shape \(B, N\) = \(2, 7\), got \(2, 6\)",
     ),
 }
 

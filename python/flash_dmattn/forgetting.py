@@ -94,7 +94,7 @@ def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -
 
     Args:
         score_bound: no scaled score ``scale * q.k`` is larger, or smaller than its negative. After
-            an RMS norm of query and key it is ``scale * D * max|w_q * w_k|``, w being the weights
+            an RMS norm of query and key, not rotated, it is ``scale * D * max|w_q * w_k|``, w being the weights
             of the norms.
         length: keys that a query sees.
         error: between 0 and 1.
@@ -225,7 +225,8 @@ def _check_padding(padding: Tensor, log_forget: Tensor, cu_seqlens: Tensor | Non
     batch, _, length = log_forget.shape
     if tuple(padding.shape) != (batch, length):
         raise ValueError(
-            f"padding must have shape (B, N) = ({batch}, {length}), got {tuple(padding.shape)}"
+            f"padding must have log_forget's shape (B, N) = ({batch}, {length}), got "
+            f"{tuple(padding.shape)}"
         )
 
 

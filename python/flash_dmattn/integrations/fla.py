@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import checks
+from flash_dmattn.arguments import check_together
 from flash_dmattn.forgetting import forgetting_bias
 from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
 from flash_dmattn.masks import IntervalMask
@@ -65,11 +66,12 @@ def parallel_forgetting_attn(
         if tensor.dim() != wanted:
             form = "(B, N, heads)" if name == "g" else "(B, N, heads, D)"
             raise ValueError(f"{name} must have shape {form}, got {tuple(tensor.shape)}")
+    check_together("q", q, {"k": k, "v": v, "g": g, "cu_seqlens": cu_seqlens})
     batch, length, heads, _ = q.shape
     if tuple(g.shape[:2]) != (batch, length) or g.shape[2] not in (heads, k.shape[2]):
         raise ValueError(
             f"g must have shape (B, N, {{H|Hk}}) = ({batch}, {length}, {{{heads}|{k.shape[2]}}}), "
-            f"got {tuple(g.shape)}"
+            f"to go with q and k, got {tuple(g.shape)}"
         )
     if window_size is not None:
         window_size = checks.index("window_size", window_size, 1, checks.MOST_ROWS)
@@ -80,7 +82,6 @@ def parallel_forgetting_attn(
         out = flash_dmattn_func(q, k, v, mask, bias, scale, is_causal=True, backend=backend)
         assert isinstance(out, Tensor)
         return out
-    checks.tensor("cu_seqlens", cu_seqlens)
     if batch != 1:
         raise ValueError(f"q must have a batch of 1 with cu_seqlens, got {tuple(q.shape)}")
     if cu_seqlens.dtype == torch.int64:
