@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 3
+#define FDM_PACK_ABI_VERSION 4
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 /* Stands before the definition of that function: the one thing of a pack that others see. */
@@ -160,9 +160,10 @@ typedef struct fdm_backward_args {
   fdm_tensor dsink;      /* the shape and dtype of sink */
 } fdm_backward_args;
 
-/* Selection of the window keys with the largest bias, by (bias descending, key index ascending), among the keys that
- * the row sees and that the mask keeps. NaN and -inf are never selected. Exactly one form of result is wanted:
- *  - start and end: for a bias that is the same for every query. Query i sees keys j <= i + K - Q if causal, else all.
+/* Selection of the last keep_last and the first keep_first keys that a row sees and that the mask keeps, and of the
+ * others the window ones with the largest bias, by (bias descending, key index ascending). NaN and -inf are never
+ * selected, but counted among the last and the first. Exactly one form of result is wanted:
+ *  - start and end: for a causal selection by a bias that is the same for every query: query i sees keys j <= i + K - Q.
  *    Key j is selected by the queries start_j <= i < end_j; a key that none selects has start_j = end_j = 0.
  *  - keep: one row of booleans for each row of bias. */
 typedef struct fdm_selection {
@@ -177,6 +178,7 @@ typedef struct fdm_selection {
   fdm_tensor cu_seqlens_q, cu_seqlens_k;
   fdm_tensor start, end; /* with FDM_CAUSAL: int32 ({B|1}, {H|Hk|1}, 1, K), the broadcast shape of bias and mask */
   fdm_tensor keep;       /* bool, the broadcast shape of bias and mask */
+  int64_t keep_last, keep_first; /* 0 to K */
 } fdm_selection;
 
 /* An upper bound of the bytes of a plan, as data, so that it can be evaluated on symbolic sizes too:

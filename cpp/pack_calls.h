@@ -72,10 +72,14 @@ static inline int32_t check_selection(const fdm_selection *s, const Message &mes
   if (s->queries > INT32_MAX || s->keys > INT32_MAX)
     return message.fail(FDM_UNSUPPORTED, "%lld queries and %lld keys: a sequence has at most 2^31 - 1 of each",
                         static_cast<long long>(s->queries), static_cast<long long>(s->keys));
-  if (s->kv_heads >= 1 && s->heads % s->kv_heads == 0 && s->window >= 0 && s->context.threads >= 1) return FDM_OK;
-  return message.fail(FDM_INVALID_ARGUMENT, "heads %lld, kv_heads %lld, window %lld or threads %d is out of range",
-                      static_cast<long long>(s->heads), static_cast<long long>(s->kv_heads),
-                      static_cast<long long>(s->window), s->context.threads);
+  if (s->kv_heads >= 1 && s->heads % s->kv_heads == 0 && s->window >= 0 && s->keep_last >= 0 &&
+      s->keep_last <= s->keys && s->keep_first >= 0 && s->keep_first <= s->keys && s->context.threads >= 1)
+    return FDM_OK;
+  return message.fail(
+      FDM_INVALID_ARGUMENT,
+      "heads %lld, kv_heads %lld, window %lld, keep_last %lld, keep_first %lld or threads %d is out of range",
+      static_cast<long long>(s->heads), static_cast<long long>(s->kv_heads), static_cast<long long>(s->window),
+      static_cast<long long>(s->keep_last), static_cast<long long>(s->keep_first), s->context.threads);
 }
 
 // Runs work that returns a status, and turns what it throws into one: an exception must not cross the C interface.

@@ -95,12 +95,12 @@ ENTRIES: dict[str, Entry] = {
     "flash_dmattn_func": Entry(
         flash_dmattn_func,
         {**_DENSE, **_BIAS, "window_size": 3, "sink": randn(4)},
-        {**_TENSORS, **_SETTINGS, "window_size": "integer"},
+        {**_TENSORS, **_SETTINGS, **_of("integer", "window_size keep_last keep_first")},
     ),
     "flash_dmattn_func of the reference": Entry(
         lambda **arguments: flash_dmattn_func(**{"backend": "reference", **arguments}),
         {**_DENSE, **_BIAS},
-        {**_TENSORS, **_SETTINGS, "window_size": "integer"},
+        {**_TENSORS, **_SETTINGS, **_of("integer", "window_size keep_last keep_first")},
     ),
     "flash_dmattn_func with gradients": Entry(
         lambda **arguments: flash_dmattn_func(**arguments),
@@ -114,7 +114,7 @@ ENTRIES: dict[str, Entry] = {
         flash_dmattn_varlen_func,
         {**_PACKED, **_BOUNDS, **_PACKED_BIAS, "window_size": 3, "sink": randn(4)},
         {**_TENSORS, **_BOUND_KINDS, **_SETTINGS, "block_table": "tensor",
-         "window_size": "integer"},
+         **_of("integer", "window_size keep_last keep_first")},
     ),
     "flash_dmattn_varlen_func of the reference": Entry(
         lambda **arguments: flash_dmattn_varlen_func(**{"backend": "reference", **arguments}),
@@ -130,16 +130,17 @@ ENTRIES: dict[str, Entry] = {
     "dynamic_mask": Entry(
         dynamic_mask,
         {"attn_bias": _BIAS["attn_bias"], "window_size": 3, "attention_mask": _BIAS["attn_mask"]},
-        {**_of("tensor", "attn_bias attention_mask"), "window_size": "integer",
-         "is_causal": "flag", **_of("integer", "num_heads num_kv_heads"), **_SHORT,
-         "backend": "name"},
+        {**_of("tensor", "attn_bias attention_mask"),
+         **_of("integer", "window_size keep_last keep_first num_heads num_kv_heads"),
+         "is_causal": "flag", **_SHORT, "backend": "name"},
     ),
     "dynamic_mask of packed sequences": Entry(
         dynamic_mask,
         {**_BOUNDS, "attn_bias": _PACKED_BIAS["attn_bias"], "window_size": 3, "is_causal": True,
          "attention_mask": _PACKED_BIAS["attn_mask"]},
-        {**_of("tensor", "attn_bias attention_mask"), "window_size": "integer",
-         "is_causal": "flag", **_BOUND_KINDS, "backend": "name"},
+        {**_of("tensor", "attn_bias attention_mask"),
+         **_of("integer", "window_size keep_last keep_first"), "is_causal": "flag",
+         **_BOUND_KINDS, "backend": "name"},
         {"attention_mask": "attn_mask"},
     ),
     "make_plan": Entry(

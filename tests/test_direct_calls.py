@@ -314,11 +314,11 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
     assert isinstance(backend, pack.PackBackend)
     names = ("query", "key", "value", "attn_mask")
     tensors = (*(as_tuple(given[name]) for name in names), *(None,) * 8)
-    settings = (0, 0, 0.3, False, 0.0, False, 0, -1)
+    settings = (0, 0, 0.3, False, 0.0, False, 0, -1, 0, 0)
     allocator = pack._ALLOCATOR
     assert _core.attend(backend.pack, 1, allocator, False, (*tensors, *settings)) is None
     keep = torch.ones(2, 2, 1, 9, dtype=torch.bool, device=pack_target.device)
-    chosen = (as_tuple(given["attn_bias"]), None, None, None, 2, 4, 2, 7, 9, 0, False)
+    chosen = (as_tuple(given["attn_bias"]), None, None, None, 2, 4, 2, 7, 9, 0, False, 0, 0)
     is_done = _core.select(backend.pack, 1, as_tuple(keep), None, chosen)  # where it needs none
     assert bool(keep.any()) is not is_done
 
@@ -360,7 +360,7 @@ def test_gradients_are_of_tensors_of_a_call(pack_target: Target) -> None:
     for name in ("keys", "scale", "bias"):
         with pytest.raises(ValueError, match=f"gradient of {name} is wanted, but a call has no"):
             _core.differentiate(*given, ("query", name), (True, True))
-    with pytest.raises(TypeError, match="a record must be two tuples of 20 fields in all"):
+    with pytest.raises(TypeError, match="a record must be two tuples of 22 fields in all"):
         _core.differentiate(*given[:3], saved[1:], *given[4:], ("query",), (True,))
 
 

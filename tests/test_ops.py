@@ -51,7 +51,7 @@ def forward_arguments(target: Target, kind: str) -> tuple[object, ...]:
             for b in ([0, 4, 14], [0, 10, 18])
         )
         longest_q, longest_k = 10, 10
-    settings = (longest_q, longest_k, 0.3, True, 0.0, True, 0, -1, target.backend)
+    settings = (longest_q, longest_k, 0.3, True, 0.0, True, 0, -1, 0, 0, target.backend)
     sink = randn(4, seed=5).to(target.device).requires_grad_()
     return (query, key, value, mask, start, end, bias, cu_q, cu_k, None, None, sink, *settings)
 
@@ -81,7 +81,7 @@ def test_opcheck_of_a_plan_in_pages_of_its_own(pack_target: Target) -> None:
     query, key, value = (randn(1, 1200, 1, 8, seed=n).to(pack_target.device) for n in range(3))
     query, key, value = (t.to(pack_target.dtypes[0]) for t in (query, key, value))
     mask = rand_bool(1, 1, 1200, 1200).to(pack_target.device)
-    settings = (0, 0, 0.3, True, 0.0, True, 0, -1, pack_target.backend)
+    settings = (0, 0, 0.3, True, 0.0, True, 0, -1, 0, 0, pack_target.backend)
     arguments = (query, key, value, mask, *(None,) * 8, *settings)
     assert OPS.attention_forward(*arguments)[2].numel() > 1 << 17
     torch.library.opcheck(OPS.attention_forward.default, arguments)
@@ -104,7 +104,7 @@ def test_opcheck_of_backward(wanted: tuple[bool, ...], target: Target) -> None:
 def test_opcheck_of_selection(causal: bool, target: Target) -> None:
     bias = tensors(target)[3].detach()
     mask = rand_bool(2, 1, 1, 9).to(target.device)
-    arguments = (bias, mask, None, None, 2, 4, 2, 7, 9, 3, causal, target.backend)
+    arguments = (bias, mask, None, None, 2, 4, 2, 7, 9, 3, causal, 2, 1, target.backend)
     op = OPS.select_intervals if causal else OPS.select_keep
     torch.library.opcheck(op.default, arguments)
 
@@ -119,7 +119,7 @@ def test_plan_has_the_bytes_that_its_formula_says(kind: str, pack_target: Target
 
 
 def attention(query, key, value, bias, kind, backend):
-    mask, window = None, None
+    mask, window, places = None, None, {}
     if kind == "mask":
         mask = torch.arange(key.shape[1], device=key.device) % 3 != 1
         mask = mask.expand(query.shape[0], 1, query.shape[1], -1)
@@ -127,6 +127,8 @@ def attention(query, key, value, bias, kind, backend):
         mask = IntervalMask.sliding_window(3, 0, query.shape[1], key.shape[1], device=query.device)
     elif kind == "window":
         window = 4
+    elif kind == "last":
+        window, places = 3, {"keep_last": 2, "keep_first": 1}
     return flash_dmattn_func(
         query,
         key,
@@ -135,6 +137,7 @@ def attention(query, key, value, bias, kind, backend):
         bias,
         is_causal=True,
         window_size=window,
+        **places,
         return_lse=True,
         backend=backend,
     )
@@ -152,6 +155,7 @@ def packed_attention(query, key, value, bias, kind, backend):
         is_causal=True,
         attn_bias=bias.transpose(0, 1).reshape(bias.shape[1], 1, -1),
         window_size=4,
+        keep_last=2 if kind == "packed last" else 0,
         return_lse=True,
         backend=backend,
     )
@@ -164,10 +168,12 @@ def gradients(function, inputs: list[Tensor], *settings: object) -> list[Tensor]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("kind", ["none", "mask", "intervals", "window", "packed"])
+@pytest.mark.parametrize(
+    "kind", ["none", "mask", "intervals", "window", "last", "packed", "packed last"]
+)
 def test_compiles_whole(kind: str, dynamic: bool, target: Target) -> None:
     torch._dynamo.reset()
-    function = packed_attention if kind == "packed" else attention
+    function = packed_attention if "packed" in kind else attention
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for keys in (9, 12) if dynamic else (9,):
         inputs = tensors(target, keys=keys)
@@ -230,12 +236,13 @@ def test_compiled_calls_check_the_query_length(dynamic: bool, target: Target) ->
             torch.compile(attend, **options)(query[:, :3], mask)
 
 
+@pytest.mark.parametrize("kind", ["window", "last"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant: bool, target: Target) -> None:
+def test_activation_checkpointing(use_reentrant: bool, kind: str, target: Target) -> None:
     inputs = tensors(target)
 
     def loss(*arguments: Tensor) -> Tensor:
-        out, lse = attention(*arguments, "window", target.backend)
+        out, lse = attention(*arguments, kind, target.backend)
         return out.float().sum() + lse.sum()
 
     want = torch.autograd.grad(loss(*inputs), inputs)
@@ -289,11 +296,12 @@ def test_fake_tensors_take_the_fake_kernel(target: Target) -> None:
     out.sum()  # outside the mode, on a tensor that has no data
 
 
-def test_exports(target: Target) -> None:
+@pytest.mark.parametrize("counts", [{}, {"window_size": 2, "keep_last": 3, "keep_first": 1}])
+def test_exports(counts: dict[str, int], target: Target) -> None:
     class Module(torch.nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
             return flash_dmattn.flash_dmattn_func(
-                query, key, value, None, bias, is_causal=True, backend=target.backend
+                query, key, value, None, bias, is_causal=True, backend=target.backend, **counts
             )
 
     inputs = tuple(tensors(target, requires_grad=False))

@@ -17,7 +17,8 @@ SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? start, Tensor? end, "
     "Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, "
     "Tensor? given_plan, Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, "
-    "bool causal, float softcap, bool deterministic, SymInt max_kept, SymInt window"
+    "bool causal, float softcap, bool deterministic, SymInt max_kept, SymInt window, "
+    "SymInt keep_last, SymInt keep_first"
 )
 GRADIENTS = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsink"
 

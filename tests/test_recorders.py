@@ -49,6 +49,11 @@ def calls(target: Target) -> dict[str, tuple[Call, set[str]]]:
         given = (query, key, value, None, bias)
         return flash_dmattn_func(*given, is_causal=True, window_size=5, **options)
 
+    def last(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        given = (query, key, value, None, bias)
+        counts = {"window_size": 3, "keep_last": 4, "keep_first": 1}
+        return flash_dmattn_func(*given, is_causal=True, **counts, **options)
+
     def keys(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
         return flash_dmattn_func(query, key, value, bias[:, 0] > 0, bias, window_size=5, **options)
 
@@ -67,13 +72,14 @@ def calls(target: Target) -> dict[str, tuple[Call, set[str]]]:
     return {
         "plain": (plain, {FORWARD}),
         "window": (window, {FORWARD, SELECTIONS[0]}),
+        "last": (last, {FORWARD, SELECTIONS[0]}),
         "keys": (keys, {FORWARD, SELECTIONS[1]}),
         "varlen": (varlen, {FORWARD, SELECTIONS[0]}),
         "planned": (planned, {FORWARD, PLAN, SELECTIONS[1]}),
     }
 
 
-KINDS = ("plain", "window", "keys", "varlen", "planned")
+KINDS = ("plain", "window", "last", "keys", "varlen", "planned")
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

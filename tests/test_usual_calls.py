@@ -26,6 +26,8 @@ def tensors(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"is_causal": True, "window_size": 3},
+    {"is_causal": True, "window_size": 2, "keep_last": 3, "keep_first": 1},
+    {"is_causal": True, "window_size": 0, "keep_last": 8},
     {"is_causal": True, "window_size": 0, "deterministic": True},
     {"is_causal": False, "softmax_scale": 0.3, "softcap": 2.0},
     {"is_causal": None, "return_lse": True, "deterministic": False},
@@ -98,6 +100,14 @@ def test_both_ways_make_the_same_record(
         {"window_size": lambda _: True},
         {"window_size": lambda _: 9},
         {"window_size": lambda _: -1},
+        {"window_size": lambda _: None},
+        {"window_size": lambda _: 5},
+        {"keep_last": lambda _: 6},
+        {"keep_last": lambda _: 2**63 - 1},
+        {"keep_last": lambda _: True},
+        {"keep_last": lambda _: None},
+        {"keep_first": lambda _: -1},
+        {"keep_first": lambda _: 1.0},
         {"is_causal": lambda _: 1},
         {"is_causal": lambda _: False},
     ],
@@ -110,13 +120,16 @@ def test_what_is_not_usual_is_looked_at(change: dict[str, Any]) -> None:
         "is_causal": True,
         "softcap": None,
         "window_size": 3,
+        "keep_last": 2,
+        "keep_first": 2,
     }
     for name, made in change.items():
         given[name] = made(given[name])
     names = ("query", "key", "value", "attn_bias", "sink")
     places = tuple(given.pop(name) for name in names)
-    settings = (given[n] for n in ("softmax_scale", "is_causal", "softcap", "window_size"))
-    assert interface.ops.usual_inputs(places, *settings, None) is None
+    settings = (given[n] for n in ("softmax_scale", "is_causal", "softcap"))
+    counts = (given["window_size"], given["keep_last"], given["keep_first"])
+    assert interface.ops.usual_inputs(places, *settings, counts, None) is None
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

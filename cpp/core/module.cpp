@@ -138,11 +138,14 @@ void bind_usual(nb::module_ &module) {
   module.def(
       "usual_call",
       [](nb::handle query, nb::handle key, nb::handle value, nb::handle bias, nb::handle sink, nb::handle scale,
-         nb::handle causal, nb::handle softcap, nb::handle window, bool deterministic) {
-        return usual_call({query, key, value, bias, sink, scale, causal, softcap, window, deterministic});
+         nb::handle causal, nb::handle softcap, nb::handle window, nb::handle keep_last, nb::handle keep_first,
+         bool deterministic) {
+        return usual_call(
+            {query, key, value, bias, sink, scale, causal, softcap, window, keep_last, keep_first, deterministic});
       },
       "query"_a, "key"_a.none(), "value"_a.none(), "bias"_a.none(), "sink"_a.none(), "scale"_a.none(),
-      "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "deterministic"_a);
+      "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "keep_last"_a.none(), "keep_first"_a.none(),
+      "deterministic"_a);
 }
 
 void bind_selection(nb::module_ &module) {

@@ -38,7 +38,7 @@ Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Exec
   read_bias(record);
   read_sink(record);
   read_settings(record, execution);
-  read_window(record.window);
+  read_window(record);
   measure_plan();
 }
 
@@ -174,19 +174,24 @@ void Problem::read_settings(const AttentionRecord &record, const Execution &exec
   problem_.context = {device_.index, execution.threads, reinterpret_cast<void *>(execution.stream)};
 }
 
-void Problem::read_window(int64_t window) {
-  require_at_least(window, "window", -1);
-  if (window >= 0 && has_bias_ && problem_.bias.dtype == FDM_FLOAT64 && problem_.q.dtype != FDM_FLOAT64)
+void Problem::read_window(const AttentionRecord &record) {
+  require_at_least(record.window, "window", -1);
+  require_at_least(record.keep_last, "keep_last", 0);
+  require_at_least(record.keep_first, "keep_first", 0);
+  if (record.window < 0 && (record.keep_last > 0 || record.keep_first > 0))
+    value_error("keep_last is ", record.keep_last, " and keep_first ", record.keep_first,
+                ", but both must be 0 without window");
+  if (record.window >= 0 && has_bias_ && problem_.bias.dtype == FDM_FLOAT64 && problem_.q.dtype != FDM_FLOAT64)
     type_error("attn_bias has dtype float64, but a selection by it needs dtype float32 or query's");
   // Where there are no keys, or no sequences, nothing is selected.
-  selects_ = window >= 0 && extents_.batch > 0 && extents_.keys > 0 && problem_.bias.data != nullptr;
+  selects_ = record.window >= 0 && extents_.batch > 0 && extents_.keys > 0 && problem_.bias.data != nullptr;
   if (!selects_) return;
-  selection_ = selection_of(problem_, extents_, window);
+  selection_ = selection_of(problem_, extents_, record);
   problem_.mask = absent_tensor();
   problem_.start = selection_.start;
   problem_.start.data = this; // what is present has an address, which placed() replaces
   problem_.end = problem_.start;
-  problem_.max_kept = std::max<int64_t>(1, window);
+  problem_.max_kept = most_kept(selection_);
   mask_kind_ = FDM_MASK_INTERVALS;
 }
 

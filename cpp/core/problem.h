@@ -60,7 +60,7 @@ private:
   void read_bias(const AttentionRecord &record);
   void read_sink(const AttentionRecord &record);
   void read_settings(const AttentionRecord &record, const Execution &execution);
-  void read_window(int64_t window);
+  void read_window(const AttentionRecord &record);
   void measure_plan();
 
   // A tensor of the shape and dtype of query, key or value.

@@ -24,7 +24,7 @@ struct AttentionRecord {
   CuSeqlens cu_seqlens;
   nb::handle block_table, given_plan, sink;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0, max_kept = 0;
-  int64_t window = -1;
+  int64_t window = -1, keep_last = 0, keep_first = 0;
   double scale = 1, softcap = 0;
   bool causal = false, deterministic = false;
 
@@ -49,6 +49,8 @@ struct AttentionRecord {
     visit("deterministic", deterministic);
     visit("max_kept", max_kept);
     visit("window", window);
+    visit("keep_last", keep_last);
+    visit("keep_first", keep_first);
   }
 };
 
@@ -56,6 +58,7 @@ struct SelectionRecord {
   nb::handle bias, mask;
   CuSeqlens cu_seqlens;
   int64_t batch = 0, heads = 0, kv_heads = 0, queries = 0, keys = 0, window = 0;
+  int64_t keep_last = 0, keep_first = 0;
   bool causal = false;
 
   template <class Visit> void each_field(Visit &&visit) {
@@ -70,6 +73,8 @@ struct SelectionRecord {
     visit("keys", keys);
     visit("window", window);
     visit("causal", causal);
+    visit("keep_last", keep_last);
+    visit("keep_first", keep_first);
   }
 };
 

@@ -28,6 +28,8 @@ void Selection::read_sizes(const SelectionRecord &record) {
   require_at_least(record.queries, varlen ? "max_seqlen_q" : "query_length", 0);
   require_at_least(record.keys, varlen ? "max_seqlen_k" : "key_length", 0);
   require_at_least(record.window, "window_size", 0);
+  require_at_least(record.keep_last, "keep_last", 0);
+  require_at_least(record.keep_first, "keep_first", 0);
   require_heads(record.heads, record.kv_heads);
   extents_.batch = selection_.batch = record.batch;
   extents_.heads = selection_.heads = record.heads;
@@ -35,6 +37,8 @@ void Selection::read_sizes(const SelectionRecord &record) {
   extents_.queries = extents_.total_queries = selection_.queries = record.queries;
   extents_.keys = extents_.total_keys = selection_.keys = record.keys;
   selection_.window = record.window;
+  selection_.keep_last = std::min(record.keep_last, record.keys); // all that there are
+  selection_.keep_first = std::min(record.keep_first, record.keys);
 }
 
 void Selection::read_sequences(const SelectionRecord &record) {

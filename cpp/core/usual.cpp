@@ -30,18 +30,24 @@ bool is_usual_bias(const TensorView &query, const TensorView &key, const TensorV
          (heads == 1 || heads == key.shape[2] || heads == query.shape[2]);
 }
 
+bool read_usual_count(int64_t &count, nb::handle object) {
+  return PyLong_CheckExact(object.ptr()) && nb::try_cast<int64_t>(object, count) && count >= 0;
+}
+
 // A selection that attention makes by itself: causal, of some of the keys, by a bias that is the same for every query.
-bool is_usual_selection(int64_t window, const TensorView &query, const TensorView &key, const TensorView &bias) {
+bool is_usual_selection(const AttentionRecord &record, const TensorView &query, const TensorView &key,
+                        const TensorView &bias) {
   const int64_t batch = query.shape[0], queries = query.shape[1], keys = key.shape[1];
-  return window >= 0 && window < keys && queries != 1 && (bias.rank == 3 || bias.shape[2] == 1) &&
-         (bias.shape[0] == 1 || bias.shape[0] == batch);
+  if (record.window >= keys || record.keep_last >= keys || record.keep_first >= keys) return false;
+  return record.window + record.keep_last + record.keep_first < keys && queries != 1 &&
+         (bias.rank == 3 || bias.shape[2] == 1) && (bias.shape[0] == 1 || bias.shape[0] == batch);
 }
 
 } // namespace
 
 nb::object usual_call(const UsualArguments &arguments) {
-  const auto &[query_object, key_object, value_object, bias_object, sink, scale, causal, softcap, window,
-               deterministic] = arguments;
+  const auto &[query_object, key_object, value_object, bias_object, sink, scale, causal, softcap, window, keep_last,
+               keep_first, deterministic] = arguments;
   TensorView query, key, value, bias;
   if (!try_read_tensor(query, query_object) || !try_read_tensor(key, key_object) ||
       !try_read_tensor(value, value_object))
@@ -61,13 +67,16 @@ nb::object usual_call(const UsualArguments &arguments) {
     TensorView view;
     if (!try_read_tensor(view, sink) || !same_device(query.device, view.device) || is_expanded(view)) return nb::none();
   }
-  int64_t selected = -1;
-  if (!is_absent(window)) {
-    if (!PyLong_CheckExact(window.ptr()) || !nb::try_cast<int64_t>(window, selected) || is_absent(bias_object) ||
-        !is_causal || !is_usual_selection(selected, query, key, bias))
-      return nb::none();
-  }
   AttentionRecord record;
+  if (!read_usual_count(record.keep_last, keep_last) || !read_usual_count(record.keep_first, keep_first))
+    return nb::none();
+  if (!is_absent(window)) {
+    if (!read_usual_count(record.window, window) || is_absent(bias_object) || !is_causal ||
+        !is_usual_selection(record, query, key, bias))
+      return nb::none();
+  } else if (record.keep_last > 0 || record.keep_first > 0) {
+    return nb::none();
+  }
   record.each_field([](const char *, auto &field) {
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, nb::handle>) field = nb::handle(Py_None);
   });
@@ -80,7 +89,6 @@ nb::object usual_call(const UsualArguments &arguments) {
   record.softcap = is_absent(softcap) ? 0.0 : PyFloat_AsDouble(softcap.ptr());
   record.causal = is_causal;
   record.deterministic = deterministic;
-  record.window = selected;
   return as_tuple(record);
 }
 

@@ -12,7 +12,7 @@ namespace nb = nanobind;
 
 // The arguments of flash_dmattn_func that a usual call has; what may be None has Python's default then.
 struct UsualArguments {
-  nb::handle query, key, value, bias, sink, scale, causal, softcap, window;
+  nb::handle query, key, value, bias, sink, scale, causal, softcap, window, keep_last, keep_first;
   bool deterministic;
 };
 

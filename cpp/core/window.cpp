@@ -2,6 +2,7 @@
 #include "window.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "error.h"
 
@@ -23,10 +24,10 @@ int64_t larger_of(int64_t bias, int64_t mask, int64_t most) {
 
 } // namespace
 
-fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, int64_t window) {
+fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, const AttentionRecord &record) {
   if ((problem.flags & FDM_CAUSAL) == 0 || problem.bias.data == nullptr || is_per_query(problem.bias) ||
       is_per_query(problem.mask) || problem.start.data != nullptr)
-    value_error("window is ", window,
+    value_error("window is ", record.window,
                 ", but only a causal problem with a bias per key, and at most a mask per key, selects by itself");
   fdm_selection selection{};
   selection.struct_size = sizeof selection;
@@ -37,7 +38,9 @@ fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, i
   selection.kv_heads = problem.kv_heads;
   selection.queries = problem.queries;
   selection.keys = problem.keys;
-  selection.window = window;
+  selection.window = record.window;
+  selection.keep_last = std::min(record.keep_last, problem.keys); // all that there are
+  selection.keep_first = std::min(record.keep_first, problem.keys);
   selection.bias = without_expansion(problem.bias);
   selection.mask = without_expansion(problem.mask);
   selection.cu_seqlens_q = problem.cu_seqlens_q;
@@ -53,6 +56,11 @@ fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, i
   selection.start = {nullptr, {batch, heads, 1, keys}, {heads * keys, keys, keys, 1}, FDM_INT32, 0};
   selection.end = selection.start;
   return selection;
+}
+
+int64_t most_kept(const fdm_selection &selection) {
+  const int64_t by_place = selection.keep_last + selection.keep_first;
+  return std::max<int64_t>(1, std::min(selection.window, std::numeric_limits<int64_t>::max() - by_place) + by_place);
 }
 
 int64_t bound_bytes(const fdm_selection &selection) {

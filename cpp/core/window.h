@@ -4,12 +4,16 @@
 #pragma once
 
 #include "broadcast.h"
+#include "record.h"
 
 namespace fdm {
 
-// The selection of `window` keys by the bias of a causal problem, within its mask. Both must be the same for every query.
-// start and end have no memory yet.
-fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, int64_t window);
+// The selection of record.window keys by the bias of a causal problem, within its mask, and of those that are kept for
+// their places. Bias and mask must be the same for every query. start and end have no memory yet.
+fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, const AttentionRecord &record);
+
+// The most keys that a query keeps, at least 1.
+int64_t most_kept(const fdm_selection &selection);
 
 // The bytes of start or end in memory of their own, padded.
 int64_t bound_bytes(const fdm_selection &selection);

@@ -40,9 +40,12 @@ int64_t element(const fdm_selection &s, const fdm_tensor &t, const Row &r, int64
   return offset;
 }
 
-// The candidate of key j in row i; false where the mask or the bias excludes it.
+bool mask_keeps(const fdm_selection &s, const Row &r, int64_t i, int64_t j) {
+  return !present(s.mask) || static_cast<const uint8_t *>(s.mask.data)[element(s, s.mask, r, i, j)];
+}
+
+// The candidate of key j in row i, which the mask keeps; false where the bias excludes it.
 bool candidate(const fdm_selection &s, const Row &r, int64_t i, int64_t j, Candidate *out) {
-  if (present(s.mask) && !static_cast<const uint8_t *>(s.mask.data)[element(s, s.mask, r, i, j)]) return false;
   out->bias = load_scalar(s.bias.data, s.bias.dtype, element(s, s.bias, r, i, j));
   out->key = int32_t(j);
   return out->bias > -INFINITY; // false for NaN too
@@ -53,44 +56,66 @@ int64_t last_visible(const fdm_selection &s, const Row &r, int64_t i) {
 }
 
 // As query i grows, key i + K - Q becomes visible and the window drops its last member: so one pass over the keys with a
-// heap gives each key the one run of queries that select it.
-void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int32_t *start, int32_t *end,
-                      int64_t start_stride, int64_t end_stride) {
-  for (int64_t j = 0; j < r.k_count; ++j) {
-    start[j * start_stride] = 0;
-    end[j * end_stride] = 0;
-  }
-  const auto first_row = [&](int64_t j) { return max64(0, j - r.causal_off); };
-  const auto drop = [&](int32_t key, int64_t row) {
-    if (first_row(key) < row)
-      end[key * end_stride] = int32_t(row);
-    else
-      start[key * start_stride] = 0;
+// heap gives each key the one run of queries that select it, which ends keep_last seen keys later. `seen` has room for
+// the row's keys.
+void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int32_t *seen, int32_t *start,
+                      int32_t *end, int64_t start_stride, int64_t end_stride) {
+  int64_t seen_count = 0;
+  for (int64_t j = 0; j < r.k_count; ++j)
+    if (mask_keeps(s, r, 0, j)) seen[seen_count++] = int32_t(j);
+  const auto row_of = [&](int64_t j) { return clamp64(j - r.causal_off, 0, r.q_count); };
+  const auto write = [&](int64_t key, int64_t past_row) {
+    const bool selected = row_of(key) < past_row;
+    start[key * start_stride] = selected ? int32_t(row_of(key)) : 0;
+    end[key * end_stride] = selected ? int32_t(past_row) : 0;
   };
-  int64_t held = 0;
-  for (int64_t j = 0; j < r.k_count && s.window > 0; ++j) {
+  int64_t held = 0, before = 0; // keys in the heap, and seen keys before key j
+  for (int64_t j = 0; j < r.k_count; ++j) {
     Candidate c;
-    if (first_row(j) >= r.q_count || !candidate(s, r, 0, j, &c)) continue;
+    const bool is_seen = before < seen_count && seen[before] == j;
+    const int64_t number = before, leaver_number = number + s.keep_last;
+    before += is_seen;
+    if (!is_seen || !candidate(s, r, 0, j, &c)) {
+      write(j, 0);
+      continue;
+    }
+    if (number < s.keep_first) {
+      write(j, r.q_count);
+      continue;
+    }
+    const int64_t past_row = leaver_number < seen_count ? row_of(seen[leaver_number]) : r.q_count;
+    if (s.window == 0 || (held == s.window && !selected_before(c, heap[0]))) {
+      write(j, past_row);
+      continue;
+    }
     if (held == s.window) {
-      if (!selected_before(c, heap[0])) continue;
-      drop(heap[0].key, first_row(j));
+      write(heap[0].key, past_row);
       std::pop_heap(heap, heap + held, selected_before);
       --held;
     }
-    start[j * start_stride] = int32_t(first_row(j));
     heap[held] = c;
     ++held;
     std::push_heap(heap, heap + held, selected_before);
   }
-  for (int64_t n = 0; n < held; ++n) drop(heap[n].key, r.q_count);
+  for (int64_t n = 0; n < held; ++n) write(heap[n].key, r.q_count);
 }
 
 void select_row(const fdm_selection &s, const Row &r, int64_t i, Candidate *candidates, uint8_t *keep, int64_t stride,
                 int64_t columns) {
   for (int64_t j = 0; j < columns; ++j) keep[j * stride] = 0;
-  int64_t count = 0;
+  int64_t count = 0, number = 0;
   const int64_t visible = last_visible(s, r, i);
-  for (int64_t j = 0; j < visible; ++j) count += candidate(s, r, i, j, candidates + count);
+  int64_t first_of_last = visible; // the last keys that are seen begin here
+  for (int64_t last = s.keep_last; last > 0 && first_of_last > 0;) last -= mask_keeps(s, r, i, --first_of_last);
+  for (int64_t j = 0; j < visible; ++j) {
+    if (!mask_keeps(s, r, i, j)) continue;
+    const bool by_place = number++ < s.keep_first || j >= first_of_last;
+    if (!candidate(s, r, i, j, candidates + count)) continue;
+    if (by_place)
+      keep[j * stride] = 1;
+    else
+      ++count;
+  }
   if (count > s.window) {
     std::nth_element(candidates, candidates + s.window, candidates + count, selected_before);
     count = s.window;
@@ -98,14 +123,17 @@ void select_row(const fdm_selection &s, const Row &r, int64_t i, Candidate *cand
   for (int64_t n = 0; n < count; ++n) keep[candidates[n].key * stride] = 1;
 }
 
-// All keys can be candidates of a keep row, so there is room for all.
+// All keys can be candidates of a keep row, and be seen, so there is room for all.
 int64_t candidate_bytes(const fdm_selection &s) { return round_up(max64(1, s.keys) * int64_t(sizeof(Candidate)), 64); }
+int64_t seen_bytes(const fdm_selection &s) { return round_up(max64(1, s.keys) * int64_t(sizeof(int32_t)), 64); }
 
 const fdm_tensor &result(const fdm_selection &s) { return present(s.keep) ? s.keep : s.start; }
 
 } // namespace
 
-int64_t selection_workspace_bytes(const fdm_selection &s) { return s.context.threads * candidate_bytes(s); }
+int64_t selection_workspace_bytes(const fdm_selection &s) {
+  return s.context.threads * (candidate_bytes(s) + seen_bytes(s));
+}
 
 void select_keys(const fdm_selection &s, void *workspace) {
   const fdm_tensor &out = result(s);
@@ -119,7 +147,9 @@ void select_keys(const fdm_selection &s, void *workspace) {
     const Row r{sequence(s, b), head * query_heads_each};
     const bool per_row = keep && out.shape[2] > 1;
     if (per_row && i >= r.q_count) return;
-    auto *candidates = reinterpret_cast<Candidate *>(static_cast<char *>(workspace) + worker * candidate_bytes(s));
+    char *const own = static_cast<char *>(workspace) + worker * (candidate_bytes(s) + seen_bytes(s));
+    auto *candidates = reinterpret_cast<Candidate *>(own);
+    auto *seen = reinterpret_cast<int32_t *>(own + candidate_bytes(s));
     int64_t offset = (varlen ? 0 : b) * out.stride[0] + head * out.stride[1];
     if (keep) {
       offset += per_row ? (r.q_begin + i) * out.stride[2] : r.k_begin * out.stride[3];
@@ -130,7 +160,7 @@ void select_keys(const fdm_selection &s, void *workspace) {
       const int64_t end_offset =
           (varlen ? 0 : b) * s.end.stride[0] + head * s.end.stride[1] + r.k_begin * s.end.stride[3];
       offset += r.k_begin * out.stride[3];
-      select_intervals(s, r, candidates, static_cast<int32_t *>(s.start.data) + offset,
+      select_intervals(s, r, candidates, seen, static_cast<int32_t *>(s.start.data) + offset,
                        static_cast<int32_t *>(s.end.data) + end_offset, s.start.stride[3], s.end.stride[3]);
     }
   });

@@ -110,6 +110,8 @@ class Problem:
         0: not known. A plan is made for so many; more of them are right, but slower.
     window: keys to select by the bias, which must be per key, and the problem causal; -1: none.
         The plan begins with their start and end.
+    keep_last, keep_first: of the keys that a query sees, these are kept, and others selected; 0
+        without window.
     threads: of cpu packs. stream: CUstream as an integer, of GPU packs.
     """
 
@@ -198,6 +200,8 @@ def usual_call(
     causal: bool | None,
     softcap: float | None,
     window: int | None,
+    keep_last: int,
+    keep_first: int,
     deterministic: bool,
 ) -> tuple[Any, ...] | None:
     """Returns the fields of `record.AttentionInputs` for arguments of flash_dmattn_func.
@@ -238,7 +242,7 @@ def differentiate(
     """
 
 class Selection:
-    """A validated selection of the window keys with the largest bias.
+    """A validated selection of the last, the first, and the keys with the largest bias.
 
     Its arguments are the fields of `record.SelectionInputs`, the first by position, others by name.
 

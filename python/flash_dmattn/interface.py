@@ -32,14 +32,18 @@ from .backends import available_backends, check_backend_name, require_available
 from .checks import MOST_ROWS
 from .masks import IntervalMask
 from .plan import AttentionPlan, checked_mask
-from .record import DENSE, AttentionInputs, Packing
+from .record import DENSE, AttentionInputs, KeyCounts, Packing
 from .reference import attention_probabilities
 from .selection import (
     call_shape,
+    check_causal,
     composable_mask,
     is_one_row,
     is_per_key,
     keeps_all,
+    key_counts,
+    place_bias,
+    refuse_without_window,
     select,
     selectable_bias,
     without_nan,
@@ -68,6 +72,8 @@ def flash_dmattn_func(
     return_attn_probs: bool | None = None,
     *,
     window_size: int | None = None,
+    keep_last: int = 0,
+    keep_first: int = 0,
     plan: AttentionPlan | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -98,6 +104,9 @@ def flash_dmattn_func(
         window_size: keep the ``window_size`` keys with the largest bias (`dynamic_mask`) of those
             that ``attn_mask``, a boolean one or None, keeps. However many keys there are, those
             whose bias is NaN are never kept; without a window NaN propagates.
+        keep_last, keep_first: with ``window_size`` and causality, also keep the last and the first
+            so many keys that a query sees, and select among the others. ``window_size=0`` then
+            needs no bias.
         plan: of `make_plan`, for a mask that serves several calls. Then ``attn_mask`` and
             ``is_causal`` are the plan's.
         sink: ``(H,)``, query's dtype or float32: one more score in the sum that a row's softmax
@@ -123,7 +132,12 @@ def flash_dmattn_func(
     if attn_mask is None and plan is None and backend is None and not wants_probabilities:
         tensors = query, key, value, attn_bias, sink
         inputs = ops.usual_inputs(
-            tensors, softmax_scale, is_causal, softcap, window_size, deterministic
+            tensors,
+            softmax_scale,
+            is_causal,
+            softcap,
+            (window_size, keep_last, keep_first),
+            deterministic,
         )
         if inputs is not None:
             need_lse = flag("return_lse", return_lse)
@@ -144,6 +158,8 @@ def flash_dmattn_func(
         deterministic,
         return_attn_probs,
         window_size,
+        keep_last,
+        keep_first,
         plan,
         sink,
         return_lse,
@@ -169,6 +185,8 @@ def flash_dmattn_varlen_func(
     attn_mask: Tensor | IntervalMask | None = None,
     attn_bias: Tensor | None = None,
     window_size: int | None = None,
+    keep_last: int = 0,
+    keep_first: int = 0,
     plan: AttentionPlan | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -182,7 +200,8 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each sequence ends.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`.
-        window_size, plan, sink, return_lse, backend: likewise, for each sequence by itself.
+        window_size, keep_last, keep_first, plan, sink, return_lse, backend: likewise, for each
+            sequence by itself.
         return_attn_probs: also return the probabilities.
         block_table: int32 ``(B, pages of a sequence)``, the number of each page of a sequence.
             Forward only.
@@ -235,6 +254,8 @@ def flash_dmattn_varlen_func(
         deterministic,
         return_attn_probs,
         window_size,
+        keep_last,
+        keep_first,
         plan,
         sink,
         return_lse,
@@ -302,6 +323,8 @@ def _attention(
     deterministic: bool | None,
     return_attn_probs: bool | None,
     window_size: int | None,
+    keep_last: int,
+    keep_first: int,
     plan: AttentionPlan | None,
     sink: Tensor | None,
     return_lse: bool,
@@ -328,23 +351,27 @@ def _attention(
             attn_mask.check_query_length(query.shape[1], "attn_mask")
         else:
             attn_mask = _to_4d("attn_mask", attn_mask, query, key)
-    causal, window = flag("is_causal", is_causal), -1
+    causal, within = flag("is_causal", is_causal), KeyCounts()
     return_probabilities = flag("return_attn_probs", return_attn_probs)
     if window_size is None:
+        refuse_without_window(keep_last, keep_first, "without window_size")
         parts = mask_parts(attn_mask)
     else:
-        bias = selectable_bias(bias, query.shape[0] if dense else None)
+        counts = key_counts(window_size, keep_last, keep_first)
+        check_causal(counts, causal, query.shape[1] if dense else max_seqlen_q)
+        bias = selectable_bias(bias, counts, query.shape[0] if dense else None)
         parts = MaskParts(composable_mask(attn_mask))
-        if keeps_all(window_size, key.shape[1] if dense else max_seqlen_k):
-            bias = without_nan(bias)
+        if keeps_all(counts, key.shape[1] if dense else max_seqlen_k):
+            bias = None if bias is None else without_nan(bias)
         else:
             limited = causal and not (dense and is_one_row(query.shape[1]))
             # The plain formula of the probabilities takes a mask.
             if limited and not return_probabilities and is_per_key(bias, parts.mask, dense):
-                window = index("window_size", window_size, 0)
+                within = counts
             else:
                 shape = call_shape(query, key, packing)
-                parts = select(bias, parts.mask, packing, shape, window_size, limited, name)
+                ranking = place_bias(key, packing) if bias is None else bias
+                parts = select(ranking, parts.mask, packing, shape, counts, limited, name)
     # Of packed tensors only the head dimension: the size of the next one tells whether a mask is
     # per key or per query.
     expandable = 4 if dense else 1
@@ -368,7 +395,7 @@ def _attention(
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
         parts.max_kept,
-        window,
+        *within,
     )
     need_lse = flag("return_lse", return_lse) or return_probabilities
     out, lse = ops.attention(inputs, name, _selected, need_lse=need_lse)
@@ -376,7 +403,7 @@ def _attention(
         return out
     if not return_probabilities:
         return out, lse
-    return out, lse, attention_probabilities(inputs if window < 0 else _selected(inputs, name))
+    return out, lse, attention_probabilities(inputs)
 
 
 def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:
@@ -384,8 +411,9 @@ def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:
     packing = Packing(*(getattr(inputs, name) for name in Packing._fields))
     shape = call_shape(inputs.query, inputs.key, packing)
     assert inputs.bias is not None
-    parts = select(inputs.bias, inputs.mask, packing, shape, inputs.window, True, backend)
-    return inputs._replace(window=-1, **parts._asdict())
+    counts = KeyCounts(*(getattr(inputs, name) for name in KeyCounts._fields))
+    parts = select(inputs.bias, inputs.mask, packing, shape, counts, True, backend)
+    return inputs._replace(**KeyCounts()._asdict(), **parts._asdict())
 
 
 def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -91,7 +91,7 @@ def attention_of_plain(
     needed.
     """
     chosen = select_backend(inputs.query.device, backend)
-    if not chosen.selects:
+    if not chosen.selects(inputs):
         inputs = inputs.in_4d()
         if inputs.window >= 0:
             assert select is not None
@@ -108,13 +108,15 @@ def usual_inputs(
     scale: float | None,
     causal: bool | None,
     softcap: float | None,
-    window: int | None,
+    counts: tuple[int | None, int, int],
     deterministic: bool | None,
 ) -> AttentionInputs | None:
     """Return the record of a call that needs no closer look, and of which is_idle says yes.
 
     Args:
         tensors: query, key, value, bias and sink; they and the settings are as they were given.
+        scale, causal, softcap, deterministic: of the call.
+        counts: its window_size, keep_last and keep_first.
     """
     if not dispatch_state.is_idle(tensors) or any_autocast():
         return None
@@ -122,7 +124,7 @@ def usual_inputs(
     if usual_call is None:
         return None
     is_deterministic = resolved_deterministic(deterministic)
-    fields = usual_call(*tensors, scale, causal, softcap, window, is_deterministic)
+    fields = usual_call(*tensors, scale, causal, softcap, *counts, is_deterministic)
     # As AttentionInputs._make, in two thirds of the time.
     return None if fields is None else tuple.__new__(AttentionInputs, fields)
 

@@ -20,6 +20,7 @@ __all__ = [
     "SELECTION",
     "AttentionInputs",
     "Gradients",
+    "KeyCounts",
     "Packing",
     "Schema",
     "SelectionInputs",
@@ -64,8 +65,10 @@ class AttentionInputs(NamedTuple):
     # Of start and end, 0 where it is not known: see IntervalMask.max_kept.
     max_kept: int = 0
     # Keys to select by the bias, causally and within the mask; -1: none. The plan then holds start
-    # and end.
+    # and end. See KeyCounts.
     window: int = -1
+    keep_last: int = 0
+    keep_first: int = 0
 
     @property
     def packed(self) -> bool:
@@ -99,11 +102,37 @@ class SelectionInputs(NamedTuple):
     keys: int
     window: int
     causal: bool
+    keep_last: int = 0
+    keep_first: int = 0
 
     @property
     def packed(self) -> bool:
         """Whether the sequences lie one after another."""
         return self.cu_seqlens_q is not None
+
+
+class KeyCounts(NamedTuple):
+    """How many of the keys that it sees each query keeps, with the fields that records have for it.
+
+    Those that a mask drops are not seen. A key whose bias is NaN or -inf is counted among the last
+    and the first, but never kept.
+    """
+
+    window: int = (
+        -1
+    )  # with the largest bias, of those that are neither among the last nor the first
+    keep_last: int = 0
+    keep_first: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most keys that a query keeps."""
+        return self.window + self.keep_last + self.keep_first
+
+    @property
+    def by_place(self) -> bool:
+        """Whether some keys are kept for where they stand."""
+        return self.keep_last != 0 or self.keep_first != 0
 
 
 class Packing(NamedTuple):

@@ -21,16 +21,20 @@ from .arguments import (
 )
 from .checks import MOST_ROWS
 from .masks import IntervalMask
-from .record import DENSE, Packing, SelectionInputs
+from .record import DENSE, KeyCounts, Packing, SelectionInputs
 
 __all__ = [
     "CallShape",
     "call_shape",
+    "check_causal",
     "composable_mask",
     "dynamic_mask",
     "is_one_row",
     "is_per_key",
     "keeps_all",
+    "key_counts",
+    "place_bias",
+    "refuse_without_window",
     "select",
     "selectable_bias",
     "without_nan",
@@ -46,6 +50,8 @@ def dynamic_mask(
     is_causal: bool = False,
     attention_mask: Tensor | None = None,
     *,
+    keep_last: int = 0,
+    keep_first: int = 0,
     query_length: int | None = None,
     key_length: int | None = None,
     num_heads: int | None = None,
@@ -61,6 +67,9 @@ def dynamic_mask(
     Ties go to the lower key index, so that exactly ``window_size`` keys are kept wherever that many
     can be seen. NaN and -inf biases are never kept. No gradient flows through the choice.
 
+    A selection that learns also keeps the keys near each query: ``keep_last`` of them, and the
+    ``window_size`` best of the others.
+
     1.2.2's function of this name, which knows nothing of causality, is
     `flash_dmattn.utils.mask.dynamic_mask`.
 
@@ -71,6 +80,10 @@ def dynamic_mask(
             ``backend="reference"``.
         window_size: keys to keep, at least 0.
         is_causal: query i sees keys ``j <= i + K - Q`` only.
+        keep_last: also keep the last ``keep_last`` keys that a query sees, whatever their bias. It
+            needs ``is_causal``, unless there is one query. Keys that ``attention_mask`` drops are
+            not counted; those with a bias of NaN or -inf are, but are not kept.
+        keep_first: also keep the first ``keep_first`` keys; likewise.
         attention_mask: bool, True where a key can be seen; shapes as ``attn_bias``, and
             broadcasting against it.
         query_length: Q, which a causal selection from a bias per key needs; by default K.
@@ -91,7 +104,8 @@ def dynamic_mask(
 
     Raises:
         TypeError: a tensor has the wrong type or dtype.
-        ValueError: a shape does not fit, window_size is negative, or K is not known.
+        ValueError: a shape does not fit, a number of keys is negative, K is not known, or
+            keep_last or keep_first is given without causality for several queries.
     """
     others = {
         "attention_mask": attention_mask,
@@ -119,7 +133,9 @@ def dynamic_mask(
     if mask is not None:
         _check_mask(mask, bias, shape)
     causal, name = flag("is_causal", is_causal), backend_name(backend)
-    keep, start, end, max_kept = select(bias, mask, packing, shape, window_size, causal, name)
+    counts = key_counts(window_size, keep_last, keep_first)
+    check_causal(counts, causal, queries)
+    keep, start, end, max_kept = select(bias, mask, packing, shape, counts, causal, name)
     if start is None or end is None:
         assert keep is not None
         return keep
@@ -152,7 +168,7 @@ def select(
     mask: Tensor | None,
     packing: Packing,
     shape: CallShape,
-    window_size: int,
+    counts: KeyCounts,
     causal: bool,
     backend: str,
 ) -> MaskParts:
@@ -164,7 +180,6 @@ def select(
     Raises:
         TypeError, ValueError: as `dynamic_mask`.
     """
-    window = index("window_size", window_size, 0)
     if bias.dtype == torch.float64 and backend != "reference":
         raise TypeError(
             "attn_bias has dtype torch.float64, which kernels do not select from; convert to "
@@ -180,17 +195,18 @@ def select(
         if bias.shape[3] == 1:
             bias = bias.expand(-1, -1, -1, shape.keys)  # equal biases, of which the first are kept
         bias, mask = without_expansion(bias, 3), without_expansion(mask, 4)
-    selection = SelectionInputs(bias, mask, *packing[:2], *shape, window, causal)
+    selection = SelectionInputs(bias, mask, *packing[:2], *shape, causal=causal, **counts._asdict())
     if causal and bias.shape[-2] == 1 and (mask is None or mask.shape[-2] == 1):
-        # A window of 0 keeps no more than one of 1; 0 stands for what is not known.
-        return MaskParts(None, *selection_ops.select_intervals(selection, backend), max(1, window))
+        # 0 keys are no more than 1; 0 stands for what is not known.
+        most = max(1, counts.total)
+        return MaskParts(None, *selection_ops.select_intervals(selection, backend), most)
     return MaskParts(selection_ops.select_keep(selection, backend))
 
 
-def is_per_key(bias: Tensor, mask: Tensor | None, dense: bool) -> bool:
+def is_per_key(bias: Tensor | None, mask: Tensor | None, dense: bool) -> bool:
     """Say whether attention may select by itself from a bias that is the same for every query."""
     rank = 4 if dense else 3
-    if bias.dim() != rank or bias.shape[-2] != 1 or bias.dtype == torch.float64:
+    if bias is None or bias.dim() != rank or bias.shape[-2] != 1 or bias.dtype == torch.float64:
         return False
     return mask is None or (mask.dim() == rank and mask.shape[-2] == 1)
 
@@ -202,16 +218,41 @@ def is_one_row(queries: int) -> bool:
     return not torch.compiler.is_compiling() and type(queries) is int and queries == 1
 
 
-def keeps_all(window_size: int, keys: int) -> bool:
-    """Say whether a window is known to drop no keys but those whose bias is NaN or -inf.
+def key_counts(window_size: int, keep_last: int, keep_first: int) -> KeyCounts:
+    """Return how many keys to keep; TypeError or ValueError for what is no such number."""
+    return KeyCounts(
+        index("window_size", window_size, 0),
+        index("keep_last", keep_last, 0),
+        index("keep_first", keep_first, 0),
+    )
+
+
+def refuse_without_window(keep_last: int, keep_first: int, reason: str) -> None:
+    """Raise ValueError, with the reason, where the last or the first keys are asked for."""
+    for name, count in (("keep_last", keep_last), ("keep_first", keep_first)):
+        if index(name, count, 0) != 0:
+            raise ValueError(f"{name} must be 0 {reason}, got {checks.described(count)}")
+
+
+def check_causal(counts: KeyCounts, causal: bool, queries: int) -> None:
+    """Raise ValueError where several queries see the same keys, and some are kept by place."""
+    if counts.by_place and not causal and queries != 1:
+        refuse_without_window(
+            counts.keep_last,
+            counts.keep_first,
+            f"with is_causal=False and {queries} queries, all of which see the same keys",
+        )
+
+
+def keeps_all(counts: KeyCounts, keys: int) -> bool:
+    """Say whether a selection is known to drop no keys but those whose bias is NaN or -inf.
 
     Sizes that a program is exported or traced with do not tell of those that it will get; then the
     answer is no, and selection runs, which is right for all.
     """
-    window = index("window_size", window_size, 0)
     if torch.compiler.is_compiling():
-        return not _is_exporting() and window >= keys
-    return type(keys) is int and window >= keys
+        return not _is_exporting() and counts.total >= keys
+    return type(keys) is int and counts.total >= keys
 
 
 def without_nan(bias: Tensor) -> Tensor:
@@ -223,12 +264,20 @@ def without_nan(bias: Tensor) -> Tensor:
     return bias.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def selectable_bias(bias: Tensor | None, batch: int | None = None) -> Tensor:
-    """Return the bias that attention selects by; ValueError if it is absent or does not fit."""
+def selectable_bias(
+    bias: Tensor | None, counts: KeyCounts, batch: int | None = None
+) -> Tensor | None:
+    """Return the bias that attention selects by; ValueError if it is absent or does not fit.
+
+    None, where it is absent and keys are kept for their places alone.
+    """
     if bias is None:
+        if counts.window == 0 and counts.by_place:
+            return None
         raise ValueError(
             "window_size selects the keys with the largest attn_bias, but attn_bias is None; pass "
-            "a bias, or an IntervalMask.sliding_window as attn_mask to keep the nearest keys"
+            "a bias, or an IntervalMask.sliding_window as attn_mask, or window_size=0 and "
+            "keep_last, to keep the nearest keys"
         )
     # Otherwise the selection would have the wrong batch size, and be blamed for it.
     if batch is not None and bias.shape[0] not in (1, batch):
@@ -236,6 +285,19 @@ def selectable_bias(bias: Tensor | None, batch: int | None = None) -> Tensor:
             f"attn_bias must have batch size {batch} or 1, as query, got {tuple(bias.shape)}"
         )
     return bias
+
+
+def place_bias(key: Tensor, packing: Packing) -> Tensor:
+    """Return a bias that prefers no key, by which a call without one selects."""
+    if packing.is_dense:
+        return key.new_zeros(1, 1, 1, 1)
+    total = key.shape[0]
+    if packing.block_table is not None:
+        # On a GPU only the device knows how many keys there are; the sequences have at most these.
+        total = packing.sequences * packing.max_seqlen_k
+        if key.device.type == "cpu" and packing.cu_seqlens_k is not None:
+            total = int(packing.cu_seqlens_k[-1])
+    return key.new_zeros(1, 1, 1).expand(1, 1, total)
 
 
 def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:

@@ -23,6 +23,8 @@ SELECTION: dict[str, Any] = {
     "keys": K,
     "window": 3,
     "causal": True,
+    "keep_last": 2,
+    "keep_first": 9,
 }
 
 

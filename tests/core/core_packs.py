@@ -110,6 +110,8 @@ class SelectionStruct(ctypes.Structure):
             for name in ("batch", "heads", "kv_heads", "queries", "keys", "window")
         ],
         *_tensors("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "start", "end", "keep"),
+        ("keep_last", ctypes.c_int64),
+        ("keep_first", ctypes.c_int64),
     ]
 
 

@@ -243,6 +243,7 @@ def test_selection(pack: _core.Pack, recording: Recording, bias: Any, mask: Any,
     recorded = recording.selection
     assert (recorded.batch, recorded.heads, recorded.kv_heads) == (B, H, HK)
     assert (recorded.queries, recorded.keys, recorded.window, recorded.flags) == (Q, K, 3, 1)
+    assert (recorded.keep_last, recorded.keep_first) == (2, K)
     assert recorded.bias.data == bias_array.ctypes.data
     assert recorded.keep.summary()[:2] == (keep_array.ctypes.data, keep)
     assert recorded.mask.absent == (mask is None)

@@ -25,6 +25,8 @@ def values(**changes: Any) -> tuple[Any, ...]:
         "deterministic": False,
         "max_kept": 0,
         "window": -1,
+        "keep_last": 0,
+        "keep_first": 0,
     }
     return tuple({**dict.fromkeys(FIELDS), **defaults, **named, **changes}[n] for n in FIELDS)
 
@@ -57,7 +59,7 @@ WRONG = [
     ),
     (lambda pack: _core.attend(pack, 1, ALLOCATOR, True, values()[1:]), ["a tuple of", COUNT]),
     (lambda _: _core.check_attention([1, 2], 1), ["a tuple of", COUNT]),
-    (lambda _: _core.check_selection((), 1), ["a tuple of 11 fields", "window"]),
+    (lambda _: _core.check_selection((), 1), ["a tuple of 13 fields", "window"]),
 ]  # fmt: skip
 
 

@@ -120,6 +120,8 @@ SELECTIONS = [
     ({"mask": zeros(B, K)}, TypeError, "attn_mask has dtype float32", "bool"),
     ({"mask": zeros(B, 4, dtype="bool")}, ValueError, "attn_mask has shape (2, 4)", "{7|1}"),
     ({"window": -1}, ValueError, "window_size is -1", "at least 0"),
+    ({"keep_last": -1}, ValueError, "keep_last is -1", "at least 0"),
+    ({"keep_first": -2}, ValueError, "keep_first is -2", "at least 0"),
     ({"batch": -2}, ValueError, "batch is -2"),
     ({"queries": -2}, ValueError, "query_length is -2"),
     ({"keys": -2}, ValueError, "key_length is -2"),

@@ -35,6 +35,8 @@ class Call:
     causal: bool = False
     softcap: float = 0.0
     window: int | None = None
+    keep_last: int = 0
+    keep_first: int = 0
     scale: float | None = None
     # Of which inputs gradients are wanted, and of which results they are given.
     wanted: tuple[str, ...] = GRADIENT_OF
@@ -119,6 +121,8 @@ class Call:
             "is_causal": self.causal,
             "softcap": self.softcap,
             "window_size": self.window,
+            "keep_last": self.keep_last,
+            "keep_first": self.keep_first,
             "return_lse": True,
             **options,
         }

@@ -79,7 +79,8 @@ def compare(drawn: Drawn, call: Call, want: Expected, target: Target) -> None:
         if drawn.planned:
             options |= {"plan": plan_of(call, target), "attn_mask": None, "is_causal": None}
         if drawn.selected:
-            options |= {"window_size": None, "attn_mask": selected(call, target)}
+            options |= {"window_size": None, "keep_last": 0, "keep_first": 0}
+            options |= {"attn_mask": selected(call, target)}
         if drawn.poisoned_buffers and target.is_pack:
             with poisoned_buffers() as buffers:
                 got = call.results(**options)
@@ -129,6 +130,8 @@ def selected(call: Call, target: Target) -> Tensor | IntervalMask:
         call.window,
         call.causal,
         call.mask,
+        keep_last=call.keep_last,
+        keep_first=call.keep_first,
         num_heads=call.query.shape[-2],
         num_kv_heads=call.key.shape[-2],
         backend=target.backend,

@@ -115,19 +115,24 @@ def visible_pairs(call: Call, part: Sequence) -> Tensor:
 def kept_pairs(call: Call, part: Sequence) -> Tensor:
     """Return bool (B, H, Q, K): what is visible, has a bias above -inf, and is selected."""
     kept = visible_pairs(call, part)
+    number = kept.cumsum(-1)
+    by_place = kept & (number <= call.keep_first)
+    if call.keep_last > 0 and kept.numel() > 0:
+        by_place |= kept & (number > number[..., -1:] - call.keep_last)
     if part.bias is None:
-        return kept
+        return kept if call.window is None else by_place
     bias = per_query_head(part.bias.detach(), part.query.shape[2], part.key.shape[2])
     bias = bias.float().expand(kept.shape)
     kept = kept & (bias != -torch.inf)
     if call.window is None or kept.numel() == 0:
         return kept
     kept = kept & ~bias.isnan()
+    ranked = kept & ~by_place
     # Stable, so that ties go to the lower index.
-    order = bias.masked_fill(~kept, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    candidates = kept.gather(-1, order)
+    order = bias.masked_fill(~ranked, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    candidates = ranked.gather(-1, order)
     first = candidates & (candidates.cumsum(-1) <= call.window)
-    return torch.zeros_like(kept).scatter_(-1, order, first)
+    return (kept & by_place) | torch.zeros_like(kept).scatter_(-1, order, first)
 
 
 def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms, Tensor]:

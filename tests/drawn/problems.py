@@ -44,6 +44,7 @@ class Drawn:
             sides = (call.cu_seqlens_q, call.cu_seqlens_k)
             words += [f"lengths {side.diff().tolist()}" for side in sides]
         words += [f"{name}={getattr(call, name)}" for name in ("scale", "softcap", "window")]
+        words += [f"{name}={getattr(call, name)}" for name in ("keep_last", "keep_first")]
         words += ["causal"] if call.causal else []
         words += [name for name, value in vars(self).items() if value is True]
         words += [f"NaN in {'+'.join(self.poisoned) or 'nothing'}"]
@@ -113,6 +114,8 @@ def draw(
         call.window = source.weighted(
             {0: 0.2, 1: 0.5, source.integer(2, 40): 2, source.integer(41, most + 50): 2}
         )
+        if call.causal or longest[0] == 1:
+            _keep_by_place(source, call, most)
     elif call.mask is None and source.chance(0.1):
         call.mask = draw_bool(source, draw_shape(source, sizes, longest[1]))
     if source.chance(0.25):
@@ -130,12 +133,24 @@ def draw(
         call,
         poisoned,
         planned=call.window is None and source.chance(0.2),
-        selected=call.window is not None and source.chance(0.3),
+        selected=call.window is not None and call.bias is not None and source.chance(0.3),
         deterministic=source.chance(0.15),
         probabilities=source.chance(0.05),
         poisoned_buffers=source.chance(0.15),
         threads=source.weighted({1: 5, 2: 1, 3: 1, 7: 0.5}),
     )
+
+
+def _keep_by_place(source: Source, call: Call, most: int) -> None:
+    """Draw how many of the last and the first keys a selection keeps; some have nothing else."""
+    if source.chance(0.5):
+        call.keep_last = source.weighted(
+            {0: 0.5, 1: 0.5, source.integer(2, 40): 2, source.integer(1, most + 5): 1}
+        )
+    if source.chance(0.3):
+        call.keep_first = source.weighted({source.integer(1, 9): 2, source.integer(1, most + 5): 1})
+    if (call.keep_last or call.keep_first) and source.chance(0.1):
+        call.window, call.bias = 0, None
 
 
 def _tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:

@@ -170,6 +170,54 @@ def window_of_rows(draw: Draw) -> Call:
     return call
 
 
+def last_and_best(draw: Draw) -> Call:
+    """The keys near each query, some of the first, and the best of the others."""
+    call, sizes = dense(draw)
+    call.causal, call.window = True, draw.size(1, 60)
+    call.keep_last, call.keep_first = draw.size(1, 60), draw.size(0, 5)
+    call.bias = draw.randn(sizes.batch, sizes.heads, 1, sizes.keys, dtype=torch.float32)
+    return with_dropped_keys(draw, call)
+
+
+def last_and_best_padded(draw: Draw) -> Call:
+    """The last keys are counted without those that a mask drops."""
+    call, sizes = dense(draw)
+    call.causal, call.window = True, draw.size(1, 60)
+    call.keep_last, call.keep_first = draw.size(1, 40), draw.size(1, 5)
+    call.mask = draw.kept(sizes.batch, 1, 1, sizes.keys, density=0.6)
+    call.bias = draw.randn(sizes.batch, sizes.kv_heads, 1, sizes.keys)
+    return with_dropped_keys(draw, call)
+
+
+def last_and_best_of_rows(draw: Draw) -> Call:
+    call, sizes = dense(draw)
+    call.causal, call.window = True, draw.size(1, 60)
+    call.keep_last, call.keep_first = draw.size(1, 60), draw.size(0, 5)
+    call.bias = draw.randn(1, sizes.kv_heads, sizes.queries, sizes.keys)
+    return call
+
+
+def last_of_many(draw: Draw) -> Call:
+    """More keys than one block of threads selects, of which the last rows see all but a few."""
+    call, sizes = dense(
+        draw, batch=(1, 2), queries=(1, 150), keys=(4200, 5000), kv_heads=(1, 2), group=(1, 2)
+    )
+    call.causal, call.window = True, draw.size(1, 300)
+    call.keep_last, call.keep_first = draw.size(100, 600), draw.size(0, 40)
+    if draw.size(0, 1):
+        call.mask = draw.kept(sizes.batch, 1, 1, sizes.keys, density=0.8)
+    call.bias = draw.randn(sizes.batch, sizes.kv_heads, 1, sizes.keys)
+    return with_dropped_keys(draw, call)
+
+
+def last_alone(draw: Draw) -> Call:
+    """A sliding window and the first keys, which need no bias."""
+    call, _ = dense(draw)
+    call.causal, call.window = True, 0
+    call.keep_last, call.keep_first = draw.size(1, 90), draw.size(0, 5)
+    return call
+
+
 def decode(draw: Draw) -> Call:
     """Few rows, so that the keys are divided among blocks and the parts merged."""
     call, sizes = dense(draw, queries=(1, 3), keys=(2000, 4000), kv_heads=(1, 2), group=(1, 8))
@@ -292,6 +340,16 @@ def packed_window(draw: Draw) -> Call:
     return with_dropped_keys(draw, call)
 
 
+def packed_last_and_best(draw: Draw) -> Call:
+    call, sizes = packed(draw)
+    call.causal, call.window = True, draw.size(1, 40)
+    call.keep_last, call.keep_first = draw.size(1, 40), draw.size(0, 5)
+    if draw.size(0, 1):
+        call.mask = draw.kept(1, 1, sizes.total_k, density=0.7)
+    call.bias = draw.randn(sizes.heads, 1, sizes.total_k)
+    return with_dropped_keys(draw, call)
+
+
 def paged(draw: Draw) -> Call:
     """Pages in random order, NaN where no key lies."""
     call, sizes = packed(draw)
@@ -371,6 +429,11 @@ KINDS: dict[str, Callable[[Draw], Call]] = {
         window,
         top_keys,
         window_of_rows,
+        last_and_best,
+        last_and_best_padded,
+        last_and_best_of_rows,
+        last_of_many,
+        last_alone,
         decode,
         few_heads,
         long_keys,
@@ -381,6 +444,7 @@ KINDS: dict[str, Callable[[Draw], Call]] = {
         packed_intervals,
         packed_row_mask,
         packed_window,
+        packed_last_and_best,
         paged,
     )
 }

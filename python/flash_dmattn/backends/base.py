@@ -30,8 +30,10 @@ class Backend(Protocol):
     """One way to run attention on one device."""
 
     name: str
-    # Whether it takes calls that select by themselves (`AttentionInputs.window`).
-    selects: bool = False
+
+    def selects(self, inputs: AttentionInputs) -> bool:
+        """Say whether it takes a call that selects by itself (`AttentionInputs.window`)."""
+        return False
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Return the length of a plan; sizes may be symbolic."""

@@ -218,7 +218,9 @@ def _selection_sequences(
 def _select_rows(
     bias: Tensor, mask: Tensor | None, inputs: SelectionInputs, queries: int, row_count: int
 ) -> Tensor:
-    """Return bool (b, h, row_count, K): the keys with the largest bias, the lower index in ties."""
+    """Return bool (b, h, row_count, K): the last and the first keys that each row sees, and of the
+    others those with the largest bias, the lower index in ties.
+    """
     keys = bias.shape[-1]
     heads = max(bias.shape[1], 1 if mask is None else mask.shape[1])
     bias = per_query_head(bias, heads, bias.shape[1])
@@ -227,17 +229,21 @@ def _select_rows(
     for begin in range(0, row_count, _ROWS_AT_ONCE):
         rows = slice(begin, min(begin + _ROWS_AT_ONCE, row_count))
         scores = bias if bias.shape[2] == 1 else bias[:, :, rows]
-        visible = ~torch.isnan(scores) & (scores != -torch.inf)
+        visible = torch.ones_like(scores, dtype=torch.bool)
         if mask is not None:
             visible = visible & (mask if mask.shape[2] == 1 else mask[:, :, rows])
         if inputs.causal:
             row = torch.arange(rows.start, rows.stop, device=bias.device).unsqueeze(1)
             key = torch.arange(keys, device=bias.device)
             visible = visible & (key <= row + (keys - queries))
-        scores = scores.masked_fill(~visible, -torch.inf)
+        number = visible.cumsum(-1)
+        by_place = (number <= inputs.keep_first) | (number > number[..., -1:] - inputs.keep_last)
+        visible = visible & ~torch.isnan(scores) & (scores != -torch.inf)
+        ranked = visible & ~by_place
+        scores = scores.masked_fill(~ranked, -torch.inf)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         best = order[..., : inputs.window]
-        keep = torch.zeros_like(visible).scatter_(-1, best, True) & visible
+        keep = (torch.zeros_like(visible).scatter_(-1, best, True) & ranked) | (visible & by_place)
         chunks.append(keep.expand(*keep.shape[:2], rows.stop - rows.start, keys))
     if not chunks:
         return bias.new_zeros((*bias.shape[:2], 0, keys), dtype=torch.bool)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..record import DENSE
+from ..record import DENSE, KeyCounts
 from ..selection import CallShape, select
 from ..state.rows import Rows, selecting
 
@@ -66,7 +66,7 @@ def planned(candidates: Rows, window: int, group: dist.ProcessGroup, backend: st
     kv_heads = candidates.key.shape[2]
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, ranks, columns)
     by = selecting(candidates, backend)
-    keep = select(bias, before[None, None], DENSE, shape, window, False, by).mask
+    keep = select(bias, before[None, None], DENSE, shape, KeyCounts(window), False, by).mask
     assert keep is not None
     # (B, p, heads that share rows, to, from * rows)
     by_set = keep.reshape(batch, sets, heads // sets, ranks, columns).any(2)

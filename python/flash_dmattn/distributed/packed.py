@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import checks
 from ..arguments import index
 from ..checks import MOST_ROWS
-from ..record import Packing
+from ..record import KeyCounts, Packing
 from ..selection import CallShape, select
 from ..state.rows import NOWHERE, Rows
 
@@ -86,7 +86,7 @@ def packed_best(
     sets = 1 if heads == 1 else kv_heads
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, *packing[3:])
     by = "reference" if bias.dtype == torch.float64 else backend
-    keep = select(bias, None, packing, shape, window, False, by).mask
+    keep = select(bias, None, packing, shape, KeyCounts(window), False, by).mask
     assert keep is not None
     keep = keep.expand_as(bias)  # where the bias is expanded, the selection is one for all heads
     running = keep.reshape(sets, heads // sets, total).any(1).cumsum(-1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_dmattn import checks
 from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
 from flash_dmattn.masks import IntervalMask
+from flash_dmattn.record import KeyCounts
 from flash_dmattn.selection import keeps_all, without_nan
 
 from .mask_forms import Mask, has_rows, mask_and_bias
@@ -127,7 +128,7 @@ def _flash_dynamic_mask_attention_forward(
         mask = documents_of_positions(position_ids)
     if sliding_window is not None and sliding_window < keys and not _tells_of_queries(mask):
         mask = _sliding(mask, sliding_window, query.shape[1], keys, query.device, is_causal)
-    if window is not None and bias is not None and keeps_all(window, keys):
+    if window is not None and bias is not None and keeps_all(KeyCounts(window), keys):
         bias, window = without_nan(bias), None
     return _dense(query, key, value, mask, bias, is_causal, window, options)
 

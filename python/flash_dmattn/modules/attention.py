@@ -13,6 +13,7 @@ from .. import checks
 from ..arguments import flag, index
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
+from ..record import KeyCounts
 from ..selection import keeps_all, without_nan
 from ..state.chunks import described_call
 from .arguments import (
@@ -309,7 +310,7 @@ class DynamicMaskAttention(nn.Module):
         if self.window_size is not None:
             if not isinstance(attn_mask, IntervalMask):
                 settings["window_size"] = self.window_size
-            elif keeps_all(self.window_size, keys):
+            elif keeps_all(KeyCounts(self.window_size), keys):
                 settings["attn_bias"] = without_nan(bias)
             else:
                 settings["window_size"] = self.window_size

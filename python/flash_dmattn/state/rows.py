@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import writable
-from ..record import DENSE
+from ..record import DENSE, KeyCounts
 from ..selection import CallShape, select
 
 __all__ = [
@@ -133,7 +133,8 @@ def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     batch, heads, _, count = rows.bias.shape
     kv_heads = rows.key.shape[2]
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, 1, count)
-    keep = select(rows.bias, None, DENSE, shape, window, False, selecting(rows, backend)).mask
+    by = selecting(rows, backend)
+    keep = select(rows.bias, None, DENSE, shape, KeyCounts(window), False, by).mask
     assert keep is not None
     keep = keep.expand_as(rows.bias)  # where the bias is expanded, the selection is one for all
     running = rows.by_set(keep).any(2).cumsum(-1)

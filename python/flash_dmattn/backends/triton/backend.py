@@ -13,6 +13,7 @@ from flash_dmattn.backends.base import (
     SelectionInputs,
     lse_shape,
 )
+from flash_dmattn.backends.interval_selection import select_intervals
 from flash_dmattn.backends.reference import ReferenceBackend
 from flash_dmattn.backends.shapes import check_attention, refuse_float64_bias
 
@@ -22,7 +23,6 @@ from .launch import on_device
 from .layout import plan_layout
 from .make_plan import write_plan
 from .problem import Problem, describe
-from .selection import select_intervals
 
 
 class TritonBackend(Backend):
