@@ -278,6 +278,27 @@ def test_a_prompt_in_inference_mode_and_gradients_afterwards() -> None:
     assert layer.f_proj.weight.grad.any()
 
 
+@pytest.mark.parametrize("how", ["compiled", "exported"])
+def test_as_one_program(how: str) -> None:
+    layer = make(prune=-6.0)
+    x = states(2, 20, layer)
+    if how == "compiled":
+        program = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    else:
+        program = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(program(x), layer(x))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_under_autocast(cached: bool) -> None:
+    layer = make(prune=-6.0)
+    x = states(2, 20, layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, cache=ForgettingCache() if cached else None)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), layer(x), atol=5e-2, rtol=5e-2)
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "gates of other heads": (
         {"num_gates": 3},

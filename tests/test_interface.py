@@ -330,3 +330,32 @@ def test_only_four_dimensions_are_broadcast(name: str, shape: tuple[int, ...]) -
             make_plan(query, key, given)
     whole = given.view(len(given), -1, 1, given.shape[-1])
     flash_dmattn_func(query, key, key, **{name: whole})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "causal",
+            r"flash_dmattn_func\(\) got an unexpected keyword .* 'causal': it is called is_",
+        ),
+        ("sm_scale", "it is called softmax_scale here"),
+        ("attention_mask", "it is called attn_mask here"),
+        ("return_softmax_lse", "it is called return_lse here"),
+        ("alibi_slopes", "attn_bias takes a bias for each key"),
+        ("g", "forgetting_bias makes an attn_bias and an attn_mask"),
+        ("dropout_p", "there is no dropout"),
+        ("nothing", r"got an unexpected keyword argument 'nothing'$"),
+    ],
+)
+def test_names_of_other_packages_are_told_ours(name: str, text: str) -> None:
+    tensors = inputs(Target("cpu", "cpu"))
+    for function in (flash_dmattn_func, flash_dmattn_func_auto("cpu")):
+        with pytest.raises(TypeError, match=text):
+            function(*tensors, **{name: True})
+    with pytest.raises(TypeError, match=r"window_size must be an integer, .*sliding_window\(left"):
+        flash_dmattn_func(*tensors, None, torch.zeros(2, 1, 1, 23), window_size=(128, 0))  # type: ignore[arg-type]
+    bounds = torch.tensor([0, 17], dtype=torch.int32)
+    packed = [t[0] for t in tensors]
+    with pytest.raises(TypeError, match=r"flash_dmattn_varlen_func\(\) got an unexpected keyword"):
+        flash_dmattn_varlen_func(*packed, bounds, bounds, 17, 23, **{name: True})

@@ -130,7 +130,10 @@ def index(name: str, value: Any, least: int = -_MOST - 1, most: int = _MOST) -> 
         try:
             value = int(operator.index(value))
         except (TypeError, RuntimeError):
-            raise TypeError(f"{name} must be an integer, got {described(value)}") from None
+            hint = ""
+            if name == "window_size" and isinstance(value, tuple):
+                hint = "; IntervalMask.sliding_window(left, right, ...) makes an attn_mask"
+            raise TypeError(f"{name} must be an integer, got {described(value)}{hint}") from None
     if torch.compiler.is_compiling() or least <= value <= most:
         length: int = value
         return length

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -48,6 +48,7 @@ from .selection import (
     selectable_bias,
     without_nan,
 )
+from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = [
     "flash_dmattn_func",
@@ -59,6 +60,7 @@ __all__ = [
 Output = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
+@without_unknown
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -78,6 +80,7 @@ def flash_dmattn_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Output:
     """Compute attention over the keys that a mask keeps, at a cost that follows the kept keys.
 
@@ -128,6 +131,8 @@ def flash_dmattn_func(
         RuntimeError: the backend cannot run here; on double backward, forward-mode
             differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
+    if unknown:
+        refuse_keywords("flash_dmattn_func", unknown)
     wants_probabilities = return_attn_probs is not None and return_attn_probs is not False
     if attn_mask is None and plan is None and backend is None and not wants_probabilities:
         tensors = query, key, value, attn_bias, sink
@@ -167,6 +172,7 @@ def flash_dmattn_func(
     )
 
 
+@without_unknown
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
@@ -191,6 +197,7 @@ def flash_dmattn_varlen_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Output:
     """Compute `flash_dmattn_func` for each sequence of a packed batch.
 
@@ -218,6 +225,8 @@ def flash_dmattn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
+    if unknown:
+        refuse_keywords("flash_dmattn_varlen_func", unknown)
     check_tensors(
         query,
         key=key,
@@ -307,7 +316,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
     bound.__doc__ = flash_dmattn_func.__doc__
     bound.__annotations__ = dict(flash_dmattn_func.__annotations__)
     bound.__module__ = flash_dmattn_func.__module__
-    return bound
+    return without_unknown(bound)
 
 
 def _attention(
