@@ -94,8 +94,8 @@ def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -
 
     Args:
         score_bound: no scaled score ``scale * q.k`` is larger, or smaller than its negative. After
-            an RMS norm of query and key it is ``scale * D * max|w_q| * max|w_k|``, w being the
-            weights of the norms.
+            an RMS norm of query and key, not rotated, it is ``scale * D * max|w_q * w_k|``, with
+            the norms' weights w.
         length: keys that a query sees.
         error: between 0 and 1.
 
