@@ -30,11 +30,11 @@ TILE_ROWS = (64, 128)
 FAMILIES = {
     "any": 5,
     "short": 3,
-    "pairs": 1,
-    "windows": 1,
+    "pairs": 2,
+    "windows": 3,
     "rows": 2,
     "long": 3,
-    "selections": 3,
+    "selections": 5,
 }
 # Of the most elements: what judges them takes as long as they are many.
 SHARES = {1 / 100: 5, 1 / 20: 2, 1: 0.4}
