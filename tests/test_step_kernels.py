@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -73,18 +74,37 @@ def decoded(layer: DynamicMaskAttention, x: Tensor, is_fused: bool) -> tuple[Ten
     return torch.cat(outs, 1), cache.kept
 
 
+def least_margin(layer: DynamicMaskAttention, x: Tensor) -> float:
+    """Return by which part of it the worst bias that a step keeps is above the best that it drops.
+
+    Of biases that the prompt's 8 tokens have alike in both ways of decoding, margins do not matter.
+    """
+    exact, margins = copy.deepcopy(layer).double(), []
+    with torch.no_grad():
+        value = exact.v_proj(x.double()).unflatten(-1, (exact.num_kv_heads, exact.head_dim))
+        biases = exact.key_bias(value).flatten(0, 2)
+    for tokens in range(9, x.shape[1] + 1):
+        best = biases[:, :tokens].sort(descending=True)
+        kept, dropped = best.values[:, 5], best.values[:, 6]
+        depends = best.indices[:, 5:7].amax(1) >= 8
+        margins += ((kept - dropped) / kept.abs())[depends].tolist()
+    return min(margins)
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_step_is_what_the_layer_computes(triton_device: str, settings: dict[str, Any]) -> None:
     for dtype in (torch.bfloat16,) if triton_device == "cuda" else (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
+        # Drawn on the CPU: whatever the device, a problem of which rounding decides no selection,
+        # and whose biases are neither large nor of states that a bfloat16 holds but coarsely.
+        torch.manual_seed(2179)
         made = {"window_size": 6, "init_std": 0.3, **settings}
-        layer = DynamicMaskAttention(48, 4, 2, backend=triton_device, **made).to(
-            triton_device, dtype
-        )
+        layer = DynamicMaskAttention(48, 4, 2, backend=triton_device, **made)
         for name, parameter in layer.named_parameters():
             if name.endswith(("norm.weight", "bias")):
                 torch.nn.init.normal_(parameter)
-        x = torch.randn(2, 14, 48).to(triton_device, dtype)
+        layer, x = layer.to(dtype), torch.randn(2, 14, 48).to(dtype)
+        assert least_margin(layer, x) > 0.03
+        layer, x = layer.to(triton_device), x.to(triton_device)
         got, kept = decoded(layer, x, is_fused=True)
         want, other = decoded(layer, x, is_fused=False)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
