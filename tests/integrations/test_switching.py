@@ -40,15 +40,20 @@ def test_a_doge_computes_with_the_attention_it_is_given(name: str, case: str) ->
     model, inputs = tiny_model("doge", "applied").eval(), inputs_of(case)
     seen = inputs.get("attention_mask", torch.ones(2, LENGTH)).bool()
     eager = tiny_model("doge").eval()
+    right = eager(tokens(), use_cache=False, **inputs).logits
     eager.set_attn_implementation(name)
     want = eager(tokens(), use_cache=False, **inputs).logits
     before = model(tokens(), use_cache=False, **inputs).logits
+    # Some versions of transformers make no mask for the "sdpa" of a whole batch, and forget that it
+    # is causal.
+    is_right = torch.allclose(want[seen], right[seen], atol=1e-4, rtol=1e-4)
     for chosen in (name, "flash_dmattn", name, "flash_dmattn_key_bias"):
         model.set_attn_implementation(chosen)
         got = copy.deepcopy(model)(tokens(), use_cache=False, **inputs).logits
         if chosen == name:
             assert torch.equal(got, want)
-        torch.testing.assert_close(got[seen], before[seen], atol=2e-5, rtol=1e-4)
+        if is_right or chosen != name:
+            torch.testing.assert_close(got[seen], before[seen], atol=2e-5, rtol=1e-4)
 
 
 def test_a_doge_shows_its_probabilities_as_its_refusal_advises() -> None:
@@ -73,6 +78,10 @@ def test_a_doge_generates_with_the_attention_it_is_given(name: str) -> None:
     assert torch.equal(model.generate(tokens(), **options), eager.generate(tokens(), **options))
 
 
+@pytest.mark.skipif(
+    not hasattr(transformers.DynamicCache, "activate_past_recording"),
+    reason="with this transformers caches keep all keys",
+)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_cache_is_read_by_other_attention_if_it_is_whole(name: str) -> None:
     """The window's keys are all keys while there are no more than it keeps."""
