@@ -19,4 +19,5 @@ def test_subset_names_tests(name: str, request: pytest.FixtureRequest) -> None:
     folders = [Path(argument).resolve() for argument in config.args]
     if folders != [Path(__file__).parent] or config.getoption("lf") or config.getoption("ignore"):
         pytest.skip("only part of the tests was collected")
-    assert not SUBSETS[name] - names
+    missing = SUBSETS[name] - names
+    assert not missing
