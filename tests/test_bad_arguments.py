@@ -56,7 +56,7 @@ DENSE_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"query .*int32",
     ),
     "bias of another dtype": (
-        {"attn_bias": randn(2, 2, 1, 7).double()},
+        {"attn_bias": randn(2, 2, 5, 7).double()},
         TypeError,
         r"attn_bias .*float64",
     ),

@@ -61,8 +61,8 @@ class ForgettingCache:
     A token is held until the gates of every head have decayed it below the layer's ``prune``, so
     that results are those of one call over all tokens, however many came. Rows are those of the
     longest memory among heads and sequences. How much has decayed is read from the device, which
-    waits for it, only when the memory is full; it then drops what has decayed, and doubles if that
-    is less than half.
+    waits for it, only when the memory is full; it then drops what has decayed, and becomes twice as
+    large as what is left. In training, where nothing is written in place, every call reads it.
 
     With a ``capacity`` a token attends to the last ``capacity`` tokens at most, itself included,
     decayed or not: what is older is forgotten. Then memory is constant, that of twice the capacity,
