@@ -270,6 +270,7 @@ ENTRIES: dict[str, Entry] = {
         DynamicMaskAttention,
         {"embed_dim": 16, "num_heads": 4},
         {**_of("integer", "embed_dim num_heads num_kv_heads head_dim window_size"),
+         **_of("integer", "keep_last keep_first"),
          **_of("flag", "is_causal qk_norm projection_bias"),
          **_of("number", "rotary_base softcap softmax_scale norm_eps init_std"),
          **_of("name", "bias_form backend device dtype")},
@@ -315,7 +316,7 @@ ENTRIES: dict[str, Entry] = {
     "KeptKeys": Entry(
         KeptKeys,
         {"window_size": 3},
-        _of("integer", "window_size rollback start"),
+        _of("integer", "window_size keep_last keep_first rollback start"),
     ),
     "KeptKeys.attend": Entry(
         lambda **arguments: _kept().attend(**arguments),

@@ -16,6 +16,7 @@ from torch import Tensor
 from flash_dmattn import AttentionCache, DynamicMaskAttention, KeptKeys
 from flash_dmattn.loader import FallbackWarning
 from flash_dmattn.modules import fusing
+from flash_dmattn.record import KeyCounts
 from flash_dmattn.state import stepping
 from flash_dmattn.state.rows import Rows, empty_rows
 
@@ -47,7 +48,7 @@ def test_a_slot_is_written(
     counters = torch.zeros(2, 3, dtype=torch.int64, device=triton_device)
     for position in range(3 * window + 5):
         new = token(position)
-        stepping.insert(got, new, window, counters[0])
+        stepping.insert(got, new, KeyCounts(window), counters[0])
         stepping.insert_by_operations(want, new, window, counters[1])
         assert torch.equal(counters[0], counters[1])
         for name, one, other in zip(Rows._fields, got, want, strict=True):

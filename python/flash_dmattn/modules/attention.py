@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from .. import checks
-from ..arguments import flag, index
+from ..arguments import flag, index, to_4d
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..record import KeyCounts
-from ..selection import keeps_all, without_nan
+from ..reference import per_query_head
+from ..selection import keeps_all, key_counts, refuse_without_window, without_nan
 from ..state.chunks import described_call
 from .arguments import (
     check_backend,
@@ -65,6 +66,9 @@ class DynamicMaskAttention(nn.Module):
     would tie.
     """
 
+    keep_last: int = 0  # of layers that were pickled before it was there
+    keep_first: int = 0
+
     def __init__(
         self,
         embed_dim: int,
@@ -73,6 +77,8 @@ class DynamicMaskAttention(nn.Module):
         head_dim: int | None = None,
         *,
         window_size: int | None = 2048,
+        keep_last: int = 0,
+        keep_first: int = 0,
         is_causal: bool = True,
         bias_form: str = "softplus",
         qk_norm: bool = True,
@@ -96,6 +102,9 @@ class DynamicMaskAttention(nn.Module):
             head_dim: D, from 1 to 256. ``embed_dim / num_heads`` by default.
             window_size: keys that a query keeps, of those that it sees. None, or as many keys or
                 fewer, keeps all.
+            keep_last, keep_first: also keep the last and the first so many tokens that a query
+                sees; the window is then of the others, and may be 0. Doge's weights were trained
+                with 0.
             is_causal: a query sees itself and what is before it. Otherwise all queries keep the
                 same keys.
             bias_form: "softplus" or "exp", see above.
@@ -118,8 +127,12 @@ class DynamicMaskAttention(nn.Module):
         """
         super().__init__()
         kv_heads, head_dim = checked_heads(embed_dim, num_heads, num_kv_heads, head_dim)
-        if window_size is not None:
+        if window_size is None:
+            refuse_without_window(keep_last, keep_first, "without window_size")
+        elif not key_counts(window_size, keep_last, keep_first).by_place:
             check_positive(window_size=window_size)
+        elif not flag("is_causal", is_causal):
+            refuse_without_window(keep_last, keep_first, "with is_causal=False")
         check_bias_form(bias_form)
         rotary_base = None if rotary_base is None else checked_base(rotary_base, head_dim)
         softcap = finite("softcap", softcap, least=0)
@@ -136,6 +149,8 @@ class DynamicMaskAttention(nn.Module):
         self.num_kv_heads = kv_heads
         self.head_dim = head_dim
         self.window_size = window_size
+        self.keep_last = keep_last
+        self.keep_first = keep_first
         self.is_causal = is_causal
         self.bias_form = bias_form
         self.rotary_base = rotary_base
@@ -172,9 +187,11 @@ class DynamicMaskAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Show what the projections do not."""
+        places = {"keep_last": self.keep_last, "keep_first": self.keep_first}
+        kept = "".join(f"{name}={count}, " for name, count in places.items() if count)
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, window_size={self.window_size}, "
+            f"head_dim={self.head_dim}, window_size={self.window_size}, {kept}"
             f"is_causal={self.is_causal}, bias_form={self.bias_form!r}, "
             f"rotary_base={self.rotary_base}, softcap={self.softcap}, "
             f"sink={self.sink is not None}"
@@ -229,27 +246,34 @@ class DynamicMaskAttention(nn.Module):
         query, key, value = projected(self, hidden_states)
         bias = self.key_bias(value)
         query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
-        window_size = None
-        if cache is not None and cache.keeps_window(self.window_size, attn_mask):
-            window_size = self.window_size
-            if isinstance(attn_mask, Tensor):
-                new = attn_mask[:, attn_mask.shape[1] - hidden_states.shape[1] :]
-                padding, attn_mask = new if padding is None else new & padding, None
+        counts = self._counts()
+        # A bias of -inf marks padding. A token whose bias that is gets NaN: counted, but not kept.
+        is_marked = counts.by_place and not (cache is None and padding is None)
+        if is_marked:
+            bias = bias.masked_fill(bias == -torch.inf, torch.nan)
+        keeps_window = cache is not None and cache.keeps_window(self.window_size, attn_mask)
+        if keeps_window and isinstance(attn_mask, Tensor):
+            new = attn_mask[:, attn_mask.shape[1] - hidden_states.shape[1] :]
+            padding, attn_mask = new if padding is None else new & padding, None
         if padding is not None:
             bias = bias.masked_fill(~padding[:, None, None], -torch.inf)
 
         def attend(key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+            mask = attn_mask
+            if is_marked and bias.shape[3] > counts.total:
+                mask = _marked(attn_mask, query, bias)
             return self.attend(
-                query, key, value, bias, attn_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
+                query, key, value, bias, mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
             )
 
         if cache is None:
             out = attend(key, value, bias)
         else:
-            settings = self.softmax_scale, self.softcap, self.backend, self.window_size
+            settings = self.softmax_scale, self.softcap, self.backend, counts
             call = described_call(query, self.sink, settings)
+            kept_counts = counts if keeps_window else None
             out = cache.taken_in(
-                key, value, bias, attend, call, window_size=window_size, backend=self.backend
+                key, value, bias, attend, call, counts=kept_counts, backend=self.backend
             )
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
@@ -308,12 +332,18 @@ class DynamicMaskAttention(nn.Module):
         else:
             keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
         if self.window_size is not None:
+            counts = self._counts()
+            selects = {
+                "window_size": self.window_size,
+                "keep_last": self.keep_last,
+                "keep_first": self.keep_first,
+            }
             if not isinstance(attn_mask, IntervalMask):
-                settings["window_size"] = self.window_size
-            elif keeps_all(KeyCounts(self.window_size), keys):
+                settings |= selects
+            elif keeps_all(counts, keys):
                 settings["attn_bias"] = without_nan(bias)
             else:
-                settings["window_size"] = self.window_size
+                settings |= selects
                 if cu_seqlens is None:
                     # So that what is kept does not depend on the form of the mask.
                     settings["attn_mask"] = attn_mask.to_bool(query.shape[1])
@@ -324,6 +354,11 @@ class DynamicMaskAttention(nn.Module):
             out = flash_dmattn_varlen_func(query, key, value, *bounds, **settings)
         assert isinstance(out, Tensor)
         return out
+
+    def _counts(self) -> KeyCounts:
+        if self.window_size is None:
+            return KeyCounts()
+        return KeyCounts(self.window_size, self.keep_last, self.keep_first)
 
     def _check(
         self,
@@ -354,3 +389,16 @@ class DynamicMaskAttention(nn.Module):
             check_padding(padding, hidden_states, cu_seqlens)
         if position_ids is not None:
             check_positions(position_ids, hidden_states)
+
+
+def _marked(attn_mask: Tensor | IntervalMask | None, query: Tensor, bias: Tensor) -> Tensor:
+    """Return a mask without the keys that a bias of -inf marks as padding."""
+    seen = bias.detach() != -torch.inf
+    if attn_mask is None:
+        return seen
+    if isinstance(attn_mask, IntervalMask):
+        attn_mask = attn_mask.to_bool(query.shape[1])
+    batch, _, heads, _ = query.shape
+    sizes = {"batch": batch, "heads": heads, "kv_heads": seen.shape[1], "keys": seen.shape[3]}
+    attn_mask = to_4d("attn_mask", attn_mask, **sizes)
+    return attn_mask & per_query_head(seen, attn_mask.shape[1], seen.shape[1])

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import flag, index, writable
+from ..record import KeyCounts
 from ..refusals import current_backward, refuse_recomputation
+from ..selection import key_counts, refuse_without_window
 from ..state import KeptKeys
 from ..state.chunks import check_sequences
 from ..state.rows import Rows, chosen
-from ..state.stored import check_names, check_setting
+from ..state.stored import check_names, check_setting, with_added
 from .arguments import check_tokens
 
 __all__ = ["AttentionCache"]
@@ -29,10 +31,11 @@ class AttentionCache:
     """What one layer keeps of the tokens that it has seen, in the order in which they came.
 
     Where the layer is causal and has a window, these are the keys that later tokens can still see,
-    a `KeptKeys`: ``window_size`` of them for each head, however many tokens came. Memory and time
-    of a step are constant, and nothing that a step reads or writes moves. Otherwise, and where the
-    first call has a mask other than one of padding, these are all keys, values and biases; without
-    ``max_length`` their memory doubles when it is full.
+    a `KeptKeys`: ``window_size`` of them for each head, and the last and the first where the layer
+    keeps these, however many tokens came. Memory and time of a step are constant, and nothing that
+    a step reads or writes moves. Otherwise, and where the first call has a mask other than one of
+    padding, these are all keys, values and biases; without ``max_length`` their memory doubles when
+    it is full.
 
     Attributes:
         max_length: tokens that it can hold, or None. Where it keeps a window's keys, it can see any
@@ -147,6 +150,8 @@ class AttentionCache:
         bias: Tensor,
         *,
         window_size: int | None = None,
+        keep_last: int = 0,
+        keep_first: int = 0,
         backend: str | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add the tokens that follow, and return key, value and bias of all that they see.
@@ -155,12 +160,14 @@ class AttentionCache:
             key, value: ``(B, N, Hk, D)``.
             bias: ``(B, Hk, 1, N)``; -inf for what is never seen, such as padding.
             window_size: of a causal layer: keep only what it can still see. None keeps all.
+            keep_last, keep_first: of the layer.
             backend: that selects, as in `flash_dmattn_func`.
 
         Returns:
             Without a window views ``(B, length, Hk, D)``, the same of value, and ``(B, Hk, 1,
             length)``. With one, the keys that the new tokens can see, which they attend to
-            causally, aligned to the bottom right, with that window. The next `append` leaves views
+            causally, aligned to the bottom right, with that window; and where it keeps the last or
+            the first, with ``attn_mask=cache.kept.seen(bias)``. The next `append` leaves views
             of all as they are; `truncate` and `append` after it may overwrite them, as the next
             `append` may what it returned for a window.
 
@@ -168,12 +175,17 @@ class AttentionCache:
             TypeError: an argument is not a tensor of floating-point numbers.
             ValueError: a tensor does not fit the others, differs in shape, dtype or device from
                 what the cache holds, or max_length is exceeded; without a window, a tensor requires
-                a gradient; or the window is not that of earlier calls.
+                a gradient; or a number of kept keys is not that of earlier calls.
             RuntimeError: a backward pass calls, as activation checkpointing lets it, and the cache
                 was made before.
         """
+        counts = None
+        if window_size is None:
+            refuse_without_window(keep_last, keep_first, "without window_size")
+        else:
+            counts = key_counts(window_size, keep_last, keep_first)
         seen: tuple[Tensor, Tensor, Tensor] = self.taken_in(
-            key, value, bias, lambda *seen: seen, None, window_size=window_size, backend=backend
+            key, value, bias, lambda *seen: seen, None, counts=counts, backend=backend
         )
         return seen
 
@@ -185,15 +197,16 @@ class AttentionCache:
         attend: Callable[[Tensor, Tensor, Tensor], Any],
         call: tuple[object, ...] | None,
         *,
-        window_size: int | None,
+        counts: KeyCounts | None,
         backend: str | None,
     ) -> Any:
         """Do what `append` does, unless `attend` raises, and return what it makes of what they see.
 
         Args:
-            key, value, bias, window_size, backend: as in `append`.
+            key, value, bias, backend: as in `append`.
             attend: returns the result.
             call: as in `KeptKeys.taken_in`.
+            counts: of the keys that a causal layer keeps; None keeps all.
 
         Raises:
             TypeError, ValueError: as `append`.
@@ -202,8 +215,8 @@ class AttentionCache:
         self._refuse_recomputation()
         tokens = dict(zip(_NAMES, (key, value, bias), strict=True))
         check_tokens(tokens)
-        if self._kept is not None or (window_size is not None and not self._holds_all()):
-            return self._take_in_kept(tokens, attend, call, window_size, backend)
+        if self._kept is not None or (counts is not None and not self._holds_all()):
+            return self._take_in_kept(tokens, attend, call, counts, backend)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tokens.values()):
             raise ValueError(
                 "cache: without a window cached keys and values are for inference, and have no "
@@ -256,9 +269,11 @@ class AttentionCache:
         if "kept" in state:
             check_names(state, (*_SETTINGS, "kept"))
             check_names(state["kept"], ("window_size",), state["kept"])
-            window_size = checks.index("window_size of state", state["kept"]["window_size"])
-            loaded._kept = KeptKeys(window_size, rollback=self.rollback)
-            loaded._kept.load_state_dict(state["kept"])
+            kept = with_added(state["kept"])
+            names = ("window_size", "keep_last", "keep_first")
+            counts = {name: checks.index(f"{name} of state", kept[name]) for name in names}
+            loaded._kept = KeptKeys(**counts, rollback=self.rollback)
+            loaded._kept.load_state_dict(kept)
         elif any(name in state for name in _NAMES):
             check_names(state, (*_SETTINGS, *_NAMES))
             with torch.no_grad():
@@ -332,22 +347,28 @@ class AttentionCache:
         tokens: dict[str, Tensor],
         attend: Callable[[Tensor, Tensor, Tensor], Any],
         call: tuple[object, ...] | None,
-        window_size: int | None,
+        counts: KeyCounts | None,
         backend: str | None,
     ) -> Any:
         kept = self._kept
         if kept is None:
-            assert window_size is not None
-            kept = KeptKeys(window_size, rollback=self.rollback)
-        if window_size != kept.window_size:
-            raise ValueError(
-                f"window_size must be {kept.window_size}, whose keys the cache keeps, got "
-                f"{window_size}"
+            assert counts is not None
+            window_size, keep_last, keep_first = counts
+            kept = KeptKeys(
+                window_size, keep_last=keep_last, keep_first=keep_first, rollback=self.rollback
             )
+        for name, own, given in zip(
+            ("window_size", "keep_last", "keep_first"),
+            kept.counts,
+            (None, 0, 0) if counts is None else counts,
+            strict=True,
+        ):
+            if given != own:
+                raise ValueError(f"{name} must be {own}, whose keys the cache keeps, got {given}")
         if kept.takes_in_place(**tokens):
             result = kept.taken_in(**tokens, attend=attend, call=call, backend=backend)
         else:
-            seen, kept = kept.extended(**tokens, backend=backend)
+            seen, kept = kept.extended_by_marked(**tokens, backend=backend)
             self._refuse_recomputation(kept.counter)
             result = attend(*seen)
         self._kept = kept

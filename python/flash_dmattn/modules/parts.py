@@ -51,6 +51,8 @@ class Fusable(Sized, Protocol):
     k_norm: nn.RMSNorm | None
     sink: nn.Parameter | None
     window_size: int | None
+    keep_last: int
+    keep_first: int
     is_causal: bool
     bias_form: str
     rotary_base: float | None

@@ -37,6 +37,8 @@ def as_rows(
     padding: Tensor | None,
     positions: Tensor,
     heads: int | None,
+    *,
+    counts_dropped: bool = False,
 ) -> Rows:
     """Return tokens as rows, with a bias of -inf where they are padding.
 
@@ -44,6 +46,8 @@ def as_rows(
         key, value, bias, padding: as in `KeptKeys.attend`.
         positions: int64 ``(N,)``.
         heads: H, where it is known.
+        counts_dropped: a token whose bias is -inf is no padding; its bias becomes NaN, which is not
+            kept either.
 
     Raises:
         TypeError, ValueError: as `KeptKeys.attend`.
@@ -65,6 +69,8 @@ def as_rows(
     bias = to_4d("bias", bias, **sizes)
     _check_bias(bias, batch, count, kv_heads, heads)
     bias = bias.expand(batch, -1, -1, -1)
+    if counts_dropped:
+        bias = bias.masked_fill(bias == -torch.inf, torch.nan)
     if padding is not None:
         bias = bias.masked_fill(~_checked_padding(padding, key)[:, None, None], -torch.inf)
     sets = 1 if bias.shape[1] == 1 else kv_heads

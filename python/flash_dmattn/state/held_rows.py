@@ -12,16 +12,17 @@ from torch import Tensor
 from .. import checks
 from ..arguments import index, writable
 from ..checks import MOST_ROWS
+from ..record import KeyCounts
 from ..refusals import current_backward, refuse_recomputation
 from .chunks import as_rows, check_heads, check_like, check_sequences, needs_gradient
 from .rows import (
     NOWHERE,
     Rows,
-    best,
     chosen,
     concatenated,
     empty_rows,
     in_order,
+    kept_rows,
     narrowed,
 )
 from .stepping import insert
@@ -39,23 +40,38 @@ class HeldRows:
     """What `KeptKeys` holds: rows, a counter, and everything but attention and merging."""
 
     window_size: int
+    keep_last: int = 0  # of states that were pickled before it was there
+    keep_first: int = 0
     rollback: int
 
-    def __init__(self, window_size: int, *, rollback: int = 0, start: int = 0) -> None:
+    def __init__(
+        self,
+        window_size: int,
+        *,
+        keep_last: int = 0,
+        keep_first: int = 0,
+        rollback: int = 0,
+        start: int = 0,
+    ) -> None:
         """Make a state that has seen nothing.
 
         Args:
-            window_size: keys that a query keeps, at least 1.
+            window_size: keys that a query keeps, at least 1; or 0 with keep_last or keep_first.
+            keep_last, keep_first: also keep the last and the first so many tokens, as in
+                `flash_dmattn_func`.
             rollback: the last tokens that `forget` must be able to take back. They are kept besides
-                the best of what is older, so memory is for ``window_size + rollback``.
+                what is older, so memory is for ``window_size + keep_last + keep_first + rollback``.
             start: the position of the first token, by which it is told from those of other states
                 in `merge`.
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: window_size is less than 1, or another number negative.
+            ValueError: window_size is too small, or another number negative.
         """
-        self.window_size = index("window_size", window_size, 1, MOST_ROWS)
+        self.keep_last = index("keep_last", keep_last, 0, MOST_ROWS)
+        self.keep_first = index("keep_first", keep_first, 0, MOST_ROWS)
+        least = 0 if self.keep_last or self.keep_first else 1
+        self.window_size = index("window_size", window_size, least, MOST_ROWS)
         self.rollback = index("rollback", rollback, 0, MOST_ROWS)
         self._start = index("start", start, 0)
         # What is older than the last tokens, and those: as many as can be taken back.
@@ -83,13 +99,22 @@ class HeldRows:
 
     def __repr__(self) -> str:
         """Show what it is for, and what it holds where that need not be asked of a device."""
-        text = f"KeptKeys(window_size={self.window_size}, rollback={self.rollback}"
+        by_place = f"keep_last={self.keep_last}, keep_first={self.keep_first}, "
+        text = (
+            f"KeptKeys(window_size={self.window_size}, {by_place if self.counts.by_place else ''}"
+        )
+        text += f"rollback={self.rollback}"
         if self._kept is None:
             return f"{text})"
         batch, _, heads, dim = self._kept.key.shape
         device = self._kept.key.device
         length = f", length={self.length}" if device.type == "cpu" else ""
         return f"{text}{length}, B={batch}, Hk={heads}, D={dim}, device={str(device)!r})"
+
+    @property
+    def counts(self) -> KeyCounts:
+        """How many keys a query keeps, and which."""
+        return KeyCounts(self.window_size, self.keep_last, self.keep_first)
 
     @property
     def length(self) -> int:
@@ -208,7 +233,8 @@ class HeldRows:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` makes the same state of, in memory of its own."""
-        settings = {name: getattr(self, name) for name in ("window_size", "rollback")}
+        names = ("window_size", "keep_last", "keep_first", "rollback")
+        settings = {name: getattr(self, name) for name in names}
         return state_of({**settings, "start": self._start}, self._kept, self._recent, self._counter)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,11 +242,11 @@ class HeldRows:
 
         Raises:
             TypeError: a field has the wrong type or dtype.
-            ValueError: it is of another window_size or rollback, a field is missing or unknown, or
-                has the wrong shape.
+            ValueError: it is of another window_size, keep_last, keep_first or rollback, a field is
+                missing or unknown, or has the wrong shape.
         """
         self._start, self._kept, self._recent, self._counter = read_state(
-            state, self.window_size, self.rollback
+            state, self.counts, self.rollback
         )
         self._is_ordered = False
 
@@ -231,14 +257,24 @@ class HeldRows:
         bias: Tensor,
         padding: Tensor | None,
         heads: int | None = None,
+        *,
+        is_marked: bool = False,
     ) -> Rows:
+        """Return the tokens that follow as rows.
+
+        Args:
+            key, value, bias, padding: as in `KeptKeys.attend`.
+            heads: H, where it is known.
+            is_marked: a bias of -inf marks padding.
+        """
         check_heads("key", key)
         added = key.shape[1]
         if added == 1 and self._counter is not None:
             positions = self._counter[:1]  # read before the counter goes on
         else:
             positions = self.positions(added, key.device)
-        chunk = as_rows(key, value, bias, padding, positions, heads)
+        counts_dropped = self.counts.by_place and not is_marked
+        chunk = as_rows(key, value, bias, padding, positions, heads, counts_dropped=counts_dropped)
         if self._kept is not None:
             check_like(self._kept, chunk)
         return chunk
@@ -286,7 +322,7 @@ class HeldRows:
                     attend(self._kept)
                     self._accepted = call
             with torch.no_grad():
-                seen = self.step(lambda *held: insert(held[0], chunk, self.window_size, held[1]))
+                seen = self.step(lambda *held: insert(held[0], chunk, self.counts, held[1]))
             return attend(seen)
         if carries_gradients:
             with torch.inference_mode(False), torch.enable_grad():
@@ -356,11 +392,7 @@ class HeldRows:
             recent = narrowed(columns, columns.size - self.rollback, columns.size)
             result._recent = Rows(*(tensor.clone() for tensor in recent))
             older = narrowed(columns, 0, columns.size - self.rollback)
-        capacity = self.window_size * columns.sharing
-        if older.size:
-            result._kept = best(older, self.window_size, capacity, backend)
-        else:
-            result._kept = empty_rows(older, capacity)
+        result._kept = kept_rows(older, self.counts, backend)
         counter = self._counter
         if counter is None:
             counter = columns.position.new_zeros(3)
@@ -396,7 +428,8 @@ class HeldRows:
 
     def _copied(self) -> Self:
         """Return a state that shares the tensors; torch.compile does not trace copy.copy."""
-        result = type(self)(self.window_size, rollback=self.rollback, start=self._start)
+        by_place = {"keep_last": self.keep_last, "keep_first": self.keep_first}
+        result = type(self)(self.window_size, **by_place, rollback=self.rollback, start=self._start)
         result._kept, result._recent = self._kept, self._recent
         result._counter, result._is_ordered = self._counter, self._is_ordered
         return result

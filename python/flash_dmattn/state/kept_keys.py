@@ -14,7 +14,7 @@ from ..arguments import backend_name, flag
 from ..interface import Output, flash_dmattn_func
 from .chunks import check_heads, check_like, described_call
 from .held_rows import HeldRows
-from .rows import Rows, best, concatenated, in_order
+from .rows import Rows, concatenated, in_order, kept_rows
 
 __all__ = ["KeptKeys"]
 
@@ -26,7 +26,8 @@ class KeptKeys(HeldRows):
     never returns. So what later queries see of any prefix is in this object, exactly, in memory
     that does not grow: keys, values, biases and positions of at most ``window_size`` tokens for
     each head of the bias. Ties are decided by the position, as in `flash_dmattn_func`, and biases
-    of NaN and -inf are never kept.
+    of NaN and -inf are never kept. With ``keep_last`` and ``keep_first`` the last and the first
+    tokens are kept besides, and the window is of the others.
 
     That holds while what is visible only grows: causality, and padding that stays padding. It does
     not hold for sliding windows and documents, where a key that is dropped would make room for one
@@ -41,6 +42,7 @@ class KeptKeys(HeldRows):
 
     Attributes:
         window_size: keys that a query keeps.
+        keep_last, keep_first: and the last and the first tokens.
         rollback: tokens at the end that `forget` can take back.
     """
 
@@ -72,8 +74,8 @@ class KeptKeys(HeldRows):
             softmax_scale, softcap, sink, return_lse, backend: as in `flash_dmattn_func`.
 
         Returns:
-            As `flash_dmattn_func` for these queries and all keys so far, with ``is_causal=True``
-            and ``window_size``, equal within rounding.
+            As `flash_dmattn_func` for these queries and all keys so far, with ``is_causal=True``,
+            ``window_size``, ``keep_last`` and ``keep_first``, equal within rounding.
 
         Raises:
             TypeError, ValueError: as `flash_dmattn_func`; or the tokens do not fit those held.
@@ -86,12 +88,14 @@ class KeptKeys(HeldRows):
                 query,
                 seen.key,
                 seen.value,
-                None,
+                self.seen(seen.bias),
                 seen.bias,
                 softmax_scale,
                 True,
                 softcap,
                 window_size=self.window_size,
+                keep_last=self.keep_last,
+                keep_first=self.keep_first,
                 sink=sink,
                 return_lse=return_lse,
                 backend=backend,
@@ -119,7 +123,8 @@ class KeptKeys(HeldRows):
 
         Returns:
             Key, value and bias of what the new tokens see, which they attend to causally, aligned
-            to the bottom right, with ``window_size``. The next `update` may overwrite them.
+            to the bottom right, with ``window_size``; with ``keep_last`` or ``keep_first`` also
+            with ``attn_mask=state.seen(bias)``. The next `update` may overwrite them.
 
         Raises:
             TypeError, ValueError: as `attend`; or a gradient is required, which `updated` is for.
@@ -141,6 +146,17 @@ class KeptKeys(HeldRows):
         """
         seen = self._columns(self._rows(key, value, bias, padding))
         return seen.key, seen.value, seen.bias
+
+    def seen(self, bias: Tensor) -> Tensor | None:
+        """Return which of the columns that `update` has returned the bias of are tokens.
+
+        Others must not be counted among the last and the first keys. None where nothing has to be
+        counted: as all are kept, or none for their place.
+        """
+        counts = self.counts
+        if not counts.by_place or bias.shape[3] <= counts.total:
+            return None
+        return bias.detach() != -torch.inf
 
     def updated(
         self,
@@ -178,7 +194,17 @@ class KeptKeys(HeldRows):
         Raises:
             TypeError, ValueError: as `attend`.
         """
-        chunk = self._rows(key, value, bias, padding)
+        return self._after(self._rows(key, value, bias, padding), backend)
+
+    def extended_by_marked(
+        self, key: Tensor, value: Tensor, bias: Tensor, *, backend: str | None = None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
+        """Do what `extended` does for tokens of which a bias of -inf marks padding."""
+        return self._after(self._rows(key, value, bias, None, is_marked=True), backend)
+
+    def _after(
+        self, chunk: Rows, backend: str | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
         seen, state = self._extended(chunk, backend_name(backend))
         return (seen.key, seen.value, seen.bias), state._owned()
 
@@ -195,11 +221,11 @@ class KeptKeys(HeldRows):
         """Take in the tokens that follow, in place, unless attention raises.
 
         Args:
-            key, value, bias, backend: as in `attend`.
+            key, value, bias, backend: as in `attend`; a bias of -inf marks padding.
             attend: returns the result for what `update` returns.
             call: what `attend` accepts or refuses, `described_call`; None where it refuses nothing.
         """
-        chunk = self._rows(key, value, bias, None)
+        chunk = self._rows(key, value, bias, None, is_marked=True)
         return self._taken_in(chunk, backend_name(backend), lambda rows: attend(*rows[:3]), call)
 
     def takes_in_place(self, key: Tensor, value: Tensor, bias: Tensor) -> bool:
@@ -240,10 +266,10 @@ class KeptKeys(HeldRows):
             TypeError, ValueError: as `merge`.
         """
         _check_is_state(other)
-        if other.window_size != self.window_size:
-            raise ValueError(
-                f"other must have window_size={self.window_size}, got {other.window_size}"
-            )
+        for name in ("window_size", "keep_last", "keep_first"):
+            own, given = getattr(self, name), getattr(other, name)
+            if own != given:
+                raise ValueError(f"other must have {name}={own}, got {given}")
         for name, rollback in (("this state", self.rollback), ("other", other.rollback)):
             if rollback:
                 raise ValueError(f"merge needs states of rollback=0, but {name} has {rollback}")
@@ -254,7 +280,7 @@ class KeptKeys(HeldRows):
         assert other._counter is not None
         result = self._copied()
         every = in_order(concatenated(self._kept, other._kept))
-        result._kept = best(every, self.window_size, self._kept.size, backend_name(backend))
+        result._kept = kept_rows(every, self.counts, backend_name(backend))
         result._counter = torch.maximum(self._counter, other._counter)
         result._start = min(self._start, other._start)
         result._is_ordered = True

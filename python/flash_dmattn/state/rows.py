@@ -24,8 +24,10 @@ __all__ = [
     "concatenated",
     "empty_rows",
     "in_order",
+    "kept_rows",
     "narrowed",
     "selecting",
+    "slots",
 ]
 
 # The position of a row that holds nothing: behind all others.
@@ -121,6 +123,38 @@ def in_order(rows: Rows) -> Rows:
     return rows.take(rows.position.argsort(-1))
 
 
+def slots(like: Rows, counts: KeyCounts) -> int:
+    """Return for how many rows `kept_rows` has room."""
+    return counts.keep_first + counts.window * like.sharing + counts.keep_last
+
+
+def kept_rows(rows: Rows, counts: KeyCounts, backend: str) -> Rows:
+    """Return what later queries can see of tokens: the first, the best of the others, and the last.
+
+    Args:
+        rows: in order of their positions. Where each head's bias is -inf there is no token.
+        counts: of the rows that a query keeps.
+        backend: that selects.
+    """
+    if rows.size == 0:
+        return empty_rows(rows, slots(rows, counts))
+    capacity = counts.window * rows.sharing
+    if not counts.by_place:
+        return best(rows, counts.window, capacity, backend)
+    is_token = rows.by_set(rows.bias != -torch.inf).any(2)
+    number = is_token.cumsum(-1)
+    is_first = is_token & (number <= counts.keep_first)
+    is_last = is_token & ~is_first & (number > number[..., -1:] - counts.keep_last)
+    parts = [_compacted(rows, is_first, counts.keep_first)] if counts.keep_first else []
+    if counts.window:
+        by_place = rows.for_bias(is_first | is_last)
+        others = rows._replace(bias=rows.bias.masked_fill(by_place, -torch.inf))
+        parts.append(best(others, counts.window, capacity, backend))
+    if counts.keep_last:
+        parts.append(_compacted(rows, is_last, counts.keep_last))
+    return concatenated(*parts)
+
+
 def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     """Return what the heads keep: the rows with the ``window`` largest biases of each.
 
@@ -137,13 +171,17 @@ def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     keep = select(rows.bias, None, DENSE, shape, KeyCounts(window), False, by).mask
     assert keep is not None
     keep = keep.expand_as(rows.bias)  # where the bias is expanded, the selection is one for all
-    running = rows.by_set(keep).any(2).cumsum(-1)
-    wanted = torch.arange(1, capacity + 1, device=running.device).expand(*running.shape[:2], -1)
-    index = torch.searchsorted(running, wanted.contiguous())
-    is_there = index < count
-    taken = rows._replace(bias=rows.bias.masked_fill(~keep, -torch.inf)).take(
-        index.clamp(max=count - 1)
-    )
+    rows = rows._replace(bias=rows.bias.masked_fill(~keep, -torch.inf))
+    return _compacted(rows, rows.by_set(keep).any(2), capacity)
+
+
+def _compacted(rows: Rows, wanted: Tensor, capacity: int) -> Rows:
+    """Return at most so many rows, those that bool ``(B, p, rows)`` wants, and empty ones."""
+    running = wanted.cumsum(-1)
+    number = torch.arange(1, capacity + 1, device=running.device).expand(*running.shape[:2], -1)
+    index = torch.searchsorted(running, number.contiguous())
+    is_there = index < rows.size
+    taken = rows.take(index.clamp(max=rows.size - 1))
     return taken._replace(
         bias=taken.bias.masked_fill(~taken.for_bias(is_there), -torch.inf),
         position=taken.position.masked_fill(~is_there, NOWHERE),

@@ -12,27 +12,32 @@ from torch import Tensor
 from .. import dispatch_state
 from ..backends.triton import why_unavailable
 from ..loader import FallbackWarning
-from .rows import Rows
+from ..record import KeyCounts
+from .rows import NOWHERE, Rows, narrowed
 
 __all__ = ["has_kernel", "insert", "insert_by_operations"]
 
 
-def insert(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
-    """Write one token, later than all others, into rows that keep ``window`` for each head.
+def insert(rows: Rows, new: Rows, counts: KeyCounts, counter: Tensor) -> None:
+    """Write one token, later than all others, into rows that `kept_rows` has made.
 
     Args:
         rows: what is held.
         new: the token.
-        window: rows that each head keeps.
+        counts: of the rows that each head keeps.
         counter: int64 ``(3,)``, whose first number is the token's position, and becomes the next's.
     """
+    if counts.by_place:
+        _insert_by_place(rows, new, counts)
+        counter[:1].add_(1)
+        return
     is_ranked = rows.sharing == 1 and rows.bias.dtype != torch.float64
     if is_ranked and has_kernel(rows.key.device.type):
         from .insert_kernel import launch_insert
 
         launch_insert(rows, *new[:3], counter)
     else:
-        insert_by_operations(rows, new, window, counter)
+        insert_by_operations(rows, new, counts.window, counter)
 
 
 @functools.cache
@@ -74,21 +79,60 @@ def insert_by_operations(rows: Rows, new: Rows, window: int, counter: Tensor) ->
     worst is the latest of those with the smallest bias, whatever slot it lies in. Nothing is read
     by the host, but on a CPU, where it need not wait for it, whether the token is dropped.
     """
+    _rank(rows, new, window)
+    counter[:1].add_(1)
+
+
+def _insert_by_place(rows: Rows, new: Rows, counts: KeyCounts) -> None:
+    """Put a token, unless it is padding, in the place of the oldest of the last ones, and that one
+    among the first, where these are not all there, or among the best.
+    """
+    window, keep_last, keep_first = counts
+    if keep_last:
+        last = narrowed(rows, rows.size - keep_last, rows.size)
+        is_empty = last.position == NOWHERE
+        slot = last.position.masked_fill(is_empty, -1).argmin(-1, keepdim=True)
+        left = last.take(slot)
+        is_token = rows.by_set(new.bias != -torch.inf).any(2)
+        _write_row(last, slot, new, is_token)
+        stays = ~(is_token & (left.position != NOWHERE))
+        new = left._replace(bias=left.bias.masked_fill(left.for_bias(stays), -torch.inf))
+    if keep_first:
+        first = narrowed(rows, 0, keep_first)
+        is_empty = first.position == NOWHERE
+        goes = is_empty.any(-1, keepdim=True) & rows.by_set(new.bias != -torch.inf).any(2)
+        _write_row(first, is_empty.to(torch.uint8).argmax(-1, keepdim=True), new, goes)
+        new = new._replace(bias=new.bias.masked_fill(new.for_bias(goes), -torch.inf))
+    if window:
+        _rank(narrowed(rows, keep_first, rows.size - keep_last), new, window)
+
+
+def _rank(rows: Rows, new: Rows, window: int) -> None:
+    """Write a token into rows of which each head keeps the best."""
     if rows.sharing == 1:
         slot, is_taken = _replaced(rows, new)
     else:
         slot, is_taken = _replaced_of_shared(rows, new, window)
     may_look = is_taken.is_cpu and dispatch_state.is_idle((is_taken,))  # and nothing is traced
     if not may_look or is_taken.any():
-        _write(rows.position, 2, slot, new.position, is_taken)
-        kv_heads, dim = rows.key.shape[2:]
-        by_row, is_written = (
-            t.transpose(1, 2).expand(-1, 1, kv_heads).unsqueeze(-1).expand(-1, 1, kv_heads, dim)
-            for t in (slot, is_taken)
-        )
-        _write(rows.key, 1, by_row, new.key, is_written)
-        _write(rows.value, 1, by_row, new.value, is_written)
-    counter[:1].add_(1)
+        _write_token(rows, slot, new, is_taken)
+
+
+def _write_row(rows: Rows, slot: Tensor, new: Rows, is_written: Tensor) -> None:
+    _write(rows.bias, 3, rows.for_bias(slot), new.bias, rows.for_bias(is_written))
+    _write_token(rows, slot, new, is_written)
+
+
+def _write_token(rows: Rows, slot: Tensor, new: Rows, is_written: Tensor) -> None:
+    """Write all but the bias into a row of each set."""
+    _write(rows.position, 2, slot, new.position, is_written)
+    kv_heads, dim = rows.key.shape[2:]
+    by_row, of_heads = (
+        t.transpose(1, 2).expand(-1, 1, kv_heads).unsqueeze(-1).expand(-1, 1, kv_heads, dim)
+        for t in (slot, is_written)
+    )
+    _write(rows.key, 1, by_row, new.key, of_heads)
+    _write(rows.value, 1, by_row, new.value, of_heads)
 
 
 def _replaced(rows: Rows, new: Rows) -> tuple[Tensor, Tensor]:

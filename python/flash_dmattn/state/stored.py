@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..record import KeyCounts
 from .chunks import check_like
-from .rows import Rows
+from .rows import Rows, slots
 
-__all__ = ["check_names", "check_setting", "read_state", "state_of"]
+__all__ = ["check_names", "check_setting", "read_state", "state_of", "with_added"]
 
-_SETTINGS = ("window_size", "rollback", "start")
+_SETTINGS = ("window_size", "keep_last", "keep_first", "rollback", "start")
+# Of states that were saved by 2.0.0a1, which did not have them.
+_ADDED = {"keep_last": 0, "keep_first": 0}
 
 
 def check_names(state: Any, needed: Collection[str], allowed: Collection[str] = ()) -> None:
@@ -57,22 +60,28 @@ def state_of(
     return state if counter is None else {**state, "counter": counter.clone()}
 
 
+def with_added(state: Any) -> Any:
+    """Return a state with the settings that one saved by an earlier version lacks."""
+    return {**_ADDED, **state} if isinstance(state, dict) else state
+
+
 def read_state(
-    state: Any, window_size: int, rollback: int
+    state: Any, counts: KeyCounts, rollback: int
 ) -> tuple[int, Rows | None, Rows | None, Tensor | None]:
     """Return start, rows, last rows and counter of a `KeptKeys`, in memory of their own.
 
     Args:
         state: of `KeptKeys.state_dict`.
-        window_size, rollback: of the state that it becomes.
+        counts, rollback: of the state that it becomes.
 
     Raises:
         TypeError, ValueError: as `KeptKeys.load_state_dict`.
     """
     rows = {name: tuple(f"{name}.{field}" for field in Rows._fields) for name in ("kept", "recent")}
     every = (*rows["kept"], *rows["recent"], "counter")
+    state = with_added(state)
     check_names(state, _SETTINGS, every)
-    for name, own in (("window_size", window_size), ("rollback", rollback)):
+    for name, own in zip(_SETTINGS, (*counts, rollback), strict=False):
         check_setting(state, name, own, "KeptKeys")
     start = checks.index("start of state", state["start"], 0)
     if not any(name in state for name in every):
@@ -84,10 +93,11 @@ def read_state(
         tensors = {name: checks.tensor(f"{name} of state", state[name]).clone() for name in held}
     kept = Rows(*(tensors[name] for name in rows["kept"]))
     _check_rows("kept", kept, None)
-    if kept.size != window_size * kept.sharing:
+    if kept.size != slots(kept, counts):
         raise ValueError(
-            f"kept.key of state must have {window_size * kept.sharing} rows, window_size="
-            f"{window_size} for each head of the bias, got shape {tuple(kept.key.shape)}"
+            f"kept.key of state must have {slots(kept, counts)} rows, window_size="
+            f"{counts.window} for each head of the bias, keep_last={counts.keep_last} and "
+            f"keep_first={counts.keep_first}, got shape {tuple(kept.key.shape)}"
         )
     recent = None
     if rollback:
