@@ -49,6 +49,14 @@ CASES = {
     "sink": Case((9, 20, 9, 9), options={"sink": torch.tensor([0.7, -0.4])}),
     "few survive": Case((40, 30, 5, 4), window=1, levels=1),
     "window of all": Case((9, 8, 7, 6), window=64, bias_heads=2),
+    "last and first": Case((3, 30, 0, 17), batch=2, heads=4, kv_heads=2, bias_heads=2,
+                           options={"keep_last": 9, "keep_first": 4}),
+    "last and first of padded": Case((9, 2, 21, 3), batch=3, heads=4, kv_heads=2, padded=True,
+                                     options={"keep_last": 7, "keep_first": 2}),
+    "last, bias per query head": Case((20, 5, 21, 14), heads=4, kv_heads=2, bias_heads=4,
+                                      options={"keep_last": 24}),
+    "last and first alone": Case((9, 8, 7, 6), window=0,
+                                 options={"keep_last": 10, "keep_first": 12}),
     "float32": Case((30, 20, 33, 9), batch=2, heads=4, kv_heads=2, bias_heads=2,
                     dtype=torch.float32, dim=32),
     "bfloat16": Case((30, 20, 33, 9), batch=2, heads=4, kv_heads=2, bias_heads=2, window=9,
@@ -127,11 +135,18 @@ def check_all(device: str) -> None:
 
 
 def check_layer(device: str) -> None:
-    """Run on a rank: loss and parameters' gradients, summed, are those of the whole layer."""
+    """Run on a rank."""
+    check_layer_of(device, {})
+    check_layer_of(device, {"keep_last": 9, "keep_first": 3})
+
+
+def check_layer_of(device: str, places: dict[str, int]) -> None:
+    """Loss and parameters' gradients, summed, are those of the whole layer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     settings: dict[str, Any] = {"window_size": 7, "dtype": dtype, "device": device, "init_std": 0.2}
+    settings |= places
     whole = DynamicMaskAttention(32, 4, 2, **settings)
     mesh = dist.init_device_mesh(device.split(":")[0], (ranks,))
     layer = ContextParallelAttention(32, 4, 2, process_group=mesh, **settings)

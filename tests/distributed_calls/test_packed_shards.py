@@ -39,6 +39,9 @@ CASES = [
     Case(heads=4, kv_heads=2, window=1, levels=1),
     Case(options={"sink": torch.tensor([0.7, -0.4]), "softmax_scale": 0.3}),
     Case(heads=4, kv_heads=2, bias_heads=2, dtype=torch.bfloat16),
+    Case(heads=4, kv_heads=2, bias_heads=4, options={"keep_last": 5, "keep_first": 2}),
+    Case(window=3, options={"keep_last": 12}),
+    Case(window=0, options={"keep_last": 4, "keep_first": 9}),
 ]
 
 
@@ -130,6 +133,7 @@ def check_layer(device: str) -> None:
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     settings: dict[str, Any] = {"window_size": 7, "init_std": 0.2, "dtype": dtype}
+    settings |= {"keep_last": 3, "keep_first": 1}
     whole = DynamicMaskAttention(32, 4, 2, **settings)
     layer = ContextParallelAttention(32, 4, 2, **settings)
     layer.load_state_dict(whole.state_dict())

@@ -13,8 +13,10 @@ from .. import checks
 from ..arguments import backend_name, index
 from ..checks import MOST_ROWS
 from ..interface import Output, flash_dmattn_func, flash_dmattn_varlen_func
+from ..record import KeyCounts
+from ..selection import key_counts
 from ..state.chunks import as_rows, check_heads
-from ..state.rows import Rows, best, concatenated, empty_rows
+from ..state.rows import Rows, concatenated, empty_rows, kept_rows
 from .exchange import exchanged, planned
 from .packed import packed_best, packed_shard, together
 
@@ -33,6 +35,8 @@ def context_parallel_dmattn(
     window_size: int,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
+    keep_last: int = 0,
+    keep_first: int = 0,
     padding: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
@@ -46,15 +50,16 @@ def context_parallel_dmattn(
     """Compute causal attention over sequences that are divided among ranks.
 
     Each rank has consecutive tokens, those of rank 0 first, and any number of them. All that its
-    queries can see of the ranks before it is ``window_size`` keys for each head of the bias; these
-    are sent to it, and no others: at most ``B * window_size`` rows of key and value for each
-    key/value head, whatever the length. The gradients of these rows travel back, and are summed in
+    queries can see of the ranks before it is ``window_size`` keys for each head of the bias, and
+    the last and the first where these are kept; these are sent to it, and no others: at most ``B *
+    (window_size + keep_last + keep_first)`` rows of key and value for each key/value head, whatever
+    the length. The gradients of these rows travel back, and are summed in
     the order of the ranks; so what attention gives in equal bits (``deterministic``) stays so.
 
-    Communication: an all-gather of the ``window_size`` best biases of each shard; an all-to-all of
+    Communication: an all-gather of the biases of so many keys of each shard; an all-to-all of
     the rows, before which the host waits once, for their numbers; and in the backward pass two of
     their gradients. All ranks have to call it, also backward, with the same B, H, Hk, D, dtype and
-    window_size, and either all or none with inputs that require gradients.
+    numbers of kept keys, and either all or none with inputs that require gradients.
 
     The gradients of key, value and bias are those of the sum of all ranks' losses. So where the
     loss of the whole is the sum of the ranks' losses, the gradient of a parameter that each rank
@@ -68,7 +73,9 @@ def context_parallel_dmattn(
         key, value: ``(B, N, Hk, D)``, or ``(total, Hk, D)``.
         attn_bias: a number for each key, ``({B|1}, {H|Hk|1}, 1, N)``, or as `flash_dmattn_func`
             takes it for every query alike; packed ``({H|Hk|1}, 1, total)``.
-        window_size: keys that a query keeps of all that it sees, at least 1.
+        window_size: keys that a query keeps of all that it sees, at least 1; or 0 with keep_last or
+            keep_first.
+        keep_last, keep_first: as in `flash_dmattn_func`, of the whole sequence.
         group: of the ranks; a `DeviceMesh` of one dimension; None is the default group.
         padding: bool ``(B, N)``, True for tokens; others are never seen.
         cu_seqlens: int32 ``(B + 1,)``: 0, then where this rank's part of each sequence ends. A
@@ -87,14 +94,17 @@ def context_parallel_dmattn(
         ValueError: a shape does not fit, or a mask is given that does more than pad.
         RuntimeError: torch.distributed is not initialized.
     """
-    window = index("window_size", window_size, 1, MOST_ROWS)
+    counts = key_counts(window_size, keep_last, keep_first)
+    index("window_size", window_size, 0 if counts.by_place else 1, MOST_ROWS)
     ranks, name = checked_group(group), backend_name(backend)
     settings: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "is_causal": True,
         "softcap": softcap,
         "deterministic": deterministic,
-        "window_size": window,
+        "window_size": counts.window,
+        "keep_last": counts.keep_last,
+        "keep_first": counts.keep_first,
         "sink": sink,
         "return_lse": return_lse,
         "backend": backend,
@@ -103,29 +113,39 @@ def context_parallel_dmattn(
         if padding is not None:
             raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
         packing = packed_shard(query, key, value, attn_bias, cu_seqlens, max_seqlen)
+        if counts.by_place:  # a token that is not kept for its bias, but counted
+            attn_bias = attn_bias.masked_fill(attn_bias == -torch.inf, torch.nan)
         seen = key, value, attn_bias, packing
         if dist.get_world_size(ranks) > 1:
-            candidates = packed_best(key, value, attn_bias, packing, window, name)
-            seen = together(_received(candidates, window, ranks, name), *seen)
+            candidates = packed_best(key, value, attn_bias, packing, counts, name)
+            seen = together(_received(candidates, counts, ranks, name), *seen)
         key, value, bias, packing = seen
         assert packing.cu_seqlens_k is not None
         bounds = cu_seqlens, packing.cu_seqlens_k, *packing[3:]
+        settings["attn_mask"] = _tokens(bias, counts)
         return flash_dmattn_varlen_func(query, key, value, *bounds, attn_bias=bias, **settings)
     check_heads("query", query)
     check_heads("key", key)
     local = torch.arange(key.shape[1], device=key.device)
-    shard = as_rows(key, value, attn_bias, padding, local, query.shape[2])
+    heads = query.shape[2]
+    shard = as_rows(key, value, attn_bias, padding, local, heads, counts_dropped=counts.by_place)
     if dist.get_world_size(ranks) > 1:
         # Of no tokens too: gradients of what was received travel through them.
         some = shard if shard.size else concatenated(shard, empty_rows(shard, 1))
-        candidates = best(some, window, window * shard.sharing, name)
-        shard = concatenated(_received(candidates, window, ranks, name), shard)
+        candidates = kept_rows(some, counts, name)
+        shard = concatenated(_received(candidates, counts, ranks, name), shard)
+    settings["attn_mask"] = _tokens(shard.bias, counts)
     return flash_dmattn_func(query, shard.key, shard.value, attn_bias=shard.bias, **settings)
 
 
-def _received(candidates: Rows, window: int, ranks: dist.ProcessGroup, backend: str) -> Rows:
+def _tokens(bias: Tensor, counts: KeyCounts) -> Tensor | None:
+    """Return which columns are tokens, where these have to be counted."""
+    return bias.detach() != -torch.inf if counts.by_place else None
+
+
+def _received(candidates: Rows, counts: KeyCounts, ranks: dist.ProcessGroup, backend: str) -> Rows:
     """Return what this rank gets of the ranks before it."""
-    exchange = planned(candidates, window, ranks, backend)
+    exchange = planned(candidates, counts, ranks, backend)
     return Rows(*exchanged(candidates, exchange), exchange.places)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..record import DENSE, KeyCounts
 from ..selection import CallShape, select
-from ..state.rows import Rows, selecting
+from ..state.rows import Rows, by_place, selecting
 
 __all__ = ["Exchange", "exchanged", "planned"]
 
@@ -41,15 +41,17 @@ class Exchange(NamedTuple):
         return sum(self.received_counts)
 
 
-def planned(candidates: Rows, window: int, group: dist.ProcessGroup, backend: str) -> Exchange:
-    """Agree on the exchange: each rank gets the best rows of those before it.
+def planned(
+    candidates: Rows, counts: KeyCounts, group: dist.ProcessGroup, backend: str
+) -> Exchange:
+    """Agree on the exchange: each rank gets what its queries can see of the rows before it.
 
     The biases of all candidates are gathered, from which all ranks compute the same. The host waits
     once, for the numbers of rows.
 
     Args:
-        candidates: the best rows of this rank's shard, in order, as many on each rank.
-        window: rows that each head keeps.
+        candidates: what can be seen of this rank's shard, in order, as many rows on each rank.
+        counts: of the rows that each head keeps.
         group: of the ranks, in the order of their shards.
         backend: that selects.
     """
@@ -66,13 +68,20 @@ def planned(candidates: Rows, window: int, group: dist.ProcessGroup, backend: st
     kv_heads = candidates.key.shape[2]
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, ranks, columns)
     by = selecting(candidates, backend)
-    keep = select(bias, before[None, None], DENSE, shape, KeyCounts(window), False, by).mask
+    mask, has_place = before[None, None], None
+    if counts.by_place:
+        is_token = candidates.by_set(bias != -torch.inf).any(2)
+        is_first, is_last = by_place(is_token.unsqueeze(2) & before, counts)
+        has_place = (is_first | is_last).repeat_interleave(heads // sets, 1)
+        mask = mask & ~has_place
+    keep = select(bias, mask, DENSE, shape, KeyCounts(counts.window), False, by).mask
     assert keep is not None
+    keep = keep if has_place is None else keep | has_place
     # (B, p, heads that share rows, to, from * rows)
     by_set = keep.reshape(batch, sets, heads // sets, ranks, columns).any(2)
     wanted = by_set.view(batch, sets, ranks, ranks, rows).permute(2, 3, 0, 1, 4)
-    counts = wanted.sum((2, 3, 4)).tolist()
-    sent = [_places_of_true(wanted[to, rank].reshape(-1), counts[to][rank]) for to in range(ranks)]
+    sizes = wanted.sum((2, 3, 4)).tolist()
+    sent = [_places_of_true(wanted[to, rank].reshape(-1), sizes[to][rank]) for to in range(ranks)]
     # Of what this rank gets: the number of each row in the order of arrival, and where it goes.
     mine = by_set[:, :, rank]
     arrival = wanted[rank].reshape(-1).cumsum(0).view(ranks, batch, sets, rows) - 1
@@ -82,11 +91,11 @@ def planned(candidates: Rows, window: int, group: dist.ProcessGroup, backend: st
     column = torch.searchsorted(running, slot)
     is_there = column < columns
     column = column.clamp(max=columns - 1)
-    places = arrival.gather(2, column).masked_fill(~is_there, sum(counts[rank]))
+    places = arrival.gather(2, column).masked_fill(~is_there, sum(sizes[rank]))
     by_bias, there = candidates.for_bias(column), candidates.for_bias(is_there)
     own_keep = keep[:, :, rank : rank + 1].gather(3, by_bias)
     kept_bias = bias.gather(3, by_bias).masked_fill(~(there & own_keep), -torch.inf)
-    return Exchange(group, sent, counts[rank], places, kept_bias)
+    return Exchange(group, sent, sizes[rank], places, kept_bias)
 
 
 def exchanged(candidates: Rows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:

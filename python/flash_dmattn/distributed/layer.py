@@ -90,6 +90,9 @@ class ContextParallelAttention(DynamicMaskAttention):
     ) -> Tensor:
         """Compute the attention of a shard; see `context_parallel_dmattn`."""
         assert self.window_size is not None
+        padding = None
+        if (self.keep_last or self.keep_first) and cu_seqlens is None:
+            padding = (bias.detach() != -torch.inf).any(1).squeeze(1)
         out = context_parallel_dmattn(
             query,
             key,
@@ -97,6 +100,9 @@ class ContextParallelAttention(DynamicMaskAttention):
             bias,
             self.window_size,
             self.process_group,
+            keep_last=self.keep_last,
+            keep_first=self.keep_first,
+            padding=padding,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             softmax_scale=self.softmax_scale,

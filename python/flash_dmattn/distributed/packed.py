@@ -63,15 +63,16 @@ def packed_shard(
 
 
 def packed_best(
-    key: Tensor, value: Tensor, bias: Tensor, packing: Packing, window: int, backend: str
+    key: Tensor, value: Tensor, bias: Tensor, packing: Packing, counts: KeyCounts, backend: str
 ) -> Rows:
-    """Return the rows with the ``window`` largest biases of each sequence, for each head.
+    """Return what later queries can see of each sequence: for each head the rows with the largest
+    biases, besides the first and the last.
 
     Args:
         key, value: ``(total, Hk, D)``.
         bias: ``(h, 1, total)``.
         packing: of the sequences.
-        window: rows that a head keeps of a sequence.
+        counts: of the rows that a head keeps of a sequence.
         backend: that selects.
     """
     bounds = packing.cu_seqlens_k
@@ -86,15 +87,24 @@ def packed_best(
     sets = 1 if heads == 1 else kv_heads
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, *packing[3:])
     by = "reference" if bias.dtype == torch.float64 else backend
-    keep = select(bias, None, packing, shape, KeyCounts(window), False, by).mask
+    has_place = None
+    if counts.by_place:
+        token = torch.arange(total, device=key.device)
+        sequence = torch.bucketize(token, bounds[1:], right=True).clamp(max=batch - 1)
+        is_first = token < bounds[sequence] + counts.keep_first
+        is_last = token >= bounds[sequence + 1] - counts.keep_last
+        has_place = (is_first | is_last) & (bias != -torch.inf).any(0, keepdim=True)
+    others = None if has_place is None else ~has_place
+    keep = select(bias, others, packing, shape, KeyCounts(counts.window), False, by).mask
     assert keep is not None
+    keep = keep if has_place is None else keep | has_place
     keep = keep.expand_as(bias)  # where the bias is expanded, the selection is one for all heads
     running = keep.reshape(sets, heads // sets, total).any(1).cumsum(-1)
     # How many rows come before each bound, (p, B + 1). Bounds that are wrong, which only attention
     # sees on a GPU, must not be indices there.
     inside = bounds.long().clamp(0, total)
     before = torch.cat([running.new_zeros(sets, 1), running], 1)[:, inside]
-    capacity = window * (heads // sets)
+    capacity = counts.keep_first + counts.window * (heads // sets) + counts.keep_last
     wanted = before[:, :-1, None] + torch.arange(1, capacity + 1, device=key.device)
     is_there = (wanted <= before[:, 1:, None]).transpose(0, 1)  # (B, p, capacity)
     place = torch.searchsorted(running, wanted.flatten(1)).clamp(max=total - 1)

@@ -20,6 +20,7 @@ __all__ = [
     "NOWHERE",
     "Rows",
     "best",
+    "by_place",
     "chosen",
     "concatenated",
     "empty_rows",
@@ -141,18 +142,24 @@ def kept_rows(rows: Rows, counts: KeyCounts, backend: str) -> Rows:
     capacity = counts.window * rows.sharing
     if not counts.by_place:
         return best(rows, counts.window, capacity, backend)
-    is_token = rows.by_set(rows.bias != -torch.inf).any(2)
-    number = is_token.cumsum(-1)
-    is_first = is_token & (number <= counts.keep_first)
-    is_last = is_token & ~is_first & (number > number[..., -1:] - counts.keep_last)
+    is_first, is_last = by_place(rows.by_set(rows.bias != -torch.inf).any(2), counts)
     parts = [_compacted(rows, is_first, counts.keep_first)] if counts.keep_first else []
     if counts.window:
-        by_place = rows.for_bias(is_first | is_last)
-        others = rows._replace(bias=rows.bias.masked_fill(by_place, -torch.inf))
+        has_place = rows.for_bias(is_first | is_last)
+        others = rows._replace(bias=rows.bias.masked_fill(has_place, -torch.inf))
         parts.append(best(others, counts.window, capacity, backend))
     if counts.keep_last:
         parts.append(_compacted(rows, is_last, counts.keep_last))
     return concatenated(*parts)
+
+
+def by_place(is_token: Tensor, counts: KeyCounts) -> tuple[Tensor, Tensor]:
+    """Return which of the columns that are tokens, bool ``(..., columns)``, are the first ones, and
+    which of the others are the last.
+    """
+    number = is_token.cumsum(-1)
+    is_first = is_token & (number <= counts.keep_first)
+    return is_first, is_token & ~is_first & (number > number[..., -1:] - counts.keep_last)
 
 
 def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
