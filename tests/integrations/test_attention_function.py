@@ -66,6 +66,13 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.expand(B, H, Q, K)
 
 
+def with_places(score: Tensor, kept: Tensor, window: int, last: int, first: int) -> Tensor:
+    """Keep the last and the first of each row that are kept, and the best of the others."""
+    number = kept.cumsum(-1)
+    by_place = kept & ((number <= first) | (number > number[..., -1:] - last))
+    return by_place | top(score, kept & ~by_place, window)
+
+
 def top(score: Tensor, kept: Tensor, window: int) -> Tensor:
     """Keep the largest scores of each row, the first of equal ones."""
     score = score.masked_fill(~kept, -torch.inf)
@@ -131,6 +138,39 @@ def test_masks_with_biases(
     judged(run, kept, added, problem())
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias_kind", BIASES)
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_masks_with_places(mask_kind: str, bias_kind: str, causal: bool) -> None:
+    """A mask with a row for each query says what is causal, others do not."""
+    mask, bias = MASKS[mask_kind], BIASES[bias_kind]
+    window = 0 if bias is None else 3
+    places = {"window_size": window, "keep_last": 4, "keep_first": 2}
+    has_rows = mask_kind in ("rows", "added")
+    if mask_kind == "added-bias" or (bias is None and mask_kind == "added"):
+        return  # its numbers are a bias too
+    query, key, value = problem()
+
+    def run() -> Tensor:
+        return flash_dynamic_mask_attention_forward(
+            Module(is_causal=False), query, key, value, mask, bias, is_causal=causal, **places
+        )[0]
+
+    if not causal and not has_rows:
+        with pytest.raises(ValueError, match="keep_last must be 0 with is_causal=False"):
+            run()
+        return
+    kept = torch.ones(B, H, Q, K, dtype=torch.bool)
+    if mask is not None:
+        kept = full(mask) > LOWEST / 2 if mask.is_floating_point() else full(mask != 0)
+    kept = kept.tril() if causal else kept
+    score = torch.zeros(B, H, Q, K) if bias is None else full(bias)
+    kept = with_places(score, kept, window, 4, 2)
+    states = (t.transpose(1, 2) for t in (query, key, value))
+    want = flash_dmattn_func(*states, kept, None if bias is None else full(bias))
+    torch.testing.assert_close(run(), want, atol=1e-5, rtol=1e-5)
+
+
 CU_SEQLENS = torch.tensor([0, 3, 14, K], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(int(n)) for n in CU_SEQLENS.diff()])[None]
 OWN = torch.block_diag(*(torch.ones(int(n), int(n)) for n in CU_SEQLENS.diff())).bool()
@@ -168,6 +208,41 @@ def test_packed_documents(packing: str, bias_kind: str, causal: bool, window: in
         )[0]
 
     judged(run, kept, [] if bias is None else [bias], problem())
+
+
+@pytest.mark.parametrize("bias_kind", BIASES)
+@pytest.mark.parametrize("packing", ["positions", "lengths"])
+def test_packed_documents_with_places(packing: str, bias_kind: str) -> None:
+    bias, (query, key, value) = BIASES[bias_kind], problem()
+    cu_seqlens = torch.cat([CU_SEQLENS, CU_SEQLENS[1:] + K])
+    given: dict[str, Any] = (
+        {"position_ids": POSITIONS}
+        if packing == "positions"
+        else {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    )
+    given |= {"window_size": 0 if bias is None else 2, "keep_last": 3, "keep_first": 1}
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), query, key, value, None, bias, **given
+    )
+    score = torch.zeros(B, H, Q, K) if bias is None else full(bias)
+    kept = with_places(score, OWN.tril().expand(B, H, Q, K), given["window_size"], 3, 1)
+    states = (t.transpose(1, 2) for t in (query, key, value))
+    want = flash_dmattn_func(*states, kept, None if bias is None else full(bias))
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sliding_window_with_places() -> None:
+    """The last keys are of those in the sliding window."""
+    bias, (query, key, value) = BIASES["keys"], problem()
+    places = {"window_size": 2, "keep_last": 3, "keep_first": 1}
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), query, key, value, None, bias, sliding_window=9, **places
+    )
+    near = torch.ones(Q, K, dtype=torch.bool).tril().triu(-8)
+    kept = with_places(full(bias), near.expand(B, H, Q, K), 2, 3, 1)
+    states = (t.transpose(1, 2) for t in (query, key, value))
+    want = flash_dmattn_func(*states, kept, full(bias))
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
 def test_lengths_with_rows() -> None:

@@ -59,13 +59,16 @@ class Decay(torch.nn.Module):
         return torch.einsum("bhkd,hd->bhk", value, self.weight)
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_a_bias_for_another_model(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "last", "first"), [(None, 0, 0), (6, 0, 0), (6, 5, 2), (0, 3, 0), (2, 9, 30)]
+)
+def test_a_bias_for_another_model(window: int | None, last: int, first: int) -> None:
     bias = Decay()
     attention = transformers.models.llama.modeling_llama.LlamaAttention
     model = apply_flash_dmattn(
-        tiny_model("llama", layers=1), bias, attention=attention, window_size=window
-    )
+        tiny_model("llama", layers=1), bias, attention=attention, window_size=window,
+        keep_last=last, keep_first=first,
+    )  # fmt: skip
     got = model(tokens(), use_cache=False).logits
     got.square().sum().backward()
     own = bias.weight.grad
@@ -82,10 +85,11 @@ def test_a_bias_for_another_model(window: int | None) -> None:
         kept = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         added = added.masked_fill(~kept, lowest)
         if window is not None:
-            top = torch.zeros_like(added, dtype=torch.bool).scatter(
-                -1, added.topk(window, -1).indices, True
-            )
-            added = added.masked_fill(~top, lowest)
+            place = torch.arange(LENGTH)
+            by_place = kept & ((place < first) | (place > place[:, None] - last))
+            best = added.masked_fill(by_place, lowest).topk(window, -1).indices
+            top = torch.zeros_like(added, dtype=torch.bool).scatter(-1, best, True)
+            added = added.masked_fill(~(top | by_place), lowest)
         return args, {**kwargs, "attention_mask": added.repeat_interleave(2, 1)}
 
     layer.register_forward_pre_hook(add_bias, with_kwargs=True)
@@ -93,6 +97,49 @@ def test_a_bias_for_another_model(window: int | None) -> None:
     want.square().sum().backward()
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(own, bias.weight.grad, atol=1e-3, rtol=1e-3)
+
+
+def test_places_need_a_bias_and_a_window() -> None:
+    llama = transformers.models.llama.modeling_llama.LlamaAttention
+    with pytest.raises(ValueError, match="keep_last must be 0 without key_bias, as Doge's weights"):
+        apply_flash_dmattn(tiny_model("doge"), window_size=4, keep_last=2)
+    given = {"key_bias": Decay(), "attention": llama}
+    with pytest.raises(ValueError, match="keep_first must be 0 without window_size, got 1"):
+        apply_flash_dmattn(tiny_model("llama"), keep_first=1, **given)
+    with pytest.raises(ValueError, match="keep_last must be at least 0, got -3"):
+        apply_flash_dmattn(tiny_model("llama"), keep_last=-3, window_size=2, **given)
+
+
+def test_saving_tells_of_places(tmp_path: Any) -> None:
+    llama = transformers.models.llama.modeling_llama.LlamaAttention
+    model = apply_flash_dmattn(
+        tiny_model("llama"), Decay(), attention=llama, window_size=3, keep_last=5
+    )
+    with pytest.warns(UserWarning, match="key_bias and window_size=3 and keep_last=5"):
+        model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation_with_places(padded: bool) -> None:
+    """Token by token with a cache the same as the whole at once."""
+    llama = transformers.models.llama.modeling_llama.LlamaAttention
+    places = {"window_size": 4, "keep_last": 5, "keep_first": 2}
+    model = apply_flash_dmattn(tiny_model("llama"), Decay(), attention=llama, **places).eval()
+    ids, mask = tokens(), None
+    if padded:
+        mask = (torch.arange(LENGTH) >= torch.tensor([[6], [0]])).long()
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, use_cache=False).logits
+        cache, steps = None, []
+        for start, end in [(0, 10), *((i, i + 1) for i in range(10, LENGTH))]:
+            seen = None if mask is None else mask[:, :end]
+            step = model(ids[:, start:end], attention_mask=seen, past_key_values=cache)
+            cache = step.past_key_values
+            steps.append(step.logits)
+    got = torch.cat(steps, 1)
+    if padded:  # what padding itself computes is nothing
+        out, got = (t * mask.unsqueeze(-1) for t in (out, got))
+    torch.testing.assert_close(got, out, atol=1e-4, rtol=1e-4)
 
 
 def test_window_in_place_of_the_models_own() -> None:

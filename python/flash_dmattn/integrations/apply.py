@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from flash_dmattn import checks
+from flash_dmattn.selection import refuse_without_window
 
 from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 from .import_utils import require_transformers
@@ -26,6 +27,8 @@ def apply_flash_dmattn(
     *,
     attention: type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | None = None,
     window_size: int | None = None,
+    keep_last: int = 0,
+    keep_first: int = 0,
 ) -> Model:
     """Let the attention of a loaded model compute with one bias for each key, and nothing larger.
 
@@ -36,12 +39,14 @@ def apply_flash_dmattn(
 
     Args:
         model: of transformers; changed in place. Weights and config file stay what they were:
-            ``save_pretrained`` warns that they do not hold ``key_bias`` and ``window_size``.
+            ``save_pretrained`` warns that they do not hold ``key_bias`` and what is kept.
         key_bias: for models other than Doge. Called as ``key_bias(module, value)`` with an
             attention module and its values ``(B, Hk, K, D)``, those of the cache included; returns
             ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, through which gradients flow.
         attention: with ``key_bias``: the class, or classes, of the modules that get it.
         window_size: keep so many keys with the largest bias; by default all, or Doge's own number.
+        keep_last, keep_first: with ``key_bias`` and ``window_size``: also keep the last and the
+            first so many keys that a query sees. Doge's weights need 0.
 
     Returns:
         The model.
@@ -58,6 +63,13 @@ def apply_flash_dmattn(
     _check_types(model, key_bias, attention)
     if window_size is not None:
         window_size = checks.index("window_size", window_size, 0)
+    if window_size is None or key_bias is None:
+        needed = "window_size" if window_size is None else "key_bias, as Doge's weights need it"
+        refuse_without_window(keep_last, keep_first, f"without {needed}")
+    places = {
+        "keep_last": checks.index("keep_last", keep_last, 0),
+        "keep_first": checks.index("keep_first", keep_first, 0),
+    }
     if (key_bias is None) != (attention is None):
         missing = "attention" if attention is None else "key_bias"
         raise ValueError(f"{missing} must be given too: key_bias and attention belong together")
@@ -73,11 +85,13 @@ def apply_flash_dmattn(
             "key_bias and attention"
         )
     _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
-    window = "" if window_size is None else f"window_size={window_size}"
     if key_bias is not None:
         for module in modules:
-            give_bias(module, KeyBias(key_bias, window_size))
-        warn_when_saved(modules[0], " and ".join(filter(None, ("key_bias", window))))
+            give_bias(module, KeyBias(key_bias, window_size, **places))
+        kept = {} if window_size is None else {"window_size": window_size}
+        kept |= {name: count for name, count in places.items() if count}
+        words = ["key_bias", *(f"{name}={count}" for name, count in kept.items())]
+        warn_when_saved(modules[0], " and ".join(words))
         return model
     from .doge import let_steps_be_fused
 

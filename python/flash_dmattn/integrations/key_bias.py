@@ -46,6 +46,8 @@ class KeyBias(NamedTuple):
 
     function: KeyBiasFunction
     window_size: int | None
+    keep_last: int = 0
+    keep_first: int = 0
 
 
 class DogeCall:
@@ -84,6 +86,8 @@ class Biased(NamedTuple):
     mask: Mask
     bias: Tensor | None
     window_size: int | None
+    # keep_last and keep_first by name; None leaves those of the call.
+    places: dict[str, int] | None = None
 
 
 def biased(
@@ -100,14 +104,18 @@ def biased(
     if call is not None:
         if call.layer is not None:
             key, value = call.layer.keys, call.layer.values
-        return Biased(key, value, call.mask, call.bias, call.window_size)
+        places = {"keep_last": 0, "keep_first": 0}
+        return Biased(key, value, call.mask, call.bias, call.window_size, places)
     given: KeyBias | None = getattr(module, _ATTRIBUTE, None)
     if given is None:
         return Biased(key, value, mask, bias, window_size)
     own = checks.tensor("the result of key_bias", given.function(module, value))
     own = own if own.dim() == 4 else own.unsqueeze(-2)
-    window = given.window_size if window_size is None else window_size
-    return Biased(key, value, mask, own if bias is None else own + bias, window)
+    bias = own if bias is None else own + bias
+    if window_size is not None:
+        return Biased(key, value, mask, bias, window_size)
+    places = {"keep_last": given.keep_last, "keep_first": given.keep_first}
+    return Biased(key, value, mask, bias, given.window_size, places)
 
 
 def give_bias(module: torch.nn.Module, bias: KeyBias) -> None:

@@ -11,8 +11,16 @@ from torch import Tensor
 from flash_dmattn import checks
 from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
 from flash_dmattn.masks import IntervalMask
-from flash_dmattn.record import KeyCounts
-from flash_dmattn.selection import keeps_all, without_nan
+from flash_dmattn.record import DENSE, KeyCounts
+from flash_dmattn.selection import (
+    call_shape,
+    keeps_all,
+    key_counts,
+    place_bias,
+    refuse_without_window,
+    select,
+    without_nan,
+)
 
 from .mask_forms import Mask, has_rows, mask_and_bias
 from .packed_documents import (
@@ -58,6 +66,8 @@ def _flash_dynamic_mask_attention_forward(
     implementation: str | None = None,
     *,
     keep_window_size: int | None = None,
+    keep_last: int = 0,
+    keep_first: int = 0,
     sliding_window: int | None = None,
     sink: Tensor | None = None,
     **kwargs: Any,
@@ -76,6 +86,7 @@ def _flash_dynamic_mask_attention_forward(
             follow the one before it begins another document.
         softmax_scale, softcap, deterministic: as in `flash_dmattn_func`.
         window_size, keep_window_size: keep the keys with the largest bias among those seen.
+        keep_last, keep_first: also keep the last and the first so many of those that a query sees.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of packed sequences, as in
             `flash_dmattn_varlen_func`. The rows of the batch are taken one after another.
         target_dtype: cast float32 inputs to this.
@@ -98,7 +109,11 @@ def _flash_dynamic_mask_attention_forward(
     query, key, value, attention_bias = fdma_peft_integration_check(
         query_states, key_states, value_states, attention_bias, target_dtype
     )
-    window = _window(window_size, keep_window_size)
+    window, counts = _window(window_size, keep_window_size), None
+    if window is None:
+        refuse_without_window(keep_last, keep_first, "without window_size")
+    else:
+        counts = key_counts(window, keep_last, keep_first)
     if sliding_window is not None:
         sliding_window = checks.index("sliding_window", sliding_window, 1)
     options = {
@@ -110,7 +125,7 @@ def _flash_dynamic_mask_attention_forward(
     mask, bias, keys = mask_and_bias(attention_mask, attention_bias, key.shape[1], query.dtype)
     if keys != key.shape[1]:
         key, value = key[:, :keys], value[:, :keys]
-    if window is not None and bias is None:
+    if counts is not None and bias is None and not (counts.window == 0 and counts.by_place):
         raise ValueError(
             "window_size selects the keys with the largest attention_bias, but attention_bias is "
             "None"
@@ -120,7 +135,7 @@ def _flash_dynamic_mask_attention_forward(
         if isinstance(mask, Documents):  # the same, found by the positions
             mask = None
         if not (has_rows(mask) or has_rows(bias) or isinstance(mask, IntervalMask)):
-            return _varlen(query, key, value, mask, bias, packing, is_causal, window, options)
+            return _varlen(query, key, value, mask, bias, packing, is_causal, counts, options)
         mask, is_causal = _within_sequences(mask, query, key, packing, is_causal), False
     elif (
         mask is None and position_ids is not None and _may_hold_documents(position_ids, query, key)
@@ -128,9 +143,9 @@ def _flash_dynamic_mask_attention_forward(
         mask = documents_of_positions(position_ids)
     if sliding_window is not None and sliding_window < keys and not _tells_of_queries(mask):
         mask = _sliding(mask, sliding_window, query.shape[1], keys, query.device, is_causal)
-    if window is not None and bias is not None and keeps_all(KeyCounts(window), keys):
-        bias, window = without_nan(bias), None
-    return _dense(query, key, value, mask, bias, is_causal, window, options)
+    if counts is not None and keeps_all(counts, keys):
+        bias, counts = None if bias is None else without_nan(bias), None
+    return _dense(query, key, value, mask, bias, is_causal, counts, options)
 
 
 class Packing(NamedTuple):
@@ -195,24 +210,36 @@ def _dense(
     mask: Mask,
     bias: Tensor | None,
     is_causal: bool,
-    window: int | None,
+    counts: KeyCounts | None,
     options: dict[str, Any],
 ) -> Tensor:
     if isinstance(mask, Documents):
-        if window is None or bias is None:
+        if counts is None:
             mask = mask.intervals()
-        elif has_rows(bias):
+        elif bias is None or has_rows(bias) or counts.by_place:
             mask = mask.intervals().to_bool(query.shape[1])
         else:
-            mask = select_within_documents(bias, window, mask, is_causal=is_causal)
-            window = None
-    elif isinstance(mask, IntervalMask) and window is not None:
+            mask = select_within_documents(bias, counts.window, mask, is_causal=is_causal)
+            counts = None
+    elif isinstance(mask, IntervalMask) and counts is not None:
         mask = mask.to_bool(query.shape[1])
-    out = flash_dmattn_func(
-        query, key, value, mask, bias, is_causal=is_causal, window_size=window, **options
-    )
+    if counts is not None and counts.by_place and not is_causal and has_rows(mask):
+        # The mask says what each query sees, of which these are the last and the first.
+        assert isinstance(mask, Tensor)
+        shape = call_shape(query, key, DENSE)
+        ranking = place_bias(key, DENSE) if bias is None else bias
+        mask, counts = select(ranking, mask, DENSE, shape, counts, False, "auto").mask, None
+    options = {**options, **_selecting(counts)}
+    out = flash_dmattn_func(query, key, value, mask, bias, is_causal=is_causal, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+def _selecting(counts: KeyCounts | None) -> dict[str, Any]:
+    if counts is None:
+        return {}
+    names = ("window_size", "keep_last", "keep_first")
+    return dict(zip(names, counts, strict=True))
 
 
 def _varlen(
@@ -223,12 +250,13 @@ def _varlen(
     bias: Tensor | None,
     packing: Packing,
     is_causal: bool,
-    window: int | None,
+    counts: KeyCounts | None,
     options: dict[str, Any],
 ) -> Tensor:
     batch, keys = key.shape[:2]
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = packing
     assert mask is None or isinstance(mask, Tensor)
+    options = {**options, **_selecting(counts)}
     trains = torch.is_grad_enabled() and query.requires_grad and query.shape[:2] == key.shape[:2]
     out = flash_dmattn_varlen_func(
         query.flatten(0, 1),
@@ -240,7 +268,6 @@ def _varlen(
         is_causal=is_causal,
         attn_mask=_along_sequences(mask, batch, keys),
         attn_bias=_along_sequences(bias, batch, keys),
-        window_size=window,
         **options,
     )
     assert isinstance(out, Tensor)

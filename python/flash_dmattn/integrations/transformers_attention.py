@@ -64,6 +64,7 @@ def flash_dynamic_mask_attention_forward(
             scores.
         scaling: of the scores; ``D ** -0.5`` by default.
         window_size: keep the keys with the largest bias; ``keep_window_size`` means the same.
+            With ``keep_last`` and ``keep_first`` also the last and the first that a query sees.
         softcap: as in `flash_dmattn_func`.
         **kwargs: ``is_causal``, in place of the module's; the ``cu_seq_lens`` of packed sequences,
             or, of a module without a config of transformers, ``position_ids``; ``sliding_window``;
@@ -84,9 +85,12 @@ def flash_dynamic_mask_attention_forward(
         if checks.tensor(name, states).dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(states.shape)}")
     _refuse(module, kwargs)
-    key, value, attention_mask, attention_bias, window_size = biased(
-        module, key, value, attention_mask, attention_bias, window_size, kwargs
+    places = {name: kwargs.pop(name, 0) for name in ("keep_last", "keep_first")}
+    given = module, key, value, attention_mask, attention_bias
+    key, value, attention_mask, attention_bias, window_size, given_places = biased(
+        *given, window_size, kwargs
     )
+    places = places if given_places is None else given_places
     if hasattr(getattr(module, "config", None), "_attn_implementation"):
         # transformers made the mask. It knows of a cache and of padding that is all True, and reads
         # documents out of positions where there is neither.
@@ -122,6 +126,7 @@ def flash_dynamic_mask_attention_forward(
         is_causal=checks.flag("is_causal", is_causal),
         softmax_scale=scaling,
         window_size=window_size,
+        **places,
         softcap=softcap,
         target_dtype=target_dtype_of(query, module),
         sink=sink,
