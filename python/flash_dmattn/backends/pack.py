@@ -46,7 +46,7 @@ class PackBackend(Backend):
         self.pack = pack
         self.name = "cpu" if pack.device_type == _DLPACK_DEVICES["cpu"] else "cuda"
         # Kernels of GPUs rank all keys; they keep none for where they stand.
-        self._keeps_by_place = pack.arch == 0
+        self._keeps_by_place = pack.name == "cpu"
         self._layouts = pack.plan_layouts
         self._threads = torch.get_num_threads if self.name == "cpu" else _one_thread
 

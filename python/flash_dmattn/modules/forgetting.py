@@ -150,7 +150,7 @@ class ForgettingAttention(nn.Module):
                 elif isinstance(module, nn.RMSNorm):
                     module.reset_parameters()
             logits = [_logit_of_half_life(life) for life in self._half_life_of_each_gate()]
-            self.f_proj.bias.copy_(torch.tensor(logits, dtype=torch.float64))
+            self.f_proj.bias.copy_(torch.tensor(logits, dtype=torch.float64, device="cpu"))
 
     def extra_repr(self) -> str:
         """Show what the projections do not."""
