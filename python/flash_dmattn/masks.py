@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from . import checks
 from .mask_checks import check_integers, checked_length, checked_side, last_bound
-from .mask_trees import depth_first
 
 __all__ = ["IntervalMask", "intervals_to_bool"]
 
@@ -367,6 +366,8 @@ class IntervalMask:
             ValueError: parents is not 2-D, a parent is no node, or a node has an ancestor of
                 itself; or prefix_length is negative.
         """
+        from .mask_trees import depth_first  # seldom needed
+
         prefix_length = checked_length("prefix_length", prefix_length)
         order, end = depth_first(parents)
         length = order.shape[1]
