@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .mask_checks import check_token_mask
 from .masks import IntervalMask
 
 __all__ = [
@@ -216,12 +217,7 @@ def _check_bounds(cu_seqlens: Tensor, total: int) -> None:
 
 
 def _check_padding(padding: Tensor, log_forget: Tensor, cu_seqlens: Tensor | None) -> None:
-    if cu_seqlens is not None:
-        raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
-    if checks.tensor("padding", padding, "a boolean torch.Tensor or None").dtype != torch.bool:
-        raise TypeError(
-            f"padding must have dtype torch.bool (True is a token), got {padding.dtype}"
-        )
+    check_token_mask(padding, cu_seqlens)
     batch, _, length = log_forget.shape
     if tuple(padding.shape) != (batch, length):
         raise ValueError(

@@ -9,7 +9,13 @@ from torch import Tensor
 from . import checks
 from .checks import MOST_ROWS
 
-__all__ = ["check_integers", "checked_length", "checked_side", "last_bound"]
+__all__ = [
+    "check_integers",
+    "check_token_mask",
+    "checked_length",
+    "checked_side",
+    "last_bound",
+]
 
 
 def checked_length(name: str, length: int) -> int:
@@ -45,3 +51,13 @@ def check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> No
         raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
     if tensor.dim() != dimensions:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+
+
+def check_token_mask(padding: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise unless padding is boolean, and sequences are not packed."""
+    if cu_seqlens is not None:
+        raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
+    if checks.tensor("padding", padding, "a boolean torch.Tensor or None").dtype != torch.bool:
+        raise TypeError(
+            f"padding must have dtype torch.bool (True is a token), got {padding.dtype}"
+        )

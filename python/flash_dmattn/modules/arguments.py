@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import checks
 from ..arguments import autocast_dtype, backend_name
 from ..backends import check_backend_name
+from ..mask_checks import check_token_mask
 from ..masks import IntervalMask
 
 __all__ = [
@@ -155,12 +156,7 @@ def check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> No
 
 def check_padding(padding: Tensor, hidden_states: Tensor, cu_seqlens: Tensor | None) -> None:
     """Raise unless there is a boolean for each token."""
-    if cu_seqlens is not None:
-        raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
-    if checks.tensor("padding", padding, "a boolean torch.Tensor or None").dtype != torch.bool:
-        raise TypeError(
-            f"padding must have dtype torch.bool (True is a token), got {padding.dtype}"
-        )
+    check_token_mask(padding, cu_seqlens)
     rows = tuple(hidden_states.shape[:-1])
     if tuple(padding.shape) != rows:
         raise ValueError(
