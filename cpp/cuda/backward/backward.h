@@ -10,9 +10,8 @@
 //      key_sum.cu              sums the parts;
 //      all_gradients.cuh, sm90/fused.cuh, sm90/small_blocks.cuh
 //                              all of these at once, where equal bits are not asked for: blocks of keys add to float32
-//                              sums of dq, in no fixed order, which query_sums.cu rounds; key_segment_sums.cu does so
-//                              with those of keys that several segments of rows keep. sm90/query_chain.cuh adds to dq in a
-//                              fixed order, for few keys;
+//                              sums of dq, and of keys that several segments of rows keep, in no fixed order, which
+//                              round_sums.cu rounds. sm90/query_chain.cuh adds to dq in a fixed order, for few keys;
 //   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
 //      row_bias.cuh            a bias with a row for each query;
 //      sink_reduce.cu          the sink of each head.
@@ -54,8 +53,8 @@ struct KeySegments {
   // sequence), the blocks of all its segments have the kept keys of the list in key order.
   int32_t *live;
   SegmentBlock *order; // [list][segment][blocks]: the longest first
-  // Keys that several segments keep have float32 sums, which key_segment_sums.cu rounds. Heads are counted over sequences
-  // unless these are packed.
+  // Keys that several segments keep have float32 sums, which round_sums.cu rounds. Heads are counted over sequences unless
+  // these are packed.
   float *sums;      // [head][most_sums][dk, dv][D of the instantiation]
   float *bias_sums; // [head][most_sums]
   int32_t most_sums;

@@ -237,7 +237,7 @@ struct KeyGradients {
     }
   }
 
-  // Adds the gradients of keys that several segments keep to their sums, which lie as key_segment_sums.cu knows.
+  // Adds the gradients of keys that several segments keep to their sums, which lie as round_sums.cu reads them.
   // Tiles of sums from kFirst on are for the columns from `first` on.
   template <int kFirst = 0, int kTiles = kHeadDim / 8>
   __device__ void add_segment_sums(int first = 0, WantedSums wanted = {}) const {

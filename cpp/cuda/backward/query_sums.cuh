@@ -5,11 +5,10 @@
 #pragma once
 
 #include "../../indexing.h"
+#include "../tile/products.cuh"
 #include "backward.h"
 
 namespace fdm::cuda {
-
-constexpr int kBandRows = 16;
 
 // Where the rows of a sequence begin among those of a head.
 FDM_INLINE int64_t first_query_sum(const fdm_problem &p, int32_t tile_rows, int64_t q_begin, int64_t sequence_index) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Bands of 16 rows of float32 sums, to which blocks of threads add in no fixed order, and their rounding to rows of 16
-// bits.
+// Bands of 16 rows of float32 sums, to which blocks of threads add in no fixed order.
 //
 // A band has tiles of 8 columns. The threads of a warp hold one in their accumulators (ptx/matrix.cuh), four numbers each.
 // Where a thread can add four neighbours at once, those of a thread lie together; elsewhere the first numbers of all
@@ -49,32 +48,6 @@ __device__ __forceinline__ void load_tile(const float *tile, float (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = sums[32 * i];
   }
-}
-
-// A warp rounds a band of 16 rows and `dim` columns, times `scale`. row_offset(row) is where a row of the band begins in
-// t, or -1 if there is none. Returns whether all sums of this thread are finite.
-template <class Element, class RowOffset>
-__device__ __forceinline__ bool round_band(const float *band, int dim, float scale, const fdm_tensor &t, int head_dim,
-                                           const RowOffset &row_offset) {
-  constexpr int kTiles = 4; // at a time
-  const int64_t offset[2] = {row_offset(accumulator_row(0)), row_offset(accumulator_row(1))};
-  bool finite = true;
-#pragma unroll 2
-  for (int first = 0; first < dim / 8; first += kTiles) {
-    float sums[kTiles][4];
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) load_tile(band + (first + n) * 128, sums[n]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (8 * first < head_dim)
-        write_row(static_cast<Element *>(t.data) + offset[half] + 8 * first * t.stride[3], t.stride[3],
-                  head_dim - 8 * first, sums, half, scale, offset[half] >= 0);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) finite &= fabsf(sums[n][i]) < INFINITY;
-  }
-  return finite;
 }
 
 } // namespace fdm::cuda

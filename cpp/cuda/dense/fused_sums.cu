@@ -1,91 +1,103 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Rounds the float32 sums of the fused kernel to dq, dk and dv, and to dbias; and clears what the next launch adds to.
-#include "../host/launch.cuh"
+#include "../tile/round_sums.cuh"
 #include "fused_tiles.cuh"
 #include "gradient_sums.cuh"
-#include "ptx/dependent.cuh"
 #include "wide_plan.h"
 
 namespace fdm::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+FDM_INLINE int64_t bands_of(const GradientSums &sums) { return ceil_div(sums.rows, kBandRows); }
+// Bands of a tile of dbias that have so many tiles of 8 columns.
+constexpr int dbias_bands(int column_tiles) { return kWideTileQuads / (column_tiles * 32); }
 
-FDM_INLINE int64_t bands_of(const GradientSums &sums) { return ceil_div(sums.rows, kSumBandRows); }
-
-// A warp has a band of 16 rows. Tells of sums that are not finite (dense.h).
-template <class Element, int kHeadDim>
-__device__ void round_sums(const DenseBackward &work, const GradientSums &sums, const fdm_tensor &t, float scale) {
-  if (!sums.first) return;
+// A row of the grid has a gradient: dq, dk, dv, and dbias where its sums are complete. Tells of sums that are not finite
+// (dense.h).
+template <class Element, int kHeadDim> struct FusedBands {
+  using Params = DenseBackward;
   using Band = SumBand<kHeadDim>;
-  constexpr int kTogether = 4; // tiles of columns
-  const FusedWork &division = work.fused;
-  const int64_t number = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32, bands = bands_of(sums);
-  const int64_t list = quotient(number, bands), first = (number - list * bands) * kSumBandRows;
-  const int64_t batch = quotient(list, t.shape[2]), head = list - batch * t.shape[2];
-  if (batch >= division.batches) return;
-  const int rows = int(min64(sums.rows - first, kSumBandRows));
-  const Band band{halves_of(sums, batch, head, first), sums.row, rows};
-  float x[Band::kTiles][4];
-  band.load(x);
-  __syncwarp(); // rows may be written where other threads have read
-  bool finite = true;
-  int64_t offset[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    offset[half] = (division.first_batch + batch) * t.stride[0] + (first + accumulator_row(half)) * t.stride[1] +
-                   head * t.stride[2];
-#pragma unroll
-  for (int n = 0; n < Band::kTiles; n += kTogether) {
-    const auto &together = reinterpret_cast<const float (&)[kTogether][4]>(x[n]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (8 * n < t.shape[3])
-        write_row(static_cast<Element *>(t.data) + offset[half] + 8 * n * t.stride[3], t.stride[3],
-                  int(t.shape[3]) - 8 * n, together, half, scale, first + accumulator_row(half) < t.shape[1]);
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) finite &= fabsf(together[k][i]) < INFINITY;
+  static constexpr int kTogether = Band::kTiles; // rows are written where their sums lie
+
+  const DenseBackward &work;
+  BandRows rows;
+  Band band;
+  int64_t later; // a band that a later launch adds to, in bytes from the first one's; 0: there is none
+  FusedDbiasTile tile;
+  int first_quad; // of this thread in a tile of dbias
+  bool exists = false;
+
+  __device__ static bool of_dbias() { return blockIdx.y == 3; }
+  __device__ const fdm_tensor &gradient() const {
+    return blockIdx.y == 0 ? work.a.dq : blockIdx.y == 1 ? work.a.dk : work.a.dv;
   }
-  if (!finite) *work.odd = 1;
-  if (!division.clears) return;
-  band.template clear<false>();
-  if (division.past_cleared == 0) band.template clear<true>();
-  // As many sequences later as have sums now, nobody reads.
-  const int64_t later = 2 * int64_t(division.batches) + batch;
-  if (later >= division.past_cleared) return;
-  char *const start = sums.first + later * sums.batch + head * sums.head + first * sums.row;
-  Band{{start, nullptr}, sums.row, rows}.template clear<true>();
-}
+  __device__ const GradientSums &sums() const {
+    return blockIdx.y == 0 ? work.fused.dq : blockIdx.y == 1 ? work.fused.dk : work.fused.dv;
+  }
 
-// A thread has four numbers of a tile.
-template <class Element> __device__ void round_dbias(const DenseBackward &work) {
-  const FusedWork &division = work.fused;
-  const int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x, tile = number / kWideTileQuads;
-  const auto tiles = int64_t(division.row_tiles) * division.key_tiles, unit = quotient(tile, tiles);
-  if (unit >= division.units) return;
-  const int64_t place = tile - unit * tiles, row_tile = quotient(place, division.key_tiles);
-  float4 &sums = reinterpret_cast<float4 *>(division.dbias)[number];
-  store_quad<Element>(work,
-                      {division.first_unit + int(unit), int(row_tile), int(place - row_tile * division.key_tiles)},
-                      int(number % kWideTileQuads), sums);
-  if (division.clears) sums = {};
-}
+  __device__ FusedBands(const DenseBackward &work_, int64_t number) : work(work_) {
+    ptx::wait_for_kernel_ahead();
+    if (*work.odd) return;
+    if (of_dbias())
+      find_dbias(number);
+    else if (sums().first)
+      find(number);
+  }
+  __device__ void find_dbias(int64_t number) {
+    const FusedWork &division = work.fused;
+    constexpr int kBands = dbias_bands(kTogether);
+    const int64_t all = number / kBands, tiles = int64_t(division.row_tiles) * division.key_tiles;
+    const int64_t unit = quotient(all, tiles), place = all - unit * tiles,
+                  row_tile = quotient(place, division.key_tiles);
+    tile = {division.first_unit + int(unit), int(row_tile), int(place - row_tile * division.key_tiles)};
+    first_quad = int(number % kBands) * kTogether * 32 + int(threadIdx.x % 32);
+    exists = unit < division.units;
+  }
+  __device__ void find(int64_t number) {
+    const FusedWork &division = work.fused;
+    const GradientSums &all = sums();
+    const fdm_tensor &t = gradient();
+    const int64_t bands = bands_of(all), list = quotient(number, bands), first = (number - list * bands) * kBandRows;
+    const int64_t batch = quotient(list, t.shape[2]), head = list - batch * t.shape[2];
+    exists = batch < division.batches;
+    if (!exists) return;
+    band = {halves_of(all, batch, head, first), all.row, int(min64(all.rows - first, kBandRows))};
+    rows.find([&](int row) -> int64_t {
+      if (first + row >= t.shape[1]) return -1;
+      return (division.first_batch + batch) * t.stride[0] + (first + row) * t.stride[1] + head * t.stride[2];
+    });
+    // As many sequences later as have sums now, nobody reads.
+    const int64_t later_batch = 2 * int64_t(division.batches) + batch;
+    later = later_batch < division.past_cleared ? later_batch * all.batch + head * all.head + first * all.row : 0;
+  }
 
-// A row of this grid has a gradient: dq, dk, dv, and dbias where its sums are complete.
-template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(kThreads) fused_sums_kernel(const __grid_constant__ DenseBackward work) {
-  ptx::wait_for_kernel_ahead();
-  if (*work.odd) return;
-  const FusedWork &division = work.fused;
-  const fdm_backward_args &a = work.a;
-  const float scale = work.call.p.scale;
-  if (blockIdx.y == 0) round_sums<Element, kHeadDim>(work, division.dq, a.dq, scale);
-  if (blockIdx.y == 1) round_sums<Element, kHeadDim>(work, division.dk, a.dk, scale);
-  if (blockIdx.y == 2) round_sums<Element, kHeadDim>(work, division.dv, a.dv, 1.0f);
-  if (blockIdx.y == 3) round_dbias<Element>(work);
-}
+  __device__ int tiles() const { return exists ? kTogether : 0; }
+  __device__ float4 &dbias_quad(int n) const {
+    return reinterpret_cast<float4 *>(
+        work.fused.dbias)[tile_number(work.fused, tile) * kWideTileQuads + first_quad + n * 32];
+  }
+  __device__ void load(int, float (&x)[kTogether][4]) const {
+    if (!of_dbias()) return band.load(x);
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) reinterpret_cast<float4 &>(x[n]) = dbias_quad(n);
+  }
+  __device__ void store(int first, const float (&x)[kTogether][4]) const {
+    if (!of_dbias()) return rows.store<Element>(gradient(), blockIdx.y == 2 ? 1.0f : work.call.p.scale, first, x);
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      store_quad<Element>(work, tile, first_quad + n * 32, reinterpret_cast<const float4 &>(x[n]));
+      if (work.fused.clears) dbias_quad(n) = {};
+    }
+  }
+  __device__ void end(bool finite) const {
+    if (of_dbias()) return;
+    if (!finite) *work.odd = 1;
+    if (!work.fused.clears) return;
+    band.template clear<false>();
+    if (work.fused.past_cleared == 0) band.template clear<true>();
+    if (later) Band{{sums().first + later, nullptr}, band.pitch, band.rows}.template clear<true>();
+  }
+};
 
 } // namespace
 
@@ -94,12 +106,11 @@ cudaError_t launch_fused_sums(const DenseBackward &work, bool with_dbias, cudaSt
   const FusedWork &division = work.fused;
   const int64_t bands = division.batches * max64(p.heads * bands_of(division.dq),
                                                  p.kv_heads * max64(bands_of(division.dk), bands_of(division.dv)));
-  const int64_t tiles = int64_t(division.units) * division.row_tiles * division.key_tiles;
-  const int64_t blocks = ceil_div(bands, kThreads / 32);
-  const Grid grid = with_dbias ? Grid(max64(blocks, tiles * (kWideTileQuads / kThreads)), 4) : Grid(blocks, 3);
   return with_wide_types(p, [&](auto element, auto dim) {
-    return launch<Overlap::kernel_ahead>(fused_sums_kernel<typename decltype(element)::Type, decltype(dim)::value>,
-                                         grid, kThreads, 0, stream, work);
+    using Bands = FusedBands<typename decltype(element)::Type, decltype(dim)::value>;
+    const int64_t all = with_dbias ? max64(bands, division.tiles() * dbias_bands(Bands::kTogether)) : bands;
+    return launch<Overlap::kernel_ahead>(round_sums<Bands>, {rounding_blocks(all), with_dbias ? 4 : 3},
+                                         kRoundingThreads, 0, stream, work);
   });
 }
 

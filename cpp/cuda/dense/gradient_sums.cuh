@@ -14,8 +14,6 @@
 
 namespace fdm::cuda {
 
-constexpr int kSumBandRows = 16;
-
 struct SumHalves {
   char *first, *second;
 };
@@ -61,7 +59,7 @@ template <int kHeadDim> struct SumBand {
   }
 
   __device__ __forceinline__ void add(const float (&x)[kTiles][4]) const {
-    if (rows >= kSumBandRows) {
+    if (rows >= kBandRows) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) ptx::add_global(quad(n), x[n]);
     } else {
@@ -72,7 +70,7 @@ template <int kHeadDim> struct SumBand {
     }
   }
   __device__ __forceinline__ void load(float (&x)[kTiles][4]) const {
-    if (rows >= kSumBandRows) {
+    if (rows >= kBandRows) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) reinterpret_cast<float4 &>(x[n]) = *reinterpret_cast<const float4 *>(quad(n));
     } else {
@@ -87,7 +85,7 @@ template <int kHeadDim> struct SumBand {
     }
   }
   template <bool kFirst> __device__ __forceinline__ void clear() const {
-    if (rows >= kSumBandRows) {
+    if (rows >= kBandRows) {
 #pragma unroll
       for (int n = 0; n < kHalfTiles; ++n)
         *reinterpret_cast<float4 *>(quad(kFirst ? n : kHalfTiles + n)) = make_float4(0, 0, 0, 0);

@@ -9,7 +9,7 @@
 namespace fdm::cuda {
 
 // All consumers call this, after their last products; each has the columns of its accumulators from `first` on. The
-// numbers of a key lie as key_segment_sums.cu knows: the four that a thread has of two neighbouring tiles of columns,
+// numbers of a key lie as round_sums.cu reads them: the four that a thread has of two neighbouring tiles of columns,
 // then those of the next thread.
 template <class Config>
 __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const typename Config::Gradients &sums,

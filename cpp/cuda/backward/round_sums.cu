@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Rounds the float32 sums of dq (query_sums.cuh), and those of keys that several segments of rows keep
+// (KeySegments::sums) to dk, dv and the sums of the bias gradient.
+#include "../tile/round_sums.cuh"
+
+#include <cuda_runtime.h>
+
+#include "key_blocks.cuh"
+#include "query_sums.cuh"
+#include "sum_bands.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+// The sequence whose tiles a row of the sums belongs to, if to any: the last one that begins there or before.
+__device__ int64_t sequence_of(const fdm_problem &p, int32_t tile_rows, int64_t row) {
+  int64_t first = 0, past = p.batch;
+  while (past - first > 1) {
+    const int64_t middle = (first + past) / 2;
+    if (first_query_sum(p, tile_rows, sequence(p, middle).q_begin, middle) <= row)
+      first = middle;
+    else
+      past = middle;
+  }
+  return first;
+}
+
+template <class Element> struct QueryBands {
+  using Params = BackwardParams;
+  static constexpr int kTogether = 4;
+
+  const BackwardParams &params;
+  const float *sums;
+  BandRows rows;
+  bool exists;
+
+  __device__ QueryBands(const BackwardParams &params_, int64_t number) : params(params_) {
+    const fdm_problem &p = params.p;
+    const QuerySums &all = params.query_sums;
+    const int64_t bands = all.head_rows / kBandRows, row_of_heads = quotient(number, bands);
+    const int64_t batch = quotient(row_of_heads, p.heads), head = row_of_heads - batch * p.heads;
+    exists = batch < (is_varlen(p) ? 1 : p.batch);
+    if (!exists) return;
+    const int64_t first = (number - row_of_heads * bands) * kBandRows;
+    const int64_t sequence_index = is_varlen(p) ? sequence_of(p, all.tile_rows, first) : batch;
+    const Sequence s = sequence(p, sequence_index);
+    const int64_t first_row = first - first_query_sum(p, all.tile_rows, s.q_begin, sequence_index);
+    rows.find([&](int row) -> int64_t {
+      const int64_t i = first_row + row;
+      return i >= 0 && i < s.q_count ? row_offset(params.a.dq, s, i, head) : -1;
+    });
+    sums = all.data + number * kBandRows * all.dim;
+  }
+
+  __device__ int tiles() const { return exists ? params.query_sums.dim / 8 : 0; }
+  __device__ void load(int first, float (&x)[kTogether][4]) const {
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) load_tile(sums + (first + n) * 128, x[n]);
+  }
+  __device__ void store(int first, const float (&x)[kTogether][4]) const {
+    rows.store<Element>(params.a.dq, params.p.scale, first, x);
+  }
+  __device__ void end(bool) const {}
+};
+
+FDM_INLINE int64_t bands_of_keys(const BackwardParams &params) {
+  return ceil_div(params.keys.segments.most_sums, kBandRows);
+}
+
+// Sums of 16 keys of a head. A row of the grid has those of dk, another those of dv. How many there are is known on the device
+// only.
+template <class Element> struct KeyBands {
+  using Params = BackwardParams;
+  static constexpr int kTogether = 4;
+
+  const BackwardParams &params;
+  const float *sums[2];
+  BandRows rows{{-1, -1}};
+  bool exists = false;
+
+  __device__ static bool of_values() { return blockIdx.y == 1; }
+  __device__ const fdm_tensor &gradient() const { return of_values() ? params.a.dv : params.a.dk; }
+
+  __device__ KeyBands(const BackwardParams &params_, int64_t number) : params(params_) {
+    ptx::wait_for_kernel_ahead();
+    const fdm_problem &p = params.p;
+    const KeyWork &keys = params.keys;
+    const int64_t bands = bands_of_keys(params), head_number = quotient(number, bands);
+    const int64_t batch = quotient(head_number, p.kv_heads), kv_head = head_number - batch * p.kv_heads;
+    if (batch >= p.batch) return;
+    const Sequence s = sequence(p, batch);
+    const int64_t list = list_number(p, params.plan, s, kv_head * group_size(p));
+    const ListSegments segments(params, s, batch, list);
+    const int32_t count = keys.segments.sum_count[list_sequence(p, list, batch)];
+    const int32_t first = int32_t(number - head_number * bands) * kBandRows;
+    if (segments.count == 0 || first >= count || segments.overflow(keys)) return;
+    const int64_t head = s.batch * p.kv_heads + kv_head;
+    exists = present(gradient());
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = first + accumulator_row(half), sum = segments.first_sum + row;
+      if (row >= count) continue;
+      const int32_t key = keys.segments.sum_keys[list * keys.segments.most_sums + sum];
+      const fdm_tensor &t = gradient();
+      rows.offset[half] = s.batch * t.stride[0] + (s.k_begin + key) * t.stride[1] + kv_head * t.stride[2];
+      sums[half] = key_segment_sums(keys, head, sum) + (of_values() ? keys.slot_dim : 0);
+      if (!of_values() && params.wants_bias_sums && threadIdx.x % 4 == 0)
+        store_bias_sum(params, s, kv_head, 0, key, *bias_segment_sum(keys, head, sum));
+    }
+  }
+
+  __device__ int tiles() const { return exists ? params.keys.slot_dim / 8 : 0; }
+  // A thread has four neighbours of two tiles of columns, as sm90/segment_sums.cuh and key_gradients.cuh write them.
+  __device__ void load(int first, float (&x)[kTogether][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kTogether; n += 2) {
+        const auto *quads = reinterpret_cast<const float4 *>(sums[half]) + threadIdx.x % 4;
+        const float4 own = rows.offset[half] >= 0 ? quads[(first + n) * 2] : float4{};
+        x[n][2 * half] = own.x;
+        x[n][2 * half + 1] = own.y;
+        x[n + 1][2 * half] = own.z;
+        x[n + 1][2 * half + 1] = own.w;
+      }
+  }
+  __device__ void store(int first, const float (&x)[kTogether][4]) const {
+    rows.store<Element>(gradient(), of_values() ? 1.0f : params.p.scale, first, x);
+  }
+  __device__ void end(bool) const {}
+};
+
+template <template <class> class Bands>
+cudaError_t launch_rounding(const BackwardParams &params, int64_t bands, int64_t gradients, cudaStream_t stream) {
+  const auto kernel = params.p.q.dtype == FDM_FLOAT16 ? round_sums<Bands<__half>> : round_sums<Bands<__nv_bfloat16>>;
+  return launch<Overlap::kernel_ahead>(kernel, {rounding_blocks(bands), gradients}, kRoundingThreads, 0, stream,
+                                       params);
+}
+
+} // namespace
+
+cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream) {
+  const QuerySums &sums = params.query_sums;
+  return launch_rounding<QueryBands>(params, query_sum_count(params.p, sums) / (kBandRows * sums.dim), 1, stream);
+}
+
+cudaError_t launch_key_segment_sums(const BackwardParams &params, cudaStream_t stream) {
+  return launch_rounding<KeyBands>(params, params.p.batch * params.p.kv_heads * bands_of_keys(params), 2, stream);
+}
+
+} // namespace fdm::cuda

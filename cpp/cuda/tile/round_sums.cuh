@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The kernel that rounds float32 sums to gradients: a warp for each band of 16 rows, of which it has the accumulators of
+// tiles of 8 columns (ptx/matrix.cuh). A `Bands` tells where sums lie:
+//   Params                      the kernel's parameters
+//   kTogether                   tiles that are loaded before any of them is written
+//   Bands(params, n)            band n, of which a warp asks once. It waits for the kernel ahead if it reads what kernels wrote
+//   tiles()                     how many tiles it has: 0 if there is no such band
+//   load(first tile, sums), store(first tile, sums)
+//   end(finite)                 whether all sums of this thread are finite
+#pragma once
+
+#include "../host/launch.cuh"
+#include "products.cuh"
+#include "ptx/dependent.cuh"
+
+namespace fdm::cuda {
+
+constexpr int kRoundingThreads = 256;
+
+// Blocks of threads for so many bands.
+inline int64_t rounding_blocks(int64_t bands) { return ceil_div(bands, kRoundingThreads / 32); }
+
+// Where this thread's two rows of a band begin in t; -1: there is no such row.
+struct BandRows {
+  int64_t offset[2];
+
+  template <class RowOffset> __device__ __forceinline__ void find(const RowOffset &row_offset) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) offset[half] = row_offset(accumulator_row(half));
+  }
+
+  template <class Element, int kTiles>
+  __device__ __forceinline__ void store(const fdm_tensor &t, float scale, int first,
+                                        const float (&sums)[kTiles][4]) const {
+    const int column = 8 * first, head_dim = int(t.shape[3]);
+    if (column >= head_dim) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      write_row(static_cast<Element *>(t.data) + offset[half] + column * t.stride[3], t.stride[3], head_dim - column,
+                sums, half, scale, offset[half] >= 0);
+  }
+};
+
+template <class Bands>
+__global__ void __launch_bounds__(kRoundingThreads, Bands::kTogether <= 8 ? 3 : 2) round_sums(const __grid_constant__ typename Bands::Params params) {
+  constexpr int kTogether = Bands::kTogether;
+  ptx::start_dependents();
+  const Bands band(params, int64_t(blockIdx.x) * (kRoundingThreads / 32) + threadIdx.x / 32);
+  ptx::wait_for_kernel_ahead();
+  const int tiles = band.tiles();
+  bool finite = true;
+#pragma unroll 1
+  for (int first = 0; first < tiles; first += kTogether) {
+    float sums[kTogether][4];
+    band.load(first, sums);
+    __syncwarp(); // rows may be written where other threads of the warp have read
+    band.store(first, sums);
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) finite &= fabsf(sums[k][i]) < INFINITY;
+  }
+  if (tiles > 0) band.end(finite);
+}
+
+} // namespace fdm::cuda
