@@ -12,9 +12,8 @@
 //                              all of these at once, where equal bits are not asked for: blocks of keys add to float32
 //                              sums of dq, and of keys that several segments of rows keep, in no fixed order, which
 //                              round_sums.cu rounds. sm90/query_chain.cuh adds to dq in a fixed order, for few keys;
-//   4. bias_reduce.cu          a bias that is the same for every query: sums over what shares it;
-//      row_bias.cuh            a bias with a row for each query;
-//      sink_reduce.cu          the sink of each head.
+//   4. row_bias.cuh            a bias with a row for each query;
+//      reduce.cu               a bias that is the same for every query: sums over what shares it; the sink of each head.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -130,7 +129,7 @@ struct BackwardParams {
   KeyWork keys;
   QuerySums query_sums;
   // Of a bias without rows for queries: [batch, or 1 for varlen][kv head][bias_heads][1][key]. This is dbias itself, or
-  // float32 sums for bias_reduce.cu where several of them share an element of the bias.
+  // float32 sums for reduce.cu where several of them share an element of the bias.
   fdm_tensor bias_sums;
   bool reduces_bias;
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
