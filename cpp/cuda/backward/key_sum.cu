@@ -1,93 +1,91 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Sums the parts of the blocks of keys that were divided, in the order of the parts, and writes dk, dv and the sums of
-// the bias gradient.
+// Sums the parts of the blocks of keys that were divided, and writes dk, dv and the sums of the bias gradient.
 #include <cuda_runtime.h>
 
-#include "../host/launch.cuh"
-#include "../tile/products.cuh"
+#include "../tile/sum_parts.cuh"
 #include "key_blocks.cuh"
-#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-// Blocks of threads go through the items, and several have the keys of an item. Of many items few are divided; of few, most
-// are, and more blocks of threads have work then: with 8 divisions in place of 32, a backward pass of 2 heads and 32,768
-// tokens took 0.27 ms in place of 0.23 (seen on an H100, a mask of 1024 keys).
-constexpr int kMostBlocks = 256, kManyItems = 1024;
+// Columns of the grid go through the items, and several blocks of threads have the keys of an item. Of many items few are
+// divided; of few, most are, and more blocks of threads have work then: with 8 divisions in place of 32, a backward pass of 2
+// heads and 32,768 tokens took 0.27 ms in place of 0.23 (seen on an H100, a mask of 1024 keys).
+constexpr int kMostColumns = 256, kManyItems = 1024;
 constexpr int kDivisions = 16, kDivisionsOfFew = 32;
 
-__device__ int32_t key_of_row(const BackwardParams &params, const KeyBlockPlace &place, int r) {
-  if (params.keys.listed) return listed_key(params, place, r).key;
-  const int64_t key = int64_t(place.block) * params.keys.block_keys + r;
-  return key < place.s.k_count ? static_cast<int32_t>(key) : -1;
-}
+// A slot has dk and dv, [keys of a block][slot_dim] each, then [head of the bias][keys of a block]: four neighbours at a time.
+struct DividedBlocks {
+  using Params = BackwardParams;
+  using Value = float4;
 
-__device__ void add(float &sum, float x) { sum += x; }
-__device__ void add(float4 &sum, const float4 &x) {
-  sum.x += x.x;
-  sum.y += x.y;
-  sum.z += x.z;
-  sum.w += x.w;
-}
+  const BackwardParams &params;
+  const KeyWork &keys;
+  int64_t count;
+  PartSums parts;
+  KeyBlockPlace place;
 
-// Sums the floats, or groups of neighbours, at an offset in the slots of an item's parts.
-template <class Value> __device__ Value sum_of_parts(const KeyWork &keys, const KeyItem &item, int64_t offset) {
-  const float *slot = keys.slots + int64_t(item.slot) * keys.slot_floats + offset;
-  Value total{};
-#pragma unroll 4
-  for (int part = 0; part < item.parts; ++part)
-    add(total, *reinterpret_cast<const Value *>(slot + part * keys.slot_floats));
-  return total;
-}
+  __device__ explicit DividedBlocks(const BackwardParams &params_)
+      : params(params_), keys(params.keys), count(keys.parts == 0 ? *keys.item_count : keys.max_items) {}
 
-__device__ void sum_item(const BackwardParams &params, const KeyItem &item) {
-  const KeyWork &keys = params.keys;
-  const fdm_problem &p = params.p;
-  const KeyBlockPlace place = key_block_place(params, item.block);
-  const int head_dim = int(p.head_dim), rows = keys.block_keys / int(gridDim.y), first = int(blockIdx.y) * rows;
-  // A thread sums four neighbours at a time; slot_dim is a multiple of 32.
-  const int quads = keys.slot_dim / 4;
-  for (int i = threadIdx.x; i < 2 * rows * quads; i += kThreads) {
-    const int which = i / (rows * quads), r = first + i / quads % rows, d = i % quads * 4;
-    const fdm_tensor &t = which ? params.a.dv : params.a.dk;
-    const int32_t key = key_of_row(params, place, r);
-    if (!present(t) || key < 0 || d >= head_dim) continue;
-    const float4 total = sum_of_parts<float4>(keys, item, (int64_t(which) * keys.block_keys + r) * keys.slot_dim + d);
-    const int64_t offset = place.s.batch * t.stride[0] + (place.s.k_begin + key) * t.stride[1] +
+  __device__ bool find(int64_t number) {
+    const KeyItem item = key_item(keys, int32_t(number));
+    if (item.parts <= 1 || item.part != 0 || !has_key_item(params, number)) return false;
+    place = key_block_place(params, item.block);
+    const float *first = keys.slots + int64_t(item.slot) * keys.slot_floats;
+    parts = {first, first + keys.slot_floats, keys.slot_floats, item.parts};
+    return true;
+  }
+
+  __device__ int quads() const { return keys.slot_dim / 4; }
+  __device__ int row_quads() const { return 2 * keys.block_keys * quads(); } // of dk and dv
+  __device__ int values() const {
+    return row_quads() + (params.wants_bias_sums ? params.bias_heads * keys.block_keys / 4 : 0);
+  }
+  __device__ const fdm_tensor &gradient(int i) const {
+    return i < keys.block_keys * quads() ? params.a.dk : params.a.dv;
+  }
+  __device__ int32_t key_of_row(int r) const {
+    if (keys.listed) return listed_key(params, place, r).key;
+    const int64_t key = int64_t(place.block) * keys.block_keys + r;
+    return key < place.s.k_count ? static_cast<int32_t>(key) : -1;
+  }
+
+  __device__ int index(int i) const {
+    if (i >= row_quads()) return i;
+    const bool wanted = present(gradient(i)) && i % quads() * 4 < params.p.head_dim;
+    return wanted && key_of_row(i / quads() % keys.block_keys) >= 0 ? i : -1;
+  }
+  __device__ void store(int i, const float4 &sum) const {
+    const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+    if (i >= row_quads()) {
+      const int first = (i - row_quads()) * 4, head = first / keys.block_keys;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int32_t key = key_of_row(first % keys.block_keys + n);
+        if (key >= 0) store_bias_sum(params, place.s, place.kv_head, head, key, sums[n]);
+      }
+      return;
+    }
+    const fdm_tensor &t = gradient(i);
+    const int d = i % quads() * 4, head_dim = int(params.p.head_dim);
+    const int64_t offset = place.s.batch * t.stride[0] +
+                           (place.s.k_begin + key_of_row(i / quads() % keys.block_keys)) * t.stride[1] +
                            place.kv_head * t.stride[2] + d * t.stride[3];
-    const float factor = which ? 1.0f : p.scale, sums[4] = {total.x, total.y, total.z, total.w};
+    const float factor = i < keys.block_keys * quads() ? params.p.scale : 1.0f;
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       if (d + n < head_dim) store_element(t, offset + n * t.stride[3], factor * sums[n]);
   }
-  if (!params.wants_bias_sums) return;
-  for (int i = threadIdx.x; i < params.bias_heads * rows; i += kThreads) {
-    const int r = first + i % rows, head_of_group = i / rows;
-    const int32_t key = key_of_row(params, place, r);
-    if (key < 0) continue;
-    const int64_t offset = (int64_t(2) * keys.slot_dim + head_of_group) * keys.block_keys + r;
-    store_bias_sum(params, place.s, place.kv_head, head_of_group, key, sum_of_parts<float>(keys, item, offset));
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ BackwardParams params) {
-  const KeyWork &keys = params.keys;
-  ptx::wait_for_kernel_ahead();
-  const int32_t past = keys.parts == 0 ? *keys.item_count : keys.max_items;
-  for (int32_t number = int32_t(blockIdx.x); number < past; number += int32_t(gridDim.x)) {
-    const KeyItem item = key_item(keys, number);
-    if (item.parts > 1 && item.part == 0 && has_key_item(params, number)) sum_item(params, item);
-  }
-}
+};
 
 } // namespace
 
 cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream) {
-  const int32_t blocks = params.keys.max_items < kMostBlocks ? params.keys.max_items : kMostBlocks;
+  const int32_t columns = params.keys.max_items < kMostColumns ? params.keys.max_items : kMostColumns;
   const int divisions = params.keys.max_items < kManyItems ? kDivisionsOfFew : kDivisions;
-  return launch<Overlap::kernel_ahead>(sum_parts, {blocks, divisions}, kThreads, 0, stream, params);
+  return launch<Overlap::kernel_ahead>(sum_parts<DividedBlocks>, {columns, divisions}, kPartsThreads, 0, stream,
+                                       params);
 }
 
 } // namespace fdm::cuda

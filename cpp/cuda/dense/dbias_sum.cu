@@ -1,45 +1,60 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Adds the parts of tiles of the bias gradient that several blocks of threads have worked on, in the order of the blocks.
-// A row of this grid stands for the boundary before a block; the first boundary inside of a tile adds the tile's parts.
-#include "../host/launch.cuh"
+#include "../tile/sum_parts.cuh"
 #include "dbias_tiles.cuh"
 
 namespace fdm::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+// An item is the boundary before a block, if it is the first one inside of a tile: pairs of neighbours of the tile.
+template <class Element> struct DividedTiles {
+  using Params = DenseBackward;
+  using Value = float2;
 
-// Asked for one block on an SM, the compiler spills no registers to make room for a fifth.
-template <class Element>
-__global__ void __launch_bounds__(kThreads, 1) dbias_sum_kernel(const __grid_constant__ DenseBackward work) {
-  if (is_superseded(work)) return;
-  const DbiasWork &division = work.dbias;
-  const int64_t boundary = int64_t(blockIdx.x) + 1, inside = first_step(division, boundary);
-  const int64_t number = inside / division.groups, first = number * division.groups;
-  if (inside == first || inside >= division.steps || first_step(division, boundary - 1) > first) return;
-  // The block before the boundary has the tile's beginning.
-  const DbiasTile tile(work, number);
-  const bool only = first_step(division, boundary - 1) == first; // the tile is also the first of its block
-  const auto part = [&](int64_t slot) {
-    return reinterpret_cast<const float2 *>(division.parts + slot * division.tile_rows * division.tile_keys);
-  };
-  const auto sum = [&](int i) {
-    float2 total = part(2 * (boundary - 1) + (only ? 0 : 1))[i];
-    for (int64_t b = boundary; b < division.blocks && first_step(division, b) < first + division.groups; ++b) {
-      const float2 other = part(2 * b)[i];
-      total.x += other.x;
-      total.y += other.y;
-    }
-    return total;
-  };
-  store_dbias<Element>(work, tile, int(blockIdx.y * kThreads + threadIdx.x), int(gridDim.y) * kThreads, sum);
-}
+  const DenseBackward &work;
+  int64_t count, offset;
+  PartSums parts;
+  int64_t rows, keys; // those that exist, from the tile's first ones on
+
+  __device__ explicit DividedTiles(const DenseBackward &work_)
+      : work(work_), count(is_superseded(work) ? 0 : work.dbias.blocks - 1) {}
+
+  __device__ bool find(int64_t item) {
+    const DbiasWork &division = work.dbias;
+    const int64_t boundary = item + 1, inside = first_step(division, boundary);
+    const int64_t number = inside / division.groups, first = number * division.groups;
+    if (inside == first || inside >= division.steps || first_step(division, boundary - 1) > first) return false;
+    // The block before the boundary has the tile's beginning.
+    const bool only = first_step(division, boundary - 1) == first; // the tile is also the first of its block
+    const int64_t size = int64_t(division.tile_rows) * division.tile_keys;
+    parts = {division.parts + (2 * (boundary - 1) + (only ? 0 : 1)) * size, division.parts + 2 * boundary * size,
+             2 * size, 1};
+    while (item + parts.count < division.blocks && first_step(division, item + parts.count) < first + division.groups)
+      ++parts.count;
+    const DbiasTile tile(work, number);
+    offset = dbias_offset(work, tile);
+    rows = work.call.p.queries - int64_t(tile.row_tile) * division.tile_rows;
+    keys = work.call.p.keys - int64_t(tile.key_tile) * division.tile_keys;
+    return true;
+  }
+
+  __device__ int values() const { return work.dbias.tile_rows * work.dbias.tile_keys / 2; }
+  __device__ int row(int i) const { return 2 * i / work.dbias.tile_keys; }
+  __device__ int key(int i) const { return 2 * i % work.dbias.tile_keys; }
+  __device__ int index(int i) const { return row(i) < rows ? pair_index(work.dbias, row(i), key(i)) : -1; }
+  __device__ void store(int i, const float2 &sum) const {
+    const fdm_tensor &t = work.a.dbias;
+    store_pair<Element>(t, work.dbias_pairs, offset + row(i) * t.stride[2] + key(i) * t.stride[3], sum.x, sum.y,
+                        keys - key(i));
+  }
+};
 
 } // namespace
 
 cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream) {
-  const auto kernel = work.call.p.q.dtype == FDM_FLOAT16 ? dbias_sum_kernel<__half> : dbias_sum_kernel<__nv_bfloat16>;
-  return launch(kernel, Grid(work.dbias.blocks - 1, 8), kThreads, 0, stream, work);
+  const auto kernel =
+      work.call.p.q.dtype == FDM_FLOAT16 ? sum_parts<DividedTiles<__half>> : sum_parts<DividedTiles<__nv_bfloat16>>;
+  return launch(kernel, Grid(work.dbias.blocks - 1, 8), kPartsThreads, 0, stream, work);
 }
 
 } // namespace fdm::cuda
