@@ -1,28 +1,31 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What the backward pass needs before it computes, in one launch whose blocks of threads have different work:
 //   the kept keys of each bucket are ordered;
-//   the statistics of each row, lse to base 2 and delta = dO . O - dlse, are computed with eight threads for each row
-//   of each head, and the sums of dq, if there are any, cleared;
+//   the statistics of each row are computed (make_statistics.cuh), and the sums of dq, if there are any, cleared;
 //   dk, dv and the sums of the bias gradient are cleared where no other kernel writes all of them.
+//
+// With a sink, P = exp(score - lse') with lse' = log(exp(lse) + exp(sink)), and the P of a row sum to
+// exp(lse - lse') < 1. The gradient of lse, which is without the sink, reaches a score as dlse exp(score - lse)
+// = dlse P exp(lse' - lse), so delta = dO . O - dlse exp(lse' - lse). The sink has P too, and a dP of 0: its gradient is
+// the sum over the rows of -exp(sink - lse') dO . O.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
-#include "../host/launch.cuh"
-#include "../tile/copy_rows.cuh"
-#include "../tile/products.cuh"
+#include "../tile/sink.cuh"
 #include "key_order.cuh"
 #include "key_segments.cuh"
 #include "make_statistics.cuh"
-#include "ptx/dependent.cuh"
+#include "query_sums.cuh"
+#include "row_statistics.cuh"
 
 namespace fdm::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = kStatisticsThreads;
 
 // Blocks of threads for each work.
-struct Division {
+struct PreparationDivision {
   int64_t order, clearing;
   StatisticsWork statistics;
   bool vectors; // rows of dk and dv are cleared eight elements at a time
@@ -77,7 +80,7 @@ __device__ void clear_keys(const BackwardParams &params, int64_t unit, bool vect
   }
 }
 
-__device__ void clear_gradients(const BackwardParams &params, const Division &division, int64_t block) {
+__device__ void clear_gradients(const BackwardParams &params, const PreparationDivision &division, int64_t block) {
   const int64_t blocks = division.clearing;
   const int64_t units = key_units(params);
   for (int64_t n = block * (kThreads / 32) + threadIdx.x / 32; n < units; n += blocks * (kThreads / 32))
@@ -93,57 +96,86 @@ __device__ void clear_gradients(const BackwardParams &params, const Division &di
   }
 }
 
-template <class Element, bool kAligned, int kLanes>
-__global__ void __launch_bounds__(kThreads, 2)
-    prepare_backward(const __grid_constant__ BackwardParams params, Division division) {
-  __shared__ union {
-    typename KeyOrder<kThreads>::Shared keys;
-    typename SegmentOrder<kThreads>::Shared segments;
-  } shared;
-  ptx::start_dependents();
-  // Blocks that order keys wait most of the time and those of the statistics load and store: so they take turns.
-  const int64_t turns = min64(division.order, division.statistics.blocks), number = blockIdx.x;
-  const bool in_turns = number < 2 * turns;
-  const int64_t block = in_turns ? number / 2 : number - turns;
-  if (in_turns ? number % 2 == 0 : block < division.order) {
-    if (params.keys.segments.rows > 0) return SegmentOrder<kThreads>(params, shared.segments, block).run();
-    return KeyOrder<kThreads>{shared.keys}.run(params, block);
+struct SinkShare {
+  float added;   // lse' - lse, to base 2
+  float of_sink; // P of the sink
+};
+
+// For an lse to base 2. The sink adds at most kMostAdded: beyond that the P of keys are nearly 0, but must not be, since
+// the gradient of lse is multiplied by them after it was divided by them.
+__device__ __forceinline__ SinkShare sink_share(const fdm_problem &p, int64_t head, float lse) {
+  constexpr float kMostAdded = 64.0f;
+  const float margin = sink_score(p, head) - lse;
+  if (margin > kMostAdded) return {kMostAdded, 1.0f};
+  const float weight = exp2f(margin);
+  return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
+}
+
+struct Preparation {
+  using Params = BackwardParams;
+  using Division = PreparationDivision;
+
+  __host__ __device__ static const fdm_problem &problem(const BackwardParams &params) { return params.p; }
+  __host__ __device__ static const fdm_backward_args &args(const BackwardParams &params) { return params.a; }
+  __host__ __device__ static int64_t past_batch(const BackwardParams &params) {
+    return is_varlen(params.p) ? 1 : params.p.batch;
   }
-  if (block < division.statistics.blocks)
-    return make_statistics<kThreads, kLanes, Element, kAligned>(params, division.statistics, int32_t(block));
-  clear_gradients(params, division, number - division.order - division.statistics.blocks);
-}
 
-// The lanes of a row read all of a row of up to 64 or 128 elements at once.
-constexpr int kFewLanes = 8, kManyLanes = 16;
+  struct Numbers {
+    float *data;
+    int64_t count;
+  };
+  __device__ static Numbers query_sums(const BackwardParams &params) {
+    const QuerySums &sums = params.query_sums;
+    return {sums.data, sums.data ? query_sum_count(params.p, sums) : 0};
+  }
 
-// Blocks of threads have up to so many units of rows, as long as there are a few blocks for each SM.
-constexpr int64_t kMostUnits = 8, kWantedBlocks = 768;
+  __device__ static void write(const BackwardParams &params, const RowResult &result) {
+    const fdm_problem &p = params.p;
+    const HeadRow &row = result.row;
+    const int64_t rows = total_rows(p);
+    // What lies in rows that keep nothing may be anything.
+    const bool empty = fabsf(result.lse) > kUnusableLse;
+    const float delta = empty ? 0.0f : result.delta;
+    RowStatistics statistics{empty ? INFINITY : result.lse * kLog2E, delta};
+    float dlse_factor = 1.0f;
+    if (present(p.sink)) {
+      const SinkShare share = empty ? SinkShare{} : sink_share(p, row.head, statistics.lse);
+      params.sink_shares[(row.head * past_batch(params) + row.batch) * rows + row.i] = -share.of_sink * delta;
+      statistics.lse += share.added;
+      dlse_factor = exp2f(share.added);
+    }
+    if (!empty && present(params.a.dlse)) statistics.delta -= load_value(params.a.dlse, row) * dlse_factor;
+    params.statistics[(row.batch * p.heads + row.head) * rows + row.i] = statistics;
+  }
 
-StatisticsWork divide_rows(const fdm_problem &p, int lanes, int rows_of_thread) {
-  const int64_t all = (is_varlen(p) ? 1 : p.batch) * total_rows(p) * p.heads, together = kThreads / lanes;
-  if (all == 0) return {};
-  const int64_t units = ceil_div(all, together * rows_of_thread);
-  const int64_t blocks = std::max(std::min(units, kWantedBlocks), units / kMostUnits);
-  return {int32_t(units), int32_t(blocks), head_row(p, together), head_row(p, blocks * together * rows_of_thread)};
-}
-
-template <class Element> cudaError_t launch_for(const BackwardParams &params, Division division, cudaStream_t stream) {
-  const fdm_problem &p = params.p;
-  const bool aligned = params.dout_aligned && rows_are_aligned(params.a.out, p.head_dim);
-  const bool many = aligned && p.head_dim > 64;
-  auto kernel = aligned ? prepare_backward<Element, true, kFewLanes> : prepare_backward<Element, false, kFewLanes>;
-  if (many) kernel = prepare_backward<Element, true, kManyLanes>;
-  division.statistics = divide_rows(p, many ? kManyLanes : kFewLanes, statistics_rows(aligned));
-  return launch(kernel, division.order + division.statistics.blocks + division.clearing, kThreads, 0, stream, params,
-                division);
-}
+  // Blocks that order keys wait most of the time and those of the statistics load and store: so they take turns.
+  __device__ static int64_t other_work(const BackwardParams &params, const PreparationDivision &division) {
+    __shared__ union {
+      typename KeyOrder<kThreads>::Shared keys;
+      typename SegmentOrder<kThreads>::Shared segments;
+    } shared;
+    const int64_t turns = min64(division.order, division.statistics.blocks), number = blockIdx.x;
+    const bool in_turns = number < 2 * turns;
+    const int64_t block = in_turns ? number / 2 : number - turns;
+    if (in_turns ? number % 2 == 0 : block < division.order) {
+      if (params.keys.segments.rows > 0)
+        SegmentOrder<kThreads>(params, shared.segments, block).run();
+      else
+        KeyOrder<kThreads>{shared.keys}.run(params, block);
+      return -1;
+    }
+    if (block < division.statistics.blocks) return block;
+    clear_gradients(params, division, number - division.order - division.statistics.blocks);
+    return -1;
+  }
+};
 
 } // namespace
 
 cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream) {
   const fdm_problem &p = params.p;
-  Division division{};
+  PreparationDivision division{};
   if (key_gradients) {
     if (params.keys.segments.rows > 0)
       division.order = int64_t(params.keys.heads) * params.keys.segments.count;
@@ -156,8 +188,7 @@ cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cud
     const int64_t sums = params.wants_bias_sums ? ceil_div(element_count(params.bias_sums), kSums * kThreads) : 0;
     division.clearing = std::max(keys, sums);
   }
-  return p.q.dtype == FDM_FLOAT16 ? launch_for<__half>(params, division, stream)
-                                  : launch_for<__nv_bfloat16>(params, division, stream);
+  return launch_statistics<Preparation>(params, division, 0, division.order + division.clearing, stream);
 }
 
 } // namespace fdm::cuda

@@ -21,7 +21,7 @@ inline bool needs_general_kernel(const BackwardParams &params) {
   return has_rows(params.p.bias) || !params.aligned || !params.dout_aligned;
 }
 
-// The statistics of a row are lse to base 2, and delta = dO . O - dlse; with a sink, what make_statistics.cuh says. Rows
+// The statistics of a row are lse to base 2, and delta = dO . O - dlse; with a sink, what prepare.cu says. Rows
 // without a gradient have lse = inf, which makes P = 0, and delta = 0.
 struct RowStatistics {
   float lse, delta;
