@@ -9,6 +9,7 @@
 #include "../dense/dense.h"
 #include "../host/device.h"
 #include "../host/dispatch.h"
+#include "../host/fill.h"
 #include "../plan/list_work.cuh"
 #include "../tile/copy_rows.cuh"
 #include "../tile/tile_sizes.cuh"

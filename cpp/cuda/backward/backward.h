@@ -152,8 +152,6 @@ cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream)
 cudaError_t launch_key_segment_sums(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_sink_reduce(const BackwardParams &params, cudaStream_t stream);
-// Fills the whole of a tensor of any strides with zeros; does nothing if it is absent.
-cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream);
 
 // The size does not depend on the current device.
 int64_t backward_workspace_bytes(const fdm_problem &p);

@@ -8,6 +8,7 @@
 #include "../dense/dense.h"
 #include "../host/device.h"
 #include "../host/dispatch.h"
+#include "../host/fill.h"
 #include "../tile/copy_rows.cuh"
 #include "../tile/tile_sizes.cuh"
 #include "decode.h"

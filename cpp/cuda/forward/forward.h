@@ -59,9 +59,6 @@ bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_
 cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts,
                               void *workspace);
 
-// unused_rows.cu: writes the rows of a packed batch that belong to no sequence.
-cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &args, cudaStream_t stream);
-
 int64_t forward_workspace_bytes(const fdm_problem &p);
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace);
 

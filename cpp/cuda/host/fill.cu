@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "fill.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "../tile/copy_rows.cuh"
+#include "launch.cuh"
+#include "ptx/dependent.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// A row of the grid fills a tensor, whose dimension 1 are rows, with the bits of an element. With cu_seqlens it fills the rows
+// that belong to no sequence, else all of them.
+struct FillParams {
+  fdm_tensor tensors[2];
+  uint32_t bits[2];
+  bool vectors[2]; // eight elements of 16 bits at a time, which are zeros
+  fdm_tensor cu_seqlens;
+  int64_t batch;
+
+  void set(int n, const fdm_tensor &t, uint32_t value) {
+    tensors[n] = t;
+    bits[n] = value;
+    vectors[n] = value == 0 && t.dtype != FDM_FLOAT32 && rows_are_aligned(t, t.shape[3]);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ FillParams params) {
+  ptx::start_dependents();
+  const fdm_tensor &t = params.tensors[blockIdx.y];
+  const bool vectors = params.vectors[blockIdx.y];
+  int64_t begin = 0, end = 0;
+  if (present(params.cu_seqlens)) {
+    begin = clamp64(cu_bound(params.cu_seqlens, 0), 0, t.shape[1]);
+    end = clamp64(cu_bound(params.cu_seqlens, params.batch), begin, t.shape[1]);
+  }
+  const int64_t rows = begin + t.shape[1] - end, chunks = vectors ? t.shape[3] / 8 : t.shape[3];
+  const int64_t count = t.shape[0] * rows * t.shape[2] * chunks;
+  for (int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x; n < count; n += int64_t(gridDim.x) * kThreads) {
+    const int64_t of_head = quotient(n, chunks), of_row = quotient(of_head, t.shape[2]), batch = quotient(of_row, rows);
+    const int64_t number = of_row - batch * rows, row = number < begin ? number : number - begin + end;
+    const int64_t head = of_head - of_row * t.shape[2], d = (n - of_head * chunks) * (vectors ? 8 : 1);
+    const int64_t offset = batch * t.stride[0] + row * t.stride[1] + head * t.stride[2] + d * t.stride[3];
+    if (t.dtype == FDM_FLOAT32)
+      static_cast<uint32_t *>(t.data)[offset] = params.bits[blockIdx.y];
+    else if (vectors)
+      *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(t.data) + offset) = uint4{};
+    else
+      static_cast<uint16_t *>(t.data)[offset] = uint16_t(params.bits[blockIdx.y]);
+  }
+}
+
+int64_t blocks_of(const FillParams &params, int n) {
+  const fdm_tensor &t = params.tensors[n];
+  const int64_t elements = t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3];
+  return ceil_div(params.vectors[n] ? elements / 8 : elements, kThreads);
+}
+
+} // namespace
+
+cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream) {
+  if (!present(t)) return cudaSuccess;
+  FillParams params{};
+  params.set(0, t, 0);
+  return launch(fill, blocks_of(params, 0), kThreads, 0, stream, params);
+}
+
+cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &args, cudaStream_t stream) {
+  // Two for each SM of an H100. Most batches have no such rows, and then each block reads two bounds.
+  constexpr int64_t kMostBlocks = 264;
+  constexpr uint32_t kMinusInfinity = 0xff800000u;
+  FillParams params{};
+  params.cu_seqlens = p.cu_seqlens_q;
+  params.batch = p.batch;
+  params.set(0, args.out, 0);
+  fdm_tensor lse = args.lse; // its rows are its dimension 2
+  std::swap(lse.shape[1], lse.shape[2]);
+  std::swap(lse.stride[1], lse.stride[2]);
+  if (present(lse)) params.set(1, lse, kMinusInfinity);
+  const Grid grid(std::min(blocks_of(params, 0), kMostBlocks), present(lse) ? 2 : 1);
+  return launch(fill, grid, kThreads, 0, stream, params);
+}
+
+} // namespace fdm::cuda
