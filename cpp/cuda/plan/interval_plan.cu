@@ -158,7 +158,8 @@ __device__ void list_tile(TileColumnsShared<kThreads> &shared, const fdm_problem
   if (threadIdx.x == 0) plan.counts[slot] = counts;
 }
 
-// The first blocks of threads have the parts of lists, the others the tiles.
+// The first blocks of threads have the parts of lists, the others the tiles. Without parts the kept keys are listed already, and
+// tiles look at those.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     list_keys_and_tiles(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, uint32_t parts) {
@@ -170,25 +171,19 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     compact_part(shared.sums, p, plan, part_of_list(p, plan, parts, blockIdx.x));
   } else {
     const ListWork work = tile_of_list(p, plan, blockIdx.x - part_blocks);
-    list_tile(shared, p, plan, work, TileKeys::all(p, work));
+    list_tile(shared, p, plan, work, parts > 0 ? TileKeys::all(p, work) : TileKeys::kept(p, plan, work));
   }
-}
-
-__global__ void __launch_bounds__(kTileThreads, 2)
-    list_tiles(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan) {
-  __shared__ TileColumnsShared<kTileThreads> shared;
-  const ListWork work = tile_of_list(p, plan, blockIdx.x);
-  ptx::start_dependents();
-  ptx::wait_for_kernel_ahead();
-  list_tile(shared, p, plan, work, TileKeys::kept(p, plan, work));
 }
 
 // With a key mask the columns of a tile need no list.
 int64_t tiles_to_list(const Plan &plan) { return plan.columns ? plan.lists * plan.tiles : 0; }
 
+template <int kThreads> int64_t parts_of(const fdm_problem &p) {
+  return max64(1, ceil_div(p.keys, kPartKeys<kThreads>));
+}
+
 template <int kThreads>
-cudaError_t launch_list_keys_and_tiles(const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
-  const int64_t parts = max64(1, ceil_div(p.keys, kPartKeys<kThreads>));
+cudaError_t launch_list_keys_and_tiles(const fdm_problem &p, const Plan &plan, int64_t parts, cudaStream_t stream) {
   return launch<Overlap::kernel_ahead>(list_keys_and_tiles<kThreads>,
                                        plan.lists * list_sequences(p) * parts + tiles_to_list(plan), kThreads, 0,
                                        stream, p, plan, uint32_t(parts));
@@ -209,9 +204,9 @@ cudaError_t make_interval_plan(const fdm_problem &p, const Plan &plan, void *wor
     // Threads enough for the whole GPU, but no more: each has some work of its own beside its keys.
     constexpr int64_t kUsualSms = 132;
     const int64_t tiles = tiles_to_list(plan);
-    if (tiles <= 2 * kUsualSms) return launch_list_keys_and_tiles<512>(p, plan, stream);
-    if (tiles <= 8 * kUsualSms) return launch_list_keys_and_tiles<256>(p, plan, stream);
-    return launch_list_keys_and_tiles<128>(p, plan, stream);
+    if (tiles <= 2 * kUsualSms) return launch_list_keys_and_tiles<512>(p, plan, parts_of<512>(p), stream);
+    if (tiles <= 8 * kUsualSms) return launch_list_keys_and_tiles<256>(p, plan, parts_of<256>(p), stream);
+    return launch_list_keys_and_tiles<128>(p, plan, parts_of<128>(p), stream);
   }
   const int64_t chunks = ceil_div(p.keys, kChunkKeys);
   auto *counts = static_cast<int32_t *>(workspace);
@@ -220,7 +215,7 @@ cudaError_t make_interval_plan(const fdm_problem &p, const Plan &plan, void *wor
   if (cudaError_t error = launch<Overlap::kernel_ahead>(compact_kept_keys, lists * chunks, kChunkThreads, 0, stream, p,
                                                         plan, counts, chunks))
     return error;
-  return launch<Overlap::kernel_ahead>(list_tiles, tiles_to_list(plan), kTileThreads, 0, stream, p, plan);
+  return launch_list_keys_and_tiles<kTileThreads>(p, plan, 0, stream);
 }
 
 } // namespace fdm::cuda
