@@ -170,7 +170,7 @@ ALLOWANCES = (
         "the accumulators of 32 keys fill 255 registers; outside of the loop over a step's rows",
     ),
     Allowance(
-        "dense_fused_kernel<*, 64, true, false>>",
+        "dense_fused_kernel<*, 64, true, 0>>",
         "*",
         200,
         "a tile of dbias, two of products and their results fill 224 registers",
@@ -182,7 +182,7 @@ ALLOWANCES = (
         "a tile of dbias beside two results of 128 columns fills 224 registers; mostly what a "
         "step is told, and outside of the loop over sources",
     ),
-    Allowance("dense_clusters_kernel<*>", "*", 128, "a step and exchanges beside a tile of dbias"),
+    Allowance("dense_fused_kernel<*, 1>>", "*", 140, "a step and exchanges beside a tile of dbias"),
     Allowance(
         "dense_fused_kernel<*>",
         "*",

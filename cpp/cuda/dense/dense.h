@@ -38,7 +38,7 @@ struct DenseCall {
 
 // Rows and keys of a tile of the kernels for sm_90.
 constexpr int kWideTile = 128;
-// sm90/forward_windows.cuh and sm90/fused_windows.cuh serve problems with at most so many rows and keys, and columns.
+// Windows are problems with at most so many rows and keys, and columns.
 constexpr int kWindow = 64, kWindowHeadDim = 32;
 
 // Tiles of kWideTile keys that a row of a tile of so many rows sees.
@@ -113,8 +113,8 @@ struct GradientSums {
 constexpr int kWideTileQuads = kWideTile * kWideTile / 4;
 
 struct FusedWork {
-  bool windows;  // sm90/fused_windows.cuh does all
-  bool clusters; // sm90/fused_clusters.cuh does: a cluster has the tiles of a unit, and `splits` tasks for each unit
+  bool windows;  // a consumer warpgroup has all rows and keys of a source
+  bool clusters; // a cluster has the tiles of a unit, and `splits` tasks for each unit
   int32_t row_tiles, key_tiles, splits;
   int32_t first_batch, batches;
   int32_t first_unit, units;     // a unit is a head of the bias, and an element of its batch

@@ -9,8 +9,6 @@
 #if FDM_TILE_ARCH == 90
 #include "../host/launch_sm90.cuh"
 #include "sm90/fused.cuh"
-#include "sm90/fused_clusters.cuh"
-#include "sm90/fused_windows.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -20,13 +18,13 @@ template <class Config> cudaError_t launch_clusters(const DenseBackward &work, c
   using Shared = DenseFusedShared<Config>;
   const int64_t blocks = int64_t(work.fused.row_tiles) * work.fused.key_tiles;
   int64_t most;
-  if (cudaError_t error = most_clusters<Shared, dense_clusters_kernel<Config>>(int(blocks), Roles::kThreads, &most))
+  if (cudaError_t error = most_clusters<Shared, dense_fused_kernel<Config>>(int(blocks), Roles::kThreads, &most))
     return error;
   if (most == 0) return cudaErrorInvalidConfiguration;
   DenseBackward own = work;
   if (own.fused.splits == 0) own.fused.splits = choose_cluster_splits(work.fused, most);
   const Grid grid(std::min<int64_t>(int64_t(own.fused.units) * own.fused.splits, most), blocks, blocks);
-  return launch_with_shared<Shared, dense_clusters_kernel<Config>>(own, grid, Roles::kThreads, stream);
+  return launch_with_shared<Shared, dense_fused_kernel<Config>>(own, grid, Roles::kThreads, stream);
 }
 #endif
 
@@ -39,14 +37,15 @@ template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const Dens
   const auto launch_for = [&](auto wide) {
     constexpr bool kWide = decltype(wide)::value;
     if constexpr (kHeadDim == kWindowHeadDim) {
-      using Windows = DenseFusedConfig<Element, kHeadDim, kWide, true>;
+      using Windows = DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::windows>;
       if (division.windows)
-        return launch_with_shared<DenseFusedShared<Windows>, dense_windows_kernel<Windows>>(
+        return launch_with_shared<DenseFusedShared<Windows>, dense_fused_kernel<Windows>>(
             work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
     }
-    using Config = DenseFusedConfig<Element, kHeadDim, kWide>;
+    using Config = DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::sums>;
     if constexpr (!Config::kInTurn)
-      if (division.clusters) return launch_clusters<Config>(work, stream);
+      if (division.clusters)
+        return launch_clusters<DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::exchange>>(work, stream);
     return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>, Overlap::kernel_ahead>(
         work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
   };

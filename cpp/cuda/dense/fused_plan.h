@@ -62,7 +62,7 @@ inline int32_t choose_splits(const FusedWork &work, bool sums_dbias, bool causal
   return sums_dbias && !causal && steps < INT32_MAX && share + parts * kFusedTaskSteps < time_of(best) ? 0 : best;
 }
 
-// The plan of sm90/fused_windows.cuh: a task for each SM, with as many of the sources of a head of the bias as another.
+// The plan with windows (FusedEpilogue): a task for each SM, with as many of the sources of a head of the bias as another.
 inline FusedPlan plan_windows(const DenseCall &call, int sms) {
   const fdm_problem &p = call.p;
   FusedPlan plan{};
@@ -77,7 +77,7 @@ inline FusedPlan plan_windows(const DenseCall &call, int sms) {
   return plan;
 }
 
-// The plan of sm90/fused_clusters.cuh, which has the deltas in dq until that is written. Only a bias that the batch shares is
+// The plan of clusters (FusedEpilogue::exchange), which has the deltas in dq until that is written. Only a bias that the batch shares is
 // worth sums of dbias. How many clusters run at the same time is known where they are launched, which then chooses `splits`.
 inline FusedPlan plan_clusters(const DenseCall &call) {
   const fdm_problem &p = call.p;

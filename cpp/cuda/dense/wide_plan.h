@@ -39,7 +39,7 @@ inline bool has_wide_sizes(const fdm_problem &p) {
 }
 inline bool has_wide_tiles(const DenseCall &call) { return call.aligned && has_wide_sizes(call.p); }
 
-// Whether sm90/fused_windows.cuh serves a problem. It does not where most of its tiles, or most SMs, would be idle.
+// Whether a problem has windows (FusedEpilogue). It does not where most of its tiles, or most SMs, would be idle.
 inline bool has_windows(const DenseCall &call) {
   constexpr int64_t kLeastSources = 1024;
   const fdm_problem &p = call.p;
@@ -49,7 +49,7 @@ inline bool has_windows(const DenseCall &call) {
          group_size(p) == 1 && p.batch * p.heads >= kLeastSources;
 }
 
-// Whether sm90/fused_clusters.cuh serves a problem.
+// Whether clusters complete the gradients of a problem (FusedEpilogue::exchange).
 inline bool has_clusters(const DenseCall &call) {
   const fdm_problem &p = call.p;
   return has_wide_tiles(call) && !has_windows(call) && wide_head_dim(p) <= 64 && p.queries <= 2 * kWideTile &&

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass of problems with at most 64 rows and keys, whose batch shares a bias: windows, as fused_windows.cuh has
-// them. Each consumer warpgroup has a source of its own, and its part of the bias in registers for as many sources as the
+// Forward pass of problems with at most 64 rows and keys, whose batch shares a bias: windows. Each consumer warpgroup has a source of its own, and its part of the bias in registers for as many sources as the
 // task has.
 #pragma once
 

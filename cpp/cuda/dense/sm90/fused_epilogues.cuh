@@ -1,36 +1,133 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients of problems with at most two tiles of rows and two of keys. It is fused.cuh where a cluster has all tiles of
-// a head, so that its blocks of threads can complete dQ, dK and dV among themselves, and nothing is added in global memory
-// but the tiles of dbias whose sources several clusters share.
+// What becomes of the parts of dQ, dK and dV that a step of the fused kernel has made, as FusedEpilogue tells. Each epilogue
+// has finish(), which releases the stage of the step.
+#pragma once
+
+#include "complete_rows.cuh"
+#include "fused_tasks.cuh"
+
+namespace fdm::cuda {
+
+// Accumulators of 16 rows for each warp: of dq in rows of the tile, of dk and dv in keys.
+template <class Config> struct FusedProducts {
+  static constexpr int kOutTiles = Config::kHeadDim / 8;
+  using Sums = float[kOutTiles][4];
+  using Half = float[kOutTiles][2]; // one of the two rows of a thread
+  Sums dq, dk, dv;
+
+  __device__ static void take_half(Half &x, const Sums &sums, int half) {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) x[n][i] = half ? sums[n][2 + i] : sums[n][i];
+  }
+};
+
+template <class Config> struct FusedEpilogueBase {
+  using Element = typename Config::Element;
+  using Products = FusedProducts<Config>;
+  using Sums = typename Products::Sums;
+  using Half = typename Products::Half;
+  static constexpr int kOutTiles = Products::kOutTiles;
+
+  const DenseBackward &work;
+  DenseFusedShared<Config> &shared;
+
+  __device__ FusedEpilogueBase(const DenseBackward &own_work, DenseFusedShared<Config> &memory)
+      : work(own_work), shared(memory) {}
+  __device__ static int warp() { return threadIdx.x / 32; }
+  __device__ static int lane() { return threadIdx.x % 32; }
+  // Where the rows of a source begin in a gradient.
+  __device__ static Element *head_of(const fdm_tensor &t, const SourceWalk &source) {
+    return static_cast<Element *>(t.data) + source.batch * t.stride[0] + source.head * t.stride[2];
+  }
+};
+
+// Adds to float32 sums in global memory.
+template <class Config> struct SumsEpilogue : FusedEpilogueBase<Config> {
+  using Base = FusedEpilogueBase<Config>;
+  using Base::Base, Base::warp, Base::work, Base::shared;
+
+  // 16 rows for each warp, of a tile of 128 that begins at row `first`.
+  __device__ static void add(const GradientSums &sums, const SumHalves &tile, int first, const typename Base::Sums &x) {
+    if (!tile.first) return;
+    const int64_t own = 16 * warp() * sums.row;
+    SumBand<Config::kHeadDim>{{tile.first + own, tile.second + own}, sums.row, int(sums.rows) - first - 16 * warp()}
+        .add(x);
+  }
+  __device__ void finish(const DenseFusedTask &task, const FusedProducts<Config> &sums, int stage, const SourceWalk &,
+                         bool) const {
+    const auto place = shared.places[stage];
+    Roles::consumer_release(shared.empty[stage]);
+    add(work.fused.dq, place.dq, task.row_tile * kWideTile, sums.dq);
+    add(work.fused.dk, place.dk, task.key_tile * kWideTile, sums.dk);
+    add(work.fused.dv, place.dv, task.key_tile * kWideTile, sums.dv);
+  }
+};
+
+// Writes what is complete: a warpgroup has all rows and keys of a source.
+template <class Config> struct WindowEpilogue : FusedEpilogueBase<Config> {
+  using Base = FusedEpilogueBase<Config>;
+  using Base::Base, Base::work, Base::shared;
+
+  __device__ void finish(const DenseFusedTask &, const FusedProducts<Config> &sums, int stage, const SourceWalk &source,
+                         bool exists) const {
+    const fdm_problem &p = work.call.p;
+    Roles::consumer_release(shared.empty[stage]);
+    float probe = 0.0f;
+    write(work.a.dq, source, exists ? p.queries : 0, sums.dq, p.scale, probe);
+    write(work.a.dk, source, exists ? p.keys : 0, sums.dk, p.scale, probe);
+    write(work.a.dv, source, exists ? p.keys : 0, sums.dv, 1.0f, probe);
+    if (probe != 0.0f) *work.odd = 1;
+  }
+
+private:
+  __device__ static void write(const fdm_tensor &t, const SourceWalk &source, int64_t rows,
+                               const typename Base::Sums &sums, float factor, float &probe) {
+    if (!present(t)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * Config::band() + accumulator_row(half);
+      typename Base::Half x;
+      Base::Products::take_half(x, sums, half);
+      write_complete_row(Base::head_of(t, source) + row * t.stride[1], row < rows, int(t.shape[3]), x, factor, probe);
+    }
+  }
+};
+
+// Of problems with at most two tiles of rows and two of keys: a cluster has all tiles of a source, so its blocks of threads
+// complete dQ, dK and dV among themselves, and nothing is added in global memory but the tiles of dbias whose sources several
+// clusters share.
 //
 // A step makes the same products in all blocks. Two blocks with the same rows then exchange halves of their parts of dQ, two
 // with the same keys those of dK and dV: of the two rows that a thread's accumulators have, each block completes one. Warps
 // exchange with the same warp of the other block, through the memory of P and dS, once no product of that block reads it.
-#pragma once
+template <class Config> struct ExchangeEpilogue : FusedEpilogueBase<Config> {
+  using Base = FusedEpilogueBase<Config>;
+  using Base::kOutTiles, Base::lane, Base::shared, Base::warp, Base::work;
+  using typename Base::Half, typename Base::Sums;
 
-#include "complete_rows.cuh"
-#include "fused.cuh"
-#include "ptx/cluster.cuh"
-
-namespace fdm::cuda {
-
-template <class Config> struct DenseClusterConsumer {
-  using Element = typename Config::Element;
-  using Fused = DenseFusedConsumer<Config>;
-  using Sums = typename Fused::Sums;
-  static constexpr int kOutTiles = Fused::kOutTiles;
-  using Half = float[kOutTiles][2]; // one of the two rows of accumulators
-
-  const DenseBackward &work;
-  DenseFusedShared<Config> &shared;
-  Fused fused;
   const int row_tile, key_tile; // this block's
   uint32_t phase = 0;
 
-  __device__ DenseClusterConsumer(const DenseBackward &own_work, DenseFusedShared<Config> &memory)
-      : work(own_work), shared(memory), fused(own_work, memory), row_tile(int(blockIdx.y) / own_work.fused.key_tiles),
+  __device__ ExchangeEpilogue(const DenseBackward &own_work, DenseFusedShared<Config> &memory)
+      : Base(own_work, memory), row_tile(int(blockIdx.y) / own_work.fused.key_tiles),
         key_tile(int(blockIdx.y) % own_work.fused.key_tiles) {}
 
+  __device__ void finish(const DenseFusedTask &, const FusedProducts<Config> &sums, int stage, const SourceWalk &source,
+                         bool) {
+    Roles::consumer_release(shared.empty[stage]);
+    exchange(sums);
+    const float scale = work.call.p.scale;
+    float probe = 0.0f;
+    write(kSameRows, 0, work.a.dq, source, row_tile, sums.dq, scale, probe);
+    write(kSameKeys, 1, work.a.dk, source, key_tile, sums.dk, scale, probe);
+    write(kSameKeys, 2, work.a.dv, source, key_tile, sums.dv, 1.0f, probe);
+    if (probe != 0.0f) *work.odd = 1;
+    __syncwarp(); // all lanes have read what the next step's P and dS overwrite
+  }
+
+private:
   // Whether there is another block on an axis. Below: its rank, and which row of accumulators this one completes.
   __device__ bool has_other(ClusterAxis axis) const {
     return (axis == kSameRows ? work.fused.key_tiles : work.fused.row_tiles) > 1;
@@ -47,19 +144,13 @@ template <class Config> struct DenseClusterConsumer {
     constexpr int kPanelBytes = Scores::kBytes / 2, kWarpBytes = kPanelBytes / Roles::kConsumerWarps;
     static_assert(kOutTiles * 2 * int(sizeof(float)) * 32 <= kWarpBytes && Config::kScoreTiles == 2);
     char *const panel = shared.sScores[gradient / 2] + gradient % 2 * kPanelBytes;
-    return reinterpret_cast<float *>(panel + Fused::warp() * kWarpBytes) + Fused::lane() * 4;
+    return reinterpret_cast<float *>(panel + warp() * kWarpBytes) + lane() * 4;
   }
 
-  __device__ static void take_half(Half &x, const Sums &sums, int half) {
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) x[n][i] = half ? sums[n][2 + i] : sums[n][i];
-  }
   __device__ void send(ClusterAxis axis, int gradient, const Sums &sums) const {
     Half x;
-    take_half(x, sums, 1 - own_half(axis));
-    const ptx::RoomOfBlock there(room(gradient), shared.exchange.readable[axis][Fused::warp()], other(axis));
+    Base::Products::take_half(x, sums, 1 - own_half(axis));
+    const ptx::RoomOfBlock there(room(gradient), shared.exchange.readable[axis][warp()], other(axis));
 #pragma unroll
     for (int n = 0; n < kOutTiles; n += 2)
       there.store(n / 2 * 128, make_float4(x[n][0], x[n][1], x[n + 1][0], x[n + 1][1]));
@@ -81,14 +172,14 @@ template <class Config> struct DenseClusterConsumer {
                         const Sums &sums, float factor, float &probe) const {
     if (!present(t)) return;
     const bool shares = has_other(axis);
-    auto *const head = static_cast<Element *>(t.data) + source.batch * t.stride[0] + source.head * t.stride[2];
-    const int first = tile * kWideTile + 16 * Fused::warp();
+    const int first = tile * kWideTile + 16 * warp();
     const auto write_half = [&](int half) {
       Half x;
-      take_half(x, sums, half);
+      Base::Products::take_half(x, sums, half);
       if (shares) receive(x, gradient);
       const int64_t row = first + accumulator_row(half);
-      write_complete_row(head + row * t.stride[1], row < t.shape[1], int(t.shape[3]), x, factor, probe);
+      write_complete_row(Base::head_of(t, source) + row * t.stride[1], row < t.shape[1], int(t.shape[3]), x, factor,
+                         probe);
     };
     if (shares) return write_half(own_half(axis));
     write_half(0);
@@ -96,16 +187,15 @@ template <class Config> struct DenseClusterConsumer {
   }
 
   // Sends the other blocks their halves, and waits until this warp has its own. No product reads P and dS any more.
-  __device__ void exchange(const typename Fused::Products &sums) {
+  __device__ void exchange(const FusedProducts<Config> &sums) {
     constexpr uint32_t kGradientBytes = 32 * sizeof(Half);
     auto &barriers = shared.exchange;
-    const int warp = Fused::warp();
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < kClusterAxes; ++n) {
       const auto axis = ClusterAxis(n);
-      if (!has_other(axis) || Fused::lane() > 0) continue;
-      ptx::expect_of_cluster(barriers.readable[axis][warp], axis == kSameRows ? kGradientBytes : 2 * kGradientBytes);
+      if (!has_other(axis) || lane() > 0) continue;
+      ptx::expect_of_cluster(barriers.readable[axis][warp()], axis == kSameRows ? kGradientBytes : 2 * kGradientBytes);
       ptx::arrive_of_block(barriers.writable[axis], other(axis));
     }
     if (has_other(kSameRows)) {
@@ -119,63 +209,9 @@ template <class Config> struct DenseClusterConsumer {
     }
 #pragma unroll
     for (int n = 0; n < kClusterAxes; ++n)
-      if (has_other(ClusterAxis(n))) ptx::wait_for_cluster(barriers.readable[n][warp], phase);
+      if (has_other(ClusterAxis(n))) ptx::wait_for_cluster(barriers.readable[n][warp()], phase);
     phase ^= 1;
   }
-
-  __device__ void run(const DenseFusedTask &task) {
-    fused.tile.start(task);
-    SourceWalk source(work.call, task.unit, task.first);
-    auto &state = fused.state;
-    for (int64_t index = task.first; index < task.past; ++index, ++state, ++source) {
-      Roles::consumer_wait(shared.full[state.index], state.phase);
-      typename Fused::Products sums;
-      fused.make_products(sums, state.index);
-      Roles::consumer_release(shared.empty[state.index]);
-      exchange(sums);
-      const float scale = work.call.p.scale;
-      float probe = 0.0f;
-      write(kSameRows, 0, work.a.dq, source, row_tile, sums.dq, scale, probe);
-      write(kSameKeys, 1, work.a.dk, source, key_tile, sums.dk, scale, probe);
-      write(kSameKeys, 2, work.a.dv, source, key_tile, sums.dv, 1.0f, probe);
-      if (probe != 0.0f) *work.odd = 1;
-      __syncwarp(); // all lanes have read what the next step's P and dS overwrite
-    }
-    fused.tile.write_dbias();
-  }
-
-  __device__ void run() {
-    Roles::pass_turn(Roles::consumer_group());
-    DenseFusedTask::for_each_of_cluster(work, [&](const DenseFusedTask &next) { run(next); });
-    Roles::take_turn(Roles::consumer_group()); // the last turn that was passed on
-  }
 };
-
-template <class Config>
-__global__ void __launch_bounds__(Roles::kThreads, 1)
-    dense_clusters_kernel(const __grid_constant__ DenseBackward work) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<DenseFusedShared<Config> *>(dynamic_shared);
-  shared.init();
-  if (threadIdx.x == 0) shared.exchange.odd = *work.odd != 0;
-  __syncthreads();
-  // Another cluster may find something odd meanwhile: what one thread has seen goes for all.
-  const bool has_others = gridDim.y > 1;
-  if (has_others) ptx::sync_cluster();
-  const bool odd = (has_others ? ptx::load_of_block(&shared.exchange.odd, 0) : shared.exchange.odd) != 0.0f;
-  if (!odd) {
-    using Registers = std::conditional_t<Config::kFolds, RoleRegisters<216, 72>, RoleRegisters<224, 56>>;
-    if (Roles::is_producer()) {
-      Registers::produce();
-      PipelineState<Config::kStages> state;
-      DenseFusedTask::for_each_of_cluster(
-          work, [&](const DenseFusedTask &task) { DenseFusedProducer<Config>(work, shared, task).run(state); });
-    } else {
-      Registers::consume();
-      DenseClusterConsumer<Config>(work, shared).run();
-    }
-  }
-  if (has_others) ptx::leave_cluster();
-}
 
 } // namespace fdm::cuda

@@ -4,6 +4,7 @@
 
 #include "../fused_tiles.cuh"
 #include "../gradient_sums.cuh"
+#include "ptx/cluster.cuh"
 #include "row_columns.cuh"
 #include "row_copy.cuh"
 
@@ -12,13 +13,21 @@ namespace fdm::cuda {
 // What has a barrier of its own where there is one stage.
 enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
 
-// kHasWindows: the problem has at most kWindow rows and keys, and a tile those of two sources, one below the other.
-template <class ElementType, int kHeadDimension, bool kWideBias, bool kHasWindows = false> struct DenseFusedConfig {
+// What becomes of a step's part of dQ, dK and dV. sums: it is added to float32 sums in global memory. exchange: a cluster has
+// all tiles of a source, and its blocks complete the gradients among themselves (fused_exchange.cuh). windows: the problem has
+// at most kWindow rows and keys, a tile those of two sources, one below the other, and the gradients are complete.
+enum class FusedEpilogue { sums, exchange, windows };
+template <class Config> struct SumsEpilogue;
+template <class Config> struct ExchangeEpilogue;
+template <class Config> struct WindowEpilogue;
+
+template <class ElementType, int kHeadDimension, bool kWideBias, FusedEpilogue kGradients> struct DenseFusedConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
   static constexpr bool kWide = kWideBias; // the bias is float32
   using Pair = TilePair<kHeadDim>;         // Q and dO, or K and V
-  static constexpr bool kWindows = kHasWindows;
+  static constexpr bool kWindows = kGradients == FusedEpilogue::windows,
+                        kCluster = kGradients == FusedEpilogue::exchange;
   static constexpr int kSources = kWindows ? 2 : 1, kSide = kTile / kSources; // rows and keys of a source
   using Scores = SmemTile<kSide, kTile>;
   // With 128 columns, shared memory has one tile of each operand, and one for P and then dS.
@@ -29,9 +38,16 @@ template <class ElementType, int kHeadDimension, bool kWideBias, bool kHasWindow
   // as float32, times log2 e.
   static constexpr bool kFolds = kHeadDim == 32, kFloats = kWide || kFolds;
   static constexpr int kBiasChunks = (kFloats ? 16 : 8) / kSources; // 16 bytes each, of a thread
+  // The 16 rows of a source that this consumer warp has.
+  __device__ static int band() { return threadIdx.x / 32 % (kSide / 16); }
+  using Registers = std::conditional_t<kWindows, RoleRegisters<208, 80>,
+                                       std::conditional_t<kFolds, RoleRegisters<216, 72>, RoleRegisters<224, 56>>>;
+  using Epilogue = std::conditional_t<
+      kWindows, WindowEpilogue<DenseFusedConfig>,
+      std::conditional_t<kCluster, ExchangeEpilogue<DenseFusedConfig>, SumsEpilogue<DenseFusedConfig>>>;
 };
 
-// What blocks of a cluster tell each other (fused_clusters.cuh): those with the same rows, and those with the same keys.
+// What blocks of a cluster tell each other (fused_exchange.cuh): those with the same rows, and those with the same keys.
 enum ClusterAxis { kSameRows, kSameKeys, kClusterAxes };
 struct ClusterExchange {
   uint64_t readable[kClusterAxes][Roles::kConsumerWarps]; // a warp has what the other block's sent
@@ -45,10 +61,23 @@ struct ClusterExchange {
       for (uint64_t &barrier : readable[axis]) ptx::init_barrier(barrier, 1);
     }
   }
+  // What all blocks of the cluster take `found` for, which they must agree on. All threads call this.
+  __device__ bool agree(bool found) {
+    if (threadIdx.x == 0) odd = found;
+    __syncthreads();
+    if (gridDim.y == 1) return odd != 0.0f;
+    ptx::sync_cluster();
+    return ptx::load_of_block(&odd, 0) != 0.0f;
+  }
+  __device__ static void leave() {
+    if (gridDim.y > 1) ptx::leave_cluster();
+  }
 };
 
 struct NoExchange {
   __device__ void init() {}
+  __device__ static bool agree(bool found) { return __syncthreads_or(found); }
+  __device__ static void leave() {}
 };
 
 template <class Config> struct DenseFusedShared {
@@ -63,7 +92,7 @@ template <class Config> struct DenseFusedShared {
   std::conditional_t<Config::kFolds, RowColumns<typename Config::Element, Config::kStages>, RowNumbers<Config::kStages>>
       known;
   uint64_t full[Config::kBarriers], empty[Config::kBarriers];
-  std::conditional_t<Config::kInTurn || Config::kWindows, NoExchange, ClusterExchange> exchange;
+  std::conditional_t<Config::kCluster, ClusterExchange, NoExchange> exchange;
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
@@ -100,9 +129,21 @@ struct DenseFusedTask {
     if (!seen || !LiveTiles::is_live(work.live.row(unit, row_tile), key_tile)) past = first;
   }
 
-  // Calls function(task) for the tasks of this block of threads.
-  template <class Function> __device__ static void for_each(const DenseBackward &work, const Function &function) {
+  // Calls function(task) for the tasks of this block of threads. A cluster has all tiles of a unit, and each of its blocks takes
+  // part in what they exchange.
+  template <bool kCluster, class Function>
+  __device__ static void for_each(const DenseBackward &work, const Function &function) {
     const FusedWork &division = work.fused;
+    if constexpr (kCluster) {
+      const int sources = int(division.sources), splits = division.splits, past = division.units * splits;
+#pragma unroll 1
+      for (int number = int(blockIdx.x); number < past; number += int(gridDim.x)) {
+        const int split = number / division.units, unit = number - split * division.units;
+        function(DenseFusedTask(work, unit * int(gridDim.y) + int(blockIdx.y), int(int64_t(sources) * split / splits),
+                                int(int64_t(sources) * (split + 1) / splits), false));
+      }
+      return;
+    }
     const int tiles = int(division.tiles()), sources = int(division.sources), splits = division.splits;
     // Counts tasks, a tile after the other for each split; or steps, a source after the other for each tile.
     int number = int(blockIdx.x), past = tiles * splits;
@@ -119,18 +160,6 @@ struct DenseFusedTask {
       const int end = splits == 0 ? min(sources, past - tile * sources) : int(int64_t(sources) * (split + 1) / splits);
       function(DenseFusedTask(work, tile, first, end, true));
       number += splits == 0 ? end - first : int(gridDim.x);
-    }
-  }
-  // The same in a cluster, which has all tiles of a unit. Each of them takes part in what its blocks exchange.
-  template <class Function>
-  __device__ static void for_each_of_cluster(const DenseBackward &work, const Function &function) {
-    const FusedWork &division = work.fused;
-    const int sources = int(division.sources), splits = division.splits, past = division.units * splits;
-#pragma unroll 1
-    for (int number = int(blockIdx.x); number < past; number += int(gridDim.x)) {
-      const int split = number / division.units, unit = number - split * division.units;
-      function(DenseFusedTask(work, unit * int(gridDim.y) + int(blockIdx.y), int(int64_t(sources) * split / splits),
-                              int(int64_t(sources) * (split + 1) / splits), false));
     }
   }
 };

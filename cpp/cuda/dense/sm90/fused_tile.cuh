@@ -24,11 +24,8 @@ template <class Config> struct FusedBiasTile {
 
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
-  __device__ static int band() {
-    return Config::kWindows ? warp() % (Config::kSide / 16) : warp();
-  } // of 16 rows of a source
   __device__ int64_t row(int half) const {
-    return int64_t(task.row_tile) * Config::kSide + 16 * band() + accumulator_row(half);
+    return int64_t(task.row_tile) * Config::kSide + 16 * Config::band() + accumulator_row(half);
   }
   __device__ int64_t key(int n) const { return int64_t(task.key_tile) * Config::kSide + 8 * n + accumulator_column(); }
 
@@ -74,7 +71,7 @@ template <class Config> struct FusedBiasTile {
     const fdm_problem &p = work.call.p;
     if (!present(work.a.dbias)) return;
     const FusedDbiasTile tile{task.unit, task.row_tile, task.key_tile};
-    const int first = band() * (Config::kTile / 8) * 32 + lane(); // quads
+    const int first = Config::band() * (Config::kTile / 8) * 32 + lane(); // quads
     if (division.dbias) {
       float *sums = division.dbias + (tile_number(division, tile) * kWideTileQuads + first) * 4;
 #pragma unroll
