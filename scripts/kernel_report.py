@@ -121,7 +121,7 @@ ALLOWANCES = (
         "three accumulators beside the addresses of a task: 52 bytes at D 128, most at 192",
     ),
     Allowance(
-        "forward_*<ForwardConfigSm90<*, 256, *>",
+        "forward_kernel_sm90<*<ForwardConfigSm90<*, 256, *>",
         "sm_90a",
         432,
         "the output fills the registers where a tile is written",

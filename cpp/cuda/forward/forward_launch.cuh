@@ -44,8 +44,8 @@ bool launch_forward_boxes(const ForwardParams &params, cudaStream_t stream, cuda
   using Config = ForwardConfigSm90<Element, kHeadDim, Pipeline, tile.query_stages>;
   BoxForwardParams boxes;
   if (!make_boxes<Config>(params, &boxes)) return false;
-  *error = launch_persistent_sm90<ForwardSharedSm90<Config>, forward_boxes_kernel<Config>, Roles::kThreadsWithLookup>(
-      boxes, sequence_tiles(params.p) * params.p.heads, stream);
+  *error = launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<BoxColumns<Config>>,
+                                  Roles::kThreadsWithLookup>(boxes, sequence_tiles(params.p) * params.p.heads, stream);
   return true;
 }
 
@@ -91,8 +91,8 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardP
     const int64_t tiles = params.p.batch * params.tiles * params.p.heads;
     if constexpr (small_tile(kHeadDim).columns > 0)
       if (params.few_columns) return launch_small_tiles<Element, kHeadDim>(params, stream);
-    return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<Config>, Roles::kThreadsWithLookup>(
-        params, tiles, stream);
+    return launch_persistent_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<GatheredColumns<Config>>,
+                                  Roles::kThreadsWithLookup>(params, tiles, stream);
   }
 #else
   constexpr ForwardTileChoice crowded = crowded_forward_tile(FDM_TILE_ARCH, kHeadDim);

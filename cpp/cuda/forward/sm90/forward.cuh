@@ -2,8 +2,9 @@
 // Forward pass with Hopper's wgmma: a persistent kernel, one block of threads on each SM.
 //
 // The kernel is warp-specialized. Lookup warps find tiles and the keys of their columns, and a producer warpgroup
-// gathers the rows of Q, K and V, as far ahead as the stages of the pipeline allow, also over the end of a tile. The
-// consumers are those of forward_consumer.cuh.
+// gathers the rows of Q, K and V, as far ahead as the stages of the pipeline allow, also over the end of a tile. Where the
+// columns are consecutive keys, one warp copies boxes instead (forward_boxes.cuh). The consumers are those of
+// forward_consumer.cuh.
 #pragma once
 
 #include "../../tile/sm90/block_lookup.cuh"
@@ -109,27 +110,44 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
   tasks.producer_tail();
 }
 
-template <class Config>
+// Columns of which a plan has the keys.
+template <class ConfigType> struct GatheredColumns {
+  using Config = ConfigType;
+  using Params = ForwardParams;
+  using Registers = ForwardRegisters<Config::kHeadDim>;
+
+  __device__ static const ForwardParams &forward(const ForwardParams &params) { return params; }
+  __device__ static void look_up(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
+    if constexpr (Config::Pipeline::kLookup == Lookup::warps)
+      look_up_in_turns<Config>(params, shared);
+    else
+      look_up_together<Config>(params, shared);
+  }
+  __device__ static void produce(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
+    produce_forward<Config>(params, shared);
+  }
+};
+
+// The lookup and producer warps are those of GatheredColumns or of BoxColumns (forward_boxes.cuh).
+template <class Columns>
 __global__ void __launch_bounds__(Roles::kThreadsWithLookup, 1)
-    forward_kernel_sm90(const __grid_constant__ ForwardParams params) {
+    forward_kernel_sm90(const __grid_constant__ typename Columns::Params params) {
+  using Config = typename Columns::Config;
+  using Registers = typename Columns::Registers;
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<ForwardSharedSm90<Config> *>(dynamic_shared);
   shared.init();
   ptx::wait_for_kernel_ahead();
   __syncthreads();
-  using Registers = ForwardRegisters<Config::kHeadDim>;
   if (Roles::is_lookup()) {
     Registers::look_up();
-    if constexpr (Config::Pipeline::kLookup == Lookup::warps)
-      look_up_in_turns<Config>(params, shared);
-    else
-      look_up_together<Config>(params, shared);
+    Columns::look_up(Columns::forward(params), shared);
   } else if (Roles::is_producer()) {
     Registers::produce();
-    produce_forward<Config>(params, shared);
+    Columns::produce(params, shared);
   } else {
     Registers::consume();
-    ForwardConsumer<Config> consumer(params, shared);
+    ForwardConsumer<Config> consumer(Columns::forward(params), shared);
     consumer.run();
   }
 }

@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with Hopper's wgmma where there is no mask: the columns of a tile are consecutive keys. A persistent kernel,
-// one block of threads on each SM.
-//
-// The kernel is warp-specialized. One warp copies Q, K and V as boxes, as far ahead as the stages of the pipeline allow, also
-// over the end of a tile; a lookup warpgroup finds tiles, and the bias and the rows of each key. The consumers are those of
-// forward_consumer.cuh.
+// The columns of the persistent forward kernel (forward.cuh) where there is no mask: those of a tile are consecutive keys. One
+// warp copies Q, K and V as boxes, as far ahead as the stages of the pipeline allow, also over the end of a tile; a lookup
+// warpgroup finds tiles, and the bias and the rows of each key.
 #pragma once
 
 #include "../../tile/sm90/key_boxes.cuh"
 #include "../../tile/sm90/tile_sizes.cuh"
 #include "box_params.cuh"
 #include "forward_consumer.cuh"
-#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 
@@ -59,26 +55,18 @@ template <class Config> __device__ void copy_boxes(const BoxForwardParams &param
   copy_queries<Config>(params, tasks, nullptr, false);
 }
 
-template <class Config>
-__global__ void __launch_bounds__(Roles::kThreadsWithLookup, 1)
-    forward_boxes_kernel(const __grid_constant__ BoxForwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<ForwardSharedSm90<Config> *>(dynamic_shared);
-  shared.init();
-  ptx::wait_for_kernel_ahead();
-  __syncthreads();
+template <class ConfigType> struct BoxColumns {
+  using Config = ConfigType;
+  using Params = BoxForwardParams;
   using Registers = BoxForwardRegisters<Config::kHeadDim>;
-  if (Roles::is_lookup()) {
-    Registers::look_up();
-    look_up_boxes<Config>(params.forward, shared);
-  } else if (Roles::is_producer()) {
-    Registers::produce();
-    if (Roles::producer_thread() < 32) copy_boxes<Config>(params, shared);
-  } else {
-    Registers::consume();
-    ForwardConsumer<Config> consumer(params.forward, shared);
-    consumer.run();
+
+  __device__ static const ForwardParams &forward(const BoxForwardParams &params) { return params.forward; }
+  __device__ static void look_up(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
+    look_up_boxes<Config>(params, shared);
   }
-}
+  __device__ static void produce(const BoxForwardParams &params, ForwardSharedSm90<Config> &shared) {
+    if (Roles::producer_thread() < 32) copy_boxes<Config>(params, shared);
+  }
+};
 
 } // namespace fdm::cuda
