@@ -55,7 +55,7 @@ bool launch_small_boxes(const ForwardParams &params, cudaStream_t stream, cudaEr
   using Config = SmallBoxesConfig<Element, kHeadDim, tile.stages, tile.blocks>;
   BoxForwardParams boxes;
   if (!make_boxes<Config>(params, &boxes)) return false;
-  *error = launch_sm90<SmallBoxesShared<Config>, small_boxes_kernel<Config>, Config::kThreads>(
+  *error = launch_sm90<SmallBoxesShared<Config>, small_forward_kernel<SmallBoxes<Config>>, Config::kThreads>(
       boxes, sequence_tiles(params.p) * params.p.heads * Config::kParts, stream);
   return true;
 }
@@ -64,7 +64,7 @@ template <class Element, int kHeadDim>
 cudaError_t launch_small_tiles(const ForwardParams &params, cudaStream_t stream) {
   constexpr SmallTileChoice tile = small_tile(kHeadDim);
   using Config = SmallTilesConfig<Element, kHeadDim, tile.columns, tile.stages>;
-  return launch_with_shared<SmallTilesShared<Config>, small_tiles_kernel<Config>, Overlap::kernel_ahead>(
+  return launch_with_shared<SmallTilesShared<Config>, small_forward_kernel<SmallTile<Config>>, Overlap::kernel_ahead>(
       params, sequence_tiles(params.p) * params.p.heads, Config::kThreads, stream);
 }
 #endif

@@ -1,20 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with Hopper's wgmma of short sequences whose columns are consecutive keys: a block of threads for 64 query rows
-// of a head, several of which share an SM, so that one computes while others wait for their keys, look for maxima or write
-// rows out. The persistent kernel of forward_boxes.cuh hides that behind the products of other blocks of columns, of which
-// there are too few here.
-//
-// One thread copies Q, K and V as boxes, as far ahead as there are stages. What has to be known of the columns of a block is
-// asked for two blocks ahead, and stored one ahead.
+// Consecutive keys in the kernel of small_forward.cuh. One warpgroup has 64 query rows of a head. One thread copies Q, K and V
+// as boxes, as far ahead as there are stages. What has to be known of the columns of a block is asked for two blocks ahead, and
+// stored one ahead.
 #pragma once
 
 #include "../../tile/sm90/bias_operand.cuh"
 #include "../../tile/sm90/key_columns.cuh"
-#include "../../tile/sm90/products.cuh"
-#include "../../tile/sm90/tile_scheduler.cuh"
-#include "../forward_rows.cuh"
 #include "box_params.cuh"
-#include "ptx/dependent.cuh"
+#include "small_forward.cuh"
 
 namespace fdm::cuda {
 
@@ -57,18 +50,21 @@ template <class Config> struct SmallBoxesShared {
   }
 };
 
-template <class Config> struct SmallBoxes : Config::Rows {
+template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
+  using Config = ConfigType;
+  using Params = BoxForwardParams;
   using Rows = typename Config::Rows;
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
   using KeyTile = typename Config::KeyTile;
   using Shared = SmallBoxesShared<Config>;
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim, kStages = Config::kStages;
-  using Rows::out, Rows::params, Rows::scores, Rows::task;
+  using Rows::params, Rows::scores, Rows::task;
 
   const BoxForwardParams &boxes;
   Shared &shared;
-  int32_t blocks; // of columns
+  int32_t blocks;     // of columns
+  uint32_t bias_bits; // of this thread's column of the next block
 
   __device__ SmallBoxes(const BoxForwardParams &parameters, Shared &memory)
       : Rows(parameters.forward, memory.task), boxes(parameters), shared(memory) {}
@@ -259,13 +255,14 @@ template <class Config> struct SmallBoxes : Config::Rows {
     }
   }
 
-  __device__ void run() {
+  // Returns whether there are rows.
+  __device__ bool load_first() {
     start_tile();
     if (present(params.p.bias)) shared.bias.init();
     __syncthreads();
     blocks = shared.blocks;
-    if (blocks < 0) return;
-    uint32_t bias_bits = 0; // of the next block
+    if (blocks < 0) return false;
+    bias_bits = 0;
     if (finds()) {
       const uint32_t first = ask(0);
       bias_bits = ask(1);
@@ -274,45 +271,25 @@ template <class Config> struct SmallBoxes : Config::Rows {
     if (has_facts(0)) __syncthreads();
     Rows::start();
     if (blocks > 0) ptx::wait(shared.q_full, 0);
-#pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
-      const int stage = block % kStages;
-      const uint32_t phase = block / kStages % 2;
-      ptx::wait(shared.k_full[stage], phase);
-      start_scores(block);
-      if (finds() && has_facts(block + 1)) {
-        store(block + 1, bias_bits);
-        bias_bits = ask(block + 2);
-      }
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(scores[0]);
-      make_probabilities(block);
-      uint32_t probabilities[kColumns / 16][4];
-      pack_left<Element>(probabilities, scores[0]);
-      ptx::wait(shared.v_full[stage], phase);
-      clear_values(block);
-      warpgroup_add_rs<Element, KeyTile>(out[0], probabilities,
-                                         KeyTile::descriptor(ptx::shared_address(shared.sV[stage])));
-      if (block + 1 == blocks) break;
-      __syncthreads(); // nobody reads the block any more, and the facts of the next are there
-      if (threadIdx.x == 0) copy_keys(block + kStages);
-    }
-    this->finish();
-    this->write_wide();
+    return true;
+  }
+
+  __device__ static uint32_t phase(int block) { return block / kStages % 2; }
+  __device__ void wait_for_keys(int block) const { ptx::wait(shared.k_full[block % kStages], phase(block)); }
+  __device__ void look_ahead(int block) {
+    if (!finds() || !has_facts(block + 1)) return;
+    store(block + 1, bias_bits);
+    bias_bits = ask(block + 2);
+  }
+  __device__ void wait_for_values(int block) const {
+    ptx::wait(shared.v_full[block % kStages], phase(block));
+    clear_values(block);
+  }
+  __device__ void release(int block) const {
+    if (block + 1 == blocks) return;
+    __syncthreads(); // nobody reads the block any more, and the facts of the next are there
+    if (threadIdx.x == 0) copy_keys(block + kStages);
   }
 };
-
-// What an SM of this arch has, and takes of it for each block (CUDA programming guide, compute capability 9.0).
-constexpr int kSmShared = 228 << 10, kSharedOfBlock = 1 << 10;
-
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
-    small_boxes_kernel(const __grid_constant__ BoxForwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<SmallBoxesShared<Config> *>(dynamic_shared);
-  ptx::wait_for_kernel_ahead();
-  static_assert(Config::kBlocks * (int(sizeof(shared)) + kSharedOfBlock) <= kSmShared);
-  SmallBoxes<Config>(params, shared).run();
-}
 
 } // namespace fdm::cuda

@@ -1,16 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with Hopper's wgmma where tiles have few blocks of columns: a block of threads for each tile, two of which
-// share an SM, so that one computes while the other waits for its columns and keys. The persistent kernel of forward.cuh
-// hides that behind the products of other blocks of columns, of which there are too few here.
-//
-// Two warpgroups have 64 rows each. All of their threads also find columns and gather rows of K and V, some blocks ahead.
+// The columns of a plan in the kernel of small_forward.cuh. Two warpgroups have 64 rows each. All of their threads also find
+// columns and gather rows of K and V, some blocks ahead.
 #pragma once
 
-#include "../../tile/sm90/products.cuh"
-#include "../../tile/sm90/tile_scheduler.cuh"
-#include "../forward_rows.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/dependent.cuh"
+#include "small_forward.cuh"
 
 namespace fdm::cuda {
 
@@ -32,18 +26,23 @@ template <class Config> struct SmallTilesShared {
   ForwardTask task;
 };
 
-template <class Config> struct SmallTile : Config::Rows {
+template <class ConfigType> struct SmallTile : ConfigType::Rows {
+  using Config = ConfigType;
+  using Params = ForwardParams;
+  using Shared = SmallTilesShared<Config>;
   using Rows = typename Config::Rows;
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
   using KeyTile = typename Config::KeyTile;
   using Ring = typename Config::Ring;
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim, kStages = Config::kStages;
-  using Rows::out, Rows::params, Rows::scores, Rows::task;
+  using Rows::params, Rows::scores, Rows::task;
 
-  SmallTilesShared<Config> &shared;
+  Shared &shared;
+  int blocks;       // of columns
+  int32_t next_key; // of this thread in the batch of blocks after the one that is stored
 
-  __device__ SmallTile(const ForwardParams &parameters, SmallTilesShared<Config> &memory)
+  __device__ SmallTile(const ForwardParams &parameters, Shared &memory)
       : Rows(parameters, memory.task), shared(memory) {}
 
   __device__ static int warp() { return int(threadIdx.x) / 32; }
@@ -82,7 +81,7 @@ template <class Config> struct SmallTile : Config::Rows {
   }
 
   // Starts the copies of a block, if there is one.
-  __device__ void load_keys(int block, int blocks) const {
+  __device__ void load_keys(int block) const {
     if (block < blocks) {
       // One half of the warps has K, the other V.
       constexpr int kWarps = Config::kWarps / 2, kOwnKeys = kColumns / kWarps;
@@ -103,56 +102,53 @@ template <class Config> struct SmallTile : Config::Rows {
                            task->sequence_index, task->kv_head, task->columns, task->bias, column(block), entry);
   }
 
-  __device__ void run(const HeadTile &tile) {
+  // Returns whether the tile has rows.
+  __device__ bool load_first() {
+    const HeadTile tile = find_tile(params.p, params.order, blockIdx.x);
+    if (!tile.has_rows()) return false;
     make_task(tile);
     load_queries(tile);
     __syncthreads();
     const TileColumns &columns = task->columns;
-    const int blocks = (columns.count + kColumns - 1) / kColumns;
+    blocks = (columns.count + kColumns - 1) / kColumns;
     store(0, fetch_column(columns, task->bias, column(0), fetch_key(columns, column(0))));
-    int32_t next_key = fetch_key(columns, column(Ring::kBatch));
+    next_key = fetch_key(columns, column(Ring::kBatch));
     __syncthreads();
-    for (int block = 0; block < kStages - 1; ++block) load_keys(block, blocks);
+    for (int block = 0; block < kStages - 1; ++block) load_keys(block);
     this->start();
+    return true;
+  }
+
+  __device__ void wait_for_keys(int block) const {
+    ptx::cp_async_wait<kStages - 2>();
+    ptx::fence_async_proxy();
+    __syncthreads(); // this block is there, and nobody reads the last one any more
+    load_keys(block + kStages - 1);
+  }
+  __device__ void start_scores(int block) {
     const uint64_t q = QTile::descriptor(ptx::shared_address(shared.sQ)) + QTile::offset(64, 0) * (warp() / 4);
-    for (int block = 0; block < blocks; ++block) {
-      const int stage = block % kStages;
-      ptx::cp_async_wait<kStages - 2>();
-      ptx::fence_async_proxy();
-      __syncthreads(); // this block is there, and nobody reads the last one any more
-      load_keys(block + kStages - 1, blocks);
-      ptx::warpgroup_arrive();
-      warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(
-          scores[0], q, KeyTile::descriptor(ptx::shared_address(shared.sK[stage])), false);
-      ptx::warpgroup_commit_batch();
-      if (block % Ring::kBatch == 0 && block + Ring::kBatch < blocks) {
-        const int ahead = block + Ring::kBatch;
-        store(ahead, fetch_column(columns, task->bias, column(ahead), next_key));
-        next_key = fetch_key(columns, column(ahead + Ring::kBatch));
-      }
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(scores[0]);
-      Rows::finish_scores(shared.ring.slot(block), (block + 1) * kColumns > columns.full);
-      Rows::softmax();
-      uint32_t probabilities[kColumns / 16][4];
-      pack_left<Element>(probabilities, scores[0]);
-      warpgroup_add_rs<Element, KeyTile>(out[0], probabilities,
-                                         KeyTile::descriptor(ptx::shared_address(shared.sV[stage])));
-    }
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(
+        scores[0], q, KeyTile::descriptor(ptx::shared_address(shared.sK[block % kStages])), false);
+    ptx::warpgroup_commit_batch();
+  }
+  __device__ void look_ahead(int block) {
+    if (block % Ring::kBatch != 0 || block + Ring::kBatch >= blocks) return;
+    const TileColumns &columns = task->columns;
+    const int ahead = block + Ring::kBatch;
+    store(ahead, fetch_column(columns, task->bias, column(ahead), next_key));
+    next_key = fetch_key(columns, column(ahead + Ring::kBatch));
+  }
+  __device__ void make_probabilities(int block) {
+    Rows::finish_scores(shared.ring.slot(block), (block + 1) * kColumns > task->columns.full);
+    Rows::softmax();
+  }
+  __device__ void wait_for_values(int) const {} // they came with the keys
+  __device__ void release(int) const {}
+  __device__ void finish() {
     ptx::cp_async_wait<0>();
-    this->finish();
-    this->write_wide();
+    Rows::finish();
   }
 };
-
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
-    small_tiles_kernel(const __grid_constant__ ForwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<SmallTilesShared<Config> *>(dynamic_shared);
-  ptx::wait_for_kernel_ahead();
-  const HeadTile tile = find_tile(params.p, params.order, blockIdx.x);
-  if (tile.has_rows()) SmallTile<Config>(params, shared).run(tile);
-}
 
 } // namespace fdm::cuda

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward pass with Hopper's wgmma where tiles have few blocks of columns: a block of threads for each tile, or for 64 rows of
+// one. Several share an SM, so that one computes while others wait for columns and keys, look for maxima or write rows out. The
+// persistent kernel of forward.cuh hides that behind the products of other blocks of columns, of which there are too few here.
+//
+// The columns are those of a plan (small_tiles.cuh), or consecutive keys (small_boxes.cuh).
+#pragma once
+
+#include "../../tile/sm90/products.cuh"
+#include "../../tile/sm90/tile_scheduler.cuh"
+#include "../forward_rows.cuh"
+#include "ptx/dependent.cuh"
+
+namespace fdm::cuda {
+
+// What an SM of this arch has, and takes of it for each block (CUDA programming guide, compute capability 9.0).
+constexpr int kSmShared = 228 << 10, kSharedOfBlock = 1 << 10;
+
+template <class Columns>
+__global__ void __launch_bounds__(Columns::Config::kThreads, Columns::Config::kBlocks)
+    small_forward_kernel(const __grid_constant__ typename Columns::Params params) {
+  using Config = typename Columns::Config;
+  using Element = typename Config::Element;
+  using KeyTile = typename Config::KeyTile;
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<typename Columns::Shared *>(dynamic_shared);
+  static_assert(Config::kBlocks * (int(sizeof(shared)) + kSharedOfBlock) <= kSmShared);
+  ptx::wait_for_kernel_ahead();
+  Columns tile(params, shared);
+  if (!tile.load_first()) return;
+#pragma unroll 1
+  for (int block = 0; block < tile.blocks; ++block) {
+    tile.wait_for_keys(block);
+    tile.start_scores(block);
+    tile.look_ahead(block);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(tile.scores[0]);
+    tile.make_probabilities(block);
+    uint32_t probabilities[Config::kColumns / 16][4];
+    pack_left<Element>(probabilities, tile.scores[0]);
+    tile.wait_for_values(block);
+    warpgroup_add_rs<Element, KeyTile>(tile.out[0], probabilities,
+                                       KeyTile::descriptor(ptx::shared_address(shared.sV[block % Config::kStages])));
+    tile.release(block);
+  }
+  tile.finish();
+  tile.write_wide();
+}
+
+} // namespace fdm::cuda
