@@ -75,7 +75,7 @@ struct DenseForward {
   int32_t blocks, steps; // steps: of a group
   LiveTiles live;        // what a mask of rows leaves
   bool out_aligned;      // as rows_are_aligned says
-  bool windows;          // sm90/forward_windows.cuh serves it, in `groups` tasks for each head of the bias
+  bool windows;          // a consumer warpgroup has a source, and a head of the bias `groups` blocks of threads
   Partials partials;
 };
 

@@ -9,7 +9,6 @@
 #if FDM_TILE_ARCH == 90
 #include "../host/launch_sm90.cuh"
 #include "sm90/forward.cuh"
-#include "sm90/forward_windows.cuh"
 #endif
 
 namespace fdm::cuda {
@@ -21,8 +20,8 @@ cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t str
   if constexpr (kHeadDim == kWindowHeadDim)
     if (work.windows) {
       const auto launch_windows = [&](auto wide_bias) {
-        using Config = WindowForwardConfig<Element, decltype(wide_bias)::value>;
-        return launch_with_shared<WindowForwardShared<Config>, dense_window_forward_kernel<Config>>(
+        using Config = WideForwardConfig<Element, kHeadDim, 1, decltype(wide_bias)::value, false, TaskParts::sources>;
+        return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>>(
             work, work.groups * p.bias.shape[1], Roles::kThreads, stream);
       };
       return p.bias.dtype == FDM_FLOAT32 ? launch_windows(std::true_type{}) : launch_windows(std::false_type{});

@@ -10,6 +10,7 @@
 #include "../../tile/sm90/products.cuh"
 #include "forward_producer.cuh"
 #include "forward_rows.cuh"
+#include "forward_windows.cuh"
 #include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
@@ -18,7 +19,7 @@ template <class Config> struct WideForwardConsumer {
   using Element = typename Config::Element;
   using Tile = typename Config::Pair::Tile;
   using Pair = typename Config::Pair;
-  using Task = WideForwardTask<Config>;
+  using Task = ForwardTaskOf<Config>;
   static constexpr int kTiles = Config::kOwnKeys / 8, kOutTiles = Config::kHeadDim / 8, kSources = Config::kSources;
   static constexpr int kExactBarrier = 4, kMergeBarrier = 5;
 
@@ -32,19 +33,22 @@ template <class Config> struct WideForwardConsumer {
   using Scores = float[kTiles][4];
   using Pairs = uint32_t[kTiles / 2][4];
   struct None {};
-  std::conditional_t<Config::kHoldsPairs, Pairs, std::conditional_t<Config::kHoldsBias, Scores, None>> bias;
+  using Bias = std::conditional_t<Config::kHoldsPairs, Pairs, std::conditional_t<Config::kHoldsBias, Scores, None>>;
+  Bias &bias; // in registers
 
   __device__ WideForwardConsumer(const DenseForward &own_work, WideForwardShared<Config> &memory, const Task &own_task,
-                                 WideForwardStates<Config> &own_states)
+                                 WideForwardStates<Config> &own_states, Bias &own_bias)
       : work(own_work), shared(memory), task(own_task), states(own_states),
-        own_key(Config::kHalves ? Config::kOwnKeys * Roles::consumer_group() : 0) {}
+        own_key(Config::kHalfKeys ? Config::kOwnKeys * Roles::consumer_group() : 0), bias(own_bias) {}
 
   __device__ static int warp() { return threadIdx.x / 32; }
-  // The first row of this warp in a tile of the bias, and the head of its warpgroup in a pair.
+  // The first row of this warp in a tile of the bias, and which source of a task its warpgroup has first.
   __device__ static int bias_row() { return 16 * (Config::kRows < Config::kTile ? warp() % 4 : warp()); }
-  __device__ static int head_of_pair() { return Config::kPairs ? Roles::consumer_group() : 0; }
+  __device__ static int own_source() { return Config::kPairs || Config::kWindows ? Roles::consumer_group() : 0; }
+  // Q of windows is in the stage of K and V.
+  __device__ int query_stage() const { return Config::kWindows ? states.keys.index : states.queries.index; }
   __device__ Source source(int n) const {
-    return source_of(work.call, task.unit, task.first_source + head_of_pair() + n);
+    return source_of(work.call, task.unit, task.first_source + own_source() + n);
   }
   __device__ int row(int half) const { return task.first_row + bias_row() + accumulator_row(half); }
   __device__ bool exists(int n, int half) const { return source(n).exists && row(half) < work.call.p.queries; }
@@ -147,7 +151,7 @@ template <class Config> struct WideForwardConsumer {
         for (int i = 0; i < 4; ++i)
           scores[n][i] = kExact && own[i % 2] != 0.0f ? own[i % 2] : scores[n][i] + own[i % 2];
       }
-    if (!is_causal(work.call.p)) return;
+    if (Config::kWindows || !is_causal(work.call.p)) return; // their bias knows
     const int limit =
         int(work.call.p.keys - work.call.p.queries) + task.first_row + bias_row() - (block * Config::kTile + own_key);
     if (limit >= Config::kOwnKeys - 1) return;
@@ -160,8 +164,15 @@ template <class Config> struct WideForwardConsumer {
 
   // Makes zeros of V of keys that no row of the tile keeps: 0 times NaN is NaN.
   __device__ void clear_dead_values(const float (&scores)[1][kTiles][4], int n) {
-    const auto sync = [] { ptx::sync_threads<kExactBarrier, Roles::kConsumerThreads>(); };
-    if (threadIdx.x < Config::kTile / 32) shared.live[threadIdx.x] = 0;
+    // With windows each warpgroup has keys of its own.
+    constexpr int kTogether = Roles::kConsumerThreads / (Config::kWindows ? 2 : 1),
+                  kKeys = Config::kTile / (Config::kWindows ? 2 : 1);
+    const int first_key = Config::kWindows ? own_key : 0,
+              own = Config::kWindows ? int(threadIdx.x) % kTogether : int(threadIdx.x);
+    const auto sync = [] {
+      ptx::sync_threads<kTogether>(kExactBarrier + (Config::kWindows ? Roles::consumer_group() : 0));
+    };
+    if (own < kKeys / 32) shared.live[first_key / 32 + own] = 0;
     sync();
     const uint32_t columns = live_columns(scores, -INFINITY, [&](int, int half) { return exists(n, half); });
     const int first_column = own_key + accumulator_column();
@@ -172,8 +183,8 @@ template <class Config> struct WideForwardConsumer {
         if (columns >> bit & 1) atomicOr(&shared.live[column / 32], 1u << column % 32);
       }
     sync();
-    const int key = int(threadIdx.x);
-    if (key < Config::kTile && !(shared.live[key / 32] >> key % 32 & 1))
+    const int key = first_key + own;
+    if (own < kKeys && !(shared.live[key / 32] >> key % 32 & 1))
 #pragma unroll 1
       for (int chunk = 0; chunk < Config::kHeadDim / 8; ++chunk)
         for (int word = 0; word < 4; ++word)
@@ -185,14 +196,14 @@ template <class Config> struct WideForwardConsumer {
 
   template <bool kExact> __device__ void step(int block, int n) {
     const int stage = states.keys.index;
-    if constexpr (Config::kHoldsBias && !Config::kReadsBiasBeside)
+    if constexpr (Config::kReadsBias && Config::kHoldsBias && !Config::kReadsBiasBeside)
       if (n == 0) read_bias();
     Roles::consumer_wait(shared.full[stage], states.keys.phase);
-    const uint64_t half = Tile::offset(64, 0) * Roles::consumer_group(), own_keys = Config::kHalves ? half : 0;
+    const uint64_t half = Tile::offset(64, 0) * Roles::consumer_group(), own_keys = Config::kHalfKeys ? half : 0;
     const uint64_t keys = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 0) + own_keys;
     const uint64_t values = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 1) + own_keys;
     const uint64_t queries =
-        Pair::descriptor(ptx::shared_address(shared.sQ[states.queries.index]), n) + (Config::kHalves ? 0 : half);
+        Pair::descriptor(ptx::shared_address(shared.sQ[query_stage()]), n) + (Config::kHalves ? 0 : half);
     float scores[1][kTiles][4];
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores[0], queries, keys, false);
@@ -200,7 +211,7 @@ template <class Config> struct WideForwardConsumer {
       ptx::wgmma_ss<Element, false, false>(scores[0], shared.drops.ones_descriptor(),
                                            shared.drops.descriptor(stage, own_key), true);
     ptx::warpgroup_commit_batch();
-    if constexpr (Config::kReadsBiasBeside)
+    if constexpr (Config::kReadsBias && Config::kReadsBiasBeside)
       if (n == 0) read_bias();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(scores[0]);
@@ -212,6 +223,7 @@ template <class Config> struct WideForwardConsumer {
     ptx::warpgroup_arrive();
     warpgroup_gemm_rs<Element, Tile>(out[n][0], p, values);
     ptx::warpgroup_commit_batch();
+    if constexpr (Config::kWindows) softmax[n].finish(); // there is no other block
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(out[n][0]);
     ptx::warpgroup_fence_operand(p);
@@ -226,17 +238,19 @@ template <class Config> struct WideForwardConsumer {
       softmax[n].start();
       clear(out[n]);
     }
-    Roles::consumer_wait(shared.q_full[states.queries.index], states.queries.phase);
-    LiveBlocks<Config> live(task);
+    if constexpr (!Config::kWindows) Roles::consumer_wait(shared.q_full[states.queries.index], states.queries.phase);
+    LiveBlocks<Config, Task> live(task);
 #pragma unroll 1
     for (int block = live.next(task.begin); block < task.end; block = live.next(block + 1))
 #pragma unroll
       for (int n = 0; n < kSources; ++n) step<kExact>(block, n);
+    if constexpr (!Config::kWindows) {
 #pragma unroll
-    for (int n = 0; n < kSources; ++n) softmax[n].finish();
-    if constexpr (Config::kHalves) merge();
-    Roles::consumer_release(shared.q_empty[states.queries.index]);
-    ++states.queries;
+      for (int n = 0; n < kSources; ++n) softmax[n].finish();
+      if constexpr (Config::kHalves) merge();
+      Roles::consumer_release(shared.q_empty[states.queries.index]);
+      ++states.queries;
+    }
     if (Config::kHalves && Roles::consumer_group() == 1) return false;
     // Sources and rows that do not exist need no test: they show nothing odd, unless another does too.
     bool odd = false;
@@ -286,17 +300,17 @@ template <class Config> struct WideForwardConsumer {
 
   __device__ void write() const {
     if (Config::kHalves && Roles::consumer_group() == 1) return;
-    const int first_source = task.first_source + head_of_pair();
-    SourceWalk source(work.call, task.unit, first_source);
+    const int first_source = task.first_source + own_source();
+    SourceWalk source = task.source(work, own_source());
     const int sources = work.call.batches * work.call.heads - first_source;
 #pragma unroll
     for (int n = 0; n < kSources; ++n, ++source)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool there = n < sources && row(half) < work.call.p.queries;
-        if (work.splits > 1) {
+        if (!Config::kWindows && work.splits > 1) {
           if (there) write_part(n, source, half);
-        } else if (work.out_aligned) {
+        } else if (Config::kWindows || work.out_aligned) {
           write_aligned_row<Element>(work, source, row(half), there, out[n][0], half, softmax[n].sum[0][half],
                                      softmax[n].shift[0][half]);
         } else {
@@ -330,21 +344,26 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
   WideForwardStates<Config> states;
-  using Task = WideForwardTask<Config>;
-  using Walk = WideForwardWalk<Config>;
+  using Task = ForwardTaskOf<Config>;
+  using Walk = std::conditional_t<Config::kWindows, WindowWalk<Config>, WideForwardWalk<Config>>;
   using Registers = typename Config::Registers;
   if (Roles::is_producer()) {
     Registers::produce();
-    const auto produce = [&](const Task &task) { WideForwardProducer<Config>(work, shared, task, states).run(); };
-    Walk::for_each(work, [&](const Task &task, int) { produce(task); });
+    using Producer = std::conditional_t<Config::kWindows, WindowProducer<Config>, WideForwardProducers<Config>>;
+    Producer producer{work, shared, states};
+    Walk::for_each(work, [&](const Task &task, int) { producer.run(task); });
     if (shared.odd.any())
       Walk::for_each(work, [&](const Task &task, int turn) {
-        if (shared.odd.has(turn)) produce(task);
+        if (shared.odd.has(turn)) producer.run(task);
       });
   } else {
     Registers::consume();
+    using Consumer = WideForwardConsumer<Config>;
+    typename Consumer::Bias window_bias;
+    if constexpr (Config::kWindows) load_window_bias<Config>(work, window_bias);
     Walk::for_each(work, [&](const Task &task, int turn) {
-      WideForwardConsumer<Config> consumer(work, shared, task, states);
+      typename Consumer::Bias own_bias;
+      Consumer consumer(work, shared, task, states, Config::kWindows ? window_bias : own_bias);
       if (consumer.template run<false>()) shared.odd.mark(turn);
       consumer.write();
     });
@@ -352,7 +371,8 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
     if (shared.odd.any())
       Walk::for_each(work, [&](const Task &task, int turn) {
         if (!shared.odd.has(turn)) return;
-        WideForwardConsumer<Config> consumer(work, shared, task, states);
+        typename Consumer::Bias own_bias;
+        Consumer consumer(work, shared, task, states, Config::kWindows ? window_bias : own_bias);
         consumer.template run<true>();
         consumer.write();
       });

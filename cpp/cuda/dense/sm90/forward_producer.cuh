@@ -228,4 +228,15 @@ private:
   }
 };
 
+// Has a producer for each task.
+template <class Config> struct WideForwardProducers {
+  const DenseForward &work;
+  WideForwardShared<Config> &shared;
+  WideForwardStates<Config> &states;
+
+  __device__ void run(const WideForwardTask<Config> &task) {
+    WideForwardProducer<Config>(work, shared, task, states).run();
+  }
+};
+
 } // namespace fdm::cuda

@@ -11,8 +11,9 @@
 namespace fdm::cuda {
 
 // What each of two consumer warpgroups has of a task: half of its rows; one of two query heads that share K and V, with the
-// same rows of the bias; or half of the keys of each block, and what they have made is merged in the end.
-enum class TaskParts { rows, heads, keys };
+// same rows of the bias; half of the keys of each block, and what they have made is merged in the end; or one of two sources of
+// windows, which have at most kWindow rows and keys (forward_windows.cuh).
+enum class TaskParts { rows, heads, keys, sources };
 
 // kSourceCount: a consumer goes through so many sources for each block of keys. kMaskRows: there is a mask of rows.
 template <class ElementType, int kHeadDimension, int kSourceCount, bool kWideBias, bool kMaskRows, TaskParts kParts>
@@ -23,11 +24,15 @@ struct WideForwardConfig {
   static constexpr int kBiasSize = kWide ? 4 : 2;
   using Pair = TilePair<kHeadDim>;
   static constexpr bool kMasks = kMaskRows, kPairs = kParts == TaskParts::heads, kHalves = kParts == TaskParts::keys;
+  static constexpr bool kWindows = kParts == TaskParts::sources;
+  static constexpr bool kHalfRows = kPairs || kHalves || kWindows; // each consumer warpgroup has all rows of a task
+  static constexpr bool kHalfKeys = kHalves || kWindows;           // and its own half of a stage's keys
   static constexpr bool kShares = kMasks || kPairs || kHalves; // blocks of threads may have equal shares of the work
   static_assert(kSourceCount == 1 || !kShares);
-  static constexpr int kSources = kSourceCount, kTaskSources = kPairs ? 2 : kSources; // of a consumer, and of a task
-  static constexpr int kRows = kPairs || kHalves ? kTile / 2 : kTile;                 // of a task
-  static constexpr int kOwnKeys = kHalves ? kTile / 2 : kTile;                        // of a block, of a consumer
+  static constexpr int kSources = kSourceCount,
+                       kTaskSources = kPairs || kWindows ? 2 : kSources; // of a consumer, and of a task
+  static constexpr int kRows = kHalfRows ? kTile / 2 : kTile;            // of a task
+  static constexpr int kOwnKeys = kHalfKeys ? kTile / 2 : kTile;         // of a block, of a consumer
   static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
   // The products add -inf for keys that are dropped.
   static constexpr bool kDropsByProduct = kHeadDim == 32;
@@ -38,20 +43,24 @@ struct WideForwardConfig {
   // keeps what the first has unpacked for the second.
   static constexpr bool kHoldsPairs = !kWide && kHeadDim == 64 && kSources == 1;
   static_assert(kHoldsBias || kSources == 1);
+  static constexpr bool kReadsBias = !kWindows; // from shared memory, in each block
   static constexpr bool kReadsBiasBeside = kHeadDim == 32 || (kHoldsPairs && kShares);
   // Producers have what the sums of consumers leave them; those that go through shares need more.
   using Registers =
       std::conditional_t<kHeadDim == 32 || kHoldsPairs,
-                         std::conditional_t<kShares, RoleRegisters<208, 88>, RoleRegisters<216, 72>>,
+                         std::conditional_t<kShares || kWindows, RoleRegisters<208, 88>, RoleRegisters<216, 72>>,
                          std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
-  // Tiles of 64 columns beside a wide bias leave no room for two, nor do those of 128 beside a mask or stages of the bias.
-  static constexpr int kQueryStages = kHeadDim >= 64 && (kWide || (kShares && kHeadDim > 64)) ? 1 : 2;
+  // Tiles of 64 columns beside a float32 bias leave no room for two, nor do those of 128 beside a mask or stages of the bias. Q of
+  // windows is in the stages of K and V.
+  static constexpr int kQueryStages = kWindows                                                  ? kStages
+                                      : kHeadDim >= 64 && (kWide || (kShares && kHeadDim > 64)) ? 1
+                                                                                                : 2;
   // Q of two sources, or of one where that has panels of its own.
   static constexpr int kQueryBytes = kSources == 1 && !Pair::kPaired ? Pair::Tile::kBytes : Pair::kBytes;
   // Elements of 16 bits lie so that ldmatrix reads accumulators. Those of 32 bits lie in rows whose chunks of 16 bytes are
   // swizzled, so that the pairs which half a warp reads meet all banks.
   using Bias = SmemTile<kTile, kRows>;
-  static constexpr int kBiasBytes = kRows * kTile * kBiasSize;
+  static constexpr int kBiasBytes = kReadsBias ? kRows * kTile * kBiasSize : 16;
   __device__ static __forceinline__ uint32_t bias_chunk(uint32_t base, int row, int chunk) {
     if constexpr (kWide) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
     return Bias::chunk_address(base, row, chunk);
@@ -123,17 +132,22 @@ template <class Config> struct WideForwardTask {
   int unit, first_source, first_row, split, begin, end;
   bool last;            // of the splits of its rows
   const uint32_t *live; // of LiveTiles
+
+  // Source n of the task.
+  __device__ SourceWalk source(const DenseForward &work, int n) const {
+    return SourceWalk(work.call, unit, first_source + n);
+  }
 };
 
 // Finds the live blocks of keys of a task, one after the other. It reads a word of LiveTiles once: what a mainloop loads in
 // each step from global memory would be waited for.
-template <class Config> class LiveBlocks {
-  const WideForwardTask<Config> &task;
+template <class Config, class Task = WideForwardTask<Config>> class LiveBlocks {
+  const Task &task;
   int number = -1; // of the word
   uint32_t word = 0;
 
 public:
-  __device__ explicit LiveBlocks(const WideForwardTask<Config> &own_task) : task(own_task) {}
+  __device__ explicit LiveBlocks(const Task &own_task) : task(own_task) {}
 
   // The first one from `block` on, or the end of the task.
   __device__ __forceinline__ int next(int block) {
