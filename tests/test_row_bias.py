@@ -152,6 +152,20 @@ def test_many_short_sequences_share_a_bias(mask_kind: str, length: int, target: 
             check(problem, target)
 
 
+@pytest.mark.parametrize("mask_kind", ["none", "keys", "rows"])
+def test_enough_windows_to_fill_a_gpu(mask_kind: str, target: Target) -> None:
+    """A kernel has a sequence for each of its two consumers where there are 1024 and more."""
+    shapes = {"keys": (515, 1, 1, 50), "rows": (1, 1, 60, 50)}
+    for dtype in target.dtypes:
+        problem = simple_problem(
+            dtype, batch=515, queries=60, keys=50, kv_heads=2, group=1, head_dim=24
+        )
+        problem.bias = randn(1, 2, 60, 50, dtype=dtype)
+        if mask_kind in shapes:
+            problem.mask = rand_bool(*shapes[mask_kind], density=0.6, seed=3)
+        check(problem, target)
+
+
 @pytest.mark.parametrize("bias_batch", [1, 3])
 @pytest.mark.parametrize("head_dim", [32, 192])
 def test_dropped_keys_and_empty_rows_hold_anything(
