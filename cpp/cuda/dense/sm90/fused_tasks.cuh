@@ -14,7 +14,7 @@ namespace fdm::cuda {
 enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
 
 // What becomes of a step's part of dQ, dK and dV. sums: it is added to float32 sums in global memory. exchange: a cluster has
-// all tiles of a source, and its blocks complete the gradients among themselves (fused_exchange.cuh). windows: the problem has
+// all tiles of a source, and its blocks complete the gradients among themselves (fused_epilogues.cuh). windows: the problem has
 // at most kWindow rows and keys, a tile those of two sources, one below the other, and the gradients are complete.
 enum class FusedEpilogue { sums, exchange, windows };
 template <class Config> struct SumsEpilogue;
@@ -47,7 +47,7 @@ template <class ElementType, int kHeadDimension, bool kWideBias, FusedEpilogue k
       std::conditional_t<kCluster, ExchangeEpilogue<DenseFusedConfig>, SumsEpilogue<DenseFusedConfig>>>;
 };
 
-// What blocks of a cluster tell each other (fused_exchange.cuh): those with the same rows, and those with the same keys.
+// What blocks of a cluster tell each other (fused_epilogues.cuh): those with the same rows, and those with the same keys.
 enum ClusterAxis { kSameRows, kSameKeys, kClusterAxes };
 struct ClusterExchange {
   uint64_t readable[kClusterAxes][Roles::kConsumerWarps]; // a warp has what the other block's sent
