@@ -42,7 +42,8 @@ struct BandRows {
 };
 
 template <class Bands>
-__global__ void __launch_bounds__(kRoundingThreads, Bands::kTogether <= 8 ? 3 : 2) round_sums(const __grid_constant__ typename Bands::Params params) {
+__global__ void __launch_bounds__(kRoundingThreads, Bands::kTogether <= 8 ? 3 : 2)
+    round_sums(const __grid_constant__ typename Bands::Params params) {
   constexpr int kTogether = Bands::kTogether;
   ptx::start_dependents();
   const Bands band(params, int64_t(blockIdx.x) * (kRoundingThreads / 32) + threadIdx.x / 32);
