@@ -16,7 +16,7 @@ from ..interface import Output, flash_dmattn_func, flash_dmattn_varlen_func
 from ..record import KeyCounts
 from ..selection import key_counts
 from ..state.chunks import as_rows, check_heads
-from ..state.rows import Rows, concatenated, empty_rows, kept_rows
+from ..state.rows import Rows, concatenated, empty_rows, kept_rows, marked
 from .exchange import exchanged, planned
 from .packed import packed_best, packed_shard, together
 
@@ -133,6 +133,7 @@ def context_parallel_dmattn(
         # Of no tokens too: gradients of what was received travel through them.
         some = shard if shard.size else concatenated(shard, empty_rows(shard, 1))
         candidates = kept_rows(some, counts, name)
+        candidates = marked(candidates) if counts.by_place else candidates
         shard = concatenated(_received(candidates, counts, ranks, name), shard)
     settings["attn_mask"] = _tokens(shard.bias, counts)
     return flash_dmattn_func(query, shard.key, shard.value, attn_bias=shard.bias, **settings)

@@ -127,7 +127,7 @@ def doge_step(
 
     cos, sin = turns
     row = cos.stride(0) if cos.shape[0] > 1 else 0
-    return step.kernels(x, Turn(cos, sin, row), layer.step, None, 0.0)
+    return step.kernels(x, Turn(cos, sin, row), layer.step, layer.kept.counts, None, 0.0)
 
 
 def _found(module: Any) -> _Step | None:

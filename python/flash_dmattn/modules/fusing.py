@@ -60,10 +60,9 @@ def fused_step(
     if width != layer.embed_dim or not has_kernel(device.type):
         return None
     held = batch, layer.num_kv_heads, layer.head_dim
-    # The kernels put a token among the best, and know of no places.
-    if (layer.window_size, layer.keep_last, layer.keep_first) != (kept.window_size, 0, 0):
+    if (layer.window_size, layer.keep_last, layer.keep_first) != kept.counts:
         return None
-    if kept.counts.by_place or not kept.has_slots_for(held, hidden_states):
+    if not kept.has_slots_for(held, hidden_states):
         return None
     step = _steps.get(layer)
     if (

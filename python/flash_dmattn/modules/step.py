@@ -78,7 +78,9 @@ class Step:
         start, base = kept.counter, layer.rotary_base
         assert start is not None
         turns = x if base is None else _kept_frequencies(layer.head_dim, base, x.device)
-        return self._kernels(x, Turn(turns, start), kept.step, layer.sink, layer.softcap)
+        return self._kernels(
+            x, Turn(turns, start), kept.step, kept.counts, layer.sink, layer.softcap
+        )
 
 
 def _settings(layer: Fusable) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ from ..backends.triton.kernels.project import (
     project_heads,
 )
 from ..backends.triton.prepared import Prepared
-from ..record import AttentionInputs
+from ..record import AttentionInputs, KeyCounts
 from ..state.insert_kernel import BiasOfValues, launch_insert
 from ..state.rows import Rows
 from .parts import Part
@@ -101,7 +101,13 @@ class StepKernels:
         self._output_bias = (output.weight if output.bias is None else output.bias,) * 3
 
     def __call__(
-        self, x: Tensor, turn: Turn, write: Write, sink: nn.Parameter | None, softcap: float
+        self,
+        x: Tensor,
+        turn: Turn,
+        write: Write,
+        counts: KeyCounts,
+        sink: nn.Parameter | None,
+        softcap: float,
     ) -> Tensor:
         """Return the output ``(B, 1, width)`` for one token, and take it in.
 
@@ -109,6 +115,7 @@ class StepKernels:
             x: ``(B, 1, width)``.
             turn: how it is rotated.
             write: writes it into what is kept.
+            counts: of what is kept.
             sink, softcap: as in `flash_dmattn_func`.
         """
         batch = x.shape[0]
@@ -120,7 +127,8 @@ class StepKernels:
             (x, *self._weights, *self._biases, *self._norms, *turn[:2], query, key, value),
             (*self._eps, x.stride(0), turn.row),
         )
-        rows = write(lambda held, counter: launch_insert(held, key, value, self._bias, counter))
+        given = key, value, self._bias
+        rows = write(lambda held, counter: launch_insert(held, *given, counter, counts))
         inputs = AttentionInputs(
             query,
             rows.key,

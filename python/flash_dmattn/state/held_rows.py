@@ -23,6 +23,7 @@ from .rows import (
     empty_rows,
     in_order,
     kept_rows,
+    marked,
     narrowed,
 )
 from .stepping import insert
@@ -284,6 +285,7 @@ class HeldRows:
         if self._kept is None:
             return chunk
         kept = self._kept if self._is_ordered else in_order(self._kept)
+        kept = marked(kept) if self.counts.by_place else kept
         recent = () if self._recent is None else (self._recent,)
         return concatenated(kept, *recent, chunk)
 

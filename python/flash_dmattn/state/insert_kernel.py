@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ..backends.triton.kernels.insert import EXPONENTIAL, GIVEN, SOFTPLUS, insert
 from ..backends.triton.prepared import Prepared
+from ..record import KeyCounts
 from .rows import Rows
 
 __all__ = ["BiasOfValues", "launch_insert"]
@@ -31,7 +32,12 @@ class BiasOfValues(NamedTuple):
 
 
 def launch_insert(
-    held: Rows, key: Tensor, value: Tensor, bias: Tensor | BiasOfValues, counter: Tensor
+    held: Rows,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | BiasOfValues,
+    counter: Tensor,
+    counts: KeyCounts,
 ) -> None:
     """Write one token into rows of which each set belongs to one head of the bias.
 
@@ -41,6 +47,7 @@ def launch_insert(
         bias: ``(B, h, 1, 1)``, or how it is computed.
         counter: int64 ``(3,)``: the position of the token, which becomes the next one's; what is
             left alone; and 0.
+        counts: of the rows.
     """
     batch, rows, kv_heads, dim = held.key.shape
     sets = held.position.shape[1]
@@ -56,7 +63,8 @@ def launch_insert(
     other = amplitude if states_bias is None else states_bias
     added = amplitude.dtype, other.dtype
     dtypes = (key.dtype, value.dtype, held.bias.dtype, line.dtype, *added)
-    _prepared(kind, states_bias is not None, rows, kv_heads, dim, sets, dtypes).start(
+    sizes = rows, kv_heads, dim, sets, counts.keep_last, counts.keep_first
+    _prepared(kind, states_bias is not None, *sizes, dtypes).start(
         (batch * sets, 1, 1),
         (*held, key, value, line, amplitude, other, counter),
         (rows, key_batch, key_head, value_batch, value_head, *strides),
@@ -73,6 +81,8 @@ def _prepared(
     kv_heads: int,
     dim: int,
     sets: int,
+    keep_last: int,
+    keep_first: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> Prepared:
     """Return the kernel for these sizes, and for tensors of these dtypes alone."""
@@ -88,6 +98,8 @@ def _prepared(
         SETS=sets,
         DIM=dim,
         WIDTH=width,
+        KEEP_LAST=keep_last,
+        KEEP_FIRST=keep_first,
         BLOCK_ROWS=min(_MOST_ROWS_AT_ONCE, triton.next_power_of_2(rows)),
         BLOCK_WIDTH=triton.next_power_of_2(width),
     )

@@ -14,7 +14,7 @@ from ..arguments import backend_name, flag
 from ..interface import Output, flash_dmattn_func
 from .chunks import check_heads, check_like, described_call
 from .held_rows import HeldRows
-from .rows import Rows, concatenated, in_order, kept_rows
+from .rows import Rows, concatenated, in_order, kept_rows, marked
 
 __all__ = ["KeptKeys"]
 
@@ -280,6 +280,7 @@ class KeptKeys(HeldRows):
         assert other._counter is not None
         result = self._copied()
         every = in_order(concatenated(self._kept, other._kept))
+        every = marked(every) if self.counts.by_place else every
         result._kept = kept_rows(every, self.counts, backend_name(backend))
         result._counter = torch.maximum(self._counter, other._counter)
         result._start = min(self._start, other._start)

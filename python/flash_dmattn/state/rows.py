@@ -26,6 +26,7 @@ __all__ = [
     "empty_rows",
     "in_order",
     "kept_rows",
+    "marked",
     "narrowed",
     "selecting",
     "slots",
@@ -143,14 +144,33 @@ def kept_rows(rows: Rows, counts: KeyCounts, backend: str) -> Rows:
     if not counts.by_place:
         return best(rows, counts.window, capacity, backend)
     is_first, is_last = by_place(rows.by_set(rows.bias != -torch.inf).any(2), counts)
-    parts = [_compacted(rows, is_first, counts.keep_first)] if counts.keep_first else []
+    parts = []
+    if counts.keep_first:
+        parts.append(_unmarked(_compacted(rows, is_first, counts.keep_first)))
     if counts.window:
         has_place = rows.for_bias(is_first | is_last)
         others = rows._replace(bias=rows.bias.masked_fill(has_place, -torch.inf))
         parts.append(best(others, counts.window, capacity, backend))
     if counts.keep_last:
-        parts.append(_compacted(rows, is_last, counts.keep_last))
+        parts.append(_unmarked(_compacted(rows, is_last, counts.keep_last)))
     return concatenated(*parts)
+
+
+def marked(rows: Rows) -> Rows:
+    """Return rows that `kept_rows` has made with a bias of NaN where a token is that no head keeps,
+    by which it is told from no token.
+    """
+    if rows.sharing > 1:
+        return rows  # where these are as they came, since a head may not keep what another does
+    is_dropped = (rows.bias == -torch.inf) & (rows.position != NOWHERE).unsqueeze(2)
+    return rows._replace(bias=rows.bias.masked_fill(is_dropped, torch.nan))
+
+
+def _unmarked(rows: Rows) -> Rows:
+    """Do what `marked` undoes, for attention that takes all rows without a selection."""
+    if rows.sharing > 1:
+        return rows
+    return rows._replace(bias=rows.bias.masked_fill(rows.bias.isnan(), -torch.inf))
 
 
 def by_place(is_token: Tensor, counts: KeyCounts) -> tuple[Tensor, Tensor]:

@@ -27,17 +27,13 @@ def insert(rows: Rows, new: Rows, counts: KeyCounts, counter: Tensor) -> None:
         counts: of the rows that each head keeps.
         counter: int64 ``(3,)``, whose first number is the token's position, and becomes the next's.
     """
-    if counts.by_place:
-        _insert_by_place(rows, new, counts)
-        counter[:1].add_(1)
-        return
     is_ranked = rows.sharing == 1 and rows.bias.dtype != torch.float64
     if is_ranked and has_kernel(rows.key.device.type):
         from .insert_kernel import launch_insert
 
-        launch_insert(rows, *new[:3], counter)
+        launch_insert(rows, *new[:3], counter, counts)
     else:
-        insert_by_operations(rows, new, counts.window, counter)
+        insert_by_operations(rows, new, counts, counter)
 
 
 @functools.cache
@@ -72,14 +68,17 @@ def has_kernel(device_type: str) -> bool:
     return not torch.compiler.is_compiling() and bool(_has_kernel(device_type))
 
 
-def insert_by_operations(rows: Rows, new: Rows, window: int, counter: Tensor) -> None:
+def insert_by_operations(rows: Rows, new: Rows, counts: KeyCounts, counter: Tensor) -> None:
     """Do what `insert` does by PyTorch's operations, for heads that share rows too.
 
     Of equal biases the earlier token is kept. So the new one must be better than the worst, and the
     worst is the latest of those with the smallest bias, whatever slot it lies in. Nothing is read
     by the host, but on a CPU, where it need not wait for it, whether the token is dropped.
     """
-    _rank(rows, new, window)
+    if counts.by_place:
+        _insert_by_place(rows, new, counts)
+    else:
+        _rank(rows, new, counts.window)
     counter[:1].add_(1)
 
 
@@ -88,21 +87,23 @@ def _insert_by_place(rows: Rows, new: Rows, counts: KeyCounts) -> None:
     among the first, where these are not all there, or among the best.
     """
     window, keep_last, keep_first = counts
+    is_there = rows.by_set(new.bias != -torch.inf).any(2)
+    if rows.sharing == 1:
+        new = new._replace(bias=new.bias.masked_fill(new.bias.isnan(), -torch.inf))
     if keep_last:
         last = narrowed(rows, rows.size - keep_last, rows.size)
         is_empty = last.position == NOWHERE
         slot = last.position.masked_fill(is_empty, -1).argmin(-1, keepdim=True)
         left = last.take(slot)
-        is_token = rows.by_set(new.bias != -torch.inf).any(2)
-        _write_row(last, slot, new, is_token)
-        stays = ~(is_token & (left.position != NOWHERE))
-        new = left._replace(bias=left.bias.masked_fill(left.for_bias(stays), -torch.inf))
+        _write_row(last, slot, new, is_there)
+        new, is_there = left, is_there & (left.position != NOWHERE)
     if keep_first:
         first = narrowed(rows, 0, keep_first)
         is_empty = first.position == NOWHERE
-        goes = is_empty.any(-1, keepdim=True) & rows.by_set(new.bias != -torch.inf).any(2)
+        goes = is_empty.any(-1, keepdim=True) & is_there
         _write_row(first, is_empty.to(torch.uint8).argmax(-1, keepdim=True), new, goes)
-        new = new._replace(bias=new.bias.masked_fill(new.for_bias(goes), -torch.inf))
+        is_there = is_there & ~goes
+    new = new._replace(bias=new.bias.masked_fill(new.for_bias(~is_there), -torch.inf))
     if window:
         _rank(narrowed(rows, keep_first, rows.size - keep_last), new, window)
 

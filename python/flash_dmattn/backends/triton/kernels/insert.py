@@ -28,6 +28,23 @@ def _softplus(x):
     return tl.where(x > 20.0, x, soft)
 
 
+@triton.jit
+def _lowest(positions, begin, end, BLOCK_ROWS: tl.constexpr):
+    """Return the first row of the lowest position, and that; -1 for a row that holds nothing."""
+    lowest = tl.full((), 1 << 62, tl.int64)
+    row_of_lowest = tl.full((), 0, tl.int64)
+    for start in range(begin, end, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        is_row = row < end
+        found = tl.load(positions + row, is_row, 1 << 62)
+        found = tl.where(is_row & (found == 1 << 62), -1, found)
+        least = tl.min(found, 0)
+        place = tl.min(tl.where(found == least, row, end), 0)
+        row_of_lowest = tl.where(least < lowest, place.to(tl.int64), row_of_lowest)
+        lowest = tl.minimum(lowest, least)
+    return row_of_lowest, lowest
+
+
 @triton.jit(do_not_specialize=SIZES)
 def insert(
     held_key,
@@ -54,6 +71,8 @@ def insert(
     SETS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    KEEP_LAST: tl.constexpr,
+    KEEP_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
@@ -80,13 +99,57 @@ def insert(
         if KEY_BIAS == EXPONENTIAL:
             new_bias = tl.exp(new_bias) if INTERPRETED else libdevice.exp(new_bias)
             new_bias = new_bias.to(dtype).to(tl.float32)
+    element = tl.arange(0, BLOCK_WIDTH)
+    inside = element < WIDTH
+    head = element // DIM + of_set * (WIDTH // DIM)
+    within = element % DIM
+    new_key = tl.load(key + batch * key_batch + head * key_head + within, inside)
+    new_value = tl.load(value + batch * value_batch + head * value_head + within, inside)
+    first_row = program * rows
+    first_state = (
+        batch * rows * SETS + of_set
+    ) * WIDTH + element  # of a row to the next SETS * WIDTH
+    if KEEP_LAST + KEEP_FIRST > 0:
+        # Padding has a bias of -inf; a token that is never kept is told from it by its position.
+        is_there = new_bias != float("-inf")
+        new_bias = tl.where(new_bias == new_bias, new_bias, float("-inf"))
+        new_position = position
+        if KEEP_LAST > 0:
+            oldest, oldest_position = _lowest(
+                held_position + first_row, rows - KEEP_LAST, rows, BLOCK_ROWS
+            )
+            slot = first_state + oldest * SETS * WIDTH
+            left_key = tl.load(held_key + slot, inside)
+            left_value = tl.load(held_value + slot, inside)
+            left_bias = tl.load(held_bias + first_row + oldest).to(tl.float32)
+            if is_there:
+                tl.store(held_bias + first_row + oldest, new_bias)
+                tl.store(held_position + first_row + oldest, new_position)
+                tl.store(held_key + slot, new_key, inside)
+                tl.store(held_value + slot, new_value, inside)
+            new_key, new_value, new_bias = left_key, left_value, left_bias
+            new_position = oldest_position
+            is_there = is_there & (oldest_position >= 0)
+        if KEEP_FIRST > 0:
+            free, free_position = _lowest(held_position + first_row, 0, KEEP_FIRST, BLOCK_ROWS)
+            if is_there & (free_position < 0):
+                tl.store(held_bias + first_row + free, new_bias)
+                tl.store(held_position + first_row + free, new_position)
+                slot = first_state + free * SETS * WIDTH
+                tl.store(held_key + slot, new_key, inside)
+                tl.store(held_value + slot, new_value, inside)
+            is_there = is_there & (free_position >= 0)
+        new_bias = tl.where(is_there, new_bias, float("-inf"))
+    else:
+        new_position = position
     # The worst row: the smallest bias, of equal ones the latest. Rows that hold nothing come first.
     worst_bias = tl.full((), float("inf"), tl.float32)
     worst_position = tl.full((), -1, tl.int64)
     worst = tl.full((), 0, tl.int64)
-    for begin in range(0, rows, BLOCK_ROWS):
+    past = rows - KEEP_LAST
+    for begin in range(KEEP_FIRST, past, BLOCK_ROWS):
         row = begin + tl.arange(0, BLOCK_ROWS)
-        is_row = row < rows
+        is_row = row < past
         biases = tl.load(held_bias + program * rows + row, is_row, float("inf"))
         positions = tl.load(held_position + program * rows + row, is_row, -1)
         least = tl.min(biases, 0)
@@ -99,17 +162,11 @@ def insert(
         worst_bias = tl.where(is_worse, least.to(tl.float32), worst_bias)
     # False for NaN; and for -inf, as no bias is less.
     if new_bias > worst_bias:
-        tl.store(held_bias + program * rows + worst, new_bias)
-        tl.store(held_position + program * rows + worst, position)
-        element = tl.arange(0, BLOCK_WIDTH)
-        inside = element < WIDTH
-        head = element // DIM + of_set * (WIDTH // DIM)
-        within = element % DIM
-        to = ((batch * rows + worst) * SETS + of_set) * WIDTH + element
-        states = tl.load(key + batch * key_batch + head * key_head + within, inside)
-        tl.store(held_key + to, states, inside)
-        states = tl.load(value + batch * value_batch + head * value_head + within, inside)
-        tl.store(held_value + to, states, inside)
+        tl.store(held_bias + first_row + worst, new_bias)
+        tl.store(held_position + first_row + worst, new_position)
+        slot = first_state + worst * SETS * WIDTH
+        tl.store(held_key + slot, new_key, inside)
+        tl.store(held_value + slot, new_value, inside)
     # Those that come later must still read the position, so the last to come counts it on.
     programs = tl.num_programs(0)
     if tl.atomic_add(counter + 2, 1) == programs - 1:
