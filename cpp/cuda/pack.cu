@@ -75,13 +75,11 @@ struct CudaPack {
     return run_backward(p, args, plan, workspace);
   }
   static cudaError_t select(const fdm_selection &s, void *workspace) {
-    if (s.keep_last > 0 || s.keep_first > 0) return cudaErrorNotSupported; // PackBackend selects otherwise
     return select_keys(s, workspace, static_cast<cudaStream_t>(s.context.stream));
   }
   static cudaError_t select_and_plan(const fdm_selection &s, const fdm_problem &p, void *plan_base, void *workspace) {
     const auto stream = static_cast<cudaStream_t>(s.context.stream);
-    if (s.keep_last == 0 && s.keep_first == 0 && fits_short_lists(s))
-      return launch_short_lists(s, p, plan_of(p, plan_base), stream);
+    if (fits_short_lists(s)) return launch_short_lists(s, p, plan_of(p, plan_base), stream);
     if (cudaError_t error = select(s, workspace)) return error;
     return plan(p, plan_base, workspace);
   }

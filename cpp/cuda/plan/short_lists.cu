@@ -6,6 +6,7 @@
 #include "../host/launch.cuh"
 #include "../select/candidates.cuh"
 #include "../select/chunk_exits.cuh"
+#include "../select/seen_keys.cuh"
 #include "../select/window_exits.cuh"
 #include "key_tile_counts.cuh"
 #include "list_rows.cuh"
@@ -64,6 +65,7 @@ template <int kThreads, int kItems> struct ShortShared {
     KeptKeys<kKeys> kept;
   };
   BlockRanks<kThreads, kItems> ranks;
+  SeenWord seen[kKeys / 32];
 };
 
 // The place of a list of a selection's result, as list_work has it of a plan's.
@@ -75,10 +77,19 @@ __device__ ListWork selected_list(const fdm_selection &s, uint32_t number) {
   return {sequence(s, varlen ? index : batch), list, index, batch, list % heads, 0};
 }
 
+// usable[i] becomes whether key i * kThreads + t may be kept at all. The first keys are not ranked.
 template <int kDtype, int kThreads, int kItems>
 __device__ const int32_t *find_exits(typename Selecting<kThreads, kItems>::Shared &shared, const fdm_selection &s,
-                                     const SelectionRow &row) {
-  const Candidates<kDtype> source(s, row, 0);
+                                     const SelectionRow &row, int32_t first_ranked, bool (&usable)[kItems]) {
+  Candidates<kDtype> source(s, row, 0);
+  if (s.keep_last > 0 || s.keep_first > 0) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x);
+      usable[i] = j < row.k_count && source.value(j) != 0;
+    }
+  }
+  source.first_ranked = first_ranked;
   const auto value_of = [&](int32_t j) { return j < row.k_count ? source(j) : 0; };
   if constexpr (Selecting<kThreads, kItems>::kInChunks) {
     auto &exits = shared.template of<kDtype>();
@@ -103,13 +114,24 @@ template <int kThreads, int kItems>
 __device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_selection &s, const ListWork &work,
                             bool writes, RowInterval (&rows)[kItems]) {
   const SelectionRow row{work.s, work.list_head * (s.heads / s.start.shape[1])};
+  SeenKeys seen{nullptr, static_cast<int32_t>(row.k_count)};
+  if (counts_seen_keys(s)) {
+    const KeyRow<uint8_t> mask(s, s.mask, row, 0);
+    write_seen(shared.seen, ShortShared<kThreads, kItems>::kKeys / 32, shared.ranks, mask, 0, seen.keys, 0);
+    seen.words = shared.seen;
+    __syncthreads();
+  }
+  const int32_t first_ranked = s.keep_first > 0 ? seen.numbered(static_cast<int32_t>(s.keep_first), 0) : 0;
+  bool usable[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) usable[i] = true;
   const int32_t *exits;
   if (s.bias.dtype == FDM_FLOAT32)
-    exits = find_exits<FDM_FLOAT32, kThreads, kItems>(shared.selecting, s, row);
+    exits = find_exits<FDM_FLOAT32, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
   else if (s.bias.dtype == FDM_FLOAT16)
-    exits = find_exits<FDM_FLOAT16, kThreads, kItems>(shared.selecting, s, row);
+    exits = find_exits<FDM_FLOAT16, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
   else
-    exits = find_exits<FDM_BFLOAT16, kThreads, kItems>(shared.selecting, s, row);
+    exits = find_exits<FDM_BFLOAT16, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
   __syncthreads();
 
   const int64_t start_stride = s.start.stride[3], end_stride = s.end.stride[3];
@@ -125,8 +147,10 @@ __device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_sel
     rows[i] = {0, 0};
     if (j >= row.k_count) continue;
     const int64_t first = max64(0, j - row.causal_off);
-    const int64_t past = exit == ShortShared<kThreads, kItems>::kKeys ? row.q_count : max64(0, exit - row.causal_off);
-    if (exit > j && first < past) rows[i] = {static_cast<int32_t>(first), static_cast<int32_t>(past)};
+    const bool stays = j < first_ranked || exit == ShortShared<kThreads, kItems>::kKeys;
+    // A key that never enters leaves the window with its own arrival.
+    const int64_t past = stays ? row.q_count : row_of_arrival(row, seen.later(max(exit, j), s.keep_last));
+    if (usable[i] && first < past) rows[i] = {static_cast<int32_t>(first), static_cast<int32_t>(past)};
     if (!writes) continue;
     start[j * start_stride] = rows[i].start;
     end[j * end_stride] = rows[i].end;
@@ -196,6 +220,7 @@ __device__ void list_columns(const KeptKeys<kKeys> &kept, int32_t count, const P
 template <int kThreads, int kItems, bool kSelects>
 __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant__ ShortParams params) {
   __shared__ ShortShared<kThreads, kItems> shared;
+  static_assert(sizeof shared <= 48 * 1024, "more would have to be asked for at the launch");
   ptx::start_dependents();
   const fdm_problem &p = params.p;
   const Plan &plan = params.plan;

@@ -67,15 +67,24 @@ template <int kDtype> struct Candidates {
   KeyRow<typename OrderedBias<kDtype>::Storage> bias;
   KeyRow<uint8_t> mask;
   bool masked;
+  // The keys that are ranked; others are kept for where they stand.
+  int32_t first_ranked = 0;
+  uint32_t ranked_count = INT32_MAX;
 
   __device__ Candidates(const fdm_selection &s, const SelectionRow &r, int64_t i)
       : bias(s, s.bias, r, i), mask(s, s.mask, r, i), masked(present(s.mask)) {}
 
   // Returns 0 for a key that the mask or the bias excludes.
-  __device__ uint32_t operator()(int32_t j) const {
+  __device__ uint32_t value(int32_t j) const {
     const uint32_t bits = bias.load(j);
     if (masked && !mask.load(j)) return 0;
     return ordered_bias<kDtype>(bits);
+  }
+  __device__ bool ranks(int32_t j) const { return static_cast<uint32_t>(j - first_ranked) < ranked_count; }
+  // The same, and 0 for a key that is not ranked.
+  __device__ uint32_t operator()(int32_t j) const {
+    const uint32_t found = value(j);
+    return ranks(j) ? found : 0;
   }
 };
 

@@ -9,6 +9,7 @@
 //     before, or an arrival, that the window after does not hold was driven out within the chunk, and no other chunk
 //     can drive it out. Such a key x leaves with the n-th arrival better than x, where n is the room that the window
 //     before has below x: few keys, so all pairs of them are compared.
+//  3. A key stays keep_last seen keys longer, and the first keys stay for ever: they are not ranked.
 // Each key's interval is written by exactly one block: that of its own chunk if it never enters, leaves within the
 // chunk or stays to the end, else that of the chunk in which it leaves.
 #include "../host/launch.cuh"
@@ -16,6 +17,7 @@
 #include "../plan/plan.cuh"
 #include "ptx/dependent.cuh"
 #include "radix_select.cuh"
+#include "seen_keys.cuh"
 #include "select.h"
 
 namespace fdm::cuda {
@@ -41,19 +43,30 @@ Chunks chunks_of(const fdm_selection &s) {
   return chunks_of(s, max64(kMinChunkKeys, min64(kMaxChunkKeys, round_up(ceil_div(s.keys, kChunks), kMinChunkKeys))));
 }
 
+// What the first kernel leaves to the second for each chunk: the window after it, and its seen keys, if they are counted.
+struct ChunkResults {
+  Window *windows;
+  SeenWord *seen; // null: they are not
+};
+
+int64_t window_bytes(int64_t chunks) { return align_256(chunks * int64_t{sizeof(Window)}); }
+
 // Heads of a sequence that is not packed have chunks of their own.
 int64_t chunk_rows(const fdm_selection &s) { return s.start.shape[1] * (is_varlen(s) ? 1 : s.start.shape[0]); }
 
 struct IntervalWork {
   SelectionRow row;
   int64_t chunk;
-  int32_t begin, end;           // its keys
-  Window *windows;              // after each chunk of the row
+  int32_t begin, end;   // its keys
+  Window *windows;      // after each chunk of the row
+  SeenWord *chunk_seen; // of the chunk's keys
+  SeenKeys seen;        // of the row
+  int64_t keep_last;
   int32_t *row_start, *row_end; // the results for the row's first key
   int64_t start_stride, end_stride;
 
   // Chunks count down: the last ones have the longest rows before them.
-  __device__ IntervalWork(const fdm_selection &s, const Chunks &chunks, Window *all_windows) {
+  __device__ IntervalWork(const fdm_selection &s, const Chunks &chunks, const ChunkResults &results) {
     // A grid has fewer than 2^31 blocks, so its divisions need 32 bits only.
     const auto heads = static_cast<uint32_t>(s.start.shape[1]), rows = gridDim.x / static_cast<uint32_t>(chunks.count);
     const uint32_t list = blockIdx.x % rows, head = list % heads;
@@ -65,8 +78,13 @@ struct IntervalWork {
     row = selection_row(s, s.start, b, head);
     begin = static_cast<int32_t>(min64(row.k_count, chunk * chunks.keys));
     end = static_cast<int32_t>(min64(row.k_count, (chunk + 1) * chunks.keys));
-    windows = all_windows + list * chunks.count;
-    if (is_varlen(s)) windows += first_number(row.k_begin, b, chunks.keys);
+    int64_t first_chunk = list * chunks.count;
+    if (is_varlen(s)) first_chunk += first_number(row.k_begin, b, chunks.keys);
+    windows = results.windows + first_chunk;
+    seen = {nullptr, static_cast<int32_t>(row.k_count)};
+    if (results.seen) seen.words = results.seen + first_chunk * (chunks.keys / 32);
+    chunk_seen = results.seen ? results.seen + (first_chunk + chunk) * (chunks.keys / 32) : nullptr;
+    keep_last = s.keep_last;
     start_stride = s.start.stride[3];
     end_stride = s.end.stride[3];
     row_start = static_cast<int32_t *>(s.start.data) + batch * s.start.stride[0] + head * s.start.stride[1] +
@@ -81,6 +99,9 @@ struct IntervalWork {
   __device__ int32_t own_key(int i) const { return begin + i * kThreads + static_cast<int32_t>(threadIdx.x); }
   __device__ int64_t first_row(int64_t key) const { return max64(0, key - row.causal_off); }
 
+  // The row at which a key leaves that the window holds up to the arrival of another; or of itself, if it never enters.
+  __device__ int64_t past_row(int32_t arrival) const { return row_of_arrival(row, seen.later(arrival, keep_last)); }
+
   // A key that no row selects has the interval [0, 0).
   __device__ void write(int64_t key, int64_t past_row) const {
     const int64_t first = first_row(key);
@@ -92,13 +113,23 @@ struct IntervalWork {
 
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
-    find_windows(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks, Window *all_windows) {
-  __shared__ typename RadixSelect<kThreads>::Shared shared;
+    find_windows(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks, ChunkResults results) {
+  using Select = RadixSelect<kThreads>;
+  __shared__ typename Select::Shared shared;
+  __shared__ BlockRanks<kThreads, kChunkItems> ranks;
   ptx::start_dependents();
-  const IntervalWork work(s, chunks, all_windows);
+  const IntervalWork work(s, chunks, results);
   if (work.absent()) return;
-  const Candidates<kDtype> source(s, work.row, 0);
-  const Window window = RadixSelect<kThreads>::select(shared, source, work.end, s.window);
+  Candidates<kDtype> source(s, work.row, 0);
+  if (work.chunk_seen) {
+    const uint32_t before = Select::count_seen(shared, source.mask, work.begin);
+    write_seen(work.chunk_seen, static_cast<int32_t>(chunks.keys / 32), ranks, source.mask, work.begin, work.end,
+               before);
+    source.first_ranked = Select::last_seen(shared, source.mask, work.end, s.keep_first) + 1;
+  } else {
+    source.first_ranked = static_cast<int32_t>(s.keep_first);
+  }
+  const Window window = Select::select(shared, source, work.end, s.window);
   if (threadIdx.x == 0) work.windows[work.chunk] = window;
 }
 
@@ -119,8 +150,9 @@ struct ChunkChanges {
 
 // Puts the keys of the chunk that the window before does not exclude into changes.arrivals, and returns their number.
 // Writes the intervals of keys that never arrive or never leave. `values` are those of the keys of own_key().
-__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const uint32_t (&values)[kChunkItems],
-                             const Window &before, const Window &last) {
+template <int kDtype>
+__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
+                             const uint32_t (&values)[kChunkItems], const Window &before, const Window &last) {
   uint64_t order[kChunkItems];
   bool arrives[kChunkItems];
   uint32_t rank[kChunkItems];
@@ -129,10 +161,15 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
     const int32_t j = work.own_key(i);
     arrives[i] = false;
     if (j >= work.end) continue;
-    arrives[i] = before.holds(values[i], j);
+    const bool ranks = source.ranks(j);
+    arrives[i] = ranks && before.holds(values[i], j);
     order[i] = order_of(values[i], j);
-    if (!arrives[i]) work.write(j, 0);
-    if (arrives[i] && last.holds(values[i], j)) work.write(j, work.row.q_count);
+    if (values[i] == 0)
+      work.write(j, 0);
+    else if (!ranks || (arrives[i] && last.holds(values[i], j)))
+      work.write(j, work.row.q_count);
+    else if (!arrives[i])
+      work.write(j, work.past_row(j));
   }
   const uint32_t total = changes.ranks.rank(arrives, rank);
 #pragma unroll
@@ -187,22 +224,24 @@ __device__ int32_t driven_out_by(const ChunkChanges &changes, int leavers, int a
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
     write_intervals(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks,
-                    Window *all_windows) {
+                    ChunkResults results) {
   __shared__ ChunkChanges changes;
-  const IntervalWork work(s, chunks, all_windows);
-  const Candidates<kDtype> source(s, work.row, 0);
+  const IntervalWork work(s, chunks, results);
+  Candidates<kDtype> source(s, work.row, 0);
   const bool absent = work.absent();
   const int64_t last_chunk = ceil_div(work.row.k_count, chunks.keys) - 1;
   uint32_t values[kChunkItems];
 #pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) values[i] = !absent && work.own_key(i) < work.end ? source(work.own_key(i)) : 0;
+  for (int i = 0; i < kChunkItems; ++i)
+    values[i] = !absent && work.own_key(i) < work.end ? source.value(work.own_key(i)) : 0;
   if (threadIdx.x == 0) changes.leaver_count = 0;
-  ptx::wait_for_kernel_ahead(); // the windows are there from here on
+  ptx::wait_for_kernel_ahead(); // the results are there from here on
   if (absent) return;
+  if (s.keep_first > 0) source.first_ranked = work.seen.numbered(static_cast<int32_t>(s.keep_first), 0);
   const Window before =
       work.chunk > 0 ? work.windows[work.chunk - 1] : (s.window > 0 ? open_window(0) : closed_window());
   const Window after = work.windows[work.chunk], last = work.windows[last_chunk];
-  const int arrivals = find_arrivals(changes, work, values, before, last);
+  const int arrivals = find_arrivals(changes, work, source, values, before, last);
   if (before.size + arrivals == after.size) return; // nothing leaves
   find_leavers(changes, work, source, before, after);
   __syncthreads();
@@ -214,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (n >= leavers && after.holds(static_cast<uint32_t>(x >> 32), key_of(x))) continue;
     const int32_t cause = driven_out_by(changes, leavers, arrivals, room, x);
     // A key that is driven out by one before itself never was in the window.
-    work.write(key_of(x), cause > key_of(x) ? work.first_row(cause) : 0);
+    work.write(key_of(x), work.past_row(max(cause, key_of(x))));
   }
 }
 
@@ -225,7 +264,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
   const int64_t heads = max64(s.bias.shape[1], s.mask.shape[1]);
   const int64_t batches = is_varlen(s) ? 1 : max64(s.bias.shape[0], s.mask.shape[0]);
-  return heads * batches * chunks_of(s).count * int64_t{sizeof(Window)};
+  const Chunks chunks = chunks_of(s);
+  const int64_t count = heads * batches * chunks.count;
+  return window_bytes(count) + (counts_seen_keys(s) ? count * (chunks.keys / 32) * int64_t{sizeof(SeenWord)} : 0);
 }
 
 cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream_t stream) {
@@ -233,12 +274,14 @@ cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream
   const int64_t blocks = chunk_rows(s) * chunks.count;
   if (s.keys == 0) return cudaSuccess;
   if (fits_short_lists(s)) return launch_short_selection(s, stream);
-  auto *windows = static_cast<Window *>(workspace);
+  ChunkResults results{static_cast<Window *>(workspace), nullptr};
+  if (counts_seen_keys(s))
+    results.seen = reinterpret_cast<SeenWord *>(static_cast<char *>(workspace) + window_bytes(blocks));
   return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
     constexpr int kDtype = decltype(dtype)::value;
-    const cudaError_t error = launch(find_windows<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
+    const cudaError_t error = launch(find_windows<kDtype>, blocks, kThreads, 0, stream, s, chunks, results);
     if (error) return error;
-    return launch<Overlap::kernel_ahead>(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks, windows);
+    return launch<Overlap::kernel_ahead>(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks, results);
   });
 }
 

@@ -46,6 +46,24 @@ template <int kThreads> struct RadixSelect {
     return {decided, find_last(shared, source, keys, decided, remaining), static_cast<int32_t>(count)};
   }
 
+  // Returns to all threads the last of the first `wanted` keys that a mask keeps; -1 for none of them, and keys - 1 where
+  // there are not so many.
+  static __device__ int32_t last_seen(Shared &shared, const KeyRow<uint8_t> &mask, int32_t keys, int64_t wanted) {
+    if (wanted <= 0) return -1;
+    if (wanted >= count_seen(shared, mask, keys)) return keys - 1;
+    return find_last(
+        shared, [&](int32_t j) { return uint32_t{mask.load(j) != 0}; }, keys, 1, static_cast<uint32_t>(wanted));
+  }
+
+  // Returns to all threads how many keys a mask keeps.
+  static __device__ uint32_t count_seen(Shared &shared, const KeyRow<uint8_t> &mask, int32_t keys) {
+    uint32_t own = 0, total;
+    visit_keys([&](int32_t j) { return uint32_t{mask.load(j) != 0}; }, threadIdx.x, keys, kThreads,
+               [&](uint32_t seen) { own += seen; });
+    shared.sum.exclusive(own, &total);
+    return total;
+  }
+
 private:
   // Calls visit(value) for the keys begin + lane, begin + lane + step, ... below end, several loads at a time.
   template <class Source, class Visit>

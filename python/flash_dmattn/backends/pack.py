@@ -13,7 +13,6 @@ from torch import Tensor
 from flash_dmattn import _core
 from flash_dmattn.record import ATTENTION
 
-from . import interval_selection
 from .base import (
     AttentionInputs,
     Backend,
@@ -25,7 +24,6 @@ from .base import (
     lse_shape,
     lse_within,
 )
-from .reference import ReferenceBackend
 
 # torch >= 2.10: the core reads the tensor itself, in a fraction of the time.
 _CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
@@ -45,14 +43,12 @@ class PackBackend(Backend):
         """Keep the pack, which outlives every call."""
         self.pack = pack
         self.name = "cpu" if pack.device_type == _DLPACK_DEVICES["cpu"] else "cuda"
-        # Kernels of GPUs rank all keys; they keep none for where they stand.
-        self._keeps_by_place = pack.name == "cpu"
         self._layouts = pack.plan_layouts
         self._threads = torch.get_num_threads if self.name == "cpu" else _one_thread
 
-    def selects(self, inputs: AttentionInputs | SelectionInputs) -> bool:
+    def selects(self, inputs: AttentionInputs) -> bool:
         """Say whether it takes a call that selects by itself."""
-        return self._keeps_by_place or not (inputs.keep_last or inputs.keep_first)
+        return True
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Evaluate the formula of pack.h's fdm_plan_layout, which holds for symbolic sizes too."""
@@ -201,8 +197,6 @@ class PackBackend(Backend):
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query."""
-        if not self.selects(inputs):
-            return interval_selection.select_intervals(inputs)
         shape, device = interval_shape(inputs), inputs.bias.device
         start = torch.empty(shape, dtype=torch.int32, device=device)
         end = torch.empty_like(start)  # without the sizes, which take torch longer to read
@@ -213,8 +207,6 @@ class PackBackend(Backend):
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Select for each row of bias."""
-        if not self.selects(inputs):
-            return ReferenceBackend().select_keep(inputs)
         keep = torch.empty(keep_shape(inputs), dtype=torch.bool, device=inputs.bias.device)
         if not self._has_selected(inputs, keep, None):
             selection, workspace = self._selection(inputs)

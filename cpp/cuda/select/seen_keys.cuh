@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The keys that a mask keeps are seen; without a mask all are. The last and the first keys of a row are counted in them.
+#pragma once
+
+#include "../tile/block_scan.cuh"
+#include "candidates.cuh"
+
+namespace fdm::cuda {
+
+// 32 keys of a row: which of them are seen, and how many before them are.
+struct SeenWord {
+  uint32_t bits, before;
+};
+
+struct SeenKeys {
+  const SeenWord *words; // null: all keys are seen
+  int32_t keys;
+
+  // The number of a seen key among them.
+  __device__ int32_t number(int32_t key) const {
+    if (words == nullptr) return key;
+    const SeenWord word = words[key / 32];
+    return static_cast<int32_t>(word.before + __popc(word.bits & ((1u << key % 32) - 1)));
+  }
+
+  // The seen key that comes `count` of them after a seen key; or all keys, if there are not so many.
+  __device__ int32_t later(int32_t key, int64_t count) const {
+    const int64_t least = min64(key + count, keys);
+    if (words == nullptr || count == 0 || least == keys) return static_cast<int32_t>(least);
+    return numbered(number(key) + static_cast<int32_t>(count), static_cast<int32_t>(least));
+  }
+
+  // The seen key of a number, which is not below `least`; or all keys, if there are not so many. Few keys are not seen, or
+  // those that are not lie together, so the words next to the first are looked at first.
+  __device__ int32_t numbered(int32_t number, int32_t least) const {
+    if (words == nullptr) return min(number, keys);
+    const int32_t past = (keys + 31) / 32;
+    int32_t low = least / 32, high = low + 1;
+    if (low >= past) return keys;
+    for (int32_t step = 1; high < past && words[high].before <= static_cast<uint32_t>(number); step *= 2) {
+      low = high;
+      high = min(past, high + step);
+    }
+    while (high - low > 1) {
+      const int32_t middle = low + (high - low) / 2;
+      (words[middle].before <= static_cast<uint32_t>(number) ? low : high) = middle;
+    }
+    const SeenWord word = words[low];
+    uint32_t bits = word.bits;
+    for (uint32_t skipped = number - word.before; skipped > 0 && bits != 0; --skipped) bits &= bits - 1;
+    return bits == 0 ? keys : 32 * low + __ffs(static_cast<int>(bits)) - 1;
+  }
+};
+
+// Whether seen keys have to be counted: otherwise their numbers are those of the keys, or do not matter.
+FDM_INLINE bool counts_seen_keys(const fdm_selection &s) {
+  return present(s.mask) && (s.keep_last > 0 || s.keep_first > 0);
+}
+
+// Writes `count` words of the keys from `first` to before `past`, before which so many are seen. Returns how many of these
+// are. All threads of the block call this.
+template <int kThreads, int kItems>
+__device__ uint32_t write_seen(SeenWord *words, int32_t count, BlockRanks<kThreads, kItems> &ranks,
+                               const KeyRow<uint8_t> &mask, int32_t first, int32_t past, uint32_t before) {
+  bool seen[kItems];
+  uint32_t rank[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t key = first + i * kThreads + static_cast<int32_t>(threadIdx.x);
+    seen[i] = key < past && mask.load(key) != 0;
+  }
+  const uint32_t total = ranks.rank(seen, rank);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t word = i * (kThreads / 32) + warp_id();
+    const uint32_t bits = __ballot_sync(kAllLanes, seen[i]);
+    if (lane_id() == 0 && word < count) words[word] = {bits, before + rank[i]};
+  }
+  return total;
+}
+
+// The row at which a key leaves that is kept up to the arrival of another, which may be past all keys.
+__device__ __forceinline__ int64_t row_of_arrival(const Sequence &row, int64_t key) {
+  return key >= row.k_count ? row.q_count : clamp64(key - row.causal_off, 0, row.q_count);
+}
+
+} // namespace fdm::cuda
