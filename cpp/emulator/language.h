@@ -23,7 +23,7 @@
 
 namespace fdm::emulator {
 
-// A variable of CUDA that is another for each thread.
+// A variable of CUDA whose name is also that of a member elsewhere.
 template <const Index3 &(*kGet)(), uint32_t Index3::*kMember> struct Coordinate {
   operator uint32_t() const { return kGet().*kMember; }
 };
@@ -35,8 +35,9 @@ template <const Index3 &(*kGet)()> struct Coordinates {
 
 } // namespace fdm::emulator
 
-inline constexpr fdm::emulator::Coordinates<fdm::emulator::thread_index> threadIdx;
-inline constexpr fdm::emulator::Coordinates<fdm::emulator::block_index> blockIdx;
+// Their coordinates are of CUDA's type, which makes `condition ? -1 : blockIdx.x` a large number.
+#define threadIdx (fdm::emulator::thread_index())
+#define blockIdx (fdm::emulator::block_index())
 inline constexpr fdm::emulator::Coordinates<fdm::emulator::block_size> blockDim;
 inline constexpr fdm::emulator::Coordinates<fdm::emulator::grid_size> gridDim;
 

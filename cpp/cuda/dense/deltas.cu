@@ -42,7 +42,8 @@ struct Deltas {
   }
 
   __device__ static int64_t other_work(const DenseBackward &work, const Division &division) {
-    return division.again && is_superseded(work) ? -1 : blockIdx.x;
+    if (division.again && is_superseded(work)) return -1;
+    return blockIdx.x;
   }
 };
 
