@@ -13,8 +13,12 @@
 
 #if defined(__CUDACC__)
 #define FDM_INLINE static __host__ __device__ __forceinline__
+#define FDM_DEVICE static __device__ __forceinline__
+#define FDM_MEMBER __host__ __device__ __forceinline__ // of a struct that kernels get
 #else
 #define FDM_INLINE static inline
+#define FDM_DEVICE static inline
+#define FDM_MEMBER inline
 #endif
 
 namespace fdm {

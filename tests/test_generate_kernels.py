@@ -138,54 +138,6 @@ def test_there_may_be_no_dense_blocks(generator: ModuleType, tmp_path: Path) -> 
     assert dense_head_dims(tmp_path) == (str(largest), "0")
 
 
-# Prints whether windows have a kernel of their own, whether that of the forward pass has room for a
-# mask of rows beside a bias of float32, and how many sources of a bias it takes at a time.
-SERVED = """
-#include <cstdio>
-
-#include "cuda/dense/wide_plan.h"
-
-int main() {
-  using namespace fdm::cuda;
-  DenseForward work{};
-  DenseCall &call = work.call;
-  fdm_problem &p = call.p;
-  p.batch = call.batches = 1024;
-  p.heads = p.kv_heads = call.heads = 1;
-  p.head_dim = 32;
-  p.bias = {&work, {1, 1, 64, 64}, {4096, 4096, 64, 1}, FDM_FLOAT32, 0};
-  call.aligned = call.bias_chunks = call.shares_mask = true;
-  p.queries = p.keys = 64;
-  const bool windows = has_windows(call);
-  p.queries = p.keys = 128;
-  const bool divided = divide_wide_forward(&work, 132, true);
-  std::printf("%d %d %d", windows, has_room_for_mask(p), divided ? work.slots : 0);
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("asked", "served"), [("", "1 1 2"), ("64;128", "0 1 2"), ("128", "0 0 1"), ("96", "0 0 0")]
-)
-def test_few_head_dims_serve_what_they_have_kernels_for(
-    asked: str, served: str, tmp_path: Path
-) -> None:
-    """Heads of 32 columns are then served by kernels of more, which do other things."""
-    try:
-        nvcc = find_nvcc(None)
-    except ReleaseError as error:
-        pytest.skip(str(error))
-    generate(tmp_path, f"--head-dims={asked}")
-    source, program = tmp_path / "served.cu", tmp_path / "served"
-    source.write_text(SERVED)
-    target = ["-arch=sm_90a", "-DFDM_ARCH=90", "-DFDM_TILE_ARCH=90"]
-    includes = [f"-I{ROOT / 'cpp'}", f"-I{tmp_path}"]
-    command: list[str | Path] = [nvcc, "-std=c++17", *target, *includes, source, "-o", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == served
-
-
 def test_output_is_deterministic(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     listed = [path.relative_to(first) for path in generate(first)]

@@ -6,7 +6,7 @@
 #include "backward/backward.h"
 #include "dense/dense.h"
 #include "forward/forward.h"
-#include "host/dispatch.h"
+#include "host/facts.h"
 #include "host/launch_counts.h"
 #include "plan/make_plan.h"
 #include "plan/plan.cuh"
@@ -40,15 +40,15 @@ struct CudaPack {
   static constexpr PackLimits kLimits{kMaxHeadDim, 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16};
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
-  static int64_t plan_bytes(const fdm_problem &p) {
-    if (cuda::is_dense(p)) return 0;
-    int64_t bytes;
-    lay_out_plan(p, nullptr, &bytes);
-    return bytes;
+  static int64_t plan_bytes(const fdm_problem &p) { return plan_route(p, any_device(built_for())).plan_bytes; }
+  // These are for any device: a caller may not know which one it will be.
+  static int64_t plan_workspace_bytes(const fdm_problem &p) {
+    return plan_route(p, any_device(built_for())).workspace_bytes;
   }
-  static int64_t plan_workspace_bytes(const fdm_problem &p) { return cuda::plan_workspace_bytes(p); }
-  static int64_t forward_workspace_bytes(const fdm_problem &p) { return cuda::forward_workspace_bytes(p); }
-  static int64_t backward_workspace_bytes(const fdm_problem &p) { return cuda::backward_workspace_bytes(p); }
+  static int64_t forward_workspace_bytes(const fdm_problem &p) { return forward_workspace(p, any_device(built_for())); }
+  static int64_t backward_workspace_bytes(const fdm_problem &p) {
+    return backward_workspace(p, any_device(built_for()));
+  }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cuda::selection_workspace_bytes(s); }
 
   // What lies on the device is not read by the host.
@@ -65,21 +65,30 @@ struct CudaPack {
     });
   }
 
+  // Calls work with facts of the tensors' device.
+  template <class Work> static cudaError_t with_facts(const fdm_problem &p, const Work &work) {
+    DeviceFacts facts;
+    if (cudaError_t error = device_facts(p.context.device, &facts)) return error;
+    return work(facts);
+  }
+
   static cudaError_t plan(const fdm_problem &p, void *plan, void *workspace) {
-    return make_plan(p, plan_of(p, plan), workspace, static_cast<cudaStream_t>(p.context.stream));
+    const auto stream = static_cast<cudaStream_t>(p.context.stream);
+    return make_plan(p, plan_of(p, plan), any_device(built_for()), workspace, stream);
   }
   static cudaError_t forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
-    return run_forward(p, args, plan, workspace);
+    return with_facts(p, [&](const DeviceFacts &facts) { return run_forward(p, args, facts, plan, workspace); });
   }
   static cudaError_t backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
-    return run_backward(p, args, plan, workspace);
+    return with_facts(p, [&](const DeviceFacts &facts) { return run_backward(p, args, facts, plan, workspace); });
   }
   static cudaError_t select(const fdm_selection &s, void *workspace) {
     return select_keys(s, workspace, static_cast<cudaStream_t>(s.context.stream));
   }
   static cudaError_t select_and_plan(const fdm_selection &s, const fdm_problem &p, void *plan_base, void *workspace) {
     const auto stream = static_cast<cudaStream_t>(s.context.stream);
-    if (fits_short_lists(s)) return launch_short_lists(s, p, plan_of(p, plan_base), stream);
+    const SelectionRoute route = selection_route(s, &p, kRouteTable);
+    if (route.kernel == SelectionKernel::list) return launch_short_lists(s, p, plan_of(p, plan_base), route, stream);
     if (cudaError_t error = select(s, workspace)) return error;
     return plan(p, plan_base, workspace);
   }

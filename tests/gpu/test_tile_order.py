@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every tile of a batch is computed once, also where only some sequences or heads go together.
 
-cpp/cuda/tile/tile_order.cuh says which: keys and values of those that do have at most 21 MB.
+cpp/cuda/route/orders.h says which: keys and values of those that do have at most 21 MB.
 """
 
 from __future__ import annotations

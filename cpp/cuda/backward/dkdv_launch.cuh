@@ -66,7 +66,8 @@ inline FusedParams fused_params(const BackwardParams &params, int rows) {
   return fused;
 }
 
-template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardParams &params, cudaStream_t stream) {
+template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardLaunch &work, cudaStream_t stream) {
+  const BackwardParams &params = work.params;
   return launch_with_softcap(params, [&](auto has_softcap) {
     const auto launch_for = [&](auto is_chained, Grid grid) {
       using Config = SmallBlocksConfig<Element, kHeadDim, has_softcap, is_chained>;
@@ -74,15 +75,15 @@ template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardPa
       return launch_with_shared<SmallBlocksShared<Config>, small_blocks_kernel<Config>, Overlap::kernel_ahead>(
           fused, grid, Config::kThreads, stream);
     };
-    const KeyWork &keys = params.keys;
-    if (keys.chained) return launch_for(std::true_type{}, Grid(keys.heads, keys.blocks, keys.blocks));
+    const KeyDivision &keys = work.route.division;
+    if (work.route.keys == KeyKernel::chained)
+      return launch_for(std::true_type{}, Grid(keys.heads, keys.blocks, keys.blocks));
     return launch_for(std::false_type{}, Grid(keys.max_items, keys.shares, keys.shares));
   });
 }
 
-template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
-  if constexpr (kHeadDim <= kSmallBlock.most_head_dim)
-    if (params.keys.small) return launch_small<Element, kHeadDim>(params, stream);
+template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLaunch &work, cudaStream_t stream) {
+  const BackwardParams &params = work.params;
   constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
   const auto launch_for = [&](auto has_softcap, auto has_row_bias) {
     using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap,
@@ -92,7 +93,7 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardPa
         fused, params.keys.max_items, stream);
   };
   if constexpr (fuses_row_bias(90, kHeadDim))
-    if (has_rows(params.p.bias)) return launch_for(std::false_type{}, std::true_type{});
+    if (work.route.keys == KeyKernel::row_bias) return launch_for(std::false_type{}, std::true_type{});
   return launch_with_softcap(params, [&](auto has_softcap) { return launch_for(has_softcap, std::false_type{}); });
 }
 
@@ -107,7 +108,8 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
   });
 }
 #else
-template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardParams &params, cudaStream_t stream) {
+template <class Element, int kHeadDim>
+cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stream) {
   constexpr FusedTileChoice tile = fused_tile(FDM_TILE_ARCH, kHeadDim);
   using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, tile.shares,
                                     tile.saves_shared>;
@@ -116,15 +118,35 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardPa
 }
 #endif
 
-template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardParams &params, cudaStream_t stream) {
-  if (params.query_sums.data || params.keys.chained) return launch_fused<Element, kHeadDim>(params, stream);
-  if (needs_general_kernel(params)) return launch_dkdv_kernels<Element, kHeadDim, true>(params, stream);
+template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLaunch &work, cudaStream_t stream) {
+  switch (work.route.keys) {
+  case KeyKernel::general:
+    return launch_dkdv_kernels<Element, kHeadDim, true>(work.params, stream);
 #if FDM_TILE_ARCH == 90
-  if constexpr (kHeadDim <= kMostDkdvHeadDim)
-    return launch_dkdv_sm90<Element, kHeadDim>(params, stream);
-  else
+  case KeyKernel::wgmma:
+    if constexpr (kHeadDim <= kMostDkdvHeadDim) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
+    break;
+  case KeyKernel::usual:
+    if constexpr (kHeadDim > kMostDkdvHeadDim)
+      return launch_dkdv_kernels<Element, kHeadDim, false>(work.params, stream);
+    break;
+  case KeyKernel::fused:
+  case KeyKernel::row_bias:
+    return launch_fused<Element, kHeadDim>(work, stream);
+  case KeyKernel::shared:
+  case KeyKernel::chained:
+    if constexpr (kHeadDim <= kSmallBlock.most_head_dim) return launch_small<Element, kHeadDim>(work, stream);
+    break;
+#else
+  case KeyKernel::usual:
+    return launch_dkdv_kernels<Element, kHeadDim, false>(work.params, stream);
+  case KeyKernel::all:
+    return launch_all_gradients<Element, kHeadDim>(work.params, stream);
 #endif
-    return launch_dkdv_kernels<Element, kHeadDim, false>(params, stream);
+  default:
+    break;
+  }
+  return cudaErrorInvalidConfiguration;
 }
 
 } // namespace fdm::cuda

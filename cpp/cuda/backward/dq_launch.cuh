@@ -14,35 +14,30 @@
 
 namespace fdm::cuda {
 
-template <class Config> cudaError_t launch_dq_kernel(const BackwardParams &params, cudaStream_t stream) {
-  const int64_t blocks = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);
-  return launch_with_shared<DqShared<Config>, dq_kernel<Config>>(params, blocks, Config::kThreads, stream);
-}
-
 template <class Element, int kHeadDim, bool kGeneral>
-cudaError_t launch_dq_kernels(const BackwardParams &params, cudaStream_t stream) {
+cudaError_t launch_dq_kernels(const BackwardLaunch &work, cudaStream_t stream) {
   constexpr DqTileChoice tile = kGeneral ? general_dq_tile(FDM_TILE_ARCH, kHeadDim) : dq_tile(FDM_TILE_ARCH, kHeadDim);
-  return launch_dq_kernel<DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kGeneral>>(
-      params, stream);
+  using Config = DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kGeneral>;
+  return launch_with_shared<DqShared<Config>, dq_kernel<Config>>(work.params, work.route.blocks, Config::kThreads,
+                                                                 stream);
 }
 
 #if FDM_TILE_ARCH == 90
-template <class Element, int kHeadDim> cudaError_t launch_dq_sm90(const BackwardParams &params, cudaStream_t stream) {
+template <class Element, int kHeadDim> cudaError_t launch_dq_sm90(const BackwardLaunch &work, cudaStream_t stream) {
   constexpr DqTileSm90 tile = dq_tile_sm90(kHeadDim);
   using Config = DqConfigSm90<Element, kHeadDim, tile.columns, tile.stages>;
-  const int64_t tiles = params.p.batch * params.p.heads * ceil_div(params.p.queries, Config::kRows);
-  return launch_persistent_sm90<DqSharedSm90<Config>, dq_kernel_sm90<Config>>(params, tiles, stream);
+  return launch_sm90<DqSharedSm90<Config>, dq_kernel_sm90<Config>>(work.params, work.route.blocks, stream);
 }
 #endif
 
-template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardParams &params, cudaStream_t stream) {
-  if (needs_general_kernel(params)) return launch_dq_kernels<Element, kHeadDim, true>(params, stream);
+template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardLaunch &work, cudaStream_t stream) {
+  if (work.route.dq == QueryKernel::general) return launch_dq_kernels<Element, kHeadDim, true>(work, stream);
 #if FDM_TILE_ARCH == 90
   if constexpr (kHeadDim <= kMostDqHeadDim)
-    return launch_dq_sm90<Element, kHeadDim>(params, stream);
+    return launch_dq_sm90<Element, kHeadDim>(work, stream);
   else
 #endif
-    return launch_dq_kernels<Element, kHeadDim, false>(params, stream);
+    return launch_dq_kernels<Element, kHeadDim, false>(work, stream);
 }
 
 } // namespace fdm::cuda

@@ -15,11 +15,6 @@ FDM_INLINE int64_t first_query_sum(const fdm_problem &p, int32_t tile_rows, int6
   return is_varlen(p) ? (q_begin / tile_rows + sequence_index) * tile_rows : 0;
 }
 
-// No two sequences share a tile: the next one of n rows begins at least ceil(n / tile_rows) tiles further.
-FDM_INLINE int64_t query_sum_rows(const fdm_problem &p, int32_t tile_rows) {
-  return is_varlen(p) ? (total_rows(p) / tile_rows + p.batch) * tile_rows : round_up(p.queries, tile_rows);
-}
-
 FDM_INLINE int64_t query_sum_count(const fdm_problem &p, const QuerySums &sums) {
   return (is_varlen(p) ? 1 : p.batch) * p.heads * sums.head_rows * sums.dim;
 }

@@ -8,7 +8,8 @@
 
 namespace fdm::cuda {
 
-template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardParams &params, cudaStream_t stream) {
+template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardLaunch &work, cudaStream_t stream) {
+  const BackwardParams &params = work.params;
   constexpr RowBiasTileChoice tile = row_bias_tile(FDM_TILE_ARCH, kHeadDim);
   using Config = RowBiasConfig<Element, kHeadDim, tile.columns, tile.warps, tile.query_buffers, tile.key_buffers>;
   const fdm_problem &p = params.p;

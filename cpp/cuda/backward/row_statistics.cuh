@@ -16,19 +16,6 @@ constexpr float kLargeLse = 65536.0f;
 // of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
 constexpr float kUnusableLse = 1e30f;
 
-// Whether a problem needs the kernels that also serve the rare cases.
-inline bool needs_general_kernel(const BackwardParams &params) {
-  return has_rows(params.p.bias) || !params.aligned || !params.dout_aligned;
-}
-
-// The statistics of a row are lse to base 2, and delta = dO . O - dlse; with a sink, what prepare.cu says. Rows
-// without a gradient have lse = inf, which makes P = 0, and delta = 0.
-struct RowStatistics {
-  float lse, delta;
-
-  __device__ __forceinline__ bool empty() const { return lse == INFINITY; }
-};
-
 // The statistics of row i of a head.
 __device__ __forceinline__ RowStatistics &row_statistics(const BackwardParams &params, const Sequence &s, int64_t head,
                                                          int64_t i) {
@@ -40,10 +27,6 @@ __device__ __forceinline__ uint32_t row_bits(int first, int past) {
   const int low = max(0, first), high = min(32, past);
   return low < high ? (~0u >> (32 - (high - low))) << low : 0u;
 }
-
-struct RowRange {
-  int32_t first, past;
-};
 
 // The rows that may keep a key, the causal limit included. Unless the mask has a row for each query, all of them do.
 __device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequence &s, int64_t head, int64_t key) {

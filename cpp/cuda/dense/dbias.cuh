@@ -17,24 +17,25 @@ template <class ElementType, int kHeadDimension> struct DbiasConfig {
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kWarps = dbias_warps(FDM_TILE_ARCH, kHeadDim), kThreads = 32 * kWarps;
   static constexpr bool kHoldsRows = false;
-  static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
+  static constexpr int kPitch = DbiasSizes::kPitch;
   using Tile = SmemTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
+  static_assert(Tile::kRowBytes == dense_row_bytes(kHeadDim));
+  static constexpr DbiasSizes sizes() { return {FDM_TILE_ARCH, kHeadDim}; }
   static constexpr int stage_bytes(const DbiasWork &work) {
-    return 2 * Tile::bytes(work.slots * work.tile_rows) + 2 * Tile::bytes(work.slots * work.tile_keys) +
-           work.slots * work.tile_rows * 2 * int(sizeof(float));
+    return sizes().stage_bytes(work.slots, work.tile_rows, work.tile_keys);
   }
   static constexpr int panel_bytes(const DbiasWork &work, bool wide, bool mask) {
-    return Bias::bytes(work.tile_rows, wide) + (mask ? Bias::mask_bytes(work.tile_rows) : 0);
+    return sizes().panel_bytes(work.tile_rows, wide, mask);
   }
   static constexpr int shared_bytes(const DbiasWork &work, bool wide, bool mask) {
-    return work.stages * stage_bytes(work) + work.tile_keys / kDenseKeys * panel_bytes(work, wide, mask);
+    return sizes().shared_bytes(work.slots, work.tile_rows, work.tile_keys, work.stages, wide, mask);
   }
 };
 
 template <class Config> struct DbiasShared {
-  KeptKeys<Config::kWarps> kept;
+  KeptBits<Config::kWarps> kept;
   SlotTable<Config::kWarps, 4> slots[2]; // of a step and the next: q, dout, k and v
 };
 
@@ -145,7 +146,7 @@ template <class Config> struct DbiasBlock {
   }
 
   __device__ uint32_t fetch_kept(const DbiasTile &tile, int step) const {
-    return KeptKeys<Config::kWarps>::fetch(problem(), division.slots, division.tile_keys / 32,
+    return KeptBits<Config::kWarps>::fetch(problem(), division.slots, division.tile_keys / 32,
                                            tile.key_tile * division.tile_keys, shared.slots[step & 1]);
   }
 

@@ -6,17 +6,6 @@
 
 namespace fdm::cuda {
 
-// A warp has 32 rows by 64 keys of a tile.
-constexpr int kDbiasWarpRows = 32, kDbiasWarpKeys = 64;
-
-// Tiles of a row of tiles that have a visible key; at least one.
-FDM_INLINE int64_t live_key_tiles(const fdm_problem &p, const DbiasWork &work, int64_t row_tile) {
-  if (!is_causal(p)) return work.key_tiles;
-  const int64_t last_row = min64(p.queries, (row_tile + 1) * work.tile_rows) - 1;
-  const int64_t visible = clamp64(last_row + p.keys - p.queries + 1, 1, p.keys);
-  return ceil_div(visible, work.tile_keys);
-}
-
 struct DbiasTile {
   int unit, row_tile, key_tile;
 

@@ -12,8 +12,6 @@
 
 namespace fdm::cuda {
 
-constexpr int kStepRows = 64;
-
 template <class ElementType, int kHeadDimension> struct DenseDkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension;
@@ -22,26 +20,19 @@ template <class ElementType, int kHeadDimension> struct DenseDkdvConfig {
   static constexpr int kKeyTiles = kChoice.tiles, kWarpKeys = 16 * kKeyTiles, kKeys = kWarps * kWarpKeys;
   static constexpr bool kHoldsKeys = false; // K and V in registers
   static constexpr int kSubRows = kHeadDim <= 32 ? 16 : kHeadDim <= 64 ? 32 : 16;
-  static constexpr int kPitch =
-      kDenseKeys + 4; // of a float32 bias: two words of a row's pair, and eight keys, meet all banks
+  static constexpr int kPitch = DenseKeySizes::kPitch;
   using Tile = SmemTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
-  static constexpr int key_bytes() { return Tile::bytes(kKeys); } // of K or V
-  static constexpr int panels(int slots) { return (kKeys / slots + kDenseKeys - 1) / kDenseKeys; }
-  static constexpr int panel_bytes(bool wide, bool mask) {
-    return Bias::bytes(kStepRows, wide) + (mask ? Bias::mask_bytes(kStepRows) : 0);
-  }
-  static constexpr int statistics_bytes(int slots) { return slots * kStepRows * 2 * int(sizeof(float)); }
-  static constexpr int stage_bytes(int slots, bool wide, bool mask) {
-    return 2 * Tile::bytes(slots * kStepRows) + panels(slots) * panel_bytes(wide, mask) + statistics_bytes(slots);
-  }
-  static constexpr int stages(int slots, bool wide, bool mask) {
-    return 2 * key_bytes() + 2 * stage_bytes(slots, wide, mask) <= kMostShared ? 2 : 1;
-  }
-  static constexpr int shared_bytes(int slots, bool wide, bool mask) {
-    return 2 * key_bytes() + stages(slots, wide, mask) * stage_bytes(slots, wide, mask);
-  }
+  static_assert(Tile::kRowBytes == dense_row_bytes(kHeadDim));
+  static constexpr DenseKeySizes sizes() { return {FDM_TILE_ARCH, kHeadDim}; }
+  static constexpr int key_bytes() { return sizes().key_bytes(); } // of K or V
+  static constexpr int panels(int slots) { return sizes().panels(slots); }
+  static constexpr int panel_bytes(bool wide, bool mask) { return sizes().panel_bytes(wide, mask); }
+  static constexpr int statistics_bytes(int slots) { return sizes().statistics_bytes(slots); }
+  static constexpr int stage_bytes(int slots, bool wide, bool mask) { return sizes().stage_bytes(slots, wide, mask); }
+  static constexpr int stages(int slots, bool wide, bool mask) { return sizes().stages(slots, wide, mask); }
+  static constexpr int shared_bytes(int slots, bool wide, bool mask) { return sizes().shared_bytes(slots, wide, mask); }
 };
 
 template <class Config> struct DenseDkdvShared {

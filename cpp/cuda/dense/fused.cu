@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "fused.h"
 
+#include <algorithm>
 #include <array>
-
-#include "../tile/copy_rows.cuh"
 
 namespace fdm::cuda {
 namespace {
@@ -33,26 +32,9 @@ GradientSums sums_in_workspace(const FusedPlan &plan, const fdm_tensor &t, char 
 
 } // namespace
 
-int64_t contiguous_bytes(const fdm_tensor &t) {
-  if (!present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return 0;
-  int64_t elements = 1, last = 0;
-  for (int d = 0; d < 4; ++d) {
-    if (t.stride[d] < 0) return 0;
-    elements *= t.shape[d];
-    last += (t.shape[d] - 1) * t.stride[d];
-  }
-  return last + 1 == elements ? elements * 2 : 0;
-}
-
-bool may_hold_sums(const fdm_tensor &t) {
-  return !present(t) || (rows_are_aligned(t, t.shape[3]) && contiguous_bytes(t) > 0 &&
-                         t.stride[0] == t.shape[1] * t.shape[2] * t.shape[3]);
-}
-
-cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, int sms, cudaStream_t stream) {
+cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, cudaStream_t stream) {
   const fdm_problem &p = work.call.p;
   const fdm_backward_args &a = work.a;
-  work.fused = plan.work;
   FusedWork &division = work.fused;
   memory += plan.deltas_bytes();
   const std::array sums_of_all = {&division.dq, &division.dk, &division.dv};
@@ -65,7 +47,6 @@ cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, 
   place(division.dk, a.dk, plan.key_bytes);
   place(division.dv, a.dv, plan.key_bytes);
   division.dbias = present(a.dbias) && plan.dbias_bytes > 0 ? reinterpret_cast<float *>(memory) : nullptr;
-  const bool may_split = !present(a.dbias) || plan.dbias_bytes > 0;
   // What the workspace has of the sums was cleared with `odd`.
   if (plan.in_gradients)
     for (const GradientSums *sums : sums_of_all)
@@ -73,17 +54,10 @@ cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, 
         if (cudaError_t error = cudaMemsetAsync(
                 sums->first, 0, std::min<int64_t>(2 * plan.work.batches, p.batch) * sums->batch, stream))
           return error;
-  for (int64_t first = 0, left = p.batch, batches; left > 0; first += batches, left -= batches) {
-    batches = plan.next_batches(left);
-    division.first_batch = int32_t(first);
-    if (first > 0) set_batches(&division, plan, work.call, batches, may_split, sms);
-    if (plan.shares)
-      division.first_source = first * work.call.heads;
-    else
-      division.first_unit = int32_t(first * p.bias.shape[1]);
-    division.clears = batches < left;
+  for (int64_t first = 0, batches; first < p.batch; first += batches) {
+    const int64_t left = p.batch - first;
+    static_cast<FusedDivision &>(division) = plan.launch(first, &batches);
     if (plan.in_gradients) {
-      division.past_cleared = int32_t(std::min(left, batches + 2 * plan.next_batches(left - batches)));
       for (GradientSums *sums : sums_of_all) {
         sums->second = sums->first + batches * sums->batch;
         sums->before_spare = int32_t(std::min(batches, left - batches));

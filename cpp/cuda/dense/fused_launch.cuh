@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "fused_plan.h"
+#include "dense.h"
 #include "tile_sizes.cuh"
 #if FDM_TILE_ARCH == 90
 #include "../host/launch_sm90.cuh"
@@ -14,6 +14,7 @@
 namespace fdm::cuda {
 
 #if FDM_TILE_ARCH == 90
+// How many clusters run at the same time only the driver knows, of a kernel.
 template <class Config> cudaError_t launch_clusters(const DenseBackward &work, cudaStream_t stream) {
   using Shared = DenseFusedShared<Config>;
   const int64_t blocks = int64_t(work.fused.row_tiles) * work.fused.key_tiles;
@@ -22,7 +23,7 @@ template <class Config> cudaError_t launch_clusters(const DenseBackward &work, c
     return error;
   if (most == 0) return cudaErrorInvalidConfiguration;
   DenseBackward own = work;
-  if (own.fused.splits == 0) own.fused.splits = choose_cluster_splits(work.fused, most);
+  if (own.fused.splits == 0) own.fused.splits = work.fused.cluster_splits(kRouteTable.fused_task_steps, most);
   const Grid grid(std::min<int64_t>(int64_t(own.fused.units) * own.fused.splits, most), blocks, blocks);
   return launch_with_shared<Shared, dense_fused_kernel<Config>>(own, grid, Roles::kThreads, stream);
 }
@@ -31,23 +32,20 @@ template <class Config> cudaError_t launch_clusters(const DenseBackward &work, c
 template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
   const FusedWork &division = work.fused;
-  const int64_t tasks = division.tiles() * (division.splits > 0 ? division.splits : division.sources);
-  int most;
-  if (cudaError_t error = sm_count(&most)) return error;
   const auto launch_for = [&](auto wide) {
     constexpr bool kWide = decltype(wide)::value;
     if constexpr (kHeadDim == kWindowHeadDim) {
       using Windows = DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::windows>;
       if (division.windows)
-        return launch_with_shared<DenseFusedShared<Windows>, dense_fused_kernel<Windows>>(
-            work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
+        return launch_with_shared<DenseFusedShared<Windows>, dense_fused_kernel<Windows>>(work, division.blocks,
+                                                                                          Roles::kThreads, stream);
     }
     using Config = DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::sums>;
     if constexpr (!Config::kInTurn)
       if (division.clusters)
         return launch_clusters<DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::exchange>>(work, stream);
     return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>, Overlap::kernel_ahead>(
-        work, std::min<int64_t>(tasks, most), Roles::kThreads, stream);
+        work, division.blocks, Roles::kThreads, stream);
   };
   return work.call.p.bias.dtype == FDM_FLOAT32 ? launch_for(std::true_type{}) : launch_for(std::false_type{});
 #else

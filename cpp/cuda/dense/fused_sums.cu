@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Rounds the float32 sums of the fused kernel to dq, dk and dv, and to dbias; and clears what the next launch adds to.
 #include "../tile/round_sums.cuh"
+#include "fused.h"
 #include "fused_tiles.cuh"
 #include "gradient_sums.cuh"
-#include "wide_plan.h"
 
 namespace fdm::cuda {
 namespace {

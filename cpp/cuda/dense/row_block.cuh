@@ -17,25 +17,20 @@ template <class ElementType, int kHeadDimension, int kRowTensorCount, class Work
   static constexpr DenseTileChoice kChoice = kRowTensors == 1 ? dense_forward_tile(kHeadDim) : dense_dq_tile(kHeadDim);
   static constexpr int kWarps = kChoice.warps, kThreads = 32 * kWarps, kBlocks = kChoice.blocks;
   static constexpr int kRowTiles = kChoice.tiles, kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
-  static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
+  static constexpr int kPitch = RowBlockSizes::kPitch;
   using Tile = SmemTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
+  static_assert(Tile::kRowBytes == dense_row_bytes(kHeadDim));
 
-  static constexpr int row_bytes() { return Tile::bytes(kRows); } // of a tensor
-  static constexpr int stage_bytes(int slots, bool wide, bool mask) {
-    return 2 * Tile::bytes(slots * kDenseKeys) + Bias::bytes(kRows / slots, wide) +
-           (mask ? Bias::mask_bytes(kRows / slots) : 0);
-  }
-  static constexpr int stages(int slots, bool wide, bool mask) {
-    return kRowTensors * row_bytes() + 2 * stage_bytes(slots, wide, mask) <= kMostShared ? 2 : 1;
-  }
-  static constexpr int shared_bytes(int slots, bool wide, bool mask) {
-    return kRowTensors * row_bytes() + stages(slots, wide, mask) * stage_bytes(slots, wide, mask);
-  }
+  static constexpr RowBlockSizes sizes() { return {FDM_TILE_ARCH, kHeadDim, kRowTensors}; }
+  static constexpr int row_bytes() { return sizes().row_bytes(); } // of a tensor
+  static constexpr int stage_bytes(int slots, bool wide, bool mask) { return sizes().stage_bytes(slots, wide, mask); }
+  static constexpr int stages(int slots, bool wide, bool mask) { return sizes().stages(slots, wide, mask); }
+  static constexpr int shared_bytes(int slots, bool wide, bool mask) { return sizes().shared_bytes(slots, wide, mask); }
 };
 
 template <class Config> struct RowBlockShared {
-  KeptKeys<Config::kWarps> kept;
+  KeptBits<Config::kWarps> kept;
   SlotTable<Config::kWarps, 2 + Config::kRowTensors> slots; // of k, v and the row tensors
 };
 
@@ -170,7 +165,7 @@ template <class Config> struct RowBlock {
     bias_at(block).copy(shared.slots.source[0], rows, first_row, first_key);
   }
   __device__ uint32_t fetch_kept(int block) const {
-    return KeptKeys<Config::kWarps>::fetch(problem(), slots, kDenseKeys / 32, block * kDenseKeys, shared.slots);
+    return KeptBits<Config::kWarps>::fetch(problem(), slots, kDenseKeys / 32, block * kDenseKeys, shared.slots);
   }
 
   // What a warp knows of half a block of keys.

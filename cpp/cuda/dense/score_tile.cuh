@@ -58,8 +58,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   static constexpr int kHalfChunks = kDenseKeys / 8, kWordChunks = kDenseKeys / 4, kByteChunks = kDenseKeys / 16;
   static_assert(kPitch % 4 == 0 && kPitch >= kDenseKeys);
 
-  static constexpr int bytes(int rows, bool wide) { return rows * (wide ? kPitch * 4 : kDenseKeys * 2); }
-  static constexpr int mask_bytes(int rows) { return rows * kDenseKeys; }
+  static constexpr int bytes(int rows, bool wide) { return dense_bias_bytes(rows, kPitch, wide); }
 
   const DenseCall &call;
   char *memory;   // that everything below counts from

@@ -18,7 +18,7 @@ constexpr int kSubKeys = 32, kSubTiles = kSubKeys / 8;
 constexpr float kLowestBias = -2.35e38f;
 
 // Which keys each slot keeps: a bit for each, `per_slot` words of 32. The bytes of the mask are fetched a step ahead.
-template <int kWarps> struct KeptKeys {
+template <int kWarps> struct KeptBits {
   static constexpr int kReads = 2; // of a warp
   uint32_t word[2][kReads * kWarps];
 

@@ -6,8 +6,17 @@
 
 namespace fdm::cuda {
 
-// Shared memory of a dense kernel beside its tiles, at most, and what that leaves.
-constexpr int kDenseStatic = 4 * 1024, kMostShared = shared_limit(FDM_TILE_ARCH) - kDenseStatic;
+// Keys of a block.
+constexpr int kDenseKeys = 64;
+
+// What shared memory leaves for the tiles of a dense kernel.
+constexpr int dense_shared_limit(int arch) {
+  constexpr int kOthers = 4 * 1024;
+  return shared_limit(arch) - kOthers;
+}
+#ifdef FDM_TILE_ARCH
+constexpr int kMostShared = dense_shared_limit(FDM_TILE_ARCH);
+#endif
 
 // Tiles of 16 rows or keys of a warp, warps, and blocks for which an SM must have registers. There are two stages of copies
 // where shared memory has room for them.
@@ -39,5 +48,77 @@ constexpr int dbias_warps(int arch, int head_dim) {
   if (head_dim <= 64) return small_shared ? 4 : 8;
   return small_shared ? 2 : 4;
 }
+
+// Bytes of a row of a tile of 16-bit elements, as SmemTile has it, of a float32 bias or one of 16 bits whose rows have `pitch` or
+// kDenseKeys elements, and of the booleans of a mask.
+constexpr int dense_row_bytes(int head_dim) { return head_dim <= 32 ? 64 : (head_dim + 63) / 64 * 128; }
+constexpr int dense_bias_bytes(int rows, int pitch, bool wide) { return rows * (wide ? pitch * 4 : kDenseKeys * 2); }
+constexpr int dense_panel_bytes(int rows, int pitch, bool wide, bool mask) {
+  return dense_bias_bytes(rows, pitch, wide) + (mask ? rows * kDenseKeys : 0);
+}
+
+// Shared memory of the kernels of rows: `row_tensors` have rows of the tile, q, and in the backward pass dout. `wide`: the bias is
+// float32. `mask` has a row for each query.
+struct RowBlockSizes {
+  static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
+  int arch, head_dim, row_tensors;
+
+  constexpr DenseTileChoice tile() const {
+    return row_tensors == 1 ? dense_forward_tile(head_dim) : dense_dq_tile(head_dim);
+  }
+  constexpr int rows() const { return 16 * tile().tiles * tile().warps; }
+  constexpr int row_bytes() const { return rows() * dense_row_bytes(head_dim); } // of a tensor
+  constexpr int stage_bytes(int slots, bool wide, bool mask) const {
+    return 2 * slots * kDenseKeys * dense_row_bytes(head_dim) + dense_panel_bytes(rows() / slots, kPitch, wide, mask);
+  }
+  constexpr int stages(int slots, bool wide, bool mask) const {
+    return row_tensors * row_bytes() + 2 * stage_bytes(slots, wide, mask) <= dense_shared_limit(arch) ? 2 : 1;
+  }
+  constexpr int shared_bytes(int slots, bool wide, bool mask) const {
+    return row_tensors * row_bytes() + stages(slots, wide, mask) * stage_bytes(slots, wide, mask);
+  }
+};
+
+// The same of the kernel of keys, whose steps have kStepRows rows.
+constexpr int kStepRows = 64;
+
+struct DenseKeySizes {
+  static constexpr int kPitch = kDenseKeys + 4; // two words of a row's pair, and eight keys, meet all banks
+  int arch, head_dim;
+
+  constexpr int keys() const { return 16 * dense_dkdv_tile(head_dim).tiles * dense_dkdv_tile(head_dim).warps; }
+  constexpr int key_bytes() const { return keys() * dense_row_bytes(head_dim); } // of K or V
+  constexpr int panels(int slots) const { return (keys() / slots + kDenseKeys - 1) / kDenseKeys; }
+  constexpr int panel_bytes(bool wide, bool mask) const { return dense_panel_bytes(kStepRows, kPitch, wide, mask); }
+  constexpr int statistics_bytes(int slots) const { return slots * kStepRows * 2 * int(sizeof(float)); }
+  constexpr int stage_bytes(int slots, bool wide, bool mask) const {
+    return 2 * slots * kStepRows * dense_row_bytes(head_dim) + panels(slots) * panel_bytes(wide, mask) +
+           statistics_bytes(slots);
+  }
+  constexpr int stages(int slots, bool wide, bool mask) const {
+    return 2 * key_bytes() + 2 * stage_bytes(slots, wide, mask) <= dense_shared_limit(arch) ? 2 : 1;
+  }
+  constexpr int shared_bytes(int slots, bool wide, bool mask) const {
+    return 2 * key_bytes() + stages(slots, wide, mask) * stage_bytes(slots, wide, mask);
+  }
+};
+
+// The same of the kernel of the gradient of a bias.
+struct DbiasSizes {
+  static constexpr int kPitch = kDenseKeys + 8; // four rows of pairs meet all banks
+  int arch, head_dim;
+
+  constexpr int elements() const { return dbias_warps(arch, head_dim) * 2048; } // of a tile, over all slots
+  constexpr int stage_bytes(int slots, int tile_rows, int tile_keys) const {
+    return 2 * slots * (tile_rows + tile_keys) * dense_row_bytes(head_dim) + slots * tile_rows * 2 * int(sizeof(float));
+  }
+  constexpr int panel_bytes(int tile_rows, bool wide, bool mask) const {
+    return dense_panel_bytes(tile_rows, kPitch, wide, mask);
+  }
+  constexpr int shared_bytes(int slots, int tile_rows, int tile_keys, int stages, bool wide, bool mask) const {
+    return stages * stage_bytes(slots, tile_rows, tile_keys) +
+           tile_keys / kDenseKeys * panel_bytes(tile_rows, wide, mask);
+  }
+};
 
 } // namespace fdm::cuda

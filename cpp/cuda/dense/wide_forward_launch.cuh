@@ -2,8 +2,6 @@
 // The launch of the dense forward instantiations for sm_90.
 #pragma once
 
-#include <algorithm>
-
 #include "dense.h"
 #include "tile_sizes.cuh"
 #if FDM_TILE_ARCH == 90
@@ -14,15 +12,16 @@
 namespace fdm::cuda {
 
 template <class Element, int kHeadDim>
-cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t stream) {
+cudaError_t launch_dense_wide_forward(const DenseForwardLaunch &launch, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
+  const DenseForward &work = launch.work;
   const fdm_problem &p = work.call.p;
   if constexpr (kHeadDim == kWindowHeadDim)
-    if (work.windows) {
+    if (launch.route.kernel == ForwardKernel::dense_windows) {
       const auto launch_windows = [&](auto wide_bias) {
         using Config = WideForwardConfig<Element, kHeadDim, 1, decltype(wide_bias)::value, false, TaskParts::sources>;
         return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>>(
-            work, work.groups * p.bias.shape[1], Roles::kThreads, stream);
+            work, launch.route.blocks, Roles::kThreads, stream);
       };
       return p.bias.dtype == FDM_FLOAT32 ? launch_windows(std::true_type{}) : launch_windows(std::false_type{});
     }
@@ -30,7 +29,7 @@ cudaError_t launch_dense_wide_forward(const DenseForward &work, cudaStream_t str
     using Config = WideForwardConfig<Element, kHeadDim, decltype(sources)::value, decltype(wide_bias)::value,
                                      decltype(mask_rows)::value, decltype(parts)::value>;
     return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>, Overlap::kernel_ahead>(
-        work, work.blocks, Roles::kThreads, stream);
+        work, launch.route.blocks, Roles::kThreads, stream);
   };
   constexpr std::integral_constant<int, 1> kOne{};
   constexpr std::true_type kYes{};

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "../../indexing.h"
+#include "../route/workspaces.h"
 
 namespace fdm::cuda {
 
@@ -15,13 +15,6 @@ struct Partials {
   float *out;       // [split][batch][head][query][D], not normalized
   float *max, *sum; // [split][batch][head][query], to base 2
 };
-
-FDM_INLINE int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
-
-// One split writes its results where they belong.
-inline int64_t partials_bytes(const fdm_problem &p, int64_t splits) {
-  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
-}
 
 inline Partials partials_at(void *memory, const fdm_problem &p, int64_t splits) {
   const int64_t rows = splits * partial_rows(p);

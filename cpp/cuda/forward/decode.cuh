@@ -38,7 +38,7 @@ template <class Config> struct DecodeShared {
   float block_maximum[kDecodeRows], block_sum[kDecodeRows]; // of all warps, for the other blocks of a cluster
   ForwardTask task;
   TileColumns listed[Config::kWarps]; // of each warp, where there is no plan
-  KeptKeys kept[Config::kWarps];
+  ListedKeys kept[Config::kWarps];
 
   __device__ float *results(int warp) { return reinterpret_cast<float *>(sKV[warp]); }
 };
@@ -172,8 +172,8 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   }
 
   // Makes the kept keys of some turns the columns of this warp.
-  __device__ void list_keys(const PartOfKeys &part, int32_t turn, const KeptKeys::Words &words) {
-    KeptKeys &kept = shared.kept[warp];
+  __device__ void list_keys(const PartOfKeys &part, int32_t turn, const ListedKeys::Words &words) {
+    ListedKeys &kept = shared.kept[warp];
     const int32_t count = kept.list(part, turn, words);
     TileColumns &listed = shared.listed[warp];
     if (lane == 0) {
@@ -186,7 +186,7 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     divide_columns(1, 0);
   }
 
-  __device__ void run(const PartOfKeys &part, KeptKeys::Words words) {
+  __device__ void run(const PartOfKeys &part, ListedKeys::Words words) {
     this->start();
     load_queries();
     ptx::cp_async_fence();
@@ -196,9 +196,9 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
     do {
       if (params.finds_keys) {
         list_keys(part, turn, words);
-        turn += KeptKeys::kTurns;
-        more = KeptKeys::has_keys(part, turn);
-        if (more) words = KeptKeys::load(part, turn);
+        turn += ListedKeys::kTurns;
+        more = ListedKeys::has_keys(part, turn);
+        if (more) words = ListedKeys::load(part, turn);
       } else {
         divide_columns(params.splits * Config::kWarps, task->split * Config::kWarps + warp);
       }
@@ -359,6 +359,17 @@ struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 
   }
 };
 
+// The sequence and the first head that a block of threads works at.
+struct DecodePlace {
+  int64_t sequence_index, head;
+
+  __device__ __forceinline__ explicit DecodePlace(const ForwardParams &params) {
+    const uint32_t groups = uint32_t(params.p.heads) / uint32_t(params.heads_per_tile);
+    sequence_index = blockIdx.x / groups;
+    head = blockIdx.x % groups * params.heads_per_tile;
+  }
+};
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadDim))
     decode_kernel(const __grid_constant__ ForwardParams params) {
@@ -367,17 +378,16 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents(); // no sooner, so that one kernel at most waits beside the one that is at work
   const fdm_problem &p = params.p;
-  const uint32_t groups = uint32_t(p.heads) / uint32_t(params.heads_per_tile);
-  const int64_t sequence_index = blockIdx.x / groups, head = blockIdx.x % groups * params.heads_per_tile;
+  const auto [sequence_index, head] = DecodePlace(params);
   const Sequence s = sequence(p, sequence_index);
   if (s.q_count == 0) return;
   // The mask is on its way while the task is made.
   PartOfKeys part{};
-  KeptKeys::Words words{};
+  ListedKeys::Words words{};
   if (params.finds_keys) {
     part = {score_matrix(p, p.mask, s, head, 1), int32_t(s.k_count),
             int32_t(blockIdx.y) * Config::kWarps + int32_t(threadIdx.x) / 32, params.splits * Config::kWarps};
-    words = KeptKeys::load(part, 0);
+    words = ListedKeys::load(part, 0);
   }
   if (threadIdx.x == 0)
     shared.task = {s,

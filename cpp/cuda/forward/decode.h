@@ -6,16 +6,14 @@
 
 namespace fdm::cuda {
 
-// The query rows of a block: the queries of all heads_per_tile heads.
-constexpr int kDecodeRows = 16;
-
 // Blocks that an SM has registers for, and that the columns are divided for.
-constexpr int decode_blocks(int64_t head_dim) { return head_dim <= 64 ? 2 : 1; }
+constexpr int decode_blocks(int64_t head_dim) {
+  return int(head_dim <= 64 ? kRouteTable.decode_blocks_64 : kRouteTable.decode_blocks_256);
+}
 
-// Splits that are a cluster: the largest that every GPU with clusters has (CUDA programming guide, thread block
-// clusters).
 constexpr bool kHasClusters = FDM_TILE_ARCH == 90;
-constexpr int kMostClusterSplits = 8;
+// Splits that are a cluster, which merges their results.
+constexpr int kMostClusterSplits = int(kRouteTable.cluster_splits);
 
 // Launches one instantiation, which serves head dimensions up to kHeadDim. It has a block for each group of
 // heads_per_tile heads and each split.

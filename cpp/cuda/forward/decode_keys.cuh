@@ -18,7 +18,7 @@ struct PartOfKeys {
   int32_t warp, warps;
 };
 
-struct KeptKeys {
+struct ListedKeys {
   static constexpr int kTurn = 16, kLoads = 4;         // keys of a turn; loads that a thread has under way
   static constexpr int kAcross = kTurn / kMaskBytes;   // threads of a turn
   static constexpr int kTurns = kLoads * 32 / kAcross; // turns that are looked through at a time

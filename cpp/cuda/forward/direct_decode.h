@@ -3,19 +3,17 @@
 // worked out, since a block has little more to do than to find its tensors.
 #pragma once
 
-#include "../../indexing.h"
+#include <cuda_runtime_api.h>
+
 #include "../tile/score.cuh"
 #include "combine.h"
 #include "decode.h"
 
 namespace fdm::cuda {
 
-constexpr int kDirectRows = 8;      // heads of a block, at most
-constexpr int kDirectKeys = 32;     // of a warp at a time
-constexpr int kMostDirectWarps = 8; // of a block
 // Blocks of a cluster. Not every GPU has clusters of more than 8, which a kernel must ask for (CUDA programming guide,
 // thread block clusters).
-constexpr int kMostDirectSplits = kHasClusters ? 16 : 1;
+constexpr int kMostDirectSplits = int(kRouteTable.direct_splits);
 
 struct DirectDecodePlace;
 
@@ -95,8 +93,15 @@ __device__ __forceinline__ int64_t DirectKeyStrides::offset(const DirectDecodePl
          int64_t(place.first_key) * key;
 }
 
-// Launches one instantiation, with DirectDecodeParams::warps warps in a block and its splits as a cluster.
+// What a launch is told.
+struct DirectDecodeLaunch {
+  const ForwardRoute &route;
+  const DeviceFacts &device;
+  const DirectDecodeParams &params;
+};
+
+// Launches one instantiation, with the splits of a block as a cluster.
 template <class Element, int kHeadDim>
-cudaError_t launch_direct_decode(const DirectDecodeParams &params, cudaStream_t stream);
+cudaError_t launch_direct_decode(const DirectDecodeLaunch &work, cudaStream_t stream);
 
 } // namespace fdm::cuda

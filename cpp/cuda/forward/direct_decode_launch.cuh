@@ -2,40 +2,31 @@
 // The launch of a direct_decode instantiation. Generated files hold nothing but an include of this and a line for each.
 #pragma once
 
-#include <algorithm>
-
 #include "../host/launch.cuh"
 #include "direct_decode.cuh"
 
 namespace fdm::cuda {
 
-// Chooses how many warps a block has, and how many blocks a cluster: as few warps as take their keys at once, since the
-// instructions of each count, and no more where blocks have to share SMs; more splits cost little, but all clusters
-// have to run at the same time.
-template <class Config> cudaError_t divide_keys(DirectDecodeParams &params) {
-  constexpr int64_t kFewWarps = 4;
-  int sms;
-  if (cudaError_t error = sm_count(&sms)) return error;
-  const int64_t blocks = params.sequences * params.blocks * params.parts,
-                warps = std::max<int64_t>(1, ceil_div(params.keys, kDirectKeys * params.parts));
-  int64_t splits = std::clamp<int64_t>(std::min(ceil_div(warps, kFewWarps), sms / blocks), 1, kMostDirectSplits);
-  for (int64_t most = 0; splits > 1; --splits) {
+// The splits of a block are a cluster. All clusters have to run at the same time, and how many do only the driver knows, of a kernel.
+template <class Config> cudaError_t running_splits(const DirectDecodeLaunch &work, int32_t *splits) {
+  for (*splits = work.route.direct.most_splits; *splits > 1; --*splits) {
+    int64_t most = 0;
     if (cudaError_t error = most_clusters<DirectDecodeShared<Config>, direct_decode_kernel<Config>>(
-            int(splits), 32 * kMostDirectWarps, &most))
+            *splits, 32 * kMostDirectWarps, &most))
       return error;
-    if (most >= blocks) break;
+    if (most >= work.route.blocks) break;
   }
-  params.splits = int32_t(splits);
-  params.warps = ceil_div(warps, splits) <= kFewWarps || blocks > sms ? int32_t(kFewWarps) : kMostDirectWarps;
   return cudaSuccess;
 }
 
 template <class Element, int kHeadDim>
-cudaError_t launch_direct_decode(const DirectDecodeParams &problem, cudaStream_t stream) {
+cudaError_t launch_direct_decode(const DirectDecodeLaunch &work, cudaStream_t stream) {
   using Config = DirectDecodeConfig<Element, kHeadDim>;
-  DirectDecodeParams params = problem;
-  if (cudaError_t error = divide_keys<Config>(params)) return error;
-  const Grid grid(params.sequences * params.blocks * params.parts, params.splits, params.splits);
+  DirectDecodeParams params = work.params;
+  if (cudaError_t error = running_splits<Config>(work, &params.splits)) return error;
+  params.warps =
+      work.route.direct.warps(*work.device.table, params.keys, work.route.blocks, params.splits, work.device.sms);
+  const Grid grid(work.route.blocks, params.splits, params.splits);
   return launch_with_shared<DirectDecodeShared<Config>, direct_decode_kernel<Config>, Overlap::kernel_ahead>(
       params, grid, 32 * params.warps, stream);
 }

@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "../plan/plan.cuh"
+#include "../route/route.h"
 #include "../tile/row_places.cuh"
 #include "../tile/score.cuh"
-#include "../tile/tile_order.cuh"
 #include "combine.h"
 
 namespace fdm::cuda {
@@ -26,9 +26,6 @@ struct ForwardParams {
   // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
   uint32_t heads_reciprocal;
   int32_t splits;
-  bool consecutive;       // sm90/forward_boxes.cuh serves the problem
-  bool short_columns;     // and so does sm90/small_boxes.cuh, sooner
-  bool few_columns;       // sm90/small_tiles.cuh is for them
   bool finds_keys;        // decode.cuh: blocks list the keys of the mask that they keep, there is no plan
   bool merges_in_cluster; // decode.cuh: the splits are a cluster
   Partials partials;      // splits > 1
@@ -37,29 +34,23 @@ struct ForwardParams {
   bool aligned; // what rows_are_aligned says of q, k, v and out
 };
 
-// Launches one instantiation, which serves head dimensions up to kHeadDim.
-template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardParams &params, cudaStream_t stream);
+struct BoxMaps;
 
-// Queries of a tile, and columns that are fetched at a time, of the instantiation for a head dimension.
-struct ForwardTileSize {
-  int rows, columns;
+// What a launch is told.
+struct ForwardLaunch {
+  const ForwardRoute &route;
+  const ForwardParams &params;
+  const BoxMaps *maps; // of a route that copies boxes
 };
-ForwardTileSize forward_tile_size(int64_t head_dim);
 
-// Whether a forward pass whose plan nothing else would use needs none. Its blocks of threads then read the mask.
-bool needs_no_plan(const fdm_problem &p);
+// Launches one instantiation, which serves head dimensions up to kHeadDim.
+template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardLaunch &work, cudaStream_t stream);
 
-// Whether the heads of a group share their columns and bias. A key that one head drops must not reach that head
-// through a tile that it shares with a head that keeps the key.
-bool heads_share_columns(const fdm_problem &p);
+// direct_decode.cu: one query that reads keys directly.
+cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
+                              const DeviceFacts &device, void *workspace);
 
-// direct_decode.cu: whether its kernel serves the problem on a device of so many SMs, and its launch. The workspace has
-// room for the results of most_parts parts.
-bool decodes_directly(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts);
-cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args, int64_t sms, int64_t most_parts,
-                              void *workspace);
-
-int64_t forward_workspace_bytes(const fdm_problem &p);
-cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace);
+cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const DeviceFacts &device, const void *plan,
+                        void *workspace);
 
 } // namespace fdm::cuda

@@ -10,19 +10,6 @@ namespace fdm::cuda {
 
 constexpr int kMaxDevices = 64;
 
-// The number of SMs of the current device.
-inline cudaError_t sm_count(int *count) {
-  static std::atomic<int> known[kMaxDevices];
-  int device;
-  if (cudaError_t error = cudaGetDevice(&device)) return error;
-  if (device >= kMaxDevices) return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-  *count = known[device].load(std::memory_order_relaxed);
-  if (*count) return cudaSuccess;
-  const cudaError_t error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-  if (!error) known[device].store(*count, std::memory_order_relaxed);
-  return error;
-}
-
 // Lets a kernel use `bytes` of dynamic shared memory on the current device. The driver is asked once for each kernel
 // and device.
 template <class Kernel> cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t> &done) {

@@ -17,12 +17,11 @@ namespace {
 
 // Tiles look at all keys of lists of up to so many keys. The kept keys are listed by other blocks of threads meanwhile,
 // each of which has a part of a list, and counts for itself how many keys of it are kept before.
-constexpr int64_t kListKeys = 16384;
 constexpr int kPartSteps = 4; // keys of a thread in a part
 // Threads that have a tile of a longer list.
 constexpr int kTileThreads = 512;
 // Longer lists are compacted chunk by chunk; small chunks keep more SMs at work.
-constexpr int kChunkThreads = 1024, kChunkItems = 2, kChunkKeys = kChunkThreads * kChunkItems;
+constexpr int kChunkThreads = 1024, kChunkItems = kPlanChunkKeys / kChunkThreads, kChunkKeys = kPlanChunkKeys;
 
 template <int kThreads, int kItems>
 __device__ void read_chunk(const ListRows &reader, int64_t first, int64_t keys, RowInterval (&rows)[kItems]) {
@@ -191,25 +190,15 @@ cudaError_t launch_list_keys_and_tiles(const fdm_problem &p, const Plan &plan, i
 
 } // namespace
 
-int64_t interval_plan_workspace_bytes(const fdm_problem &p) {
-  if (p.keys <= kListKeys) return 0;
-  const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
-  return align_256(int64_t(sizeof(int32_t)) * lists * list_sequences(p) * ceil_div(p.keys, kChunkKeys));
+cudaError_t launch_tile_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
+  if (route.threads == 512) return launch_list_keys_and_tiles<512>(p, plan, parts_of<512>(p), stream);
+  if (route.threads == 256) return launch_list_keys_and_tiles<256>(p, plan, parts_of<256>(p), stream);
+  return launch_list_keys_and_tiles<128>(p, plan, parts_of<128>(p), stream);
 }
 
-cudaError_t make_interval_plan(const fdm_problem &p, const Plan &plan, void *workspace, cudaStream_t stream) {
+cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, int32_t *counts, cudaStream_t stream) {
   const int64_t lists = plan.lists * list_sequences(p);
-  if (fits_short_lists(p)) return launch_short_lists(p, plan, stream);
-  if (p.keys <= kListKeys) {
-    // Threads enough for the whole GPU, but no more: each has some work of its own beside its keys.
-    constexpr int64_t kUsualSms = 132;
-    const int64_t tiles = tiles_to_list(plan);
-    if (tiles <= 2 * kUsualSms) return launch_list_keys_and_tiles<512>(p, plan, parts_of<512>(p), stream);
-    if (tiles <= 8 * kUsualSms) return launch_list_keys_and_tiles<256>(p, plan, parts_of<256>(p), stream);
-    return launch_list_keys_and_tiles<128>(p, plan, parts_of<128>(p), stream);
-  }
   const int64_t chunks = ceil_div(p.keys, kChunkKeys);
-  auto *counts = static_cast<int32_t *>(workspace);
   if (cudaError_t error = launch(count_kept_keys, lists * chunks, kChunkThreads, 0, stream, p, plan, counts, chunks))
     return error;
   if (cudaError_t error = launch<Overlap::kernel_ahead>(compact_kept_keys, lists * chunks, kChunkThreads, 0, stream, p,

@@ -6,25 +6,24 @@
 
 #include <cstdint>
 
+#include "../route/route.h"
 #include "plan.cuh"
 
 namespace fdm::cuda {
 
-int64_t plan_workspace_bytes(const fdm_problem &p);
+// Makes the plan of a problem, if it needs one.
+cudaError_t make_plan(const fdm_problem &p, const Plan &plan, const DeviceFacts &device, void *workspace,
+                      cudaStream_t stream);
 
-// Enqueues what turns the problem's mask into `plan`; nothing for a problem without a mask.
-cudaError_t make_plan(const fdm_problem &p, const Plan &plan, void *workspace, cudaStream_t stream);
+// The launches of PlanKernel.
+cudaError_t launch_row_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
+cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
+cudaError_t launch_tile_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
+cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, int32_t *counts, cudaStream_t stream);
 
-// Problems of few keys: one kernel makes a whole plan, and may also select the keys.
-bool fits_short_lists(const fdm_problem &p);
-bool fits_short_lists(const fdm_selection &s);
-cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, cudaStream_t stream);
-cudaError_t launch_short_selection(const fdm_selection &s, cudaStream_t stream);
-cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan, cudaStream_t stream);
-
-// The two kinds of plans.
-int64_t interval_plan_workspace_bytes(const fdm_problem &p);
-cudaError_t make_interval_plan(const fdm_problem &p, const Plan &plan, void *workspace, cudaStream_t stream);
-cudaError_t make_row_plan(const fdm_problem &p, const Plan &plan, cudaStream_t stream);
+// SelectionKernel::list, and the plan of a problem at once.
+cudaError_t launch_short_selection(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream);
+cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan,
+                               const SelectionRoute &route, cudaStream_t stream);
 
 } // namespace fdm::cuda

@@ -23,6 +23,8 @@
 namespace fdm::cuda {
 
 constexpr int kTileRows = 128;
+constexpr int kMaskBytes = 4;        // booleans of a mask that a thread loads at once where they lie side by side
+constexpr int kPlanChunkKeys = 2048; // that a block of threads counts and compacts
 
 // A word of a row plan: bit r % 32 of part r / 32 says whether row r of the tile keeps the key.
 struct alignas(16) RowWord {
@@ -34,7 +36,7 @@ struct alignas(16) RowWord {
 struct TileCounts {
   int32_t columns, full;
 
-  __host__ __device__ bool overflows() const { return full < 0; }
+  FDM_MEMBER bool overflows() const { return full < 0; }
 };
 
 // Room for the columns of a tile where nothing is known of how many keys it keeps. It takes 128 bytes for each query of
@@ -134,6 +136,11 @@ inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   }
 }
 
+// Tiles of all sequences, for one head. Packed sequences have no more than their rows need, and one more each.
+FDM_INLINE int64_t sequence_tiles(const fdm_problem &p) {
+  return is_varlen(p) ? total_rows(p) / kTileRows + p.batch : p.batch * ceil_div(p.queries, kTileRows);
+}
+
 // Whether the query heads of a group keep the same keys, as far as the mask tells.
 FDM_INLINE bool group_shares_mask(const fdm_problem &p) {
   const fdm_mask_kind kind = mask_kind(p);
@@ -159,8 +166,7 @@ FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t 
 
 // begin_of(sequence) is where the sequence begins in the packed dimension, of an attention problem or a selection.
 template <class Problem, class Begin>
-__device__ __forceinline__ NumberedPart numbered_part(const Problem &p, int64_t number, int64_t size,
-                                                      const Begin &begin_of) {
+FDM_DEVICE NumberedPart numbered_part(const Problem &p, int64_t number, int64_t size, const Begin &begin_of) {
   if (!is_varlen(p)) return {0, number};
   const auto first = [&](int64_t b) { return first_number(begin_of(sequence(p, b)), b, size); };
   int64_t low = 0, high = p.batch; // the sequence is in [low, high)

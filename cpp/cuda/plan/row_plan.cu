@@ -113,17 +113,11 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     plan.counts[slot] = {static_cast<int32_t>(full_count + partial_count), static_cast<int32_t>(full_count)};
 }
 
-bool rows_are_aligned(const fdm_tensor &mask) {
-  const auto multiple = [](int64_t stride) { return stride % kKeysPerThread == 0; };
-  return mask.shape[3] > 1 && mask.stride[3] == 1 && multiple(mask.stride[0]) && multiple(mask.stride[1]) &&
-         multiple(mask.stride[2]) && reinterpret_cast<uintptr_t>(mask.data) % kKeysPerThread == 0;
-}
-
 } // namespace
 
-cudaError_t make_row_plan(const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
+cudaError_t launch_row_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
   const int64_t tiles = ceil_div(p.queries, kTileRows);
-  const auto kernel = rows_are_aligned(p.mask) ? list_row_columns<true> : list_row_columns<false>;
+  const auto kernel = route.aligned ? list_row_columns<true> : list_row_columns<false>;
   return launch(kernel, plan.lists * list_sequences(p) * tiles, kRowThreads, 0, stream, p, plan, tiles);
 }
 

@@ -16,12 +16,6 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kMostThreads = 1024, kMostItems = 4, kMostKeys = kMostThreads * kMostItems;
-// Plans of more keys that are selected already are made sooner by blocks of threads for each tile (interval_plan.cu).
-constexpr int kMostPlanKeys = 1024;
-// Beyond this the warps of one block would have too many tiles each.
-constexpr int64_t kMostRows = 4 * kMostKeys;
-
 struct ShortParams {
   fdm_selection s;
   fdm_problem p;
@@ -32,7 +26,7 @@ struct ShortParams {
 };
 
 // The kept keys of a list, in key order.
-template <int kKeys> struct KeptKeys {
+template <int kKeys> struct KeptIntervals {
   uint16_t index[kKeys];
   int32_t start[kKeys], end[kKeys];
 };
@@ -62,7 +56,7 @@ template <int kThreads, int kItems> struct ShortShared {
   static constexpr int kKeys = kThreads * kItems;
   union {
     typename Selecting<kThreads, kItems>::Shared selecting;
-    KeptKeys<kKeys> kept;
+    KeptIntervals<kKeys> kept;
   };
   BlockRanks<kThreads, kItems> ranks;
   SeenWord seen[kKeys / 32];
@@ -192,8 +186,8 @@ __device__ int32_t compact_list(ShortShared<kThreads, kItems> &shared, const fdm
 
 // A warp writes the columns of the tile of rows [first, past), which see so many keys.
 template <int kKeys>
-__device__ void list_columns(const KeptKeys<kKeys> &kept, int32_t count, const Plan &plan, int64_t slot, int32_t first,
-                             int32_t past, int64_t visible) {
+__device__ void list_columns(const KeptIntervals<kKeys> &kept, int32_t count, const Plan &plan, int64_t slot,
+                             int32_t first, int32_t past, int64_t visible) {
   const uint32_t below = (1u << lane_id()) - 1;
   int32_t *columns = plan.columns + slot * plan.tile_keys;
   int32_t full_count = 0, partial_count = 0, first_found = -1, past_found = 0;
@@ -253,48 +247,43 @@ __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant
   }
 }
 
-// With two keys a thread rather than four, calls of up to 2048 keys took 4 to 9 us less (seen on an H200).
 template <int kThreads, int kItems, bool kSelects>
 cudaError_t launch_with(const ShortParams &params, cudaStream_t stream) {
   return launch(short_lists<kThreads, kItems, kSelects>, int64_t(params.lists) * params.parts, kThreads, 0, stream,
                 params);
 }
 
-template <bool kSelects> cudaError_t launch_for(ShortParams params, int64_t lists, int64_t keys, cudaStream_t stream) {
-  constexpr int64_t kWantedBlocks = 128, kLeastTiles = 4; // for each part
-  const int64_t tiles = params.plans && params.plan.columns ? ceil_div(params.p.queries, kTileRows) : 1;
-  params.lists = uint32_t(lists);
-  params.parts = int32_t(clamp64(kWantedBlocks / max64(1, lists), 1, max64(1, tiles / kLeastTiles)));
-  if (keys <= 256) return launch_with<128, 2, kSelects>(params, stream);
-  if (keys <= 512) return launch_with<256, 2, kSelects>(params, stream);
+template <bool kSelects>
+cudaError_t launch_for(const ShortParams &params, int32_t threads, int32_t keys_of_thread, cudaStream_t stream) {
+  if (threads == 128) return launch_with<128, 2, kSelects>(params, stream);
+  if (threads == 256) return launch_with<256, 2, kSelects>(params, stream);
   if constexpr (kSelects) {
-    if (keys > 2048) return launch_with<kMostThreads, kMostItems, kSelects>(params, stream);
-    if (keys > 1024) return launch_with<kMostThreads, 2, kSelects>(params, stream);
+    if (keys_of_thread == 4) return launch_with<1024, 4, kSelects>(params, stream);
+    if (threads == 1024) return launch_with<1024, 2, kSelects>(params, stream);
   }
-  return launch_with<kMostPlanKeys / 2, 2, kSelects>(params, stream);
+  return launch_with<512, 2, kSelects>(params, stream);
 }
 
-int64_t selected_lists(const fdm_selection &s) {
-  return s.start.shape[0] * s.start.shape[1] * (present(s.cu_seqlens_q) ? s.batch : 1);
+uint32_t selected_lists(const fdm_selection &s) {
+  return uint32_t(s.start.shape[0] * s.start.shape[1] * (is_varlen(s) ? s.batch : 1));
 }
 
 } // namespace
 
-bool fits_short_lists(const fdm_problem &p) { return p.keys <= kMostPlanKeys && p.queries <= kMostRows; }
-bool fits_short_lists(const fdm_selection &s) {
-  return s.keys <= kMostKeys && s.queries <= kMostRows && (s.flags & FDM_CAUSAL);
+cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
+  const auto lists = uint32_t(plan.lists * list_sequences(p));
+  return launch_for<false>({{}, p, plan, true, lists, route.parts}, route.threads, route.keys_of_thread, stream);
 }
 
-cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
-  return launch_for<false>({{}, p, plan, true, 0, 1}, plan.lists * list_sequences(p), p.keys, stream);
+cudaError_t launch_short_selection(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream) {
+  return launch_for<true>({s, {}, {}, false, selected_lists(s), route.parts}, route.threads, route.keys_of_thread,
+                          stream);
 }
 
-cudaError_t launch_short_selection(const fdm_selection &s, cudaStream_t stream) {
-  return launch_for<true>({s, {}, {}, false, 0, 1}, selected_lists(s), s.keys, stream);
-}
-
-cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan, cudaStream_t stream) {
-  return launch_for<true>({s, p, plan, true, 0, 1}, selected_lists(s), s.keys, stream);
+cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan,
+                               const SelectionRoute &route, cudaStream_t stream) {
+  return launch_for<true>({s, p, plan, true, selected_lists(s), route.parts}, route.threads, route.keys_of_thread,
+                          stream);
 }
 
 } // namespace fdm::cuda

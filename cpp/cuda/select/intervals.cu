@@ -13,7 +13,6 @@
 // Each key's interval is written by exactly one block: that of its own chunk if it never enters, leaves within the
 // chunk or stays to the end, else that of the chunk in which it leaves.
 #include "../host/launch.cuh"
-#include "../plan/make_plan.h"
 #include "../plan/plan.cuh"
 #include "ptx/dependent.cuh"
 #include "radix_select.cuh"
@@ -273,7 +272,6 @@ cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream
   const Chunks chunks = chunks_of(s);
   const int64_t blocks = chunk_rows(s) * chunks.count;
   if (s.keys == 0) return cudaSuccess;
-  if (fits_short_lists(s)) return launch_short_selection(s, stream);
   ChunkResults results{static_cast<Window *>(workspace), nullptr};
   if (counts_seen_keys(s))
     results.seen = reinterpret_cast<SeenWord *>(static_cast<char *>(workspace) + window_bytes(blocks));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "select.h"
 
-#include "../../indexing.h"
+#include "../plan/make_plan.h"
 
 namespace fdm::cuda {
 
@@ -10,7 +10,17 @@ int64_t selection_workspace_bytes(const fdm_selection &s) {
 }
 
 cudaError_t select_keys(const fdm_selection &s, void *workspace, cudaStream_t stream) {
-  return present(s.keep) ? select_keep(s, stream) : select_intervals(s, workspace, stream);
+  const SelectionRoute route = selection_route(s, nullptr, route_table(FDM_TILE_ARCH));
+  switch (route.kernel) {
+  case SelectionKernel::keep:
+    return select_keep(s, stream);
+  case SelectionKernel::list:
+    return launch_short_selection(s, route, stream);
+  case SelectionKernel::intervals:
+    return select_intervals(s, workspace, stream);
+  default:
+    return cudaSuccess;
+  }
 }
 
 } // namespace fdm::cuda

@@ -2,6 +2,7 @@
 // Copies of rows of global memory to the tiles of shared memory that mma.sync reads.
 #pragma once
 
+#include "../route/facts.h"
 #include "ptx/zero_row.cuh"
 #include "smem_tile.cuh"
 
@@ -105,13 +106,6 @@ __device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, cons
     const uint16_t element = r < there && d < copy.head_dim ? first[r * copy.row + d * copy.col] : 0;
     ptx::store_shared_16(Tile::chunk_address(base, tile_row + r, d / 8) + d % 8 * 2, element);
   }
-}
-
-// Whether the rows of a (B, rows, heads, D) tensor can be copied 16 bytes at a time.
-inline bool rows_are_aligned(const fdm_tensor &t, int64_t head_dim) {
-  bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && head_dim % 8 == 0 && t.stride[3] == 1;
-  for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % 8 == 0;
-  return aligned;
 }
 
 } // namespace fdm::cuda

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-namespace fdm::cuda {
+#include "../plan/plan.cuh"
 
-constexpr int kMaskBytes = 4;
+namespace fdm::cuda {
 
 // The upper bit of each of four bytes that is not 0: booleans that are views of other integers may have any bits set.
 __device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {

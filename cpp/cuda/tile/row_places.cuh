@@ -18,22 +18,15 @@ struct GatheredRows {
 struct RowPlaces {
   int32_t q_bytes, k_bytes, v_bytes; // from one row to the next
   int32_t page_rows;                 // from one page of a block table to the next
-  bool possible;                     // false where strides are too large for this, or pages lie differently in K and V
 
   RowPlaces() = default;
+  // Of a problem for which Alignment::row_places is true; what others get is not read.
   explicit RowPlaces(const fdm_problem &p) {
-    constexpr int64_t kMost = INT32_MAX;
-    const auto bytes = [](const fdm_tensor &t) { return 2 * t.stride[1]; };
-    q_bytes = int32_t(bytes(p.q));
-    k_bytes = int32_t(bytes(p.k));
-    v_bytes = int32_t(bytes(p.v));
-    possible = q_bytes == bytes(p.q) && k_bytes == bytes(p.k) && v_bytes == bytes(p.v);
-    page_rows = 0;
-    if (!present(p.block_table)) return;
-    const int64_t k_rows = p.k.stride[1] ? p.k.stride[0] / p.k.stride[1] : 0;
-    possible = possible && k_rows * p.k.stride[1] == p.k.stride[0] && k_rows * p.v.stride[1] == p.v.stride[0] &&
-               k_rows >= 0 && (k_rows == 0 || p.k.shape[0] <= kMost / k_rows - 1);
-    page_rows = int32_t(k_rows);
+    const auto bytes = [](const fdm_tensor &t) { return int32_t(2 * t.stride[1]); };
+    q_bytes = bytes(p.q);
+    k_bytes = bytes(p.k);
+    v_bytes = bytes(p.v);
+    page_rows = present(p.block_table) && p.k.stride[1] ? int32_t(p.k.stride[0] / p.k.stride[1]) : 0;
   }
 
   __device__ __forceinline__ static GatheredRows rows(const fdm_problem &p, const fdm_tensor &t, int32_t bytes,

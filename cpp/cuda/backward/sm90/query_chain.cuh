@@ -15,7 +15,9 @@
 
 #include "../../tile/products.cuh"
 #include "../key_blocks.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/registers.cuh"
 
 namespace fdm::cuda {
 

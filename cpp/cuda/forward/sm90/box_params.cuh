@@ -8,9 +8,12 @@
 
 namespace fdm::cuda {
 
-struct BoxForwardParams {
-  ForwardParams forward;
+struct BoxMaps {
   CUtensorMap q, k, v;
+};
+
+struct BoxForwardParams : BoxMaps {
+  ForwardParams forward;
 };
 
 } // namespace fdm::cuda

@@ -13,9 +13,9 @@ namespace fdm::cuda {
 
 template <class ElementType, int kHeadDimension, int kStageCount, int kBlockCount> struct SmallBoxesConfig {
   using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kColumns = 64, kStages = kStageCount;
-  static constexpr int kRows = 64, kThreads = 128, kBlocks = kBlockCount; // kBlocks share an SM
-  static constexpr int kParts = kTileRows / kRows;                        // of a tile of the scheduler
+  static constexpr int kHeadDim = kHeadDimension, kColumns = kSmallBoxColumns, kStages = kStageCount;
+  static constexpr int kRows = kSmallBoxRows, kThreads = 128, kBlocks = kBlockCount; // kBlocks share an SM
+  static constexpr int kParts = kTileRows / kRows;                                   // of a tile of the scheduler
   using QTile = SmemTile<kHeadDim, kRows>;
   using KeyTile = SmemTile<kHeadDim, kColumns>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;

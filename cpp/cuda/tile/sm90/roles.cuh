@@ -2,6 +2,8 @@
 // Warp specialization of the Hopper kernels: which warps produce, which consume, and how they hand stages over.
 #pragma once
 
+#include <type_traits>
+
 #include "ptx/barrier.cuh"
 #include "ptx/registers.cuh"
 
@@ -95,6 +97,16 @@ template <int kConsumer, int kProducer, int kLookup> struct LookupRoleRegisters 
   __device__ static __forceinline__ void look_up() { ptx::warpgroup_reg_dealloc<kLookup>(); }
   __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }
 };
+
+// Registers of a thread of each role of the forward kernels. None should need local memory, whose loads wait behind all copies that
+// were started before: a thousand cycles and more.
+template <int kHeadDim>
+using ForwardRegisters =
+    std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<200, 56, 56>, LookupRoleRegisters<216, 40, 40>>;
+// With boxes one warp copies, and needs few registers.
+template <int kHeadDim>
+using BoxForwardRegisters =
+    std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<208, 32, 64>, LookupRoleRegisters<216, 24, 56>>;
 
 // The stage that a role is at, and its phase, as CUTLASS's PipelineState has them.
 template <int kStages> struct PipelineState {

@@ -5,7 +5,7 @@
 
 #include "../../../indexing.h"
 #include "../../plan/plan.cuh"
-#include "../tile_order.cuh"
+#include "../../route/route.h"
 #include "roles.cuh"
 
 namespace fdm::cuda {
@@ -17,11 +17,6 @@ struct HeadTile {
 
   __device__ bool has_rows() const { return tile >= 0 && tile * kTileRows < s.q_count; }
 };
-
-// Tiles of all sequences, for one head. Packed sequences have no more than their rows need, and one more each.
-FDM_INLINE int64_t sequence_tiles(const fdm_problem &p) {
-  return is_varlen(p) ? total_rows(p) / kTileRows + p.batch : p.batch * ceil_div(p.queries, kTileRows);
-}
 
 // The packed sequence to which tile_number() gave a number: the last whose own numbers begin at it or before. A warp
 // looks at 32 sequences at a time.

@@ -3,10 +3,6 @@
 // stages, with the reason for each. Registers of a consumer thread: about 200; shared memory of a block: 227 KB.
 #pragma once
 
-#include <type_traits>
-
-#include "roles.cuh"
-
 namespace fdm::cuda {
 
 // How the columns of a block are looked up: by all threads of the lookup warpgroup, or by one warp while others look up other
@@ -32,12 +28,6 @@ constexpr ForwardTileSm90 forward_tile_sm90(int head_dim) {
 // 128 (seen on an H200).
 constexpr Lookup forward_lookup(int head_dim) { return head_dim <= 64 ? Lookup::warps : Lookup::warpgroup; }
 
-// Registers of a thread of each role. None should need local memory, whose loads wait behind all copies that were started
-// before: a thousand cycles and more.
-template <int kHeadDim>
-using ForwardRegisters =
-    std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<200, 56, 56>, LookupRoleRegisters<216, 40, 40>>;
-
 // Where the columns of a tile are consecutive keys. Q of the next tile need not wait until this tile is done, where there is
 // room for it.
 struct BoxTileSm90 {
@@ -49,11 +39,6 @@ constexpr BoxTileSm90 box_tile_sm90(int head_dim) {
   if (head_dim <= 128) return {128, 2, 2, 2};
   return head_dim <= 192 ? BoxTileSm90{64, 3, 2, 1} : BoxTileSm90{64, 2, 2, 1};
 }
-
-// One warp copies, and needs few registers.
-template <int kHeadDim>
-using BoxForwardRegisters =
-    std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<208, 32, 64>, LookupRoleRegisters<216, 24, 56>>;
 
 // Tiles with few blocks of columns, of which two share an SM: a thread has 128 registers, of which accumulators take
 // head_dim / 2 + columns / 2, probabilities columns / 4. 0: there is no such kernel.
@@ -72,6 +57,8 @@ constexpr SmallTileChoice small_tile(int head_dim) {
 struct SmallBoxChoice {
   int stages, blocks;
 };
+
+constexpr int kSmallBoxRows = 64, kSmallBoxColumns = 64;
 
 constexpr SmallBoxChoice small_box(int head_dim) {
   return head_dim <= 64 ? SmallBoxChoice{2, 5} : SmallBoxChoice{0, 0};

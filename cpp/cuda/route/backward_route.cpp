@@ -1,0 +1,436 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The backward pass: which kernels compute the gradients, how blocks of keys are divided, and what the workspace holds.
+#include <algorithm>
+
+#include "../tile/sm90/tile_sizes.cuh"
+#include "../tile/tile_sizes.cuh"
+#include "key_parts.h"
+#include "orders.h"
+#include "route.h"
+#include "workspaces.h"
+
+namespace fdm::cuda {
+namespace {
+
+// Whether the keys of a block are taken from the lists of a plan. Query heads of a group with lists of their own share no keys.
+bool takes_listed_keys(const fdm_problem &p) { return is_interval_plan(mask_kind(p)) && group_shares_mask(p); }
+
+bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
+
+// Whether the kernel that computes all gradients knows the form of a bias with a row for each query. A block of keys serves the
+// query heads of a group, and what it writes of the gradient of the bias must be all of it. Heads may have rows of a mask of
+// their own, since it tests each pair, and makes K finite.
+bool has_usual_row_bias(const fdm_problem &p) {
+  const fdm_tensor &bias = p.bias;
+  return p.softcap <= 0 && !is_varlen(p) && group_shares_mask(p) && bias.shape[0] == p.batch &&
+         bias.shape[3] == p.keys && (bias.shape[1] == p.heads || bias.shape[1] == p.kv_heads);
+}
+
+// Whether one kernel can compute all gradients, if all are wanted. Every query head of a group must keep the same keys there, since
+// K of a block serves all of them, and what a key that a head drops holds must not reach that head.
+bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
+  const BuiltFor &built = *device.built;
+  if (has_rows(p.bias)) return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
+  if (mask_kind(p) == FDM_MASK_ROWS) return false;
+  const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
+}
+
+// Whether each packed sequence has as many keys as queries. The host sees only that cu_seqlens are the same. Then all
+// segments of a sequence have blocks for all of its keys, should a list keep more than it says.
+bool packs_equal_lengths(const fdm_problem &p) {
+  return p.cu_seqlens_q.data == p.cu_seqlens_k.data && p.cu_seqlens_q.stride[0] == p.cu_seqlens_k.stride[0] &&
+         !present(p.block_table) && p.q.shape[1] == p.k.shape[1] && p.queries == p.keys;
+}
+
+// The segments of a list, or numbers for them.
+int64_t segment_count(const fdm_problem &p, int64_t rows) {
+  return is_varlen(p) ? total_rows(p) / rows + p.batch : ceil_div(p.queries, rows);
+}
+
+// Blocks of keys of a segment of so many rows, and enough for all keys of a list, should it keep more than it says.
+int64_t segment_blocks(const fdm_problem &p, const KeyDivision &keys, int64_t rows) {
+  const int64_t room = p.max_kept < p.keys ? std::min(p.keys, p.max_kept + rows - 1) : p.keys;
+  const int64_t all = ceil_div(p.keys, keys.block_keys);
+  return std::max(ceil_div(room, keys.block_keys), ceil_div(all, ceil_div(p.queries, rows)));
+}
+
+// Sums of keys that several segments keep, of a head: those that rows at the borders of segments keep, or one for each key.
+int64_t most_segment_sums(const fdm_problem &p, int64_t rows) {
+  const int64_t borders = is_varlen(p) ? total_rows(p) / rows : ceil_div(p.queries, rows) - 1;
+  return std::min(list_keys(p), std::min(p.max_kept, p.keys) * borders);
+}
+
+// About how many keys the rows of a segment keep together after a selection with random biases: of i rows that see one key
+// more each, max_kept / i begin to keep it.
+int64_t keys_of_segment(const fdm_problem &p, int64_t rows) {
+  return p.max_kept + 2 * p.max_kept * rows / std::max<int64_t>(1, p.keys);
+}
+
+// The work of small blocks of keys, as far as it is known before: a half of the steps are beyond a causal limit or dropped.
+struct SmallBlockWork {
+  const RouteTable &table;
+  int64_t blocks, steps; // of the block with the most
+  double mean_steps;
+
+  SmallBlockWork(const fdm_problem &p, const RouteTable &constants, const KeyDivision &keys, int64_t rows)
+      : table(constants) {
+    const int64_t of_rows = keys.listed ? std::min(p.keys, keys_of_segment(p, rows)) : p.keys;
+    blocks = ceil_div(of_rows, keys.block_keys) * ceil_div(p.queries, rows) * keys.heads;
+    steps = ceil_div(rows, keys.tile_rows) * group_size(p);
+    const bool is_partial = is_causal(p) || mask_kind(p) != FDM_MASK_NONE;
+    mean_steps = double(is_partial ? steps + group_size(p) : 2 * steps) / 2;
+  }
+
+  // How many blocks of threads share the steps of each. The longest block may take longer than all of them keep the SMs busy;
+  // but each block of threads takes as long as some more steps to begin and to end. A step takes longer beside others.
+  int32_t shares() const {
+    const double step_time = double(table.small_step_time) / 10,
+                 crowded_time = double(table.small_crowded_step_time) / 10;
+    const double others = double(table.small_other_steps), gain = double(table.small_share_gain) / 10;
+    const auto microseconds = [&](int32_t number) {
+      const double all = double(blocks) * (mean_steps + number * others) / double(table.small_slots);
+      return std::max(step_time * (double(steps) / number + others), crowded_time * all);
+    };
+    int32_t number = 1;
+    while (2 * number <= std::min<int64_t>(kMostShares, steps) &&
+           microseconds(2 * number) < gain * microseconds(number))
+      number *= 2;
+    return number;
+  }
+
+  // Whether each block of threads has so few steps that the other kernel would take longer. That one divides few blocks better.
+  bool has_few_steps(int32_t number) const {
+    return ceil_div(steps, number) <=
+           (blocks * number >= table.small_many_blocks ? table.small_steps : table.small_steps / 2);
+  }
+};
+
+struct KeyChoice {
+  const fdm_problem &p;
+  const DeviceFacts &device;
+  const RouteTable &table;
+  bool fused; // one kernel computes all gradients
+  KeyDivision keys{};
+  int64_t rows_of_segment = 0;
+
+  KeyChoice(const fdm_problem &problem, const DeviceFacts &facts, bool all)
+      : p(problem), device(facts), table(*facts.table), fused(all) {
+    const int arch = facts.built->tile_arch, head_dim = facts.built->all.serving(p.head_dim);
+    const DkdvTileChoice tile = dkdv_tile(arch, head_dim);
+    const FusedTileChoice fused_choice = fused_tile(arch, head_dim);
+    keys.block_keys = fused ? fused_choice.keys : tile.keys;
+    keys.tile_rows = fused ? fused_choice.rows : tile.rows;
+    keys.slot_dim = head_dim;
+    keys.shares = 1;
+    keys.listed = takes_listed_keys(p);
+    keys.heads = int32_t(p.batch * p.kv_heads);
+    if (!fused) return;
+    choose_small_blocks();
+    keys.heads_inside = heads_inside();
+    rows_of_segment = segment_rows(keys);
+  }
+
+  // The rows of a segment, or 0: blocks of keys are for all rows. With fewer rows fewer pairs are computed that are not
+  // kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: as many rows as
+  // a query keeps keys are best. Sums of keys for many short segments would also take memory.
+  int64_t segment_rows(const KeyDivision &own) const {
+    if (!own.listed || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
+    if (p.queries == 0 || p.heads == 0 || (is_varlen(p) && !packs_equal_lengths(p))) return 0;
+    const int64_t window = std::min(p.max_kept, table.segment_window);
+    const int64_t steps = table.segment_steps * own.tile_rows / group_size(p);
+    const int64_t wanted = std::max({window, steps, p.queries / table.segments});
+    int64_t rows = table.segment_least_rows;
+    while (rows < wanted && rows < table.segment_most_rows) rows *= 2;
+    // Fewer blocks of keys than this would leave SMs idle.
+    const int64_t kept = std::min(p.max_kept, p.keys), heads = is_varlen(p) ? p.kv_heads : own.heads;
+    const auto blocks = [&] { return segment_count(p, rows) * (kept / own.block_keys + 2) * heads; };
+    while (rows > table.segment_least_rows && blocks() < table.items) rows /= 2;
+    const int64_t most = segment_blocks(p, own, rows);
+    const bool is_used = !is_varlen(p) || p.batch * most * own.block_keys <= table.segment_room * total_rows(p);
+    return most <= table.segment_blocks && is_used ? rows : 0;
+  }
+
+  // Where all blocks of keys go through the rows together, from the last tile on, the sums of dQ that they add to, and their Q
+  // and dO, are those of a few tiles at a time and stay in L2, which holds a fraction of those of all heads. Seen on an H100
+  // without a mask, with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64 1 to 3 %
+  // less, and heads of 128 5 % more. With a mask of keys, which leaves few blocks, heads of 128 took 19 to 38 % less with up to
+  // half of the keys, and with all of them the same where a schedule keeps blocks of the same heads together. The small blocks
+  // have an order of their own.
+  HeadsInside heads_inside() const {
+    if (has_rows(p.bias)) return HeadsInside::all; // the gradient of a bias is summed over heads that share it
+    if (!device.has_wgmma() || keys.small) return HeadsInside::none;
+    const bool usual = keys.slot_dim > 128 || keys.slot_dim <= table.rows_inside_head_dim;
+    if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) {
+      const bool scheduled = !is_varlen(p) && p.keys > table.unscheduled_keys;
+      return usual || scheduled ? HeadsInside::all : HeadsInside::few;
+    }
+    return usual && mask_kind(p) == FDM_MASK_NONE ? HeadsInside::all : HeadsInside::none;
+  }
+
+  // Whether the small blocks of keys take consecutive keys, though a mask has lists of kept ones. A selection of many of
+  // so few keys leaves nearly every block one that is kept to the end. Ordering keys would spare few steps, and take as long.
+  bool takes_consecutive_keys() const {
+    return mask_kind(p) == FDM_MASK_INTERVALS && p.keys <= table.consecutive_keys &&
+           p.max_kept >= ceil_div(p.keys, table.consecutive_share);
+  }
+
+  // Whether the blocks of keys of a head sum dq in a chain. That spares sums in global memory, which pays where L2 does not
+  // hold them, and adds in a fixed order. Blocks of a cluster begin together but do not end together: with many of them, or with
+  // query heads that share keys, SMs wait for more than is spared.
+  bool is_chained(const KeyDivision &small) const {
+    const int64_t sum_bytes = p.batch * p.heads * p.queries * small.slot_dim * int64_t(sizeof(float));
+    const bool spares_time =
+        small.slot_dim > table.chain_head_dim && 4 * sum_bytes >= table.chain_quarters * table.l2_bytes;
+    return !small.listed && group_size(p) == 1 && ceil_div(p.keys, small.block_keys) <= table.chain_blocks &&
+           (p.flags & FDM_DETERMINISTIC || spares_time);
+  }
+
+  // Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,
+  // which is faster with more steps, and where it has hardly two blocks for a segment, unless one small block does (seen on an
+  // H100 and an H200). It knows no lists but those of segments, which have few steps at any length, and no schedule.
+  void choose_small_blocks() {
+    if (!device.has_wgmma() || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p)) return;
+    KeyDivision small = keys;
+    small.small = true;
+    small.block_keys = kSmallBlock.keys;
+    small.tile_rows = kSmallBlock.rows;
+    small.listed = keys.listed && !takes_consecutive_keys();
+    const int64_t rows = std::min(p.queries, small.listed ? segment_rows(small) : p.queries);
+    const int64_t kept = keys_of_segment(p, rows);
+    if (small.listed ? kept > small.block_keys && kept < 2 * keys.block_keys : p.keys > table.small_keys) return;
+    if (rows == 0) return;
+    const SmallBlockWork work(p, table, small, rows);
+    small.chained = is_chained(small);
+    if (!small.chained) small.shares = work.shares();
+    if (work.has_few_steps(small.shares)) keys = small;
+  }
+
+  // A schedule is not worth its launch and its sums where the first keys, whose blocks come first, are those that most
+  // rows see: the long blocks are begun first, and where there are nearly two for each SM, the short ones even out what
+  // they leave.
+  bool is_in_order(int64_t blocks) const {
+    return !keys.listed && is_causal(p) && p.queries >= p.keys && keys.slot_dim > table.order_head_dim &&
+           3 * blocks >= table.order_thirds * table.items;
+  }
+};
+
+// Whether one kernel may compute all gradients. Only a chain of blocks adds to dq in a fixed order.
+bool may_fuse(const fdm_problem &p, const DeviceFacts &device) {
+  return can_fuse(p, device) && (!(p.flags & FDM_DETERMINISTIC) || KeyChoice(p, device, true).keys.chained);
+}
+
+// Lays out the segments of so many rows, and the blocks of keys of all of them.
+void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts, BackwardRoute *route) {
+  KeyDivision &keys = route->division;
+  SegmentWork &segments = route->segments;
+  const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1], size = keys.block_keys;
+  const int64_t count = segment_count(p, rows);
+  if (is_varlen(p)) keys.heads = int32_t(p.kv_heads);
+  segments.rows = int32_t(rows);
+  segments.count = int32_t(count);
+  segments.blocks = int32_t(segment_blocks(p, keys, rows));
+  keys.blocks = int32_t(count * segments.blocks);
+  segments.leading = int32_t(std::min<int64_t>(p.max_kept / size, segments.blocks));
+  route->ordered = parts.take<KeyRows>(lists * keys.blocks * size);
+  route->segment_order = parts.take<SegmentBlock>(lists * keys.blocks);
+  route->segment_live = parts.take<int32_t>(lists * count);
+  segments.most_sums = int32_t(most_segment_sums(p, rows));
+  if (is_varlen(p) && segments.most_sums < list_keys(p)) segments.row_sums = int32_t(std::min(p.max_kept, p.keys));
+  route->segment_sums = parts.take<float>(int64_t(keys.heads) * segments.most_sums * 2 * keys.slot_dim);
+  route->segment_bias_sums = parts.take<float>(int64_t(keys.heads) * segments.most_sums);
+  route->segment_keys = parts.take<int32_t>(lists * segments.most_sums);
+  route->segment_counts = parts.take<int32_t>(lists * list_sequences(p));
+  keys.parts = 1;
+  keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, int64_t(keys.blocks) * keys.heads));
+}
+
+// Divides blocks of keys into parts, by the host or by a schedule of the device.
+void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts &parts, BackwardRoute *route) {
+  const RouteTable &table = choice.table;
+  KeyDivision &keys = route->division;
+  if (keys.listed) {
+    const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
+    route->ordered = parts.take<KeyRows>(lists * list_keys(p));
+    route->ranges = parts.take<RowRange>(lists * list_sequences(p) * keys.blocks);
+  }
+  const int64_t blocks = int64_t(keys.blocks) * keys.heads;
+  // No part is shorter than two thirds of the least steps, so few steps need no slots.
+  const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
+  const int64_t most_parts = keys.small ? 1 : (2 * steps + table.part_steps) / (2 * table.part_steps);
+  if (is_varlen(p) || (p.keys > table.unscheduled_keys && !choice.is_in_order(blocks))) {
+    // The schedule makes do with the slots that there are.
+    keys.slot_count = int32_t(most_parts > 1 ? std::min(table.items, blocks * most_parts) : 0);
+    // The last block of a sequence may be a part of one, as may that of a bucket.
+    const int64_t partial = p.batch + (keys.listed ? list_keys(p) / kBucketKeys + 1 : 0);
+    const int64_t existing = is_varlen(p) ? p.kv_heads * (list_keys(p) / keys.block_keys + partial) : blocks;
+    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, std::min(existing, blocks) + keys.slot_count));
+    route->items = parts.take<KeyItem>(keys.max_items);
+    route->item_count = parts.take<int32_t>(1);
+  } else {
+    keys.parts = int32_t(std::max<int64_t>(1, std::min(most_parts, table.items / std::max<int64_t>(1, blocks))));
+    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks * keys.parts));
+    keys.slot_count = keys.parts > 1 ? keys.max_items : 0;
+  }
+  keys.slot_floats = int64_t(keys.block_keys) * (2 * keys.slot_dim + route->bias_heads);
+  route->slots = parts.take<float>(keys.slot_count * keys.slot_floats);
+}
+
+// How many heads of keys are gone through together: enough for all SMs, but else no more than L2 has room for Q, dO and
+// the sums of dQ of, until all blocks of their keys are done.
+int32_t heads_together(const fdm_problem &p, const RouteTable &table, const KeyDivision &keys) {
+  if (is_varlen(p)) return keys.heads;
+  constexpr int64_t kRowBytes = 2 + 2 + 4, kKeyBytes = 2 + 2;
+  const int64_t bytes = (p.queries * group_size(p) * kRowBytes + p.keys * kKeyBytes) * keys.slot_dim;
+  const int64_t enough = ceil_div(2 * table.items, std::max<int64_t>(1, keys.blocks));
+  const int64_t groups = ceil_div(keys.heads, std::max(enough, table.l2_bytes / std::max<int64_t>(1, bytes)));
+  return int32_t(ceil_div(keys.heads, std::max<int64_t>(1, groups)));
+}
+
+// Fills in what depends on the problem and on whether one kernel computes all gradients.
+void lay_out(const fdm_problem &p, const KeyChoice &choice, BackwardRoute *route) {
+  KeyDivision &keys = route->division;
+  keys = choice.keys;
+  keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
+  keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
+                                    : ceil_div(p.keys, keys.block_keys));
+  route->bias_heads = sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
+
+  WorkspaceParts parts;
+  const int64_t batches = is_varlen(p) ? 1 : p.batch;
+  route->statistics = parts.take<RowStatistics>(batches * p.heads * total_rows(p));
+  if (present(p.sink)) route->sink_shares = parts.take<float>(p.heads * batches * total_rows(p));
+  if (choice.fused && !keys.chained) {
+    QuerySumWork &sums = route->query_sums;
+    sums.tile_rows = keys.tile_rows;
+    sums.head_rows = query_sum_rows(p, sums.tile_rows);
+    sums.dim = keys.slot_dim;
+    route->query_sum_data = parts.take<float>(batches * p.heads * sums.head_rows * sums.dim);
+  }
+  if (sums_bias_of_keys(p))
+    route->bias_sums = parts.take<float>(batches * p.kv_heads * route->bias_heads * list_keys(p));
+  if (choice.rows_of_segment > 0)
+    lay_out_segments(p, choice.rows_of_segment, parts, route);
+  else
+    divide_blocks(p, choice, parts, route);
+  keys.together = heads_together(p, choice.table, keys);
+  route->workspace_bytes = parts.bytes;
+}
+
+int64_t workspace_of(const fdm_problem &p, const DeviceFacts &device, bool fused) {
+  BackwardRoute route{};
+  lay_out(p, KeyChoice(p, device, fused), &route);
+  return route.workspace_bytes;
+}
+
+KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const BackwardRoute &route, bool fused) {
+  if (!route.wants_keys) return KeyKernel::none;
+  if (fused) {
+    if (!device.has_wgmma()) return KeyKernel::all;
+    if (route.division.small) return route.division.chained ? KeyKernel::chained : KeyKernel::shared;
+    return has_rows(p.bias) ? KeyKernel::row_bias : KeyKernel::fused;
+  }
+  if (route.general) return KeyKernel::general;
+  return device.has_wgmma() && route.head_dim <= kMostDkdvHeadDim ? KeyKernel::wgmma : KeyKernel::usual;
+}
+
+QueryKernel query_kernel(const DeviceFacts &device, const BackwardRoute &route, bool wanted) {
+  if (!wanted) return QueryKernel::none;
+  if (route.general) return QueryKernel::general;
+  return device.has_wgmma() && route.head_dim <= kMostDqHeadDim ? QueryKernel::wgmma : QueryKernel::usual;
+}
+
+const char *name_of(QueryKernel kernel) { return kernel == QueryKernel::wgmma ? "dq_kernel_sm90" : "dq_kernel"; }
+const char *name_of(KeyKernel kernel) {
+  switch (kernel) {
+  case KeyKernel::wgmma:
+    return "dkdv_kernel_sm90";
+  case KeyKernel::all:
+    return "all_gradients_kernel";
+  case KeyKernel::fused:
+  case KeyKernel::row_bias:
+    return "fused_kernel";
+  case KeyKernel::shared:
+  case KeyKernel::chained:
+    return "small_blocks_kernel";
+  default:
+    return "dkdv_kernel";
+  }
+}
+
+void list_launches(BackwardRoute *route, const Wanted &wanted) {
+  Launches &launches = route->launches;
+  if (route->clears_dq) launches.add("fill");
+  if (route->clears_dbias) launches.add("fill");
+  launches.add("prepare_backward");
+  if (route->scheduled) launches.add("schedule_keys");
+  if (route->dq != QueryKernel::none) launches.add(name_of(route->dq));
+  if (route->keys != KeyKernel::none) {
+    launches.add(name_of(route->keys));
+    if (route->query_sum_data.exists()) launches.add("round_sums");
+    if (route->division.slot_count > 0) launches.add("sum_parts");
+    if (route->segments.most_sums > 0) launches.add("round_sums");
+    if (route->reduces_bias) launches.add("reduce");
+  }
+  if (route->row_bias) launches.add("row_bias_kernel");
+  if (wanted.dsink) launches.add("reduce");
+}
+
+} // namespace
+
+BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
+                             const Wanted &wanted) {
+  BackwardRoute route{};
+  route.nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
+  if (route.nothing) {
+    for (bool each : {wanted.dq, wanted.dk, wanted.dv, wanted.dbias, wanted.dsink})
+      if (each) route.launches.add("fill");
+    return route;
+  }
+  if (is_dense(p, device)) {
+    route.is_dense = true;
+    choose_dense_backward(&route, p, device, lies, wanted);
+    return route;
+  }
+  route.head_dim = device.built->all.serving(p.head_dim);
+  route.wants_bias_sums = wanted.dbias && sums_bias_of_keys(p);
+  route.wants_keys = wanted.dk || wanted.dv || route.wants_bias_sums;
+  route.inputs_aligned = lies.inputs;
+  route.dout_aligned = lies.dout;
+  route.general = has_rows(p.bias) || !lies.inputs || !lies.dout;
+  const bool fused = lies.inputs && lies.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
+  lay_out(p, KeyChoice(p, device, fused), &route);
+  KeyDivision &keys = route.division;
+  route.too_large = int64_t(keys.blocks) * keys.heads + device.table->items > INT32_MAX;
+  route.order = tile_order(p, *device.table);
+  route.keys = key_kernel(p, device, route, fused);
+  route.dq = query_kernel(device, route, wanted.dq && !fused);
+  const DqTileChoice tile = route.dq == QueryKernel::general ? general_dq_tile(device.built->tile_arch, route.head_dim)
+                                                             : dq_tile(device.built->tile_arch, route.head_dim);
+  const int64_t rows = route.dq == QueryKernel::wgmma ? kTileRows : tile.rows;
+  if (route.dq != QueryKernel::none) route.blocks = p.batch * p.heads * ceil_div(p.queries, rows);
+  if (route.dq == QueryKernel::wgmma) route.blocks = std::min<int64_t>(route.blocks, device.sms);
+  route.row_bias = wanted.dbias && !route.wants_bias_sums && !fused;
+  if (route.wants_bias_sums) {
+    const int64_t sums[4] = {is_varlen(p) ? 1 : p.batch, p.kv_heads * route.bias_heads, 1, list_keys(p)};
+    route.reduces_bias = !std::equal(p.bias.shape, p.bias.shape + 4, sums);
+  }
+  route.clears_dq = is_varlen(p) && wanted.dq;
+  // The kernel that computes all gradients visits no pair of a row and a key that a mask is known to drop.
+  const bool leaves_pairs = is_causal(p) || mask_kind(p) != FDM_MASK_NONE;
+  route.clears_dbias = wanted.dbias && !route.wants_bias_sums && (is_varlen(p) || (fused && leaves_pairs));
+  // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
+  route.clears_keys = is_varlen(p) || keys.listed;
+  route.scheduled = route.wants_keys && keys.parts == 0;
+  if (route.scheduled && fused && device.has_wgmma()) keys.sms = device.sms;
+  list_launches(&route, wanted);
+  return route;
+}
+
+int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device) {
+  if (is_dense(p, device)) return dense_backward_workspace(p, device, input_alignment(p));
+  const int64_t bytes = workspace_of(p, device, false);
+  return may_fuse(p, device) ? std::max(bytes, workspace_of(p, device, true)) : bytes;
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "facts.h"
+
+#include <initializer_list>
+
+namespace fdm::cuda {
+namespace {
+
+// Whether the rows of a mask or bias can be copied 16 bytes at a time.
+bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
+  if (!has_rows(t)) return false;
+  const int64_t elements = 16 / element_bytes;
+  bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.shape[3] > 1 && t.stride[3] == 1;
+  for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % elements == 0;
+  return aligned;
+}
+
+bool fits_32_bits(int64_t n) { return n == int32_t(n); }
+
+bool has_row_places(const fdm_problem &p) {
+  bool fits = true;
+  for (const fdm_tensor *t : {&p.q, &p.k, &p.v}) fits &= fits_32_bits(2 * t->stride[1]);
+  if (!fits || !present(p.block_table)) return fits;
+  // A place in the pages is the same number of rows from the first one in K and in V.
+  const int64_t rows = p.k.stride[1] ? p.k.stride[0] / p.k.stride[1] : 0;
+  return rows * p.k.stride[1] == p.k.stride[0] && rows * p.v.stride[1] == p.v.stride[0] && rows >= 0 &&
+         (rows == 0 || p.k.shape[0] <= INT32_MAX / rows - 1);
+}
+
+// The bytes of a gradient that fill memory without a gap, which can hold something else until it is written.
+int64_t contiguous_bytes(const fdm_tensor &t) {
+  if (!present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return 0;
+  int64_t elements = 1, last = 0;
+  for (int d = 0; d < 4; ++d) {
+    if (t.stride[d] < 0) return 0;
+    elements *= t.shape[d];
+    last += (t.shape[d] - 1) * t.stride[d];
+  }
+  return last + 1 == elements ? elements * 2 : 0;
+}
+
+// Each sequence must fill memory without a gap.
+bool may_hold_sums(const fdm_tensor &t) {
+  return !present(t) || (rows_are_aligned(t, t.shape[3]) && contiguous_bytes(t) > 0 &&
+                         t.stride[0] == t.shape[1] * t.shape[2] * t.shape[3]);
+}
+
+} // namespace
+
+Alignment input_alignment(const fdm_problem &p) {
+  Alignment lies{};
+  lies.inputs = all_aligned(p.head_dim, p.q, p.k, p.v);
+  lies.out = lies.dout = lies.gradients = lies.narrow = lies.row_maps = lies.hold_sums = true;
+  lies.row_places = has_row_places(p);
+  lies.bias_chunks = has_chunks(p.bias, p.bias.dtype == FDM_FLOAT32 ? 4 : 2);
+  lies.mask_chunks = has_chunks(p.mask, 1);
+  return lies;
+}
+
+Alignment forward_alignment(const fdm_problem &p, const fdm_forward_args &args) {
+  Alignment lies = input_alignment(p);
+  lies.out = rows_are_aligned(args.out, p.head_dim);
+  if (p.queries == 1)
+    for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out, &args.lse, &p.mask, &p.bias})
+      for (int64_t stride : t->stride) lies.narrow &= fits_32_bits(stride);
+  return lies;
+}
+
+Alignment backward_alignment(const fdm_problem &p, const fdm_backward_args &args) {
+  Alignment lies = input_alignment(p);
+  lies.out = rows_are_aligned(args.out, p.head_dim);
+  lies.dout = rows_are_aligned(args.dout, p.head_dim);
+  lies.gradients = all_aligned(p.head_dim, args.dq, args.dk, args.dv);
+  lies.hold_sums = may_hold_sums(args.dq) && may_hold_sums(args.dk) && may_hold_sums(args.dv);
+  lies.dk_room = contiguous_bytes(args.dk);
+  return lies;
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The forward pass over gathered columns, and decoding: which rows share a block of threads, which kernel computes them, and over how
+// many blocks the columns are divided.
+#include <algorithm>
+#include <initializer_list>
+
+#include "../tile/sm90/tile_sizes.cuh"
+#include "../tile/tile_sizes.cuh"
+#include "orders.h"
+#include "route.h"
+#include "workspaces.h"
+
+namespace fdm::cuda {
+namespace {
+
+// Whether the heads of a group share their columns and bias. A key that one head drops must not reach that head
+// through a tile that it shares with a head that keeps the key.
+bool heads_share_columns(const fdm_problem &p) {
+  const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  if (group_size(p) == 1) return false;
+  return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
+}
+
+// The columns that a tile may have.
+int64_t most_columns(const fdm_problem &p) {
+  return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
+}
+
+// Whether kernels that copy consecutive keys as boxes serve the problem.
+bool has_boxes(const fdm_problem &p) { return mask_kind(p) == FDM_MASK_NONE && !present(p.block_table); }
+
+struct ForwardChoice {
+  const fdm_problem &p;
+  const DeviceFacts &device;
+  const RouteTable &table;
+  ForwardTileChoice tile; // of the usual kernel
+  bool decode;
+  int heads_per_tile;                // 1, or the heads of a group
+  int64_t tiles;                     // of the longest sequence
+  int64_t blocks;                    // without splits
+  int64_t least_splits, most_splits; // if there are any
+  int64_t wanted_blocks;             // wanted on each SM
+
+  ForwardChoice(const fdm_problem &problem, const DeviceFacts &facts)
+      : p(problem), device(facts), table(*facts.table),
+        tile(forward_tile(facts.built->tile_arch, facts.built->all.serving(problem.head_dim))) {
+    const int64_t group = group_size(p), group_rows = p.queries * group;
+    const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
+    // The general kernel takes a bias with a row for each query for rows of one head.
+    const bool shared_forward = share && !has_rows(p.bias) && tile.rows % group == 0 && group_rows <= tile.rows;
+    decode = shared_decode || (!shared_forward && p.queries <= kDecodeRows);
+    heads_per_tile = shared_decode || (!decode && shared_forward) ? int(group) : 1;
+    tiles = ceil_div(p.queries * heads_per_tile, decode ? kDecodeRows : tile.rows);
+    blocks = p.batch * (p.heads / heads_per_tile) * tiles;
+    most_splits = std::clamp<int64_t>(p.keys / (tile.columns * table.split_blocks), 1, table.most_splits);
+    // Kernels with wgmma compute a tile of few columns sooner than others compute and merge its parts.
+    const bool undivided = may_use_wgmma() && p.head_dim % 8 == 0;
+    least_splits = undivided ? table.least_wgmma_splits : table.least_splits;
+    if (undivided && has_few_columns()) most_splits = 1;
+    // Twice as many blocks as run at a time end closer together where their work is unequal, as a causal mask makes it. Merging
+    // their results costs little where a block has as much work as a bias for each query makes.
+    const bool has_much_work = has_rows(p.bias) && p.head_dim <= table.row_bias_most_head_dim;
+    wanted_blocks = has_much_work ? table.row_bias_blocks_of_sm : table.blocks_of_sm;
+    if (decode) wanted_blocks = p.head_dim <= 64 ? table.decode_blocks_64 : table.decode_blocks_256;
+  }
+
+  bool may_use_wgmma() const { return device.has_wgmma() && !decode && heads_per_tile == 1 && !has_rows(p.bias); }
+
+  // Whether tiles have so few columns that the kernel of small_tiles.cuh serves them, not the persistent one.
+  bool has_few_columns() const {
+    return p.head_dim <= 128 && most_columns(p) <= (p.head_dim <= 64 ? table.few_columns_64 : table.few_columns_128);
+  }
+
+  // Whether sequences are so short that the kernel of small_boxes.cuh serves them, not that of forward_boxes.cuh.
+  bool has_short_columns() const {
+    if (!has_boxes(p) || p.head_dim > 64) return false;
+    if (p.keys <= table.short_keys) return true;
+    return p.keys <= table.short_keys_of_many && !present(p.bias) && blocks >= table.short_many_tiles;
+  }
+
+  // Few rows (decode) leave most of the chip idle, unless the columns are divided. Only the device knows how many columns a mask
+  // keeps; splits that find none end at once.
+  int64_t splits_for(int64_t sms) const {
+    if (blocks == 0) return 1;
+    const int64_t splits = std::min(wanted_blocks * sms / blocks, most_splits);
+    return splits >= least_splits ? splits : 1;
+  }
+  // How many splits there is room for on every device.
+  int64_t room_for_splits() const { return splits_for(kMostSms); }
+
+  // Splits of a decoding call that are a cluster, which merges their results without another kernel; 1 if none is. Blocks of
+  // clusters, which have to run at the same time, share SMs badly: with twice as many blocks as SMs they took twice as long as
+  // others (seen on an H200).
+  int64_t cluster_splits() const {
+    const int64_t most_keys = mask_kind(p) == FDM_MASK_NONE ? table.cluster_keys : table.cluster_masked_keys;
+    if (table.cluster_split_keys == 0 || !decode || blocks == 0 || p.keys > most_keys) return 1;
+    return std::clamp<int64_t>(std::min(p.keys / table.cluster_split_keys, device.sms / blocks), 1,
+                               table.cluster_splits);
+  }
+
+  // Whether the blocks of threads of a persistent kernel get tiles in the order in which they ask for them. With a fixed order
+  // some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that this takes
+  // must be cleared first, so a block must have several tiles, of many columns.
+  //
+  // The counter lies in the workspace, which belongs to this call alone, and a memset clears it on the stream before the
+  // kernel. So calls that share a plan may run at the same time, and a CUDA graph clears it each time that it is launched.
+  bool gives_out_tiles() const {
+    return may_use_wgmma() && room_for_splits() == 1 && most_columns(p) >= table.ticket_columns &&
+           blocks >= table.ticket_tiles * table.usual_sms && !has_short_columns();
+  }
+
+  // The heads of a block that reads keys directly: equal shares of a group, if its heads have their columns in common.
+  int64_t direct_rows() const {
+    const int64_t group = group_size(p);
+    return heads_share_columns(p) ? ceil_div(group, ceil_div(group, kDirectRows)) : 1;
+  }
+  int64_t direct_blocks_of_kv_head() const { return ceil_div(group_size(p), direct_rows()); }
+  int64_t direct_blocks() const { return p.batch * p.kv_heads * direct_blocks_of_kv_head(); }
+
+  // Clusters that share the keys of a block, where these keep each of the largest clusters busy and SMs are idle.
+  int64_t direct_parts() const {
+    if (table.direct_part_turns == 0 || is_varlen(p)) return 1;
+    const int64_t turn = kDirectKeys * kMostDirectWarps * table.direct_splits;
+    const bool masked = mask_kind(p) != FDM_MASK_NONE;
+    if (p.keys < table.direct_shared_turns * turn + masked) return 1;
+    if (masked && p.keys > table.direct_shared_masked_keys) return 1;
+    const int64_t idle = device.sms / (direct_blocks() * table.direct_splits);
+    return std::clamp<int64_t>(std::min(idle, p.keys / (table.direct_part_turns * turn)), 1, room_for_splits());
+  }
+
+  // Whether one query reads keys directly. Without a mask the other kernel reads all keys, too, and where there are enough blocks
+  // of threads it is never faster (seen on an H100).
+  bool decodes_directly(const Alignment &lies, int64_t splits) const {
+    if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.most())
+      return false;
+    if (has_rows(p.bias)) return false; // of packed sequences, each of one query
+    const fdm_mask_kind kind = mask_kind(p);
+    if (present(p.block_table)) return false;
+    if (!(kind == FDM_MASK_NONE || (kind == FDM_MASK_KEYS && needs_no_plan(p, device)))) return false;
+    const int64_t own_blocks = direct_blocks();
+    if (!lies.inputs || !lies.out || !lies.narrow || own_blocks == 0) return false;
+    if (kind == FDM_MASK_NONE && 4 * own_blocks >= device.sms * table.direct_busy_quarters && device.has_wgmma())
+      return true;
+    const int64_t sharing = std::clamp<int64_t>(device.sms / own_blocks, 1, table.direct_splits) * direct_parts();
+    const int64_t turns = ceil_div(p.keys, kDirectKeys * kMostDirectWarps * sharing) * ceil_div(own_blocks, device.sms);
+    return turns <= (kind == FDM_MASK_NONE ? table.direct_turns_of_all : table.direct_turns);
+  }
+
+  DirectWork direct_work() const {
+    DirectWork work{};
+    work.rows = int32_t(direct_rows());
+    work.blocks_of_kv_head = int32_t(direct_blocks_of_kv_head());
+    work.parts = int32_t(direct_parts());
+    const int64_t all = direct_blocks() * work.parts;
+    const int64_t warps = std::max<int64_t>(1, ceil_div(p.keys, kDirectKeys * work.parts));
+    work.most_splits = int32_t(std::clamp<int64_t>(std::min(ceil_div(warps, table.direct_few_warps), device.sms / all),
+                                                   1, table.direct_splits));
+    work.most_warps = work.warps(table, p.keys, all, work.most_splits, device.sms);
+    return work;
+  }
+
+  // The kernel of rows that are no decoding call's.
+  ForwardKernel kernel(const Alignment &lies, int64_t splits) const {
+    if (!lies.inputs || !lies.out || !lies.row_places || has_rows(p.bias)) return ForwardKernel::general;
+    const int head_dim = device.built->all.serving(p.head_dim);
+    if (device.has_wgmma()) {
+      if (heads_per_tile > 1 || splits > 1) return ForwardKernel::usual;
+      if (has_boxes(p) && lies.row_maps)
+        return small_box(head_dim).blocks > 0 && has_short_columns() ? ForwardKernel::small_boxes
+                                                                     : ForwardKernel::boxes;
+      return small_tile(head_dim).columns > 0 && has_few_columns() ? ForwardKernel::small_tiles
+                                                                   : ForwardKernel::persistent;
+    }
+    const bool is_crowded = blocks * splits > int64_t(tile.blocks) * device.sms &&
+                            crowded_forward_tile(device.built->tile_arch, head_dim).blocks > tile.blocks;
+    return is_crowded ? ForwardKernel::crowded : ForwardKernel::usual;
+  }
+};
+
+// Rows and columns of a tile of a kernel, and its blocks of threads.
+void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
+  const fdm_problem &p = choice.p;
+  const int arch = choice.device.built->tile_arch, head_dim = route->head_dim;
+  const int64_t all_tiles = choice.blocks * route->splits;
+  const int64_t head_tiles = sequence_tiles(p) * p.heads;
+  const auto sized = [&](int rows, int columns, int64_t blocks) {
+    route->tile_rows = rows;
+    route->tile_columns = columns;
+    route->blocks = blocks;
+  };
+  const auto of = [&](const ForwardTileChoice &tile) { sized(tile.rows, tile.columns, all_tiles); };
+  switch (route->kernel) {
+  case ForwardKernel::general:
+    return of(general_forward_tile(arch, head_dim));
+  case ForwardKernel::usual:
+    return of(choice.tile);
+  case ForwardKernel::crowded:
+    return of(crowded_forward_tile(arch, head_dim));
+  case ForwardKernel::persistent:
+    return sized(kTileRows, forward_tile_sm90(head_dim).columns,
+                 std::min<int64_t>(p.batch * route->tiles * p.heads, choice.device.sms));
+  case ForwardKernel::boxes:
+    return sized(kTileRows, box_tile_sm90(head_dim).columns, std::min<int64_t>(head_tiles, choice.device.sms));
+  case ForwardKernel::small_tiles:
+    return sized(kTileRows, small_tile(head_dim).columns, head_tiles);
+  case ForwardKernel::small_boxes:
+    return sized(kSmallBoxRows, kSmallBoxColumns, head_tiles * (kTileRows / kSmallBoxRows));
+  case ForwardKernel::decode:
+    return sized(kDecodeRows, 16, p.batch * (p.heads / route->heads_per_tile));
+  case ForwardKernel::direct:
+    return sized(route->direct.rows, kDirectKeys, choice.direct_blocks() * route->direct.parts);
+  default:
+    return;
+  }
+}
+
+const char *name_of(ForwardKernel kernel) {
+  switch (kernel) {
+  case ForwardKernel::decode:
+    return "decode_kernel";
+  case ForwardKernel::direct:
+    return "direct_decode_kernel";
+  case ForwardKernel::persistent:
+  case ForwardKernel::boxes:
+    return "forward_kernel_sm90";
+  case ForwardKernel::small_tiles:
+  case ForwardKernel::small_boxes:
+    return "small_forward_kernel";
+  case ForwardKernel::dense:
+    return "dense_forward_kernel";
+  case ForwardKernel::dense_wide:
+  case ForwardKernel::dense_windows:
+    return "dense_wide_forward_kernel";
+  default:
+    return "forward_kernel";
+  }
+}
+
+} // namespace
+
+int32_t DirectWork::warps(const RouteTable &table, int64_t keys, int64_t blocks, int64_t splits, int64_t sms) const {
+  const int64_t all = std::max<int64_t>(1, ceil_div(keys, kDirectKeys * parts));
+  return int32_t(ceil_div(all, splits) <= table.direct_few_warps || blocks > sms ? table.direct_few_warps
+                                                                                 : kMostDirectWarps);
+}
+
+bool needs_no_plan(const fdm_problem &p, const DeviceFacts &device) {
+  return p.flags & FDM_FORWARD_ONLY && mask_kind(p) == FDM_MASK_KEYS && p.queries == 1 &&
+         ForwardChoice(p, device).decode;
+}
+
+ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies, int64_t splits) {
+  ForwardRoute route{};
+  if (is_varlen(p)) route.launches.add("fill");
+  if (p.batch == 0 || p.queries == 0) return route;
+  if (is_dense(p, device)) {
+    choose_dense_forward(&route, p, device, lies, splits);
+  } else {
+    const ForwardChoice choice(p, device);
+    route.head_dim = device.built->all.serving(p.head_dim);
+    route.heads_per_tile = choice.heads_per_tile;
+    route.tiles = int32_t(choice.tiles);
+    route.splits = 1;
+    WorkspaceParts parts;
+    if (choice.decodes_directly(lies, splits)) {
+      route.kernel = ForwardKernel::direct;
+      route.head_dim = device.built->direct.serving(p.head_dim);
+      route.direct = choice.direct_work();
+      route.splits = route.direct.parts;
+    } else {
+      route.order = tile_order(p, *device.table);
+      route.finds_keys = needs_no_plan(p, device);
+      const int64_t wanted = splits > 0 ? splits : choice.splits_for(device.sms);
+      route.splits = int32_t(std::clamp<int64_t>(wanted, 1, choice.room_for_splits()));
+      if (const int64_t in_cluster = choice.cluster_splits(); splits == 0 && in_cluster > 1) {
+        route.splits = int32_t(in_cluster);
+        route.merges_in_cluster = true;
+      }
+      route.kernel = choice.decode ? ForwardKernel::decode : choice.kernel(lies, route.splits);
+      // Other kernels than those with wgmma, which tensors that are not aligned get, leave the counter alone.
+      if (choice.gives_out_tiles() && lies.inputs && lies.out && lies.row_places)
+        route.tickets = parts.take_bytes(sizeof(uint32_t));
+    }
+    size_tiles(&route, choice);
+    if (route.splits > 1 && !route.merges_in_cluster)
+      route.partials = parts.take_bytes(partials_bytes(p, route.splits));
+    route.workspace_bytes = parts.bytes;
+  }
+  if (route.live.exists()) route.launches.add("live_tiles_kernel");
+  route.launches.add(name_of(route.kernel));
+  if (route.splits > 1 && !route.merges_in_cluster) route.launches.add("combine_kernel");
+  return route;
+}
+
+int64_t forward_workspace(const fdm_problem &p, const DeviceFacts &device) {
+  if (is_dense(p, device)) return dense_forward_workspace(p, device, input_alignment(p));
+  const ForwardChoice choice(p, device);
+  if (choice.gives_out_tiles()) return sizeof(uint32_t);
+  return partials_bytes(p, choice.room_for_splits());
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The order in which kernels go through the tiles of rows of a batch.
+#pragma once
+
+#include "route.h"
+
+namespace fdm::cuda {
+
+// Bytes of K and V of a key/value head that the tiles of one place read.
+inline int64_t key_bytes_of_place(const fdm_problem &p) {
+  constexpr int64_t kElementBytes = 2 + 2;
+  const int64_t keys = p.max_kept > 0 ? min64(p.keys, p.max_kept + kTileRows) : p.keys;
+  return keys * p.head_dim * kElementBytes;
+}
+
+// A causal mask makes the first tiles short: sequence after sequence, the same few blocks of threads could get the short
+// ones of all of them. So as many as L2 has room for go together, in groups of nearly equal size.
+inline int32_t sequences_together(const fdm_problem &p, const RouteTable &table) {
+  const int64_t fitting = max64(1, table.l2_bytes / max64(1, key_bytes_of_place(p) * p.kv_heads));
+  const int64_t groups = max64(1, ceil_div(p.batch, fitting));
+  return static_cast<int32_t>(max64(1, ceil_div(p.batch, groups)));
+}
+
+// Of long sequences not even the heads of one fit. Those of some key/value heads go together, a divisor of their number,
+// as long as these have several tiles for each SM.
+inline int32_t query_heads_together(const fdm_problem &p, const RouteTable &table) {
+  const int64_t tiles = ceil_div(total_rows(p), kTileRows), group = group_size(p);
+  int64_t together = p.kv_heads;
+  for (int64_t fewer = p.kv_heads - 1; fewer > 0 && together * key_bytes_of_place(p) > table.l2_bytes; --fewer)
+    if (p.kv_heads % fewer == 0 && fewer * group * tiles >= table.group_least_tiles) together = fewer;
+  return static_cast<int32_t>(together * group);
+}
+
+inline TileOrder tile_order(const fdm_problem &p, const RouteTable &table) {
+  return {sequences_together(p, table), query_heads_together(p, table)};
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How routes lay out a workspace.
+#pragma once
+
+#include "route.h"
+
+namespace fdm::cuda {
+
+struct WorkspaceParts {
+  int64_t bytes = 0;
+
+  Part take_bytes(int64_t size) {
+    const Part part{bytes, size};
+    bytes += size;
+    return part;
+  }
+  template <class T> Part take(int64_t count) { return take_bytes(align_256(count * int64_t(sizeof(T)))); }
+};
+
+// Rows of partial results of a split: see forward/combine.h.
+FDM_INLINE int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
+
+// One split writes its results where they belong.
+inline int64_t partials_bytes(const fdm_problem &p, int64_t splits) {
+  return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
+}
+
+// dense_route.cpp: the same as the functions of route.h, of what dense blocks serve.
+void choose_dense_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
+                          int64_t splits);
+int64_t dense_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
+void choose_dense_backward(BackwardRoute *route, const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
+                           const Wanted &wanted);
+int64_t dense_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
+
+} // namespace fdm::cuda
