@@ -2,7 +2,8 @@
 """How blocks of threads of the CUDA kernels are numbered: each part of the work once.
 
 Which heads and sequences go together depends on sizes that calls of tests seldom have. The
-functions that number blocks are called here by themselves, for drawn sizes and any groups.
+functions that number blocks are called here by themselves, for drawn sizes and any groups, and for
+what routes tell of problems of up to 10,000 sequences x heads.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from emulated import ROOT, compiled, output
 
 def test_each_part_of_the_work_has_one_number(tmp_path: Path) -> None:
     generator = ROOT / "cmake" / "generate_kernels.py"
-    output([sys.executable, str(generator), "--output", str(tmp_path), "--head-dims", "64"])
+    output([sys.executable, str(generator), "--output", str(tmp_path)])
     arch = ["-DFDM_ARCH=90", "-DFDM_TILE_ARCH=90", "-D__CUDA_ARCH__=900"]
     folders = [f"-I{ROOT / 'cpp' / 'cuda'}", f"-I{tmp_path}"]
-    program = compiled("numbering", tmp_path, *arch, *folders, "-fno-strict-aliasing")
+    routes = map(str, (ROOT / "cpp" / "cuda" / "route").glob("*.cpp"))
+    program = compiled("numbering", tmp_path, *arch, *folders, "-fno-strict-aliasing", *routes)
     assert dict(line.split(": ") for line in output([program]).splitlines()) == dict.fromkeys(
         [
             "tiles of batches",
@@ -36,6 +38,9 @@ def test_each_part_of_the_work_has_one_number(tmp_path: Path) -> None:
             "sources of clusters",
             "steps of dbias",
             "rows of no sequence",
+            "routes of forward",
+            "routes of backward",
+            "routes of dense blocks",
         ],
         "each part has one number",
     )

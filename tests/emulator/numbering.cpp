@@ -15,13 +15,15 @@
 #include <vector>
 
 #include "cuda/backward/key_places.cuh"
+#include "cuda/backward/sm90/query_chain.cuh"
 #include "cuda/dense/dbias_tiles.cuh"
 #include "cuda/dense/sm90/forward_tasks.cuh"
 #include "cuda/dense/sm90/fused_tasks.cuh"
-#include "cuda/dense/wide_plan.h"
+#include "cuda/forward/decode.cuh"
 #include "cuda/forward/direct_decode.h"
 #include "cuda/forward/forward.cuh"
-#include "cuda/forward/unused_rows.cu"
+#include "cuda/host/facts.h"
+#include "cuda/host/fill.cu"
 #include "cuda/tile/sm90/tile_scheduler.cuh"
 
 namespace fdm::cuda {
@@ -120,7 +122,7 @@ struct Packing {
   }
 };
 
-// Tiles of a persistent kernel, in the order of tile_order.cuh.
+// Tiles of a persistent kernel, in the order of a route.
 void tile_kernel(fdm_problem p, TileOrder order) {
   for (uint32_t index = 0;; ++index) {
     const int64_t number = tile_of_round(index);
@@ -184,22 +186,11 @@ void segment_kernel(BackwardParams params) {
   }
 }
 // `segments_of(sequence)` are the first segment of a sequence in its list, and how many there are.
-template <class SegmentsOf>
-Work check_segments(fdm_problem &p, int64_t segments_of_list, int64_t heads, const SegmentsOf &segments_of) {
-  BackwardParams params{};
-  const int64_t list_heads = draw(0, 1) ? 1 : p.kv_heads, list_batch = is_varlen(p) || draw(0, 1) ? 1 : p.batch;
-  int32_t nothing = 0;
-  p.start = p.end = {&nothing, {list_batch, list_heads, 1, p.keys}, {1, 1, 1, 1}, FDM_INT32, 0};
-  params.p = p;
-  KeySegments segments{};
-  segments.rows = 256;
-  segments.count = int32_t(segments_of_list);
-  segments.blocks = int32_t(draw(1, 6));
-  segments.leading = int32_t(draw(0, segments.blocks));
-  const int64_t lists = list_batch * list_heads, numbers = lists * segments.count;
-  params.keys = draw_heads(heads, segments.count * segments.blocks);
-  params.keys.segments = segments;
-  params.keys.block_keys = 64;
+template <class SegmentsOf> Work count_segments(BackwardParams &params, const SegmentsOf &segments_of) {
+  const fdm_problem &p = params.p;
+  const KeySegments segments = params.keys.segments;
+  const int64_t list_batch = p.start.shape[0], list_heads = p.start.shape[1];
+  const int64_t numbers = list_batch * list_heads * segments.count;
   params.plan.batch_lists = int32_t(list_heads);
   std::vector<int32_t> live(numbers, 0);
   std::vector<SegmentBlock> order;
@@ -216,6 +207,23 @@ Work check_segments(fdm_problem &p, int64_t segments_of_list, int64_t heads, con
             const auto [first, number] = segments_of(sequence);
             return within(block / segments.blocks - list * segments.count - first, number);
           }};
+}
+template <class SegmentsOf>
+Work check_segments(fdm_problem &p, int64_t segments_of_list, int64_t heads, const SegmentsOf &segments_of) {
+  BackwardParams params{};
+  const int64_t list_heads = draw(0, 1) ? 1 : p.kv_heads, list_batch = is_varlen(p) || draw(0, 1) ? 1 : p.batch;
+  static int32_t nothing = 0;
+  p.start = p.end = {&nothing, {list_batch, list_heads, 1, p.keys}, {1, 1, 1, 1}, FDM_INT32, 0};
+  params.p = p;
+  KeySegments segments{};
+  segments.rows = 256;
+  segments.count = int32_t(segments_of_list);
+  segments.blocks = int32_t(draw(1, 6));
+  segments.leading = int32_t(draw(0, segments.blocks));
+  params.keys = draw_heads(heads, segments.count * segments.blocks);
+  params.keys.segments = segments;
+  params.keys.block_keys = 64;
+  return count_segments(params, segments_of);
 }
 Work blocks_of_segments() {
   fdm_problem p = draw_problem();
@@ -327,10 +335,7 @@ template <bool kClusters> void fused_kernel(DenseBackward work) {
     const int64_t tile = (int64_t(task.unit) * division.row_tiles + task.row_tile) * division.key_tiles + task.key_tile;
     for (int64_t source = task.first; source < task.past; ++source) count(tile, source);
   };
-  if (kClusters)
-    DenseFusedTask::for_each_of_cluster(work, visit);
-  else
-    DenseFusedTask::for_each(work, visit);
+  DenseFusedTask::for_each<kClusters>(work, visit);
 }
 template <bool kClusters> Work sources_of_tiles() {
   DenseBackward work{};
@@ -412,6 +417,213 @@ Work rows_of_no_sequence() {
           }};
 }
 
+// What routes of drawn problems number, of all architectures, on devices of few and many SMs.
+DeviceFacts draw_device() {
+  static BuiltFor built[3] = {built_for(), built_for(), built_for()};
+  constexpr int kArchs[] = {80, 86, 90}, kSms[] = {1, 16, 78, 132, 133, 144, 256};
+  const int64_t n = draw(0, 3) ? 2 : draw(0, 1);
+  built[n].tile_arch = kArchs[n];
+  return {&built[n], &route_table(kArchs[n]), kSms[draw(0, 6)]};
+}
+// Up to 10,000 sequences x heads, most often few or as many as fill all SMs about once, twice or three times.
+fdm_problem draw_large_problem() {
+  fdm_problem p = draw_problem();
+  const int64_t heads = draw(0, 2) == 0 ? draw(1, 10000) : draw(0, 1) ? draw(1, 60) : 132 * draw(1, 6) + draw(-1, 1);
+  p.kv_heads = draw(1, std::min<int64_t>(heads, 16));
+  p.heads = p.kv_heads * (draw(0, 1) ? 1 : draw(1, 8));
+  p.batch = std::max<int64_t>(1, heads / p.heads);
+  p.head_dim = 32 << draw(0, 3);
+  p.queries = heads > 1000 ? draw(1, 300) : p.queries;
+  p.keys = draw(0, 1) ? p.queries : (heads > 1000 ? draw(1, 600) : p.keys);
+  static int64_t memory[2];
+  const auto tensor = [&](int64_t rows, int64_t own_heads) {
+    const int64_t row = own_heads * p.head_dim;
+    return fdm_tensor{memory, {p.batch, rows, own_heads, p.head_dim}, {rows * row, row, p.head_dim, 1}, FDM_FLOAT16, 0};
+  };
+  p.q = tensor(p.queries, p.heads);
+  p.k = p.v = tensor(p.keys, p.kv_heads);
+  return p;
+}
+Alignment aligned(const fdm_problem &p) {
+  Alignment lies = input_alignment(p);
+  lies.inputs = true;
+  return lies;
+}
+
+void block_tile_kernel(fdm_problem p, TileOrder order, int parts) {
+  const HeadTile t = find_tile(p, order, blockIdx.x / parts);
+  const int64_t part = t.tile * parts + parts - 1 - blockIdx.x % parts;
+  if (t.has_rows() && part * (kTileRows / parts) < p.queries) count(t.sequence_index * p.heads + t.head, part);
+}
+void round_tile_kernel(fdm_problem p, TileOrder order) {
+  for (uint32_t index = 0;; ++index) {
+    const int64_t number = tile_of_round(index);
+    if (number >= sequence_tiles(p) * p.heads) return;
+    const HeadTile t = find_tile(p, order, uint32_t(number));
+    if (t.has_rows()) count(t.sequence_index * p.heads + t.head, t.tile);
+  }
+}
+void decode_place_kernel(ForwardParams params) {
+  const DecodePlace place(params);
+  count(place.sequence_index * params.p.heads + place.head, 0, blockIdx.y);
+}
+Work forward_routes() {
+  fdm_problem p = draw_large_problem();
+  if (draw(0, 2) == 0) p.queries = 1;
+  const DeviceFacts device = draw_device();
+  const ForwardRoute route = forward_route(p, device, aligned(p), draw(0, 5) ? 0 : draw(1, 20));
+  ForwardParams params{};
+  params.p = p;
+  params.heads_per_tile = route.heads_per_tile;
+  params.tiles = route.tiles;
+  params.order = route.order;
+  params.splits = route.splits;
+  int64_t rows = route.tile_rows, tiles = ceil_div(p.queries * route.heads_per_tile, rows);
+  const auto blocks = unsigned(route.blocks);
+  if (route.kernel == ForwardKernel::boxes || route.kernel == ForwardKernel::persistent) {
+    launch_blocks(round_tile_kernel, dim3(blocks), 32, p, route.order);
+  } else if (route.kernel == ForwardKernel::small_tiles || route.kernel == ForwardKernel::small_boxes) {
+    launch_blocks(block_tile_kernel, dim3(blocks), 32, p, route.order, int(kTileRows / rows));
+  } else if (route.kernel == ForwardKernel::decode) {
+    tiles = 1;
+    launch_blocks(decode_place_kernel, dim3(blocks, route.splits), 32, params);
+  } else if (route.kernel == ForwardKernel::direct) {
+    DirectDecodeParams direct{};
+    direct.heads = int32_t(p.heads);
+    direct.group = int32_t(group_size(p));
+    direct.rows = route.direct.rows;
+    direct.blocks_of_kv_head = route.direct.blocks_of_kv_head;
+    direct.blocks = int32_t(p.kv_heads) * direct.blocks_of_kv_head;
+    direct.parts = route.direct.parts;
+    launch_blocks(direct_decode_kernel, dim3(1), 32, direct, route.blocks);
+    return {p.batch * p.heads * direct.parts, [=](int64_t sequence, int64_t head, int64_t part) {
+              return within(sequence, p.batch) && within(head, p.heads) && within(part, direct.parts);
+            }};
+  } else {
+    launch_blocks(forward_place_kernel, dim3(blocks), 32, params);
+  }
+  const int64_t heads = p.batch * p.heads / route.heads_per_tile;
+  return {heads * tiles * route.splits, [=](int64_t head, int64_t tile, int64_t split) {
+            return within(head, p.batch * p.heads) && head % params.heads_per_tile == 0 && within(tile, tiles) &&
+                   within(split, params.splits);
+          }};
+}
+
+// The blocks of a chain: all of them have keys of one head, and dQ of each tile begins once, ends once, and has a part of each block
+// that sees the tile.
+void chain_kernel(BackwardParams params) {
+  const fdm_problem &p = params.p;
+  const ChainWalk walk(p, params.keys.tile_rows, params.keys.block_keys);
+  const KeyBlockPlace place = small_block_of_head(params, blockIdx.x, blockIdx.y);
+  const KeyBlockPlace first = small_block_of_head(params, blockIdx.x, 0);
+  const int64_t head = place.sequence_index * p.kv_heads + place.kv_head;
+  if (head != first.sequence_index * p.kv_heads + first.kv_head) found[kNone] = 1;
+  if (!walk.has_steps()) return;
+  for (int32_t tile = walk.first;; tile = walk.after(tile)) {
+    const uint32_t facts = walk.facts(tile, true);
+    count(head, tile, place.block);
+    if (facts & kBegins) count(head, tile, -2);
+    if (facts & kEnds) count(head, tile, -3);
+    if (tile == walk.last) break;
+  }
+}
+Work check_chains(const BackwardParams &params) {
+  const fdm_problem &p = params.p;
+  const KeyWork &keys = params.keys;
+  launch_blocks(chain_kernel, dim3(keys.heads, keys.blocks), 32, params);
+  const int64_t tiles = ceil_div(p.queries, keys.tile_rows);
+  const auto sees = [=](int64_t tile, int64_t block) {
+    return !is_causal(p) || (tile + 1) * keys.tile_rows - 1 >= block * keys.block_keys - (p.keys - p.queries);
+  };
+  int64_t pairs = 2 * tiles; // of a head
+  for (int64_t tile = 0; tile < tiles; ++tile)
+    for (int64_t block = 0; block < keys.blocks; ++block) pairs += block == 0 || sees(tile, block);
+  return {pairs * keys.heads, [=](int64_t head, int64_t tile, int64_t block) {
+            return within(head, keys.heads) && within(tile, tiles) &&
+                   (block == -2 || block == -3 || (within(block, keys.blocks) && (block == 0 || sees(tile, block))));
+          }};
+}
+void small_block_kernel(BackwardParams params) {
+  KeyBlockPlace place{};
+  if (find_small_block(params, blockIdx.x, place))
+    count(place.block, place.sequence_index * params.p.kv_heads + place.kv_head, blockIdx.y);
+}
+void key_item_kernel(BackwardParams params) {
+  for (int32_t number = 0; number < params.keys.max_items; ++number) {
+    const KeyItem item = key_item(params.keys, number);
+    const KeyBlockPlace place = key_block_place(params, item.block);
+    count(place.block, place.sequence_index * params.p.kv_heads + place.kv_head, item.part);
+  }
+}
+Work backward_routes() {
+  fdm_problem p = draw_large_problem();
+  static int32_t nothing = 0;
+  const bool kept = draw(0, 2) == 0;
+  if (kept) {
+    const int64_t batch = draw(0, 1) ? 1 : p.batch, heads = draw(0, 1) ? 1 : p.kv_heads;
+    p.start = p.end = {&nothing, {batch, heads, 1, p.keys}, {heads * p.keys, p.keys, 0, 1}, FDM_INT32, 0};
+    p.max_kept = draw(1, p.keys);
+  }
+  if (draw(0, 3) == 0) p.flags |= FDM_DETERMINISTIC;
+  const BackwardRoute route = backward_route(p, draw_device(), aligned(p), {true, true, true, false, false});
+  BackwardParams params{};
+  params.p = p;
+  params.group = int32_t(group_size(p));
+  static_cast<KeyDivision &>(params.keys) = route.division;
+  static_cast<SegmentWork &>(params.keys.segments) = route.segments;
+  const KeyWork keys = params.keys;
+  if (route.keys == KeyKernel::chained) return check_chains(params);
+  if (keys.segments.rows > 0) {
+    const int64_t segments = keys.segments.count;
+    return count_segments(params, [=](int64_t) { return std::pair{int64_t(0), segments}; });
+  }
+  if (keys.listed || route.scheduled) return {0, {}}; // the device knows which blocks there are
+  const int64_t parts = route.keys == KeyKernel::shared ? keys.shares : keys.parts;
+  if (route.keys == KeyKernel::shared)
+    launch_blocks(small_block_kernel, dim3(keys.max_items, keys.shares), 32, params);
+  else
+    launch_blocks(key_item_kernel, dim3(1), 32, params);
+  const int64_t blocks = ceil_div(p.keys, keys.block_keys), heads = p.batch * p.kv_heads;
+  return {blocks * heads * parts, [=](int64_t block, int64_t head, int64_t part) {
+            return within(block, blocks) && within(head, heads) && within(part, parts);
+          }};
+}
+
+// All launches of the fused kernel: each source of each tile that has a visible key.
+Work dense_routes() {
+  fdm_problem p = draw_large_problem();
+  p.queries = std::max<int64_t>(17, p.queries);
+  p.keys = std::max<int64_t>(100, draw(0, 1) ? p.keys : p.queries);
+  p.head_dim = std::min<int64_t>(p.head_dim, 128);
+  p.batch = std::min<int64_t>(p.batch, 300);
+  static int64_t memory[2];
+  const int64_t batch = draw(0, 1) ? 1 : p.batch, heads = draw(0, 1) ? p.heads : 1;
+  p.bias = {memory,
+            {batch, heads, p.queries, p.keys},
+            {heads * p.queries * p.keys, p.queries * p.keys, p.keys, 1},
+            FDM_FLOAT16,
+            0};
+  const BackwardRoute route = backward_route(p, draw_device(), aligned(p), {true, true, true, true, false});
+  const FusedPlan &plan = route.dense.plan;
+  if (!route.is_dense || !route.dense.fused || plan.work.clusters || plan.work.windows) return {0, {}};
+  const int64_t bias_batch = p.bias.shape[0], group = p.heads / heads;
+  int64_t batches = 0, parts = 0;
+  for (int64_t first = 0; first < p.batch; first += batches) {
+    DenseBackward work{};
+    work.call.p = p;
+    static_cast<FusedDivision &>(work.fused) = plan.launch(first, &batches);
+    launch_blocks(fused_kernel<false>, dim3(work.fused.blocks), 32, work);
+  }
+  const FusedDivision own = plan.work;
+  for (int64_t row = 0; row < own.row_tiles; ++row) parts += visible_key_tiles(p, row);
+  const int64_t sources = (bias_batch == 1 ? p.batch : 1) * group;
+  return {parts * bias_batch * heads * sources, [=](int64_t tile, int64_t source, int64_t) {
+            const int64_t row = tile / own.key_tiles;
+            return within(row, bias_batch * heads * own.row_tiles) && within(source, sources) &&
+                   tile % own.key_tiles < visible_key_tiles(p, row % own.row_tiles);
+          }};
+}
+
 } // namespace
 } // namespace fdm::cuda
 
@@ -439,4 +651,7 @@ int main() {
   check("sources of clusters", kMany, sources_of_tiles<true>);
   check("steps of dbias", kMany, steps_of_dbias);
   check("rows of no sequence", kMany, rows_of_no_sequence);
+  check("routes of forward", kMany / 2, forward_routes);
+  check("routes of backward", kMany, backward_routes);
+  check("routes of dense blocks", kMany, dense_routes);
 }

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "describe.h"
+
+#include <initializer_list>
+#include <utility>
+
+namespace fdm::cuda {
+namespace {
+
+constexpr const char *kForwardNames[] = {"none",   "general",    "usual",        "crowded",     "decode",
+                                         "direct", "persistent", "boxes",        "small_tiles", "small_boxes",
+                                         "dense",  "dense_wide", "dense_windows"};
+constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
+constexpr const char *kKeyNames[] = {"none",  "general",  "usual",  "wgmma",  "all",
+                                     "fused", "row_bias", "shared", "chained"};
+constexpr const char *kPlanNames[] = {"none", "rows", "list", "tiles", "chunks"};
+constexpr const char *kSelectionNames[] = {"none", "keep", "intervals", "list"};
+constexpr const char *kInsideNames[] = {"none", "few", "all"};
+constexpr const char *kPartsNames[] = {"none", "workspace", "in_dk"};
+
+// A JSON object. What is 0, false or absent is left out.
+class Object {
+public:
+  void add(const char *name, const std::string &json) {
+    text_ += (text_.empty() ? "\"" : ", \"") + std::string(name) + "\": " + json;
+  }
+  void word(const char *name, const char *value) { add(name, "\"" + std::string(value) + "\""); }
+  void number(const char *name, int64_t value) {
+    if (value != 0) add(name, std::to_string(value));
+  }
+  void flag(const char *name, bool value) {
+    if (value) add(name, "true");
+  }
+  void object(const char *name, const Object &inner) {
+    if (!inner.text_.empty()) add(name, inner.json());
+  }
+  // [offset, bytes] of each part of a workspace.
+  void parts(std::initializer_list<std::pair<const char *, const Part *>> all) {
+    Object inner;
+    for (const auto &[name, part] : all)
+      if (part->exists())
+        inner.add(name, "[" + std::to_string(part->offset) + ", " + std::to_string(part->bytes) + "]");
+    object("workspace", inner);
+  }
+  void launches(const Launches &own) {
+    std::string list;
+    for (int n = 0; n < own.count; ++n) list += (n ? ", \"" : "\"") + std::string(own.kernel[n]) + "\"";
+    add("launches", "[" + list + "]");
+  }
+  void order(const TileOrder &own) {
+    number("sequences_together", own.sequences);
+    number("heads_together", own.heads);
+  }
+  void tiles(const DenseTiles &own) {
+    number("slots", own.slots);
+    number("tiles", own.tiles);
+    number("groups", own.groups);
+  }
+  std::string json() const { return "{" + text_ + "}"; }
+
+private:
+  std::string text_;
+};
+
+Object of_fused(const FusedPlan &plan) {
+  Object own;
+  const FusedDivision &work = plan.work;
+  own.word("kernel", work.windows ? "windows" : work.clusters ? "clusters" : "fused");
+  own.number("splits", work.splits);
+  own.number("batches", work.batches);
+  own.number("units", work.units);
+  own.number("sources", work.sources);
+  own.flag("shares_sums", plan.shares);
+  own.flag("sums_in_gradients", plan.in_gradients);
+  own.number("spare_sequences", plan.spare);
+  own.number("bytes", plan.bytes());
+  int64_t launches = 0;
+  for (int64_t first = 0, batches; first < plan.batch; first += batches, ++launches) plan.launch(first, &batches);
+  own.number("launches", launches);
+  return own;
+}
+
+void add_dense_backward(Object *route, const DenseBackwardRoute &dense) {
+  if (dense.fused) route->object("fused", of_fused(dense.plan));
+  route->flag("dq_writes_dbias", dense.writes_dbias);
+  if (dense.wants_dbias) {
+    Object own;
+    own.number("slots", dense.dbias.slots);
+    own.number("tile_rows", dense.dbias.tile_rows);
+    own.number("tile_keys", dense.dbias.tile_keys);
+    own.number("stages", dense.dbias.stages);
+    own.number("blocks", dense.dbias.blocks);
+    own.flag("whole_tiles", dense.dbias.whole);
+    own.word("parts", kPartsNames[int(dense.dbias_parts)]);
+    route->object("dbias", own);
+  }
+  Object dq, dkdv;
+  if (dense.wants_dq) dq.tiles(dense.dq);
+  if (dense.wants_dkdv) dkdv.tiles(dense.dkdv);
+  route->object("dq_tiles", dq);
+  route->object("dkdv_tiles", dkdv);
+  route->parts({{"deltas", &dense.deltas}, {"odd", &dense.odd}, {"live", &dense.live}, {"rest", &dense.rest}});
+}
+
+Object of_keys(const BackwardRoute &route) {
+  Object own;
+  const KeyDivision &keys = route.division;
+  own.number("block_keys", keys.block_keys);
+  own.number("tile_rows", keys.tile_rows);
+  own.number("blocks", keys.blocks);
+  own.number("heads", keys.heads);
+  own.number("together", keys.together);
+  own.flag("listed", keys.listed);
+  own.word("heads_inside", kInsideNames[int(keys.heads_inside)]);
+  own.number("shares", keys.shares);
+  own.number("parts", keys.parts);
+  own.number("items", keys.max_items);
+  own.number("slots", keys.slot_count);
+  own.number("schedule_sms", keys.sms);
+  const SegmentWork &segments = route.segments;
+  own.number("segment_rows", segments.rows);
+  own.number("segments", segments.count);
+  own.number("segment_blocks", segments.blocks);
+  own.number("segment_leading", segments.leading);
+  own.number("segment_sums", segments.most_sums);
+  own.number("segment_row_sums", segments.row_sums);
+  return own;
+}
+
+// A number of bits, and words for those that are set.
+struct Words {
+  std::initializer_list<const char *> words;
+
+  std::string of(int bits) const {
+    std::string text;
+    for (const char *word : words) {
+      if (bits & 1) text += std::string(" + ") + word;
+      bits >>= 1;
+    }
+    return text;
+  }
+};
+int bits_of(std::initializer_list<bool> flags) {
+  int bits = 0, bit = 1;
+  for (bool flag : flags) {
+    bits |= flag ? bit : 0;
+    bit *= 2;
+  }
+  return bits;
+}
+
+} // namespace
+
+std::string describe(const PlanRoute &route) {
+  Object own;
+  own.word("kernel", kPlanNames[int(route.kernel)]);
+  own.number("threads", route.threads);
+  own.number("parts", route.parts);
+  own.flag("aligned", route.aligned);
+  own.number("plan_bytes", route.plan_bytes);
+  own.parts({{"counts", &route.counts}});
+  own.number("workspace_bytes", route.workspace_bytes);
+  own.launches(route.launches);
+  return own.json();
+}
+
+std::string describe(const SelectionRoute &route) {
+  Object own;
+  own.word("kernel", kSelectionNames[int(route.kernel)]);
+  own.number("threads", route.threads);
+  own.number("keys_of_thread", route.keys_of_thread);
+  own.number("parts", route.parts);
+  return own.json();
+}
+
+std::string describe(const ForwardRoute &route) {
+  Object own;
+  own.word("kernel", kForwardNames[int(route.kernel)]);
+  own.number("head_dim", route.head_dim);
+  own.number("tile_rows", route.tile_rows);
+  own.number("tile_columns", route.tile_columns);
+  own.number("heads_per_tile", route.heads_per_tile);
+  own.number("tiles", route.tiles);
+  own.number("splits", route.splits);
+  own.flag("merges_in_cluster", route.merges_in_cluster);
+  own.flag("finds_keys", route.finds_keys);
+  own.number("blocks", route.blocks);
+  own.order(route.order);
+  if (route.kernel == ForwardKernel::direct) {
+    own.number("heads_of_block", route.direct.rows);
+    own.number("most_splits", route.direct.most_splits);
+    own.number("warps", route.direct.most_warps);
+  }
+  if (route.is_dense()) {
+    own.number("slots", route.dense.slots);
+    own.number("groups", route.dense.groups);
+    own.number("steps", route.dense.steps);
+    own.flag("pairs", route.dense.pairs);
+    own.flag("halves", route.dense.halves);
+  }
+  own.parts({{"partials", &route.partials}, {"tickets", &route.tickets}, {"live", &route.live}});
+  own.number("workspace_bytes", route.workspace_bytes);
+  own.launches(route.launches);
+  return own.json();
+}
+
+std::string describe(const BackwardRoute &route) {
+  Object own;
+  own.flag("nothing", route.nothing);
+  own.flag("dense", route.is_dense);
+  own.flag("too_large", route.too_large);
+  own.number("head_dim", route.head_dim);
+  if (route.is_dense) {
+    add_dense_backward(&own, route.dense);
+  } else if (!route.nothing) {
+    own.word("dq", kQueryNames[int(route.dq)]);
+    own.word("keys", kKeyNames[int(route.keys)]);
+    own.flag("row_bias", route.row_bias);
+    own.flag("scheduled", route.scheduled);
+    own.flag("reduces_bias", route.reduces_bias);
+    own.number("bias_heads", route.bias_heads);
+    own.number("blocks", route.blocks);
+    own.order(route.order);
+    own.object("division", of_keys(route));
+    own.parts({{"statistics", &route.statistics},
+               {"sink_shares", &route.sink_shares},
+               {"query_sums", &route.query_sum_data},
+               {"bias_sums", &route.bias_sums},
+               {"ordered", &route.ordered},
+               {"ranges", &route.ranges},
+               {"items", &route.items},
+               {"item_count", &route.item_count},
+               {"slots", &route.slots},
+               {"segment_order", &route.segment_order},
+               {"segment_live", &route.segment_live},
+               {"segment_sums", &route.segment_sums},
+               {"segment_bias_sums", &route.segment_bias_sums},
+               {"segment_keys", &route.segment_keys},
+               {"segment_counts", &route.segment_counts}});
+  }
+  own.number("workspace_bytes", route.workspace_bytes);
+  own.launches(route.launches);
+  return own.json();
+}
+
+int forward_way(const ForwardRoute &route, const fdm_problem &p) {
+  const bool grouped = route.order.heads != 0 && (route.order.heads != p.heads || route.order.sequences < p.batch);
+  return int(route.kernel) |
+         bits_of({route.splits > 1, route.merges_in_cluster, route.heads_per_tile > 1,
+                  route.tickets.exists() || route.live.exists(), grouped, route.dense.pairs || route.finds_keys})
+             << 4;
+}
+std::string name_of_forward(int way) {
+  const int kernel = way & 15;
+  const bool dense = kernel >= int(ForwardKernel::dense);
+  const Words words{{"splits", "cluster", "heads of a group", dense ? "live tiles" : "tickets", "groups of heads",
+                     dense ? "pairs of heads" : "no plan"}};
+  return std::string("forward: ") + kForwardNames[kernel] + words.of(way >> 4);
+}
+
+// The kernel of keys, or one of these; then that of dq or of dense blocks, and then what a call has.
+constexpr int kNoRows = 14, kDenseBlocks = 15;
+constexpr const char *kDenseNames[] = {"", ", fused", ", windows", ", clusters"};
+
+int backward_way(const BackwardRoute &route) {
+  if (route.nothing) return kNoRows;
+  if (route.is_dense) {
+    const DenseBackwardRoute &dense = route.dense;
+    const int fused = !dense.fused ? 0 : dense.plan.work.windows ? 2 : dense.plan.work.clusters ? 3 : 1;
+    const bool in_gradients = dense.fused && dense.plan.in_gradients;
+    return kDenseBlocks | fused << 4 |
+           bits_of({in_gradients, dense.live.exists(), dense.wants_dbias, dense.writes_dbias}) << 6;
+  }
+  const KeyDivision &keys = route.division;
+  return int(route.keys) | int(route.dq) << 4 |
+         bits_of({keys.together != keys.heads, keys.listed, route.segments.rows > 0, route.scheduled, keys.parts > 1,
+                  keys.shares > 1})
+             << 6;
+}
+std::string name_of_backward(int way) {
+  const int kernel = way & 15, other = way >> 4 & 3, bits = way >> 6;
+  if (kernel == kNoRows) return "backward: no rows or keys";
+  if (kernel == kDenseBlocks)
+    return std::string("backward: dense") + kDenseNames[other] +
+           Words{{"sums in gradients", "live tiles", "dbias", "dbias of dq"}}.of(bits);
+  return std::string("backward: ") + kKeyNames[kernel] + (other ? std::string(", dq ") + kQueryNames[other] : "") +
+         Words{{"groups of heads", "lists", "segments", "schedule", "parts", "shares"}}.of(bits);
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which kernels compute a call, how they divide its work, and what its workspace holds: no GPU.
+
+The table of known routes is in tests/routes; tests/routes/library.py tells how to write it anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from routes.__main__ import problem
+from routes.library import ARCHS, CONSTANTS, ROOT, Routes, Spec, compiler, known_routes
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def routes(tmp_path_factory: pytest.TempPathFactory) -> Routes:
+    return Routes.compiled(tmp_path_factory.mktemp("routes"))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_routes_are_the_known_ones(routes: Routes, arch: int) -> None:
+    for known in known_routes(arch):
+        spec = Spec(**known["problem"])
+        assert routes.route(arch, spec, known["pass"]) == known["route"], known
+        if "way" in known:
+            assert routes.way(arch, spec, known["pass"]) == known["way"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_each_constant_has_known_problems_on_both_sides(routes: Routes, arch: int) -> None:
+    sides: set[tuple[str, int]] = set()
+    for known in known_routes(arch):
+        if "constant" not in known:
+            continue
+        constant, other = known["constant"], known["other"]
+        assert routes.table(arch)[constant] == known["value"], f"{constant} has changed"
+        changed = routes.route(arch, Spec(**known["problem"]), known["pass"], **{constant: other})
+        assert changed != known["route"], f"{constant} = {other} changes nothing"
+        sides.add((constant, 1 if other > known["value"] else -1))
+    # A constant of 0 or 1 stands for nothing that the architecture has; one split is none.
+    used = [name for name, value in routes.table(arch).items() if value > 1]
+    wanted = {(name, side) for name in used for side in (-1, 1)} - {("least_splits", -1)}
+    assert sides == wanted
+
+
+def test_each_constant_has_a_reason() -> None:
+    """And where it was measured, if it was, by the name of a table."""
+    source = (ROOT / "cpp/cuda/route/tables.h").read_text()
+    profiles = (ROOT / "benchmarks/profiles/README.md").read_text()
+    tables = set(re.findall(r"^<!-- ([a-z0-9-]+) -->", profiles, re.MULTILINE))
+    for name in CONSTANTS:
+        reason = re.search(rf"((?:^  // .*\n)+)  int64_t {name} = ", source, re.MULTILINE)
+        assert reason, f"{name} has no reason"
+        measured = re.search(r" \[([a-z0-9-]+)\]\n$", reason[1])
+        assert measured is None or measured[1] in tables, f"{name}: {reason[1]}"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_workspace_has_room_on_every_device(routes: Routes, arch: int) -> None:
+    for seed in range(1500):
+        spec = routes.draw(arch, seed)
+        for of in (1, 2):
+            room = routes.library.workspace_room(arch, ctypes.byref(spec), of)
+            for sms in (1, 16, 78, 108, 132, 144, 170, 256):
+                spec.sms = sms
+                used = routes.library.workspace_used(arch, ctypes.byref(spec), of)
+                assert used <= room, f"pass {of}: {spec.values()}"
+
+
+def everyday(**changed: int) -> Spec:
+    return problem(4, 8, 8, 64, 1024, 1024, causal=1, **changed)
+
+
+@pytest.mark.parametrize(
+    ("odd", "kernel"),
+    [(0, "boxes"), (1, "general"), (2, "general"), (16, "persistent"), (64, "general")],
+)
+def test_rows_that_lie_otherwise_take_other_kernels(routes: Routes, odd: int, kernel: str) -> None:
+    """Q, or what is returned, is not aligned; the driver knows no boxes; rows are too far apart."""
+    assert routes.route(90, everyday(odd=odd), "forward")["kernel"] == kernel
+
+
+# Bits of the head dimensions 32, 64, 96, 128, 192, 256 that a pack has no kernels for.
+@pytest.mark.parametrize(
+    ("missing", "kernel", "dim"),
+    [
+        (0, "dense_windows", 32),
+        (0b000001, "dense_wide", 64),
+        (0b000011, "dense_wide", 128),
+        (0b001011, "dense", 96),
+        (0b001111, "general", 192),
+    ],
+)
+def test_few_head_dims_serve_what_they_have_kernels_for(
+    routes: Routes, missing: int, kernel: str, dim: int
+) -> None:
+    """Heads of 32 columns are then served by kernels of more, which do other things."""
+    spec = problem(1024, 1, 1, 32, 64, 64, bias=2, float32=1, missing=missing)
+    if kernel == "dense_wide":  # no windows, so most of a tile would be empty
+        spec.queries = spec.keys = 128
+    found = routes.route(90, spec, "forward")
+    assert (found["kernel"], found["head_dim"]) == (kernel, dim)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_routes_are_chosen_sooner_than_a_kernel_is_launched(routes: Routes, arch: int) -> None:
+    """In less than a microsecond with optimization, which this build has little of."""
+    for known in known_routes(arch):
+        if "name" not in known or known["pass"] not in ("forward", "backward"):
+            continue
+        spec = Spec(**known["problem"])
+        of = ("plan", "forward", "backward").index(known["pass"])
+        times = [routes.library.route_time(arch, ctypes.byref(spec), of, 200) for _ in range(5)]
+        assert min(times) < 5000, known["name"]
+
+
+def test_launch_code_decides_nothing() -> None:
+    """Code that launches kernels knows no device, and does not look how tensors lie."""
+    cuda = ROOT / "cpp" / "cuda"
+    launches = [
+        *cuda.glob("*/*_launch.cuh"),
+        cuda / "host/launch.cuh",
+        cuda / "host/launch_sm90.cuh",
+    ]
+    launches += [
+        cuda / "forward/forward.cu",
+        cuda / "backward/backward.cu",
+        cuda / "dense/dense.cu",
+    ]
+    for path in launches:
+        code = path.read_text()
+        for word in ("rows_are_aligned", "cudaDevAttr", "kMostSms", "sm_count"):
+            assert word not in code, f"{path.name}: {word}"
+
+
+def test_routes_need_no_cuda() -> None:
+    for path in Path(ROOT, "cpp/cuda/route").iterdir():
+        assert "#include <cuda" not in path.read_text(), path.name
