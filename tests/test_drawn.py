@@ -21,11 +21,12 @@ from torch import Tensor
 from drawn import __main__ as fuzz
 from drawn.calls import Call
 from drawn.check import check
-from drawn.coverage import report
+from drawn.coverage import known_ways, report, report_ways
 from drawn.judge import expected
 from drawn.many import Limits, draw_many
 from drawn.problems import draw
 from drawn.workers import Outcome, outcome_of, run
+from routes.library import ARCHS
 from support import HALF_TYPES, Target, randn
 
 BLOCK = 50
@@ -201,6 +202,23 @@ def test_a_kernel_that_too_few_cases_launch_is_named() -> None:
     table, missing = report(names, Counter({"_Za": 7, "_Zc": 2}), least=5)
     assert missing == ["backward was launched by 2 cases, fewer than 5"]
     assert "forward: 2 instantiations, 1 never" in table
+
+
+def test_a_way_that_too_few_cases_take_is_named() -> None:
+    cases = Counter({"forward: boxes": 7, "forward: usual": 2, "_Za": 9})
+    known = {"forward: boxes", "forward: usual", "backward: fused"}
+    table, missing = report_ways(known, cases, least=5)
+    assert missing == [
+        "backward: fused was taken by 0 cases, fewer than 5",
+        "forward: usual was taken by 2 cases, fewer than 5",
+    ]
+    assert "7  forward: boxes" in table
+    assert "_Za" not in table
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_known_routes_take_many_ways(arch: int) -> None:
+    assert len(known_ways(arch)) > 20
 
 
 def test_cases_tell_which_kernels_they_launch(pack_target: Target) -> None:

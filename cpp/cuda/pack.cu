@@ -2,14 +2,20 @@
 // The table of a CUDA pack, whose work is enqueued on the stream of a call.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
 #include "../pack_entries.h"
 #include "backward/backward.h"
 #include "dense/dense.h"
 #include "forward/forward.h"
 #include "host/facts.h"
 #include "host/launch_counts.h"
+#include "host/way_counts.h"
 #include "plan/make_plan.h"
 #include "plan/plan.cuh"
+#include "route/describe.h"
 #include "select/select.h"
 
 namespace fdm::cuda {
@@ -50,6 +56,22 @@ struct CudaPack {
     return backward_workspace(p, any_device(built_for()));
   }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cuda::selection_workspace_bytes(s); }
+
+  static std::string describe(const fdm_problem &p, const fdm_selection *s, const fdm_forward_args *forward,
+                              const fdm_backward_args *backward) {
+    DeviceFacts device;
+    if (cudaError_t error = device_facts(p.context.device, &device))
+      throw std::runtime_error(cudaGetErrorString(error));
+    std::string json = "{\"plan\": " + cuda::describe(plan_route(p, device));
+    if (s) json += ", \"selection\": " + cuda::describe(selection_route(*s, &p, *device.table));
+    if (forward)
+      json +=
+          ", \"forward\": " + cuda::describe(forward_route(p, device, forward_alignment(p, *forward), forward->splits));
+    if (backward)
+      json += ", \"backward\": " +
+              cuda::describe(backward_route(p, device, backward_alignment(p, *backward), wanted_of(*backward)));
+    return json + "}";
+  }
 
   // What lies on the device is not read by the host.
   static bool is_filled(const fdm_problem &, const void *) { return true; }
@@ -106,7 +128,10 @@ fdm_pack make_table() {
   table.device_type = FDM_CUDA;
   table.cuda_version = __CUDACC_VER_MAJOR__ * 1000 + __CUDACC_VER_MINOR__ * 10;
   table.arch = FDM_ARCH;
-  table.launch_counts = [](fdm_launch_count *counts, int32_t room) { return launch_counts.read(counts, room); };
+  table.launch_counts = [](fdm_launch_count *counts, int32_t room) {
+    const int32_t kernels = launch_counts.read(counts, room);
+    return kernels + way_counts.read(counts + std::min(kernels, room), std::max(room - kernels, 0));
+  };
   return table;
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from tqdm import tqdm
 
 from flash_dmattn import loader
+from routes.library import ARCHS
 from support import Target
 
-from .coverage import LEAST, instances_of, launched_by, report
+from .coverage import LEAST, instances_of, known_ways, launched_by, report, report_ways
 from .problems import draw
 from .records import Record, facts_of
 from .workers import Outcome, outcome_of, run
@@ -114,10 +116,13 @@ def parse() -> argparse.Namespace:
 
 def show_coverage(target: Target, runs: list[Path]) -> int:
     """Print how many cases launched each kernel of the target's pack."""
-    names = instances_of(Path(loader.pack_for(target.device).path))
-    table, missing = report(names, launched_by(runs))
-    print("\n".join([table, *missing]))
-    return 1 if missing else 0
+    pack = loader.pack_for(target.device)
+    cases = launched_by(runs)
+    table, missing = report(instances_of(Path(pack.path)), cases)
+    tiles = int(re.findall(r"\d+", pack.name)[-1])  # "cu13-sm90", or "cu13-sm90-tiles86"
+    ways, untaken = report_ways(known_ways(tiles if tiles in ARCHS else 80), cases)
+    print("\n".join([table, ways, *missing, *untaken]))
+    return 1 if missing or untaken else 0
 
 
 def replay(target: Target, arguments: argparse.Namespace) -> int:

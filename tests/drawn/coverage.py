@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which kernels of a pack the cases of runs have launched; scripts/fuzz --coverage prints it."""
+"""Which kernels of a pack the cases of runs have launched, and which ways they took.
+
+scripts/fuzz --coverage prints it. The ways are those of the routes that tests/routes knows.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import kernel_report
+from routes.library import known_routes
 
 # So many cases must launch each kernel, and some every instantiation of it.
 LEAST = 50
@@ -50,4 +54,27 @@ def report(names: dict[str, str], cases: Counter[str], least: int = LEAST) -> tu
         lines += [f"{count:>9}    {name}" for count, name in sorted(instances)]
         if total < least:
             missing.append(f"{kernel} was launched by {total} cases, fewer than {least}")
+    return "\n".join(lines), missing
+
+
+def known_ways(tile_arch: int) -> set[str]:
+    """Return the ways of calls with the tiles of an architecture, as its known routes have them on
+    a device of as many SMs as an H100.
+    """
+    return {
+        known["way"]
+        for known in known_routes(tile_arch)
+        if "way" in known and known["problem"]["sms"] == 132
+    }
+
+
+def report_ways(known: set[str], cases: Counter[str], least: int = LEAST) -> tuple[str, list[str]]:
+    """Return a table of the ways that calls take, and a line for each that too few cases take."""
+    taken = {name for name in cases if name.startswith(("forward: ", "backward: "))}
+    lines = [f"{cases[way]:>9}  {way}" for way in sorted(known | taken)]
+    missing = [
+        f"{way} was taken by {cases[way]} cases, fewer than {least}"
+        for way in sorted(known)
+        if cases[way] < least
+    ]
     return "\n".join(lines), missing

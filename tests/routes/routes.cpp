@@ -123,10 +123,7 @@ struct Call {
     lies.row_maps = (s.odd & kMaps) == 0;
     return lies;
   }
-  Wanted wanted() const {
-    return {present(backward.dq), present(backward.dk), present(backward.dv), present(backward.dbias),
-            present(backward.dsink)};
-  }
+  Wanted wanted() const { return wanted_of(backward); }
 };
 
 // Routes of a problem by the name of the pass.

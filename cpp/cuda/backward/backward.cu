@@ -7,6 +7,7 @@
 #include "../dense/dense.h"
 #include "../host/dispatch.h"
 #include "../host/fill.h"
+#include "../host/way_counts.h"
 
 namespace fdm::cuda {
 namespace {
@@ -83,8 +84,8 @@ cudaError_t run_key_gradients(const BackwardRoute &route, const BackwardParams &
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                          const void *plan, void *workspace) {
   const Alignment lies = backward_alignment(p, args);
-  const Wanted wanted{present(args.dq), present(args.dk), present(args.dv), present(args.dbias), present(args.dsink)};
-  const BackwardRoute route = backward_route(p, device, lies, wanted);
+  const BackwardRoute route = backward_route(p, device, lies, wanted_of(args));
+  way_counts.add_backward(backward_way(route));
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   if (route.nothing)
     return run_all([&] { return launch_fill_zero(args.dq, stream); }, [&] { return launch_fill_zero(args.dk, stream); },

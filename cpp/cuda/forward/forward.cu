@@ -6,6 +6,7 @@
 #include "../host/dispatch.h"
 #include "../host/fill.h"
 #include "../host/row_map.h"
+#include "../host/way_counts.h"
 #include "decode.h"
 #include "sm90/box_params.cuh"
 
@@ -55,6 +56,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     lies.row_maps = false;
     route = forward_route(p, device, lies, args.splits);
   }
+  way_counts.add_forward(forward_way(route, p));
   if (route.kernel == ForwardKernel::none) return cudaSuccess;
   if (route.is_dense()) return run_dense_forward(p, args, route, lies, workspace);
   if (route.kernel == ForwardKernel::direct) return run_direct_decode(p, args, route, device, workspace);

@@ -14,7 +14,7 @@ constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
 constexpr const char *kKeyNames[] = {"none",  "general",  "usual",  "wgmma",  "all",
                                      "fused", "row_bias", "shared", "chained"};
 constexpr const char *kPlanNames[] = {"none", "rows", "list", "tiles", "chunks"};
-constexpr const char *kSelectionNames[] = {"none", "keep", "intervals", "list"};
+constexpr const char *kSelectionNames[] = {"unsupported", "none", "keep", "intervals", "list"};
 constexpr const char *kInsideNames[] = {"none", "few", "all"};
 constexpr const char *kPartsNames[] = {"none", "workspace", "in_dk"};
 

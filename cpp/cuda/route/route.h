@@ -169,6 +169,10 @@ struct Wanted {
   bool dq, dk, dv, dbias, dsink;
 };
 
+inline Wanted wanted_of(const fdm_backward_args &args) {
+  return {present(args.dq), present(args.dk), present(args.dv), present(args.dbias), present(args.dsink)};
+}
+
 struct BackwardRoute {
   bool nothing;  // there are no rows or keys: the gradients are zeros
   bool is_dense; // dense blocks compute the gradients: see `dense`

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How many calls of this process took which way (route/describe.h). Tests read it to tell which ways their calls take.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "../route/describe.h"
+
+namespace fdm::cuda {
+
+class WayCounts {
+public:
+  void add_forward(int way) { forward_[way].fetch_add(1, std::memory_order_relaxed); }
+  void add_backward(int way) { backward_[way].fetch_add(1, std::memory_order_relaxed); }
+
+  // Writes the first `room` ways that were taken, and returns how many there are.
+  int32_t read(fdm_launch_count *counts, int32_t room) {
+    int32_t number = 0;
+    const auto add = [&](uint64_t calls, const std::string &name) {
+      if (number < room) counts[number] = {kept(name), calls};
+      ++number;
+    };
+    for (int way = 0; way < kForwardWays; ++way)
+      if (const uint64_t calls = forward_[way].load(std::memory_order_relaxed)) add(calls, name_of_forward(way));
+    for (int way = 0; way < kBackwardWays; ++way)
+      if (const uint64_t calls = backward_[way].load(std::memory_order_relaxed)) add(calls, name_of_backward(way));
+    return number;
+  }
+
+private:
+  std::atomic<uint64_t> forward_[kForwardWays], backward_[kBackwardWays];
+  std::mutex mutex_;
+  std::map<std::string, int> names_; // what callers were given stays where it is
+
+  const char *kept(const std::string &name) {
+    const std::lock_guard lock(mutex_);
+    return names_.try_emplace(name, 0).first->first.c_str();
+  }
+};
+
+inline WayCounts way_counts;
+
+} // namespace fdm::cuda
