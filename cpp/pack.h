@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 4
+#define FDM_PACK_ABI_VERSION 5
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 /* Stands before the definition of that function: the one thing of a pack that others see. */
@@ -194,7 +194,8 @@ typedef struct fdm_plan_layout {
   int64_t most_tile_keys; /* INT64_MAX: a tile has room for all keys, whatever max_kept */
 } fdm_plan_layout;
 
-/* A kernel, by its mangled name, and how often this process has launched it. */
+/* A kernel, by its mangled name, or the way that calls took ("forward: ...", "backward: ..."), and how often this process has
+ * launched it, or made such calls. */
 typedef struct fdm_launch_count {
   const char *kernel;
   uint64_t launches;
@@ -237,6 +238,11 @@ typedef struct fdm_pack {
   /* Writes `room` of the kernels that were launched, at most, and returns how many there are. A null pointer: the pack has
    * no kernels. */
   int32_t (*launch_counts)(fdm_launch_count *counts, int32_t room);
+  /* Writes how a problem is computed, as a JSON object with its final zero: what selects, plans, and computes the passes whose
+   * arguments are given (null: not asked for), and how much workspace each takes. FDM_BUFFER_TOO_SMALL if it is longer than
+   * text_bytes. Enqueues nothing, and reads no tensor. */
+  int32_t (*describe)(const fdm_problem *, const fdm_selection *, const fdm_forward_args *, const fdm_backward_args *,
+                      char *text, size_t text_bytes, char *message, size_t message_bytes);
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

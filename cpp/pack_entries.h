@@ -6,10 +6,13 @@
 //   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
 //   selection_workspace_bytes(s)
 //   is_filled(p, plan)                                         true if forward and backward may read this plan
+//   describe(p, s, forward, backward)                          JSON: how the passes whose arguments are there are computed
 //   run(context, message, work)                                calls work where the pack computes; returns a status
 //   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
 //   select(s, workspace), select_and_plan(s, p, plan, workspace)  the work; `run` knows what they return
 #pragma once
+
+#include <string>
 
 #include "pack_calls.h"
 
@@ -76,6 +79,18 @@ template <class Pack> struct PackEntries {
     return Pack::run(s->context, message, [&] { return Pack::select_and_plan(*s, *p, plan.data, workspace.data); });
   }
 
+  static int32_t describe(const fdm_problem *p, const fdm_selection *s, const fdm_forward_args *forward,
+                          const fdm_backward_args *backward, char *text, size_t text_bytes, char *words,
+                          size_t word_bytes) {
+    const Message message{words, word_bytes};
+    if (int32_t status = check_problem(p, Pack::kLimits, message)) return status;
+    return run_guarded(message, [&] {
+      const std::string json = Pack::describe(*p, s, forward, backward);
+      if (text && std::snprintf(text, text_bytes, "%s", json.c_str()) < int64_t(text_bytes)) return int32_t(FDM_OK);
+      return message.fail(FDM_BUFFER_TOO_SMALL, "the description has %zu characters", json.size());
+    });
+  }
+
   // A table with the entry points, the limits and the layouts; the pack adds what it is called and where it runs.
   static fdm_pack table() {
     fdm_pack table{};
@@ -95,6 +110,7 @@ template <class Pack> struct PackEntries {
     table.select = select;
     table.select_and_plan = select_and_plan;
     table.plan_bytes = plan_bytes;
+    table.describe = describe;
     return table;
   }
 

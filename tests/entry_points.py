@@ -222,6 +222,11 @@ ENTRIES: dict[str, Entry] = {
         {"log_forget": -torch.ones(3, 10), "prune": -4.0, "cu_seqlens": BOUNDS},
         {**_of("tensor", "log_forget cu_seqlens"), "prune": "number"},
     ),
+    "explain": Entry(
+        flash_dmattn.explain,
+        {**_DENSE, "is_causal": True},
+        {**_TENSORS, **_SETTINGS},
+    ),
     "pruning_threshold": Entry(
         flash_dmattn.pruning_threshold,
         {"score_bound": 8.0, "length": 100, "error": 0.1},

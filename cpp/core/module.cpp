@@ -96,6 +96,7 @@ void bind_problem(nb::module_ &module) {
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_FORWARD); })
       .def_prop_ro("backward_workspace_bytes",
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_BACKWARD); })
+      .def("describe", &Problem::describe, "gradients"_a)
       .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())
       .def("forward", &Problem::forward, "out"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none(), "splits"_a = 0)
       .def("attend_bytes", &Problem::attend_bytes, "has_lse"_a, "has_plan"_a)

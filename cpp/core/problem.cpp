@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
+#include <utility>
 
 #include "error.h"
 
@@ -237,6 +239,45 @@ int64_t Problem::workspace_bytes(fdm_pass pass) const {
     return pack_.selection_workspace_bytes(&selection_, &selection_bytes, message, message_bytes);
   });
   return std::max(bytes, selection_bytes);
+}
+
+std::string Problem::describe(nb::tuple gradients) const {
+  if (pack_.describe == nullptr) return "{}";
+  // Memory that results would have. Nothing is written there.
+  alignas(256) static std::byte memory[256];
+  const auto like = [](const fdm_tensor &t) {
+    fdm_tensor own = t;
+    int64_t stride = 1;
+    for (int d = 3; d >= 0; stride *= own.shape[d--]) own.stride[d] = stride;
+    own.data = memory;
+    return own;
+  };
+  fdm_problem problem = problem_;
+  if (gradients.size() == 0) problem.flags |= FDM_FORWARD_ONLY;
+  fdm_forward_args forward{};
+  forward.struct_size = sizeof forward;
+  forward.out = like(problem.q);
+  forward.lse = contiguous_lse(memory, extents_, lse_dtype());
+  fdm_backward_args backward{};
+  backward.struct_size = sizeof backward;
+  backward.out = backward.dout = forward.out;
+  backward.lse = forward.lse;
+  const std::pair<const char *, std::pair<fdm_tensor *, const fdm_tensor *>> all[] = {
+      {"query", {&backward.dq, &problem.q}},
+      {"key", {&backward.dk, &problem.k}},
+      {"value", {&backward.dv, &problem.v}},
+      {"bias", {&backward.dbias, &problem.bias}},
+      {"sink", {&backward.dsink, &problem.sink}}};
+  for (nb::handle wanted : gradients)
+    for (const auto &[name, tensors] : all)
+      if (std::strcmp(nb::cast<const char *>(wanted), name) == 0) *tensors.first = like(*tensors.second);
+  std::string text(size_t{1} << 14, '\0');
+  call_pack<Gil::hold>(pack_, "describe", [&](char *message, size_t message_bytes) {
+    return pack_.describe(&problem, selects_ ? &selection_ : nullptr, &forward, gradients.size() ? &backward : nullptr,
+                          text.data(), text.size(), message, message_bytes);
+  });
+  text.resize(std::strlen(text.c_str()));
+  return text;
 }
 
 fdm_tensor Problem::read_like(nb::handle object, const char *name, const fdm_tensor &model,

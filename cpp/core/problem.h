@@ -25,6 +25,9 @@ public:
   // The same, or 0 where the pack needs no plan for this call. Traced calls know too little to ask.
   int64_t needed_plan_bytes() const;
   int64_t workspace_bytes(fdm_pass pass) const;
+  // How a call is computed, as the JSON text of fdm_pack.describe: with a backward pass for the gradients of these fields, if
+  // there are any. Results are taken to be contiguous. Runs nothing.
+  std::string describe(nb::tuple gradients) const;
 
   void plan(nb::handle plan, nb::handle workspace) const;
   void forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handle workspace, int32_t splits) const;

@@ -21,6 +21,22 @@ struct CpuPack {
   static int64_t backward_workspace_bytes(const fdm_problem &p) { return cpu::backward_workspace_bytes(p); }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cpu::selection_workspace_bytes(s); }
 
+  static std::string describe(const fdm_problem &p, const fdm_selection *s, const fdm_forward_args *forward,
+                              const fdm_backward_args *backward) {
+    std::string json = "{";
+    const auto add = [&](const char *pass, const char *kernel, int64_t plan, int64_t workspace) {
+      json += (json.size() > 1 ? ", \"" : "\"") + std::string(pass) + "\": {\"kernel\": \"" + kernel + "\"";
+      if (plan > 0) json += ", \"plan_bytes\": " + std::to_string(plan);
+      if (workspace > 0) json += ", \"workspace_bytes\": " + std::to_string(workspace);
+      json += "}";
+    };
+    if (s) add("selection", "heap", 0, selection_workspace_bytes(*s));
+    if (plan_bytes(p) > 0) add("plan", "columns of tiles", plan_bytes(p), plan_workspace_bytes(p));
+    if (forward) add("forward", best_kernels().name, 0, forward_workspace_bytes(p));
+    if (backward) add("backward", best_kernels().name, 0, backward_workspace_bytes(p));
+    return json + "}";
+  }
+
   // Memory that plan() has not written, zeros for one, would be divided by.
   static bool is_filled(const fdm_problem &p, const void *plan) {
     const int64_t rows = tile_rows(p, plan);

@@ -62,8 +62,14 @@ struct CudaPack {
     DeviceFacts device;
     if (cudaError_t error = device_facts(p.context.device, &device))
       throw std::runtime_error(cudaGetErrorString(error));
-    std::string json = "{\"plan\": " + cuda::describe(plan_route(p, device));
-    if (s) json += ", \"selection\": " + cuda::describe(selection_route(*s, &p, *device.table));
+    PlanRoute plan = plan_route(p, device);
+    std::string json = "{";
+    if (s) {
+      const SelectionRoute selection = selection_route(*s, &p, *device.table);
+      if (selection.kernel == SelectionKernel::list) plan.launches = {}; // which makes the plan as well
+      json += "\"selection\": " + cuda::describe(selection) + ", ";
+    }
+    json += "\"plan\": " + cuda::describe(plan);
     if (forward)
       json +=
           ", \"forward\": " + cuda::describe(forward_route(p, device, forward_alignment(p, *forward), forward->splits));

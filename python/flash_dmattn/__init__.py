@@ -14,6 +14,7 @@ from .lazy_names import look_up as _look_up
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .explanation import explain
     from .forgetting import forgetting_bias, pruning_threshold
     from .interface import (
         flash_dmattn_func,
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "attention_reference",
     "dynamic_mask",
+    "explain",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
     "flash_dmattn_varlen_func",

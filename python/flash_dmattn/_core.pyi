@@ -66,7 +66,9 @@ class Pack:
         """
     @property
     def launch_counts(self) -> dict[str, int]:
-        """How often this process has launched each kernel, by mangled name; empty for cpu packs."""
+        """How often this process has launched each kernel, by mangled name, and how many calls took
+        which way ("forward: ...", "backward: ..."); empty for cpu packs.
+        """
     def plan_bytes(
         self,
         kind: MaskKind,
@@ -126,6 +128,8 @@ class Problem:
     def forward_workspace_bytes(self) -> int: ...
     @property
     def backward_workspace_bytes(self) -> int: ...
+    def describe(self, gradients: tuple[str, ...]) -> str:
+        """How a call is computed, as JSON; gradients of these fields are wanted, or none."""
     def plan(self, plan: TensorLike | None, workspace: TensorLike | None) -> None:
         """Writes the plan that forward and backward read.
 

@@ -19,6 +19,7 @@ _MODULES = {
     "KeptKeys": "state",
     "attention_reference": "reference",
     "dynamic_mask": "selection",
+    "explain": "explanation",
     "flash_dmattn_func": "interface",
     "flash_dmattn_func_auto": "interface",
     "flash_dmattn_varlen_func": "interface",

@@ -14,7 +14,7 @@ constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
 constexpr const char *kKeyNames[] = {"none",  "general",  "usual",  "wgmma",  "all",
                                      "fused", "row_bias", "shared", "chained"};
 constexpr const char *kPlanNames[] = {"none", "rows", "list", "tiles", "chunks"};
-constexpr const char *kSelectionNames[] = {"unsupported", "none", "keep", "intervals", "list"};
+constexpr const char *kSelectionNames[] = {"none", "keep", "intervals", "list"};
 constexpr const char *kInsideNames[] = {"none", "few", "all"};
 constexpr const char *kPartsNames[] = {"none", "workspace", "in_dk"};
 
@@ -170,6 +170,7 @@ std::string describe(const SelectionRoute &route) {
   own.number("threads", route.threads);
   own.number("keys_of_thread", route.keys_of_thread);
   own.number("parts", route.parts);
+  own.launches(route.launches);
   return own.json();
 }
 

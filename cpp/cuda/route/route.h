@@ -242,6 +242,7 @@ enum class SelectionKernel : uint8_t {
 struct SelectionRoute {
   SelectionKernel kernel;
   int32_t threads, keys_of_thread, parts; // list
+  Launches launches;
 };
 // `p` is the problem whose plan is made in the same launch, or null.
 SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, const RouteTable &table);

@@ -63,14 +63,26 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
 }
 
 SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, const RouteTable &table) {
-  if (present(s.keep)) return {SelectionKernel::keep, 0, 0, 0};
-  if (s.keys == 0 && !p) return {SelectionKernel::none, 0, 0, 0};
-  if (s.keys > table.list_keys || s.queries > table.list_rows || !(s.flags & FDM_CAUSAL))
-    return {SelectionKernel::intervals, 0, 0, 0};
-  // With two keys a thread rather than four, calls of up to 2048 keys took 4 to 9 us less (seen on an H200).
-  const int32_t threads = s.keys <= 256 ? 128 : s.keys <= 512 ? 256 : s.keys <= 1024 ? 512 : 1024;
-  const int64_t lists = s.start.shape[0] * s.start.shape[1] * (is_varlen(s) ? s.batch : 1);
-  return {SelectionKernel::list, threads, s.keys <= 2048 ? 2 : 4, list_parts(table, lists, p ? tiles_of_list(*p) : 1)};
+  SelectionRoute route{};
+  if (present(s.keep)) {
+    route.kernel = SelectionKernel::keep;
+    route.launches.add("select_keep_rows");
+  } else if (s.keys == 0 && !p) {
+    route.kernel = SelectionKernel::none;
+  } else if (s.keys <= table.list_keys && s.queries <= table.list_rows && s.flags & FDM_CAUSAL) {
+    // With two keys a thread rather than four, calls of up to 2048 keys took 4 to 9 us less (seen on an H200).
+    const int64_t lists = s.start.shape[0] * s.start.shape[1] * (is_varlen(s) ? s.batch : 1);
+    route.kernel = SelectionKernel::list;
+    route.threads = s.keys <= 256 ? 128 : s.keys <= 512 ? 256 : s.keys <= 1024 ? 512 : 1024;
+    route.keys_of_thread = s.keys <= 2048 ? 2 : 4;
+    route.parts = list_parts(table, lists, p ? tiles_of_list(*p) : 1);
+    route.launches.add("short_lists");
+  } else {
+    route.kernel = SelectionKernel::intervals;
+    route.launches.add("find_windows");
+    route.launches.add("write_intervals");
+  }
+  return route;
 }
 
 } // namespace fdm::cuda

@@ -59,6 +59,13 @@ class Backend(Protocol):
         """
         return self.forward(inputs)
 
+    def describe(self, inputs: AttentionInputs, gradients: tuple[str, ...]) -> str:
+        """Tell how a call is computed, as JSON; gradients of these fields are wanted.
+
+        What the backend tells nothing of is left out.
+        """
+        return "{}"
+
     def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Return out, and lse if it is needed, of a call that keeps nothing for backward."""
         out, lse, _ = self.forward(inputs)

@@ -220,6 +220,10 @@ class PackBackend(Backend):
             self.pack, self._threads(), start_or_keep, end, inputs
         )
 
+    def describe(self, inputs: AttentionInputs, gradients: tuple[str, ...]) -> str:
+        """Tell how a call is computed, as JSON; gradients of these fields are wanted."""
+        return self._problem(inputs).describe(gradients)
+
     def _problem(self, inputs: AttentionInputs) -> _core.Problem:
         return _core.Problem(
             self.pack,

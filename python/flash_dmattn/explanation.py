@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How a call of attention would be computed, without computing it."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import interface, selection, selection_ops
+from .arguments import autocast_dtype
+from .backends import select_backend
+from .record import ATTENTION, AttentionInputs, SelectionInputs
+
+__all__ = ["Explanation", "Obstacle", "explain"]
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a call takes a slower way than others do, and what to do about it."""
+
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call is computed. ``str()`` tells it in a few lines."""
+
+    backend: str  # as `get_available_backends` names it
+    pack: str | None  # the name of the kernel pack and its file; None: the backend has none
+    # The kernels of each step, how they divide the work, and workspace in bytes, as the pack tells.
+    # None: there is no such step, or the backend does not tell.
+    selection: Mapping[str, Any] | None
+    plan: Mapping[str, Any] | None
+    forward: Mapping[str, Any] | None
+    backward: Mapping[str, Any] | None
+    gradients: tuple[str, ...]  # of the arguments that a backward pass would compute
+    obstacles: tuple[Obstacle, ...]
+
+    def __str__(self) -> str:
+        """Return the text."""
+        by = f", kernel pack {self.pack}" if self.pack else ""
+        lines = [f"backend {self.backend}{by}"]
+        for name in ("selection", "plan", "forward", "backward"):
+            step = getattr(self, name)
+            if step is not None:
+                lines.append(f"  {name + ':':<11}{_told(step)}")
+        if self.backward is None:
+            lines.append("  backward:  none, since no argument requires a gradient")
+        elif self.gradients:
+            lines.append(f"  gradients: {', '.join(self.gradients)}")
+        for obstacle in self.obstacles:
+            lines += [f"  slower:    {obstacle.reason}", f"    fix: {obstacle.fix}"]
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **named: Any
+) -> Explanation:
+    """Tell how a call would be computed: by which backend and kernels, and what makes it slower.
+
+    Nothing is computed, and nothing is launched on a GPU.
+
+    Args:
+        query, key, value: as in the call.
+        *arguments, **named: the other arguments of `flash_dmattn_func`; of
+            `flash_dmattn_varlen_func` where ``cu_seqlens_q`` is among them, by its name.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: what the call would raise; and
+            RuntimeError in a function that torch.compile compiles.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("flash_dmattn.explain tells of calls as they run; call it uncompiled")
+    packed = any(name in named for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    function: Callable[..., Any] = interface.flash_dmattn_func
+    if packed:
+        function = interface.flash_dmattn_varlen_func
+    inputs, name = _recorded(function, (query, key, value, *arguments), named)
+    chosen = select_backend(inputs.query.device, name)
+    if inputs.window >= 0 and not chosen.selects(inputs):
+        inputs = _without_launches(interface._selected)(inputs, name)
+    given = [getattr(inputs, field) for field in ATTENTION.differentiable]
+    gradients = tuple(
+        field
+        for field, tensor in zip(ATTENTION.differentiable, given, strict=True)
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+    )
+    obstacles = tuple(_obstacles(inputs, chosen.name, name))
+    pack = getattr(chosen, "pack", None)
+    if pack is None:
+        step = types.MappingProxyType({"kernel": f"those of the {chosen.name} backend"})
+        backward = step if gradients else None
+        return Explanation(chosen.name, None, None, None, step, backward, gradients, obstacles)
+    told: dict[str, Any] = json.loads(chosen.describe(inputs, gradients))
+    steps = {
+        step: types.MappingProxyType(told[step]) if _is_step(told.get(step)) else None
+        for step in ("selection", "plan", "forward", "backward")
+    }
+    return Explanation(
+        chosen.name,
+        f"{pack.name} ({pack.path})",
+        **steps,
+        gradients=gradients,
+        obstacles=obstacles,
+    )
+
+
+class _RecordedError(Exception):
+    """The record of a call, in place of its computation."""
+
+    def __init__(self, inputs: AttentionInputs, backend: str) -> None:
+        super().__init__()
+        self.inputs, self.backend = inputs, backend
+
+
+def _recorded(
+    function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[AttentionInputs, str]:
+    """Return the record of a call and the name of its backend, by the call's own code."""
+    try:
+        _without_launches(function)(*arguments, **named)
+    except _RecordedError as found:
+        return found.inputs, found.backend
+    raise AssertionError("a call did not come to its computation")
+
+
+def _without_launches(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the interface that raises _RecordedError where it would compute, and
+    makes tensors without contents where it would select keys or cast.
+    """
+    names: dict[str, Any] = dict(vars(interface))
+    names["ops"] = types.SimpleNamespace(
+        attention=_record, usual_inputs=_nothing, usual_attention=_nothing
+    )
+    names["autocast"] = _cast_nothing
+    names["without_nan"] = _same
+    selecting = dict(vars(selection))
+    selecting["selection_ops"] = types.SimpleNamespace(
+        select_intervals=_intervals_like, select_keep=_keep_like
+    )
+    names["select"] = _copy(selection.select, selecting)
+    for own in ("_attention", "_selected"):
+        names[own] = _copy(getattr(interface, own), names)
+    return _copy(function, names)
+
+
+def _copy(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _record(inputs: AttentionInputs, backend: str, *_: Any, **__: Any) -> NoReturn:
+    raise _RecordedError(inputs, backend)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _intervals_like(inputs: SelectionInputs, backend: str) -> tuple[Tensor, Tensor]:
+    return selection_ops._select_intervals_fake(*inputs, backend)
+
+
+def _keep_like(inputs: SelectionInputs, backend: str) -> Tensor:
+    return selection_ops._select_keep_fake(*inputs, backend)
+
+
+def _cast_nothing(query: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As `autocast`, but without the contents of what it casts."""
+    dtype, (key, value, *added) = autocast_dtype(query), others
+    if dtype is None:
+        return query, *others
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        if tensor.dtype == dtype:
+            return tensor
+        made = torch.empty_like(tensor, dtype=dtype)
+        return made.requires_grad_(tensor.requires_grad)
+
+    kept = (t if t is None or t.dtype == torch.float32 else cast(t) for t in added)
+    return cast(query), cast(key), cast(value), *kept
+
+
+def _obstacles(inputs: AttentionInputs, backend: str, asked: str) -> Iterator[Obstacle]:
+    """Find what makes a call slower than calls that differ in one thing."""
+    head_dim = inputs.query.shape[-1]
+    if asked != "auto" and backend not in ("cuda", "cpu"):
+        yield Obstacle(
+            f"backend={asked!r} was asked for, and kernel packs are faster",
+            "leave backend out, which then follows the device",
+        )
+    if backend == "cuda":
+        if head_dim % 8:
+            wanted = -(-head_dim // 8) * 8
+            yield Obstacle(
+                f"head dimension {head_dim} is no multiple of 8, so rows are copied by elements",
+                f"pad query, key and value with zeros to {wanted}, and pass softmax_scale="
+                f"{head_dim}**-0.5",
+            )
+        else:
+            for name in ("query", "key", "value"):
+                if not _is_aligned(getattr(inputs, name)):
+                    yield Obstacle(
+                        f"rows of {name} do not begin at multiples of 16 bytes, so they are copied "
+                        "by elements",
+                        f"pass {name}.contiguous()",
+                    )
+    if _has_rows(inputs.mask, inputs):
+        yield Obstacle(
+            "attn_mask has a row for each query, so all of it is read",
+            "if a key is kept by consecutive queries, pass an IntervalMask; window_size selects "
+            "keys by a bias that is the same for every query",
+        )
+    if _has_rows(inputs.bias, inputs):
+        yield Obstacle(
+            "attn_bias has a row for each query, so all of it is read, and no key is left out",
+            "if its rows are equal, pass one of them, with a query dimension of 1",
+        )
+    if (
+        inputs.deterministic
+        and backend == "cuda"
+        and any(t.requires_grad for t in inputs[:3] if t is not None)
+    ):
+        yield Obstacle(
+            "deterministic calls add up gradients in a fixed order, by one kernel after another",
+            "pass deterministic=False where equal bits are not needed",
+        )
+
+
+def _has_rows(tensor: Tensor | None, inputs: AttentionInputs) -> bool:
+    rank = 3 if inputs.packed else 4
+    return tensor is not None and tensor.dim() == rank and tensor.shape[-2] > 1
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    *strides, last = zip(tensor.shape, tensor.stride(), strict=True)
+    return (
+        tensor.data_ptr() % 16 == 0
+        and last[1] == 1
+        and all(size <= 1 or stride % 8 == 0 for size, stride in strides)
+    )
+
+
+def _is_step(step: dict[str, Any] | None) -> bool:
+    return step is not None and step.get("kernel") != "none"
+
+
+def _told(step: Mapping[str, Any]) -> str:
+    """Return a step in words."""
+    kernels = step.get("launches", [step.get("kernel")])
+    words = [", ".join(kernels) if kernels else "no launch of its own"]
+    if "tile_rows" in step:
+        words.append(f"tiles of {step['tile_rows']} rows and {step['tile_columns']} keys")
+    division = step.get("division", {})
+    if "block_keys" in division:
+        words.append(
+            f"blocks of {division['block_keys']} keys, {division['tile_rows']} rows a step"
+        )
+    if step.get("splits", 1) > 1:
+        words.append(f"keys in {step['splits']} parts")
+    for name, of in (("plan_bytes", "plan"), ("workspace_bytes", "workspace")):
+        if step.get(name):
+            words.append(f"{step[name]:,} bytes of {of}")
+    return "; ".join(words)
