@@ -139,6 +139,20 @@ def test_launch_code_decides_nothing() -> None:
             assert word not in code, f"{path.name}: {word}"
 
 
+def test_routes_name_the_kernels_that_there_are() -> None:
+    """All of them but the one for a selection of rows, which known routes do not have."""
+    launched = {
+        name
+        for arch in ARCHS
+        for known in known_routes(arch)
+        for name in known["route"]["launches"]
+    }
+    sources = (path.read_text() for path in (ROOT / "cpp" / "cuda").glob("**/*.cu*"))
+    kernel = re.compile(r"__global__[^;{]*?(\w+)\(const __grid_constant__")
+    there = {name for source in sources for name in kernel.findall(source)}
+    assert launched == there - {"select_keep_rows"}
+
+
 def test_routes_need_no_cuda() -> None:
     for path in Path(ROOT, "cpp/cuda/route").iterdir():
         assert "#include <cuda" not in path.read_text(), path.name

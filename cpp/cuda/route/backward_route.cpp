@@ -358,7 +358,13 @@ const char *name_of(KeyKernel kernel) {
   }
 }
 
-void list_launches(BackwardRoute *route, const Wanted &wanted) {
+// Whether the gradients of keys and of values take a launch each (DkdvTileChoice).
+bool has_two_key_launches(const BackwardRoute &route, int arch, const Wanted &wanted) {
+  const bool may = route.keys == KeyKernel::general || route.keys == KeyKernel::usual;
+  return may && !dkdv_tile(arch, route.head_dim).together && (wanted.dk || route.wants_bias_sums) && wanted.dv;
+}
+
+void list_launches(BackwardRoute *route, int arch, const Wanted &wanted) {
   Launches &launches = route->launches;
   if (route->clears_dq) launches.add("fill");
   if (route->clears_dbias) launches.add("fill");
@@ -367,6 +373,7 @@ void list_launches(BackwardRoute *route, const Wanted &wanted) {
   if (route->dq != QueryKernel::none) launches.add(name_of(route->dq));
   if (route->keys != KeyKernel::none) {
     launches.add(name_of(route->keys));
+    if (has_two_key_launches(*route, arch, wanted)) launches.add(name_of(route->keys));
     if (route->query_sum_data.exists()) launches.add("round_sums");
     if (route->division.slot_count > 0) launches.add("sum_parts");
     if (route->segments.most_sums > 0) launches.add("round_sums");
@@ -423,7 +430,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.clears_keys = is_varlen(p) || keys.listed;
   route.scheduled = route.wants_keys && keys.parts == 0;
   if (route.scheduled && fused && device.has_wgmma()) keys.sms = device.sms;
-  list_launches(&route, wanted);
+  list_launches(&route, device.built->tile_arch, wanted);
   return route;
 }
 

@@ -574,7 +574,7 @@ void choose_dense_backward(BackwardRoute *route, const fdm_problem &p, const Dev
   launches.add("prepare_backward");
   if (dense.fused) {
     launches.add("dense_fused_kernel");
-    launches.add("round_sums");
+    if (dense.plan.bytes() > 0) launches.add("round_sums");
     if (!keeps_deltas) launches.add("prepare_backward");
   }
   if (dense.wants_dbias) launches.add("dbias_kernel");

@@ -37,6 +37,7 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
     route.workspace_bytes = parts.bytes;
   }
   if (needs_no_plan(p, device)) return route;
+  const int64_t tiles = lists_tiles(p) ? plan.lists * plan.tiles : 0; // that a launch lists
   if (kind == FDM_MASK_ROWS) {
     route.kernel = PlanKernel::rows;
     route.aligned = mask_rows_are_aligned(p.mask);
@@ -49,7 +50,6 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
     route.launches.add("short_lists");
   } else if (p.keys <= table.plan_keys) {
     // Threads enough for the whole GPU, but no more: each has some work of its own beside its keys.
-    const int64_t tiles = lists_tiles(p) ? plan.lists * plan.tiles : 0;
     route.kernel = PlanKernel::tiles;
     route.threads = tiles <= table.plan_tiles_512 ? 512 : tiles <= table.plan_tiles_256 ? 256 : 128;
     route.launches.add("list_keys_and_tiles");
@@ -57,7 +57,7 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
     route.kernel = PlanKernel::chunks;
     route.launches.add("count_kept_keys");
     route.launches.add("compact_kept_keys");
-    route.launches.add("list_keys_and_tiles");
+    if (tiles > 0) route.launches.add("list_keys_and_tiles");
   }
   return route;
 }
