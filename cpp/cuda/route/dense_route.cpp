@@ -477,21 +477,20 @@ void choose_dense_forward(ForwardRoute *route, const fdm_problem &p, const Devic
                           int64_t splits) {
   const DenseChoice choice(p, device, lies);
   DenseForwardWork work = choice.forward_work(), wide = work;
-  wide.windows = choice.has_windows() && choice.facts.shares_mask && lies.out;
-  if (wide.windows) {
+  const bool windows = splits <= 1 && choice.has_windows() && choice.facts.shares_mask && lies.out;
+  if (windows) {
     wide.splits = 1;
     wide.groups = int32_t(std::clamp<int64_t>(device.sms / p.bias.shape[1], 1, choice.sources()));
   }
-  const bool is_wide = splits <= 1 && (wide.windows || choice.divide_wide(&wide, device.sms, true));
+  const bool is_wide = windows || (splits <= 1 && choice.divide_wide(&wide, device.sms, true));
   const int64_t room = choice.room_for_splits();
   if (is_wide) {
     work = wide;
-    if (!work.windows && (splits == 1 || work.splits > room)) choice.use_whole_tiles(&work, device.sms);
+    if (!windows && (splits == 1 || work.splits > room)) choice.use_whole_tiles(&work, device.sms);
   } else {
     work.splits = int32_t(std::clamp<int64_t>(splits > 0 ? splits : choice.splits_for(work, device.sms), 1, room));
   }
-  route->kernel =
-      work.windows ? ForwardKernel::dense_windows : (is_wide ? ForwardKernel::dense_wide : ForwardKernel::dense);
+  route->kernel = windows ? ForwardKernel::dense_windows : (is_wide ? ForwardKernel::dense_wide : ForwardKernel::dense);
   route->dense_facts = choice.facts;
   route->dense = work;
   route->splits = work.splits;
@@ -499,9 +498,9 @@ void choose_dense_forward(ForwardRoute *route, const fdm_problem &p, const Devic
   route->tiles = work.tiles;
   if (is_wide) {
     route->head_dim = choice.wide_head_dim;
-    route->tile_rows = work.windows ? kWindow : DenseChoice::wide_rows(work);
-    route->tile_columns = work.windows ? kWindow : kWideTile;
-    route->blocks = work.windows ? work.groups * p.bias.shape[1] : work.blocks;
+    route->tile_rows = windows ? kWindow : DenseChoice::wide_rows(work);
+    route->tile_columns = windows ? kWindow : kWideTile;
+    route->blocks = windows ? work.groups * p.bias.shape[1] : work.blocks;
   } else {
     const DenseTileChoice tile = dense_forward_tile(choice.head_dim);
     route->head_dim = choice.head_dim;

@@ -49,7 +49,6 @@ struct DenseForwardWork : DenseTiles {
   bool pairs;
   bool halves;           // a task has half a tile of rows, and each consumer warpgroup half of the keys of a block
   int32_t blocks, steps; // steps: of a group
-  bool windows;          // a consumer warpgroup has a source, and a head of the bias `groups` blocks of threads
 };
 
 // How the tiles of the bias gradient and their steps are divided over blocks of threads. A step is the work of a tile on

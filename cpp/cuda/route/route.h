@@ -162,7 +162,6 @@ enum class KeyKernel : uint8_t {
   shared,   // sm90/small_blocks.cuh: blocks of threads of a cluster share the steps of a block of keys
   chained   // sm90/small_blocks.cuh: the blocks of keys of a head sum dq in a chain
 };
-inline bool computes_all(KeyKernel kernel) { return kernel >= KeyKernel::all; }
 
 // The gradients that a call wants.
 struct Wanted {

@@ -252,11 +252,8 @@ constexpr RouteTable table_of_sm90() {
 }
 
 // The table of the architecture whose tiles a pack uses.
-inline constexpr RouteTable kSm80Table{}, kSm86Table{}, kSm90Table = table_of_sm90();
-constexpr const RouteTable &route_table(int tile_arch) {
-  if (tile_arch == 90) return kSm90Table;
-  return tile_arch == 86 || tile_arch == 89 || tile_arch >= 120 ? kSm86Table : kSm80Table;
-}
+inline constexpr RouteTable kSm80Table{}, kSm90Table = table_of_sm90();
+constexpr const RouteTable &route_table(int tile_arch) { return tile_arch == 90 ? kSm90Table : kSm80Table; }
 #ifdef FDM_TILE_ARCH
 // For what kernels take from it.
 constexpr RouteTable kRouteTable = route_table(FDM_TILE_ARCH);
