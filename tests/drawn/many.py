@@ -35,6 +35,9 @@ FAMILIES = {
     "rows": 2,
     "long": 3,
     "selections": 5,
+    "decode": 2,
+    "boxes": 1.5,
+    "shared_bias": 1,
 }
 # Of the most elements: what judges them takes as long as they are many.
 SHARES = {1 / 100: 5, 1 / 20: 2, 1: 0.4}

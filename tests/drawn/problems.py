@@ -101,6 +101,13 @@ def draw(
         shape = (source.choice([1, sizes.batch]), sizes.heads, sizes.queries, sizes.keys)
         call.bias = draw_bias(source, shape, dtype, selects=False)
         call.mask = draw_bool(source, shape) if family == "rows" else None
+    elif family == "shared_bias":
+        shape = (source.choice([1, sizes.batch]), source.choice([1, sizes.heads]), 1, 1)
+        call.bias = draw_bias(source, shape, dtype, selects=False)
+    elif family == "boxes":
+        call.mask = None
+        if source.chance(0.5):
+            call.bias = draw_bias(source, (1, sizes.heads, 1, sizes.keys), dtype, selects=False)
     elif family == "selections" and not isinstance(call.mask, IntervalMask):
         selects = call.causal = True
         shape = (source.choice([1, sizes.batch]), source.choice([1, sizes.kv_heads]), 1, sizes.keys)
@@ -133,7 +140,9 @@ def draw(
         call,
         poisoned,
         planned=call.window is None and source.chance(0.2),
-        selected=call.window is not None and call.bias is not None and source.chance(0.3),
+        selected=call.window is not None
+        and call.bias is not None
+        and source.chance(0.6 if family == "long" else 0.3),
         deterministic=source.chance(0.15),
         probabilities=source.chance(0.05),
         poisoned_buffers=source.chance(0.15),

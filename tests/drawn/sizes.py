@@ -110,7 +110,9 @@ def _sizes_of(source: Source, family: str) -> Sizes:
 
     "short" sequences; "pairs", whose bias has a row for each query; "windows", which are short
     pairs; "rows" of many keys, for which mask and bias have a row each; "long" sequences of few
-    queries; "selections" by a window among some hundred keys.
+    queries; "selections" by a window among some hundred keys; "decode" of one query; "boxes" of
+    consecutive keys, too many for the kernels of short sequences; one number of a bias for all
+    keys, "shared_bias".
     """
     short = source.choice([source.integer(1, 64), source.integer(33, 256), 64, 128, 192, 256])
     queries, keys = {
@@ -123,12 +125,15 @@ def _sizes_of(source: Source, family: str) -> Sizes:
             source.choice([source.integer(1500, 9000), source.integer(16000, 18000)]),
         ),
         "selections": (source.integer(260, 900), source.integer(260, 900)),
+        "decode": (1, source.choice([source.integer(1, 600), source.integer(600, 3000)])),
+        "boxes": (source.integer(1, 200), source.integer(1025, 1400)),
+        "shared_bias": (short, source.integer(1, 256)),
     }[family]
     if family == "selections":
         keys = source.choice([queries, queries, keys])
     head_dims = {"short": (16, 24, 32, 40, 64), "windows": (8, 16, 32)}
     head_dim = source.choice(head_dims.get(family, (16, 32, 64, 128)))
-    has_groups = family in ("short", "long", "selections")
+    has_groups = family not in ("pairs", "windows", "rows")
     group = source.choice([1, 1, 2, 4]) if has_groups else 1
     heads, batch = source.choice([1, 2, 3]), source.choice([1, 2])
     if family in ("rows", "long", "selections"):
