@@ -128,7 +128,7 @@ ALLOWANCES = (
     ),
     Allowance("small_blocks_kernel<*, true>>", "sm_90a", 96, "once a step, for three blocks an SM"),
     Allowance(
-        "small_forward_kernel<SmallBoxes<*>>", "sm_90a", 16, "96 registers for a softcap's tanh"
+        "small_forward_kernel<SmallBoxes<*", "sm_90a", 24, "96 registers for a softcap's tanh"
     ),
     Allowance("schedule_keys", "*", 252, "1024 threads of one block, which runs once, have 64"),
     Allowance("forward_kernel_sm90<*>", "sm_90a", 24, "at a boundary of tiles, or with a softcap"),
