@@ -141,14 +141,17 @@ FDM_INLINE int64_t head_index(const fdm_problem &p, const fdm_tensor &t, int64_t
 }
 FDM_INLINE int64_t batch_index(const fdm_tensor &t, const Sequence &s) { return t.shape[0] == 1 ? 0 : s.batch; }
 
+// Whether each key has a start and an end, which may have no memory yet where their selection is still to be made.
+FDM_INLINE bool has_intervals(const fdm_problem &p) { return present(p.start) || (p.flags & FDM_SELECTS); }
+
 FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
-  if (present(p.start)) return FDM_MASK_INTERVALS;
+  if (has_intervals(p)) return FDM_MASK_INTERVALS;
   if (!present(p.mask)) return FDM_MASK_NONE;
   return per_query(p.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
 }
 
 // The tensor whose first two dimensions number the plan's lists.
-FDM_INLINE const fdm_tensor &list_tensor(const fdm_problem &p) { return present(p.start) ? p.start : p.mask; }
+FDM_INLINE const fdm_tensor &list_tensor(const fdm_problem &p) { return has_intervals(p) ? p.start : p.mask; }
 
 // A matrix of scalars: element (i, j) at base + i * row + j * col, in elements.
 struct Matrix {

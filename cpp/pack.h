@@ -65,7 +65,8 @@ enum fdm_device_type { FDM_CPU = 1, FDM_CUDA = 2 };
 enum fdm_flag {
   FDM_CAUSAL = 1,        /* query i sees keys j <= i + K - Q: aligned to the bottom right */
   FDM_DETERMINISTIC = 2, /* equal inputs on an equal machine give equal bits */
-  FDM_FORWARD_ONLY = 4   /* nobody but one call of forward reads the plan, so a pack may leave it empty */
+  FDM_FORWARD_ONLY = 4,  /* nobody but one call of forward reads the plan, so a pack may leave it empty */
+  FDM_SELECTS = 8        /* start and end are those of select_and_plan; without memory while sizes are asked for */
 };
 
 /* How a problem gives its mask; the index of fdm_pack.plan_layouts. */

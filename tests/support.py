@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import loader
+from flash_dmattn import _core, loader
 from flash_dmattn.reference import per_query_head
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -236,6 +239,18 @@ def cotangent(gradient: Tensor) -> Tensor:
     Otherwise what is left of them would be as small as their rounding.
     """
     return gradient * gradient.shape[-1] ** -0.5
+
+
+@contextlib.contextmanager
+def core_without_allocator() -> Iterator[mock.Mock]:
+    """Let the core do nothing by itself, as where it finds no allocator or that refuses."""
+    refuse = mock.Mock(return_value=None)
+    methods = ("attend", "keep", "differentiate")
+    with (
+        mock.patch.multiple(_core.Call, **dict.fromkeys(methods, refuse)),
+        mock.patch.object(_core, "select", refuse),
+    ):
+        yield refuse
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

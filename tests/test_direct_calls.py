@@ -6,6 +6,8 @@ it has nothing to do.
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +17,9 @@ from torch._vmap_internals import _vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import IntervalMask, _core, dispatch_state, dynamic_mask, flash_dmattn_func
-from flash_dmattn.backends import pack, select_backend
+from flash_dmattn.backends import pack, select_backend, torch_memory
 from flash_dmattn.record import ATTENTION, AttentionInputs
-from support import Target, rand_bool, randn
+from support import Target, core_without_allocator, rand_bool, randn
 
 BOUNDS = ("start", "end")
 MASKS = ("none", "keys", "rows", "intervals")
@@ -296,18 +298,12 @@ def test_an_allocator_that_refuses(
     given = arguments(pack_target, kind)
     window = None if kind == "intervals" else 3
     want = flash_dmattn_func(**given, window_size=window)
-    calls = []
-
-    def refuse(*arguments: Any) -> None:
-        calls.append(arguments)
-
     if is_older_torch:
-        monkeypatch.setattr(pack, "_CORE_READS_TENSORS", False)
-    monkeypatch.setattr(pack._core, "attend", refuse)
-    monkeypatch.setattr(pack._core, "select", refuse)
-    equal(flash_dmattn_func(**given, window_size=window), want)
-    asked = 2 if kind == "rows" else 1  # other selections are a part of the call
-    assert len(calls) == (asked if pack._CORE_READS_TENSORS else 0)
+        monkeypatch.setattr(torch_memory, "CORE_READS_TENSORS", False)
+    with core_without_allocator() as refused:
+        equal(flash_dmattn_func(**given, window_size=window), want)
+    # Other selections are a part of the call.
+    assert refused.call_count == (2 if kind == "rows" else 1)
 
 
 def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None:
@@ -318,12 +314,15 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
     names = ("query", "key", "value", "attn_mask")
     tensors = (*(as_tuple(given[name]) for name in names), *(None,) * 8)
     settings = (0, 0, 0.3, False, 0.0, False, 0, -1, 0, 0)
-    allocator = pack._ALLOCATOR
-    assert _core.attend(backend.pack, 1, allocator, False, (*tensors, *settings)) is None
+    call = _core.Call((*tensors, *settings))  # type: ignore[arg-type]
+    assert call.attend(backend.pack, 1, pack._ALLOCATOR, False) is None
+    assert call.keep(backend.pack, 1, pack._ALLOCATOR, False) is None
+    assert call.fields == (*tensors, *settings)
     keep = torch.ones(2, 2, 1, 9, dtype=torch.bool, device=pack_target.device)
     chosen = (as_tuple(given["attn_bias"]), None, None, None, 2, 4, 2, 7, 9, 0, False, 0, 0)
-    is_done = _core.select(backend.pack, 1, as_tuple(keep), None, chosen)  # where it needs none
-    assert bool(keep.any()) is not is_done
+    results = (as_tuple(keep),)
+    assert not _core.select(backend.pack, 1, results, chosen)  # type: ignore[arg-type]
+    assert keep.all()
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
@@ -354,23 +353,77 @@ def test_gradients_are_of_tensors_of_a_call(pack_target: Target) -> None:
     assert isinstance(backend, pack.PackBackend)
     x = randn(1, 1, 1, 8, dtype=pack_target.dtypes[0]).to(pack_target.device)
     inputs = AttentionInputs(x, x, x)
-    *tensors, settings = *inputs[: ATTENTION.tensor_count], inputs[ATTENTION.tensor_count :]
-    saved = (*tensors, *backend.keep(inputs, need_lse=True))
-    given = backend.pack, 1, pack._ALLOCATOR, saved, settings, x, None
-    query, _, more = _core.differentiate(*given, ("query", "key"), (True, False, False)) or ()
-    assert query.shape == x.shape
-    assert more is None
-    for name in ("keys", "scale", "bias"):
-        with pytest.raises(ValueError, match=f"gradient of {name} is wanted, but a call has no"):
-            _core.differentiate(*given, ("query", name), (True, True))
-    with pytest.raises(TypeError, match="a record must be two tuples of 22 fields in all"):
-        _core.differentiate(*given[:3], saved[1:], *given[4:], ("query",), (True,))
+    saved, call = backend.keep(backend.call(inputs), need_lse=True)
+    assert call.fields == (*(None,) * ATTENTION.tensor_count, *inputs[ATTENTION.tensor_count :])
+    given = backend.pack, 1, pack._ALLOCATOR
+    for of_call in (call, backend.call(inputs)):
+        flags = (True, False, False, False, False, False)
+        query, key, *more = of_call.differentiate(*given, saved, x, None, flags)
+        assert query.shape == x.shape
+        assert (key, *more) == (None,) * 5
+        with pytest.raises(ValueError, match="gradient of bias is wanted, but the call has no"):
+            of_call.differentiate(*given, saved, x, None, (True,) * 4)
+        with pytest.raises(TypeError, match="must be a tuple of 12 tensors of a record, out, lse"):
+            of_call.differentiate(*given, saved[1:], x, None, flags)
+
+
+def test_a_call_that_is_kept_keeps_no_tensors(pack_target: Target) -> None:
+    given = arguments(pack_target, "keys")
+    leaf, seen = given["query"].requires_grad_(), []
+    given["query"] = leaf * 1
+    seen.append(weakref.ref(given["query"]))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        out, _ = flash_dmattn_func(**given)
+    given.clear()
+    assert [ref() for ref in seen] == [None]
+    out.float().sum().backward()
+    assert leaf.grad is not None
+
+
+UNPACKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "copies": torch.clone,
+    "subclasses": lambda t: Wrapped(t),
+    "negations": lambda t: torch._neg_view(-t) if t.is_floating_point() else t,
+    "other strides": lambda t: t.repeat_interleave(2, -1)[..., ::2] if t.dim() > 1 else t,
+}
+
+
+@pytest.mark.parametrize("unpack", UNPACKED.values(), ids=UNPACKED)
+@pytest.mark.parametrize("kind", [*MASKS, "window"])
+def test_saved_tensors_that_come_back_as_others(
+    kind: str, unpack: Callable[[Tensor], Tensor], pack_target: Target
+) -> None:
+    given = {**arguments(pack_target, kind), "deterministic": True, "return_lse": False}
+    given["window_size"] = 3 if kind == "window" else None
+    leaves = tuple(given[n].requires_grad_() for n in ("query", "key", "value", "attn_bias"))
+    out = flash_dmattn_func(**given)
+    want = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        out = flash_dmattn_func(**given)
+        got = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    equal(got, want)
+
+
+def test_parameters_whose_memory_has_moved(target: Target) -> None:
+    """What `module.to` does to them, without autograd's notice."""
+    given = {**arguments(target, "keys"), "deterministic": True}
+    leaves = tuple(given[n].requires_grad_() for n in ("query", "key", "value", "attn_bias"))
+    grads = []
+    for moves in (False, True):
+        out, _ = flash_dmattn_func(**given)
+        kept = [leaf.data for leaf in leaves]
+        if moves:
+            for leaf, old in zip(leaves, kept, strict=True):
+                leaf.data = old.clone()
+                old.fill_(torch.nan)
+        grads.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    equal(*grads)
 
 
 def as_tuple(tensor: Tensor) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "_CORE_READS_TENSORS", False)
-        described: tuple[Any, ...] = pack.exchanged(tensor)
+        patch.setattr(torch_memory, "CORE_READS_TENSORS", False)
+        described: tuple[Any, ...] = torch_memory.exchanged(tensor)
     return described
 
 
@@ -388,7 +441,7 @@ def test_an_lse_that_nobody_asks_for(
     want = torch.autograd.grad(with_lse, leaves, torch.ones_like(with_lse))
     out = flash_dmattn_func(**{**given, "return_lse": False})
     if way == "refused":
-        monkeypatch.setattr(pack._core, "differentiate", lambda *_: None)
+        monkeypatch.setattr(_core.Call, "differentiate", lambda *_: None)
     with torch.profiler.profile() if way == "recorded" else contextlib.nullcontext():
         got = torch.autograd.grad(out, leaves, torch.ones_like(out))
     equal((out, *got), (with_lse, *want))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flash_dmattn import IntervalMask, backends, dynamic_mask, flash_dmattn_func, loader
-from support import Target, check, rand_bool, randn, simple_problem
+from support import Target, check, core_without_allocator, rand_bool, randn, simple_problem
 
 CPU = Target("cpu", "cpu")
 
@@ -217,20 +217,53 @@ def test_a_core_that_is_absent_means_the_reference_with_a_warning() -> None:
 def test_tensors_reach_the_core_as_numbers_on_an_older_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flash_dmattn.backends import pack
+    from flash_dmattn.backends import torch_memory
 
-    monkeypatch.setattr(pack, "_CORE_READS_TENSORS", False)
+    monkeypatch.setattr(torch_memory, "CORE_READS_TENSORS", False)
     problem = simple_problem(torch.bfloat16, causal=True)
     problem.mask = rand_bool(2, 1, 17, 23)
     problem.bias = randn(1, 2, 1, 23)
-    check(problem, CPU)
+    with core_without_allocator() as refused:
+        check(problem, CPU)
+    assert refused.called
+
+
+OLDER_TORCH = """
+import torch
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    del torch.Tensor.__dlpack_c_exchange_api__
+from flash_dmattn import dynamic_mask, flash_dmattn_func
+
+def results(backend):
+    torch.manual_seed(0)
+    query, bias = torch.randn(1, 9, 2, 16), torch.randn(1, 2, 1, 9)
+    selection = {"query_length": 9, "backend": backend}
+    rows = dynamic_mask(bias, 3, **selection)
+    bounds = dynamic_mask(bias, 3, is_causal=True, **selection)
+    query.requires_grad_(), bias.requires_grad_()
+    options = {"attn_bias": bias, "return_lse": True, "backend": backend}
+    out, lse = flash_dmattn_func(query, query, query, is_causal=True, window_size=3, **options)
+    masked, _ = flash_dmattn_func(query, query, query, rows, **options)
+    gradients = torch.autograd.grad(out.sum() + lse.sum() + masked.square().sum(), (query, bias))
+    return out, lse, masked, rows, bounds.to_bool(9), *gradients
+
+for got, want in zip(results(None), results("reference")):
+    torch.testing.assert_close(got, want)
+"""
+
+
+def test_a_torch_whose_tensors_the_core_cannot_read() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER_TORCH], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 PLAN = """
 import time
 from pathlib import Path
 import torch
-from flash_dmattn.backends.pack import _zeros
+from flash_dmattn.backends.torch_memory import _zeros
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

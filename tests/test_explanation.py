@@ -11,7 +11,7 @@ import torch
 
 import flash_dmattn
 from flash_dmattn import explain, flash_dmattn_func, flash_dmattn_varlen_func
-from flash_dmattn.backends import select_backend
+from flash_dmattn.backends import select_backend, torch_memory
 from flash_dmattn.backends.pack import PackBackend
 
 BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
@@ -108,7 +108,7 @@ def test_rows_that_cannot_be_copied_at_once_are_named(monkeypatch: pytest.Monkey
     """By the cuda backend, for whose name the cpu pack answers here."""
     backend = select_backend(torch.device("cpu"), "auto")
     monkeypatch.setattr(backend, "name", "cuda")
-    monkeypatch.setattr(backend, "_stream", lambda _: 0)
+    monkeypatch.setattr(torch_memory, "_stream", lambda _: 0)
     assert "pad query, key and value with zeros to 24" in str(explain(**call(20)))
     arguments = call()
     arguments["key"] = torch.randn(2, 40, 2, 17)[..., 1:]

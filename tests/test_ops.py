@@ -111,11 +111,12 @@ def test_opcheck_of_selection(causal: bool, target: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
 def test_plan_has_the_bytes_that_its_formula_says(kind: str, pack_target: Target) -> None:
-    from flash_dmattn.backends import AttentionInputs, select_backend
+    from flash_dmattn.backends import AttentionInputs, select_backend, torch_memory
 
     inputs = AttentionInputs(*forward_arguments(pack_target, kind)[:-1])
     backend = select_backend(inputs.query.device, pack_target.backend)
-    assert backend.plan_bytes(inputs) == backend._problem(inputs).plan_bytes
+    problem = torch_memory._problem(backend.pack, 1, inputs)
+    assert backend.plan_bytes(inputs) == problem.plan_bytes
 
 
 def attention(query, key, value, bias, kind, backend):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import flash_dmattn_func, interface, ops
+from flash_dmattn import _core, flash_dmattn_func, ops
 from flash_dmattn.record import AttentionInputs
 from support import Target
 
@@ -38,17 +38,14 @@ WITHOUT: list[tuple[str, ...]] = [(), ("sink",), ("attn_bias", "sink")]
 def recorded(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[AttentionInputs, Any]:
     """Return the record of a call, and its results."""
     seen: list[AttentionInputs] = []
+    compute = ops._attention_of
+
+    def noted(chosen: Any, backend: str, call: _core.Call, *others: Any, **named: Any) -> Any:
+        seen.append(AttentionInputs(*call.fields))
+        return compute(chosen, backend, call, *others, **named)
+
     with monkeypatch.context() as patch:
-        for name in ("attention", "attention_of_plain"):
-            real = getattr(ops, name)
-
-            def noted(
-                inputs: AttentionInputs, *others: Any, _real: Any = real, **named: Any
-            ) -> Any:
-                seen.append(inputs)
-                return _real(inputs, *others, **named)
-
-            patch.setattr(ops, name, noted)
+        patch.setattr(ops, "_attention_of", noted)
         results = flash_dmattn_func(**arguments)
     return seen[0], results
 
@@ -65,15 +62,20 @@ def test_both_ways_make_the_same_record(
         pytest.skip("a window needs a bias")
     given = tensors(pack_target.device, pack_target.dtypes[-1])
     arguments = {name: t for name, t in given.items() if name not in without} | settings
-    read = ops.usual_inputs
-    usual: list[AttentionInputs | None] = []
+    looked_at: list[AttentionInputs] = []
+    look = ops.attention
+
+    def noted(inputs: AttentionInputs, *others: Any, **named: Any) -> Any:
+        looked_at.append(inputs)
+        return look(inputs, *others, **named)
+
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "usual_inputs", lambda *args: usual.append(read(*args)) or usual[-1])
+        patch.setattr(ops, "attention", noted)
         one, out = recorded(monkeypatch, **arguments)
-        patch.setattr(ops, "usual_inputs", lambda *args: None)
+        assert not looked_at or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+        patch.setattr(ops, "usual_attention", lambda *args, **named: None)
         other, want = recorded(monkeypatch, **arguments)
-    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        assert isinstance(usual[0], AttentionInputs)
+        assert looked_at
     for name, a, b in zip(AttentionInputs._fields, one, other, strict=True):
         assert a is b if isinstance(a, Tensor) else a == b, name
     torch.testing.assert_close(out, want, atol=0, rtol=0)
@@ -129,7 +131,7 @@ def test_what_is_not_usual_is_looked_at(change: dict[str, Any]) -> None:
     places = tuple(given.pop(name) for name in names)
     settings = (given[n] for n in ("softmax_scale", "is_causal", "softcap"))
     counts = (given["window_size"], given["keep_last"], given["keep_first"])
-    assert interface.ops.usual_inputs(places, *settings, counts, None) is None
+    assert ops.usual_attention(places, *settings, counts, None, return_lse=False) is None
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

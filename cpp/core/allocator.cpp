@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "allocator.h"
 
-#include "tensor.h"
-
 namespace fdm {
 
-nb::object Allocator::like(nb::handle tensor) const {
-  TensorView view;
+nb::object Allocator::like(nb::handle tensor, const TensorView &view) const {
   // A named argument takes torch a sixth more time, and a tensor like a contiguous one is contiguous.
-  if (try_read_tensor(view, tensor) && view.contiguous()) return empty_like_(tensor);
+  if (view.contiguous()) return empty_like_(tensor);
   return empty_like_(tensor, nb::arg("memory_format") = contiguous_);
 }
 

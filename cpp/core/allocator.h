@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "tensor.h"
+
 namespace fdm {
 
 namespace nb = nanobind;
@@ -20,8 +22,8 @@ public:
       : empty_like_(std::move(empty_like)), contiguous_(std::move(contiguous)), float32_(std::move(float32)),
         float64_(std::move(float64)), uint8_(std::move(uint8)) {}
 
-  // A contiguous tensor of the shape and dtype of another.
-  nb::object like(nb::handle tensor) const;
+  // A contiguous tensor of the shape and dtype of another, which has been read.
+  nb::object like(nb::handle tensor, const TensorView &view) const;
   // Contiguous ones on the device of another: float32 or float64 of these sizes, and bytes.
   nb::object sums(nb::handle tensor, nb::handle sizes, int32_t dtype) const;
   nb::object bytes(nb::handle tensor, int64_t count) const;

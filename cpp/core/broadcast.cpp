@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "broadcast.h"
 
+#include <algorithm>
+
 #include "error.h"
 
 namespace fdm {
@@ -126,6 +128,8 @@ fdm_tensor contiguous_lse(void *data, const Extents &e, int32_t dtype) {
   const int64_t batch = e.varlen ? 1 : e.batch, rows = e.varlen ? e.total_queries : e.queries;
   return {lse_bytes(e, dtype) == 0 ? nullptr : data, {batch, e.heads, rows, 1}, {e.heads * rows, rows, 1, 1}, dtype, 0};
 }
+
+bool is_empty(const fdm_tensor &tensor) { return std::count(tensor.shape, tensor.shape + 4, 0) != 0; }
 
 bool same_shape(const fdm_tensor &a, const fdm_tensor &b) {
   for (int i = 0; i < 4; ++i)

@@ -39,6 +39,7 @@ fdm_tensor contiguous_lse(void *data, const Extents &extents, int32_t dtype);
 // Whether a mask or bias has a row for each query. With a single query the forms mean the same.
 inline bool is_per_query(const fdm_tensor &scores) { return scores.shape[2] > 1; }
 
+bool is_empty(const fdm_tensor &tensor);
 bool same_shape(const fdm_tensor &a, const fdm_tensor &b);
 inline Sizes shape_of(const fdm_tensor &tensor) { return {tensor.shape, 4}; }
 

@@ -21,15 +21,15 @@ std::string names_of(DtypeSet set) {
 
 } // namespace
 
-TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed) {
-  const TensorView view = read_tensor(object, name);
+const TensorView &read_argument(const TensorField &field, const char *name, DtypeSet allowed) {
+  const TensorView &view = field.read(name);
   if (view.dtype->pack_code < 0 || (only(view.dtype->pack_code) & allowed) == 0)
     type_error(name, " has dtype ", view.dtype->name, ", but must have dtype ", names_of(allowed));
   return view;
 }
 
-TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed, Device device) {
-  const TensorView view = read_argument(object, name, allowed);
+const TensorView &read_argument(const TensorField &field, const char *name, DtypeSet allowed, Device device) {
+  const TensorView &view = read_argument(field, name, allowed);
   if (!same_device(view.device, device))
     value_error(name, " is on ", view.device, ", but must be on ", device, " like the other arguments");
   return view;
@@ -74,12 +74,12 @@ void require_heads(int64_t heads, int64_t kv_heads) {
                 ", but the number of query heads must be a positive multiple of the number of key heads");
 }
 
-fdm_buffer read_buffer(nb::handle object, const char *name, int64_t needed, Device device) {
-  if (is_absent(object)) {
+fdm_buffer read_buffer(const TensorField &field, const char *name, int64_t needed, Device device) {
+  if (field.is_absent()) {
     if (needed > 0) value_error(name, " is None, but must be a uint8 tensor of at least ", needed, " bytes");
     return {nullptr, 0};
   }
-  const TensorView view = read_argument(object, name, only(FDM_UINT8), device);
+  const TensorView &view = read_argument(field, name, only(FDM_UINT8), device);
   require_rank(view, name, 1, "(bytes,)");
   if (view.shape[0] > 1 && view.stride[0] != 1)
     value_error(name, " has strides ", strides_of(view), ", but must be contiguous");
@@ -88,6 +88,17 @@ fdm_buffer read_buffer(nb::handle object, const char *name, int64_t needed, Devi
   if (view.shape[0] < needed)
     value_error(name, " has shape ", shape_of(view), ", but must have at least ", needed, " bytes");
   return {view.data, view.shape[0]};
+}
+
+bool Workspace::take(int64_t bytes, Device device, void *&stream, fdm_buffer &taken) {
+  if (given_ != nullptr) {
+    taken = read_buffer(*given_, name_, bytes, device);
+    return true;
+  }
+  if (!exchange_->current_stream(device, stream)) return false;
+  own_.emplace(*exchange_, bytes, device);
+  taken = {own_->data(), bytes};
+  return taken.data != nullptr || bytes == 0;
 }
 
 fdm_tensor with_axes(const TensorView &view, const int (&axes)[4]) {

@@ -3,6 +3,8 @@
 // Checks of single arguments: kind, dtype, device, rank, memory. Each raises an exception that names the argument.
 #pragma once
 
+#include <optional>
+
 #include "../pack.h"
 #include "tensor.h"
 
@@ -14,9 +16,9 @@ constexpr DtypeSet only(int32_t dtype) { return DtypeSet{1} << dtype; }
 constexpr DtypeSet float_dtypes = only(FDM_FLOAT32) | only(FDM_FLOAT16) | only(FDM_BFLOAT16);
 
 // Reads a tensor that must have one of the dtypes.
-TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed);
+const TensorView &read_argument(const TensorField &field, const char *name, DtypeSet allowed);
 // The same, on the device of the other arguments.
-TensorView read_argument(nb::handle object, const char *name, DtypeSet allowed, Device device);
+const TensorView &read_argument(const TensorField &field, const char *name, DtypeSet allowed, Device device);
 
 // The device of the first argument, which the pack must serve.
 void require_pack_device(const TensorView &view, const char *name, const fdm_pack &pack);
@@ -34,12 +36,30 @@ void require_at_least(int64_t value, const char *name, int64_t least);
 void require_heads(int64_t heads, int64_t kv_heads);
 
 // A 1-D contiguous uint8 tensor of at least `needed` bytes, or None if none are.
-fdm_buffer read_buffer(nb::handle object, const char *name, int64_t needed, Device device);
+fdm_buffer read_buffer(const TensorField &field, const char *name, int64_t needed, Device device);
+
+// Where a pack's work gets its memory, and on a GPU its stream: from the allocator of a tensor library, or of the caller.
+class Workspace {
+public:
+  explicit Workspace(const Exchange &exchange) : exchange_(&exchange) {}
+  // A buffer; the stream is then left as it is.
+  Workspace(const TensorField &given, const char *name) : given_(&given), name_(name) {}
+
+  // False where the library has no memory, or tells no stream.
+  bool take(int64_t bytes, Device device, void *&stream, fdm_buffer &taken);
+
+private:
+  const Exchange *exchange_ = nullptr;
+  const TensorField *given_ = nullptr;
+  const char *name_ = nullptr;
+  std::optional<DeviceBytes> own_;
+};
 
 // The 4-D form of a tensor whose dimension i is dimension axes[i] of the view; new_axis adds one of size 1.
 constexpr int new_axis = -1;
 fdm_tensor with_axes(const TensorView &view, const int (&axes)[4]);
 fdm_tensor absent_tensor();
 inline bool is_absent(nb::handle object) { return object.is_none(); }
+inline bool is_absent(const TensorField &field) { return field.is_absent(); }
 
 } // namespace fdm

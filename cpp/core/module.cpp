@@ -5,13 +5,12 @@
 #include <algorithm>
 #include <vector>
 
-#include "calls.h"
+#include "call.h"
 #include "checks.h"
 #include "error.h"
 #include "library.h"
 #include "problem.h"
 #include "selection.h"
-#include "usual.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -100,53 +99,18 @@ void bind_problem(nb::module_ &module) {
       .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())
       .def("forward", &Problem::forward, "out"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none(), "splits"_a = 0)
       .def("attend_bytes", &Problem::attend_bytes, "has_lse"_a, "has_plan"_a)
-      .def("attend", nb::overload_cast<nb::handle, nb::handle, nb::handle, nb::handle>(&Problem::attend, nb::const_),
-           "out"_a, "lse"_a.none(), "plan"_a.none(), "scratch"_a.none())
+      .def(
+          "attend",
+          [](Problem &self, const TensorField &out, const TensorField &lse, const TensorField &plan,
+             const TensorField &scratch) { self.attend(out, lse, plan, {scratch, "scratch"}); },
+          "out"_a, "lse"_a.none(), "plan"_a.none(), "scratch"_a.none())
       .def(
           "backward",
-          [](const Problem &self, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse, nb::dict gradients,
-             nb::handle plan,
-             nb::handle workspace) { self.backward({dout, dlse, out, lse, gradients}, plan, workspace); },
+          [](Problem &self, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse, nb::dict gradients,
+             const TensorField &plan, const TensorField &workspace) {
+            self.backward({dout, dlse, out, lse, read_gradients(gradients)}, plan, {workspace, "workspace"});
+          },
           "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "gradients"_a, "plan"_a.none(), "workspace"_a.none());
-}
-
-void bind_calls(nb::module_ &module) {
-  nb::class_<Allocator>(module, "Allocator")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "empty_like"_a, "contiguous"_a,
-           "float32"_a, "float64"_a, "uint8"_a);
-  module.def(
-      "attend",
-      [](const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse, nb::handle inputs) {
-        return attend(pack.table(), threads, allocator, need_lse, inputs);
-      },
-      "pack"_a, "threads"_a, "allocator"_a, "need_lse"_a, "inputs"_a);
-  module.def(
-      "attend_and_keep",
-      [](const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse, nb::handle inputs) {
-        return attend_and_keep(pack.table(), threads, allocator, need_lse, inputs);
-      },
-      "pack"_a, "threads"_a, "allocator"_a, "need_lse"_a, "inputs"_a);
-  module.def(
-      "differentiate",
-      [](const Pack &pack, int32_t threads, const Allocator &allocator, nb::tuple tensors, nb::tuple settings,
-         nb::handle dout, nb::handle dlse, nb::tuple names, nb::tuple flags) {
-        return differentiate(pack.table(), threads, allocator, {tensors, settings}, dout, dlse, names, flags);
-      },
-      "pack"_a, "threads"_a, "allocator"_a, "tensors"_a, "settings"_a, "dout"_a, "dlse"_a.none(), "names"_a, "flags"_a);
-}
-
-void bind_usual(nb::module_ &module) {
-  module.def(
-      "usual_call",
-      [](nb::handle query, nb::handle key, nb::handle value, nb::handle bias, nb::handle sink, nb::handle scale,
-         nb::handle causal, nb::handle softcap, nb::handle window, nb::handle keep_last, nb::handle keep_first,
-         bool deterministic) {
-        return usual_call(
-            {query, key, value, bias, sink, scale, causal, softcap, window, keep_last, keep_first, deterministic});
-      },
-      "query"_a, "key"_a.none(), "value"_a.none(), "bias"_a.none(), "sink"_a.none(), "scale"_a.none(),
-      "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "keep_last"_a.none(), "keep_first"_a.none(),
-      "deterministic"_a);
 }
 
 void bind_selection(nb::module_ &module) {
@@ -158,24 +122,41 @@ void bind_selection(nb::module_ &module) {
           },
           "pack"_a, "fields"_a, "threads"_a = 1, "stream"_a = 0, "named"_a)
       .def_prop_ro("workspace_bytes", [](const Selection &self) { return self.workspace_bytes(); })
-      .def("intervals", nb::overload_cast<nb::handle, nb::handle, nb::handle>(&Selection::intervals, nb::const_),
-           "start"_a, "end"_a, "workspace"_a.none())
-      .def("keep", nb::overload_cast<nb::handle, nb::handle>(&Selection::keep, nb::const_), "keep"_a,
-           "workspace"_a.none());
+      .def(
+          "intervals",
+          [](const Selection &self, const TensorField &start, const TensorField &end, const TensorField &workspace) {
+            self.intervals(start, end, {workspace, "workspace"});
+          },
+          "start"_a, "end"_a, "workspace"_a.none())
+      .def(
+          "keep",
+          [](const Selection &self, const TensorField &keep, const TensorField &workspace) {
+            self.keep(keep, {workspace, "workspace"});
+          },
+          "keep"_a, "workspace"_a.none());
 }
 
-// The results are start and end, or keep and None.
+// The results are start and end, or keep.
 void bind_select(nb::module_ &module) {
   module.def(
       "select",
-      [](const Pack &pack, int32_t threads, nb::handle start_or_keep, nb::handle end, nb::handle inputs) {
+      [](const Pack &pack, int32_t threads, nb::tuple results, nb::handle inputs) {
         const auto record = read_record<SelectionRecord>(inputs);
+        const Exchange exchange(record.bias.object());
+        if (!exchange.offers_memory()) return false;
         const Selection selection(pack.table(), record, {threads});
-        const Exchange exchange(record.bias);
-        return is_absent(end) ? selection.keep(exchange, start_or_keep)
-                              : selection.intervals(exchange, start_or_keep, end);
+        Workspace workspace(exchange);
+        if (results.size() == 1) return selection.keep(nb::handle(results[0]), std::move(workspace));
+        return selection.intervals(nb::handle(results[0]), nb::handle(results[1]), std::move(workspace));
       },
-      "pack"_a, "threads"_a, "start_or_keep"_a, "end"_a.none(), "inputs"_a);
+      "pack"_a, "threads"_a, "results"_a, "inputs"_a);
+}
+
+template <class Record> Record without_memory(Record record) {
+  record.each_field([](const char *, auto &field) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, TensorField>) field.allow_no_memory();
+  });
+  return record;
 }
 
 // A problem or a selection that is made and thrown away: the rules are those of its constructor.
@@ -184,14 +165,14 @@ void bind_checks(nb::module_ &module) {
       "check_attention",
       [](nb::handle inputs, int32_t device_type) {
         const fdm_pack rules = rules_without_pack(device_type);
-        Problem(rules, read_record<AttentionRecord>(inputs), {});
+        Problem(rules, without_memory(read_record<AttentionRecord>(inputs)), {});
       },
       "inputs"_a, "device_type"_a);
   module.def(
       "check_selection",
       [](nb::handle inputs, int32_t device_type) {
         const fdm_pack rules = rules_without_pack(device_type);
-        Selection(rules, read_record<SelectionRecord>(inputs), {});
+        Selection(rules, without_memory(read_record<SelectionRecord>(inputs)), {});
       },
       "inputs"_a, "device_type"_a);
 }
@@ -207,8 +188,10 @@ NB_MODULE(_core, module) {
   bind_pack(module);
   module.def("load_pack", [](std::string path) { return new Pack(std::move(path)); }, "path"_a);
   bind_problem(module);
-  bind_calls(module);
-  bind_usual(module);
+  nb::class_<Allocator>(module, "Allocator")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "empty_like"_a, "contiguous"_a,
+           "float32"_a, "float64"_a, "uint8"_a);
+  bind_call(module);
   bind_selection(module);
   bind_select(module);
   bind_checks(module);

@@ -45,7 +45,7 @@ Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Exec
 }
 
 void Problem::read_query(const AttentionRecord &record) {
-  const TensorView query = read_argument(record.query, "query", pack_.dtypes | only(FDM_FLOAT32));
+  const TensorView &query = read_argument(record.query, "query", pack_.dtypes | only(FDM_FLOAT32));
   if ((only(query.dtype->pack_code) & pack_.dtypes) == 0)
     type_error("query has dtype float32, but kernel pack ", pack_.name,
                " multiplies 16-bit numbers: convert query, key ",
@@ -71,8 +71,8 @@ void Problem::read_query(const AttentionRecord &record) {
 
 void Problem::read_key_value(const AttentionRecord &record) {
   const DtypeSet dtype = only(problem_.q.dtype);
-  const TensorView key = read_argument(record.key, "key", dtype, device_);
-  const TensorView value = read_argument(record.value, "value", dtype, device_);
+  const TensorView &key = read_argument(record.key, "key", dtype, device_);
+  const TensorView &value = read_argument(record.value, "value", dtype, device_);
   const bool packed = extents_.varlen && !paged_;
   require_rank(key, "key", packed ? 3 : 4, paged_ ? paged_form : packed ? packed_form : batch_form);
   problem_.k = packed ? with_axes(key, {new_axis, 0, 1, 2}) : with_axes(key, {0, 1, 2, 3});
@@ -121,13 +121,13 @@ void Problem::read_mask(const AttentionRecord &record) {
   if (!is_absent(record.mask) && !is_absent(record.start))
     value_error("attn_mask is given both as a boolean mask and as intervals (start, end), but only one is allowed");
   if (!is_absent(record.mask)) {
-    const TensorView mask = read_argument(record.mask, "attn_mask", only(FDM_BOOL), device_);
+    const TensorView &mask = read_argument(record.mask, "attn_mask", only(FDM_BOOL), device_);
     problem_.mask = map_scores(mask, "attn_mask", extents_);
     mask_kind_ = is_per_query(problem_.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
   }
   if (!is_absent(record.start)) {
-    const TensorView start = read_argument(record.start, "attn_mask.start", only(FDM_INT32), device_);
-    const TensorView end = read_argument(record.end, "attn_mask.end", only(FDM_INT32), device_);
+    const TensorView &start = read_argument(record.start, "attn_mask.start", only(FDM_INT32), device_);
+    const TensorView &end = read_argument(record.end, "attn_mask.end", only(FDM_INT32), device_);
     problem_.start = map_intervals(start, "attn_mask.start", extents_);
     problem_.end = map_intervals(end, "attn_mask.end", extents_);
     if (!same_shape(problem_.start, problem_.end))
@@ -144,7 +144,7 @@ void Problem::read_bias(const AttentionRecord &record) {
   has_bias_ = !is_absent(record.bias);
   if (!has_bias_) return;
   const DtypeSet allowed = only(FDM_FLOAT32) | only(problem_.q.dtype);
-  const TensorView bias = read_argument(record.bias, "attn_bias", allowed | only(FDM_FLOAT64), device_);
+  const TensorView &bias = read_argument(record.bias, "attn_bias", allowed | only(FDM_FLOAT64), device_);
   problem_.bias = map_scores(bias, "attn_bias", extents_);
   if ((only(problem_.bias.dtype) & allowed) != 0) return;
   if (is_per_query(problem_.bias))
@@ -158,7 +158,7 @@ void Problem::read_sink(const AttentionRecord &record) {
   problem_.sink = absent_tensor();
   has_sink_ = !is_absent(record.sink);
   if (!has_sink_) return;
-  const TensorView sink = read_argument(record.sink, "sink", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
+  const TensorView &sink = read_argument(record.sink, "sink", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
   if (sink.rank != 1 || sink.shape[0] != extents_.heads)
     value_error("sink has shape ", shape_of(sink), ", but must have shape (heads,) = (", extents_.heads, ",)");
   problem_.sink = with_axes(sink, {0, new_axis, new_axis, new_axis});
@@ -186,28 +186,19 @@ void Problem::read_window(const AttentionRecord &record) {
   if (record.window >= 0 && has_bias_ && problem_.bias.dtype == FDM_FLOAT64 && problem_.q.dtype != FDM_FLOAT64)
     type_error("attn_bias has dtype float64, but a selection by it needs dtype float32 or query's");
   // Where there are no keys, or no sequences, nothing is selected.
-  selects_ = record.window >= 0 && extents_.batch > 0 && extents_.keys > 0 && problem_.bias.data != nullptr;
+  selects_ = record.window >= 0 && extents_.batch > 0 && extents_.keys > 0 && !is_empty(problem_.bias);
   if (!selects_) return;
+  if ((problem_.flags & FDM_CAUSAL) == 0 || !has_bias_ || is_per_query(problem_.bias) || mask_kind_ == FDM_MASK_ROWS ||
+      mask_kind_ == FDM_MASK_INTERVALS)
+    value_error("window is ", record.window,
+                ", but only a causal problem with a bias per key, and at most a mask per key, selects by itself");
   selection_ = selection_of(problem_, extents_, record);
   problem_.mask = absent_tensor();
   problem_.start = selection_.start;
-  problem_.start.data = this; // what is present has an address, which placed() replaces
-  problem_.end = problem_.start;
+  problem_.end = selection_.end;
+  problem_.flags |= FDM_SELECTS;
   problem_.max_kept = most_kept(selection_);
   mask_kind_ = FDM_MASK_INTERVALS;
-}
-
-Problem::Placed Problem::placed(fdm_buffer plan, PlanUse use) const {
-  Placed placed{problem_, selection_, plan};
-  if (use == PlanUse::forward_only) placed.problem.flags |= FDM_FORWARD_ONLY;
-  if (!selects_) return placed;
-  const int64_t bytes = bound_bytes(selection_);
-  placed.selection.context = problem_.context;
-  std::byte *const base = static_cast<std::byte *>(plan.data);
-  placed.problem.start.data = placed.selection.start.data = base;
-  placed.problem.end.data = placed.selection.end.data = base + bytes;
-  placed.plan = {base + 2 * bytes, plan.bytes - 2 * bytes};
-  return placed;
 }
 
 void Problem::measure_plan() {
@@ -280,9 +271,9 @@ std::string Problem::describe(nb::tuple gradients) const {
   return text;
 }
 
-fdm_tensor Problem::read_like(nb::handle object, const char *name, const fdm_tensor &model,
+fdm_tensor Problem::read_like(const TensorField &field, const char *name, const fdm_tensor &model,
                               const char *model_name) const {
-  const TensorView view = read_argument(object, name, only(model.dtype), device_);
+  const TensorView &view = read_argument(field, name, only(model.dtype), device_);
   // Only varlen tensors lack the batch dimension, and backward knows no pages, so all have the rank of query.
   const int first = extents_.varlen ? 1 : 0, rank = 4 - first;
   bool equal = view.rank == rank;
@@ -293,77 +284,14 @@ fdm_tensor Problem::read_like(nb::handle object, const char *name, const fdm_ten
   return extents_.varlen ? with_axes(view, {new_axis, 0, 1, 2}) : with_axes(view, {0, 1, 2, 3});
 }
 
-fdm_tensor Problem::read_lse(nb::handle object, const char *name) const {
-  return map_lse(read_argument(object, name, only(lse_dtype()), device_), name, extents_);
+fdm_tensor Problem::read_lse(const TensorField &field, const char *name) const {
+  return map_lse(read_argument(field, name, only(lse_dtype()), device_), name, extents_);
 }
 
-void Problem::plan(nb::handle plan, nb::handle workspace) const {
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
-  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_PLAN), device_);
-  run_plan(plan_buffer, workspace_buffer);
-}
-
-void Problem::run_plan(fdm_buffer plan, fdm_buffer workspace, PlanUse use) const {
-  const Placed own = placed(plan, use);
-  call_pack<Gil::release>(pack_, selects_ ? "select_and_plan" : "plan", [&](char *message, size_t message_bytes) {
-    if (selects_)
-      return pack_.select_and_plan(&own.selection, &own.problem, own.plan, workspace, message, message_bytes);
-    return pack_.plan(&own.problem, own.plan, workspace, message, message_bytes);
-  });
-}
-
-void Problem::forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handle workspace, int32_t splits) const {
-  require_at_least(splits, "splits", 0);
-  const fdm_tensor out_tensor = read_out(out);
-  const fdm_tensor lse_tensor = read_lse(lse, "lse");
-  require_distinct_elements(lse_tensor, "lse");
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
-  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_FORWARD), device_);
-  run_forward(out_tensor, lse_tensor, splits, plan_buffer, workspace_buffer);
-}
-
-void Problem::run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan,
-                          fdm_buffer workspace, PlanUse use) const {
-  fdm_forward_args args{};
-  args.struct_size = sizeof args;
-  args.splits = splits;
-  args.out = out;
-  args.lse = lse;
-  const Placed own = placed(plan, use);
-  call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
-    return pack_.forward(&own.problem, &args, own.plan, workspace, message, message_bytes);
-  });
-}
-
-fdm_tensor Problem::read_out(nb::handle object) const {
-  const fdm_tensor out = read_like(object, "out", problem_.q, "query");
+fdm_tensor Problem::read_out(const TensorField &field) const {
+  const fdm_tensor out = read_like(field, "out", problem_.q, "query");
   require_distinct_elements(out, "out");
   return out;
-}
-
-Problem::Scratch Problem::scratch_of(bool has_lse, bool has_plan) const {
-  Scratch scratch{};
-  if (!has_lse) scratch.lse = padded(lse_bytes(extents_, lse_dtype()));
-  scratch.workspace = workspace_bytes(FDM_PASS_FORWARD);
-  if (const int64_t needed = has_plan ? 0 : needed_plan_bytes()) {
-    scratch.plan = padded(needed);
-    scratch.workspace = std::max(scratch.workspace, workspace_bytes(FDM_PASS_PLAN));
-  }
-  return scratch;
-}
-
-void Problem::attend(nb::handle out, nb::handle lse, nb::handle plan, nb::handle scratch) const {
-  const Scratch sizes = scratch_of(!is_absent(lse), !is_absent(plan));
-  attend_in(read_buffer(scratch, "scratch", sizes.bytes(), device_).data, sizes, out, lse, plan);
-}
-
-bool Problem::attend(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan) {
-  if (!exchange.current_stream(device_, problem_.context.stream)) return false;
-  const Scratch sizes = scratch_of(!is_absent(lse), !is_absent(plan));
-  const DeviceBytes memory(exchange, sizes.bytes(), device_);
-  if (memory.data() == nullptr && sizes.bytes() > 0) return false;
-  attend_in(memory.data(), sizes, out, lse, plan);
-  return true;
 }
 
 int64_t Problem::kept_bytes(bool has_lse) const {
@@ -371,99 +299,155 @@ int64_t Problem::kept_bytes(bool has_lse) const {
   return has_lse ? needed : padded(needed) + lse_bytes(extents_, lse_dtype());
 }
 
-fdm_tensor Problem::lse_behind(fdm_buffer plan) const {
+Kept Problem::kept_in(fdm_buffer plan, const TensorField &lse) const {
+  if (!is_absent(lse)) return parts_of(plan, read_lse(lse, "lse"));
   if (plan.bytes < kept_bytes(false)) value_error("lse is None, but there is no room for it behind plan");
-  std::byte *const end = static_cast<std::byte *>(plan.data) + plan.bytes;
-  return contiguous_lse(end - lse_bytes(extents_, lse_dtype()), extents_, lse_dtype());
+  plan.bytes -= lse_bytes(extents_, lse_dtype());
+  return parts_of(plan, contiguous_lse(static_cast<std::byte *>(plan.data) + plan.bytes, extents_, lse_dtype()));
 }
 
-bool Problem::attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan,
-                              bool makes_plan) {
-  if (!exchange.current_stream(device_, problem_.context.stream)) return false;
-  const int64_t bytes =
-      std::max(workspace_bytes(FDM_PASS_FORWARD), makes_plan ? workspace_bytes(FDM_PASS_PLAN) : int64_t{0});
-  const DeviceBytes memory(exchange, bytes, device_);
-  if (memory.data() == nullptr && bytes > 0) return false;
-  const fdm_tensor out_tensor = read_out(out);
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_),
-                   workspace{memory.data(), bytes};
-  const fdm_tensor lse_tensor = is_absent(lse) ? lse_behind(plan_buffer) : read_lse(lse, "lse");
-  if (makes_plan) run_plan(plan_buffer, workspace);
-  run_forward(out_tensor, lse_tensor, 0, plan_buffer, workspace);
-  return true;
+Kept Problem::parts_of(fdm_buffer plan, const fdm_tensor &lse) const {
+  Kept kept{problem_.start, problem_.end, plan, lse};
+  if (!selects_) return kept;
+  const int64_t bytes = bound_bytes(selection_);
+  std::byte *const begin = static_cast<std::byte *>(plan.data);
+  kept.start.data = begin;
+  kept.end.data = begin + bytes;
+  kept.plan = {begin + 2 * bytes, plan.bytes - 2 * bytes};
+  return kept;
 }
 
-void Problem::attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::handle lse, nb::handle plan) const {
-  const bool has_lse = !is_absent(lse);
-  std::byte *const begin = static_cast<std::byte *>(memory);
-  void *const lse_data = begin + sizes.plan;
-  const fdm_buffer workspace{begin + sizes.plan + sizes.lse, sizes.workspace};
-
-  const fdm_tensor out_tensor = read_out(out);
-  const fdm_tensor lse_tensor = has_lse ? read_lse(lse, "lse") : contiguous_lse(lse_data, extents_, lse_dtype());
-  if (has_lse) require_distinct_elements(lse_tensor, "lse");
-  if (!is_absent(plan)) {
-    run_forward(out_tensor, lse_tensor, 0, read_buffer(plan, "plan", needed_plan_bytes(), device_), workspace);
-    return;
-  }
-  const fdm_buffer own_plan{begin, sizes.plan};
-  if (sizes.plan > 0) run_plan(own_plan, workspace, PlanUse::forward_only);
-  run_forward(out_tensor, lse_tensor, 0, own_plan, workspace, PlanUse::forward_only);
+fdm_problem Problem::with(const Kept &kept, PlanUse use) const {
+  fdm_problem problem = problem_;
+  if (use == PlanUse::forward_only) problem.flags |= FDM_FORWARD_ONLY;
+  problem.start = kept.start;
+  problem.end = kept.end;
+  return problem;
 }
 
-void Problem::backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const {
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
-  const fdm_backward_args args = read_gradients(arguments, plan_buffer);
-  run_backward(args, plan_buffer, read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_BACKWARD), device_));
-}
-
-bool Problem::backward(const Exchange &exchange, const BackwardArguments &arguments, nb::handle plan) {
-  if (!exchange.current_stream(device_, problem_.context.stream)) return false;
-  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
-  const fdm_backward_args args = read_gradients(arguments, plan_buffer);
-  const int64_t bytes = workspace_bytes(FDM_PASS_BACKWARD);
-  const DeviceBytes memory(exchange, bytes, device_);
-  if (memory.data() == nullptr && bytes > 0) return false;
-  run_backward(args, plan_buffer, {memory.data(), bytes});
-  return true;
-}
-
-void Problem::run_backward(const fdm_backward_args &args, fdm_buffer plan, fdm_buffer workspace) const {
-  const Placed own = placed(plan);
-  call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {
-    return pack_.backward(&own.problem, &args, own.plan, workspace, message, message_bytes);
+void Problem::run_plan(const Kept &kept, fdm_buffer workspace, PlanUse use) const {
+  const fdm_problem problem = with(kept, use);
+  fdm_selection selection = selection_;
+  selection.context = problem_.context;
+  selection.start = kept.start;
+  selection.end = kept.end;
+  call_pack<Gil::release>(pack_, selects_ ? "select_and_plan" : "plan", [&](char *message, size_t message_bytes) {
+    if (selects_) return pack_.select_and_plan(&selection, &problem, kept.plan, workspace, message, message_bytes);
+    return pack_.plan(&problem, kept.plan, workspace, message, message_bytes);
   });
 }
 
-fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, fdm_buffer plan) const {
+void Problem::run_forward(const fdm_tensor &out, const Kept &kept, int32_t splits, fdm_buffer workspace,
+                          PlanUse use) const {
+  fdm_forward_args args{};
+  args.struct_size = sizeof args;
+  args.splits = splits;
+  args.out = out;
+  args.lse = kept.lse;
+  const fdm_problem problem = with(kept, use);
+  call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
+    return pack_.forward(&problem, &args, kept.plan, workspace, message, message_bytes);
+  });
+}
+
+void Problem::plan(const TensorField &plan, const TensorField &workspace) const {
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_PLAN), device_);
+  run_plan(parts_of(plan_buffer, absent_tensor()), workspace_buffer);
+}
+
+void Problem::forward(const TensorField &out, const TensorField &lse, const TensorField &plan,
+                      const TensorField &workspace, int32_t splits) const {
+  require_at_least(splits, "splits", 0);
+  const fdm_tensor out_tensor = read_out(out);
+  const fdm_tensor lse_tensor = read_lse(lse, "lse");
+  require_distinct_elements(lse_tensor, "lse");
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
+  const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_FORWARD), device_);
+  run_forward(out_tensor, parts_of(plan_buffer, lse_tensor), splits, workspace_buffer);
+}
+
+Problem::AttendSizes Problem::attend_sizes(bool has_lse, bool has_plan) const {
+  const int64_t needed = has_plan ? 0 : needed_plan_bytes();
+  AttendSizes sizes{has_lse ? needed : padded(needed) + lse_bytes(extents_, lse_dtype()),
+                    workspace_bytes(FDM_PASS_FORWARD)};
+  if (needed > 0) sizes.work = std::max(sizes.work, workspace_bytes(FDM_PASS_PLAN));
+  return sizes;
+}
+
+bool Problem::attend(const TensorField &out, const TensorField &lse, const TensorField &plan, Workspace &&workspace) {
+  const AttendSizes sizes = attend_sizes(!is_absent(lse), !is_absent(plan));
+  fdm_buffer memory;
+  if (!workspace.take(sizes.bytes(), device_, problem_.context.stream, memory)) return false;
+  const fdm_buffer work{static_cast<std::byte *>(memory.data) + padded(sizes.kept), sizes.work};
+  const fdm_tensor out_tensor = read_out(out);
+  if (is_absent(plan)) {
+    const Kept kept = kept_in({memory.data, sizes.kept}, lse);
+    require_distinct_elements(kept.lse, "lse");
+    if (kept.plan.bytes > 0) run_plan(kept, work, PlanUse::forward_only);
+    run_forward(out_tensor, kept, 0, work, PlanUse::forward_only);
+  } else {
+    const fdm_buffer given = read_buffer(plan, "plan", needed_plan_bytes(), device_);
+    const fdm_tensor lse_tensor =
+        is_absent(lse) ? contiguous_lse(memory.data, extents_, lse_dtype()) : read_lse(lse, "lse");
+    require_distinct_elements(lse_tensor, "lse");
+    run_forward(out_tensor, parts_of(given, lse_tensor), 0, work);
+  }
+  return true;
+}
+
+bool Problem::keep(const TensorField &out, const TensorField &lse, const TensorField &given_plan,
+                   const TensorField &new_plan, Workspace &&workspace) {
+  const int64_t needed = needed_plan_bytes();
+  const bool is_planned = needed == 0 || !is_absent(given_plan);
+  const int64_t plan_work = is_planned ? 0 : workspace_bytes(FDM_PASS_PLAN);
+  fdm_buffer work;
+  if (!workspace.take(std::max(plan_work, workspace_bytes(FDM_PASS_FORWARD)), device_, problem_.context.stream, work))
+    return false;
+  const fdm_tensor out_tensor = read_out(out);
+  const TensorField &plan = is_absent(given_plan) ? new_plan : given_plan;
+  const Kept kept = kept_in(read_buffer(plan, "plan", needed, device_), lse);
+  if (!is_planned) run_plan(kept, work);
+  run_forward(out_tensor, kept, 0, work);
+  return true;
+}
+
+bool Problem::backward(const BackwardArguments &arguments, const TensorField &plan, Workspace &&workspace) {
+  const Kept kept = kept_in(read_buffer(plan, "plan", needed_plan_bytes(), device_), arguments.lse);
+  const fdm_backward_args args = read_gradients(arguments, kept.lse);
+  fdm_buffer work;
+  if (!workspace.take(workspace_bytes(FDM_PASS_BACKWARD), device_, problem_.context.stream, work)) return false;
+  const fdm_problem problem = with(kept);
+  call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {
+    return pack_.backward(&problem, &args, kept.plan, work, message, message_bytes);
+  });
+  return true;
+}
+
+fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, const fdm_tensor &lse) const {
   if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
   fdm_backward_args args{};
   args.struct_size = sizeof args;
   args.out = read_like(arguments.out, "out", problem_.q, "query");
-  args.lse = is_absent(arguments.lse) ? lse_behind(plan) : read_lse(arguments.lse, "lse");
+  args.lse = lse;
   args.dout = read_like(arguments.dout, "dout", problem_.q, "query");
   args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
 
-  Py_ssize_t read = 0;
-  const auto find = [&](const char *field) {
-    PyObject *found = PyDict_GetItemString(arguments.gradients.ptr(), field);
-    if (found != nullptr) ++read;
-    return nb::handle(found != nullptr ? found : Py_None);
-  };
-  const auto read_gradient = [&](const char *field, const char *name, const fdm_tensor &model) {
-    const nb::handle object = find(field);
-    if (is_absent(object)) return absent_tensor();
-    const fdm_tensor gradient = read_like(object, name, model, field);
+  const Gradients &gradients = arguments.gradients;
+  const auto read_gradient = [&](const TensorField &field, const char *name, const fdm_tensor &model,
+                                 const char *model_name) {
+    if (is_absent(field)) return absent_tensor();
+    const fdm_tensor gradient = read_like(field, name, model, model_name);
     require_distinct_elements(gradient, name);
     return gradient;
   };
-  args.dq = read_gradient("query", "dq", problem_.q);
-  args.dk = read_gradient("key", "dk", problem_.k);
-  args.dv = read_gradient("value", "dv", problem_.v);
+  args.dq = read_gradient(gradients.query, "dq", problem_.q, "query");
+  args.dk = read_gradient(gradients.key, "dk", problem_.k, "key");
+  args.dv = read_gradient(gradients.value, "dv", problem_.v, "value");
   args.dbias = absent_tensor();
-  if (const nb::handle object = find("bias"); !is_absent(object)) {
+  if (!is_absent(gradients.bias)) {
     if (!has_bias_) value_error("dbias is given, but the problem has no attn_bias");
-    const TensorView dbias = read_argument(object, "dbias", only(problem_.bias.dtype), device_);
+    const TensorView &dbias = read_argument(gradients.bias, "dbias", only(problem_.bias.dtype), device_);
     args.dbias = map_scores(dbias, "dbias", extents_);
     if (!same_shape(args.dbias, problem_.bias))
       value_error("dbias has shape ", shape_of(dbias), ", but must have the shape of attn_bias, in 4 dimensions ",
@@ -471,18 +455,30 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, fd
     require_distinct_elements(args.dbias, "dbias");
   }
   args.dsink = absent_tensor();
-  if (const nb::handle object = find("sink"); !is_absent(object)) {
+  if (!is_absent(gradients.sink)) {
     if (!has_sink_) value_error("dsink is given, but the problem has no sink");
-    const TensorView dsink = read_argument(object, "dsink", only(problem_.sink.dtype), device_);
+    const TensorView &dsink = read_argument(gradients.sink, "dsink", only(problem_.sink.dtype), device_);
     if (dsink.rank != 1 || dsink.shape[0] != extents_.heads)
       value_error("dsink has shape ", shape_of(dsink), ", but must have shape (", extents_.heads, ",) like sink");
     args.dsink = with_axes(dsink, {0, new_axis, new_axis, new_axis});
     require_distinct_elements(args.dsink, "dsink");
   }
-  if (read != PyDict_Size(arguments.gradients.ptr()))
-    value_error("gradients are wanted of ", nb::str(arguments.gradients.keys()).c_str(),
-                ", but there are those of query, key, value, bias and sink only");
   return args;
+}
+
+Gradients read_gradients(nb::dict by_name) {
+  Gradients gradients;
+  Py_ssize_t read = 0;
+  gradients.each_field([&](const char *name, TensorField &field) {
+    PyObject *found = PyDict_GetItemString(by_name.ptr(), name);
+    if (found == nullptr) return;
+    field = TensorField(found);
+    ++read;
+  });
+  if (read != PyDict_Size(by_name.ptr()))
+    value_error("gradients are wanted of ", nb::str(by_name.keys()).c_str(),
+                ", but there are those of query, key, value, bias and sink only");
+  return gradients;
 }
 
 } // namespace fdm

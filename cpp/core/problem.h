@@ -11,9 +11,32 @@
 
 namespace fdm {
 
+// The gradients of a call, None where one is not wanted, by the fields of AttentionRecord that they belong to.
+struct Gradients {
+  TensorField query, key, value, bias, sink;
+
+  template <class Visit> void each_field(Visit &&visit) {
+    visit("query", query);
+    visit("key", key);
+    visit("value", value);
+    visit("bias", bias);
+    visit("sink", sink);
+  }
+};
+
+// ValueError for a name that no gradient has.
+Gradients read_gradients(nb::dict by_name);
+
 struct BackwardArguments {
-  nb::handle dout, dlse, out, lse;
-  nb::dict gradients; // the tensors to write, by the names of the fields of AttentionRecord that they belong to
+  TensorField dout, dlse, out, lse;
+  Gradients gradients;
+};
+
+// What a forward pass leaves for the backward pass beside its output.
+struct Kept {
+  fdm_tensor start, end; // of the mask, or of the selection that the call makes
+  fdm_buffer plan;       // the pack's
+  fdm_tensor lse;
 };
 
 // Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
@@ -29,31 +52,34 @@ public:
   // there are any. Results are taken to be contiguous. Runs nothing.
   std::string describe(nb::tuple gradients) const;
 
-  void plan(nb::handle plan, nb::handle workspace) const;
-  void forward(nb::handle out, nb::handle lse, nb::handle plan, nb::handle workspace, int32_t splits) const;
+  void plan(const TensorField &plan, const TensorField &workspace) const;
+  void forward(const TensorField &out, const TensorField &lse, const TensorField &plan, const TensorField &workspace,
+               int32_t splits) const;
+
+  // These return false, with nothing done, where the workspace has no memory.
 
   // forward, with a plan of its own where none is given, and an lse that nobody reads where that is None. What it needs
-  // for these it takes from one scratch tensor, since allocations are a good part of a small call's time.
-  int64_t attend_bytes(bool has_lse, bool has_plan) const { return scratch_of(has_lse, has_plan).bytes(); }
-  void attend(nb::handle out, nb::handle lse, nb::handle plan, nb::handle scratch) const;
-  // The same on the current stream of a tensor library, and in memory of its allocator. False, with nothing done, where
-  // it does not offer both.
-  bool attend(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan);
+  // for these is a part of its workspace, since allocations are a good part of a small call's time.
+  int64_t attend_bytes(bool has_lse, bool has_plan) const { return attend_sizes(has_lse, has_plan).bytes(); }
+  bool attend(const TensorField &out, const TensorField &lse, const TensorField &plan, Workspace &&workspace);
+  // As attend, for a call whose plan is kept for backward: the given one, or where that is None a new one, which it makes.
+  // An lse that is None is the last part of a new plan of kept_bytes(), and so it is for backward.
+  int64_t kept_bytes(bool has_lse) const;
+  bool keep(const TensorField &out, const TensorField &lse, const TensorField &given_plan, const TensorField &new_plan,
+            Workspace &&workspace);
+  bool backward(const BackwardArguments &arguments, const TensorField &plan, Workspace &&workspace);
+
+  const Extents &extents() const { return extents_; }
   // Of lse and of its gradient.
   int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
-  // As attend, for a call whose plan is kept for backward; `makes_plan` says that it is still to be made. An lse that is
-  // None lies behind the plan, in the last of kept_bytes(), and so it does for backward.
-  int64_t kept_bytes(bool has_lse) const;
-  bool attend_and_keep(const Exchange &exchange, nb::handle out, nb::handle lse, nb::handle plan, bool makes_plan);
-  void backward(const BackwardArguments &arguments, nb::handle plan, nb::handle workspace) const;
-  bool backward(const Exchange &exchange, const BackwardArguments &arguments, nb::handle plan);
+  void use_threads(int32_t threads) { problem_.context.threads = threads; }
 
 private:
-  // The bytes of each part of attend's scratch memory, where it is needed.
-  struct Scratch {
-    int64_t plan, lse, workspace;
+  // The bytes that attend needs: for what others keep, and for its work.
+  struct AttendSizes {
+    int64_t kept, work;
 
-    int64_t bytes() const { return plan + lse + workspace; }
+    int64_t bytes() const { return padded(kept) + work; }
   };
 
   void read_query(const AttentionRecord &record);
@@ -67,27 +93,22 @@ private:
   void measure_plan();
 
   // A tensor of the shape and dtype of query, key or value.
-  fdm_tensor read_like(nb::handle object, const char *name, const fdm_tensor &model, const char *model_name) const;
-  fdm_tensor read_lse(nb::handle object, const char *name) const;
-  fdm_tensor read_out(nb::handle object) const;
-  Scratch scratch_of(bool has_lse, bool has_plan) const;
-  fdm_tensor lse_behind(fdm_buffer plan) const;
-  fdm_backward_args read_gradients(const BackwardArguments &arguments, fdm_buffer plan) const;
+  fdm_tensor read_like(const TensorField &field, const char *name, const fdm_tensor &model,
+                       const char *model_name) const;
+  fdm_tensor read_lse(const TensorField &field, const char *name) const;
+  fdm_tensor read_out(const TensorField &field) const;
+  AttendSizes attend_sizes(bool has_lse, bool has_plan) const;
+  // The parts of a plan; the last one is the lse if that is None.
+  Kept kept_in(fdm_buffer plan, const TensorField &lse) const;
+  Kept parts_of(fdm_buffer plan, const fdm_tensor &lse) const;
+  fdm_backward_args read_gradients(const BackwardArguments &arguments, const fdm_tensor &lse) const;
 
-  // What a pack is given: where the problem selects its keys, start and end are the first part of the plan's memory.
-  struct Placed {
-    fdm_problem problem;
-    fdm_selection selection;
-    fdm_buffer plan;
-  };
   // Who reads a plan: other calls too, or the forward pass alone.
   enum class PlanUse { kept, forward_only };
-  Placed placed(fdm_buffer plan, PlanUse use = PlanUse::kept) const;
-  void attend_in(void *memory, const Scratch &sizes, nb::handle out, nb::handle lse, nb::handle plan) const;
-  void run_plan(fdm_buffer plan, fdm_buffer workspace, PlanUse use = PlanUse::kept) const;
-  void run_forward(const fdm_tensor &out, const fdm_tensor &lse, int32_t splits, fdm_buffer plan, fdm_buffer workspace,
+  fdm_problem with(const Kept &kept, PlanUse use = PlanUse::kept) const;
+  void run_plan(const Kept &kept, fdm_buffer workspace, PlanUse use = PlanUse::kept) const;
+  void run_forward(const fdm_tensor &out, const Kept &kept, int32_t splits, fdm_buffer workspace,
                    PlanUse use = PlanUse::kept) const;
-  void run_backward(const fdm_backward_args &args, fdm_buffer plan, fdm_buffer workspace) const;
 
   const fdm_pack &pack_;
   fdm_problem problem_;
@@ -95,7 +116,7 @@ private:
   Device device_;
   bool paged_;
   bool has_bias_, has_sink_;
-  bool selects_; // its keys, by its bias; start and end of problem_ then say no more than that there are intervals
+  bool selects_; // its keys, by its bias; start and end of problem_ then have no memory, which is a part of the plan's
   fdm_selection selection_;
   fdm_mask_kind mask_kind_;
   int64_t plan_bytes_;

@@ -8,12 +8,16 @@ namespace fdm {
 namespace {
 
 template <class Record> Py_ssize_t field_count() {
-  Py_ssize_t count = 0;
-  Record{}.each_field([&](const char *, auto &) { ++count; });
-  return count;
+  static const Py_ssize_t counted = [] {
+    Py_ssize_t count = 0;
+    Record record;
+    record.each_field([&](const char *, auto &) { ++count; });
+    return count;
+  }();
+  return counted;
 }
 
-void read_field(const char *, nb::handle value, nb::handle &field) { field = value; }
+void read_field(const char *, nb::handle value, TensorField &field) { field = TensorField(value); }
 
 template <class Number> void read_field(const char *name, nb::handle value, Number &field) {
   if (!nb::try_cast<Number>(value, field))
@@ -23,8 +27,8 @@ template <class Number> void read_field(const char *name, nb::handle value, Numb
                                                  : "a number");
 }
 
-void leave_out(nb::handle &field) { field = nb::handle(Py_None); }
-template <class Number> void leave_out(Number &) {}
+nb::object as_object(const TensorField &field) { return nb::borrow(field.object()); }
+template <class Number> nb::object as_object(Number field) { return nb::cast(field); }
 
 // `named` may be null.
 template <class Record> Record read_fields(PyObject *positional, PyObject *named) {
@@ -38,10 +42,7 @@ template <class Record> Record read_fields(PyObject *positional, PyObject *named
     else if (named != nullptr && (value = PyDict_GetItemString(named, name)) != nullptr)
       ++found;
     ++position;
-    if (value == nullptr)
-      leave_out(field);
-    else
-      read_field(name, value, field);
+    if (value != nullptr) read_field(name, value, field);
   });
   if (given > position) type_error("a record of ", position, " fields is given ", given, " by position");
   if (named != nullptr && found != PyDict_Size(named))
@@ -60,42 +61,24 @@ template <class Record> Record read_record(nb::handle tuple) {
   return read_fields<Record>(tuple.ptr(), nullptr);
 }
 
-template <class Record> Record read_record(nb::tuple first, size_t count, nb::tuple others) {
-  if (first.size() < count || count + others.size() != static_cast<size_t>(field_count<Record>()))
-    type_error("a record must be two tuples of ", field_count<Record>(), " fields in all, ",
-               nb::str(field_names<Record>()).c_str());
-  Record record;
-  size_t position = 0;
-  record.each_field([&](const char *name, auto &field) {
-    read_field(name, position < count ? first[position] : others[position - count], field);
-    ++position;
-  });
-  return record;
-}
-
 template <class Record> Record read_record(const nb::args &positional, const nb::kwargs &named) {
   return read_fields<Record>(positional.ptr(), named.ptr());
 }
 
 template <class Record> nb::tuple as_tuple(Record &record) {
-  nb::object tuple = nb::steal(PyTuple_New(field_count<Record>()));
-  if (!tuple.is_valid()) nb::raise_python_error();
-  Py_ssize_t position = 0;
-  record.each_field([&](const char *, auto &field) {
-    nb::object value = nb::cast(field);
-    PyTuple_SetItem(tuple.ptr(), position++, value.release().ptr());
-  });
-  return nb::borrow<nb::tuple>(tuple);
+  nb::list values;
+  record.each_field([&](const char *, auto &field) { values.append(as_object(field)); });
+  return nb::tuple(values);
 }
 
 template <class Record> nb::tuple field_names() {
   nb::list names;
-  Record{}.each_field([&](const char *name, auto &) { names.append(nb::str(name)); });
+  Record record;
+  record.each_field([&](const char *name, auto &) { names.append(nb::str(name)); });
   return nb::tuple(names);
 }
 
 template AttentionRecord read_record<AttentionRecord>(nb::handle);
-template AttentionRecord read_record<AttentionRecord>(nb::tuple, size_t, nb::tuple);
 template SelectionRecord read_record<SelectionRecord>(nb::handle);
 template AttentionRecord read_record<AttentionRecord>(const nb::args &, const nb::kwargs &);
 template SelectionRecord read_record<SelectionRecord>(const nb::args &, const nb::kwargs &);

@@ -9,20 +9,22 @@
 
 #include <cstdint>
 
+#include "tensor.h"
+
 namespace fdm {
 
 namespace nb = nanobind;
 
 // Where the sequences of a packed call begin: both, or None and None.
 struct CuSeqlens {
-  nb::handle q, k;
+  TensorField q, k;
 };
 
 // The fields that a call leaves out by name have the values given here; tensors are None.
 struct AttentionRecord {
-  nb::handle query, key, value, mask, start, end, bias;
+  TensorField query, key, value, mask, start, end, bias;
   CuSeqlens cu_seqlens;
-  nb::handle block_table, given_plan, sink;
+  TensorField block_table, given_plan, sink;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0, max_kept = 0;
   int64_t window = -1, keep_last = 0, keep_first = 0;
   double scale = 1, softcap = 0;
@@ -55,7 +57,7 @@ struct AttentionRecord {
 };
 
 struct SelectionRecord {
-  nb::handle bias, mask;
+  TensorField bias, mask;
   CuSeqlens cu_seqlens;
   int64_t batch = 0, heads = 0, kv_heads = 0, queries = 0, keys = 0, window = 0;
   int64_t keep_last = 0, keep_first = 0;
@@ -86,9 +88,6 @@ struct Execution {
 
 // Reads a record from a tuple of all its fields. TypeError for another number of them, or a value of another type.
 template <class Record> Record read_record(nb::handle tuple);
-
-// The same from a tuple that begins with its first `count` fields, and a tuple of the others.
-template <class Record> Record read_record(nb::tuple first, size_t count, nb::tuple others);
 
 // Reads a record from its first fields by position and any others by name.
 template <class Record> Record read_record(const nb::args &positional, const nb::kwargs &named);

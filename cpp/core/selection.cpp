@@ -13,7 +13,7 @@ Selection::Selection(const fdm_pack &pack, const SelectionRecord &record, const 
   selection_.start = selection_.end = selection_.keep = absent_tensor();
   require_at_least(execution.threads, "threads", 1);
   read_sizes(record);
-  const TensorView bias = read_argument(record.bias, "attn_bias", float_dtypes | (pack_.dtypes & only(FDM_FLOAT64)));
+  const TensorView &bias = read_argument(record.bias, "attn_bias", float_dtypes | (pack_.dtypes & only(FDM_FLOAT64)));
   require_pack_device(bias, "attn_bias", pack_);
   device_ = bias.device;
   read_sequences(record);
@@ -65,7 +65,7 @@ void Selection::read_scores(const SelectionRecord &record, const TensorView &bia
   std::copy_n(selection_.bias.shape, 4, result_shape_);
   selection_.mask = absent_tensor();
   if (is_absent(record.mask)) return;
-  const TensorView mask = read_argument(record.mask, "attn_mask", only(FDM_BOOL), device_);
+  const TensorView &mask = read_argument(record.mask, "attn_mask", only(FDM_BOOL), device_);
   selection_.mask = map_scores(mask, "attn_mask", extents_);
   const int64_t *shape = selection_.mask.shape;
   // Where both have a row for each query, or neither, the shapes differ by sizes of 1 and by the two head counts only.
@@ -96,27 +96,17 @@ void Selection::require_result_shape(const fdm_tensor &result, const char *name)
 // A result without elements has no address, by which a pack knows what is wanted.
 bool Selection::has_elements() const { return std::count(result_shape_, result_shape_ + 4, 0) == 0; }
 
-void Selection::select(const fdm_selection &selection, nb::handle workspace) const {
-  if (has_elements()) run(selection, read_buffer(workspace, "workspace", workspace_bytes(selection), device_));
-}
-
-bool Selection::select(fdm_selection selection, const Exchange &exchange) const {
+bool Selection::select(fdm_selection selection, Workspace &workspace) const {
   if (!has_elements()) return true;
-  if (!exchange.current_stream(device_, selection.context.stream)) return false;
-  const int64_t bytes = workspace_bytes(selection);
-  const DeviceBytes memory(exchange, bytes, device_);
-  if (memory.data() == nullptr && bytes > 0) return false;
-  run(selection, {memory.data(), bytes});
+  fdm_buffer memory;
+  if (!workspace.take(workspace_bytes(selection), device_, selection.context.stream, memory)) return false;
+  call_pack<Gil::release>(pack_, "select", [&](char *message, size_t message_bytes) {
+    return pack_.select(&selection, memory, message, message_bytes);
+  });
   return true;
 }
 
-void Selection::run(const fdm_selection &selection, fdm_buffer workspace) const {
-  call_pack<Gil::release>(pack_, "select", [&](char *message, size_t message_bytes) {
-    return pack_.select(&selection, workspace, message, message_bytes);
-  });
-}
-
-fdm_selection Selection::with_intervals(nb::handle start, nb::handle end) const {
+bool Selection::intervals(const TensorField &start, const TensorField &end, Workspace &&workspace) const {
   if ((selection_.flags & FDM_CAUSAL) == 0)
     value_error("start and end are wanted, but causal is False; without a causal limit only keep holds a selection");
   if (result_shape_[2] != 1)
@@ -127,26 +117,14 @@ fdm_selection Selection::with_intervals(nb::handle start, nb::handle end) const 
   selection.end = map_intervals(read_argument(end, "end", only(FDM_INT32), device_), "end", extents_);
   require_result_shape(selection.start, "start");
   require_result_shape(selection.end, "end");
-  return selection;
+  return select(selection, workspace);
 }
 
-fdm_selection Selection::with_keep(nb::handle keep) const {
+bool Selection::keep(const TensorField &keep, Workspace &&workspace) const {
   fdm_selection selection = selection_;
   selection.keep = map_scores(read_argument(keep, "keep", only(FDM_BOOL), device_), "keep", extents_);
   require_result_shape(selection.keep, "keep");
-  return selection;
+  return select(selection, workspace);
 }
-
-void Selection::intervals(nb::handle start, nb::handle end, nb::handle workspace) const {
-  select(with_intervals(start, end), workspace);
-}
-
-void Selection::keep(nb::handle keep, nb::handle workspace) const { select(with_keep(keep), workspace); }
-
-bool Selection::intervals(const Exchange &exchange, nb::handle start, nb::handle end) const {
-  return select(with_intervals(start, end), exchange);
-}
-
-bool Selection::keep(const Exchange &exchange, nb::handle keep) const { return select(with_keep(keep), exchange); }
 
 } // namespace fdm

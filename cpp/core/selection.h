@@ -18,13 +18,9 @@ public:
   // The same for intervals and for keep.
   int64_t workspace_bytes() const { return workspace_bytes(selection_); }
 
-  void intervals(nb::handle start, nb::handle end, nb::handle workspace) const;
-  void keep(nb::handle keep, nb::handle workspace) const;
-
-  // The same on the current stream of a tensor library, and in memory of its allocator. False, with nothing done, where
-  // it does not offer both.
-  bool intervals(const Exchange &exchange, nb::handle start, nb::handle end) const;
-  bool keep(const Exchange &exchange, nb::handle keep) const;
+  // False, with nothing done, where the workspace has no memory.
+  bool intervals(const TensorField &start, const TensorField &end, Workspace &&workspace) const;
+  bool keep(const TensorField &keep, Workspace &&workspace) const;
 
 private:
   void read_sizes(const SelectionRecord &record);
@@ -32,11 +28,7 @@ private:
   void read_scores(const SelectionRecord &record, const TensorView &bias);
   int64_t workspace_bytes(const fdm_selection &selection) const;
   void require_result_shape(const fdm_tensor &result, const char *name) const;
-  fdm_selection with_intervals(nb::handle start, nb::handle end) const;
-  fdm_selection with_keep(nb::handle keep) const;
-  void select(const fdm_selection &selection, nb::handle workspace) const;
-  bool select(fdm_selection selection, const Exchange &exchange) const;
-  void run(const fdm_selection &selection, fdm_buffer workspace) const;
+  bool select(fdm_selection selection, Workspace &workspace) const;
   bool has_elements() const;
 
   const fdm_pack &pack_;

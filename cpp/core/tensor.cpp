@@ -144,7 +144,8 @@ void read_tuple(TensorView &view, nb::handle object, const char *name) {
       PyTuple_Size(shape) != PyTuple_Size(stride))
     type_error(name, " is not a tuple of the form ", tuple_form, " with as many strides as sizes");
 
-  view.data = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, 0));
+  PyObject *address = PyTuple_GetItem(tuple, 0);
+  view.data = address == Py_None ? nullptr : PyLong_AsVoidPtr(address);
   if (PyErr_Occurred()) {
     PyErr_Clear();
     type_error(name, " has no address as the first item of its tuple form ", tuple_form);
@@ -183,33 +184,48 @@ bool TensorView::contiguous() const {
   return true;
 }
 
-TensorView read_tensor(nb::handle object, const char *name) {
-  TensorView view;
-  if (PyTuple_Check(object.ptr())) {
-    read_tuple(view, object, name);
-  } else {
-    const dlpack::ExchangeTable *table = exchange_cache.find(Py_TYPE(object.ptr()));
-    if (table == nullptr)
-      type_error(name, " is of type ", type_name_of(object), ", but must be a torch.Tensor or a tuple ", tuple_form);
-    read_exchange(view, *table, object, name);
-  }
-  if (view.data == nullptr && !view.empty())
-    value_error(name, " of shape ", shape_of(view), " has no memory: fake and meta tensors cannot be computed with");
-  return view;
+bool TensorView::operator==(const TensorView &other) const {
+  return data == other.data && dtype == other.dtype && same_device(device, other.device) && rank == other.rank &&
+         std::equal(shape, shape + rank, other.shape) && std::equal(stride, stride + rank, other.stride);
 }
 
-bool try_read_tensor(TensorView &view, nb::handle object) {
-  const dlpack::ExchangeTable *table = exchange_cache.find(Py_TYPE(object.ptr()));
+const TensorView &TensorField::read(const char *name) const {
+  if (type_ != nullptr) return view_;
+  if (PyTuple_Check(object_.ptr())) {
+    read_tuple(view_, object_, name);
+  } else {
+    const dlpack::ExchangeTable *table = exchange_cache.find(Py_TYPE(object_.ptr()));
+    if (table == nullptr)
+      type_error(name, " is of type ", type_name_of(object_), ", but must be a torch.Tensor or a tuple ", tuple_form);
+    read_exchange(view_, *table, object_, name);
+  }
+  if (needs_memory_ && view_.data == nullptr && !view_.empty())
+    value_error(name, " of shape ", shape_of(view_), " has no memory: fake and meta tensors cannot be computed with");
+  type_ = Py_TYPE(object_.ptr());
+  return view_;
+}
+
+bool TensorField::try_read() const {
+  if (type_ != nullptr) return true;
+  const dlpack::ExchangeTable *table = exchange_cache.find(Py_TYPE(object_.ptr()));
   dlpack::Tensor tensor;
   if (table == nullptr) return false;
-  if (table->view_from_object(object.ptr(), &tensor) != 0) {
+  if (table->view_from_object(object_.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;
   }
   if (tensor.rank > TensorView::max_rank) return false;
-  view.rank = tensor.rank;
-  read_view(view, tensor);
-  return view.data != nullptr || view.empty();
+  view_.rank = tensor.rank;
+  read_view(view_, tensor);
+  if (view_.data == nullptr && !view_.empty()) return false;
+  type_ = Py_TYPE(object_.ptr());
+  return true;
+}
+
+bool TensorField::reads_as(nb::handle other) const {
+  if (is_absent()) return other.is_none();
+  const TensorField field(other);
+  return Py_TYPE(other.ptr()) == type_ && field.try_read() && field.view_ == view_;
 }
 
 Exchange::Exchange(nb::handle tensor) : table_(exchange_cache.find(Py_TYPE(tensor.ptr()))) {}

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// A view of a tensor that Python owns: no reference is kept and nothing is copied.
+// Views of tensors that Python owns: nothing is copied.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "../pack.h"
 #include "dlpack.h"
@@ -41,16 +42,53 @@ struct TensorView {
   int64_t stride[max_rank]; // in elements
 
   bool empty() const;
+  bool operator==(const TensorView &other) const;
   // With the strides that a new tensor has, also in dimensions of a size of 0 or 1, where others would do.
   bool contiguous() const;
 };
 
-// Reads an object whose type has DLPack's C exchange API, or the tuple
-// (data_ptr, dtype, shape, strides_in_elements, device_type, device_index). `name` is the argument's name for messages.
-TensorView read_tensor(nb::handle object, const char *name);
+// A tensor that a call is given, or None: an object whose type has DLPack's C exchange API, or the tuple
+// (data_ptr, dtype, shape, strides_in_elements, device_type, device_index). It is read once.
+class TensorField {
+public:
+  TensorField() : object_(nb::none()) {}
+  TensorField(nb::handle object) : object_(nb::borrow(object)) {}
+  TensorField(TensorField &&other) noexcept : object_(other.release()) { take_view(other); }
+  TensorField &operator=(TensorField &&other) noexcept {
+    object_ = other.release();
+    take_view(other);
+    return *this;
+  }
 
-// The same for an object of a type with the API; false, without an exception, where it cannot be read.
-bool try_read_tensor(TensorView &view, nb::handle object);
+  bool is_absent() const { return type_ == nullptr && object_.is_none(); }
+  nb::handle object() const { return object_; }
+
+  // `name` is the argument's name for messages.
+  const TensorView &read(const char *name) const;
+  // The same for an object of a type with the API; false, without an exception, where it cannot be read.
+  bool try_read() const;
+  const TensorView &view() const { return view_; } // of what has been read
+
+  // Sizes and strides are all that is asked of it: its address may be None.
+  void allow_no_memory() { needs_memory_ = false; }
+
+  // Gives the object away, and still knows what was read.
+  nb::object release() { return std::exchange(object_, nb::none()); }
+  // Whether another object is of the same type and reads the same, its address included; or both are None.
+  bool reads_as(nb::handle other) const;
+
+private:
+  void take_view(const TensorField &other) {
+    type_ = other.type_;
+    needs_memory_ = other.needs_memory_;
+    if (type_ != nullptr) view_ = other.view_;
+  }
+
+  nb::object object_;
+  mutable PyTypeObject *type_ = nullptr; // of an object that has been read
+  mutable TensorView view_;
+  bool needs_memory_ = true;
+};
 
 // What the library of a tensor's type knows of its device, through the same API.
 class Exchange {
@@ -97,3 +135,12 @@ inline Sizes strides_of(const TensorView &view) { return {view.stride, view.rank
 Text &operator<<(Text &stream, Device device);
 
 } // namespace fdm
+
+template <> struct nanobind::detail::type_caster<fdm::TensorField> {
+  NB_TYPE_CASTER(fdm::TensorField, const_name("object"))
+
+  bool from_python(handle object, uint8_t, cleanup_list *) noexcept {
+    value = fdm::TensorField(object);
+    return true;
+  }
+};

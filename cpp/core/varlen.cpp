@@ -12,8 +12,8 @@ namespace {
 
 const int32_t *values_of(const fdm_tensor &tensor) { return static_cast<const int32_t *>(tensor.data); }
 
-SequenceLengths read_bounds(nb::handle object, const char *name, const char *longest_name, Device device) {
-  const TensorView view = read_argument(object, name, only(FDM_INT32), device);
+SequenceLengths read_bounds(const TensorField &field, const char *name, const char *longest_name, Device device) {
+  const TensorView &view = read_argument(field, name, only(FDM_INT32), device);
   require_rank(view, name, 1, "(batch + 1,)");
   if (view.shape[0] < 1) value_error(name, " has shape ", shape_of(view), ", but must have batch + 1 values");
   if (view.shape[0] > 1 && view.stride[0] != 1)
@@ -70,9 +70,9 @@ void require_longest(const SequenceLengths &lengths, int64_t longest) {
                 lengths.name);
 }
 
-fdm_tensor read_block_table(nb::handle object, const SequenceLengths &keys, int64_t pages, int64_t page_size,
+fdm_tensor read_block_table(const TensorField &field, const SequenceLengths &keys, int64_t pages, int64_t page_size,
                             Device device) {
-  const TensorView view = read_argument(object, "block_table", only(FDM_INT32), device);
+  const TensorView &view = read_argument(field, "block_table", only(FDM_INT32), device);
   require_rank(view, "block_table", 2, "(batch, pages of a sequence)");
   if (view.shape[0] != keys.batch)
     value_error("block_table has shape ", shape_of(view), ", but must have one row for each of the ", keys.batch,

@@ -36,7 +36,7 @@ void require_total(const SequenceLengths &lengths, int64_t total, const char *te
 void require_longest(const SequenceLengths &lengths, int64_t longest);
 
 // The pages of keys and values: int32 (batch, pages of a sequence). On the CPU its used entries must be existing pages.
-fdm_tensor read_block_table(nb::handle object, const SequenceLengths &keys, int64_t pages, int64_t page_size,
+fdm_tensor read_block_table(const TensorField &field, const SequenceLengths &keys, int64_t pages, int64_t page_size,
                             Device device);
 
 } // namespace fdm

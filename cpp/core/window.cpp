@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "error.h"
-
 namespace fdm {
 
 namespace {
@@ -25,10 +23,6 @@ int64_t larger_of(int64_t bias, int64_t mask, int64_t most) {
 } // namespace
 
 fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, const AttentionRecord &record) {
-  if ((problem.flags & FDM_CAUSAL) == 0 || problem.bias.data == nullptr || is_per_query(problem.bias) ||
-      is_per_query(problem.mask) || problem.start.data != nullptr)
-    value_error("window is ", record.window,
-                ", but only a causal problem with a bias per key, and at most a mask per key, selects by itself");
   fdm_selection selection{};
   selection.struct_size = sizeof selection;
   selection.flags = FDM_CAUSAL;

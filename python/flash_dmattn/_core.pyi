@@ -4,7 +4,7 @@
 A tensor is an object whose type has ``__dlpack_c_exchange_api__`` (``torch.Tensor`` of torch
 >= 2.10) or the tuple ``(data_ptr, dtype, shape, strides_in_elements, device_type,
 device_index)`` with a dtype such as ``"float32"`` and DLPack's device type (1 cpu, 2 cuda).
-Nothing keeps a reference to a tensor: callers keep them alive.
+Only a Call keeps references to tensors; other callers keep them alive.
 
 Wrong arguments raise TypeError (not a tensor, wrong dtype) or ValueError (everything else).
 Failures of a pack raise ValueError (invalid argument, buffer too small), NotImplementedError
@@ -185,14 +185,51 @@ class Allocator:
         float32, float64, uint8: torch's dtypes.
         """
 
-def attend(
-    pack: Pack, threads: int, allocator: Allocator, need_lse: bool, inputs: AttentionInputs
-) -> tuple[Any, Any] | None:
-    """Makes a Problem and does what its attend does, on the current stream of query's library.
+class Call:
+    """A call of attention, which is read once, and runs on the current stream of query's library.
 
-    The scratch memory is from that library's allocator. Returns out, and lse if it is needed. None,
-    with nothing done, where query's type has no DLPack C exchange API, or the allocator refuses.
+    Memory is from that library's allocator. Each step returns None, with nothing done, where
+    query's type has no DLPack C exchange API, or the allocator refuses.
     """
+
+    def __init__(self, inputs: AttentionInputs) -> None: ...
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """Of `record.AttentionInputs`; None for tensors that keep has given away."""
+    def attend(
+        self, pack: Pack, threads: int, allocator: Allocator, need_lse: bool
+    ) -> tuple[Any, Any] | None:
+        """Returns out, and lse if it is needed."""
+    def keep(
+        self, pack: Pack, threads: int, allocator: Allocator, need_lse: bool
+    ) -> tuple[Any, ...] | None:
+        """Does what attend does for a call that has a backward pass.
+
+        Returns the tensors of the record, out, lse and the plan, and keeps no reference to them. An
+        lse that is not needed is the last part of a plan that the call makes, and None. A plan
+        without bytes, or one of the record, is None.
+        """
+    def differentiate(
+        self,
+        pack: Pack,
+        threads: int,
+        allocator: Allocator,
+        kept: tuple[TensorLike | None, ...],
+        dout: TensorLike,
+        dlse: TensorLike | None,
+        flags: tuple[bool, ...],
+    ) -> tuple[Any, ...] | None:
+        """Returns the gradients of query, key, value, bias and sink, None where a flag wants none,
+        and as many more of these as there are more flags.
+
+        kept: what keep has returned, or has its form. None is also returned where it has other
+            tensors than keep has given away.
+        """
+    def lse_within(self, plan: Any, out: Any, dtype: Any) -> Any:
+        """Returns the lse that is the last part of a plan that keep has made.
+
+        out: makes an lse without elements. dtype: torch's, of the lse.
+        """
 
 def usual_call(
     query: TensorLike,
@@ -207,42 +244,12 @@ def usual_call(
     keep_last: int,
     keep_first: int,
     deterministic: bool,
-) -> tuple[Any, ...] | None:
-    """Returns the fields of `record.AttentionInputs` for arguments of flash_dmattn_func.
+) -> Call | None:
+    """Returns the call that arguments of flash_dmattn_func make.
 
     None where something is wrong, or rare: other types or ranks, mixed dtypes or devices, expanded
     tensors, a window that does not select causally by a bias per key, or tensors without DLPack's C
     exchange API.
-    """
-
-def attend_and_keep(
-    pack: Pack, threads: int, allocator: Allocator, need_lse: bool, inputs: AttentionInputs
-) -> tuple[Any, Any, Any] | None:
-    """Does what attend does for a call that has a backward pass; returns out, lse and the plan.
-
-    An lse that is not needed is the last part of a plan that the call makes, and None.
-    """
-
-def differentiate(
-    pack: Pack,
-    threads: int,
-    allocator: Allocator,
-    tensors: tuple[TensorLike | None, ...],
-    settings: tuple[Any, ...],
-    dout: TensorLike,
-    dlse: TensorLike | None,
-    names: tuple[str, ...],
-    flags: tuple[bool, ...],
-) -> tuple[Any, ...] | None:
-    """Makes a Problem and does what its backward does; else as attend.
-
-    tensors: of the call's record, then out, lse and plan as attend_and_keep has made them; plan is
-        None where the record has one.
-    settings: of the record.
-    names, flags: which fields have gradients, and whether each is wanted.
-
-    Returns the gradients in the order of the names, None where a flag does not want one, and as
-    many more of them as there are more flags.
     """
 
 class Selection:
@@ -266,19 +273,15 @@ class Selection:
         """Writes keep, bool, of the broadcast shape of bias and mask."""
 
 def select(
-    pack: Pack,
-    threads: int,
-    start_or_keep: TensorLike,
-    end: TensorLike | None,
-    inputs: SelectionInputs,
+    pack: Pack, threads: int, results: tuple[TensorLike, ...], inputs: SelectionInputs
 ) -> bool:
-    """Makes a Selection and writes start and end, or keep where end is None; else as attend."""
+    """Makes a Selection and writes start and end, or keep; False where a Call would return None."""
 
 def check_attention(inputs: tuple[Any, ...], device_type: int) -> None:
     """Raises where Problem would, by the rules that do not depend on a pack; float64 is allowed.
 
-    inputs: all fields. device_type: DLPack's; of tensors on a cpu the values of cu_seqlens and
-        block_table are read.
+    inputs: all fields; a tuple that stands for a tensor may have None in place of its data_ptr.
+    device_type: DLPack's; of tensors on a cpu the values of cu_seqlens and block_table are read.
     """
 
 def check_selection(inputs: tuple[Any, ...], device_type: int) -> None:

@@ -84,7 +84,7 @@ def explain(
         function = interface.flash_dmattn_varlen_func
     inputs, name = _recorded(function, (query, key, value, *arguments), named)
     chosen = select_backend(inputs.query.device, name)
-    if inputs.window >= 0 and not chosen.selects(inputs):
+    if inputs.window >= 0 and not chosen.selects():
         inputs = _without_launches(interface._selected)(inputs, name)
     given = [getattr(inputs, field) for field in ATTENTION.differentiable]
     gradients = tuple(

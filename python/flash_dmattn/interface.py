@@ -136,17 +136,17 @@ def flash_dmattn_func(
     wants_probabilities = return_attn_probs is not None and return_attn_probs is not False
     if attn_mask is None and plan is None and backend is None and not wants_probabilities:
         tensors = query, key, value, attn_bias, sink
-        inputs = ops.usual_inputs(
+        found = ops.usual_attention(
             tensors,
             softmax_scale,
             is_causal,
             softcap,
             (window_size, keep_last, keep_first),
             deterministic,
+            return_lse=return_lse,
         )
-        if inputs is not None:
-            need_lse = flag("return_lse", return_lse)
-            out, lse = ops.attention_of_plain(inputs, "auto", _selected, need_lse=need_lse)
+        if found is not None:
+            out, lse = found
             return out if lse is None else (out, lse)
     check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
     # By position, which costs half of what names do.

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from . import dispatch_state
-from .arguments import any_autocast, resolved_deterministic
+from .arguments import any_autocast, flag, resolved_deterministic
 from .backends import select_backend
-from .backends.base import lse_dtype, lse_shape, lse_within
+from .backends.base import Backend, lse_dtype, lse_shape
 from .backends.reference import ReferenceBackend
 from .operators import define, library, without_negation
 from .record import ATTENTION, AttentionInputs, no_gradient
 from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
 
-__all__ = ["attention", "attention_of_plain", "make_plan", "usual_inputs"]
+__all__ = ["attention", "make_plan", "usual_attention"]
 
 _INPUTS = f"{ATTENTION.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in ATTENTION.differentiable)
@@ -38,7 +38,7 @@ _REFERENCE = ReferenceBackend()
 
 
 @cache
-def _usual_call() -> Callable[..., tuple[Any, ...] | None] | None:
+def _usual_call() -> Callable[..., Any] | None:
     """What reads usual calls; None where the core cannot be imported, which other calls tell of."""
     try:
         from ._core import usual_call
@@ -62,7 +62,12 @@ def attention(
         need_lse: whether lse is wanted.
     """
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
-        return attention_of_plain(inputs, backend, select, need_lse=need_lse)
+        chosen = select_backend(inputs.query.device, backend)
+        if inputs.window >= 0 and not chosen.selects():
+            assert select is not None
+            inputs = select(inputs, backend)
+        given = _differentiable(inputs)
+        return _attention_of(chosen, backend, chosen.call(inputs), given, need_lse=need_lse)
     if inputs.window >= 0:
         assert select is not None
         inputs = select(inputs, backend)
@@ -80,38 +85,18 @@ def attention(
     return out, lse
 
 
-def attention_of_plain(
-    inputs: AttentionInputs,
-    backend: str,
-    select: Callable[[AttentionInputs, str], AttentionInputs] | None,
-    *,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Do what `attention` does for tensors of which is_idle has said yes; lse is None unless it is
-    needed.
-    """
-    chosen = select_backend(inputs.query.device, backend)
-    if not chosen.selects(inputs):
-        inputs = inputs.in_4d()
-        if inputs.window >= 0:
-            assert select is not None
-            inputs = select(inputs, backend)
-    given = _differentiable(inputs)
-    if not _is_recorded(given) or dispatch_state.is_below_autograd():
-        return chosen.attend(inputs, need_lse=need_lse)
-    made = _apply(*given, (inputs, backend, chosen, need_lse))
-    return made if need_lse else (made, None)
-
-
-def usual_inputs(
+def usual_attention(
     tensors: tuple[Any, ...],
     scale: float | None,
     causal: bool | None,
     softcap: float | None,
     counts: tuple[int | None, int, int],
     deterministic: bool | None,
-) -> AttentionInputs | None:
-    """Return the record of a call that needs no closer look, and of which is_idle says yes.
+    *,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return what `attention` returns, for arguments that a kernel pack computes without a closer
+    look; None, with nothing done, for others.
 
     Args:
         tensors: query, key, value, bias and sink; they and the settings are as they were given.
@@ -124,9 +109,24 @@ def usual_inputs(
     if usual_call is None:
         return None
     is_deterministic = resolved_deterministic(deterministic)
-    fields = usual_call(*tensors, scale, causal, softcap, *counts, is_deterministic)
-    # As AttentionInputs._make, in two thirds of the time.
-    return None if fields is None else tuple.__new__(AttentionInputs, fields)
+    call = usual_call(*tensors, scale, causal, softcap, *counts, is_deterministic)
+    if call is None:
+        return None
+    need_lse = flag("return_lse", return_lse)
+    chosen = select_backend(tensors[0].device, "auto")
+    if not chosen.selects():
+        return None
+    return _attention_of(chosen, "auto", call, tensors, need_lse=need_lse)
+
+
+def _attention_of(
+    chosen: Backend, backend: str, call: Any, given: tuple[Tensor | None, ...], *, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a call of a backend's own form; ``given`` are the differentiable fields."""
+    if not _is_recorded(given) or dispatch_state.is_below_autograd():
+        return chosen.attend(call, need_lse=need_lse)
+    made = _apply(*given, (call, backend, chosen, need_lse))
+    return made if need_lse else (made, None)
 
 
 def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
@@ -223,7 +223,7 @@ def _as_outputs(inputs: AttentionInputs, gradients: _Slots) -> tuple[Tensor, ...
 def _gradients(
     inputs: AttentionInputs,
     backend: str,
-    results: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None],
+    results: tuple[Tensor | None, ...],
     flags: Sequence[bool],
 ) -> _Slots:
     """Run a backend's backward pass.
@@ -233,13 +233,14 @@ def _gradients(
         results: the gradients of out and lse, out, lse, and the plan that forward made.
         flags: which gradients are wanted, of fields that there are.
     """
-    dout, dlse, out, lse, plan = results
-    tensors, settings = inputs[:_TENSOR_COUNT], inputs[_TENSOR_COUNT:]
-    kept = (*tensors, out, lse, plan if inputs.given_plan is None else None)
+    dout, dlse, *made = results
+    assert dout is not None
     given = _differentiable(inputs)
     flags = tuple(f and t is not None for f, t in zip(flags, given, strict=True))
-    chosen = select_backend(out.device, backend)
-    return chosen.differentiate(kept, settings, flags, dout, dlse)
+    if inputs.given_plan is not None:
+        made[2] = None
+    chosen = select_backend(inputs.query.device, backend)
+    return chosen.differentiate(inputs, tuple(made), flags, dout, dlse)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -281,9 +282,9 @@ def _saved_gradients(
     *tensors, out, lse, plan = saved
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    inputs = AttentionInputs(*tensors, *settings)
-    results = (dout, dlse, out, lse_within(plan, inputs) if lse is None else lse, plan)
+    results = (dout, dlse, out, lse, plan)
     given = (*results, *tensors)
+    inputs = AttentionInputs(*tensors, *settings)
     if backend == "reference" and _is_recorded(given):
         wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
         named = _REFERENCE.recorded_backward(inputs, dout, dlse, wanted)
@@ -310,26 +311,32 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-        inputs, backend, chosen, need_lse = arguments[-1]
-        out, lse, plan = chosen.keep(inputs, need_lse=need_lse)
-        plan = None if plan is inputs.given_plan else plan
-        ctx.save_for_backward(*inputs[:_TENSOR_COUNT], out, lse, plan)
-        ctx.call = chosen, backend, inputs[_TENSOR_COUNT:]
+        call, backend, chosen, need_lse = arguments[-1]
+        saved, kept = chosen.keep(call, need_lse=need_lse)
+        ctx.save_for_backward(*saved)
+        ctx.call = chosen, backend, kept
         ctx.set_materialize_grads(False)
-        return (out, lse) if need_lse else out
+        out: Tensor = saved[_TENSOR_COUNT]
+        return (out, saved[_TENSOR_COUNT + 1]) if need_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Tensor | None, ...]:
-        chosen, backend, settings = ctx.call
+        chosen, backend, kept = ctx.call
         flags, saved = ctx.needs_input_grad, ctx.saved_tensors
         if (
-            dout is None
-            or torch.is_grad_enabled()
-            or not dispatch_state.is_idle((dout, dlse, *saved))
+            dout is not None
+            and not torch.is_grad_enabled()
+            and dispatch_state.is_idle((dout, dlse))
         ):
-            return (*_saved_gradients(saved, settings, backend, flags[:-1], dout, dlse), None)
-        gradients: _Slots = chosen.differentiate(saved, settings, flags, dout, dlse)
-        return gradients
+            gradients: _Slots | None = chosen.resume(kept, saved, flags, dout, dlse)
+            if gradients is not None:
+                return gradients
+        *tensors, out, lse, plan = saved
+        settings = chosen.settings(kept)
+        if lse is None:
+            dtype = lse_dtype(AttentionInputs(*tensors, *settings))
+            saved = (*tensors, out, kept.lse_within(plan, out, dtype), plan)
+        return (*_saved_gradients(saved, settings, backend, flags[:-1], dout, dlse), None)
 
 
 # Function.apply without its questions about functorch, which is_idle has answered; and what the

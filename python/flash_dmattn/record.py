@@ -81,12 +81,6 @@ class AttentionInputs(NamedTuple):
         bounds = self.cu_seqlens_q
         return self.query.shape[0] if bounds is None else bounds.shape[0] - 1
 
-    def in_4d(self) -> AttentionInputs:
-        """Give a dense bias that kernel packs take as (B, h, K) the dimension of queries."""
-        if self.bias is None or self.packed or self.bias.dim() == 4:
-            return self
-        return self._replace(bias=self.bias.unsqueeze(2))
-
 
 class SelectionInputs(NamedTuple):
     """One selection; bias and mask 4-D, packed 3-D."""

@@ -13,7 +13,6 @@ from .core_calls import batch_call, refused, to_core
 
 FIELDS = _core.ATTENTION_FIELDS
 COUNT = f"{len(FIELDS)} fields"
-ALLOCATOR = _core.Allocator(*["none"] * 5)  # of which nothing is asked
 
 
 def values(**changes: Any) -> tuple[Any, ...]:
@@ -57,7 +56,7 @@ WRONG = [
         lambda pack: _core.Problem(pack, *values(max_seqlen_q=1 << 70)),
         ["max_seqlen_q", "out of range", "an integer of 64 bits"],
     ),
-    (lambda pack: _core.attend(pack, 1, ALLOCATOR, True, values()[1:]), ["a tuple of", COUNT]),
+    (lambda _: _core.Call(values()[1:]), ["a tuple of", COUNT]),
     (lambda _: _core.check_attention([1, 2], 1), ["a tuple of", COUNT]),
     (lambda _: _core.check_selection((), 1), ["a tuple of 13 fields", "window"]),
 ]  # fmt: skip

@@ -29,6 +29,7 @@ from .core_calls import (
 from .core_packs import CPU, CUDA
 
 START = zeros(B, HK, K, dtype="int32")
+SELECTING = {"window": 3, "causal": True, "bias": zeros(B, H, K)}
 OTHER_DEVICE = (4096, "float32", (B, K, HK, D), (K * HK * D, HK * D, D, 1), CUDA, 0)
 
 
@@ -248,6 +249,23 @@ PROBLEMS = [
     case("softcap", batch_call(softcap=-1.5), ValueError, "softcap is -1.5", "0 (off) or positive"),
     case("softcap infinite", batch_call(softcap=float("inf")), ValueError, "softcap is inf"),
     case("threads", batch_call(threads=0), ValueError, "threads is 0", "at least 1"),
+    # A selection by the call itself.
+    *(
+        case(
+            f"window with {name}",
+            batch_call(**{**SELECTING, **change}),
+            ValueError,
+            "window is 3",
+            "only a causal problem with a bias per key",
+        )
+        for name, change in {
+            "all keys visible": {"causal": False},
+            "no bias": {"bias": None},
+            "a bias per query": {"bias": zeros(B, H, Q, K)},
+            "a mask per query": {"mask": zeros(B, 1, Q, K, dtype="bool")},
+            "bounds": {"start": START, "end": START},
+        }.items()
+    ),
     # Packed sequences.
     case("cu_seqlens_k missing", varlen_call(cu_seqlens_k=None), ValueError, "cu_seqlens_k"),
     case("cu_seqlens_q missing", varlen_call(cu_seqlens_q=None), ValueError, "cu_seqlens_q"),

@@ -13,14 +13,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends import pack
+from flash_dmattn.backends import pack, torch_memory
+from support import core_without_allocator
 
 POISON = 0xFF  # of every byte: NaN in each floating dtype, and -1
 GUARD = 1024  # bytes; a multiple of every alignment that a kernel might want
 
 
 class PoisonedTorch:
-    """What flash_dmattn.backends.pack takes for torch: its new tensors are poisoned."""
+    """What the packs' backend takes for torch: its new tensors are poisoned."""
 
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []
@@ -64,6 +65,9 @@ class PoisonedTorch:
 def poisoned_buffers() -> Iterator[PoisonedTorch]:
     """Let the packs' backend allocate poisoned memory."""
     poisoned = PoisonedTorch()
-    # The core would get scratch memory from torch itself.
-    with mock.patch.multiple(pack, torch=poisoned, _CORE_READS_TENSORS=False):
+    with (
+        core_without_allocator(),
+        mock.patch.object(pack, "torch", poisoned),
+        mock.patch.object(torch_memory, "torch", poisoned),
+    ):
         yield poisoned

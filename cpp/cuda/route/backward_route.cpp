@@ -32,7 +32,7 @@ bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
   const BuiltFor &built = *device.built;
   if (has_rows(p.bias)) return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
   if (mask_kind(p) == FDM_MASK_ROWS) return false;
-  const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
 }
 

@@ -16,7 +16,7 @@ namespace {
 // Whether the heads of a group share their columns and bias. A key that one head drops must not reach that head
 // through a tile that it shares with a head that keeps the key.
 bool heads_share_columns(const fdm_problem &p) {
-  const auto own_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  const auto own_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   if (group_size(p) == 1) return false;
   return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
 }

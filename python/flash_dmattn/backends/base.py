@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +21,9 @@ __all__ = [
     "keep_shape",
     "lse_dtype",
     "lse_shape",
-    "lse_within",
 ]
+
+_TENSORS = ATTENTION.tensor_count
 
 
 class Backend(Protocol):
@@ -31,8 +31,8 @@ class Backend(Protocol):
 
     name: str
 
-    def selects(self, inputs: AttentionInputs) -> bool:
-        """Say whether it takes a call that selects by itself (`AttentionInputs.window`)."""
+    def selects(self) -> bool:
+        """Say whether it takes calls that select by themselves (`AttentionInputs.window`)."""
         return False
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
@@ -50,14 +50,9 @@ class Backend(Protocol):
         None stands for a plan of no bytes.
         """
 
-    def keep(
-        self, inputs: AttentionInputs, *, need_lse: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As forward, for a call whose results autograd keeps.
-
-        None stands for an lse that is not needed and is the last part of the plan: see lse_within.
-        """
-        return self.forward(inputs)
+    def call(self, inputs: AttentionInputs) -> Any:
+        """Return a call in the form that `attend` and `keep` take."""
+        return inputs
 
     def describe(self, inputs: AttentionInputs, gradients: tuple[str, ...]) -> str:
         """Tell how a call is computed, as JSON; gradients of these fields are wanted.
@@ -66,10 +61,41 @@ class Backend(Protocol):
         """
         return "{}"
 
-    def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def attend(self, call: Any, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Return out, and lse if it is needed, of a call that keeps nothing for backward."""
-        out, lse, _ = self.forward(inputs)
+        out, lse, _ = self.forward(call)
         return out, lse if need_lse else None
+
+    def keep(self, call: Any, *, need_lse: bool) -> tuple[tuple[Tensor | None, ...], Any]:
+        """Compute a call whose results autograd keeps.
+
+        Returns:
+            The tensors to save: of the record, out, lse and plan, which is None where the record
+            has one; and what else the backward pass needs, without references to tensors. An lse
+            that is not needed may be None.
+        """
+        out, lse, plan = self.forward(call)
+        made = None if plan is call.given_plan else plan
+        return (*call[:_TENSORS], out, lse, made), call[_TENSORS:]
+
+    def resume(
+        self,
+        kept: Any,
+        saved: tuple[Tensor | None, ...],
+        flags: tuple[bool, ...],
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor | None, ...] | None:
+        """Do what `differentiate` does for what `keep` has returned, and unpacked tensors of it.
+
+        None where that needs a closer look, with nothing done.
+        """
+        return None
+
+    def settings(self, kept: Any) -> tuple[Any, ...]:
+        """Return the settings of the record of which `keep` has kept this."""
+        settings: tuple[Any, ...] = kept
+        return settings
 
     def backward(
         self,
@@ -80,15 +106,12 @@ class Backend(Protocol):
         lse: Tensor,
         wanted: tuple[str, ...],
     ) -> Gradients:
-        """Return the gradients of the fields that are wanted; inputs have the plan of the call.
-
-        lse may be None for a backend whose `keep` has returned that.
-        """
+        """Return the gradients of the fields that are wanted; inputs have the plan of the call."""
 
     def differentiate(
         self,
-        tensors: tuple[Any, ...],
-        settings: tuple[Any, ...],
+        inputs: AttentionInputs,
+        results: tuple[Tensor | None, ...],
         flags: tuple[bool, ...],
         dout: Tensor,
         dlse: Tensor | None,
@@ -97,13 +120,13 @@ class Backend(Protocol):
         wants them, else None. More flags than there are such fields give as many more of these.
 
         Args:
-            tensors: of the record, then out, lse and plan as `keep` has returned them, but None in
-                place of a plan that is in the record.
-            settings: of the record.
+            inputs: of the call.
+            results: out, lse and plan, None in place of one that is in the record.
             flags, dout, dlse: which gradients are wanted, and those of out and lse.
         """
-        *given, out, lse, plan = tensors
-        inputs = AttentionInputs(*given, *settings)
+        out, lse, plan = results
+        assert out is not None
+        assert lse is not None
         if plan is not None:
             inputs = inputs._replace(given_plan=plan)
         wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
@@ -125,16 +148,6 @@ def lse_shape(query: Tensor) -> tuple[int, ...]:
         return (batch, heads, rows)
     rows, heads, _ = query.shape
     return (heads, rows)
-
-
-def lse_within(plan: Tensor | None, inputs: AttentionInputs) -> Tensor:
-    """Return the lse that is the last part of a plan; of a call without rows there may be none."""
-    shape, dtype = lse_shape(inputs.query), lse_dtype(inputs)
-    if plan is None:
-        assert not math.prod(shape)
-        return inputs.query.new_empty(shape, dtype=dtype)
-    behind = plan.numel() - dtype.itemsize * math.prod(shape)
-    return plan[behind:].view(dtype).view(shape)
 
 
 def lse_dtype(inputs: AttentionInputs) -> torch.dtype:

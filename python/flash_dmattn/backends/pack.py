@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from flash_dmattn import _core
 from flash_dmattn.record import ATTENTION
 
+from . import torch_memory
 from .base import (
     AttentionInputs,
     Backend,
@@ -20,34 +19,30 @@ from .base import (
     SelectionInputs,
     interval_shape,
     keep_shape,
-    lse_dtype,
-    lse_shape,
-    lse_within,
 )
 
-# torch >= 2.10: the core reads the tensor itself, in a fraction of the time.
-_CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-# From here on mapping pages costs less than writing zeros.
-_PAGED_BYTES = 1 << 17
-_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 # What the core makes results with, since each crossing between it and Python costs a small call.
 _ALLOCATOR = _core.Allocator(
     torch.empty_like, torch.contiguous_format, torch.float32, torch.float64, torch.uint8
 )
+_TENSORS = ATTENTION.tensor_count
 
 
 class PackBackend(Backend):
-    """Runs calls on the device that a kernel pack was loaded for."""
+    """Runs calls on the device that a kernel pack was loaded for.
+
+    Where the core does nothing, `torch_memory` does it.
+    """
 
     def __init__(self, pack: _core.Pack) -> None:
         """Keep the pack, which outlives every call."""
         self.pack = pack
-        self.name = "cpu" if pack.device_type == _DLPACK_DEVICES["cpu"] else "cuda"
+        self.name = {1: "cpu", 2: "cuda"}[pack.device_type]  # DLPack's types
         self._layouts = pack.plan_layouts
         self._threads = torch.get_num_threads if self.name == "cpu" else _one_thread
 
-    def selects(self, inputs: AttentionInputs) -> bool:
-        """Say whether it takes a call that selects by itself."""
+    def selects(self) -> bool:
+        """Say whether it takes calls that select by themselves."""
         return True
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
@@ -82,64 +77,71 @@ class PackBackend(Backend):
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Turn the mask into columns."""
-        problem, device = self._problem(inputs), inputs.query.device
-        size = problem.plan_bytes
-        plan = (_zeros if zeroed else _bytes)(size, device)
-        if size:
-            workspace = _scratch(problem.plan_workspace_bytes, device)
-            problem.plan(exchanged(plan), exchanged(workspace))
-        return plan
+        return torch_memory.make_plan(self.pack, self._threads(), inputs, zeroed=zeroed)
+
+    def call(self, inputs: AttentionInputs) -> _core.Call:
+        """Return the call, which the core reads where it is first computed."""
+        return _core.Call(inputs)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward pass, and plan it first if no plan is given."""
-        out, lse, plan = self.keep(inputs, need_lse=True)
+        out, lse, plan = self.keep(self.call(inputs), need_lse=True)[0][_TENSORS:]
+        assert out is not None
         assert lse is not None
-        return out, lse, plan
+        return out, lse, inputs.given_plan if plan is None else plan
 
-    def keep(
-        self, inputs: AttentionInputs, *, need_lse: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As forward, in one call of the core, and with an allocation less if lse is not needed."""
-        if _CORE_READS_TENSORS:
-            made: tuple[Tensor, Tensor | None, Tensor | None] | None = _core.attend_and_keep(
-                self.pack, self._threads(), _ALLOCATOR, need_lse, inputs
-            )
-            if made is not None:
-                return made
-        # An older torch; or one whose allocator has refused, which it now tells in its own words.
-        query, plan = inputs.query, inputs.given_plan
-        device = query.device
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = torch.empty(lse_shape(query), dtype=lse_dtype(inputs), device=device)
-        problem = self._problem(inputs)
-        workspace_bytes = problem.forward_workspace_bytes
-        if plan is None and (plan_bytes := problem.plan_bytes):
-            plan = _bytes(plan_bytes, device)
-            workspace_bytes = max(workspace_bytes, problem.plan_workspace_bytes)
-            workspace = _scratch(workspace_bytes, device)
-            problem.plan(exchanged(plan), exchanged(workspace))
-        else:
-            workspace = _scratch(workspace_bytes, device)
-        problem.forward(exchanged(out), exchanged(lse), exchanged(plan), exchanged(workspace))
-        return out, lse, plan
+    def attend(self, call: _core.Call, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Run the forward pass, with one allocation for all that is not kept."""
+        pack, threads = self.pack, self._threads()
+        made = call.attend(pack, threads, _ALLOCATOR, need_lse)
+        if made is not None:
+            return made
+        return torch_memory.attend(pack, threads, AttentionInputs(*call.fields), need_lse=need_lse)
 
-    def attend(self, inputs: AttentionInputs, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """As keep, with one allocation for all that is not kept."""
-        if _CORE_READS_TENSORS:
-            made: tuple[Tensor, Tensor | None] | None = _core.attend(
-                self.pack, self._threads(), _ALLOCATOR, need_lse, inputs
-            )
-            if made is not None:
-                return made
-        query, plan = inputs.query, inputs.given_plan
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = None
-        if need_lse:
-            lse = torch.empty(lse_shape(query), dtype=lse_dtype(inputs), device=query.device)
-        problem, device = self._problem(inputs), query.device
-        scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), device)
-        problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
-        return out, lse
+    def keep(self, call: _core.Call, *, need_lse: bool) -> tuple[tuple[Tensor | None, ...], Any]:
+        """Run the forward pass, with an allocation less if lse is not needed."""
+        pack, threads = self.pack, self._threads()
+        made = call.keep(pack, threads, _ALLOCATOR, need_lse)
+        if made is not None:
+            return made, call
+        inputs = AttentionInputs(*call.fields)
+        return torch_memory.keep(pack, threads, inputs), inputs[_TENSORS:]
+
+    def resume(
+        self,
+        kept: Any,
+        saved: tuple[Tensor | None, ...],
+        flags: tuple[bool, ...],
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor | None, ...] | None:
+        """Run the backward pass without reading the record again."""
+        if type(kept) is tuple:
+            return None
+        gradients: tuple[Tensor | None, ...] | None = kept.differentiate(
+            self.pack, self._threads(), _ALLOCATOR, saved, dout, dlse, flags
+        )
+        return gradients
+
+    def settings(self, kept: Any) -> tuple[Any, ...]:
+        """Return the settings of the call's record."""
+        settings: tuple[Any, ...] = kept if type(kept) is tuple else kept.fields[_TENSORS:]
+        return settings
+
+    def differentiate(
+        self,
+        inputs: AttentionInputs,
+        results: tuple[Tensor | None, ...],
+        flags: tuple[bool, ...],
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward pass in one call of the core."""
+        saved: tuple[Any, ...] = (*inputs[:_TENSORS], *results)
+        gradients = self.resume(self.call(inputs), saved, flags, dout, dlse)
+        if gradients is not None:
+            return gradients
+        return super().differentiate(inputs, results, flags, dout, dlse)
 
     def backward(
         self,
@@ -147,160 +149,40 @@ class PackBackend(Backend):
         dout: Tensor,
         dlse: Tensor | None,
         out: Tensor,
-        lse: Tensor | None,
+        lse: Tensor,
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
-        if lse is None:
-            lse = lse_within(inputs.given_plan, inputs)
-        gradients: Gradients = {}
-        for name in wanted:
-            like: Tensor = getattr(inputs, name)
-            gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
-        problem = self._problem(inputs)
-        workspace = _scratch(problem.backward_workspace_bytes, out.device)
-        problem.backward(
-            exchanged(dout),
-            exchanged(dlse),
-            exchanged(out),
-            exchanged(lse),
-            {name: exchanged(gradient) for name, gradient in gradients.items()},
-            exchanged(inputs.given_plan),
-            exchanged(workspace),
-        )
-        return gradients
-
-    def differentiate(
-        self,
-        tensors: tuple[Any, ...],
-        settings: tuple[Any, ...],
-        flags: tuple[bool, ...],
-        dout: Tensor,
-        dlse: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        """Run the backward pass in one call of the core."""
-        if _CORE_READS_TENSORS:
-            made: tuple[Tensor | None, ...] | None = _core.differentiate(
-                self.pack,
-                self._threads(),
-                _ALLOCATOR,
-                tensors,
-                settings,
-                dout,
-                dlse,
-                ATTENTION.differentiable,
-                flags,
-            )
-            if made is not None:
-                return made
-        return super().differentiate(tensors, settings, flags, dout, dlse)
+        given = (dout, dlse, out, lse)
+        return torch_memory.backward(self.pack, self._threads(), inputs, given, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query."""
         shape, device = interval_shape(inputs), inputs.bias.device
         start = torch.empty(shape, dtype=torch.int32, device=device)
         end = torch.empty_like(start)  # without the sizes, which take torch longer to read
-        if not self._has_selected(inputs, start, end):
-            selection, workspace = self._selection(inputs)
-            selection.intervals(exchanged(start), exchanged(end), exchanged(workspace))
+        self._select((start, end), inputs)
         return start, end
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Select for each row of bias."""
         keep = torch.empty(keep_shape(inputs), dtype=torch.bool, device=inputs.bias.device)
-        if not self._has_selected(inputs, keep, None):
-            selection, workspace = self._selection(inputs)
-            selection.keep(exchanged(keep), exchanged(workspace))
+        self._select((keep,), inputs)
         return keep
 
-    def _has_selected(
-        self, inputs: SelectionInputs, start_or_keep: Tensor, end: Tensor | None
-    ) -> bool:
-        return _CORE_READS_TENSORS and _core.select(
-            self.pack, self._threads(), start_or_keep, end, inputs
-        )
+    def _select(self, results: tuple[Tensor, ...], inputs: SelectionInputs) -> None:
+        pack, threads = self.pack, self._threads()
+        if not _core.select(pack, threads, results, inputs):
+            torch_memory.select(pack, threads, results, inputs)
 
     def describe(self, inputs: AttentionInputs, gradients: tuple[str, ...]) -> str:
         """Tell how a call is computed, as JSON; gradients of these fields are wanted."""
-        return self._problem(inputs).describe(gradients)
+        return torch_memory.describe(self.pack, self._threads(), inputs, gradients)
 
-    def _problem(self, inputs: AttentionInputs) -> _core.Problem:
-        return _core.Problem(
-            self.pack,
-            *_exchanged_fields(inputs),
-            threads=self._threads(),
-            stream=self._stream(inputs.query),
-        )
-
-    def _selection(self, inputs: SelectionInputs) -> tuple[_core.Selection, Tensor | None]:
-        selection = _core.Selection(
-            self.pack,
-            *_exchanged_fields(inputs),
-            threads=self._threads(),
-            stream=self._stream(inputs.bias),
-        )
-        # The tensor itself: what an older torch's is exchanged for does not keep it alive.
-        return selection, _scratch(selection.workspace_bytes, inputs.bias.device)
-
-    def _stream(self, tensor: Tensor) -> int:
-        if self.name == "cpu":
-            return 0
-        return raw_stream(tensor.device.index)
 
 
 def _one_thread() -> int:
     return 1
-
-
-def _public_raw_stream(device_index: int) -> int:
-    return int(torch.cuda.current_stream(device_index).cuda_stream)
-
-
-# Without a Stream object, the costliest of what is asked of torch in a call. Not public.
-raw_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", _public_raw_stream
-)
-
-
-def exchanged(field: object) -> Any:
-    """Return what the core reads of a field: for a tensor, on an older torch what describes its
-    memory; else the field itself.
-    """
-    if _CORE_READS_TENSORS or not isinstance(field, Tensor):
-        return field
-    return (
-        field.data_ptr(),
-        str(field.dtype).removeprefix("torch."),
-        tuple(field.shape),
-        field.stride(),
-        _DLPACK_DEVICES[field.device.type],
-        field.device.index or 0,
-    )
-
-
-def _exchanged_fields(inputs: AttentionInputs | SelectionInputs) -> Iterable[Any]:
-    return inputs if _CORE_READS_TENSORS else map(exchanged, inputs)
-
-
-def _zeros(size: int, device: torch.device) -> Tensor:
-    """Return zeroed bytes, for plans that an operator returns: of equal calls they are equal.
-
-    Of a plan's upper bound often little is written. So on a CPU large ones are pages of the system,
-    which are zero, and cost nothing until they are written; torch.zeros would write all of them.
-    """
-    if device.type != "cpu" or size < _PAGED_BYTES:
-        return torch.zeros(size, dtype=torch.uint8, device=device)
-    # Private, since a child that is forked must not see what this process writes.
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _bytes(size: int, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _scratch(size: int, device: torch.device) -> Tensor | None:
-    return _bytes(size, device) if size else None
 
 
 def _product(sizes: torch.Size) -> int:

@@ -18,10 +18,8 @@ from flash_dmattn.record import AttentionInputs, SelectionInputs
 
 __all__ = ["check_attention", "check_selection", "refuse_float64_bias"]
 
-# The core reads the values of a CPU's tensors only. What is no tensor of bounds it never reads, but
-# an address of null would mean that there is no memory.
+# The core reads the values of a CPU's tensors only.
 _READABLE, _NOT_READABLE = 1, 2
-_SOME_ADDRESS = 16
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
 
 
@@ -86,7 +84,7 @@ def _has_known_sizes(inputs: AttentionInputs | SelectionInputs) -> bool:
 
 def _described(name: str, tensor: Tensor, kept: list[Any] | None) -> tuple[Any, ...]:
     """Return what the core reads of a tensor; ``kept`` is None where no values are read."""
-    shape, strides, address = tuple(tensor.shape), tensor.stride(), _SOME_ADDRESS
+    shape, strides, address = tuple(tensor.shape), tensor.stride(), None
     if kept is not None and name in _WITH_VALUES and tensor.dtype == torch.int32:
         values = array("i", tensor.flatten().tolist() or [0])
         kept.append(values)

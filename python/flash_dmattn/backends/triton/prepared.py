@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..pack import raw_stream
+from ..torch_memory import raw_stream
 from .launch import on_device
 
 __all__ = ["Prepared"]

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "call.h"
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "error.h"
+
+namespace fdm {
+
+namespace {
+
+// Visits the tensors of a record, in order, with their places and names.
+template <class Visit> void each_tensor(AttentionRecord &record, Visit &&visit) {
+  size_t place = 0;
+  record.each_field([&](const char *name, auto &field) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, TensorField>) visit(place++, name, field);
+  });
+}
+
+size_t count_tensors(AttentionRecord &record) {
+  size_t count = 0;
+  each_tensor(record, [&](size_t, const char *, TensorField &) { ++count; });
+  return count;
+}
+
+// The place of the tensor of a name that there is.
+size_t place_of(AttentionRecord &record, const char *wanted) {
+  size_t found = count_tensors(record);
+  each_tensor(record, [&](size_t place, const char *name, TensorField &) {
+    if (std::strcmp(name, wanted) == 0) found = place;
+  });
+  return found;
+}
+
+// (B, H, Q), or (H, total_q).
+nb::tuple lse_sizes(const Extents &e) {
+  if (e.varlen) return nb::make_tuple(e.heads, e.total_queries);
+  return nb::make_tuple(e.batch, e.heads, e.queries);
+}
+
+bool is_usual_number(nb::handle object) { return is_absent(object) || PyFloat_CheckExact(object.ptr()); }
+bool is_usual_flag(nb::handle object) {
+  return is_absent(object) || object.ptr() == Py_True || object.ptr() == Py_False;
+}
+
+bool is_expanded(const TensorView &view) {
+  for (int i = 0; i < view.rank; ++i)
+    if (view.stride[i] == 0) return true;
+  return false;
+}
+
+// Four dimensions, or (B, {H|Hk|1}, K).
+bool is_usual_bias(const TensorView &query, const TensorView &key, const TensorView &bias) {
+  if (bias.rank == 4) return true;
+  const int64_t heads = bias.shape[1];
+  return bias.rank == 3 && bias.shape[0] == query.shape[0] && bias.shape[2] == key.shape[1] &&
+         (heads == 1 || heads == key.shape[2] || heads == query.shape[2]);
+}
+
+bool read_usual_count(int64_t &count, nb::handle object) {
+  return PyLong_CheckExact(object.ptr()) && nb::try_cast<int64_t>(object, count) && count >= 0;
+}
+
+// A selection that attention makes by itself: causal, of some of the keys, by a bias that is the same for every query.
+bool is_usual_selection(const AttentionRecord &record, const TensorView &query, const TensorView &key,
+                        const TensorView &bias) {
+  const int64_t batch = query.shape[0], queries = query.shape[1], keys = key.shape[1];
+  if (record.window >= keys || record.keep_last >= keys || record.keep_first >= keys) return false;
+  return record.window + record.keep_last + record.keep_first < keys && queries != 1 &&
+         (bias.rank == 3 || bias.shape[2] == 1) && (bias.shape[0] == 1 || bias.shape[0] == batch);
+}
+
+// The call that arguments of flash_dmattn_func make, a dense one without a mask. None where it has to be looked at more
+// closely, be it wrong or only rare: a Problem checks what is not asked here. Reading them takes a tenth of the time that
+// it takes in Python, which for a small problem is longer than its kernels.
+nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle value_object, nb::handle bias_object,
+                      nb::handle sink_object, nb::handle scale, nb::handle causal, nb::handle softcap,
+                      nb::handle window, nb::handle keep_last, nb::handle keep_first, bool deterministic) {
+  auto found = std::make_unique<AttentionRecord>();
+  AttentionRecord &record = *found;
+  record.query = TensorField(query_object);
+  record.key = TensorField(key_object);
+  record.value = TensorField(value_object);
+  record.bias = TensorField(bias_object);
+  record.sink = TensorField(sink_object);
+  if (!record.query.try_read() || !record.key.try_read() || !record.value.try_read()) return nb::none();
+  const TensorView &query = record.query.view(), &key = record.key.view(), &value = record.value.view();
+  if (query.rank != 4 || key.rank != 4 || value.rank != 4 || query.shape[3] < 1) return nb::none();
+  const bool alike = query.dtype == key.dtype && query.dtype == value.dtype && query.dtype->pack_code >= 0 &&
+                     query.dtype->pack_code != FDM_FLOAT64 && same_device(query.device, key.device) &&
+                     same_device(query.device, value.device);
+  if (!alike || !is_usual_number(scale) || !is_usual_number(softcap) || !is_usual_flag(causal)) return nb::none();
+  record.causal = causal.ptr() == Py_True;
+  const TensorView &bias = record.bias.view();
+  if (!is_absent(record.bias)) {
+    if (!record.bias.try_read() || !is_usual_bias(query, key, bias) || bias.dtype->pack_code == FDM_FLOAT64 ||
+        !same_device(query.device, bias.device) || is_expanded(bias))
+      return nb::none();
+  }
+  if (!is_absent(record.sink)) {
+    const TensorView &sink = record.sink.view();
+    if (!record.sink.try_read() || !same_device(query.device, sink.device) || is_expanded(sink)) return nb::none();
+  }
+  if (!read_usual_count(record.keep_last, keep_last) || !read_usual_count(record.keep_first, keep_first))
+    return nb::none();
+  if (!is_absent(window)) {
+    if (!read_usual_count(record.window, window) || is_absent(record.bias) || !record.causal ||
+        !is_usual_selection(record, query, key, bias))
+      return nb::none();
+  } else if (record.keep_last > 0 || record.keep_first > 0) {
+    return nb::none();
+  }
+  record.scale = is_absent(scale) ? std::pow(static_cast<double>(query.shape[3]), -0.5) : PyFloat_AsDouble(scale.ptr());
+  record.softcap = is_absent(softcap) ? 0.0 : PyFloat_AsDouble(softcap.ptr());
+  record.deterministic = deterministic;
+  return nb::cast(Call(std::move(found)));
+}
+
+} // namespace
+
+nb::object Call::attend(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse) {
+  const Exchange exchange(record_->query.object());
+  if (!exchange.offers_memory()) return nb::none();
+  Problem problem(pack.table(), *record_, {threads});
+  const nb::object out = allocator.like(record_->query.object(), record_->query.view());
+  nb::object lse = nb::none();
+  if (need_lse) lse = allocator.sums(out, lse_sizes(problem.extents()), problem.lse_dtype());
+  if (!problem.attend(out, lse, record_->given_plan, Workspace(exchange))) return nb::none();
+  return nb::make_tuple(out, lse);
+}
+
+nb::object Call::keep(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse) {
+  const Exchange exchange(record_->query.object());
+  if (!exchange.offers_memory()) return nb::none();
+  auto made = std::make_unique<Computed>(Computed{Problem(pack.table(), *record_, {threads}), {}, {}, {}});
+  auto &[problem, out, lse, plan] = *made;
+  const bool is_planned = !is_absent(record_->given_plan), has_lse = need_lse || is_planned;
+  out = TensorField(allocator.like(record_->query.object(), record_->query.view()));
+  if (has_lse) lse = TensorField(allocator.sums(out.object(), lse_sizes(problem.extents()), problem.lse_dtype()));
+  const int64_t bytes = is_planned ? 0 : problem.kept_bytes(has_lse);
+  if (bytes > 0) plan = TensorField(allocator.bytes(out.object(), bytes));
+  if (!problem.keep(out, lse, record_->given_plan, plan, Workspace(exchange))) return nb::none();
+
+  const size_t count = count_tensors(*record_);
+  nb::object kept = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(count + 3)));
+  if (!kept.is_valid()) nb::raise_python_error();
+  const auto give = [&](size_t place, const char *, TensorField &field) {
+    PyTuple_SetItem(kept.ptr(), static_cast<Py_ssize_t>(place), field.release().release().ptr());
+  };
+  each_tensor(*record_, give);
+  give(count, "out", out);
+  give(count + 1, "lse", lse);
+  give(count + 2, "plan", plan);
+  kept_ = std::move(made);
+  return kept;
+}
+
+bool Call::are_kept(nb::tuple tensors) {
+  bool are = true;
+  const auto compare = [&](size_t place, const char *, TensorField &field) {
+    are = are && field.reads_as(tensors[place]);
+  };
+  const size_t count = count_tensors(*record_);
+  each_tensor(*record_, compare);
+  compare(count, "out", kept_->out);
+  compare(count + 1, "lse", kept_->lse);
+  compare(count + 2, "plan", kept_->plan);
+  return are;
+}
+
+nb::object Call::differentiate(const Pack &pack, int32_t threads, const Allocator &allocator, nb::tuple kept,
+                               nb::handle dout, nb::handle dlse, nb::tuple flags) {
+  const size_t count = count_tensors(*record_);
+  if (kept.size() != count + 3)
+    type_error("kept must be a tuple of ", count, " tensors of a record, out, lse and plan, but has ", kept.size(),
+               " items");
+  if (kept_ && !are_kept(kept)) return nb::none();
+  const Exchange exchange(kept[0]);
+  if (!exchange.offers_memory()) return nb::none();
+  Problem problem = kept_ ? kept_->problem : Problem(pack.table(), *record_, {threads});
+  problem.use_threads(threads);
+
+  BackwardArguments arguments{dout, dlse, nb::handle(kept[count]), nb::handle(kept[count + 1]), {}};
+  nb::object results = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(flags.size())));
+  if (!results.is_valid()) nb::raise_python_error();
+  size_t place = 0;
+  const auto append = [&](nb::object result) {
+    PyTuple_SetItem(results.ptr(), static_cast<Py_ssize_t>(place++), result.release().ptr());
+  };
+  arguments.gradients.each_field([&](const char *of, TensorField &gradient) {
+    if (place == flags.size()) return;
+    if (flags[place].ptr() == Py_True) {
+      TensorField like = nb::handle(kept[place_of(*record_, of)]);
+      if (is_absent(like)) value_error("the gradient of ", of, " is wanted, but the call has no ", of);
+      gradient = TensorField(allocator.like(like.object(), like.read(of)));
+    }
+    append(nb::borrow(gradient.object()));
+  });
+  while (place < flags.size()) append(nb::none());
+  TensorField plan = nb::handle(kept[count + 2]);
+  if (is_absent(plan)) plan = nb::handle(kept[place_of(*record_, "given_plan")]);
+  if (!problem.backward(arguments, plan, Workspace(exchange))) return nb::none();
+  return results;
+}
+
+nb::object Call::lse_within(nb::handle plan, nb::handle out, nb::handle dtype) const {
+  if (!kept_) value_error("a call that has not been kept has no lse");
+  const nb::tuple sizes = lse_sizes(kept_->problem.extents());
+  const int64_t bytes = lse_bytes(kept_->problem.extents(), kept_->problem.lse_dtype());
+  if (bytes == 0) return out.attr("new_empty")(sizes, nb::arg("dtype") = dtype);
+  const nb::object last = plan[nb::slice(nb::int_(-bytes), nb::none(), nb::none())];
+  return last.attr("view")(dtype).attr("view")(sizes);
+}
+
+void bind_call(nb::module_ &module) {
+  using namespace nb::literals;
+  nb::class_<Call>(module, "Call")
+      .def(
+          "__init__",
+          [](Call *self, nb::handle inputs) {
+            new (self) Call(std::make_unique<AttentionRecord>(read_record<AttentionRecord>(inputs)));
+          },
+          "inputs"_a)
+      .def_prop_ro("fields", &Call::fields)
+      .def("attend", &Call::attend, "pack"_a, "threads"_a, "allocator"_a, "need_lse"_a)
+      .def("keep", &Call::keep, "pack"_a, "threads"_a, "allocator"_a, "need_lse"_a)
+      .def("differentiate", &Call::differentiate, "pack"_a, "threads"_a, "allocator"_a, "kept"_a, "dout"_a,
+           "dlse"_a.none(), "flags"_a)
+      .def("lse_within", &Call::lse_within, "plan"_a.none(), "out"_a, "dtype"_a);
+  module.def("usual_call", &usual_call, "query"_a, "key"_a.none(), "value"_a.none(), "bias"_a.none(), "sink"_a.none(),
+             "scale"_a.none(), "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "keep_last"_a.none(),
+             "keep_first"_a.none(), "deterministic"_a);
+}
+
+} // namespace fdm

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Calls of the core in memory that torch is asked for: by torch before 2.10, whose tensors the core
+cannot read, and where the allocator that the core asks refuses, so that torch tells it in its own
+words.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import _core
+from flash_dmattn.record import ATTENTION
+
+from .base import AttentionInputs, Gradients, SelectionInputs, lse_dtype, lse_shape
+
+__all__ = [
+    "CORE_READS_TENSORS",
+    "attend",
+    "backward",
+    "exchanged",
+    "keep",
+    "make_plan",
+    "raw_stream",
+    "select",
+]
+
+# torch >= 2.10: the core reads the tensor itself, in a fraction of the time.
+CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+# From here on mapping pages costs less than writing zeros.
+_PAGED_BYTES = 1 << 17
+_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
+
+
+def make_plan(pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
+    """Turn the mask into columns."""
+    problem, device = _problem(pack, threads, inputs), inputs.query.device
+    size = problem.plan_bytes
+    plan = (_zeros if zeroed else _bytes)(size, device)
+    if size:
+        workspace = _scratch(problem.plan_workspace_bytes, device)
+        problem.plan(exchanged(plan), exchanged(workspace))
+    return plan
+
+
+def attend(
+    pack: _core.Pack, threads: int, inputs: AttentionInputs, *, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Do what attend of `_core.Call` does."""
+    problem, plan = _problem(pack, threads, inputs), inputs.given_plan
+    out, lse = _out(inputs.query), _lse(inputs) if need_lse else None
+    scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), out.device)
+    problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
+    return out, lse
+
+
+def keep(pack: _core.Pack, threads: int, inputs: AttentionInputs) -> tuple[Tensor | None, ...]:
+    """Do what keep of `_core.Call` does, with an lse beside the plan."""
+    problem, plan, made = _problem(pack, threads, inputs), inputs.given_plan, None
+    out, lse = _out(inputs.query), _lse(inputs)
+    if plan is None and problem.plan_bytes:
+        plan = made = make_plan(pack, threads, inputs, zeroed=False)
+    workspace = _scratch(problem.forward_workspace_bytes, out.device)
+    problem.forward(exchanged(out), exchanged(lse), exchanged(plan), exchanged(workspace))
+    tensors: tuple[Any, ...] = inputs[: ATTENTION.tensor_count]
+    return (*tensors, out, lse, made)
+
+
+def backward(
+    pack: _core.Pack,
+    threads: int,
+    inputs: AttentionInputs,
+    given: tuple[Tensor | None, ...],
+    wanted: tuple[str, ...],
+) -> Gradients:
+    """Return the gradients of the fields that are wanted.
+
+    Args:
+        pack, threads, inputs: of the call, with its plan.
+        given: the gradients of out and lse, then out and lse.
+        wanted: the names of fields.
+    """
+    gradients: Gradients = {}
+    for name in wanted:
+        like: Tensor = getattr(inputs, name)
+        gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
+    problem = _problem(pack, threads, inputs)
+    workspace = _scratch(problem.backward_workspace_bytes, inputs.query.device)
+    dout, dlse, out, lse = map(exchanged, given)
+    written = {name: exchanged(gradient) for name, gradient in gradients.items()}
+    plan = exchanged(inputs.given_plan)
+    problem.backward(dout, dlse, out, lse, written, plan, exchanged(workspace))
+    return gradients
+
+
+def describe(
+    pack: _core.Pack, threads: int, inputs: AttentionInputs, gradients: tuple[str, ...]
+) -> str:
+    """Tell how a call is computed, as JSON; gradients of these fields are wanted."""
+    return _problem(pack, threads, inputs).describe(gradients)
+
+
+def select(
+    pack: _core.Pack, threads: int, results: tuple[Tensor, ...], inputs: SelectionInputs
+) -> None:
+    """Write start and end, or keep."""
+    fields, stream = map(exchanged, inputs), _stream(inputs.bias)
+    selection = _core.Selection(pack, *fields, threads=threads, stream=stream)
+    workspace = _scratch(selection.workspace_bytes, inputs.bias.device)
+    write = selection.keep if len(results) == 1 else selection.intervals
+    write(*map(exchanged, (*results, workspace)))
+
+
+def exchanged(field: object) -> Any:
+    """Return what the core reads of a field: for a tensor, on an older torch what describes its
+    memory, and does not keep it alive; else the field itself.
+    """
+    if CORE_READS_TENSORS or not isinstance(field, Tensor):
+        return field
+    return (
+        field.data_ptr(),
+        str(field.dtype).removeprefix("torch."),
+        tuple(field.shape),
+        field.stride(),
+        _DLPACK_DEVICES[field.device.type],
+        field.device.index or 0,
+    )
+
+
+def _problem(pack: _core.Pack, threads: int, inputs: AttentionInputs) -> _core.Problem:
+    fields = map(exchanged, inputs)
+    return _core.Problem(pack, *fields, threads=threads, stream=_stream(inputs.query))
+
+
+def _out(query: Tensor) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _lse(inputs: AttentionInputs) -> Tensor:
+    query = inputs.query
+    return torch.empty(lse_shape(query), dtype=lse_dtype(inputs), device=query.device)
+
+
+def _public_raw_stream(device_index: int) -> int:
+    return int(torch.cuda.current_stream(device_index).cuda_stream)
+
+
+# Without a Stream object, the costliest of what is asked of torch in a call. Not public.
+raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", _public_raw_stream
+)
+
+
+def _stream(tensor: Tensor) -> int:
+    return raw_stream(tensor.device.index) if tensor.is_cuda else 0
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    """Return zeroed bytes, for plans that an operator returns: of equal calls they are equal.
+
+    Of a plan's upper bound often little is written. So on a CPU large ones are pages of the system,
+    which are zero, and cost nothing until they are written; torch.zeros would write all of them.
+    """
+    if device.type != "cpu" or size < _PAGED_BYTES:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    # Private, since a child that is forked must not see what this process writes.
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _bytes(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _scratch(size: int, device: torch.device) -> Tensor | None:
+    return _bytes(size, device) if size else None
