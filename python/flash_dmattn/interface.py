@@ -80,6 +80,8 @@ def flash_dmattn_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    key_indices: Tensor | None = None,
+    index_bias: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Output:
     """Compute attention over the keys that a mask keeps, at a cost that follows the kept keys.
@@ -116,12 +118,18 @@ def flash_dmattn_func(
             divides by, with nothing to attend to.
         return_lse: also return the log-sum-exp of each row's scores, without the sink.
         backend: None or "auto" follows the device; or a name of `get_available_backends`.
+        key_indices: int32 ``(B, {Hk|1}, Q, k)``, the keys that each query attends to. What is out
+            of range, such as -1, or beyond the causal limit is no key; a key that is listed twice
+            counts twice. Then ``attn_bias`` is the same for every query, and there is no mask,
+            window or plan.
+        index_bias: ``(B, {H|Hk|1}, Q, k)``, of 16 bits or float32: added to the scores of the keys
+            that ``key_indices`` lists. -inf means "not kept".
 
     Returns:
         ``out`` of query's shape and dtype; ``(out, lse)`` with return_lse; ``(out, lse,
         probabilities)`` with return_attn_probs. lse is float32 ``(B, H, Q)``, natural logarithm;
         probabilities are ``(B, H, Q, K)`` in query's dtype. All are differentiable with respect to
-        query, key, value, attn_bias and sink.
+        query, key, value, attn_bias, index_bias and sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -133,6 +141,29 @@ def flash_dmattn_func(
     """
     if unknown:
         refuse_keywords("flash_dmattn_func", unknown)
+    if key_indices is not None or index_bias is not None:
+        return _listed(
+            DENSE,
+            query,
+            key,
+            value,
+            key_indices,
+            index_bias,
+            attn_bias=attn_bias,
+            softmax_scale=softmax_scale,
+            is_causal=is_causal,
+            softcap=softcap,
+            deterministic=deterministic,
+            sink=sink,
+            return_lse=return_lse,
+            backend=backend,
+            attn_mask=attn_mask,
+            window_size=window_size,
+            keep_last=keep_last or None,
+            keep_first=keep_first or None,
+            plan=plan,
+            return_attn_probs=return_attn_probs,
+        )
     wants_probabilities = return_attn_probs is not None and return_attn_probs is not False
     if attn_mask is None and plan is None and backend is None and not wants_probabilities:
         tensors = query, key, value, attn_bias, sink
@@ -197,6 +228,8 @@ def flash_dmattn_varlen_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    key_indices: Tensor | None = None,
+    index_bias: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Output:
     """Compute `flash_dmattn_func` for each sequence of a packed batch.
@@ -217,6 +250,8 @@ def flash_dmattn_varlen_func(
             the own sequence.
         attn_bias: as a boolean ``attn_mask``, in query's dtype or float32; per key on CPUs also
             float64.
+        key_indices, index_bias: as in `flash_dmattn_func`, int32 ``({Hk|1}, total_q, k)`` and
+            ``({H|Hk|1}, total_q, k)``; keys are counted in the query's own sequence.
 
     Returns:
         As `flash_dmattn_func`, with lse ``(H, total_q)`` and probabilities ``(B, H, max_seqlen_q,
@@ -250,6 +285,29 @@ def flash_dmattn_varlen_func(
         index("max_seqlen_q", max_seqlen_q, 0, MOST_ROWS),
         index("max_seqlen_k", max_seqlen_k, 0, MOST_ROWS),
     )
+    if key_indices is not None or index_bias is not None:
+        return _listed(
+            packing,
+            query,
+            key,
+            value,
+            key_indices,
+            index_bias,
+            attn_bias=attn_bias,
+            softmax_scale=softmax_scale,
+            is_causal=is_causal,
+            softcap=softcap,
+            deterministic=deterministic,
+            sink=sink,
+            return_lse=return_lse,
+            backend=backend,
+            attn_mask=attn_mask,
+            window_size=window_size,
+            keep_last=keep_last or None,
+            keep_first=keep_first or None,
+            plan=plan,
+            return_attn_probs=return_attn_probs,
+        )
     return _attention(
         packing,
         query,
@@ -270,6 +328,13 @@ def flash_dmattn_varlen_func(
         return_lse,
         backend,
     )
+
+
+def _listed(*arguments: Any, **settings: Any) -> Output:
+    """Compute a call that lists the keys of each query."""
+    from .key_lists import listed_attention  # which calls without lists do not load
+
+    return listed_attention(*arguments, **settings)
 
 
 def get_available_backends() -> list[str]:

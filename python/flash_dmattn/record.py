@@ -17,10 +17,12 @@ from torch import Tensor
 __all__ = [
     "ATTENTION",
     "DENSE",
+    "KEY_LISTS",
     "SELECTION",
     "AttentionInputs",
     "Gradients",
     "KeyCounts",
+    "KeyListInputs",
     "Packing",
     "Schema",
     "SelectionInputs",
@@ -80,6 +82,46 @@ class AttentionInputs(NamedTuple):
         """B."""
         bounds = self.cu_seqlens_q
         return self.query.shape[0] if bounds is None else bounds.shape[0] - 1
+
+
+class KeyListInputs(NamedTuple):
+    """One attention call that lists the keys of each query.
+
+    Query, key, value, a bias for each key, and the sink are those of `AttentionInputs`. Dense:
+    indices ``(B, {Hk|1}, Q, k)``, index_bias ``(B, {H|Hk|1}, Q, k)``; packed, without B.
+    """
+
+    query: Differentiable
+    key: Differentiable
+    value: Differentiable
+    indices: Tensor
+    bias: Differentiable | None = None
+    index_bias: Differentiable | None = None
+    sink: Differentiable | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    scale: float = 1.0
+    causal: bool = False
+    softcap: float = 0.0
+    deterministic: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences lie one after another."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def sequences(self) -> int:
+        """B."""
+        return self.without_lists().sequences
+
+    def without_lists(self) -> AttentionInputs:
+        """Return the call that it would be with all keys."""
+        shared = set(AttentionInputs._fields).intersection(self._fields)
+        return AttentionInputs(**{name: getattr(self, name) for name in shared})
 
 
 class SelectionInputs(NamedTuple):
@@ -185,6 +227,7 @@ def _schema(record: type[Any]) -> Schema:
 
 
 ATTENTION = _schema(AttentionInputs)
+KEY_LISTS = _schema(KeyListInputs)
 SELECTION = _schema(SelectionInputs)
 
 
@@ -193,7 +236,7 @@ def differentiable_tensors(inputs: AttentionInputs) -> dict[str, Tensor | None]:
     return {name: getattr(inputs, name) for name in ATTENTION.differentiable}
 
 
-def no_gradient(inputs: AttentionInputs, name: str) -> Tensor:
+def no_gradient(inputs: AttentionInputs | KeyListInputs, name: str) -> Tensor:
     """Return a tensor without elements, which stands for a gradient that is not wanted."""
     like: Tensor | None = getattr(inputs, name)
     query = inputs.query

@@ -20,6 +20,7 @@ _OTHER_NAMES = {
     "sink": ("s_aux", "sinks", "learnable_sink"),
     "softcap": ("logits_soft_cap", "soft_cap"),
     "block_table": ("page_table", "block_tables"),
+    "key_indices": ("indices", "topk_indices", "topk_idxs"),
 }
 _INSTEAD = {
     "dropout_p": "there is no dropout of probabilities",

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention over listed keys in plain PyTorch: any device and dtype, memory that follows the lists.
+
+It goes by chunks of rows, whose scores are those of the listed keys and no others. 16-bit and
+float32 inputs are computed in float32, those with a query or a bias of float64 in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends.base import lse_shape
+from flash_dmattn.record import Gradients, KeyListInputs
+from flash_dmattn.reference import computing_dtype, sink_share, without_autocast
+
+from .places import Rows, bias_steps, by_head, key_places, rows_of
+from .products import Gathered, Listed, Mixed, Products, Streamed
+
+__all__ = ["backward", "forward"]
+
+# Elements of the largest tensor of a chunk: on CPUs what caches hold.
+_GATHERED_ON_CPU = 2**19
+_GATHERED_ELSEWHERE = 2**25
+_STREAMED = 2**19
+# From so many heads that share a list on, products of matrices are faster on a CPU.
+_MANY_HEADS = 8
+
+
+class _Call(NamedTuple):
+    """A call, with its tensors by head and row."""
+
+    inputs: KeyListInputs
+    recorded: bool  # whether autograd differentiates the operations
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    rows: Rows
+    query: Tensor  # (rows, H, D)
+    indices: Tensor  # (h, rows, k)
+    index_bias: Tensor | None  # (h, rows, k)
+    bias: Tensor | None  # of each key and head, then a 0 for "no key"
+    key: Tensor  # (Hk * keys + 1, D), as value: tables, see `products`
+    value: Tensor
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether values can be asked for: not without waiting for a GPU, and not by torch.func."""
+        return self.query.is_cpu and not self.recorded
+
+
+class _Chunk(NamedTuple):
+    """Some rows of a call. What has g is of g query heads for each of h lists."""
+
+    query: Tensor  # (h, rows, g, D), times the scale; zeros for rows without keys
+    empty: Tensor | None  # (h, rows, 1), whether a row has no keys; None: none is known to be such
+    invalid: Tensor | None  # (h, rows, 1, k), what is no key; None: all are keys
+    keys: Products
+    values: Products
+    bias_places: Tensor | None  # (h, rows, k), in `_Call.bias`
+    slope: Tensor | None  # of the softcap
+    probabilities: Tensor  # (h, rows, g, k); they sum to 1 without the sink
+    lse: Tensor  # (h, rows, g)
+
+
+def forward(inputs: KeyListInputs, *, recorded: bool = False) -> tuple[Tensor, Tensor]:
+    """Return out and lse; with ``recorded`` by operations that torch can differentiate and map."""
+    with without_autocast(inputs.query.device.type):
+        call = _call(inputs, recorded)
+        out = call.query.new_empty(call.query.shape)
+        lse = call.query.new_empty((out.shape[0], call.heads), dtype=call.dtype)
+        parts = [(out[:0], lse[:0])]
+        for rows in _chunks(call):
+            chunk = _chunk(call, rows)
+            weights, own_lse = chunk.probabilities, chunk.lse
+            if inputs.sink is not None:
+                share, _ = _sink_share(inputs.sink, own_lse)
+                weights = weights * share.unsqueeze(-1)
+            own = chunk.values.sums(weights)
+            if chunk.empty is not None:
+                own_lse = own_lse.masked_fill(chunk.empty, -torch.inf)
+            if recorded:
+                parts.append((_by_row(own).to(out.dtype), _by_row(own_lse)))
+            else:
+                _by_list(out[rows], own.shape[0]).copy_(own)
+                _by_list(lse[rows], own.shape[0]).copy_(own_lse)
+        if recorded:
+            out, lse = (torch.cat(results) for results in zip(*parts, strict=True))
+        return out.reshape(inputs.query.shape), _lse_in_place(lse, inputs)
+
+
+def backward(
+    inputs: KeyListInputs, dout: Tensor, dlse: Tensor | None, wanted: tuple[str, ...]
+) -> Gradients:
+    """Return the gradients of the fields that are wanted."""
+    with without_autocast(inputs.query.device.type):
+        call = _call(inputs, recorded=False)
+        dout = dout.reshape(call.query.shape)
+        if dlse is not None:
+            dlse = dlse.transpose(-1, -2).reshape(call.query.shape[:2])
+        totals: Gradients = {}
+        for name in wanted:
+            like: Tensor = getattr(inputs if name == "sink" else call, name)
+            # Of rows each element is written, of others some are added to.
+            make = torch.empty if name in ("query", "index_bias") else torch.zeros
+            totals[name] = make(like.shape, dtype=call.dtype, device=like.device)
+        for rows in _chunks(call):
+            _add_gradients(call, rows, dout, dlse, totals)
+        return {name: _as_given(inputs, name, total) for name, total in totals.items()}
+
+
+def _add_gradients(
+    call: _Call, rows: slice, dout: Tensor, dlse: Tensor | None, totals: Gradients
+) -> None:
+    chunk = _chunk(call, rows)
+    lists, empty = chunk.lse.shape[0], chunk.empty
+
+    def of_chunk(tensor: Tensor) -> Tensor:
+        """Return the chunk's part of ``(rows, H, ...)``, zeros for rows without keys."""
+        part = _by_list(tensor[rows].to(call.dtype), lists).contiguous()
+        if empty is None:
+            return part
+        return part.masked_fill(empty if part.dim() == 3 else empty.unsqueeze(-1), 0)
+
+    weights = probabilities = chunk.probabilities
+    if call.inputs.sink is not None:
+        share, rest = _sink_share(call.inputs.sink, chunk.lse)
+        weights = probabilities * share.unsqueeze(-1)
+    given = of_chunk(dout)
+    if "value" in totals:
+        chunk.values.add_to(totals["value"], weights, given)
+    dscores = chunk.values.dots(given)
+    # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
+    delta = (weights * dscores).sum(-1)
+    if "sink" in totals:
+        totals["sink"] -= _by_row(rest * delta).sum(0)
+    dscores.sub_(delta.unsqueeze(-1)).mul_(weights)
+    if dlse is not None:
+        dscores.add_(probabilities * of_chunk(dlse).unsqueeze(-1))
+    if chunk.invalid is not None:
+        dscores.masked_fill_(chunk.invalid, 0)
+    if "index_bias" in totals:
+        total = totals["index_bias"]
+        total[:, rows] = _of_heads(dscores, total.shape[0])
+    if "bias" in totals and chunk.bias_places is not None:
+        places = chunk.bias_places
+        parts = _of_heads(dscores, places.shape[0]).reshape(-1)
+        _add_elements(call, totals["bias"], places.reshape(-1), parts)
+    if chunk.slope is not None:
+        dscores.mul_(chunk.slope)
+    if "query" in totals:
+        own = chunk.keys.sums(dscores).mul_(call.inputs.scale)
+        _by_list(totals["query"][rows], lists).copy_(own)
+    if "key" in totals:
+        chunk.keys.add_to(totals["key"], dscores, chunk.query)
+
+
+def _call(inputs: KeyListInputs, recorded: bool) -> _Call:
+    dtype = computing_dtype(inputs.query, inputs.bias)
+    bias, index_bias, packed = inputs.bias, inputs.index_bias, inputs.packed
+    key, value = (_table(t, dtype, recorded) for t in (inputs.key, inputs.value))
+    rows = rows_of(inputs)
+    if max(key.shape[0], 0 if bias is None else bias.numel()) < 2**31:
+        rows = Rows(*(t.to(torch.int32) for t in rows))
+    if bias is not None:
+        bias = torch.cat([bias.reshape(-1), bias.new_zeros(1)]).to(dtype)
+    return _Call(
+        inputs,
+        recorded,
+        dtype,
+        inputs.query.shape[-2],
+        inputs.key.shape[-2],
+        rows,
+        inputs.query.flatten(0, -3),
+        by_head(inputs.indices, packed=packed),
+        None if index_bias is None else by_head(index_bias, packed=packed),
+        bias,
+        key,
+        value,
+    )
+
+
+def _table(tensor: Tensor, dtype: torch.dtype, recorded: bool) -> Tensor:
+    by_head = tensor.flatten(0, -3).transpose(0, 1)
+    if recorded:
+        rows = by_head.to(dtype).flatten(0, 1)
+        return torch.cat([rows, rows.new_zeros((1, tensor.shape[-1]))])
+    table = tensor.new_empty((by_head.shape[:2].numel() + 1, tensor.shape[-1]), dtype=dtype)
+    table[:-1].view(by_head.shape).copy_(by_head)
+    table[-1:].zero_()
+    return table
+
+
+def _chunks(call: _Call) -> list[slice]:
+    """Return slices that cover all rows."""
+    _, rows, length = call.indices.shape
+    if _is_streamed(call):
+        row, most = call.heads * length, _STREAMED
+    else:
+        head_dim = call.query.shape[-1]
+        row = max(call.kv_heads * length * head_dim, call.heads * length * 8)
+        most = _GATHERED_ON_CPU if call.query.is_cpu else _GATHERED_ELSEWHERE
+    step = max(1, most // max(row, 1))
+    return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+
+
+def _is_streamed(call: _Call) -> bool:
+    return _can_stream(call) and call.heads < _MANY_HEADS * call.kv_heads
+
+
+def _can_stream(call: _Call) -> bool:
+    return call.is_readable and 0 < call.indices.shape[-1] <= call.key.shape[0]
+
+
+def _chunk(call: _Call, rows: slice) -> _Chunk:
+    inputs, heads, kv_heads = call.inputs, call.heads, call.kv_heads
+    those = Rows(*(t[rows] for t in call.rows))
+    listed = call.indices[:, rows]
+    valid = (listed >= 0) & (listed < those.limit[:, None])
+    listed = listed.masked_fill(~valid, 0).to(those.begin.dtype)
+    added, bias_places = None, None
+    if inputs.bias is not None and call.bias is not None:
+        bias_places = _bias_places(inputs, those, listed, valid)
+        added = call.bias[bias_places]
+    if call.index_bias is not None:
+        own = call.index_bias[:, rows].to(call.dtype)
+        if added is None:
+            added = own
+        else:
+            most = max(added.shape[0], own.shape[0])
+            added = _expanded(added, most) + _expanded(own, most)
+    if added is not None:
+        kept = added != -torch.inf
+        # What one head drops and another of its group keeps may hold anything, so that each of them
+        # needs a list of its own.
+        if kept.shape[0] > kv_heads and call.is_readable and bool(kept.all()):
+            kept = kept[:1]
+        most = max(valid.shape[0], kept.shape[0])
+        valid = _expanded(valid, most) & _expanded(kept, most)
+    lists = max(valid.shape[0], kv_heads)
+    nothing = call.key.shape[0] - 1
+    number = torch.arange(lists, device=listed.device, dtype=listed.dtype) // (lists // kv_heads)
+    number = number * (nothing // kv_heads)
+    numbers = key_places(inputs, those, listed)
+    invalid, empty = None, None
+    numbers = _expanded(numbers, lists) + number[:, None, None]
+    if not (call.is_readable and bool(valid.all())) or listed.shape[-1] == 0:
+        valid = _expanded(valid, lists)
+        numbers = numbers.masked_fill(~valid, nothing)
+        invalid, empty = ~valid.unsqueeze(2), ~valid.any(-1, keepdim=True)
+    query = _by_list(call.query[rows].to(call.dtype), lists).contiguous() * inputs.scale
+    if empty is not None:
+        query = query.masked_fill(empty.unsqueeze(-1), 0)
+    keys, values = map(_products(call, numbers), (call.key, call.value))
+    scores, slope = keys.dots(query), None
+    if inputs.softcap > 0:
+        tanh = torch.tanh(scores / inputs.softcap)
+        scores, slope = inputs.softcap * tanh, 1 - tanh * tanh
+    if added is not None:
+        scores = scores + _grouped(added, lists, heads)
+    if invalid is not None and empty is not None:
+        # A row without keys takes part as a row of zeros, since softmax and logsumexp of -inf alone
+        # have no gradient. As it lists the zeros of a table, nothing comes of it.
+        scores = scores.masked_fill(invalid, -torch.inf).masked_fill(empty.unsqueeze(-1), 0)
+    probabilities = torch.softmax(scores, -1)
+    if call.recorded or listed.shape[-1] == 0:
+        lse = torch.logsumexp(scores, -1)
+    else:  # the largest probability is 1 over the sum of the others' ratios to it
+        lse = scores.amax(-1) - torch.log(probabilities.amax(-1))
+    return _Chunk(query, empty, invalid, keys, values, bias_places, slope, probabilities, lse)
+
+
+def _products(call: _Call, numbers: Tensor) -> Callable[[Tensor], Products]:
+    """Return what makes the products with a table."""
+    ordered = call.inputs.deterministic
+    if not _can_stream(call):
+        return lambda table: Gathered(table, numbers, ordered=ordered)
+    listed = Listed(numbers, call.heads)
+    if _is_streamed(call):
+        return lambda table: Streamed(table, listed)
+    return lambda table: Mixed(table, numbers, listed, ordered=ordered)
+
+
+def _bias_places(inputs: KeyListInputs, rows: Rows, listed: Tensor, valid: Tensor) -> Tensor:
+    """Return where the bias of each listed key is, ``(h, rows, k)`` with the heads of the bias or
+    of the lists, whichever are more.
+    """
+    assert inputs.bias is not None
+    most = max(inputs.bias.shape[-3], listed.shape[0])
+    first, head_step, key_step = bias_steps(inputs, rows)
+    head = torch.arange(most, device=listed.device, dtype=listed.dtype) * head_step
+    places = head[:, None, None] + (first[:, None] + _expanded(listed, most) * key_step)
+    return places.masked_fill(~_expanded(valid, most), inputs.bias.numel())
+
+
+def _sink_share(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the parts of a softmax that are of the keys and of the sink, ``(h, rows, g)``."""
+    share, rest = sink_share(sink, _by_row(lse).transpose(0, 1))
+    lists = lse.shape[0]
+    return _by_list(share.transpose(0, 1), lists), _by_list(rest.transpose(0, 1), lists)
+
+
+def _by_list(tensor: Tensor, lists: int) -> Tensor:
+    """View ``(rows, H, ...)`` as ``(h, rows, g, ...)``."""
+    return torch.unflatten(tensor, 1, (lists, tensor.shape[1] // lists)).transpose(0, 1)
+
+
+def _by_row(tensor: Tensor) -> Tensor:
+    """View ``(h, rows, g, ...)`` as ``(rows, H, ...)``."""
+    return tensor.transpose(0, 1).flatten(1, 2)
+
+
+def _expanded(tensor: Tensor, heads: int) -> Tensor:
+    """Repeat ``(h, rows, k)`` for more heads."""
+    count = tensor.shape[0]
+    if count == 1:
+        return tensor.expand(heads, -1, -1)
+    return tensor if count == heads else tensor.repeat_interleave(heads // count, 0)
+
+
+def _grouped(tensor: Tensor, lists: int, heads: int) -> Tensor:
+    """View ``(1 | Hk | H, rows, k)`` so that it broadcasts to ``(lists, rows, g, k)``."""
+    if tensor.shape[0] > lists:
+        return torch.unflatten(tensor, 0, (lists, heads // lists)).transpose(1, 2)
+    return _expanded(tensor, lists).unsqueeze(2)
+
+
+def _of_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Sum ``(h, rows, g, k)`` over the query heads that share one of so many heads."""
+    lists = tensor.shape[0]
+    if heads <= lists:
+        return torch.unflatten(tensor.sum(2), 0, (heads, lists // heads)).sum(1)
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _add_elements(call: _Call, total: Tensor, places: Tensor, parts: Tensor) -> None:
+    if call.inputs.deterministic and not total.is_cpu:
+        total.index_put_((places,), parts, accumulate=True)
+    else:
+        total.index_add_(0, places, parts)
+
+
+def _lse_in_place(lse: Tensor, inputs: KeyListInputs) -> Tensor:
+    """Return ``(rows, H)`` as lse is laid out."""
+    if inputs.packed:
+        return lse.transpose(0, 1).contiguous()
+    batch, heads, queries = lse_shape(inputs.query)
+    return lse.view(batch, queries, heads).transpose(1, 2).contiguous()
+
+
+def _as_given(inputs: KeyListInputs, name: str, total: Tensor) -> Tensor:
+    """Return a gradient in the shape and dtype of its tensor."""
+    like: Tensor = getattr(inputs, name)
+    if name in ("key", "value"):
+        total = torch.unflatten(total[:-1], 0, (like.shape[-2], -1)).transpose(0, 1)
+    elif name == "bias":
+        total = total[:-1]
+    elif name == "index_bias" and not inputs.packed:
+        total = torch.unflatten(total, 1, (like.shape[0], like.shape[2])).transpose(0, 1)
+    return total.reshape(like.shape).to(like.dtype).contiguous()

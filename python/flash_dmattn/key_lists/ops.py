@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention over listed keys, differentiable, and its operators."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import dispatch_state
+from flash_dmattn.backends import select_backend
+from flash_dmattn.backends.base import lse_shape
+from flash_dmattn.operators import define, library, without_negation
+from flash_dmattn.record import KEY_LISTS, Gradients, KeyListInputs, no_gradient
+from flash_dmattn.reference import computing_dtype, recorded_gradients
+from flash_dmattn.refusals import refuse_double_backward
+
+from . import formula
+from .checks import check_key_lists
+
+__all__ = ["attention"]
+
+_INPUTS = f"{KEY_LISTS.text}, str backend"
+_WANTED = ", ".join(f"bool need_d{name}" for name in KEY_LISTS.differentiable)
+_GRADIENTS = ", ".join(f"Tensor d{name}" for name in KEY_LISTS.differentiable)
+_FIELD_COUNT = len(KeyListInputs._fields)
+_TENSOR_COUNT = KEY_LISTS.tensor_count
+
+
+def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
+    """Return out and lse, differentiable."""
+    if dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled():
+        # Plain operations, which torch transforms as it transforms all of its own.
+        _check(inputs, backend)
+        return formula.forward(inputs, recorded=True)
+    out, lse = torch.ops.flash_dmattn.key_list_forward.default(*inputs, backend)
+    return out, lse
+
+
+def _check(inputs: KeyListInputs, backend: str) -> None:
+    check_key_lists(inputs)
+    if backend != "auto":
+        select_backend(inputs.query.device, backend)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *plain, backend = map(without_negation, arguments)
+    inputs = KeyListInputs(*plain)
+    _check(inputs, backend)
+    return formula.forward(inputs)
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs = KeyListInputs(*arguments[:-1])
+    query, dtype = inputs.query, computing_dtype(inputs.query, inputs.bias)
+    return query.new_empty(query.shape), query.new_empty(lse_shape(query), dtype=dtype)
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    inputs = KeyListInputs(*map(without_negation, arguments[:_FIELD_COUNT]))
+    dout, dlse = without_negation(dout), without_negation(dlse)
+    wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
+    return _as_outputs(inputs, formula.backward(inputs, dout, dlse, wanted))
+
+
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    inputs = KeyListInputs(*arguments[:_FIELD_COUNT])
+    wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
+    return _as_outputs(
+        inputs, {name: (like := getattr(inputs, name)).new_empty(like.shape) for name in wanted}
+    )
+
+
+def _wanted(inputs: KeyListInputs, flags: Sequence[bool]) -> tuple[str, ...]:
+    names = itertools.compress(KEY_LISTS.differentiable, flags)
+    return tuple(name for name in names if getattr(inputs, name) is not None)
+
+
+def _as_outputs(inputs: KeyListInputs, gradients: Gradients) -> tuple[Tensor, ...]:
+    """Return the gradients as outputs of an operator: without elements where not wanted."""
+    return tuple(
+        gradients[name] if name in gradients else no_gradient(inputs, name)
+        for name in KEY_LISTS.differentiable
+    )
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *record, ctx.backend = inputs
+    ctx.save_for_backward(*record[:_TENSOR_COUNT], *output)
+    ctx.settings = record[_TENSOR_COUNT:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    inputs = KeyListInputs(*tensors, *ctx.settings)
+    flags = tuple(bool(ctx.needs_input_grad[place]) for place in KEY_LISTS.places)
+    slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
+    if (dout is None and dlse is None) or not any(flags):
+        return tuple(slots)
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    if ctx.backend == "reference" and torch.is_grad_enabled():
+        found = _recorded(inputs, dout, dlse, _wanted(inputs, flags))
+        gradients = tuple(map(found.get, KEY_LISTS.differentiable))
+    else:
+        gradients = torch.ops.flash_dmattn.key_list_backward.default(
+            dout, dlse, out, lse, *inputs, ctx.backend, *flags
+        )
+    for place, gradient, wanted in zip(KEY_LISTS.places, gradients, flags, strict=True):
+        slots[place] = gradient if wanted else None
+    return tuple(slots)
+
+
+def _recorded(
+    inputs: KeyListInputs, dout: Tensor, dlse: Tensor | None, wanted: tuple[str, ...]
+) -> Gradients:
+    """Return gradients that are differentiable themselves."""
+
+    def compute(tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+        return formula.forward(inputs._replace(**tensors), recorded=True)  # type: ignore[arg-type]
+
+    tensors = {name: getattr(inputs, name) for name in KEY_LISTS.differentiable}
+    return recorded_gradients(tensors, compute, (dout, dlse), wanted)
+
+
+define("key_list_forward", (_INPUTS, "(Tensor out, Tensor lse)"), _forward, _forward_fake)
+define(
+    "key_list_backward",
+    (f"Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_WANTED}", f"({_GRADIENTS})"),
+    _backward,
+    _backward_fake,
+)
+torch.library.register_autograd(
+    "flash_dmattn::key_list_forward", _differentiate, setup_context=_save_for_backward, lib=library
+)
+torch.library.register_autograd(
+    "flash_dmattn::key_list_backward", refuse_double_backward, lib=library
+)
+dispatch_state.watch_kernels(library)

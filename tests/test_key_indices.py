@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Keys selected per query: `key_indices` and `index_bias`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_dmattn
+from flash_dmattn.key_lists import formula
+from flash_dmattn.record import KEY_LISTS, KeyListInputs
+from good_arguments import dense, on_device, varlen, zeros
+from listed_keys import ListedCall, leaves_of
+from support import Target, assert_accurate, gathered, randn
+
+SMALL = {"length": 5, "head_dim": 8, "kv_heads": 2, "group": 3, "dlse": True}
+
+
+def check_listed(call: ListedCall, **options: object) -> None:
+    assert_accurate(call.got(**options), call.want(torch.float64), call.want(None))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn_lists(target: Target, seed: int) -> None:
+    check_listed(ListedCall(seed, target))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"bias_heads": None, "index_heads": None, "causal": True, "list_heads": 1},
+        {"bias_heads": 1, "index_heads": 2, "softcap": 2.0, "sink": True, "list_heads": 2},
+        {"bias_heads": 6, "index_heads": 1, "causal": False, "sink": True, "dropped": 0.3},
+        {"bias_heads": 2, "index_heads": 6, "causal": True, "list_heads": 1, "dropped": 0.3},
+    ],
+    ids=["plain", "shared", "head_bias", "head_index"],
+)
+def test_forms_of_lists(target: Target, form: dict[str, Any], packed: bool) -> None:
+    sizes = [(3, 7), (0, 2), (4, 3), (2, 0)] if packed else [(4, 7)]
+    check_listed(ListedCall(3, target, packed=packed, sizes=sizes, **SMALL, **form))
+
+
+def small_call(target: Target, **changes: Any) -> ListedCall:
+    """Return a call of sizes that Triton's interpreter serves in a second."""
+    defaults = {"packed": False, "sizes": [(4, 9)], "bias_heads": 1, "index_heads": 2}
+    defaults |= {"causal": True, "sink": True, "dropped": 0.0, "index_dropped": 0.0}
+    return ListedCall(5, target, **{**SMALL, **defaults, **changes})
+
+
+def with_lists(call: ListedCall, *lists: list[int]) -> ListedCall:
+    """Give each query of a call its list, the same for all heads; no list is longer than k."""
+    length = call.indices.shape[-1]
+    rows = [[*own, *[-1] * (length - len(own))] for own in lists]
+    call.indices = torch.tensor(rows, dtype=torch.int32).expand(call.indices.shape).contiguous()
+    return call
+
+
+LISTS = ([0, 4, 2], [], [3, 3, 3, 0], [8, 1, -7, 9])
+
+
+@pytest.mark.parametrize(("packed", "softcap"), [(False, 0.0), (True, 2.0)])
+def test_what_is_not_listed_reaches_nothing(target: Target, packed: bool, softcap: float) -> None:
+    call = small_call(target, packed=packed, causal=False, softcap=softcap)
+    with_lists(call, *LISTS)
+    # Keys 5, 6 and 7 are in no list, the second query has none, and two places are no keys.
+    clean = call.got()
+    poisoned = {name: t.clone() for name, t in call.tensors.items()}
+    for name in ("key", "value"):
+        poisoned[name].view(9, 2, 8)[5:8] = torch.nan
+    poisoned["attn_bias"].view(-1)[5:8] = torch.nan
+    poisoned["query"].view(4, 6, 8)[1] = torch.nan
+    call.dout.view(4, 6, 8)[1] = torch.nan
+    assert call.dlse is not None
+    (call.dlse if packed else call.dlse[0])[:, 1] = torch.nan
+    own = poisoned["index_bias"].view(2, 4, 5)
+    own.masked_fill_(
+        (call.indices.view(-1, 4, 5) < 0) | (call.indices.view(-1, 4, 5) > 8), torch.nan
+    )
+    call.tensors = poisoned
+    for name, value in call.got().items():
+        torch.testing.assert_close(value, clean[name])
+    assert not clean["out"].view(4, 6, 8)[1].any()
+    assert (clean["lse"].view(6, 4)[:, 1] == -torch.inf).all()
+    assert not clean["dkey"].view(9, 2, 8)[5:8].any()
+
+
+@pytest.mark.parametrize("bias", ["attn_bias", "index_bias"])
+def test_what_a_bias_drops_reaches_nothing(target: Target, bias: str) -> None:
+    """Also where another head of the group keeps the key, whose value is NaN."""
+    heads = {"bias_heads": 6} if bias == "attn_bias" else {"index_heads": 6}
+    call = with_lists(small_call(target, causal=False, **heads), [5, 0], [5, 1], [5], [2])
+    dropped = call.tensors[bias].view(6, -1, 9 if bias == "attn_bias" else 5)
+    place = 5 if bias == "attn_bias" else 0
+    dropped[0, : 3 if bias == "index_bias" else 1, place] = -torch.inf
+    call.tensors["value"][0, 5, 0] = torch.nan
+    got = call.got()
+    out = got["out"][0]
+    assert not out[:, 0].isnan().any()
+    assert out[:3, 1:3].isnan().all()
+    assert not out[3].isnan().any()
+    assert not out[:, 3:].isnan().any()
+    assert not got["dquery"][0, :, 0].isnan().any()
+    assert got["lse"][0, 0, 2] == -torch.inf
+
+
+def test_a_key_listed_twice_counts_twice(target: Target) -> None:
+    twice = with_lists(small_call(target, causal=False), [3, 1, 3], [2], [0, 0, 0], [7, 8])
+    once = with_lists(small_call(target, causal=False), [3, 1], [2], [0], [7, 8])
+    for call in (twice, once):
+        call.tensors["index_bias"].zero_()
+    # As listed once with log(2) and log(3) more.
+    once.tensors["index_bias"][:, :, 0, 0] = torch.tensor(2.0).log()
+    once.tensors["index_bias"][:, :, 2, 0] = torch.tensor(3.0).log()
+    got, want = twice.got(), once.got()
+    for name in ("out", "lse", "dquery", "dkey", "dvalue", "dattn_bias", "dsink"):
+        torch.testing.assert_close(got[name], want[name], atol=2e-2, rtol=2e-2)
+
+
+def test_order_changes_nothing_but_rounding(target: Target) -> None:
+    call = small_call(target)
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(1))
+    first = call.got()
+    call.indices = call.indices[..., order].contiguous()
+    call.tensors["index_bias"] = call.tensors["index_bias"][..., order].contiguous()
+    second = call.got()
+    second["dindex_bias"] = second["dindex_bias"][..., order.argsort()]
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, atol=2e-2, rtol=2e-2)
+
+
+def test_all_keys_in_order_are_dense_attention(target: Target) -> None:
+    call = small_call(target, length=9, causal=True, index_heads=None, bias_heads=2)
+    call.indices = torch.arange(9, dtype=torch.int32).expand(1, 1, 4, 9).contiguous()
+    got = call.got()
+    leaves = leaves_of(call.tensors, target.device)
+    settings = {**call.settings, "backend": target.backend, "return_lse": True}
+    dense = gathered(
+        *flash_dmattn.flash_dmattn_func(**leaves, **settings), leaves, call.dout, call.dlse
+    )
+    for name, value in dense.items():
+        torch.testing.assert_close(got[name], value, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_bias", "index_bias", "sink"])
+def test_gradient_of_one_tensor_alone(target: Target, name: str) -> None:
+    call = small_call(target)
+    whole = call.got()
+    leaves = {n: t.detach().to(target.device) for n, t in call.tensors.items()}
+    leaves[name].requires_grad_()
+    out, lse = call.call(leaves)
+    assert call.dlse is not None
+    cotangents = [call.dout.to(target.device), call.dlse.to(target.device)]
+    (gradient,) = torch.autograd.grad([out, lse], [leaves[name]], cotangents)
+    torch.testing.assert_close(gradient.cpu(), whole[f"d{name}"])
+
+
+@pytest.mark.parametrize("table", [[2, 0, 3, 1], [1, 3, 0, 2]])
+def test_listed_pages(target: Target, table: list[int]) -> None:
+    call = small_call(target, packed=True, sizes=[(2, 7), (3, 5)], causal=True)
+    tensors = {name: t.to(target.device) for name, t in call.tensors.items()}
+    with torch.no_grad():
+        want = call.call(tensors)
+        pages = {}
+        for name in ("key", "value"):
+            # Two pages of four keys for each sequence; what lies behind its keys is not read.
+            own = torch.full((4, 4, *tensors[name].shape[1:]), torch.nan, dtype=tensors[name].dtype)
+            own = own.to(target.device)
+            for page, (begin, end) in zip(table, ((0, 4), (4, 7), (7, 11), (11, 12)), strict=True):
+                own[page, : end - begin] = tensors[name][begin:end]
+            pages[name] = own
+        block_table = torch.tensor(table, dtype=torch.int32, device=target.device).view(2, 2)
+        got = call.call({**tensors, **pages}, block_table=block_table)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_equal_bits_where_they_are_asked_for(target: Target) -> None:
+    call = ListedCall(11, target, sizes=[(40, 20)], length=17)
+    first = call.got(deterministic=True)
+    for _ in range(3):
+        again = call.got(deterministic=True)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+def test_chunks_of_rows_are_one_call(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in (1, 2, 3):
+        call = ListedCall(seed, target, sizes=[(20, 30)] * 2, length=17)
+        for name in ("_STREAMED", "_GATHERED_ON_CPU", "_GATHERED_ELSEWHERE"):
+            monkeypatch.setattr(formula, name, 1000)
+        check_listed(call)
+
+
+def test_memory_follows_the_lists() -> None:
+    """No tensor has an element for each query and key, or as many as all lists with D elements."""
+    call = ListedCall(
+        1,
+        Target("cpu", "cpu"),
+        packed=False,
+        sizes=[(3000, 3000)],
+        length=32,
+        kv_heads=1,
+        group=4,
+        head_dim=64,
+    )
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return result
+
+    inputs = call_inputs(call)
+    with Sizes():
+        out, _ = formula.forward(inputs)
+        formula.backward(inputs, torch.ones_like(out), None, KEY_LISTS.differentiable[:3])
+    assert 2**20 < largest < 3000 * 3000
+
+
+def call_inputs(call: ListedCall) -> KeyListInputs:
+    names = {"attn_bias": "bias"}
+    tensors = {names.get(name, name): t for name, t in call.tensors.items()}
+    return KeyListInputs(**tensors, indices=call.indices, scale=0.3)
+
+
+def test_opcheck(target: Target) -> None:
+    call = small_call(target)
+    inputs = call_inputs(call)
+    moved = [t.to(target.device) if isinstance(t, torch.Tensor) else t for t in inputs]
+    inputs = KeyListInputs(*moved)
+    leaves = [
+        t.requires_grad_() if name in KEY_LISTS.differentiable and t is not None else t
+        for name, t in inputs._asdict().items()
+    ]
+    operators = torch.ops.flash_dmattn
+    torch.library.opcheck(operators.key_list_forward.default, (*leaves, target.backend))
+    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
+    out, lse = operators.key_list_forward.default(*plain, target.backend)
+    torch.library.opcheck(
+        operators.key_list_backward.default,
+        (torch.ones_like(out), None, out, lse, *plain, target.backend, *[True, False] * 3),
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole(target: Target, dynamic: bool) -> None:
+    call = small_call(target)
+    compiled = torch.compile(call.call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    want = call.got()
+    leaves = leaves_of(call.tensors, target.device)
+    got = gathered(*compiled(leaves), leaves, call.dout, call.dlse)
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name])
+
+
+def test_exported_programs(tmp_path: Path) -> None:
+    call = small_call(Target("cpu", "cpu"), index_heads=1, sizes=[(4, 9)])
+
+    class Model(torch.nn.Module):
+        def forward(self, query: torch.Tensor, index_bias: torch.Tensor) -> Any:
+            return call.call({**call.tensors, "query": query, "index_bias": index_bias})
+
+    given = call.tensors["query"], call.tensors["index_bias"]
+    torch.export.save(torch.export.export(Model(), given), tmp_path / "model.pt2")
+    got = torch.export.load(tmp_path / "model.pt2").module()(*given)
+    for one, other in zip(got, call.call(call.tensors), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_names_of_other_libraries_are_told() -> None:
+    x = randn(1, 6, 2, 8)
+    with pytest.raises(TypeError, match="it is called key_indices here"):
+        flash_dmattn.flash_dmattn_func(x, x, x, topk_indices=zeros(1, 1, 6, 3))
+
+
+def test_the_first_call_may_be_compiled() -> None:
+    """When nothing has loaded what serves lists."""
+    script = (
+        "import torch, flash_dmattn\n"
+        "x = torch.randn(1, 6, 2, 8)\n"
+        "i = torch.zeros(1, 1, 6, 3, dtype=torch.int32)\n"
+        "f = lambda: flash_dmattn.flash_dmattn_func(x, x, x, key_indices=i)\n"
+        "out = torch.compile(f, fullgraph=True, backend='aot_eager')()\n"
+        "assert torch.equal(out, f())"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_activation_checkpointing(target: Target) -> None:
+    call = small_call(target)
+    want = call.got()
+    leaves = leaves_of(call.tensors, target.device)
+    results = torch.utils.checkpoint.checkpoint(call.call, leaves, use_reentrant=False)
+    got = gathered(*results, leaves, call.dout, call.dlse)
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name])
+
+
+def test_autocast(target: Target) -> None:
+    call = small_call(target, dtype=torch.float32, bias_dtype=torch.float32)
+    call.dout = call.dout.to(torch.bfloat16)
+    leaves = leaves_of(call.tensors, target.device)
+    with torch.autocast(target.device, dtype=torch.bfloat16):
+        out, lse = call.call(leaves)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    rounded = dict(call.tensors)
+    rounded |= {name: call.tensors[name].bfloat16() for name in ("query", "key", "value")}
+    call.tensors = rounded
+    want = call.got()
+    assert torch.equal(out.cpu(), want["out"])
+    out.backward(call.dout.to(target.device))
+    assert leaves["query"].grad is not None
+    assert leaves["query"].grad.dtype == torch.float32
+
+
+def test_second_derivatives_of_the_reference() -> None:
+    call = small_call(Target("cpu", "reference"), length=3, group=2)
+    tensors = {name: t.double() for name, t in call.tensors.items()}
+    names = list(tensors)
+
+    def run(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = call.call(dict(zip(names, given, strict=True)))
+        return out, lse.masked_fill(lse == -torch.inf, 0)
+
+    given = [t.requires_grad_() for t in tensors.values()]
+    assert torch.autograd.gradcheck(run, given)
+    assert torch.autograd.gradgradcheck(run, given)
+
+
+def test_second_derivatives_are_refused(kernel_target: Target) -> None:
+    call = small_call(kernel_target)
+    leaves = leaves_of(call.tensors, kernel_target.device)
+    out, _ = call.call(leaves)
+    (gradient,) = torch.autograd.grad(out.sum(), leaves["query"], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        gradient.sum().backward()
+
+
+def test_transforms_of_torch_func(target: Target) -> None:
+    call = small_call(target, dtype=target.dtypes[0])
+    tensors = {name: t.to(target.device) for name, t in call.tensors.items()}
+
+    def total(query: torch.Tensor) -> torch.Tensor:
+        return call.call({**tensors, "query": query})[0].float().sum()
+
+    leaves = leaves_of(call.tensors, target.device)
+    (want,) = torch.autograd.grad(call.call(leaves)[0].float().sum(), leaves["query"])
+    query = tensors["query"]
+    torch.testing.assert_close(torch.func.grad(total)(query), want, atol=1e-2, rtol=1e-2)
+    each = torch.func.vmap(torch.func.grad(total))(torch.stack([query, query]))
+    torch.testing.assert_close(each[1], want, atol=1e-2, rtol=1e-2)
+    _, tangent = torch.func.jvp(total, (query,), (torch.ones_like(query),))
+    torch.testing.assert_close(tangent, want.float().sum(), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("length", [0, 3])
+def test_lists_without_queries_or_keys(target: Target, sizes: tuple[int, int], length: int) -> None:
+    for packed in (False, True):
+        call = small_call(target, packed=packed, sizes=[sizes], length=length)
+        check_listed(call)
+        got = call.got()
+        assert not got["out"].any()
+        assert (got["lse"] == -torch.inf).all()
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"key_indices": torch.zeros(2, 1, 5, 3).long()},
+        TypeError,
+        r"key_indices .*int32, got .*int64",
+    ),
+    ({"key_indices": [1]}, TypeError, r"key_indices must be a torch.Tensor, got list"),
+    (
+        {"key_indices": zeros(2, 4, 5, 3, dtype=torch.int32)},
+        ValueError,
+        r"key_indices must have shape \(B, \{Hk\|1\}, Q, k\) = \(2, \{2\|1\}, 5, any k\), "
+        r"got \(2, 4, 5, 3\)",
+    ),
+    ({"key_indices": zeros(1, 1, 5, 3, dtype=torch.int32)}, ValueError, r"key_indices must have"),
+    ({"key_indices": zeros(2, 5, 3, dtype=torch.int32)}, ValueError, r"key_indices must have"),
+    (
+        {"key_indices": None, "index_bias": randn(2, 1, 5, 3)},
+        ValueError,
+        r"index_bias .*key_indices",
+    ),
+    (
+        {"index_bias": randn(2, 3, 5, 3)},
+        ValueError,
+        r"index_bias must have shape .*got \(2, 3, 5, 3\)",
+    ),
+    ({"index_bias": randn(2, 1, 5, 4)}, ValueError, r"index_bias must have shape .*5, 3\), got"),
+    ({"index_bias": zeros(2, 1, 5, 3)}, TypeError, r"index_bias .*got torch.bool"),
+    ({"attn_bias": randn(2, 1, 5, 7)}, ValueError, r"attn_bias must be the same for every query"),
+    ({"attn_bias": randn(2, 8)}, ValueError, r"attn_bias with 2 dimensions"),
+    ({"attn_mask": zeros(2, 7)}, ValueError, r"key_indices cannot be combined with attn_mask:"),
+    ({"window_size": 0, "keep_last": 2}, ValueError, r"combined with window_size, keep_last:"),
+    ({"keep_first": 1}, ValueError, r"combined with keep_first:"),
+    ({"return_attn_probs": True}, ValueError, r"combined with return_attn_probs:"),
+    ({"backend": "cudnn"}, ValueError, r"backend must be"),
+    ({"is_causal": 2}, TypeError, r"is_causal must be"),
+    ({"softmax_scale": "1"}, TypeError, r"softmax_scale must be"),
+    ({"sink": randn(3)}, ValueError, r"sink has shape \(3,\)"),
+    ({"value": randn(2, 7, 2, 9)}, ValueError, r"value"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=range(len(REFUSED)))
+def test_refusals(
+    target: Target, changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    indices = {"key_indices": zeros(2, 1, 5, 3, dtype=torch.int32)}
+    arguments = on_device(target, dense(target, **{**indices, **changes}))
+    with pytest.raises(error, match=text):
+        flash_dmattn.flash_dmattn_func(**arguments)
+
+
+def test_refusals_of_packed_calls(target: Target) -> None:
+    lists = zeros(1, 10, 3, dtype=torch.int32)
+    for changes, text in (
+        ({"key_indices": lists[:, 1:]}, r"\(\{Hk\|1\}, total_q, k\) = \(\{2\|1\}, 10, any k\)"),
+        ({"key_indices": lists.unsqueeze(0)}, r"key_indices must have shape"),
+        (
+            {"index_bias": randn(1, 10, 2)},
+            r"index_bias must have shape .*10, 3\), got \(1, 10, 2\)",
+        ),
+        ({"attn_bias": randn(1, 10, 6)}, r"attn_bias must be the same for every query"),
+        ({"attn_mask": zeros(1, 1, 10)}, r"combined with attn_mask"),
+    ):
+        arguments = on_device(target, varlen(target, **{"key_indices": lists, **changes}))
+        with pytest.raises(ValueError, match=text):
+            flash_dmattn.flash_dmattn_varlen_func(**arguments)
+
+
+def test_a_plan_is_refused(target: Target) -> None:
+    given = on_device(target, dense(target, key_indices=zeros(2, 1, 5, 3, dtype=torch.int32)))
+    plan = flash_dmattn.make_plan(given["query"], given["key"], zeros(2, 7).to(target.device))
+    with pytest.raises(ValueError, match="combined with plan"):
+        flash_dmattn.flash_dmattn_func(**given, plan=plan)
+
+
+def test_bound_functions_take_lists() -> None:
+    bound = flash_dmattn.flash_dmattn_func_auto("reference")
+    x = randn(1, 6, 2, 8)
+    lists = zeros(1, 1, 6, 3, dtype=torch.int32)
+    torch.testing.assert_close(bound(x, x, x, key_indices=lists), x[:, :1].expand(x.shape))
