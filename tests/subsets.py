@@ -105,6 +105,14 @@ _INTERPRETED = frozenset(
         "test_compiles_whole[last-False]",
         "test_opcheck_of_backward[wanted2]",
         "test_several_calls_share_a_plan[keys-True]",
+        "test_forms_of_lists",
+        "test_what_is_not_listed_reaches_nothing[True-2.0]",
+        "test_what_a_bias_drops_reaches_nothing[attn_bias]",
+        "test_what_a_bias_drops_reaches_nothing[index_bias]",
+        "test_a_key_listed_twice_counts_twice",
+        "test_listed_pages[table0]",
+        "test_lists_without_queries_or_keys[3-sizes1]",
+        "test_lists_without_queries_or_keys[0-sizes0]",
     }
 )
 # By the names of test functions, which stand for all their cases, or of single cases without the

@@ -46,10 +46,19 @@ def _check(inputs: KeyListInputs, backend: str) -> None:
         select_backend(inputs.query.device, backend)
 
 
+def _uses_triton(inputs: KeyListInputs, backend: str) -> bool:
+    """Say whether kernels compute a call; their sums over rows are in any order."""
+    return backend == "triton" and not inputs.deterministic
+
+
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *plain, backend = map(without_negation, arguments)
     inputs = KeyListInputs(*plain)
     _check(inputs, backend)
+    if _uses_triton(inputs, backend):
+        from flash_dmattn.backends.triton import key_lists
+
+        return key_lists.forward(inputs)
     return formula.forward(inputs)
 
 
@@ -62,10 +71,17 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    inputs = KeyListInputs(*map(without_negation, arguments[:_FIELD_COUNT]))
+    *plain, backend = map(without_negation, arguments[: _FIELD_COUNT + 1])
+    inputs = KeyListInputs(*plain)
     dout, dlse = without_negation(dout), without_negation(dlse)
     wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
-    return _as_outputs(inputs, formula.backward(inputs, dout, dlse, wanted))
+    if _uses_triton(inputs, backend):
+        from flash_dmattn.backends.triton import key_lists
+
+        found = key_lists.backward(inputs, dout, dlse, out, lse, wanted)
+    else:
+        found = formula.backward(inputs, dout, dlse, wanted)
+    return _as_outputs(inputs, found)
 
 
 def _backward_fake(

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention over listed keys: a program for the query heads that share a list, of one row.
+
+They are the rows of its tiles; the keys of a tile are gathered once for all of them. Rows count
+through all sequences. `..key_lists` says what sizes and steps are.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    LN2,
+    LOG2E,
+    capped_scores,
+    dot,
+    load_tile,
+    probabilities,
+    scaled_bias,
+    store_tile,
+)
+
+# Triton would compile a kernel again for each of these that happens to be 1 or a multiple of 16.
+LIST_SIZES = [
+    *("heads", "kv_heads", "group", "heads_at_once", "head_blocks", "rows", "length", "head_dim"),
+    *("list_share", "index_share", "bias_share", "bias_head", "bias_key", "page", "page_batch"),
+]
+
+
+@triton.jit
+def tile_heads(kv_heads, group, heads_at_once, head_blocks, BLOCK_HEADS: tl.constexpr):
+    """Return the row, the KV head and the query heads of a program, and which of them there are."""
+    part = tl.program_id(0) % (kv_heads * head_blocks)
+    row = (tl.program_id(0) // (kv_heads * head_blocks)).to(tl.int64)
+    kv_head = (part // head_blocks).to(tl.int64)
+    number = tl.arange(0, BLOCK_HEADS)
+    within = part % head_blocks * heads_at_once + number
+    return row, kv_head, kv_head * group + within, (number < heads_at_once) & (within < group)
+
+
+@triton.jit
+def listed_block(
+    q_tile,
+    at,
+    row,
+    kv_head,
+    these,
+    valid_heads,
+    k,
+    v,
+    indices,
+    limit,
+    begin,
+    table,
+    bias,
+    index_bias,
+    kv_heads,
+    rows,
+    length,
+    head_dim,
+    index_share,
+    bias_share,
+    bias_head,
+    bias_key,
+    page,
+    scale,
+    softcap,
+    BIAS: tl.constexpr,
+    INDEX_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAGED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Return keys and values, by (head, key) scores, their slope and what is kept, and of each key
+    its index, where it lies and whether a head needs it.
+
+    Keys that no head of the tile keeps are not read: they may hold anything.
+    """
+    index = tl.load(indices + at, mask=at < length, other=-1)
+    needed = (index >= 0) & (index < limit)
+    index = tl.where(needed, index, 0)
+    if PAGED:
+        number = tl.load(table + index // page, mask=needed, other=0).to(tl.int64)
+        place = number * page + index % page
+    else:
+        place = begin + index
+    kept = valid_heads[:, None] & needed[None, :]
+    if BIAS or INDEX_BIAS:
+        added = tl.zeros(kept.shape, tl.float32)
+        if BIAS:
+            bias_at = these[:, None] // bias_share * bias_head
+            bias_at += index.to(tl.int64)[None, :] * bias_key
+            added += tl.load(bias + bias_at, mask=kept, other=0.0)
+        if INDEX_BIAS:
+            index_at = (these[:, None] // index_share * rows + row) * length + at[None, :]
+            added += tl.load(index_bias + index_at, mask=kept, other=0.0).to(tl.float32)
+        kept &= added != float("-inf")
+        needed = tl.max(kept.to(tl.int32), 0) != 0
+    offsets = (place * kv_heads + kv_head) * head_dim
+    k_tile = load_tile(k, offsets, needed, head_dim, False, EVEN, BLOCK_D)
+    v_tile = load_tile(v, offsets, needed, head_dim, False, EVEN, BLOCK_D)
+    scores, slope = capped_scores(dot(q_tile, tl.trans(k_tile)), scale, softcap, SOFTCAP)
+    if BIAS or INDEX_BIAS:
+        scores += scaled_bias(added)
+    scores = tl.where(kept, scores, float("-inf"))
+    return k_tile, v_tile, scores, slope, kept, index, offsets, needed
+
+
+@triton.jit(do_not_specialize=LIST_SIZES)
+def list_forward_kernel(
+    q,
+    k,
+    v,
+    indices,
+    limits,
+    begins,
+    sequences,
+    table,
+    bias,
+    bias_firsts,
+    index_bias,
+    sink,
+    out,
+    lse,
+    heads,
+    kv_heads,
+    group,
+    heads_at_once,
+    head_blocks,
+    rows,
+    length,
+    head_dim,
+    list_share,
+    index_share,
+    bias_share,
+    bias_head,
+    bias_key,
+    page,
+    page_batch,
+    scale,
+    softcap,
+    BIAS: tl.constexpr,
+    INDEX_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAGED: tl.constexpr,
+    SINK: tl.constexpr,
+    UNIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Write out and lse of the heads of a row."""
+    head_dim *= UNIT
+    row, kv_head, these, valid_heads = tile_heads(
+        kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
+    )
+    q_offsets = (row * heads + these) * head_dim
+    q_tile = load_tile(q, q_offsets, valid_heads, head_dim, False, EVEN, BLOCK_D)
+    indices += (kv_head // list_share * rows + row) * length
+    limit = tl.load(limits + row)
+    begin = tl.load(begins + row)
+    if PAGED:
+        table += tl.load(sequences + row) * page_batch
+    if BIAS:
+        bias += tl.load(bias_firsts + row)
+    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    out_tile = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    for at0 in range(0, length, BLOCK_KEYS):
+        _, v_tile, scores, _, _, _, _, _ = listed_block(
+            q_tile,
+            at0 + tl.arange(0, BLOCK_KEYS),
+            row,
+            kv_head,
+            these,
+            valid_heads,
+            k,
+            v,
+            indices,
+            limit,
+            begin,
+            table,
+            bias,
+            index_bias,
+            kv_heads,
+            rows,
+            length,
+            head_dim,
+            index_share,
+            bias_share,
+            bias_head,
+            bias_key,
+            page,
+            scale,
+            softcap,
+            BIAS,
+            INDEX_BIAS,
+            SOFTCAP,
+            PAGED,
+            EVEN,
+            BLOCK_D,
+        )
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # While a row has seen nothing its top is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(weights, 1)
+        out_tile = out_tile * decay[:, None]
+        out_tile += dot(weights.to(v_tile.dtype), v_tile)
+        top = new_top
+    tl.store(lse + row * heads + these, (top + tl.log2(total)) * LN2, mask=valid_heads)
+    empty = total == 0
+    if SINK:  # lse is without it
+        total += tl.exp2(tl.load(sink + these, mask=valid_heads, other=0.0) * LOG2E - top)
+    out_tile = tl.where(empty[:, None], 0.0, out_tile / total[:, None])
+    store_tile(out, q_offsets, out_tile, valid_heads, head_dim, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=LIST_SIZES)
+def list_backward_kernel(
+    q,
+    k,
+    v,
+    indices,
+    limits,
+    begins,
+    sequences,
+    table,
+    bias,
+    bias_firsts,
+    index_bias,
+    dout,
+    lse,
+    share,
+    shift,
+    dq,
+    dk,
+    dv,
+    dbias,
+    dindex_bias,
+    heads,
+    kv_heads,
+    group,
+    heads_at_once,
+    head_blocks,
+    rows,
+    length,
+    head_dim,
+    list_share,
+    index_share,
+    bias_share,
+    bias_head,
+    bias_key,
+    page,
+    page_batch,
+    scale,
+    softcap,
+    BIAS: tl.constexpr,
+    INDEX_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAGED: tl.constexpr,
+    UNIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
+    WANT_DBIAS: tl.constexpr,
+    WANT_DINDEX: tl.constexpr,
+    BIAS_BY_HEAD: tl.constexpr,
+    INDEX_BY_HEAD: tl.constexpr,
+):
+    """Write dq of the heads of a row, and add to the gradients of what it lists.
+
+    Of each row and head, ``share`` is the part of the softmax that is not the sink's, and ``shift``
+    the gradient of lse less ``share * sum(dout * out)``.
+    """
+    head_dim *= UNIT
+    row, kv_head, these, valid_heads = tile_heads(
+        kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
+    )
+    at_heads = row * heads + these
+    row_lse = tl.load(lse + at_heads, mask=valid_heads, other=float("-inf"))
+    # What rows without keys hold, as query or gradient, must reach nothing.
+    live = row_lse != float("-inf")
+    row_lse = tl.where(live, row_lse * LOG2E, 0.0)
+    row_share = tl.load(share + at_heads, mask=live, other=0.0)
+    row_shift = tl.load(shift + at_heads, mask=live, other=0.0)
+    q_offsets = at_heads * head_dim
+    q_tile = load_tile(q, q_offsets, live, head_dim, False, EVEN, BLOCK_D)
+    dout_tile = load_tile(dout, q_offsets, live, head_dim, False, EVEN, BLOCK_D)
+    indices += (kv_head // list_share * rows + row) * length
+    limit = tl.load(limits + row)
+    begin = tl.load(begins + row)
+    if PAGED:
+        table += tl.load(sequences + row) * page_batch
+    if BIAS:
+        bias_first = tl.load(bias_firsts + row)
+        bias += bias_first
+        dbias += bias_first
+    dq_tile = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    for at0 in range(0, length, BLOCK_KEYS):
+        at = at0 + tl.arange(0, BLOCK_KEYS)
+        k_tile, v_tile, scores, slope, kept, index, offsets, needed = listed_block(
+            q_tile,
+            at,
+            row,
+            kv_head,
+            these,
+            valid_heads,
+            k,
+            v,
+            indices,
+            limit,
+            begin,
+            table,
+            bias,
+            index_bias,
+            kv_heads,
+            rows,
+            length,
+            head_dim,
+            index_share,
+            bias_share,
+            bias_head,
+            bias_key,
+            page,
+            scale,
+            softcap,
+            BIAS,
+            INDEX_BIAS,
+            SOFTCAP,
+            PAGED,
+            EVEN,
+            BLOCK_D,
+        )
+        weights = probabilities(scores, row_lse[:, None], BIAS or INDEX_BIAS)
+        to_add = needed[:, None] & (d < head_dim)
+        places = offsets[:, None] + d
+        if WANT_DV:
+            shares = (weights * row_share[:, None]).to(dout_tile.dtype)
+            tl.atomic_add(dv + places, dot(tl.trans(shares), dout_tile), mask=to_add)
+        dweights = dot(dout_tile, tl.trans(v_tile))
+        dscores = weights * (row_share[:, None] * dweights + row_shift[:, None])
+        dscores = tl.where(kept, dscores, 0.0)
+        if WANT_DBIAS:
+            key_at = index.to(tl.int64) * bias_key
+            if BIAS_BY_HEAD:
+                bias_at = these[:, None] // bias_share * bias_head + key_at[None, :]
+                tl.atomic_add(dbias + bias_at, dscores, mask=kept)
+            else:
+                head_at = kv_head * group // bias_share * bias_head
+                tl.atomic_add(dbias + head_at + key_at, tl.sum(dscores, 0), mask=needed)
+        if WANT_DINDEX:
+            if INDEX_BY_HEAD:
+                index_at = (these[:, None] // index_share * rows + row) * length + at[None, :]
+                tl.store(dindex_bias + index_at, dscores, mask=kept)
+            else:
+                index_at = (kv_head * group // index_share * rows + row) * length + at
+                tl.atomic_add(dindex_bias + index_at, tl.sum(dscores, 0), mask=needed)
+        dscores = (dscores * slope * scale).to(k_tile.dtype)
+        dq_tile += dot(dscores, k_tile)
+        if WANT_DK:
+            tl.atomic_add(dk + places, dot(tl.trans(dscores), q_tile), mask=to_add)
+    store_tile(dq, q_offsets, dq_tile, valid_heads, head_dim, BLOCK_D)

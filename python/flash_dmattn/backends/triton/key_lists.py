@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention over listed keys by Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends.base import lse_shape
+from flash_dmattn.key_lists.places import bias_steps, by_head, rows_of
+from flash_dmattn.record import Gradients, KeyListInputs
+from flash_dmattn.reference import sink_share
+
+from ..shapes import refuse_float64_bias
+from .kernels.key_lists import list_backward_kernel, list_forward_kernel
+from .launch import Tiles, blocks, fitting, launch, on_device
+
+__all__ = ["backward", "forward"]
+
+_UNIT = 8  # elements: what 16-bit loads of full width are aligned to
+
+
+class _Problem(NamedTuple):
+    """What the kernels are given for a call."""
+
+    inputs: KeyListInputs
+    rows: int
+    heads: int
+    group: int
+    by_itself: bool  # whether each query head has its own tile
+    arguments: dict[str, Any]  # by their names in the kernels
+    constants: dict[str, Any]
+
+    def start(self, name: str, kernel: Any, arguments: dict[str, Any], **constants: Any) -> None:
+        """Start a pass with the first tiles that fit the device."""
+        inputs, block_d = self.inputs, self.constants["BLOCK_D"]
+        least = 16 if self.by_itself else max(16, 1 << (self.group - 1).bit_length())
+
+        def start(tiles: Tiles) -> None:
+            tiles = tiles._replace(block_rows=min(tiles.block_rows, least))
+            at_once = 1 if self.by_itself else min(self.group, tiles.block_rows)
+            head_blocks = blocks(self.group, at_once)
+            launch(
+                kernel,
+                self.rows * (self.heads // self.group) * head_blocks,
+                self.arguments | {"heads_at_once": at_once, "head_blocks": head_blocks} | arguments,
+                **tiles.constants,
+                **self.constants,
+                **constants,
+            )
+
+        with on_device(inputs.query.device):
+            fitting(name, inputs.query, block_d, start)
+
+
+def forward(inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a call that has been checked."""
+    refuse_float64_bias(inputs.without_lists(), "triton")
+    problem = _describe(inputs)
+    out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
+    lse = out.new_empty((problem.rows, problem.heads), dtype=torch.float32)
+    sink = None if inputs.sink is None else inputs.sink.float().contiguous()
+    results = {"out": out, "lse": lse, "sink": sink}
+    problem.start("list_forward", list_forward_kernel, results, SINK=sink is not None)
+    if inputs.packed:
+        return out, lse.transpose(0, 1).contiguous()
+    batch, heads, queries = lse_shape(inputs.query)
+    return out, lse.view(batch, queries, heads).transpose(1, 2).contiguous()
+
+
+def backward(
+    inputs: KeyListInputs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: tuple[str, ...],
+) -> Gradients:
+    """Return the gradients of the fields that are wanted, with sums over rows in any order."""
+    problem = _describe(inputs)
+    shape = (problem.rows, problem.heads)
+    empty = lse == -torch.inf
+    share, rest = torch.ones_like(lse), torch.zeros_like(lse)
+    if inputs.sink is not None:
+        share, rest = sink_share(inputs.sink, lse)
+    delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)  # as lse is laid out
+    # With a sink, out has its share already.
+    shift = (0.0 if dlse is None else dlse.float()) - share * delta
+    found: Gradients = {}
+    if inputs.sink is not None and "sink" in wanted:
+        parts = (rest * delta).masked_fill(empty, 0)
+        found["sink"] = -parts.sum(-1 if inputs.packed else (0, 2))
+    by_row = {
+        name: t.transpose(-1, -2).reshape(shape).contiguous()
+        for name, t in {"lse": lse, "share": share, "shift": shift}.items()
+    }
+    index_bias, bias = inputs.index_bias, inputs.bias
+
+    def zeros(name: str, like: Tensor | None) -> Tensor:
+        wants = like is not None and name in wanted
+        size = like.shape if wants and like is not None else (0,)
+        return inputs.query.new_zeros(size, dtype=torch.float32)
+
+    found |= {
+        "query": torch.empty_like(inputs.query, memory_format=torch.contiguous_format),
+        "key": zeros("key", inputs.key),
+        "value": zeros("value", inputs.value),
+        "bias": zeros("bias", bias),
+        "index_bias": zeros("index_bias", problem.arguments["index_bias"]),
+    }
+    problem.start(
+        "list_backward",
+        list_backward_kernel,
+        by_row
+        | {"dout": dout.contiguous(), "dq": found["query"], "dk": found["key"]}
+        | {"dv": found["value"], "dbias": found["bias"], "dindex_bias": found["index_bias"]},
+        WANT_DK="key" in wanted,
+        WANT_DV="value" in wanted,
+        WANT_DBIAS=bias is not None and "bias" in wanted,
+        WANT_DINDEX=index_bias is not None and "index_bias" in wanted,
+        BIAS_BY_HEAD=problem.arguments["bias_share"] < problem.group,
+        INDEX_BY_HEAD=problem.arguments["index_share"] < problem.group,
+    )
+    if index_bias is not None and not inputs.packed and "index_bias" in wanted:
+        split = (index_bias.shape[0], index_bias.shape[2])
+        found["index_bias"] = torch.unflatten(found["index_bias"], 1, split).transpose(0, 1)
+    return {name: found[name].to(getattr(inputs, name).dtype).contiguous() for name in wanted}
+
+
+def _describe(inputs: KeyListInputs) -> _Problem:
+    heads, head_dim = inputs.query.shape[-2:]
+    kv_heads, packed = inputs.key.shape[-2], inputs.packed
+    group, rows = heads // kv_heads, rows_of(inputs)
+    indices = by_head(inputs.indices, packed=packed).contiguous()
+    index_bias, bias, table = inputs.index_bias, inputs.bias, inputs.block_table
+    if index_bias is not None:
+        index_bias = by_head(index_bias, packed=packed).contiguous()
+    index_share = heads if index_bias is None else heads // index_bias.shape[0]
+    bias_share, bias_firsts, bias_head, bias_key = heads, None, 0, 0
+    if bias is not None:
+        bias_firsts, bias_head, bias_key = bias_steps(inputs, rows)
+        bias_share = heads // bias.shape[-3]
+        bias = bias.float().contiguous()
+    unit = _UNIT if head_dim % _UNIT == 0 else 1
+    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    arguments: dict[str, Any] = {
+        "q": inputs.query.contiguous(),
+        "k": inputs.key.contiguous(),
+        "v": inputs.value.contiguous(),
+        "indices": indices,
+        "limits": rows.limit.to(torch.int32),
+        "begins": rows.begin,
+        "sequences": rows.sequence,
+        "table": None if table is None else table.contiguous(),
+        "bias": bias,
+        "bias_firsts": bias_firsts,
+        "index_bias": index_bias,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "group": group,
+        "rows": indices.shape[1],
+        "length": indices.shape[2],
+        "head_dim": head_dim // unit,
+        "list_share": kv_heads // indices.shape[0],
+        "index_share": index_share,
+        "bias_share": bias_share,
+        "bias_head": bias_head,
+        "bias_key": bias_key,
+        "page": 1 if table is None else inputs.key.shape[1],
+        "page_batch": 0 if table is None else table.shape[1],
+        "scale": inputs.scale,
+        "softcap": inputs.softcap,
+    }
+    constants = {
+        "BIAS": bias is not None,
+        "INDEX_BIAS": index_bias is not None,
+        "SOFTCAP": inputs.softcap > 0,
+        "PAGED": table is not None,
+        "UNIT": unit,
+        "EVEN": head_dim == block_d,
+        "BLOCK_D": block_d,
+    }
+    # What one head drops by its bias, and another of its group keeps, may hold anything.
+    by_itself = min(index_share, bias_share) < group
+    return _Problem(inputs, indices.shape[1], heads, group, by_itself, arguments, constants)
