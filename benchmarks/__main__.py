@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import engine, equivalence, generate, learn, sets, train
+from . import engine, equivalence, generate, sets, train
 from .bars import bars_table, verdicts
 from .cases import shape_text
 from .entrants import ENTRANTS
 from .environment import describe_environment, gpu_state
 from .figures import drawings, load_pyplot, write_figures
+from .learning import command as learning
 from .pages import RESULTS, ROOT, draw_pages, rendered, tables_of
 from .results import Results, Step, read, short_reason
 from .tables import (
     GENERATE_QUANTITIES,
-    LEARN_QUANTITIES,
     QUANTITIES,
     TRAIN_QUANTITIES,
     Table,
@@ -113,13 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=_positive, help="of a step, all sequences together")
     add("--modes", nargs="+", choices=[*train.MODES], help="how models run (default: all)")
     add("--seconds", type=float, default=2.0, help="of timing each (default: 2)")
-    add = command("learn", "loss of such a model over the time of its training", _learn)
-    _add_measuring(add)
-    _add_model(add, train.METHODS)
-    add("--length", type=_positive, help="tokens of a sequence")
-    add("--tokens", type=_positive, help="of a step, all sequences together")
-    add("--minutes", type=float, default=10.0, help="of training each (default: 10)")
-    add("--marks", type=_positive, default=30, help="at how many times the losses are noted")
+    add = command("learn", "what models with different attention learn of text", _learn)
+    _add_device(add)
+    learning.add_options(add)
     add = command("show", "tables, bars and plots of results", _show)
     add("results", type=Path, nargs="+", help="the JSON that --output wrote")
     _add_presentation(add)
@@ -131,16 +127,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_measuring(add: Add) -> None:
-    """Options of every subcommand that measures something."""
-    add("--device", help="a torch device (default: a GPU where there is one)")
-    add("--threads", type=_positive, help="of the CPU (default: what torch uses)")
+    """Options of every subcommand that measures calls."""
+    _add_device(add)
     add(
         "--budget",
         type=float,
         metavar="SECONDS",
         help="begin nothing new after this time; what is missing is recorded as not measured",
     )
-    add("--commit", help="of the sources, where the program is not in a git checkout")
     add("--note", help="kept with the results: who else used the machine, say")
     add("--output", type=Path, help="write the results here as JSON")
     add(
@@ -149,6 +143,12 @@ def _add_measuring(add: Add) -> None:
         help="on a CPU: the process's own time, for a machine that others use; with --threads 1",
     )
     _add_presentation(add)
+
+
+def _add_device(add: Add) -> None:
+    add("--device", help="a torch device (default: a GPU where there is one)")
+    add("--threads", type=_positive, help="of the CPU (default: what torch uses)")
+    add("--commit", help="of the sources, where the program is not in a git checkout")
 
 
 def _add_presentation(add: Add) -> None:
@@ -342,19 +342,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _learn(options: argparse.Namespace) -> int:
-    several = options.device is None and torch.cuda.device_count() > 1
-    device, who = _device(options), options.contestants
-    clock = "wall clock, without the losses of text that was held out"
-    setting = learn.GPU if device.startswith("cuda") else learn.CPU
-    shape = replace(setting.shape, device=device, **_given(options, "window"))
-    setting = setting._replace(shape=shape, **_given(options, "layers", "tokens"))
-    case = setting.case(options.length or setting.lengths[0])
-    marks = [60 * options.minutes * n / options.marks for n in range(1, options.marks + 1)]
-    devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if several else [device]
-    step = learn.step(case, setting.layers, who, devices[: len(who)], marks)
-    plain = {known["name"]: known for known in learn.mark_cases(case, setting.layers, who, marks)}
-    _measure(options, clock, about(LEARN_QUANTITIES), plain, [step], 1)
-    return 0
+    return learning.learn(options, _device(options))
 
 
 def _show(options: argparse.Namespace) -> int:

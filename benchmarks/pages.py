@@ -19,6 +19,7 @@ from .density import dense_table, draw_maps, is_map, map_table
 from .entrants import ALL_KEYS
 from .equivalence import LIMIT, TENSORS, equivalence_tables, is_equivalence, ratios
 from .figures import Drawing, drawings, write_figures
+from .learning import report as learning
 from .profile_tables import profile_tables
 from .results import Record, Results, read
 from .tables import COLUMNS, Table, run_tables
@@ -33,6 +34,8 @@ PAGES = (
         for name in ("index", "benchmarks", "limits", "structural_biology", "relative_bias")
     ),
 )
+_STUDY = "learning"  # of results a folder; where it is there, its page has to be, too
+LEARNING = f"docs/{_STUDY}.md"
 _FIGURE = re.compile(r"\]\((?:docs/)?figures/([\w-]+)\.png\)")
 _ABSENT = "*Not measured yet.*\n"
 _NAMED = 2  # of the targets that a run missed
@@ -230,23 +233,32 @@ def rendered(root: Path, results: Path) -> dict[Path, str]:
     """
     found = read_folder(results)
     texts = {results / f"{name}.md": results_page(name, one) for name, one in found.items()}
-    bodies = block_bodies(found)
-    return texts | {root / page: filled((root / page).read_text(), bodies) for page in PAGES}
+    studied = learning.tables(_study(results))
+    bodies = block_bodies(found) | {name: f"{table}\n" for name, table in studied.items()}
+    pages = (*PAGES, LEARNING) if studied else PAGES
+    return texts | {root / page: filled((root / page).read_text(), bodies) for page in pages}
 
 
 def draw_pages(root: Path, results: Path) -> list[Path]:
     """Draw the figures that a page shows; returns the files."""
-    found = read_folder(results)
-    shown = {n for page in PAGES for n in _FIGURE.findall((root / page).read_text())}
+    found, runs = read_folder(results), _study(results)
+    pages = (*PAGES, LEARNING) if runs else PAGES
+    shown = {n for page in pages for n in _FIGURE.findall((root / page).read_text())}
     maps = [one for one in found.values() if is_map(one)]
     known: dict[str, Drawing] = (
         {"map": ("", lambda pyplot: draw_maps(pyplot, maps))} if maps else {}
     )
+    if runs:
+        known[_STUDY] = ("", lambda pyplot: learning.draw(pyplot, runs))
     for name, one in found.items():
         if not is_map(one):
             known |= {f"{name}-{picture}": drawing for picture, drawing in drawings(one).items()}
     wanted = {name: drawing for name, drawing in known.items() if name in shown}
     return write_figures(wanted, root / "docs" / "figures")
+
+
+def _study(results: Path) -> list[learning.Run]:
+    return learning.read(sorted((results / _STUDY).glob("*.json")))
 
 
 def read_folder(folder: Path) -> dict[str, Results]:
