@@ -16,14 +16,21 @@ _OTHER_NAMES = {
     "softmax_scale": ("scale", "sm_scale", "scaling"),
     "attn_mask": ("mask", "attention_mask", "key_padding_mask", "block_mask"),
     "attn_bias": ("bias", "attention_bias"),
-    "return_lse": ("return_softmax_lse", "return_logsumexp"),
+    "return_lse": ("return_softmax_lse", "return_logsumexp", "return_aux"),
     "sink": ("s_aux", "sinks", "learnable_sink"),
     "softcap": ("logits_soft_cap", "soft_cap"),
     "block_table": ("page_table", "block_tables"),
     "key_indices": ("indices", "topk_indices", "topk_idxs"),
 }
 _INSTEAD = {
-    "dropout_p": "there is no dropout of probabilities",
+    **dict.fromkeys(("dropout_p", "p"), "there is no dropout of probabilities"),
+    **dict.fromkeys(
+        ("seqused_k", "cache_seqlens", "leftpad_k"),
+        "attn_mask of shape (B, K) is True where there is a key",
+    ),
+    **dict.fromkeys(
+        ("num_splits", "pack_gqa", "kernel_options"), "how a call is divided is not chosen by it"
+    ),
     "alibi_slopes": "attn_bias takes a bias for each key: slope * position, (1, H, 1, K)",
     "score_mod": "attn_bias is added to the scores",
     "enable_gqa": "heads of key and value are shared without being asked for",

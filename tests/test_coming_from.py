@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each pair of calls in docs/coming_from.md gives the same, and its wrong keywords are told ours.
+
+SDPA and FlexAttention are torch's. Other packages compute where they are installed beside a GPU;
+elsewhere the formula of their documentation stands for them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import flash_dmattn_func
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "coming_from.md").read_text()
+PAIRS = dict(re.findall(r"^## ([^\n]+)\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+TOKENS = 300
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, scale: float | None) -> Tensor:
+    """Attend with what is added to the scaled scores, (H, Q, K)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale + scores
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+
+def distances(rows: int, keys: int) -> Tensor:
+    """Return how far each key is before the place of each query, aligned bottom right."""
+    return torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window_size: tuple[int, int],
+    alibi_slopes: Tensor,
+) -> Tensor:
+    back = distances(q.shape[1], k.shape[1])
+    left, right = window_size
+    kept = (back <= left) & (back >= -right) & ((back >= 0) | (not causal))
+    scores = -alibi_slopes[:, None, None] * back.abs()
+    return attention(q, k, v, scores.masked_fill(~kept, -torch.inf), None)
+
+
+class LowerTriangularMask:
+    pass
+
+
+def memory_efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_bias: LowerTriangularMask, scale: float
+) -> Tensor:
+    assert isinstance(attn_bias, LowerTriangularMask)
+    later = torch.ones(q.shape[1], k.shape[1]).triu(1) > 0
+    return attention(q, k, v, torch.zeros(later.shape).masked_fill(later, -torch.inf), scale)
+
+
+def parallel_forgetting_attn(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    total = g.double().cumsum(1).transpose(1, 2)
+    decay = total[..., :, None] - total[..., None, :]
+    decay = decay.masked_fill(distances(q.shape[1], k.shape[1]) < 0, -torch.inf)
+    return attention(q, k, v, decay.to(q.dtype), None)
+
+
+FORMULAS: dict[str, tuple[str, list[Any]]] = {
+    "FlashAttention": ("flash_attn", [flash_attn_func]),
+    "xformers": ("xformers.ops", [LowerTriangularMask, memory_efficient_attention]),
+    "flash-linear-attention": ("fla.ops.forgetting_attn", [parallel_forgetting_attn]),
+}
+
+
+def test_the_page_has_a_pair_for_each_package() -> None:
+    assert PAIRS.keys() == {*FORMULAS, "SDPA", "FlexAttention"}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_calls_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, dtype, error = "cpu", torch.float32, 1e-5
+    if name == "FlexAttention":
+        pytest.importorskip("torch.nn.attention.flex_attention")
+    if name in FORMULAS:
+        module, parts = FORMULAS[name]
+        first = module.partition(".")[0]
+        if torch.cuda.is_available() and util.find_spec(first) is not None:
+            device, dtype, error = "cuda", torch.bfloat16, 2e-2
+        else:
+            for depth in range(module.count(".") + 1):
+                path = ".".join(module.split(".")[: depth + 1])
+                monkeypatch.setitem(sys.modules, path, ModuleType(path))
+            for part in parts:
+                setattr(sys.modules[module], part.__name__, part)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, TOKENS, 4, 32, device=device, dtype=dtype)
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.003], device=device)
+    gates = torch.nn.functional.logsigmoid(torch.randn(2, TOKENS, 4, device=device) + 2)
+    given = {"torch": torch, "q": q, "k": k, "v": v, "N": TOKENS, "slopes": slopes, "gates": gates}
+    exec(compile(PAIRS[name], f"coming_from.md: {name}", "exec", dont_inherit=True), given)
+    assert given["ours"].shape == q.shape
+    torch.testing.assert_close(given["ours"], given["theirs"], atol=error, rtol=error)
+    assert not torch.allclose(given["ours"], flash_dmattn_func(q, k, v), atol=10 * error)
+
+
+def keywords() -> list[str]:
+    """Return the names in the first column of the page's table."""
+    cells = re.findall(r"^\| ([^|]+) \| ", PAGE, re.MULTILINE)
+    names = [name for cell in cells for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)]
+    return [name for name in names if name != "window_size"]
+
+
+def test_every_keyword_of_the_page_is_told_what_it_is_here() -> None:
+    assert len(keywords()) > 12
+    q, k, v = torch.randn(3, 1, 8, 1, 8)
+    for name in keywords():
+        with pytest.raises(TypeError, match=f"argument '{name}': "):
+            flash_dmattn_func(q, k, v, **{name: None})
+    with pytest.raises(TypeError, match=r"window_size must be .*IntervalMask\.sliding_window"):
+        flash_dmattn_func(q, k, v, is_causal=True, window_size=(4, 0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"attn_mask with 2 dimensions must have shape \(B, K\)"):
+        flash_dmattn_func(q, k, v, torch.ones(8, 8, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"attn_mask must have dtype torch\.bool"):
+        flash_dmattn_func(q, k, v, torch.zeros(1, 1, 8, 8))
