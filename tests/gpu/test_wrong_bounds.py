@@ -51,11 +51,16 @@ def inputs(bias: Tensor, bounds_q: list[int], bounds_k: list[int], causal: bool)
 def test_selection(bounds_q: list[int], bounds_k: list[int], causal: bool, gpu: str) -> None:
     pack = pack_for("cuda", torch.cuda.current_device())
     per_key = torch.randn(HEADS, 1, TOTAL_K, device=gpu)
-    start, around_start = surrounded((HEADS, TOTAL_K), torch.int32)
-    end, around_end = surrounded((HEADS, TOTAL_K), torch.int32)
-    assert _core.select(pack, 1, (start, end), inputs(per_key, bounds_q, bounds_k, causal))
-    assert_untouched(start, around_start)
-    assert_untouched(end, around_end)
+    if causal:
+        start, around_start = surrounded((HEADS, TOTAL_K), torch.int32)
+        end, around_end = surrounded((HEADS, TOTAL_K), torch.int32)
+        assert _core.select(pack, 1, (start, end), inputs(per_key, bounds_q, bounds_k, causal))
+        assert_untouched(start, around_start)
+        assert_untouched(end, around_end)
+    else:
+        keep, around_keep = surrounded((HEADS, 1, TOTAL_K), torch.bool)
+        assert _core.select(pack, 1, (keep,), inputs(per_key, bounds_q, bounds_k, causal))
+        assert_untouched(keep, around_keep, 1)
 
     per_query = torch.randn(HEADS, TOTAL_Q, LONGEST_K, device=gpu)
     keep, around_keep = surrounded((HEADS, TOTAL_Q, LONGEST_K), torch.bool)

@@ -180,7 +180,6 @@ class PackBackend(Backend):
         return torch_memory.describe(self.pack, self._threads(), inputs, gradients)
 
 
-
 def _one_thread() -> int:
     return 1
 
