@@ -45,6 +45,12 @@ ACCEPTED = (
         "NotImplementedError: .*computes attention in its own code and calls no registered",
         "models that compute attention in their own code, which apply_flash_dmattn refuses",
     ),
+    Accepted(
+        # transformers 5.17 to 5.24: GptOssModel passes no position_ids to create_causal_mask.
+        "transformers::gpt_oss/.*test_flash_attention_2_padding_matches_padding_free",
+        "AssertionError: Tensor-likes are not close",
+        "gpt-oss makes masks without position_ids, so that eager attention joins packed sequences",
+    ),
     Accepted("fa[234]", "NoCounterpartError: dropout", "dropout of probabilities"),
     Accepted("fa[34]", "NoCounterpartError: qv", "second queries (qv)"),
     Accepted("fa[34]", "NoCounterpartError: fp8", "8-bit floats"),
