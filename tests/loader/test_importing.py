@@ -55,10 +55,10 @@ def test_importing_imports_no_torch_and_opens_no_driver():
     assert json.loads(printed) == [False] * 5
 
 
-# Of a layer of its own.
-FORGETTING = {
+# Of names that no call needs, loaded where they are used.
+APART = {
     f"flash_dmattn.{name}"
-    for name in ("forgetting", "modules.forgetting", "modules.forgetting_cache")
+    for name in ("explanation", "forgetting", "modules.forgetting", "modules.forgetting_cache")
 }
 
 
@@ -79,7 +79,7 @@ def test_beyond_torch_only_this_package_and_the_standard_library_are_imported():
     new = [name for name in new if name != "torch.utils._device"]  # small, and of one class
     foreign = {name.partition(".")[0] for name in new} - STANDARD
     assert foreign == {"flash_dmattn"}
-    assert len(set(new) - FORGETTING) < 60
+    assert len(set(new) - APART) < 60
 
 
 def imported_by(code: str, *, beside: str = "", **variables: str) -> set[str]:
