@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ import flash_dmattn
 from flash_dmattn import explain, flash_dmattn_func, flash_dmattn_varlen_func
 from flash_dmattn.backends import select_backend, torch_memory
 from flash_dmattn.backends.pack import PackBackend
+from flash_dmattn.key_lists import formula
+from flash_dmattn.key_lists import ops as key_list_ops
+from flash_dmattn.recorder import recorded_calls
 
 BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
 
@@ -89,6 +93,82 @@ def test_a_backward_pass_is_explained_if_there_is_one() -> None:
     assert "\n  backward:" in str(found)
     with torch.no_grad():
         assert explain(**arguments).backward is None
+
+
+def listed(**others: Any) -> dict[str, Any]:
+    indices = torch.randint(40, (2, 1, 40, 5), dtype=torch.int32)
+    return call(key_indices=indices, index_bias=torch.randn(2, 1, 40, 5), **others)
+
+
+LISTED = {
+    "dense": listed(is_causal=True),
+    "packed": packed(key_indices=torch.zeros(2, 9, 3, dtype=torch.int32), is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_keys_are_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something is computed")
+
+    for step in ("forward", "backward"):
+        monkeypatch.setattr(formula, step, refuse)
+    arguments = LISTED[name]
+    found = explain(**arguments)
+    assert (found.backend, found.pack, found.plan, found.selection) == ("reference",) + (None,) * 3
+    assert found.forward == {"kernel": "PyTorch operations"}
+    assert (found.backward, found.gradients, found.obstacles) == (None, (), ())
+    assert "forward:   PyTorch operations" in str(found)
+    arguments = {**arguments, "key": arguments["key"].clone().requires_grad_()}
+    found = explain(**arguments)
+    assert found.backward == {"kernel": "PyTorch operations"}
+    assert found.gradients == ("key",)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert explain(**arguments).gradients == ("key",)
+    with torch.no_grad():
+        assert explain(**arguments).backward is None
+
+
+def test_listed_keys_are_explained_by_their_triton_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(key_list_ops, "select_backend", lambda *_: None)
+    arguments = listed(backend="triton")
+    arguments["index_bias"].requires_grad_()
+    found = explain(**arguments)
+    assert found.backend == "triton"
+    assert found.forward == {"kernel": "list_forward_kernel"}
+    assert found.backward == {"kernel": "list_backward_kernel"}
+    assert found.gradients == ("index_bias",)
+    found = explain(**arguments, deterministic=True)
+    assert found.forward == {"kernel": "PyTorch operations"}
+    assert "deterministic=False" in found.obstacles[0].fix
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"key_indices": torch.zeros(2, 1, 40, 5, dtype=torch.int64)},
+        {"key_indices": torch.zeros(2, 3, 40, 5, dtype=torch.int32)},
+        {"index_bias": torch.randn(2, 1, 40, 6)},
+        {"attn_mask": torch.ones(2, 40, dtype=torch.bool)},
+        {"backend": "cuda"},
+    ],
+)
+def test_listed_keys_raise_what_the_call_raises(wrong: dict[str, Any]) -> None:
+    arguments = {**listed(), **wrong}
+    with pytest.raises(Exception) as of_call:  # noqa: PT011
+        flash_dmattn_func(**arguments)
+    with pytest.raises(of_call.type) as found:
+        explain(**arguments)
+    assert str(found.value) == str(of_call.value)
+
+
+def test_calls_of_other_threads_compute_while_one_is_explained() -> None:
+    with recorded_calls(), ThreadPoolExecutor(1) as threads:
+        out = threads.submit(flash_dmattn_func, **call()).result()
+    assert isinstance(out, torch.Tensor)
+    assert out.isfinite().all()
 
 
 def test_it_tells_what_makes_a_call_slower() -> None:

@@ -7,15 +7,16 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import interface, selection, selection_ops
-from .arguments import autocast_dtype
+from . import interface
 from .backends import select_backend
-from .record import ATTENTION, AttentionInputs, SelectionInputs
+from .key_lists.ops import check_call, uses_triton
+from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs
+from .recorder import RecordedError, recorded_calls
 
 __all__ = ["Explanation", "Obstacle", "explain"]
 
@@ -83,15 +84,13 @@ def explain(
     if packed:
         function = interface.flash_dmattn_varlen_func
     inputs, name = _recorded(function, (query, key, value, *arguments), named)
+    if isinstance(inputs, KeyListInputs):
+        return _explain_lists(inputs, name, _gradients(inputs, KEY_LISTS.differentiable))
     chosen = select_backend(inputs.query.device, name)
     if inputs.window >= 0 and not chosen.selects():
-        inputs = _without_launches(interface._selected)(inputs, name)
-    given = [getattr(inputs, field) for field in ATTENTION.differentiable]
-    gradients = tuple(
-        field
-        for field, tensor in zip(ATTENTION.differentiable, given, strict=True)
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
-    )
+        with recorded_calls():
+            inputs = interface._selected(inputs, name)
+    gradients = _gradients(inputs, ATTENTION.differentiable)
     obstacles = tuple(_obstacles(inputs, chosen.name, name))
     pack = getattr(chosen, "pack", None)
     if pack is None:
@@ -112,87 +111,59 @@ def explain(
     )
 
 
-class _RecordedError(Exception):
-    """The record of a call, in place of its computation."""
-
-    def __init__(self, inputs: AttentionInputs, backend: str) -> None:
-        super().__init__()
-        self.inputs, self.backend = inputs, backend
-
-
 def _recorded(
     function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[AttentionInputs, str]:
+) -> tuple[AttentionInputs | KeyListInputs, str]:
     """Return the record of a call and the name of its backend, by the call's own code."""
     try:
-        _without_launches(function)(*arguments, **named)
-    except _RecordedError as found:
+        with recorded_calls():
+            function(*arguments, **named)
+    except RecordedError as found:
         return found.inputs, found.backend
     raise AssertionError("a call did not come to its computation")
 
 
-def _without_launches(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the interface that raises _RecordedError where it would compute, and
-    makes tensors without contents where it would select keys or cast.
-    """
-    names: dict[str, Any] = dict(vars(interface))
-    names["ops"] = types.SimpleNamespace(
-        attention=_record, usual_inputs=_nothing, usual_attention=_nothing
+def _explain_lists(inputs: KeyListInputs, asked: str, gradients: tuple[str, ...]) -> Explanation:
+    """Tell how a call is computed whose queries list their keys."""
+    check_call(inputs, asked)
+    by_triton = uses_triton(inputs, asked)
+    kernels = ("list_forward_kernel", "list_backward_kernel")
+    if not by_triton:
+        kernels = ("PyTorch operations",) * 2
+    forward, backward = (types.MappingProxyType({"kernel": kernel}) for kernel in kernels)
+    obstacles = []
+    if asked == "triton" and not by_triton:
+        obstacles.append(
+            Obstacle(
+                "deterministic calls with key_indices are computed by PyTorch operations",
+                "pass deterministic=False where equal bits are not needed",
+            )
+        )
+    elif not by_triton and inputs.query.is_cuda:
+        obstacles.append(
+            Obstacle(
+                "PyTorch operations compute calls with key_indices, and kernels are faster",
+                'pass backend="triton"',
+            )
+        )
+    return Explanation(
+        "triton" if by_triton else "reference",
+        pack=None,
+        selection=None,
+        plan=None,
+        forward=forward,
+        backward=backward if gradients else None,
+        gradients=gradients,
+        obstacles=tuple(obstacles),
     )
-    names["autocast"] = _cast_nothing
-    names["without_nan"] = _same
-    selecting = dict(vars(selection))
-    selecting["selection_ops"] = types.SimpleNamespace(
-        select_intervals=_intervals_like, select_keep=_keep_like
-    )
-    names["select"] = _copy(selection.select, selecting)
-    for own in ("_attention", "_selected"):
-        names[own] = _copy(getattr(interface, own), names)
-    return _copy(function, names)
 
 
-def _copy(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _record(inputs: AttentionInputs, backend: str, *_: Any, **__: Any) -> NoReturn:
-    raise _RecordedError(inputs, backend)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _intervals_like(inputs: SelectionInputs, backend: str) -> tuple[Tensor, Tensor]:
-    return selection_ops._select_intervals_fake(*inputs, backend)
-
-
-def _keep_like(inputs: SelectionInputs, backend: str) -> Tensor:
-    return selection_ops._select_keep_fake(*inputs, backend)
-
-
-def _cast_nothing(query: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As `autocast`, but without the contents of what it casts."""
-    dtype, (key, value, *added) = autocast_dtype(query), others
-    if dtype is None:
-        return query, *others
-
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-            return tensor
-        if tensor.dtype == dtype:
-            return tensor
-        made = torch.empty_like(tensor, dtype=dtype)
-        return made.requires_grad_(tensor.requires_grad)
-
-    kept = (t if t is None or t.dtype == torch.float32 else cast(t) for t in added)
-    return cast(query), cast(key), cast(value), *kept
+def _gradients(inputs: AttentionInputs | KeyListInputs, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the fields that a backward pass computes gradients of."""
+    if not torch.is_grad_enabled():
+        return ()
+    given = {name: getattr(inputs, name) for name in names}
+    return tuple(name for name, t in given.items() if t is not None and t.requires_grad)
 
 
 def _obstacles(inputs: AttentionInputs, backend: str, asked: str) -> Iterator[Obstacle]:

@@ -19,6 +19,7 @@ from .backends.base import Backend, lse_dtype, lse_shape
 from .backends.reference import ReferenceBackend
 from .operators import define, library, without_negation
 from .record import ATTENTION, AttentionInputs, no_gradient
+from .recorder import stop_if_recorded
 from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
 
 __all__ = ["attention", "make_plan", "usual_attention"]
@@ -68,6 +69,7 @@ def attention(
             inputs = select(inputs, backend)
         given = _differentiable(inputs)
         return _attention_of(chosen, backend, chosen.call(inputs), given, need_lse=need_lse)
+    stop_if_recorded(inputs, backend)
     if inputs.window >= 0:
         assert select is not None
         inputs = select(inputs, backend)

@@ -15,13 +15,14 @@ from flash_dmattn.backends import select_backend
 from flash_dmattn.backends.base import lse_shape
 from flash_dmattn.operators import define, library, without_negation
 from flash_dmattn.record import KEY_LISTS, Gradients, KeyListInputs, no_gradient
+from flash_dmattn.recorder import stop_if_recorded
 from flash_dmattn.reference import computing_dtype, recorded_gradients
 from flash_dmattn.refusals import refuse_double_backward
 
 from . import formula
 from .checks import check_key_lists
 
-__all__ = ["attention"]
+__all__ = ["attention", "check_call", "uses_triton"]
 
 _INPUTS = f"{KEY_LISTS.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in KEY_LISTS.differentiable)
@@ -32,21 +33,23 @@ _TENSOR_COUNT = KEY_LISTS.tensor_count
 
 def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable."""
+    stop_if_recorded(inputs, backend)
     if dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled():
         # Plain operations, which torch transforms as it transforms all of its own.
-        _check(inputs, backend)
+        check_call(inputs, backend)
         return formula.forward(inputs, recorded=True)
     out, lse = torch.ops.flash_dmattn.key_list_forward.default(*inputs, backend)
     return out, lse
 
 
-def _check(inputs: KeyListInputs, backend: str) -> None:
+def check_call(inputs: KeyListInputs, backend: str) -> None:
+    """Raise what a call with these arguments raises."""
     check_key_lists(inputs)
     if backend != "auto":
         select_backend(inputs.query.device, backend)
 
 
-def _uses_triton(inputs: KeyListInputs, backend: str) -> bool:
+def uses_triton(inputs: KeyListInputs, backend: str) -> bool:
     """Say whether kernels compute a call; their sums over rows are in any order."""
     return backend == "triton" and not inputs.deterministic
 
@@ -54,8 +57,8 @@ def _uses_triton(inputs: KeyListInputs, backend: str) -> bool:
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *plain, backend = map(without_negation, arguments)
     inputs = KeyListInputs(*plain)
-    _check(inputs, backend)
-    if _uses_triton(inputs, backend):
+    check_call(inputs, backend)
+    if uses_triton(inputs, backend):
         from flash_dmattn.backends.triton import key_lists
 
         return key_lists.forward(inputs)
@@ -75,7 +78,7 @@ def _backward(
     inputs = KeyListInputs(*plain)
     dout, dlse = without_negation(dout), without_negation(dlse)
     wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
-    if _uses_triton(inputs, backend):
+    if uses_triton(inputs, backend):
         from flash_dmattn.backends.triton import key_lists
 
         found = key_lists.backward(inputs, dout, dlse, out, lse, wanted)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The record of a call in place of its computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .record import AttentionInputs, KeyListInputs
+
+__all__ = ["RecordedError", "recorded_calls", "stop_if_recorded"]
+
+_is_on: ContextVar[bool] = ContextVar("flash_dmattn_is_recorded", default=False)
+
+
+class RecordedError(Exception):
+    """The record of a call and the name of its backend."""
+
+    def __init__(self, inputs: AttentionInputs | KeyListInputs, backend: str) -> None:
+        """Keep both."""
+        super().__init__()
+        self.inputs, self.backend = inputs, backend
+
+
+def stop_if_recorded(inputs: AttentionInputs | KeyListInputs, backend: str) -> None:
+    """Raise RecordedError in `recorded_calls`; asked where torch's dispatcher is not idle."""
+    if not torch.compiler.is_compiling() and _is_on.get():
+        raise RecordedError(inputs, backend)
+
+
+@contextmanager
+def recorded_calls() -> Iterator[None]:
+    """Let calls of attention of this thread raise RecordedError, and whatever operation comes
+    before that and makes a tensor make one without contents.
+    """
+    token = _is_on.set(True)
+    try:
+        # Under a dispatch mode no call leaves the dispatcher out.
+        with _EmptyTensors():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        _is_on.reset(token)
+
+
+class _EmptyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers operations that make tensors; what only looks at tensors runs as it is."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _answers().get(func, func)(*args, **(kwargs or {}))
+
+
+@cache
+def _answers() -> dict[Any, Callable[..., Any]]:
+    from . import selection_ops
+
+    aten, own = torch.ops.aten, torch.ops.flash_dmattn
+    return {
+        own.select_intervals.default: selection_ops._select_intervals_fake,
+        own.select_keep.default: selection_ops._select_keep_fake,
+        aten._to_copy.default: _cast_nothing,
+        aten.nan_to_num.default: _empty_like,
+        aten.new_zeros.default: aten.new_empty.default,
+    }
+
+
+def _cast_nothing(tensor: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype)
+
+
+def _empty_like(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(tensor)
