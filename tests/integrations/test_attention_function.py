@@ -393,8 +393,6 @@ def test_other_names_of_arguments() -> None:
         {"layer_head_mask": torch.ones(H)},
         {"dropout": 0.1},
         {"sinks": torch.zeros(2, H, Q, 1)},
-        {"indices": torch.zeros(2, Q, 3, dtype=torch.long)},
-        {"block_indices": torch.zeros(2, H, Q, 3, dtype=torch.long)},
         {"cache": object()},
         {"block_table": torch.zeros(2, 2, dtype=torch.int32)},
     ],

@@ -165,7 +165,7 @@ def test_models_that_compute_attention_themselves_are_refused(name: str) -> None
 _COMPUTED_WITH = {
     "module", "query", "key", "value", "attention_mask", "scaling", "is_causal", "sliding_window",
     "softcap", "position_bias", "s_aux", "position_ids", "deterministic", "cu_seq_lens_q",
-    "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "cu_seq_lens_k", "max_length_q", "max_length_k", "indices", "block_indices",
 }  # fmt: skip
 
 

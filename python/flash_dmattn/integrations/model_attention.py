@@ -31,6 +31,7 @@ from .packed_documents import (
     select_within_documents,
 )
 from .peft import fdma_peft_integration_check
+from .selected_keys import key_lists
 
 __all__ = ["FlashDynamicMaskAttentionKwargs", "fdma_peft_integration_check"]
 
@@ -70,6 +71,7 @@ def _flash_dynamic_mask_attention_forward(
     keep_first: int = 0,
     sliding_window: int | None = None,
     sink: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Compute attention; 1.2.2's function of this name, for all of its arguments together.
@@ -93,6 +95,8 @@ def _flash_dynamic_mask_attention_forward(
         implementation: the registered name; that of another kind of attention is refused.
         sliding_window: keep the nearest keys only, this many on each side that is seen.
         sink: as in `flash_dmattn_func`.
+        indices: int ``(B, {Hk|1}, Q, k)``, the only keys that queries see of those that the mask
+            keeps; what is out of range is none.
         **kwargs: what other implementations of attention know.
 
     Returns:
@@ -116,7 +120,7 @@ def _flash_dynamic_mask_attention_forward(
         counts = key_counts(window, keep_last, keep_first)
     if sliding_window is not None:
         sliding_window = checks.index("sliding_window", sliding_window, 1)
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "softcap": softcap,
         "deterministic": deterministic,
@@ -125,6 +129,8 @@ def _flash_dynamic_mask_attention_forward(
     mask, bias, keys = mask_and_bias(attention_mask, attention_bias, key.shape[1], query.dtype)
     if keys != key.shape[1]:
         key, value = key[:, :keys], value[:, :keys]
+    if indices is not None and counts is not None:
+        raise ValueError("window_size cannot be combined with keys that the model itself selects")
     if counts is not None and bias is None and not (counts.window == 0 and counts.by_place):
         raise ValueError(
             "window_size selects the keys with the largest attention_bias, but attention_bias is "
@@ -134,7 +140,8 @@ def _flash_dynamic_mask_attention_forward(
         packing = Packing(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         if isinstance(mask, Documents):  # the same, found by the positions
             mask = None
-        if not (has_rows(mask) or has_rows(bias) or isinstance(mask, IntervalMask)):
+        by_row = has_rows(mask) or has_rows(bias) or isinstance(mask, IntervalMask)
+        if not by_row and indices is None:
             return _varlen(query, key, value, mask, bias, packing, is_causal, counts, options)
         mask, is_causal = _within_sequences(mask, query, key, packing, is_causal), False
     elif (
@@ -143,6 +150,11 @@ def _flash_dynamic_mask_attention_forward(
         mask = documents_of_positions(position_ids)
     if sliding_window is not None and sliding_window < keys and not _tells_of_queries(mask):
         mask = _sliding(mask, sliding_window, query.shape[1], keys, query.device, is_causal)
+    if indices is not None:
+        lists = key_lists(indices, mask, bias, query, keys)._asdict()
+        out = flash_dmattn_func(query, key, value, is_causal=is_causal, **lists, **options)
+        assert isinstance(out, Tensor)
+        return out
     if counts is not None and keeps_all(counts, keys):
         bias, counts = None if bias is None else without_nan(bias), None
     return _dense(query, key, value, mask, bias, is_causal, counts, options)

@@ -50,7 +50,7 @@ def model_mask(**settings: Any) -> ModelMask:
     if expects_eager_masks(settings.get("config")):
         added: Tensor = masking_utils.eager_mask(**settings | _NOTHING_IS_SKIPPED)
         return added
-    if model_type in _MASK_IS_COMPUTED_WITH:
+    if model_type in _MASK_IS_COMPUTED_WITH or _has_indexer(settings.get("config")):
         return _rows(settings)
     if model_type in _MASK_SAYS_WHAT_IS_CAUSAL and function is _CAUSAL:
         return _rows(settings)
@@ -58,6 +58,11 @@ def model_mask(**settings: Any) -> ModelMask:
     if function is _CAUSAL and not settings.get("allow_is_causal_skip", True):
         return _rows(settings)
     return _smallest(settings)
+
+
+def _has_indexer(config: Any) -> bool:
+    """Say whether a model may select keys for each query, from those that its mask keeps."""
+    return getattr(config, "index_topk", None) is not None
 
 
 def compact_model_mask(**settings: Any) -> ModelMask:

@@ -17,6 +17,7 @@ from .key_bias import biased, has_bias
 from .mask_forms import Mask
 from .model_attention import _flash_dynamic_mask_attention_forward
 from .peft import target_dtype_of
+from .selected_keys import selected_keys
 
 __all__ = ["REFUSED", "flash_dynamic_mask_attention_forward"]
 
@@ -33,8 +34,6 @@ REFUSED = {
         "flash_dmattn.integrations.register(attention_dropout='skip')"
     ),
     "sinks": f"sinks that differ from token to token are not computed; {_USE_EAGER}",
-    "indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
-    "block_indices": f"keys that the model selects itself are not read; {_USE_EAGER}",
     "cache": "paged caches of continuous batching are not read; call generate()",
     "block_table": "paged caches of continuous batching are not read; call generate()",
 }
@@ -69,6 +68,7 @@ def flash_dynamic_mask_attention_forward(
         **kwargs: ``is_causal``, in place of the module's; the ``cu_seq_lens`` of packed sequences,
             or, of a module without a config of transformers, ``position_ids``; ``sliding_window``;
             ``position_bias``, another bias; ``s_aux``, ``(H,)``, the sinks of gpt-oss and others;
+            ``indices``, ``(B, Q, k)``, or ``block_indices``, the keys that an indexer selected;
             and what other implementations of attention know.
 
     Returns:
@@ -100,6 +100,7 @@ def flash_dynamic_mask_attention_forward(
         checks.tensor("position_bias", position_bias)
         attention_bias = position_bias if attention_bias is None else attention_bias + position_bias
     sink = _sink(kwargs, query.dtype)
+    indices = selected_keys(module, kwargs)
     is_causal = kwargs.pop("is_causal", None)
     if is_causal is None:
         is_causal = (
@@ -130,6 +131,7 @@ def flash_dynamic_mask_attention_forward(
         softcap=softcap,
         target_dtype=target_dtype_of(query, module),
         sink=sink,
+        indices=indices,
         **kwargs,
     )
     return out[..., :head_dim] if padded else out, None
