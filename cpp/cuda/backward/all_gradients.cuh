@@ -244,7 +244,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     for (int stage = 0; more; stage ^= 1) {
       ptx::cp_async_wait<kSavesShared ? 1 : 0>();
       // This step is there, but dO may not be where it has one stage; and nobody reads the last one any more.
-      const bool careful = __syncthreads_or(this->is_odd(stage));
+      const bool careful = __syncthreads_or(this->needs_care(stage));
       const KeyStep &step = shared.stages[stage].step;
       more = this->load(keys.next_step(step, kRows), stage ^ 1);
       if (careful) {

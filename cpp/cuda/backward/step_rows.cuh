@@ -116,9 +116,9 @@ template <class Config> struct StepRows : Config::Gradients {
     }
   }
 
-  // Whether the row whose statistics this thread has copied needs care. Rows past the last have lse = inf too, but are
-  // zeros already; what clears them again costs little, once for each head.
-  __device__ bool is_odd(int stage) const {
+  // Whether a row needs care, for its lse is very large. The test includes rows past the last, whose lse is inf: the care is
+  // wasted on them, once for each head.
+  __device__ bool needs_care(int stage) const {
     return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;
   }
 

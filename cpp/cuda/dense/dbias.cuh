@@ -265,7 +265,7 @@ template <class Config> struct DbiasBlock {
     __syncthreads();
   }
 
-  __device__ bool is_odd() const {
+  __device__ bool needs_exact() const {
     return has_nan(sums, [](int, int) { return true; });
   }
 
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(Config::kThreads) dbias_kernel(const __grid_co
     const DbiasTile tile(work, number);
     bool exact = false;
     do block.run(tile, int(first), int(past), exact);
-    while (!exact && (exact = __syncthreads_or(block.is_odd())));
+    while (!exact && (exact = __syncthreads_or(block.needs_exact())));
     const bool whole = first == 0 && past == division.groups;
     const int64_t slot = 2 * int64_t(blockIdx.x) + (step == begin ? 0 : 1);
     block.write(tile, whole ? nullptr : division.parts + slot * division.tile_rows * division.tile_keys);

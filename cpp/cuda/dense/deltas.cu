@@ -30,7 +30,7 @@ struct Deltas {
     float delta = usable ? result.delta : 0.0f;
     if (usable && present(work.a.dlse)) delta -= load_value(work.a.dlse, row);
     const bool is_large = usable ? fabsf(result.lse) * kLog2E > kLargeLse : !(result.lse < 0.0f);
-    if (work.odd && (is_large || !(fabsf(delta) < INFINITY))) *work.odd = 1;
+    if (work.non_finite && (is_large || !(fabsf(delta) < INFINITY))) *work.non_finite = 1;
     float *const to = &delta_of(work, row.batch, row.head, row.i);
     // Where it lies in a row of dq, a whole sector of 32 bytes is written, of which the others are not needed.
     if (work.delta_row > 1 && work.call.p.head_dim >= 16) {

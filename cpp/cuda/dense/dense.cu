@@ -51,9 +51,9 @@ void use_deltas_in_dq(DenseBackward *work) {
 // The fused kernel, whose sums and deltas are cleared first.
 cudaError_t run_all_gradients(DenseBackward &work, const DenseBackwardRoute &route, void *workspace,
                               cudaStream_t stream) {
-  char *const odd = at<char>(workspace, route.odd), *const rest = at<char>(workspace, route.rest);
-  work.odd = reinterpret_cast<uint32_t *>(odd);
-  if (cudaError_t error = cudaMemsetAsync(odd, 0, rest - odd + route.plan.bytes(), stream)) return error;
+  char *const non_finite = at<char>(workspace, route.non_finite), *const rest = at<char>(workspace, route.rest);
+  work.non_finite = reinterpret_cast<uint32_t *>(non_finite);
+  if (cudaError_t error = cudaMemsetAsync(non_finite, 0, rest - non_finite + route.plan.bytes(), stream)) return error;
   if (route.live.exists()) {
     work.live = live_tiles(work.call.p, workspace, route.live);
     if (cudaError_t error = launch_live_tiles(work.call, work.live, stream)) return error;

@@ -86,7 +86,7 @@ struct DenseBackward : DenseTiles {
   // Not 0 once something is found that the fused kernel cannot deal with, and null where that is not tried: a row whose lse
   // is so large that P must be computed with care (deltas.cu), or sums that are not finite (fused_sums.cu), since a pair
   // that is dropped has P = 0, but 0 times NaN or Inf is NaN. The kernels of fixed order do nothing if nothing was found.
-  uint32_t *odd;
+  uint32_t *non_finite;
   LiveTiles live; // of the fused kernel
   FusedWork fused;
 };

@@ -305,7 +305,7 @@ template <class Config> struct DenseDkdvBlock {
     ptx::cp_async_wait<0>();
   }
 
-  __device__ bool is_odd() const {
+  __device__ bool needs_exact() const {
     const auto own = [&](int m, int half) { return matters(m, half); };
     return has_nan(dk, own) || has_nan(dv, own);
   }
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   DenseDkdvBlock<Config> block(work, shared, dynamic_shared, first_key, kv_head, int(first_row / kStepRows));
   bool exact = false;
   do block.run(exact);
-  while (!exact && (exact = __syncthreads_or(block.is_odd())));
+  while (!exact && (exact = __syncthreads_or(block.needs_exact())));
   block.write();
 }
 

@@ -114,7 +114,7 @@ template <class Config> struct DenseDqBlock : RowBlock<Config> {
     write_dbias(zeros, first_key);
   }
 
-  __device__ bool is_odd() const {
+  __device__ bool needs_exact() const {
     return has_nan(dq, [&](int m, int half) { return exists(m, half); });
   }
 
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   DenseDqBlock<Config> block(work, shared, dynamic_shared, task.first_row);
   bool exact = false;
   do block.run(task, exact);
-  while (!exact && (exact = __syncthreads_or(block.is_odd())));
+  while (!exact && (exact = __syncthreads_or(block.needs_exact())));
   block.write();
   block.clear_dbias_from(task.end);
 }

@@ -55,9 +55,9 @@ template <class Config> struct DenseForwardBlock : RowBlock<Config> {
   }
 
   // Whether a result shows that an exact run is needed.
-  __device__ bool is_odd() const {
+  __device__ bool needs_exact() const {
     const auto there = [&](int m, int half) { return exists(m, half); };
-    return has_nan(out, there) || softmax.is_odd(there);
+    return has_nan(out, there) || softmax.needs_exact(there);
   }
 
   // The epilogue writes normalized rows and their lse; or, of a split, rows that are not normalized, with their maximum
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   DenseForwardBlock<Config> block(work, shared, dynamic_shared, task.first_row);
   bool exact = false;
   do block.run(task, exact);
-  while (!exact && (exact = __syncthreads_or(block.is_odd())));
+  while (!exact && (exact = __syncthreads_or(block.needs_exact())));
   block.write(task.split);
 }
 

@@ -47,7 +47,7 @@ cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, 
   place(division.dk, a.dk, plan.key_bytes);
   place(division.dv, a.dv, plan.key_bytes);
   division.dbias = present(a.dbias) && plan.dbias_bytes > 0 ? reinterpret_cast<float *>(memory) : nullptr;
-  // What the workspace has of the sums was cleared with `odd`.
+  // Sums in the workspace have been cleared together with `non_finite`.
   if (plan.in_gradients)
     for (const GradientSums *sums : sums_of_all)
       if (sums->first)

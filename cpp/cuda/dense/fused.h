@@ -11,7 +11,7 @@ template <class Function> cudaError_t with_wide_types(const fdm_problem &p, cons
   return with_types<kMaxWideHeadDim>(p, WideHeadDims{}, function);
 }
 
-// All gradients, unless something odd is found. `memory` is cleared: for a launch's deltas, if these are not kept, and for
+// All gradients, unless non-finite values are found. `memory` is cleared: for a launch's deltas, if these are not kept, and for
 // what the workspace has of the sums.
 cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, cudaStream_t stream);
 

@@ -37,7 +37,7 @@ template <class Element, int kHeadDim> struct FusedBands {
 
   __device__ FusedBands(const DenseBackward &work_, int64_t number) : work(work_) {
     ptx::wait_for_kernel_ahead();
-    if (*work.odd) return;
+    if (*work.non_finite) return;
     if (of_dbias())
       find_dbias(number);
     else if (sums().first)
@@ -91,7 +91,7 @@ template <class Element, int kHeadDim> struct FusedBands {
   }
   __device__ void end(bool finite) const {
     if (of_dbias()) return;
-    if (!finite) *work.odd = 1;
+    if (!finite) *work.non_finite = 1;
     if (!work.fused.clears) return;
     band.template clear<false>();
     if (work.fused.past_cleared == 0) band.template clear<true>();

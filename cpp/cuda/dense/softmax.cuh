@@ -116,13 +116,14 @@ template <int kRowTiles, int kSubTileCount> struct DenseSoftmax {
   }
 
   // Whether a row for which exists(m, half) shows that an exact run is needed.
-  template <class Exists> __device__ bool is_odd(const Exists &exists) const {
-    bool odd = false;
+  template <class Exists> __device__ bool needs_exact(const Exists &exists) const {
+    bool exact = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) odd |= exists(m, half) & (isnan(sum[m][half]) | has_large_maximum(m, half));
-    return odd;
+      for (int half = 0; half < 2; ++half)
+        exact |= exists(m, half) & (isnan(sum[m][half]) | has_large_maximum(m, half));
+    return exact;
   }
 };
 

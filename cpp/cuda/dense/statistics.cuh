@@ -27,7 +27,9 @@ __device__ __forceinline__ RowStatistics statistics_of(const DenseBackward &work
 }
 
 // Whether the fused kernel has computed the gradients.
-__device__ __forceinline__ bool is_superseded(const DenseBackward &work) { return work.odd && *work.odd == 0; }
+__device__ __forceinline__ bool is_superseded(const DenseBackward &work) {
+  return work.non_finite && *work.non_finite == 0;
+}
 
 __device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
   return !statistics.empty() && fabsf(statistics.lse) > kLargeLse;

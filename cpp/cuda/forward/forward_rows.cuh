@@ -283,15 +283,15 @@ struct ForwardRows {
   }
 
   __device__ void finish() {
-    bool odd = false;
+    bool any_nan = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[m][half] = ptx::row_sum(sum[m][half]);
-        odd |= isnan(sum[m][half]);
+        any_nan |= isnan(sum[m][half]);
       }
-    if (!__any_sync(0xffffffffu, odd)) return;
+    if (!__any_sync(0xffffffffu, any_nan)) return;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll

@@ -534,13 +534,13 @@ void choose_dense_backward(BackwardRoute *route, const fdm_problem &p, const Dev
     dense.plan.may_split = !wanted.dbias || dense.plan.dbias_bytes > 0;
     if (dense.fused && !wanted.dbias) dense.plan.dbias_bytes = 0;
   }
-  // Deltas, `odd`, live tiles, and then parts or sums. Where the fused kernel does not keep its deltas, those for the others
+  // Deltas, `non_finite`, live tiles, and then parts or sums. Where the fused kernel does not keep its deltas, those for the others
   // come last.
   const bool keeps_deltas = !dense.fused || dense.plan.keeps_deltas();
   WorkspaceParts parts;
   if (keeps_deltas) dense.deltas = parts.take_bytes(choice.deltas_bytes());
-  const Part odd = parts.take_bytes(kOddBytes), live = parts.take_bytes(choice.live_bytes());
-  if (dense.fused) dense.odd = odd;
+  const Part non_finite = parts.take_bytes(kNonFiniteBytes), live = parts.take_bytes(choice.live_bytes());
+  if (dense.fused) dense.non_finite = non_finite;
   if (dense.fused && choice.finds_live_tiles()) dense.live = live;
   dense.wants_dbias = wanted.dbias && !dense.writes_dbias;
   dense.wants_dq = wanted.dq || dense.writes_dbias;
@@ -584,7 +584,7 @@ void choose_dense_backward(BackwardRoute *route, const fdm_problem &p, const Dev
 
 int64_t dense_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
   const DenseChoice choice(p, device, lies);
-  const int64_t deltas = choice.deltas_bytes(), first = kOddBytes + choice.live_bytes();
+  const int64_t deltas = choice.deltas_bytes(), first = kNonFiniteBytes + choice.live_bytes();
   if (!choice.may_fuse()) {
     const bool none = choice.sources() == 1 || choice.lends_dk();
     return first + deltas + (none ? 0 : choice.divide_dbias(kMostSms).parts_bytes());

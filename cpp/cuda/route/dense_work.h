@@ -15,7 +15,7 @@ constexpr int kWideTile = 128;
 // Windows are problems with at most so many rows and keys, and columns.
 constexpr int kWindow = 64, kWindowHeadDim = 32;
 
-constexpr int64_t kOddBytes = 256; // of DenseBackward::odd
+constexpr int64_t kNonFiniteBytes = 256; // of DenseBackward::non_finite
 
 // Tiles of kWideTile keys that a row of a tile of so many rows sees.
 FDM_INLINE int32_t visible_key_tiles(const fdm_problem &p, int64_t row_tile, int tile_rows = kWideTile) {
@@ -151,9 +151,9 @@ struct DenseBackwardRoute {
   DenseTiles dq, dkdv;
   DbiasDivision dbias;
   DbiasParts dbias_parts;
-  Part deltas;    // also, where the fused kernel does not keep its own, of the kernels of fixed order
-  Part odd, live; // whether the fused kernel found something, and tiles that a mask leaves
-  Part rest;      // sums and deltas of the fused kernel, or parts of the gradient of a bias
+  Part deltas;           // also, where the fused kernel does not keep its own, of the kernels of fixed order
+  Part non_finite, live; // whether the fused kernel found something, and tiles that a mask leaves
+  Part rest;             // sums and deltas of the fused kernel, or parts of the gradient of a bias
 };
 
 } // namespace fdm::cuda

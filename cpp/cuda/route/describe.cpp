@@ -99,7 +99,8 @@ void add_dense_backward(Object *route, const DenseBackwardRoute &dense) {
   if (dense.wants_dkdv) dkdv.tiles(dense.dkdv);
   route->object("dq_tiles", dq);
   route->object("dkdv_tiles", dkdv);
-  route->parts({{"deltas", &dense.deltas}, {"odd", &dense.odd}, {"live", &dense.live}, {"rest", &dense.rest}});
+  route->parts(
+      {{"deltas", &dense.deltas}, {"non_finite", &dense.non_finite}, {"live", &dense.live}, {"rest", &dense.rest}});
 }
 
 Object of_keys(const BackwardRoute &route) {

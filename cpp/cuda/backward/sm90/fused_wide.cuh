@@ -108,8 +108,8 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
 
   // 0 times NaN or Inf is NaN, and dQ = dS K is a sum over keys that a row drops, too. That a row keeps such a key shows in
   // its lse.
-  __device__ void clear_odd_keys() const {
-    clear_odd_elements<Element, KeyTile::kBytes>(shared.sK);
+  __device__ void clear_non_finite_keys() const {
+    clear_non_finite_elements<Element, KeyTile::kBytes>(shared.sK);
     ptx::fence_async_proxy();
     sync_consumers();
   }
@@ -178,7 +178,7 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   __device__ void run() {
     Roles::consumer_wait(shared.keys_full, 0);
     if (!uniform(shared.exists)) return;
-    if constexpr (Config::kRowBias) clear_odd_keys();
+    if constexpr (Config::kRowBias) clear_non_finite_keys();
     sums.start();
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);

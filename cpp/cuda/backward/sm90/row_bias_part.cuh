@@ -109,8 +109,8 @@ private:
   }
 };
 
-// Makes zeros of what is not finite in a tile of `kBytes` bytes. All consumers call this.
-template <class Element, int kBytes> __device__ void clear_odd_elements(const char *tile) {
+// Clears the non-finite elements of a tile of `kBytes` bytes. All consumers call this.
+template <class Element, int kBytes> __device__ void clear_non_finite_elements(const char *tile) {
   constexpr uint32_t kExponent = __is_same(Element, __half) ? 0x7c00 : 0x7f80;
   const auto finite = [](uint32_t word) {
     if ((word & kExponent) == kExponent) word &= 0xffff0000u;

@@ -252,11 +252,12 @@ template <class Config> struct WideForwardConsumer {
       ++states.queries;
     }
     if (Config::kHalves && Roles::consumer_group() == 1) return false;
-    // Sources and rows that do not exist need no test: they show nothing odd, unless another does too.
-    bool odd = false;
+    // The test includes sources and rows that do not exist: these have non-finite values only where others have some.
+    bool exact = false;
 #pragma unroll
-    for (int n = 0; n < kSources; ++n) odd |= !is_finite(out[n][0]) || softmax[n].is_odd([](int, int) { return true; });
-    return odd;
+    for (int n = 0; n < kSources; ++n)
+      exact |= !is_finite(out[n][0]) || softmax[n].needs_exact([](int, int) { return true; });
+    return exact;
   }
 
   // Merges what the second warpgroup has with what the first has, which then has all. Nobody needs Q any more.
@@ -352,9 +353,9 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
     using Producer = std::conditional_t<Config::kWindows, WindowProducer<Config>, WideForwardProducers<Config>>;
     Producer producer{work, shared, states};
     Walk::for_each(work, [&](const Task &task, int) { producer.run(task); });
-    if (shared.odd.any())
+    if (shared.exact_tasks.any())
       Walk::for_each(work, [&](const Task &task, int turn) {
-        if (shared.odd.has(turn)) producer.run(task);
+        if (shared.exact_tasks.has(turn)) producer.run(task);
       });
   } else {
     Registers::consume();
@@ -364,13 +365,13 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
     Walk::for_each(work, [&](const Task &task, int turn) {
       typename Consumer::Bias own_bias;
       Consumer consumer(work, shared, task, states, Config::kWindows ? window_bias : own_bias);
-      if (consumer.template run<false>()) shared.odd.mark(turn);
+      if (consumer.template run<false>()) shared.exact_tasks.mark(turn);
       consumer.write();
     });
-    shared.odd.finish();
-    if (shared.odd.any())
+    shared.exact_tasks.finish();
+    if (shared.exact_tasks.any())
       Walk::for_each(work, [&](const Task &task, int turn) {
-        if (!shared.odd.has(turn)) return;
+        if (!shared.exact_tasks.has(turn)) return;
         typename Consumer::Bias own_bias;
         Consumer consumer(work, shared, task, states, Config::kWindows ? window_bias : own_bias);
         consumer.template run<true>();

@@ -5,7 +5,7 @@
 #include "../../tile/block_scan.cuh"
 #include "../../tile/sm90/bias_operand.cuh"
 #include "../../tile/tile_sizes.cuh"
-#include "odd_tasks.cuh"
+#include "exact_tasks.cuh"
 #include "row_copy.cuh"
 
 namespace fdm::cuda {
@@ -75,7 +75,7 @@ struct WideForwardConfig {
 };
 
 template <class Config> struct WideForwardShared {
-  static constexpr int kOddWords = 16;
+  static constexpr int kExactWords = 16;
 
   alignas(1024) char sQ[Config::kQueryStages][Config::kQueryBytes]; // Q of the sources
   char sKV[Config::kStages][Config::Pair::kBytes];
@@ -95,7 +95,7 @@ template <class Config> struct WideForwardShared {
     float2 rows[2][Roles::kConsumerThreads / 2]; // the maxima and sums of what the second consumer warpgroup has
   };
   std::conditional_t<Config::kHalves, Parts, None> parts;
-  OddTasks<kOddWords> odd;
+  ExactTasks<kExactWords> exact_tasks;
   uint64_t q_full[Config::kQueryStages], q_empty[Config::kQueryStages];
   uint64_t full[Config::kStages], empty[Config::kStages];
   uint64_t bias_full[Config::kBiasStages], bias_empty[Config::kBiasStages];
@@ -104,7 +104,7 @@ template <class Config> struct WideForwardShared {
   __device__ void init() {
     if constexpr (Config::kDropsByProduct) drops.init();
     if (threadIdx.x > 0) return;
-    odd.init();
+    exact_tasks.init();
     for (int stage = 0; stage < Config::kQueryStages; ++stage) {
       ptx::init_barrier(q_full[stage], 2 * Roles::kProducerThreads);
       ptx::init_barrier(q_empty[stage], Roles::kConsumerThreads);

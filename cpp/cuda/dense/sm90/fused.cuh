@@ -248,8 +248,8 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dense_fused_kernel(const _
   shared.init();
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
-  // Another block of threads may find something odd meanwhile: what one thread has seen goes for all.
-  if (!shared.exchange.agree(*work.odd != 0)) {
+  // Another block of threads may set non_finite meanwhile: the value that one thread reads holds for all.
+  if (!shared.exchange.agree(*work.non_finite != 0)) {
     if (Roles::is_producer()) {
       Config::Registers::produce();
       PipelineState<Config::kStages> state;

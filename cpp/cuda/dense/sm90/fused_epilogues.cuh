@@ -78,7 +78,7 @@ template <class Config> struct WindowEpilogue : FusedEpilogueBase<Config> {
     write(work.a.dq, source, exists ? p.queries : 0, sums.dq, p.scale, probe);
     write(work.a.dk, source, exists ? p.keys : 0, sums.dk, p.scale, probe);
     write(work.a.dv, source, exists ? p.keys : 0, sums.dv, 1.0f, probe);
-    if (probe != 0.0f) *work.odd = 1;
+    if (probe != 0.0f) *work.non_finite = 1;
   }
 
 private:
@@ -123,7 +123,7 @@ template <class Config> struct ExchangeEpilogue : FusedEpilogueBase<Config> {
     write(kSameRows, 0, work.a.dq, source, row_tile, sums.dq, scale, probe);
     write(kSameKeys, 1, work.a.dk, source, key_tile, sums.dk, scale, probe);
     write(kSameKeys, 2, work.a.dv, source, key_tile, sums.dv, 1.0f, probe);
-    if (probe != 0.0f) *work.odd = 1;
+    if (probe != 0.0f) *work.non_finite = 1;
     __syncwarp(); // all lanes have read what the next step's P and dS overwrite
   }
 

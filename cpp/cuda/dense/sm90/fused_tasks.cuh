@@ -52,7 +52,7 @@ enum ClusterAxis { kSameRows, kSameKeys, kClusterAxes };
 struct ClusterExchange {
   uint64_t readable[kClusterAxes][Roles::kConsumerWarps]; // a warp has what the other block's sent
   uint64_t writable[kClusterAxes];                        // the other block's warps may be sent what this one has
-  float odd;                                              // as the first block of the cluster saw it
+  float agreed;                                           // the value that the first block of the cluster read
 
   __device__ void init() {
     if (threadIdx.x > 0) return;
@@ -61,13 +61,13 @@ struct ClusterExchange {
       for (uint64_t &barrier : readable[axis]) ptx::init_barrier(barrier, 1);
     }
   }
-  // What all blocks of the cluster take `found` for, which they must agree on. All threads call this.
+  // Returns `found` as the first block of the cluster has it, so that all blocks agree. All threads call this.
   __device__ bool agree(bool found) {
-    if (threadIdx.x == 0) odd = found;
+    if (threadIdx.x == 0) agreed = found;
     __syncthreads();
-    if (gridDim.y == 1) return odd != 0.0f;
+    if (gridDim.y == 1) return agreed != 0.0f;
     ptx::sync_cluster();
-    return ptx::load_of_block(&odd, 0) != 0.0f;
+    return ptx::load_of_block(&agreed, 0) != 0.0f;
   }
   __device__ static void leave() {
     if (gridDim.y > 1) ptx::leave_cluster();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tasks of a block of threads that are to be run again, exact: the consumers mark them while they go through all, and then
-// both roles ask. Each asks in a place of its own, where __syncthreads_or() must not be called.
+// The tasks of a block of threads that run a second time with exact arithmetic. Consumers mark them during the first pass;
+// producers and consumers then read the marks at different places, where __syncthreads_or() must not be called.
 #pragma once
 
 #include "../../tile/sm90/roles.cuh"
@@ -9,9 +9,9 @@ namespace fdm::cuda {
 
 // Tasks are numbered as the block of threads comes to them. Those whose numbers differ by a multiple of 32 * kWords are marked
 // together.
-template <int kWords> struct OddTasks {
+template <int kWords> struct ExactTasks {
   uint32_t bits[kWords];
-  uint64_t marked; // all consumers have marked theirs
+  uint64_t marked; // completes when all consumers have marked their tasks
 
   // One thread of the block calls this, before the others use it.
   __device__ void init() {
