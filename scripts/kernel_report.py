@@ -172,7 +172,7 @@ ALLOWANCES = (
         "the accumulators of 32 keys fill 255 registers; outside of the loop over a step's rows",
     ),
     Allowance(
-        "dense_fused_kernel<*, 64, true, 0>>",
+        "dense_fused_kernel<*, 64, 1, 0>>",
         "*",
         200,
         "a tile of dbias, two of products and their results fill 224 registers",

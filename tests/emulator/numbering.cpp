@@ -640,13 +640,14 @@ int main() {
   check("tiles in parts", kMany, tiles_in_parts);
   using Element = __half;
   check("wide forward, rows", kMany,
-        check_wide_forward<WideForwardConfig<Element, 64, 1, false, false, TaskParts::rows>>);
-  check("wide forward, mask", kMany,
-        check_wide_forward<WideForwardConfig<Element, 64, 1, false, true, TaskParts::rows>>);
+        check_wide_forward<WideForwardConfig<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::rows>>);
+  check(
+      "wide forward, mask", kMany,
+      check_wide_forward<WideForwardConfig<Element, 64, 1, BiasType::element, MaskRows::each_query, TaskParts::rows>>);
   check("wide forward, heads", kMany,
-        check_wide_forward<WideForwardConfig<Element, 64, 1, false, false, TaskParts::heads>>);
+        check_wide_forward<WideForwardConfig<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::heads>>);
   check("wide forward, keys", kMany,
-        check_wide_forward<WideForwardConfig<Element, 64, 1, false, false, TaskParts::keys>>);
+        check_wide_forward<WideForwardConfig<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::keys>>);
   check("sources of tiles", kMany, sources_of_tiles<false>);
   check("sources of clusters", kMany, sources_of_tiles<true>);
   check("steps of dbias", kMany, steps_of_dbias);

@@ -26,11 +26,11 @@ template <class ElementType, int kHeadDimension> struct DbiasConfig {
   static constexpr int stage_bytes(const DbiasWork &work) {
     return sizes().stage_bytes(work.slots, work.tile_rows, work.tile_keys);
   }
-  static constexpr int panel_bytes(const DbiasWork &work, bool wide, bool mask) {
-    return sizes().panel_bytes(work.tile_rows, wide, mask);
+  static constexpr int panel_bytes(const DbiasWork &work, bool float32_bias, bool mask) {
+    return sizes().panel_bytes(work.tile_rows, float32_bias, mask);
   }
-  static constexpr int shared_bytes(const DbiasWork &work, bool wide, bool mask) {
-    return sizes().shared_bytes(work.slots, work.tile_rows, work.tile_keys, work.stages, wide, mask);
+  static constexpr int shared_bytes(const DbiasWork &work, bool float32_bias, bool mask) {
+    return sizes().shared_bytes(work.slots, work.tile_rows, work.tile_keys, work.stages, float32_bias, mask);
   }
 };
 
@@ -52,7 +52,7 @@ template <class Config> struct DbiasBlock {
   char *const memory;
   const int slot, warp_row, warp_key; // of the warp's part of its slot's tile
   const int stage_bytes;
-  const bool wide, causal;
+  const bool float32_bias, causal;
   float sums[kRowTiles][kKeyTiles][4];
 
   __device__ DbiasBlock(const DenseBackward &own_work, DbiasShared<Config> &small, char *tiles)
@@ -60,7 +60,7 @@ template <class Config> struct DbiasBlock {
         slot(int(threadIdx.x) / 32 / warps_of_slot()),
         warp_row(dbias_place(division, int(threadIdx.x) / 32 % warps_of_slot()).row),
         warp_key(dbias_place(division, int(threadIdx.x) / 32 % warps_of_slot()).key),
-        stage_bytes(Config::stage_bytes(division)), wide(own_work.call.p.bias.dtype == FDM_FLOAT32),
+        stage_bytes(Config::stage_bytes(division)), float32_bias(own_work.call.p.bias.dtype == FDM_FLOAT32),
         causal(is_causal(own_work.call.p)) {}
 
   __device__ int warps_of_slot() const { return Config::kWarps / division.slots; }
@@ -80,8 +80,8 @@ template <class Config> struct DbiasBlock {
   }
   __device__ typename Config::Bias bias_at(int panel) const {
     const int bias =
-        division.stages * stage_bytes + panel * Config::panel_bytes(division, wide, has_rows(problem().mask));
-    return {work.call, memory, bias, bias + Config::Bias::bytes(division.tile_rows, wide), wide};
+        division.stages * stage_bytes + panel * Config::panel_bytes(division, float32_bias, has_rows(problem().mask));
+    return {work.call, memory, bias, bias + Config::Bias::bytes(division.tile_rows, float32_bias), float32_bias};
   }
 
   __device__ void set_sources(const DbiasTile &tile, int step) const {

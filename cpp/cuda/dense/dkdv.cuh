@@ -28,11 +28,17 @@ template <class ElementType, int kHeadDimension> struct DenseDkdvConfig {
   static constexpr DenseKeySizes sizes() { return {FDM_TILE_ARCH, kHeadDim}; }
   static constexpr int key_bytes() { return sizes().key_bytes(); } // of K or V
   static constexpr int panels(int slots) { return sizes().panels(slots); }
-  static constexpr int panel_bytes(bool wide, bool mask) { return sizes().panel_bytes(wide, mask); }
+  static constexpr int panel_bytes(bool float32_bias, bool mask) { return sizes().panel_bytes(float32_bias, mask); }
   static constexpr int statistics_bytes(int slots) { return sizes().statistics_bytes(slots); }
-  static constexpr int stage_bytes(int slots, bool wide, bool mask) { return sizes().stage_bytes(slots, wide, mask); }
-  static constexpr int stages(int slots, bool wide, bool mask) { return sizes().stages(slots, wide, mask); }
-  static constexpr int shared_bytes(int slots, bool wide, bool mask) { return sizes().shared_bytes(slots, wide, mask); }
+  static constexpr int stage_bytes(int slots, bool float32_bias, bool mask) {
+    return sizes().stage_bytes(slots, float32_bias, mask);
+  }
+  static constexpr int stages(int slots, bool float32_bias, bool mask) {
+    return sizes().stages(slots, float32_bias, mask);
+  }
+  static constexpr int shared_bytes(int slots, bool float32_bias, bool mask) {
+    return sizes().shared_bytes(slots, float32_bias, mask);
+  }
 };
 
 template <class Config> struct DenseDkdvShared {
@@ -56,7 +62,7 @@ template <class Config> struct DenseDkdvBlock {
   // Query heads of the group have masks of their own. Otherwise what is summed for keys that are not kept is left out in
   // the end.
   const bool drops_keys;
-  const bool wide, causal;
+  const bool float32_bias, causal;
   LeftOperand<Element, kHeadDim, kKeyTiles, Config::kHoldsKeys> key_operand, value_operand;
   uint32_t kept = 0; // bit 2 m + half: this thread's key of that accumulator row
   float dk[kKeyTiles][kHeadDim / 8][4], dv[kKeyTiles][kHeadDim / 8][4];
@@ -75,7 +81,7 @@ template <class Config> struct DenseDkdvBlock {
         panel_bytes(Config::panel_bytes(own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
         drops_keys(mask_kind(own_work.call.p) == FDM_MASK_KEYS &&
                    own_work.call.p.mask.shape[1] > own_work.call.p.kv_heads),
-        wide(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
+        float32_bias(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
   __device__ const Source &source() const { return shared.slots.source[slot]; }
@@ -102,7 +108,7 @@ template <class Config> struct DenseDkdvBlock {
   }
   __device__ typename Config::Bias bias_at(int number, int panel) const {
     const int bias = stage(number) + 2 * Tile::bytes(slots * kStepRows) + panel * panel_bytes;
-    return {work.call, memory, bias, bias + Config::Bias::bytes(kStepRows, wide), wide};
+    return {work.call, memory, bias, bias + Config::Bias::bytes(kStepRows, float32_bias), float32_bias};
   }
   // The statistics are, for each slot, the shifts of the rows, -lse to base 2, and then their deltas.
   __device__ float *statistics_at(int number) const {

@@ -32,22 +32,22 @@ template <class Config> cudaError_t launch_clusters(const DenseBackward &work, c
 template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
   const FusedWork &division = work.fused;
-  const auto launch_for = [&](auto wide) {
-    constexpr bool kWide = decltype(wide)::value;
+  const auto launch_for = [&](auto bias_type) {
+    constexpr BiasType kBias = decltype(bias_type)::value;
     if constexpr (kHeadDim == kWindowHeadDim) {
-      using Windows = DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::windows>;
+      using Windows = DenseFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::windows>;
       if (division.windows)
         return launch_with_shared<DenseFusedShared<Windows>, dense_fused_kernel<Windows>>(work, division.blocks,
                                                                                           Roles::kThreads, stream);
     }
-    using Config = DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::sums>;
+    using Config = DenseFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::sums>;
     if constexpr (!Config::kInTurn)
       if (division.clusters)
-        return launch_clusters<DenseFusedConfig<Element, kHeadDim, kWide, FusedEpilogue::exchange>>(work, stream);
+        return launch_clusters<DenseFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::exchange>>(work, stream);
     return launch_with_shared<DenseFusedShared<Config>, dense_fused_kernel<Config>, Overlap::kernel_ahead>(
         work, division.blocks, Roles::kThreads, stream);
   };
-  return work.call.p.bias.dtype == FDM_FLOAT32 ? launch_for(std::true_type{}) : launch_for(std::false_type{});
+  return work.call.p.bias.dtype == FDM_FLOAT32 ? launch_for(kFloat32Type) : launch_for(kElementType);
 #else
   return cudaErrorInvalidConfiguration;
 #endif

@@ -24,9 +24,15 @@ template <class ElementType, int kHeadDimension, int kRowTensorCount, class Work
 
   static constexpr RowBlockSizes sizes() { return {FDM_TILE_ARCH, kHeadDim, kRowTensors}; }
   static constexpr int row_bytes() { return sizes().row_bytes(); } // of a tensor
-  static constexpr int stage_bytes(int slots, bool wide, bool mask) { return sizes().stage_bytes(slots, wide, mask); }
-  static constexpr int stages(int slots, bool wide, bool mask) { return sizes().stages(slots, wide, mask); }
-  static constexpr int shared_bytes(int slots, bool wide, bool mask) { return sizes().shared_bytes(slots, wide, mask); }
+  static constexpr int stage_bytes(int slots, bool float32_bias, bool mask) {
+    return sizes().stage_bytes(slots, float32_bias, mask);
+  }
+  static constexpr int stages(int slots, bool float32_bias, bool mask) {
+    return sizes().stages(slots, float32_bias, mask);
+  }
+  static constexpr int shared_bytes(int slots, bool float32_bias, bool mask) {
+    return sizes().shared_bytes(slots, float32_bias, mask);
+  }
 };
 
 template <class Config> struct RowBlockShared {
@@ -76,7 +82,7 @@ template <class Config> struct RowBlock {
   const int slots, rows, slot, warp_row; // warp_row: of the warp's first row in its source's tile
   const int first_row;
   const int stage_bytes, stages;
-  const bool wide, causal;
+  const bool float32_bias, causal;
 
   __device__ RowBlock(const typename Config::Work &own_work, RowBlockShared<Config> &small, char *tiles, int row)
       : work(own_work), shared(small), factors(own_work.call.p), memory(tiles), slots(own_work.slots),
@@ -86,7 +92,7 @@ template <class Config> struct RowBlock {
                                         has_rows(own_work.call.p.mask))),
         stages(
             Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
-        wide(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
+        float32_bias(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
   __device__ const Source &source() const { return shared.slots.source[slot]; } // of this warp
@@ -105,7 +111,7 @@ template <class Config> struct RowBlock {
   __device__ uint32_t values_at(int block) const { return keys_at(block) + Tile::bytes(slots * kDenseKeys); }
   __device__ typename Config::Bias bias_at(int block) const {
     const int bias = stage(block) + 2 * Tile::bytes(slots * kDenseKeys);
-    return {work.call, memory, bias, bias + Config::Bias::bytes(rows, wide), wide};
+    return {work.call, memory, bias, bias + Config::Bias::bytes(rows, float32_bias), float32_bias};
   }
 
   __device__ void load_rows(int which, const fdm_tensor &t, bool aligned) const {
@@ -131,7 +137,7 @@ template <class Config> struct RowBlock {
     const int row = threadIdx.x / kAcross, chunk = threadIdx.x % kAcross;
     own_keys = shared.slots.first[0][0] + row * p.k.stride[1] + chunk * 8;
     own_values = shared.slots.first[1][0] + row * p.v.stride[1] + chunk * 8;
-    own_bias = Config::Bias::own_chunk(work.call, source(), first_row, wide);
+    own_bias = Config::Bias::own_chunk(work.call, source(), first_row, float32_bias);
   }
   __device__ void copy_whole(const uint16_t *own, int64_t stride, uint32_t tile, int block) const {
     constexpr int kDown = Config::kThreads / kAcross;

@@ -58,12 +58,12 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   static constexpr int kHalfChunks = kDenseKeys / 8, kWordChunks = kDenseKeys / 4, kByteChunks = kDenseKeys / 16;
   static_assert(kPitch % 4 == 0 && kPitch >= kDenseKeys);
 
-  static constexpr int bytes(int rows, bool wide) { return dense_bias_bytes(rows, kPitch, wide); }
+  static constexpr int bytes(int rows, bool float32_bias) { return dense_bias_bytes(rows, kPitch, float32_bias); }
 
   const DenseCall &call;
   char *memory;   // that everything below counts from
   int bias, mask; // the first bytes of the bias, a multiple of 128, and of the mask
-  bool wide;      // float32
+  bool float32_bias;
 
   __device__ bool has_mask_rows() const { return has_rows(call.p.mask); }
 
@@ -74,9 +74,9 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     const int rows_there = min(rows, int(p.queries) - first_row), keys_there = min(kDenseKeys, int(p.keys) - first_key);
     if (rows_there <= 0 || keys_there <= 0) return;
     const uint32_t base = ptx::shared_address(memory) + bias;
-    const Matrix m = score_matrix(p, p.bias, s, source.head, wide ? 4 : 2);
+    const Matrix m = score_matrix(p, p.bias, s, source.head, float32_bias ? 4 : 2);
     const int64_t offset = first_row * m.row + first_key * m.col;
-    if (wide) {
+    if (float32_bias) {
       const auto *first = static_cast<const uint32_t *>(m.base) + offset;
       if (call.bias_chunks)
         copy_chunks<4, kWordChunks, kPitch * 4>(first, m.row * 4, rows, rows_there, keys_there,
@@ -102,8 +102,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   // The address that this thread copies chunks from, for the rows from first_row on and counted from the first key; and the
   // copy of a whole tile from there, whose rows are aligned.
   __device__ static __forceinline__ const char *own_chunk(const DenseCall &dense, const Source &source, int first_row,
-                                                          bool is_wide) {
-    const int size = is_wide ? 4 : 2, chunks = is_wide ? kWordChunks : kHalfChunks;
+                                                          bool is_float32) {
+    const int size = is_float32 ? 4 : 2, chunks = is_float32 ? kWordChunks : kHalfChunks;
     const Matrix m = score_matrix(dense.p, dense.p.bias, dense_sequence(dense.p, source.batch), source.head, size);
     return static_cast<const char *>(m.base) + (first_row + int(threadIdx.x) / chunks) * m.row * size +
            int(threadIdx.x) % chunks * 16;
@@ -111,7 +111,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   template <int kRows> __device__ __forceinline__ void copy_whole(const char *own, int first_key) const {
     const uint32_t base = ptx::shared_address(memory) + bias;
     const int64_t row = call.p.bias.stride[2];
-    if (wide)
+    if (float32_bias)
       copy_chunks_whole<kRows, kWordChunks, kPitch * 4>(own + first_key * 4, row * 4,
                                                         base + int(threadIdx.x) / kWordChunks * (kPitch * 4) +
                                                             threadIdx.x % kWordChunks * 16);
@@ -130,7 +130,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
       const uint2 kept =
           has_mask_rows() ? kept_of_mask(r, c) : kept_of_intervals(source, first_row + r, first_key + 8 * c);
       if (kept.x == ~0u && kept.y == ~0u) continue;
-      if (wide) {
+      if (float32_bias) {
         auto *words = reinterpret_cast<uint32_t *>(memory + bias) + r * kPitch + 8 * c;
 #pragma unroll
         for (int k = 0; k < 8; ++k)
@@ -144,11 +144,10 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     }
   }
 
-  // The bias of the accumulators of a 16 x 16 tile of scores whose first row and key these are; kWide says that it is
-  // float32.
-  template <bool kWide> __device__ __forceinline__ void read(int row, int key, float (&values)[2][4]) const {
+  // The bias of the accumulators of a 16 x 16 tile of scores whose first row and key these are.
+  template <BiasType kBias> __device__ __forceinline__ void read(int row, int key, float (&values)[2][4]) const {
     const int lane = threadIdx.x % 32;
-    if constexpr (kWide) {
+    if constexpr (kBias == BiasType::float32) {
       const auto *words =
           reinterpret_cast<const float *>(memory + bias) + (row + lane / 4) * kPitch + key + 2 * (lane % 4);
 #pragma unroll
@@ -170,9 +169,10 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   }
 
   // The same for scores with a key to a row: accumulators of keys `key` ... key + 15 and rows `row` ... row + 15.
-  template <bool kWide> __device__ __forceinline__ void read_transposed(int row, int key, float (&values)[2][4]) const {
+  template <BiasType kBias>
+  __device__ __forceinline__ void read_transposed(int row, int key, float (&values)[2][4]) const {
     const int lane = threadIdx.x % 32;
-    if constexpr (kWide) {
+    if constexpr (kBias == BiasType::float32) {
       const auto *words =
           reinterpret_cast<const float *>(memory + bias) + (row + 2 * (lane % 4)) * kPitch + key + lane / 4;
 #pragma unroll

@@ -67,7 +67,7 @@ struct DenseFactors {
 
 // Calls function(score, bias) for all scores of a warp. `row` and `key` are those of the first in the tile of the bias;
 // transposed scores have a key to a row of accumulators.
-template <bool kTransposed, bool kWide, int kLeftTiles, int kRightTiles, class Tile, class Function>
+template <bool kTransposed, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile, class Function>
 __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRightTiles][4], const Tile &tile, int row,
                                               int key, const Function &function) {
 #pragma unroll
@@ -76,15 +76,15 @@ __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRight
     for (int n = 0; n < kRightTiles; n += 2) {
       float bias[2][4];
       if constexpr (kTransposed)
-        tile.template read_transposed<kWide>(row + 8 * n, key + 16 * m, bias);
+        tile.template read_transposed<kBias>(row + 8 * n, key + 16 * m, bias);
       else
-        tile.template read<kWide>(row + 16 * m, key + 8 * n, bias);
+        tile.template read<kBias>(row + 16 * m, key + 8 * n, bias);
 #pragma unroll
       for (int i = 0; i < 8; ++i) function(scores[m][n + i / 4][i % 4], bias[i / 4][i % 4]);
     }
 }
 
-template <bool kTransposed, bool kWide, int kLeftTiles, int kRightTiles, class Tile>
+template <bool kTransposed, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile>
 __device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTiles][4], const DenseFactors &factors,
                                             const Tile &tile, int row, int key, bool exact) {
   if (factors.cap > 0)
@@ -95,10 +95,10 @@ __device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTi
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[m][n][i] = tanh_of(scores[m][n][i] * factors.scale);
   const float factor = factors.cap > 0 ? factors.cap : factors.scale;
-  for_each_bias<kTransposed, kWide>(scores, tile, row, key,
+  for_each_bias<kTransposed, kBias>(scores, tile, row, key,
                                     [&](float &score, float bias) { score = fmaf(score, factor, bias); });
   if (exact)
-    for_each_bias<kTransposed, kWide>(scores, tile, row, key, [&](float &score, float bias) {
+    for_each_bias<kTransposed, kBias>(scores, tile, row, key, [&](float &score, float bias) {
       score = bias == -INFINITY ? bias : ptx::max_or_nan(score, kLowestBias);
     });
 }
@@ -108,10 +108,10 @@ __device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTi
 template <bool kTransposed, int kLeftTiles, int kRightTiles, class Tile>
 __device__ __forceinline__ void add_bias(float (&scores)[kLeftTiles][kRightTiles][4], const DenseFactors &factors,
                                          const Tile &tile, int row, int key, bool exact) {
-  if (tile.wide)
-    add_bias_of<kTransposed, true>(scores, factors, tile, row, key, exact);
+  if (tile.float32_bias)
+    add_bias_of<kTransposed, BiasType::float32>(scores, factors, tile, row, key, exact);
   else
-    add_bias_of<kTransposed, false>(scores, factors, tile, row, key, exact);
+    add_bias_of<kTransposed, BiasType::element>(scores, factors, tile, row, key, exact);
 }
 
 // Multiplies gradients of capped scores by the slope at their products; what is 0 stays so.

@@ -2,9 +2,16 @@
 // The tile table of the dense kernels, beside that of tile/tile_sizes.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "../tile/tile_sizes.cuh"
 
 namespace fdm::cuda {
+
+// The dtype of a bias with a row for each query: that of q, or float32.
+enum class BiasType { element, float32 };
+constexpr std::integral_constant<BiasType, BiasType::element> kElementType{};
+constexpr std::integral_constant<BiasType, BiasType::float32> kFloat32Type{};
 
 // Keys of a block.
 constexpr int kDenseKeys = 64;
@@ -52,13 +59,15 @@ constexpr int dbias_warps(int arch, int head_dim) {
 // Bytes of a row of a tile of 16-bit elements, as SmemTile has it, of a float32 bias or one of 16 bits whose rows have `pitch` or
 // kDenseKeys elements, and of the booleans of a mask.
 constexpr int dense_row_bytes(int head_dim) { return head_dim <= 32 ? 64 : (head_dim + 63) / 64 * 128; }
-constexpr int dense_bias_bytes(int rows, int pitch, bool wide) { return rows * (wide ? pitch * 4 : kDenseKeys * 2); }
-constexpr int dense_panel_bytes(int rows, int pitch, bool wide, bool mask) {
-  return dense_bias_bytes(rows, pitch, wide) + (mask ? rows * kDenseKeys : 0);
+constexpr int dense_bias_bytes(int rows, int pitch, bool float32_bias) {
+  return rows * (float32_bias ? pitch * 4 : kDenseKeys * 2);
+}
+constexpr int dense_panel_bytes(int rows, int pitch, bool float32_bias, bool mask) {
+  return dense_bias_bytes(rows, pitch, float32_bias) + (mask ? rows * kDenseKeys : 0);
 }
 
-// Shared memory of the kernels of rows: `row_tensors` have rows of the tile, q, and in the backward pass dout. `wide`: the bias is
-// float32. `mask` has a row for each query.
+// Shared memory of the kernels of rows: `row_tensors` have rows of the tile, q, and in the backward pass dout. `mask` has a
+// row for each query.
 struct RowBlockSizes {
   static constexpr int kPitch = kDenseKeys + 8; // of a float32 bias: four rows of pairs meet all banks
   int arch, head_dim, row_tensors;
@@ -68,14 +77,15 @@ struct RowBlockSizes {
   }
   constexpr int rows() const { return 16 * tile().tiles * tile().warps; }
   constexpr int row_bytes() const { return rows() * dense_row_bytes(head_dim); } // of a tensor
-  constexpr int stage_bytes(int slots, bool wide, bool mask) const {
-    return 2 * slots * kDenseKeys * dense_row_bytes(head_dim) + dense_panel_bytes(rows() / slots, kPitch, wide, mask);
+  constexpr int stage_bytes(int slots, bool float32_bias, bool mask) const {
+    return 2 * slots * kDenseKeys * dense_row_bytes(head_dim) +
+           dense_panel_bytes(rows() / slots, kPitch, float32_bias, mask);
   }
-  constexpr int stages(int slots, bool wide, bool mask) const {
-    return row_tensors * row_bytes() + 2 * stage_bytes(slots, wide, mask) <= dense_shared_limit(arch) ? 2 : 1;
+  constexpr int stages(int slots, bool float32_bias, bool mask) const {
+    return row_tensors * row_bytes() + 2 * stage_bytes(slots, float32_bias, mask) <= dense_shared_limit(arch) ? 2 : 1;
   }
-  constexpr int shared_bytes(int slots, bool wide, bool mask) const {
-    return row_tensors * row_bytes() + stages(slots, wide, mask) * stage_bytes(slots, wide, mask);
+  constexpr int shared_bytes(int slots, bool float32_bias, bool mask) const {
+    return row_tensors * row_bytes() + stages(slots, float32_bias, mask) * stage_bytes(slots, float32_bias, mask);
   }
 };
 
@@ -89,17 +99,19 @@ struct DenseKeySizes {
   constexpr int keys() const { return 16 * dense_dkdv_tile(head_dim).tiles * dense_dkdv_tile(head_dim).warps; }
   constexpr int key_bytes() const { return keys() * dense_row_bytes(head_dim); } // of K or V
   constexpr int panels(int slots) const { return (keys() / slots + kDenseKeys - 1) / kDenseKeys; }
-  constexpr int panel_bytes(bool wide, bool mask) const { return dense_panel_bytes(kStepRows, kPitch, wide, mask); }
+  constexpr int panel_bytes(bool float32_bias, bool mask) const {
+    return dense_panel_bytes(kStepRows, kPitch, float32_bias, mask);
+  }
   constexpr int statistics_bytes(int slots) const { return slots * kStepRows * 2 * int(sizeof(float)); }
-  constexpr int stage_bytes(int slots, bool wide, bool mask) const {
-    return 2 * slots * kStepRows * dense_row_bytes(head_dim) + panels(slots) * panel_bytes(wide, mask) +
+  constexpr int stage_bytes(int slots, bool float32_bias, bool mask) const {
+    return 2 * slots * kStepRows * dense_row_bytes(head_dim) + panels(slots) * panel_bytes(float32_bias, mask) +
            statistics_bytes(slots);
   }
-  constexpr int stages(int slots, bool wide, bool mask) const {
-    return 2 * key_bytes() + 2 * stage_bytes(slots, wide, mask) <= dense_shared_limit(arch) ? 2 : 1;
+  constexpr int stages(int slots, bool float32_bias, bool mask) const {
+    return 2 * key_bytes() + 2 * stage_bytes(slots, float32_bias, mask) <= dense_shared_limit(arch) ? 2 : 1;
   }
-  constexpr int shared_bytes(int slots, bool wide, bool mask) const {
-    return 2 * key_bytes() + stages(slots, wide, mask) * stage_bytes(slots, wide, mask);
+  constexpr int shared_bytes(int slots, bool float32_bias, bool mask) const {
+    return 2 * key_bytes() + stages(slots, float32_bias, mask) * stage_bytes(slots, float32_bias, mask);
   }
 };
 
@@ -112,12 +124,12 @@ struct DbiasSizes {
   constexpr int stage_bytes(int slots, int tile_rows, int tile_keys) const {
     return 2 * slots * (tile_rows + tile_keys) * dense_row_bytes(head_dim) + slots * tile_rows * 2 * int(sizeof(float));
   }
-  constexpr int panel_bytes(int tile_rows, bool wide, bool mask) const {
-    return dense_panel_bytes(tile_rows, kPitch, wide, mask);
+  constexpr int panel_bytes(int tile_rows, bool float32_bias, bool mask) const {
+    return dense_panel_bytes(tile_rows, kPitch, float32_bias, mask);
   }
-  constexpr int shared_bytes(int slots, int tile_rows, int tile_keys, int stages, bool wide, bool mask) const {
+  constexpr int shared_bytes(int slots, int tile_rows, int tile_keys, int stages, bool float32_bias, bool mask) const {
     return stages * stage_bytes(slots, tile_rows, tile_keys) +
-           tile_keys / kDenseKeys * panel_bytes(tile_rows, wide, mask);
+           tile_keys / kDenseKeys * panel_bytes(tile_rows, float32_bias, mask);
   }
 };
 

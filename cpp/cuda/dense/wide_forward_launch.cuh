@@ -18,40 +18,41 @@ cudaError_t launch_dense_wide_forward(const DenseForwardLaunch &launch, cudaStre
   const fdm_problem &p = work.call.p;
   if constexpr (kHeadDim == kWindowHeadDim)
     if (launch.route.kernel == ForwardKernel::dense_windows) {
-      const auto launch_windows = [&](auto wide_bias) {
-        using Config = WideForwardConfig<Element, kHeadDim, 1, decltype(wide_bias)::value, false, TaskParts::sources>;
+      const auto launch_windows = [&](auto bias_type) {
+        using Config =
+            WideForwardConfig<Element, kHeadDim, 1, decltype(bias_type)::value, MaskRows::none, TaskParts::sources>;
         return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>>(
             work, launch.route.blocks, Roles::kThreads, stream);
       };
-      return p.bias.dtype == FDM_FLOAT32 ? launch_windows(std::true_type{}) : launch_windows(std::false_type{});
+      return p.bias.dtype == FDM_FLOAT32 ? launch_windows(kFloat32Type) : launch_windows(kElementType);
     }
-  const auto launch_for = [&](auto sources, auto wide_bias, auto mask_rows, auto parts) {
-    using Config = WideForwardConfig<Element, kHeadDim, decltype(sources)::value, decltype(wide_bias)::value,
+  const auto launch_for = [&](auto sources, auto bias_type, auto mask_rows, auto parts) {
+    using Config = WideForwardConfig<Element, kHeadDim, decltype(sources)::value, decltype(bias_type)::value,
                                      decltype(mask_rows)::value, decltype(parts)::value>;
     return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>, Overlap::kernel_ahead>(
         work, launch.route.blocks, Roles::kThreads, stream);
   };
   constexpr std::integral_constant<int, 1> kOne{};
-  constexpr std::true_type kYes{};
-  constexpr std::false_type kNo{};
+  constexpr std::integral_constant<MaskRows, MaskRows::each_query> kMask{};
+  constexpr std::integral_constant<MaskRows, MaskRows::none> kNoMask{};
   constexpr std::integral_constant<TaskParts, TaskParts::rows> kRows{};
   constexpr std::integral_constant<TaskParts, TaskParts::heads> kHeads{};
   constexpr std::integral_constant<TaskParts, TaskParts::keys> kKeys{};
-  const auto launch_for_bias = [&](auto wide_bias) {
-    if constexpr (has_room_for_mask(kHeadDim, decltype(wide_bias)::value)) {
-      if (work.pairs && has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kHeads);
-      if (work.pairs) return launch_for(kOne, wide_bias, kNo, kHeads);
-      if (work.halves && has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kKeys);
-      if (has_rows(p.mask)) return launch_for(kOne, wide_bias, kYes, kRows);
+  const auto launch_for_bias = [&](auto bias_type) {
+    if constexpr (has_room_for_mask(kHeadDim, decltype(bias_type)::value == BiasType::float32)) {
+      if (work.pairs && has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kHeads);
+      if (work.pairs) return launch_for(kOne, bias_type, kNoMask, kHeads);
+      if (work.halves && has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kKeys);
+      if (has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
     }
-    if (work.halves) return launch_for(kOne, wide_bias, kNo, kKeys);
+    if (work.halves) return launch_for(kOne, bias_type, kNoMask, kKeys);
     constexpr int kMostSources = wide_sources(kHeadDim);
     if constexpr (kMostSources > 1)
       if (work.slots == kMostSources)
-        return launch_for(std::integral_constant<int, kMostSources>{}, wide_bias, kNo, kRows);
-    return launch_for(kOne, wide_bias, kNo, kRows);
+        return launch_for(std::integral_constant<int, kMostSources>{}, bias_type, kNoMask, kRows);
+    return launch_for(kOne, bias_type, kNoMask, kRows);
   };
-  return p.bias.dtype == FDM_FLOAT32 ? launch_for_bias(kYes) : launch_for_bias(kNo);
+  return p.bias.dtype == FDM_FLOAT32 ? launch_for_bias(kFloat32Type) : launch_for_bias(kElementType);
 #else
   return cudaErrorInvalidConfiguration;
 #endif

@@ -79,7 +79,7 @@ FDM_INLINE int64_t live_key_tiles(const fdm_problem &p, const DbiasDivision &wor
 // Sources of a block of threads in their forward pass, where a bias has so many: as the registers of their sums allow.
 constexpr int wide_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
 // Whether shared memory has room for the mask's rows of one source. It has none beside 128 columns and a float32 bias.
-constexpr bool has_room_for_mask(int head_dim, bool wide_bias) { return head_dim <= 64 || !wide_bias; }
+constexpr bool has_room_for_mask(int head_dim, bool float32_bias) { return head_dim <= 64 || !float32_bias; }
 
 // How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, and `splits` tasks for each tile of
 // kWideTile rows and keys. Where `splits` is 0, each block of threads has as many steps as any other, which follow each

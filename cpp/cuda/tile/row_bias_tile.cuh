@@ -18,7 +18,7 @@ struct RowBiasTile {
   __device__ __forceinline__ RowBiasTile(const fdm_tensor &tensor, const ScoreView &view)
       : bias(tensor), first(reinterpret_cast<uintptr_t>(view.data)) {}
 
-  __device__ bool is_wide() const { return bias.dtype == FDM_FLOAT32; }
+  __device__ bool is_float32() const { return bias.dtype == FDM_FLOAT32; }
   __device__ int64_t row_bytes() const { return bias.stride[2] * element_bytes(); }
   __device__ int64_t key_stride() const { return bias.shape[3] == 1 ? 0 : bias.stride[3]; }
 
@@ -59,7 +59,7 @@ struct RowBiasTile {
   }
 
 private:
-  __device__ int element_bytes() const { return is_wide() ? 4 : 2; }
+  __device__ int element_bytes() const { return is_float32() ? 4 : 2; }
 
   // The address of the word of which only the first half, the last element in memory, belongs to the tensor; 0 if there
   // is none.
@@ -68,7 +68,7 @@ private:
 #pragma unroll
     for (int d = 0; d < 4; ++d) last += max64(0, (bias.shape[d] - 1) * bias.stride[d]);
     const auto address = reinterpret_cast<uintptr_t>(static_cast<const uint16_t *>(bias.data) + last);
-    return is_wide() || address % 4 != 0 ? 0 : address;
+    return is_float32() || address % 4 != 0 ? 0 : address;
   }
 
   // Whether a word may lie in some rows, whatever the strides.
@@ -113,13 +113,13 @@ __device__ __forceinline__ void copy_own_rows(uint32_t (*sBias)[kPitch], const f
 template <class Element> struct RowBiasElements {
   uint32_t first_shift, row_odd, key_mask; // row_shift() and key_shift() use them
   uint32_t value_mask;                     // keeps the upper half of a word, or all of a float32
-  bool wide;
+  bool float32;
 
-  __device__ __forceinline__ explicit RowBiasElements(const RowBiasTile &tile) : wide(tile.is_wide()) {
-    first_shift = wide ? 0 : (~uint32_t(tile.first / 2) & 1) * 16;
-    row_odd = wide ? 0 : uint32_t(tile.bias.stride[2]) & 1;
-    key_mask = wide ? 0 : (uint32_t(tile.key_stride()) & 1) * 16;
-    value_mask = wide ? ~0u : 0xffff0000u;
+  __device__ __forceinline__ explicit RowBiasElements(const RowBiasTile &tile) : float32(tile.is_float32()) {
+    first_shift = float32 ? 0 : (~uint32_t(tile.first / 2) & 1) * 16;
+    row_odd = float32 ? 0 : uint32_t(tile.bias.stride[2]) & 1;
+    key_mask = float32 ? 0 : (uint32_t(tile.key_stride()) & 1) * 16;
+    value_mask = float32 ? ~0u : 0xffff0000u;
   }
 
   // An element lies so many bits below the upper half of its word: the exclusive or of its row's shift and its key's.
@@ -131,7 +131,7 @@ template <class Element> struct RowBiasElements {
   __device__ __forceinline__ float element(uint32_t word, uint32_t shift) const {
     const uint32_t bits = (word << shift) & value_mask;
     if constexpr (__is_same(Element, __half))
-      return wide ? __uint_as_float(bits) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits >> 16)));
+      return float32 ? __uint_as_float(bits) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits >> 16)));
     return __uint_as_float(bits);
   }
 };

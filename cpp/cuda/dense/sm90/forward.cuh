@@ -68,7 +68,7 @@ template <class Config> struct WideForwardConsumer {
 
   // Loads this thread's part of the bias, of any type.
   __device__ void load_bias(int k, float (&low)[4], float (&high)[4]) const {
-    if constexpr (Config::kWide) {
+    if constexpr (Config::kFloat32Bias) {
       const auto pair_of = [&](int half, int n) {
         const int pair = threadIdx.x % 4;
         const uint32_t place =

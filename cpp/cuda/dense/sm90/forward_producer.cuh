@@ -130,14 +130,14 @@ template <class Config> struct WideForwardProducer {
         const char *const booleans = own_mask + row * Config::kTile;
         address[n] = Config::bias_chunk(base, own_row + row, chunk);
         words[n] = ptx::load_shared_16_bytes(address[n]);
-        if constexpr (Config::kWide)
+        if constexpr (Config::kFloat32Bias)
           kept[n].x = *reinterpret_cast<const uint32_t *>(booleans);
         else
           kept[n] = *reinterpret_cast<const uint2 *>(booleans);
       }
 #pragma unroll
       for (int n = 0; n < kAtATime; ++n) {
-        if constexpr (Config::kWide)
+        if constexpr (Config::kFloat32Bias)
           drop_words(words[n], kept_bytes(kept[n].x));
         else
           drop_halves<typename Config::Element>(words[n], {kept_bytes(kept[n].x), kept_bytes(kept[n].y)});

@@ -15,15 +15,19 @@ namespace fdm::cuda {
 // windows, which have at most kWindow rows and keys (forward_windows.cuh).
 enum class TaskParts { rows, heads, keys, sources };
 
-// kSourceCount: a consumer goes through so many sources for each block of keys. kMaskRows: there is a mask of rows.
-template <class ElementType, int kHeadDimension, int kSourceCount, bool kWideBias, bool kMaskRows, TaskParts kParts>
+// The rows of the mask.
+enum class MaskRows { none, each_query };
+
+// kSourceCount: a consumer goes through so many sources for each block of keys.
+template <class ElementType, int kHeadDimension, int kSourceCount, BiasType kBias, MaskRows kMaskRows, TaskParts kParts>
 struct WideForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
-  static constexpr bool kWide = kWideBias; // the bias is float32
-  static constexpr int kBiasSize = kWide ? 4 : 2;
+  static constexpr bool kFloat32Bias = kBias == BiasType::float32;
+  static constexpr int kBiasSize = kFloat32Bias ? 4 : 2;
   using Pair = TilePair<kHeadDim>;
-  static constexpr bool kMasks = kMaskRows, kPairs = kParts == TaskParts::heads, kHalves = kParts == TaskParts::keys;
+  static constexpr bool kMasks = kMaskRows == MaskRows::each_query, kPairs = kParts == TaskParts::heads,
+                        kHalves = kParts == TaskParts::keys;
   static constexpr bool kWindows = kParts == TaskParts::sources;
   static constexpr bool kHalfRows = kPairs || kHalves || kWindows; // each consumer warpgroup has all rows of a task
   static constexpr bool kHalfKeys = kHalves || kWindows;           // and its own half of a stage's keys
@@ -41,7 +45,7 @@ struct WideForwardConfig {
   static constexpr bool kHoldsBias = kHeadDim <= 64;
   // Beside results of 64 columns it holds pairs of 16 bits as they are. With two sources that gains nothing: the compiler
   // keeps what the first has unpacked for the second.
-  static constexpr bool kHoldsPairs = !kWide && kHeadDim == 64 && kSources == 1;
+  static constexpr bool kHoldsPairs = !kFloat32Bias && kHeadDim == 64 && kSources == 1;
   static_assert(kHoldsBias || kSources == 1);
   static constexpr bool kReadsBias = !kWindows; // from shared memory, in each block
   static constexpr bool kReadsBiasBeside = kHeadDim == 32 || (kHoldsPairs && kShares);
@@ -52,9 +56,9 @@ struct WideForwardConfig {
                          std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
   // Tiles of 64 columns beside a float32 bias leave no room for two, nor do those of 128 beside a mask or stages of the bias. Q of
   // windows is in the stages of K and V.
-  static constexpr int kQueryStages = kWindows                                                  ? kStages
-                                      : kHeadDim >= 64 && (kWide || (kShares && kHeadDim > 64)) ? 1
-                                                                                                : 2;
+  static constexpr int kQueryStages = kWindows                                                         ? kStages
+                                      : kHeadDim >= 64 && (kFloat32Bias || (kShares && kHeadDim > 64)) ? 1
+                                                                                                       : 2;
   // Q of two sources, or of one where that has panels of its own.
   static constexpr int kQueryBytes = kSources == 1 && !Pair::kPaired ? Pair::Tile::kBytes : Pair::kBytes;
   // Elements of 16 bits lie so that ldmatrix reads accumulators. Those of 32 bits lie in rows whose chunks of 16 bytes are
@@ -62,7 +66,7 @@ struct WideForwardConfig {
   using Bias = SmemTile<kTile, kRows>;
   static constexpr int kBiasBytes = kReadsBias ? kRows * kTile * kBiasSize : 16;
   __device__ static __forceinline__ uint32_t bias_chunk(uint32_t base, int row, int chunk) {
-    if constexpr (kWide) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
+    if constexpr (kFloat32Bias) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
     return Bias::chunk_address(base, row, chunk);
   }
   // A mask of rows, a byte for each key, has as many stages as the bias: those of keys, or what finds room.

@@ -115,7 +115,7 @@ __device__ void load_window_bias(const DenseForward &work, float (&bias)[kTiles]
       const int64_t offset = r * m.row + k * m.col;
       bias[n][i] = -INFINITY;
       if (!is_kept_pair(p, s, source.head, r, k)) continue;
-      if constexpr (Config::kWide)
+      if constexpr (Config::kFloat32Bias)
         bias[n][i] = static_cast<const float *>(m.base)[offset];
       else
         bias[n][i] = float(static_cast<const typename Config::Element *>(m.base)[offset]);

@@ -21,22 +21,22 @@ template <class Config> struct SumsEpilogue;
 template <class Config> struct ExchangeEpilogue;
 template <class Config> struct WindowEpilogue;
 
-template <class ElementType, int kHeadDimension, bool kWideBias, FusedEpilogue kGradients> struct DenseFusedConfig {
+template <class ElementType, int kHeadDimension, BiasType kBias, FusedEpilogue kGradients> struct DenseFusedConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
-  static constexpr bool kWide = kWideBias; // the bias is float32
-  using Pair = TilePair<kHeadDim>;         // Q and dO, or K and V
+  static constexpr bool kFloat32Bias = kBias == BiasType::float32;
+  using Pair = TilePair<kHeadDim>; // Q and dO, or K and V
   static constexpr bool kWindows = kGradients == FusedEpilogue::windows,
                         kCluster = kGradients == FusedEpilogue::exchange;
   static constexpr int kSources = kWindows ? 2 : 1, kSide = kTile / kSources; // rows and keys of a source
   using Scores = SmemTile<kSide, kTile>;
   // With 128 columns, shared memory has one tile of each operand, and one for P and then dS.
   static constexpr bool kInTurn = kHeadDim == 128;
-  static constexpr int kStages = kInTurn || (kHeadDim == 64 && kWide) ? 1 : 2, kScoreTiles = kInTurn ? 1 : 2;
+  static constexpr int kStages = kInTurn || (kHeadDim == 64 && kFloat32Bias) ? 1 : 2, kScoreTiles = kInTurn ? 1 : 2;
   static constexpr int kBarriers = kInTurn ? kFusedOperands : kStages;
   // Where shared memory has room, the products add what belongs to rows and keys (row_columns.cuh), and the bias is kept
   // as float32, times log2 e.
-  static constexpr bool kFolds = kHeadDim == 32, kFloats = kWide || kFolds;
+  static constexpr bool kFolds = kHeadDim == 32, kFloats = kFloat32Bias || kFolds;
   static constexpr int kBiasChunks = (kFloats ? 16 : 8) / kSources; // 16 bytes each, of a thread
   // The 16 rows of a source that this consumer warp has.
   __device__ static int band() { return threadIdx.x / 32 % (kSide / 16); }

@@ -12,7 +12,7 @@ namespace fdm::cuda {
 template <class Config> struct FusedBiasTile {
   using Element = typename Config::Element;
   static constexpr int kTiles = Config::kSide / 8;
-  static constexpr int kSize = Config::kWide ? 4 : 2, kChunkTiles = kTiles / Config::kBiasChunks;
+  static constexpr int kSize = Config::kFloat32Bias ? 4 : 2, kChunkTiles = kTiles / Config::kBiasChunks;
 
   const DenseBackward &work;
   DenseFusedShared<Config> &shared;
@@ -169,7 +169,7 @@ private:
   // An element of the bias as it is kept.
   __device__ static uint32_t word_of(const Matrix &bias, int64_t offset) {
     float element;
-    if constexpr (Config::kWide)
+    if constexpr (Config::kFloat32Bias)
       element = static_cast<const float *>(bias.base)[offset];
     else
       element = float(static_cast<const Element *>(bias.base)[offset]);
@@ -184,7 +184,7 @@ private:
   }
   // Loads two neighbours at a time, of a tile that is whole. dropped(half, n) has a bit for each that is dropped.
   template <class Dropped> __device__ void load_whole_bias(const Matrix &bias, const Dropped &dropped) const {
-    using Pair = std::conditional_t<Config::kWide, uint2, uint32_t>;
+    using Pair = std::conditional_t<Config::kFloat32Bias, uint2, uint32_t>;
     const Pair *first[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -204,7 +204,7 @@ private:
         float words[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if constexpr (Config::kWide) {
+          if constexpr (Config::kFloat32Bias) {
             words[2 * half] = __uint_as_float(pairs[0][half].x);
             words[2 * half + 1] = __uint_as_float(pairs[0][half].y);
           } else {
