@@ -52,31 +52,31 @@ class Allowance:
 # largest seen with CUDA 12.4 and 13.0.
 ALLOWANCES = (
     Allowance(
-        "forward_kernel<ForwardConfig<*, 96, 128, 64, 4, *, false>>",
+        "forward_kernel<ForwardConfig<*, 96, 128, 64, 4, *, 0>>",
         "*",
         88,
         "32 rows a warp fill 255 registers; 4 accesses are in the loop, beside 192 mma",
     ),
     Allowance(
-        "forward_kernel<ForwardConfig<*, 128, 128, 64, 4, *, false>>",
+        "forward_kernel<ForwardConfig<*, 128, 128, 64, 4, *, 0>>",
         "*",
         224,
         "32 rows a warp fill 255 registers; 5 to 31 accesses are in the loop, beside 256 mma",
     ),
     Allowance(
-        "forward_kernel<ForwardConfig<*, 4, *, true>>",
+        "forward_kernel<ForwardConfig<*, 4, *, 1>>",
         "*",
         600,
         "32 rows a warp fill 255 registers, and addresses of a bias for each query want more",
     ),
     Allowance(
-        "forward_kernel<ForwardConfig<*, 8, 2, true>>",
+        "forward_kernel<ForwardConfig<*, 8, 2, 1>>",
         "*",
         192,
         "two blocks of eight warps have 128 registers; they hide the latencies of a bias for each "
         "query better than fewer with more",
     ),
-    Allowance("dq_kernel<DqConfig<*, 64, 128, 32, 8, 2, true>>", "*", 16, "two blocks of 8 warps"),
+    Allowance("dq_kernel<DqConfig<*, 64, 128, 32, 8, 2, 1>>", "*", 16, "two blocks of 8 warps"),
     Allowance(
         "dkdv_kernel<DkdvConfig<*, 128, 64, 8, 1, *>>",
         "sm_90a",
@@ -91,9 +91,7 @@ ALLOWANCES = (
         "three consumer warpgroups leave a producer 56 registers: it keeps what it needs once a "
         "block of 192 keys in local memory; 12 bytes are in the loop over steps",
     ),
-    Allowance(
-        "fused_kernel<*, 64, 64, 2, *, true, true>>", "sm_90a", 196, "sums of the bias gradient"
-    ),
+    Allowance("fused_kernel<*, 64, 64, 2, *, 2>>", "sm_90a", 196, "sums of the bias gradient"),
     Allowance("fused_kernel<*>", "sm_90a", 148, "the slope of each score, with a softcap"),
     Allowance(
         "dkdv_kernel_sm90<*, 128, 128, 64, 3, *>>",
@@ -103,13 +101,13 @@ ALLOWANCES = (
         "step in local memory; with a softcap consumers do too",
     ),
     Allowance(
-        "dkdv_kernel_sm90<*, 96, 128, 64, 3, false, *>>",
+        "dkdv_kernel_sm90<*, 96, 128, 64, 3, 0, *>>",
         "sm_90a",
         32,
         "the producer has 56 registers, as at head dimension 128",
     ),
     Allowance(
-        "dkdv_kernel_sm90<*, 96, 128, 64, 3, true, *>>",
+        "dkdv_kernel_sm90<*, 96, 128, 64, 3, 1, *>>",
         "sm_90a",
         292,
         "with a softcap the slope of each score is one more register",
@@ -126,7 +124,7 @@ ALLOWANCES = (
         432,
         "the output fills the registers where a tile is written",
     ),
-    Allowance("small_blocks_kernel<*, true>>", "sm_90a", 96, "once a step, for three blocks an SM"),
+    Allowance("small_blocks_kernel<*, 1>>", "sm_90a", 96, "once a step, for three blocks an SM"),
     Allowance(
         "small_forward_kernel<SmallBoxes<*", "sm_90a", 24, "96 registers for a softcap's tanh"
     ),

@@ -33,9 +33,9 @@ struct AllGradientsConfig {
   using ScoreTile = SmemTile<kRows>;                // a row for each key
   static constexpr int kGroupKeys = 16 * kKeyTiles; // whose rows are known: those of a warp
   using KeysOfBlock =
-      KeyBlock<kKeys, WholeBlock<kThreads>, 2, true, false, kGroupKeys>; // the head of a step and that before
-  using Gradients =
-      KeyGradients<Element, kKeys, kKeyTiles, kOwnRows, kOwnColumns, true, true, false, KeysOfBlock, kRows>;
+      KeyBlock<kKeys, WholeBlock<kThreads>, 2, KeyBlockUse::segments, kGroupKeys>; // the head of a step and that before
+  using Gradients = KeyGradients<Element, kKeys, kKeyTiles, kOwnRows, kOwnColumns, GradientSet::both, TileKind::usual,
+                                 KeysOfBlock, kRows>;
   static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kRows <= 64 && kRows <= kThreads &&
                 (kKeys == 64 || kKeys == 128));
   // A share of the columns is a number of panels, and half of the last where their number is odd.

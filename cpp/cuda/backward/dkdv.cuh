@@ -13,25 +13,24 @@
 
 namespace fdm::cuda {
 
-// kKeyGradient asks for dk and the bias gradient, kValueGradient for dv. Large head dimensions take a launch for each.
+// Large head dimensions take a launch for dk and the bias gradient, and one for dv.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
-          bool kKeyGradients, bool kValueGradients, bool kIsGeneral>
+          GradientSet kGradients, TileKind kKind>
 struct DkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
-  static constexpr bool kKeyGradient = kKeyGradients, kValueGradient = kValueGradients;
-  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
-  // Both are rare, and need much code.
-  static constexpr bool kGeneral = kIsGeneral, kSavesShared = false;
+  static constexpr bool kKeyGradient = kGradients != GradientSet::values;
+  static constexpr bool kValueGradient = kGradients != GradientSet::keys;
+  static constexpr bool kGeneral = kKind == TileKind::general, kSavesShared = false;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kKeyTiles = kKeys / kWarps / 16;               // tiles of 16 keys of each warp
   using Tile = SmemTile<kHeadDim>;
   static constexpr int kBiasPitch = kKeys + 4; // two words of a warp's rows, and eight keys, meet all banks
   static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kBucketKeys % kKeys == 0);
   static_assert(kRows <= kThreads);
-  using KeysOfBlock = KeyBlock<kKeys, WholeBlock<kThreads>, 2>; // the head of a step and that before
-  using Gradients =
-      KeyGradients<Element, kKeys, kKeyTiles, kRows, kHeadDim, kKeyGradient, kValueGradient, kGeneral, KeysOfBlock>;
+  using KeysOfBlock =
+      KeyBlock<kKeys, WholeBlock<kThreads>, 2, KeyBlockUse::row_plans>; // the head of a step and that before
+  using Gradients = KeyGradients<Element, kKeys, kKeyTiles, kRows, kHeadDim, kGradients, kKind, KeysOfBlock>;
 };
 
 template <class Config> struct DkdvShared : StepMemory<Config> {

@@ -26,36 +26,34 @@ template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &par
                                                                      stream);
 }
 
-// Calls launch(of keys, of values), each std::true_type or std::false_type, once or more, for the wanted gradients.
+// Calls launch with a GradientSet once or twice, for the wanted gradients.
 // kTogether says that a kernel can compute both, kAlone that there are kernels for one of them.
 template <bool kTogether, bool kAlone, class Launch>
 cudaError_t launch_wanted(const BackwardParams &params, const Launch &launch) {
   const bool keys = present(params.a.dk) || params.wants_bias_sums, values = present(params.a.dv);
-  constexpr std::true_type yes{};
-  constexpr std::false_type no{};
   if constexpr (kTogether)
-    if (!kAlone || (keys && values)) return launch(yes, yes);
+    if (!kAlone || (keys && values)) return launch(std::integral_constant<GradientSet, GradientSet::both>{});
   if constexpr (kAlone) {
-    const cudaError_t error = keys ? launch(yes, no) : cudaSuccess;
-    return error || !values ? error : launch(no, yes);
+    const cudaError_t error = keys ? launch(std::integral_constant<GradientSet, GradientSet::keys>{}) : cudaSuccess;
+    return error || !values ? error : launch(std::integral_constant<GradientSet, GradientSet::values>{});
   }
 }
 
-template <class Element, int kHeadDim, bool kGeneral>
+template <class Element, int kHeadDim, TileKind kKind>
 cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
   constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, kHeadDim);
   // The general kernels are seldom used. With kernels for one gradient alone, they would be a fifth of the pack.
-  return launch_wanted<tile.together, !(tile.together && kGeneral)>(
-      params, [&](auto key_gradients, auto value_gradients) {
-        return launch_dkdv_kernel<DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks,
-                                             key_gradients, value_gradients, kGeneral>>(params, stream);
-      });
+  return launch_wanted<tile.together, !(tile.together && kKind == TileKind::general)>(params, [&](auto gradients) {
+    return launch_dkdv_kernel<
+        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, gradients, kKind>>(params, stream);
+  });
 }
 
 #if FDM_TILE_ARCH == 90
-// Calls launch(std::true_type or std::false_type), which says whether there is a softcap.
+// Calls launch with a Softcap.
 template <class Launch> cudaError_t launch_with_softcap(const BackwardParams &params, const Launch &launch) {
-  return params.p.softcap > 0 ? launch(std::true_type{}) : launch(std::false_type{});
+  return params.p.softcap > 0 ? launch(std::integral_constant<Softcap, Softcap::applied>{})
+                              : launch(std::integral_constant<Softcap, Softcap::none>{});
 }
 
 inline FusedParams fused_params(const BackwardParams &params, int rows) {
@@ -68,41 +66,46 @@ inline FusedParams fused_params(const BackwardParams &params, int rows) {
 
 template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardLaunch &work, cudaStream_t stream) {
   const BackwardParams &params = work.params;
-  return launch_with_softcap(params, [&](auto has_softcap) {
-    const auto launch_for = [&](auto is_chained, Grid grid) {
-      using Config = SmallBlocksConfig<Element, kHeadDim, has_softcap, is_chained>;
+  return launch_with_softcap(params, [&](auto softcap) {
+    const auto launch_for = [&](auto cluster, Grid grid) {
+      using Config = SmallBlocksConfig<Element, kHeadDim, softcap, cluster>;
       const FusedParams fused = fused_params(params, Config::kRows);
       return launch_with_shared<SmallBlocksShared<Config>, small_blocks_kernel<Config>, Overlap::kernel_ahead>(
           fused, grid, Config::kThreads, stream);
     };
     const KeyDivision &keys = work.route.division;
     if (work.route.keys == KeyKernel::chained)
-      return launch_for(std::true_type{}, Grid(keys.heads, keys.blocks, keys.blocks));
-    return launch_for(std::false_type{}, Grid(keys.max_items, keys.shares, keys.shares));
+      return launch_for(std::integral_constant<ClusterOf, ClusterOf::chain>{},
+                        Grid(keys.heads, keys.blocks, keys.blocks));
+    return launch_for(std::integral_constant<ClusterOf, ClusterOf::step_shares>{},
+                      Grid(keys.max_items, keys.shares, keys.shares));
   });
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLaunch &work, cudaStream_t stream) {
   const BackwardParams &params = work.params;
   constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
-  const auto launch_for = [&](auto has_softcap, auto has_row_bias) {
-    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), has_softcap,
-                                       has_row_bias, has_row_bias>;
+  const auto launch_for = [&](auto softcap, auto query_rows) {
+    using Config =
+        KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), softcap, query_rows>;
     const FusedParams fused = fused_params(params, RowProducer<Config>::kOwnRows);
     return launch_sm90<typename FusedParts<Config>::Memory, fused_kernel<Config>, Config::Roles::kThreads>(
         fused, params.keys.max_items, stream);
   };
   if constexpr (fuses_row_bias(90, kHeadDim))
-    if (work.route.keys == KeyKernel::row_bias) return launch_for(std::false_type{}, std::true_type{});
-  return launch_with_softcap(params, [&](auto has_softcap) { return launch_for(has_softcap, std::false_type{}); });
+    if (work.route.keys == KeyKernel::row_bias)
+      return launch_for(std::integral_constant<Softcap, Softcap::none>{},
+                        std::integral_constant<QueryRows, QueryRows::bias>{});
+  return launch_with_softcap(
+      params, [&](auto softcap) { return launch_for(softcap, std::integral_constant<QueryRows, QueryRows::none>{}); });
 }
 
 // This kernel also serves calls that want one gradient alone. A kernel for that would not take half the time, and
 // would not be small.
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
-  return launch_with_softcap(params, [&](auto has_softcap) {
+  return launch_with_softcap(params, [&](auto softcap) {
     constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
-    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, has_softcap, true>;
+    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, softcap, QueryRows::mask>;
     static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
     return launch_sm90<KeyStationaryShared<Config>, dkdv_kernel_sm90<Config>>(params, params.keys.max_items, stream);
   });
@@ -121,14 +124,14 @@ cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stre
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLaunch &work, cudaStream_t stream) {
   switch (work.route.keys) {
   case KeyKernel::general:
-    return launch_dkdv_kernels<Element, kHeadDim, true>(work.params, stream);
+    return launch_dkdv_kernels<Element, kHeadDim, TileKind::general>(work.params, stream);
 #if FDM_TILE_ARCH == 90
   case KeyKernel::wgmma:
     if constexpr (kHeadDim <= kMostDkdvHeadDim) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
     break;
   case KeyKernel::usual:
     if constexpr (kHeadDim > kMostDkdvHeadDim)
-      return launch_dkdv_kernels<Element, kHeadDim, false>(work.params, stream);
+      return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work.params, stream);
     break;
   case KeyKernel::fused:
   case KeyKernel::row_bias:
@@ -139,7 +142,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
     break;
 #else
   case KeyKernel::usual:
-    return launch_dkdv_kernels<Element, kHeadDim, false>(work.params, stream);
+    return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work.params, stream);
   case KeyKernel::all:
     return launch_all_gradients<Element, kHeadDim>(work.params, stream);
 #endif

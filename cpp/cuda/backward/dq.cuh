@@ -13,8 +13,9 @@
 
 namespace fdm::cuda {
 
-template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int kBlocks, bool kGeneral>
-struct DqConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kGeneral> {
+template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int kBlocks, TileKind kKind>
+struct DqConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kKind> {
+  static constexpr TileKind kTileKind = kKind;
   // Keys are fetched a block ahead, so what is known of them must come two ahead.
   static_assert(KeyRing<kColumns, DqConfig::kThreads>::kBatch >= 2);
 };
@@ -31,9 +32,9 @@ template <class Config> struct DqShared {
 
 template <class Config>
 struct DqBlock
-    : DqRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim, Config::kGeneral> {
+    : DqRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim, Config::kTileKind> {
   using Rows =
-      DqRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim, Config::kGeneral>;
+      DqRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim, Config::kTileKind>;
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Ring = KeyRing<Config::kColumns, Config::kThreads>;

@@ -14,10 +14,11 @@
 
 namespace fdm::cuda {
 
-template <class Element, int kHeadDim, bool kGeneral>
+template <class Element, int kHeadDim, TileKind kKind>
 cudaError_t launch_dq_kernels(const BackwardLaunch &work, cudaStream_t stream) {
-  constexpr DqTileChoice tile = kGeneral ? general_dq_tile(FDM_TILE_ARCH, kHeadDim) : dq_tile(FDM_TILE_ARCH, kHeadDim);
-  using Config = DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kGeneral>;
+  constexpr DqTileChoice tile =
+      kKind == TileKind::general ? general_dq_tile(FDM_TILE_ARCH, kHeadDim) : dq_tile(FDM_TILE_ARCH, kHeadDim);
+  using Config = DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kKind>;
   return launch_with_shared<DqShared<Config>, dq_kernel<Config>>(work.params, work.route.blocks, Config::kThreads,
                                                                  stream);
 }
@@ -31,13 +32,14 @@ template <class Element, int kHeadDim> cudaError_t launch_dq_sm90(const Backward
 #endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardLaunch &work, cudaStream_t stream) {
-  if (work.route.dq == QueryKernel::general) return launch_dq_kernels<Element, kHeadDim, true>(work, stream);
+  if (work.route.dq == QueryKernel::general)
+    return launch_dq_kernels<Element, kHeadDim, TileKind::general>(work, stream);
 #if FDM_TILE_ARCH == 90
   if constexpr (kHeadDim <= kMostDqHeadDim)
     return launch_dq_sm90<Element, kHeadDim>(work, stream);
   else
 #endif
-    return launch_dq_kernels<Element, kHeadDim, false>(work, stream);
+    return launch_dq_kernels<Element, kHeadDim, TileKind::usual>(work, stream);
 }
 
 } // namespace fdm::cuda

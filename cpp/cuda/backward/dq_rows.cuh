@@ -17,7 +17,8 @@ struct DqTask {
   ScoreView bias;
 };
 
-template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, bool kGeneral> struct DqRows {
+template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, TileKind kKind> struct DqRows {
+  static constexpr bool kGeneral = kKind == TileKind::general;
   static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount;
 
   const BackwardParams &params;

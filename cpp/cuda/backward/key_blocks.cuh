@@ -67,13 +67,13 @@ template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct
   RowRange group_rows[(kKeys + kGroupKeys - 1) / kGroupKeys];
 };
 
-// kHasSegments says that gradients of keys may be added to the sums of KeySegments; kUniform, that blocks are not divided
-// into parts, and that the query heads of a group keep the same keys: much of the code is then left out, which a kernel
-// whose blocks have few steps would mostly wait for.
-template <int kKeys, class Team, int kBuffers, bool kHasSegments = false, bool kHasRowPlans = true,
-          int kGroupKeyCount = 64, bool kUniform = false>
-struct KeyBlock {
-  static constexpr bool kSegments = kHasSegments, kRowPlans = kHasRowPlans, kSameKeys = kUniform;
+// What a block of keys may need: row plans; KeySegments, to whose sums it adds gradients; or both. A block of few steps may
+// need segments only, is one part, and its query heads keep the same keys: its kernel would mostly wait for the rest.
+enum class KeyBlockUse { row_plans, segments, segments_and_row_plans, few_steps };
+
+template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCount = 64> struct KeyBlock {
+  static constexpr bool kSegments = kUse != KeyBlockUse::row_plans, kSameKeys = kUse == KeyBlockUse::few_steps;
+  static constexpr bool kRowPlans = kUse == KeyBlockUse::row_plans || kUse == KeyBlockUse::segments_and_row_plans;
   static constexpr int kGroupKeys = kGroupKeyCount;
   using Shared = KeyBlockShared<kKeys, kBuffers, kRowPlans, kGroupKeys>;
   static constexpr int kOwnKeys = (kKeys + Team::kThreads - 1) / Team::kThreads; // of a thread
@@ -113,7 +113,7 @@ struct KeyBlock {
     for_each_key([&](int n, int r) {
       if (readable[n]) add_to_ranges(key_rows[n], r);
     });
-    if (!kUniform && shared.task.slot && clears_bias && params.wants_bias_sums)
+    if (!kSameKeys && shared.task.slot && clears_bias && params.wants_bias_sums)
       for (int i = Team::thread(); i < params.bias_heads * kKeys; i += Team::kThreads) slot_bias()[i] = 0.0f;
     Team::sync();
   }
@@ -168,7 +168,7 @@ struct KeyBlock {
   }
 
   __device__ float *partial_sums(int which, int r) const {
-    if (kUniform || !shared.task.slot) return nullptr;
+    if (kSameKeys || !shared.task.slot) return nullptr;
     return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
   }
   // The sums of a key that several segments keep.
@@ -178,7 +178,7 @@ struct KeyBlock {
   __device__ void write_bias_sum(int64_t head_of_group, int r, float sum) const {
     if (kSegments && shared.sum[r] >= 0)
       atomicAdd(bias_segment_sum(params.keys, shared.task.key_head, shared.sum[r]), sum);
-    else if (!kUniform && shared.task.slot)
+    else if (!kSameKeys && shared.task.slot)
       slot_bias()[head_of_group * kKeys + r] = sum;
     else
       store_bias_sum(params, shared.task.s, shared.task.kv_head, head_of_group, shared.key[r], sum);
@@ -244,14 +244,14 @@ private:
     own_task.heads_inside = goes_through_heads_inside(place);
     own_task.begin = 0;
     own_task.end = own_task.steps.count;
-    if (!kUniform && item.parts > 1) { // divisions of 64 bits
+    if (!kSameKeys && item.parts > 1) { // divisions of 64 bits
       // With heads inside, those of a tile of rows are steps of the same part.
       const int64_t together = own_task.heads_inside ? params.group : 1, count = own_task.steps.count / together;
       own_task.begin = count * item.part / item.parts * together;
       own_task.end = count * (item.part + 1) / item.parts * together;
     }
     own_task.same_rows = has_same_rows();
-    own_task.test_all = !kUniform && (kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias));
+    own_task.test_all = !kSameKeys && (kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias));
     own_task.words = params.plan.words;
     own_task.slot =
         item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
@@ -269,7 +269,7 @@ private:
 
   __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
   __device__ bool bias_is_of_heads() const { return bias_is_of_keys() && params.p.bias.shape[1] == params.p.heads; }
-  __device__ bool has_same_rows() const { return kUniform || group_shares_mask(params.p); }
+  __device__ bool has_same_rows() const { return kSameKeys || group_shares_mask(params.p); }
 
   // The bias of a key for a head, to base 2; -inf: there is no key.
   __device__ float bias_of(const Sequence &s, int64_t head, int32_t key) const {
@@ -285,7 +285,7 @@ private:
     if (key < 0) return false;
     const bool same_rows = has_same_rows();
     if (same_rows && key_rows.start >= key_rows.end) return false;
-    if constexpr (kUniform) return bias != -INFINITY;
+    if constexpr (kSameKeys) return bias != -INFINITY;
     if (same_rows && bias != -INFINITY) return true;
     if (same_rows && p.bias.shape[1] != p.heads) return false;
     for (int64_t head = first_head; head < first_head + params.group; ++head) {
@@ -302,7 +302,7 @@ private:
     const float bias = shared.readable[r] ? bias_of(shared.task.s, head, key) : -INFINITY;
     shared.bias[buffer][r] = bias;
     if (bias == -INFINITY && shared.readable[r]) shared.dropping_head[buffer] = head_of_group;
-    if (!kUniform && key >= 0 && !shared.task.same_rows)
+    if (!kSameKeys && key >= 0 && !shared.task.same_rows)
       shared.rows[buffer][r] = rows_of_key(params.p, shared.task.s, head, key);
   }
 

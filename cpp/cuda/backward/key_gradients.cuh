@@ -17,7 +17,7 @@ namespace fdm::cuda {
 struct NoRowBias {};
 
 // What is known of a tile of query rows while it is in shared memory.
-template <int kKeys, int kRows, bool kHasRowPlans = true> struct RowStage {
+template <int kKeys, int kRows, bool kHasRowPlans> struct RowStage {
   alignas(16) float lse[kRows], delta[kRows];          // as RowStatistics has them
   alignas(16) RowWord words[kHasRowPlans ? kKeys : 1]; // set for row plans
   KeyStep step;
@@ -28,11 +28,20 @@ struct WantedSums {
   bool keys = true, values = true;
 };
 
-// kKeyGradient asks for dk and the bias gradient, kValueGradient for dv. Keys is a KeyBlock. A tile may have more rows than
+// The gradients that a kernel computes: those of keys and their bias, of values, or both.
+enum class GradientSet { both, keys, values };
+
+// Whether a kernel applies a softcap.
+enum class Softcap { none, applied };
+
+// Keys is a KeyBlock. A tile may have more rows than
 // a warp has scores of: further warps with the same keys then have those of the next kRows.
-template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, bool kKeyGradient, bool kValueGradient,
-          bool kGeneral, class Keys, int kTileRowCount = kRows>
+template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, GradientSet kGradients, TileKind kKind,
+          class Keys, int kTileRowCount = kRows>
 struct KeyGradients {
+  static constexpr bool kKeyGradient = kGradients != GradientSet::values,
+                        kValueGradient = kGradients != GradientSet::keys;
+  static constexpr bool kGeneral = kKind == TileKind::general;
   using Stage = RowStage<kKeys, kTileRowCount, Keys::kRowPlans>;
   static constexpr int kRowTiles = kRows / 8, kWordCount = (kRows + 31) / 32;
 

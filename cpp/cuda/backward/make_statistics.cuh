@@ -68,6 +68,9 @@ struct RowResult {
   float lse, delta;
 };
 
+// Whether all rows can be read 16 bytes at a time.
+enum class RowAlignment { none, aligned };
+
 // Each thread has a part of so many rows of a unit, whose loads are then under way together.
 constexpr int statistics_rows(bool aligned) { return aligned ? 2 : 1; }
 
@@ -80,19 +83,20 @@ struct StatisticsWork {
 };
 
 // The elements of a row that a thread loads at once: eight, or one.
-template <bool kAligned, class Element> struct PartOf {
+template <RowAlignment, class Element> struct PartOf {
   using Type = uint4;
 };
-template <class Element> struct PartOf<false, Element> {
+template <class Element> struct PartOf<RowAlignment::none, Element> {
   using Type = Element;
 };
 
 // Some rows of dO and O, of each of which kLanes threads have a part: eight elements of each row where rows are aligned,
 // else one, and what follows kLanes such parts later.
-template <class Work, int kLanes, class Element, bool kAligned> struct StatisticsRows {
+template <class Work, int kLanes, class Element, RowAlignment kAlignment> struct StatisticsRows {
   using Params = typename Work::Params;
+  static constexpr bool kAligned = kAlignment == RowAlignment::aligned;
   static constexpr int kRows = statistics_rows(kAligned), kStep = kAligned ? 8 : 1;
-  using Part = typename PartOf<kAligned, Element>::Type;
+  using Part = typename PartOf<kAlignment, Element>::Type;
 
   HeadRow row[kRows];
   Part dout[kRows], out[kRows];
@@ -153,9 +157,9 @@ private:
 };
 
 // While a block of threads writes the statistics of a unit, the loads of its next one are under way.
-template <class Work, int kLanes, class Element, bool kAligned>
+template <class Work, int kLanes, class Element, RowAlignment kAlignment>
 __device__ void make_statistics(const typename Work::Params &params, const StatisticsWork &work, int32_t block) {
-  using Rows = StatisticsRows<Work, kLanes, Element, kAligned>;
+  using Rows = StatisticsRows<Work, kLanes, Element, kAlignment>;
   constexpr int kThreads = kStatisticsThreads, kUnitRows = kThreads / kLanes * Rows::kRows;
   const fdm_problem &p = Work::problem(params);
   const auto sums = Work::query_sums(params);
@@ -175,12 +179,12 @@ __device__ void make_statistics(const typename Work::Params &params, const Stati
 }
 
 // The blocks of threads that Work::other_work leaves make the statistics.
-template <class Work, int kLanes, class Element, bool kAligned>
+template <class Work, int kLanes, class Element, RowAlignment kAlignment>
 __global__ void __launch_bounds__(kStatisticsThreads, 2)
     prepare_backward(const __grid_constant__ typename Work::Params params, const typename Work::Division division) {
   ptx::start_dependents();
   const int64_t block = Work::other_work(params, division);
-  if (block >= 0) make_statistics<Work, kLanes, Element, kAligned>(params, division.statistics, int32_t(block));
+  if (block >= 0) make_statistics<Work, kLanes, Element, kAlignment>(params, division.statistics, int32_t(block));
 }
 
 // How the rows of some elements of the batch are divided.
@@ -198,13 +202,14 @@ inline StatisticsWork divide_rows(const fdm_problem &p, int64_t first_batch, int
           head_row(p, blocks * of_unit)};
 }
 
-template <class Work, int kLanes, bool kAligned>
+template <class Work, int kLanes, RowAlignment kAlignment>
 cudaError_t launch_statistics(const typename Work::Params &params, typename Work::Division division,
                               int64_t first_batch, int64_t others, cudaStream_t stream) {
   const fdm_problem &p = Work::problem(params);
-  division.statistics = divide_rows(p, first_batch, Work::past_batch(params) - first_batch, kLanes, kAligned);
-  const auto kernel = p.q.dtype == FDM_FLOAT16 ? prepare_backward<Work, kLanes, __half, kAligned>
-                                               : prepare_backward<Work, kLanes, __nv_bfloat16, kAligned>;
+  division.statistics =
+      divide_rows(p, first_batch, Work::past_batch(params) - first_batch, kLanes, kAlignment == RowAlignment::aligned);
+  const auto kernel = p.q.dtype == FDM_FLOAT16 ? prepare_backward<Work, kLanes, __half, kAlignment>
+                                               : prepare_backward<Work, kLanes, __nv_bfloat16, kAlignment>;
   return launch(kernel, division.statistics.blocks + others, kStatisticsThreads, 0, stream, params, division);
 }
 // With `others` blocks of threads for other work. The lanes of an aligned row read all of it at once, up to 128 elements.
@@ -213,10 +218,12 @@ cudaError_t launch_statistics(const typename Work::Params &params, const typenam
                               int64_t first_batch, int64_t others, cudaStream_t stream) {
   const int64_t head_dim = Work::problem(params).head_dim;
   if (!params.dout_aligned || !rows_are_aligned(Work::args(params).out, head_dim))
-    return launch_statistics<Work, 8, false>(params, division, first_batch, others, stream);
-  if (head_dim <= 32) return launch_statistics<Work, 4, true>(params, division, first_batch, others, stream);
-  return head_dim <= 64 ? launch_statistics<Work, 8, true>(params, division, first_batch, others, stream)
-                        : launch_statistics<Work, 16, true>(params, division, first_batch, others, stream);
+    return launch_statistics<Work, 8, RowAlignment::none>(params, division, first_batch, others, stream);
+  if (head_dim <= 32)
+    return launch_statistics<Work, 4, RowAlignment::aligned>(params, division, first_batch, others, stream);
+  return head_dim <= 64
+             ? launch_statistics<Work, 8, RowAlignment::aligned>(params, division, first_batch, others, stream)
+             : launch_statistics<Work, 16, RowAlignment::aligned>(params, division, first_batch, others, stream);
 }
 
 } // namespace fdm::cuda

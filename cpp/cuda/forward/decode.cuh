@@ -59,8 +59,9 @@ template <class Warp> struct LoadedRowBias {
 };
 
 template <class Config>
-struct DecodeWarp : ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, true, true> {
-  using Rows = ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, true, true>;
+struct DecodeWarp
+    : ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, RowsOf::decode> {
+  using Rows = ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, RowsOf::decode>;
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Ring = KeyRing<Config::kColumns, 32>;

@@ -24,9 +24,10 @@
 
 namespace fdm::cuda {
 
-template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int kBlocks, bool kGeneral>
-struct ForwardConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kGeneral> {
-  using Ring = std::conditional_t<kGeneral, KeyRing<kColumns, ForwardConfig::kThreads>,
+template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int kBlocks, TileKind kKind>
+struct ForwardConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kKind> {
+  static constexpr RowsOf kRowsOf = kKind == TileKind::general ? RowsOf::general : RowsOf::usual;
+  using Ring = std::conditional_t<kKind == TileKind::general, KeyRing<kColumns, ForwardConfig::kThreads>,
                                   ColumnRing<typename ForwardConfig::Tile, kColumns, ForwardConfig::kThreads>>;
   static_assert(kColumns <= ForwardConfig::kThreads);
 };
@@ -45,9 +46,9 @@ template <class Config> struct ForwardShared {
 
 template <class Config>
 struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8,
-                                  Config::kHeadDim / 8, Config::kGeneral> {
+                                  Config::kHeadDim / 8, Config::kRowsOf> {
   using Rows = ForwardRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim / 8,
-                           Config::kGeneral>;
+                           Config::kRowsOf>;
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Ring = typename Config::Ring;

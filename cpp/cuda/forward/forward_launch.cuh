@@ -25,13 +25,15 @@ template <class Element, int kHeadDim> cudaError_t launch_general(const ForwardL
   constexpr ForwardTileChoice tile = general_forward_tile(FDM_TILE_ARCH, kHeadDim);
   static_assert(tile.rows == forward_tile(FDM_TILE_ARCH, kHeadDim).rows, "a route divides rows by it");
   return launch_forward_config<
-      ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, true>>(work, stream);
+      ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, TileKind::general>>(work,
+                                                                                                             stream);
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_usual(const ForwardLaunch &work, cudaStream_t stream) {
   constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, kHeadDim);
   return launch_forward_config<
-      ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, false>>(work, stream);
+      ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, TileKind::usual>>(work,
+                                                                                                           stream);
 }
 
 #if FDM_TILE_ARCH == 90
@@ -80,9 +82,8 @@ template <class Element, int kHeadDim> cudaError_t launch_crowded(const ForwardL
   constexpr ForwardTileChoice crowded = crowded_forward_tile(FDM_TILE_ARCH, kHeadDim);
   if constexpr (crowded.blocks > tile.blocks) {
     static_assert(crowded.rows == tile.rows, "a route divides rows by it");
-    return launch_forward_config<
-        ForwardConfig<Element, kHeadDim, crowded.rows, crowded.columns, crowded.warps, crowded.blocks, false>>(work,
-                                                                                                               stream);
+    return launch_forward_config<ForwardConfig<Element, kHeadDim, crowded.rows, crowded.columns, crowded.warps,
+                                               crowded.blocks, TileKind::usual>>(work, stream);
   } else {
     return cudaErrorInvalidConfiguration;
   }

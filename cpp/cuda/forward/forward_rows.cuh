@@ -51,11 +51,14 @@ struct ForwardTask {
   }
 };
 
-// kSharedRows says that all warps of the block have the same rows, and each its own columns; kOneHead, that
-// heads_per_tile is 1 and the block's tile is the plan's.
-template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, bool kGeneral,
-          bool kSharedRows = false, bool kOneHead = false>
+// The rows of a warp: usual and general ones may be of several heads. In a decode kernel all warps of the block have the same
+// rows, and each its own columns. With one_head, heads_per_tile is 1 and the block's tile is the plan's.
+enum class RowsOf { usual, general, decode, one_head };
+
+template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, RowsOf kRowsOf>
 struct ForwardRows {
+  static constexpr bool kGeneral = kRowsOf == RowsOf::general || kRowsOf == RowsOf::decode;
+  static constexpr bool kSharedRows = kRowsOf == RowsOf::decode, kOneHead = kRowsOf == RowsOf::one_head;
   static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount, kDimTiles = kDimTileCount;
   static constexpr float kSlack = 8.0f;
 

@@ -8,13 +8,11 @@
 namespace fdm::cuda {
 
 template <class ElementType, int kHeadDimension, int kRowCount, int kColumnCount, int kWarpCount, int kBlockCount,
-          bool kIsGeneral>
+          TileKind kKind>
 struct RowTileConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kRowCount, kColumns = kColumnCount, kWarps = kWarpCount;
-  // The general kernel also takes rows that cannot be copied 16 bytes at a time, and a bias with a row for each query.
-  // Both are rare, and need much code.
-  static constexpr bool kGeneral = kIsGeneral;
+  static constexpr bool kGeneral = kKind == TileKind::general;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
   using Tile = SmemTile<kHeadDim>;

@@ -10,6 +10,10 @@
 
 namespace fdm::cuda {
 
+// The general kernel also serves rows that cannot be copied 16 bytes at a time, and a bias with a row for each query. Both are
+// rare, and need much code.
+enum class TileKind { usual, general };
+
 constexpr int shared_limit(int arch) {
   if (arch == 80) return 163 * 1024;
   if (arch == 86 || arch == 89 || arch >= 120) return 99 * 1024;

@@ -19,7 +19,7 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCou
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = kColumnCount;
   using Pipeline = KeyPipeline<kHeadDim, kColumnCount, kStageCount, kStageCount>;
   using RowTile = SmemTile<kHeadDim, kRows>;
-  using Rows = DqRows<Element, 1, kColumns / 8, kHeadDim, false>;
+  using Rows = DqRows<Element, 1, kColumns / 8, kHeadDim, TileKind::usual>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
   // Q is a left operand in registers: the products of two operands in shared memory would be bound by reading shared
   // memory.

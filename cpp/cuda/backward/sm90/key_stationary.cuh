@@ -11,6 +11,9 @@
 
 namespace fdm::cuda {
 
+// What has a row for each query: nothing, possibly the mask (a row plan), or the bias and possibly the mask.
+enum class QueryRows { none, mask, bias };
+
 template <class Roles> struct Producers {
   static constexpr int kThreads = Roles::kProducerThreads;
   __device__ static __forceinline__ int thread() { return Roles::producer_thread(); }
@@ -19,14 +22,13 @@ template <class Roles> struct Producers {
 
 // With 128 keys or more, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do not fit
 // the registers of one, each of two computes the scores of half of a step's rows, and half of the columns of the gradients.
-// kHasRowPlans says that there may be a row plan, kHasRowBias that there is a bias with a row for each query.
-template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, bool kHasSoftcap,
-          bool kHasRowPlans, bool kHasRowBias = false>
+template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kCap,
+          QueryRows kQueryRows>
 struct KeyStationaryConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kStages = kStageCount;
-  static constexpr bool kSoftcap = kHasSoftcap, kShared = kKeys == 64;
-  static constexpr bool kRowBias = kHasRowBias;
+  static constexpr bool kSoftcap = kCap == Softcap::applied, kShared = kKeys == 64;
+  static constexpr bool kRowBias = kQueryRows == QueryRows::bias, kHasRowPlans = kQueryRows != QueryRows::none;
   using Roles = WarpRoles<kShared ? 2 : kKeys / 64>;
   static_assert(kKeys % 64 == 0 && (!kHasRowPlans || kShared || kKeys == Roles::kProducerThreads));
   // The rows of a step whose scores a warpgroup computes at a time, the columns of its gradients, and the number of such
@@ -39,8 +41,9 @@ struct KeyStationaryConfig {
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
-  using Keys = KeyBlock<kKeys, Producers<Roles>, kStages + 2, true, kHasRowPlans>;
-  using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, true, true, false, Keys>;
+  using Keys = KeyBlock<kKeys, Producers<Roles>, kStages + 2,
+                        kHasRowPlans ? KeyBlockUse::segments_and_row_plans : KeyBlockUse::segments>;
+  using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, GradientSet::both, TileKind::usual, Keys>;
 };
 
 // What every consumer asks of a step, read at once: one load after the other would take as long as a product.

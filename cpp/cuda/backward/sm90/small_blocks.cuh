@@ -16,17 +16,20 @@
 
 namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, bool kHasSoftcap, bool kIsChained> struct SmallBlocksConfig {
+// What the blocks of threads of a cluster are: the key blocks of a chain, or those that share the steps of one key block.
+enum class ClusterOf { step_shares, chain };
+
+template <class ElementType, int kHeadDimension, Softcap kCap, ClusterOf kCluster> struct SmallBlocksConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kSmallBlock.keys, kRows = kSmallBlock.rows, kStages = 2;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kHasSoftcap ? 2 : 3; // share an SM; a softcap takes more registers
-  static constexpr bool kSoftcap = kHasSoftcap, kChained = kIsChained;
+  static constexpr int kBlocks = kCap == Softcap::applied ? 2 : 3; // share an SM; a softcap takes more registers
+  static constexpr bool kSoftcap = kCap == Softcap::applied, kChained = kCluster == ClusterOf::chain;
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   using ScoreTile = SmemTile<kRows, kKeys>; // a row for each key
-  using Keys = KeyBlock<kKeys, WholeBlock<kThreads>, 1, true, false, kKeys, true>;
-  using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, true, true, false, Keys>;
+  using Keys = KeyBlock<kKeys, WholeBlock<kThreads>, 1, KeyBlockUse::few_steps, kKeys>;
+  using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, GradientSet::both, TileKind::usual, Keys>;
   using Chain = QueryChain<Element, kHeadDim / 8, kWarps>;
   using Shares = StepShares<kHeadDim / 8, kThreads>;
 };
@@ -38,7 +41,7 @@ struct alignas(16) BlockSteps {
   uint32_t statistics, sums;     // the first row of the first head among the statistics and the sums of dQ of all heads
 };
 
-// What blocks of threads of a cluster need, which are blocks of keys of a chain, or share the steps of one.
+// What the blocks of threads of a cluster share.
 template <class Config, bool = Config::kChained> struct SmallBlocksCluster {
   ShareBarriers shares;
 

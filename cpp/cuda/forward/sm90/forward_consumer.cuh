@@ -20,7 +20,7 @@ template <class ElementType, int kHeadDimension, class KeyPipelineType, int kQue
   static constexpr int kQueryStages = kQueryStageCount;
   using QTile = SmemTile<kHeadDim, kRows>;
   using Bias = BiasOperand<Element, kColumns, Pipeline::kKStages>;
-  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, RowsOf::one_head>;
   using Ring = TaskRing<ForwardTask, kQueryStages>;
   using Tasks = RingConsumer<ForwardTask, kQueryStages, Pipeline::kFenced>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);

@@ -18,7 +18,7 @@ template <class ElementType, int kHeadDimension, int kStageCount, int kBlockCoun
   static constexpr int kParts = kTileRows / kRows;                                   // of a tile of the scheduler
   using QTile = SmemTile<kHeadDim, kRows>;
   using KeyTile = SmemTile<kHeadDim, kColumns>;
-  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, false, false, true>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, RowsOf::one_head>;
 };
 
 template <class Config> struct SmallBoxesShared {
