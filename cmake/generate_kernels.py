@@ -21,7 +21,7 @@ HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not e
 MOST_DENSE_HEAD_DIM = 128
 # Of the kernels of dense blocks for sm_90: their shared memory does not hold more. Heads of 96
 # columns take tiles of 128.
-WIDE_HEAD_DIMS = (32, 64, 128)
+DENSE_SM90_HEAD_DIMS = (32, 64, 128)
 # A warp of the kernel for one query and few keys has its rows of K and V in registers.
 DIRECT_HEAD_DIMS = (64, 128)
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -70,12 +70,17 @@ FAMILIES = (
     Family("dense_dkdv", "dense/dkdv_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family("dense_dbias", "dense/dbias_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family(
-        "dense_wide_forward",
-        "dense/wide_forward_launch.cuh",
+        "dense_forward_sm90",
+        "dense/sm90_forward_launch.cuh",
         "DenseForwardLaunch",
-        only_head_dims=WIDE_HEAD_DIMS,
+        only_head_dims=DENSE_SM90_HEAD_DIMS,
     ),
-    Family("dense_fused", "dense/fused_launch.cuh", "DenseBackward", only_head_dims=WIDE_HEAD_DIMS),
+    Family(
+        "dense_fused",
+        "dense/fused_launch.cuh",
+        "DenseBackward",
+        only_head_dims=DENSE_SM90_HEAD_DIMS,
+    ),
 )
 
 
@@ -100,7 +105,7 @@ def head_dims_source(head_dims: list[int]) -> str:
         f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
         "// Of the kernels of dense blocks. Where the largest is 0, there are none.\n"
         f"{list_head_dims('Dense', head_dims, 'dense_forward')}"
-        f"{list_head_dims('Wide', head_dims, 'dense_wide_forward')}"
+        f"{list_head_dims('DenseSm90', head_dims, 'dense_forward_sm90')}"
         f"{list_head_dims('Direct', head_dims, 'direct_decode')}"
         "} // namespace fdm::cuda\n"
     )

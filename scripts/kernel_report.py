@@ -190,14 +190,14 @@ ALLOWANCES = (
         "what a step is told is held beside a tile of dbias and two of products",
     ),
     Allowance(
-        "dense_wide_forward_kernel<*, 64, 2, *>>",
+        "dense_forward_kernel_sm90<*, 64, 2, *>>",
         "*",
         2284,
         "a tile of the bias, one of scores and two of results fill 232 registers; mostly in "
         "the run that knows the rare cases",
     ),
     Allowance(
-        "dense_wide_forward_kernel<*>",
+        "dense_forward_kernel_sm90<*>",
         "*",
         880,
         "a tile of the bias, one of scores and two of results fill 216 registers; mostly in "

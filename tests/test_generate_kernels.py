@@ -92,8 +92,10 @@ def test_families_of_one_arch_compile_for_the_others(generator: ModuleType, tmp_
     except ReleaseError as error:
         pytest.skip(str(error))
     generate(tmp_path)
-    most = str(generator.WIDE_HEAD_DIMS[-1])
-    names = [f.name for f in generator.FAMILIES if f.only_head_dims == generator.WIDE_HEAD_DIMS]
+    most = str(generator.DENSE_SM90_HEAD_DIMS[-1])
+    names = [
+        f.name for f in generator.FAMILIES if f.only_head_dims == generator.DENSE_SM90_HEAD_DIMS
+    ]
     assert len(names) == 2
     sources = [
         tmp_path / f"{name}_{dtype}_{most}.cu" for name in names for dtype in TARGETS["dtypes"]

@@ -289,15 +289,15 @@ Work tiles_in_parts() {
 // Blocks of keys of each source of tiles of rows, of equal shares of the work or of whole tiles; and the splits of each, which
 // are numbered from 0 on.
 std::map<int64_t, std::vector<int>> splits_of;
-template <class Config> void wide_forward_kernel(DenseForward work) {
-  WideForwardWalk<Config>::for_each(work, [&](const WideForwardTask<Config> &task, int) {
+template <class Config> void forward_kernel_sm90(DenseForward work) {
+  DenseForwardWalkSm90<Config>::for_each(work, [&](const DenseForwardTaskSm90<Config> &task, int) {
     const int64_t tile = int64_t(task.unit) * work.groups * work.tiles +
                          task.first_source / Config::kTaskSources * work.tiles + task.first_row / Config::kRows;
     if (threadIdx.x == 0) splits_of[tile].push_back(task.split);
     for (int key = task.begin; key < task.end; ++key) count(tile, key);
   });
 }
-template <class Config> Work check_wide_forward() {
+template <class Config> Work check_forward_sm90() {
   splits_of.clear();
   DenseForward work{};
   fdm_problem &p = work.call.p;
@@ -315,7 +315,7 @@ template <class Config> Work check_wide_forward() {
   work.steps = int32_t(steps + work.tiles);
   work.blocks = int32_t(draw(1, std::min<int64_t>(all, 40)));
   work.splits = Config::kShares && draw(0, 2) ? 2 : 1;
-  launch_blocks(wide_forward_kernel<Config>, dim3(work.blocks), 32, work);
+  launch_blocks(forward_kernel_sm90<Config>, dim3(work.blocks), 32, work);
   if (int64_t(splits_of.size()) != groups * work.tiles) found[kNone] = 1;
   for (auto &[tile, splits] : splits_of) {
     std::sort(splits.begin(), splits.end());
@@ -342,8 +342,8 @@ template <bool kClusters> Work sources_of_tiles() {
   FusedWork &division = work.fused;
   fdm_problem &p = work.call.p;
   p = draw_problem();
-  division.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
-  division.key_tiles = int32_t(ceil_div(p.keys, kWideTile));
+  division.row_tiles = int32_t(ceil_div(p.queries, kDenseTileSm90));
+  division.key_tiles = int32_t(ceil_div(p.keys, kDenseTileSm90));
   division.units = int32_t(draw(1, 4));
   division.sources = draw(1, 30);
   division.splits = int32_t(draw(kClusters, std::min<int64_t>(5, division.sources)));
@@ -639,15 +639,16 @@ int main() {
   check("heads of a query", kMany, heads_of_a_query);
   check("tiles in parts", kMany, tiles_in_parts);
   using Element = __half;
-  check("wide forward, rows", kMany,
-        check_wide_forward<WideForwardConfig<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::rows>>);
+  check("dense forward for sm90, rows", kMany,
+        check_forward_sm90<DenseForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::rows>>);
+  check("dense forward for sm90, mask", kMany,
+        check_forward_sm90<
+            DenseForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::each_query, TaskParts::rows>>);
   check(
-      "wide forward, mask", kMany,
-      check_wide_forward<WideForwardConfig<Element, 64, 1, BiasType::element, MaskRows::each_query, TaskParts::rows>>);
-  check("wide forward, heads", kMany,
-        check_wide_forward<WideForwardConfig<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::heads>>);
-  check("wide forward, keys", kMany,
-        check_wide_forward<WideForwardConfig<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::keys>>);
+      "dense forward for sm90, heads", kMany,
+      check_forward_sm90<DenseForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::heads>>);
+  check("dense forward for sm90, keys", kMany,
+        check_forward_sm90<DenseForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::keys>>);
   check("sources of tiles", kMany, sources_of_tiles<false>);
   check("sources of clusters", kMany, sources_of_tiles<true>);
   check("steps of dbias", kMany, steps_of_dbias);

@@ -21,8 +21,8 @@ DenseCall make_call(const fdm_problem &p, const DenseFacts &facts) { return {fac
 LiveTiles live_tiles(const fdm_problem &p, void *workspace, const Part &part) {
   LiveTiles live{};
   live.words = at<uint32_t>(workspace, part);
-  live.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
-  live.row_words = int32_t(ceil_div(p.keys, 32 * kWideTile));
+  live.row_tiles = int32_t(ceil_div(p.queries, kDenseTileSm90));
+  live.row_words = int32_t(ceil_div(p.keys, 32 * kDenseTileSm90));
   return live;
 }
 
@@ -116,9 +116,9 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
                                using Element = typename decltype(element)::Type;
                                return launch_dense_forward<Element, decltype(dim)::value>(launch, stream);
                              })
-          : with_wide_types(p, [&](auto element, auto dim) {
+          : with_sm90_types(p, [&](auto element, auto dim) {
               using Element = typename decltype(element)::Type;
-              return launch_dense_wide_forward<Element, decltype(dim)::value>(launch, stream);
+              return launch_dense_forward_sm90<Element, decltype(dim)::value>(launch, stream);
             });
   return error || !route.partials.exists() ? error : launch_combine(p, args, work.splits, work.partials, stream);
 }

@@ -100,7 +100,7 @@ struct DenseForwardLaunch {
 template <class Element, int kHeadDim>
 cudaError_t launch_dense_forward(const DenseForwardLaunch &launch, cudaStream_t stream);
 template <class Element, int kHeadDim>
-cudaError_t launch_dense_wide_forward(const DenseForwardLaunch &launch, cudaStream_t stream);
+cudaError_t launch_dense_forward_sm90(const DenseForwardLaunch &launch, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_dq(const DenseBackward &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_dkdv(const DenseBackward &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_dense_dbias(const DenseBackward &work, cudaStream_t stream);

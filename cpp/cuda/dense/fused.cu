@@ -24,7 +24,7 @@ GradientSums sums_in_workspace(const FusedPlan &plan, const fdm_tensor &t, char 
   sums.second = workspace + plan.work.batches * bytes;
   sums.batch = bytes;
   sums.row = 2 * plan.dim;
-  sums.rows = round_up(t.shape[1], kWideTile);
+  sums.rows = round_up(t.shape[1], kDenseTileSm90);
   sums.head = sums.rows * sums.row;
   sums.before_spare = plan.work.batches;
   return sums;
@@ -66,7 +66,7 @@ cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, 
       work.delta_batches = int32_t(batches);
       if (cudaError_t error = launch_deltas(work, false, stream)) return error;
     }
-    if (cudaError_t error = with_wide_types(p, [&](auto element, auto dim) {
+    if (cudaError_t error = with_sm90_types(p, [&](auto element, auto dim) {
           return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
         }))
       return error;

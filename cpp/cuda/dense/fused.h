@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-template <class Function> cudaError_t with_wide_types(const fdm_problem &p, const Function &function) {
-  return with_types<kMaxWideHeadDim>(p, WideHeadDims{}, function);
+template <class Function> cudaError_t with_sm90_types(const fdm_problem &p, const Function &function) {
+  return with_types<kMaxDenseSm90HeadDim>(p, DenseSm90HeadDims{}, function);
 }
 
 // All gradients, unless non-finite values are found. `memory` is cleared: for a launch's deltas, if these are not kept, and for

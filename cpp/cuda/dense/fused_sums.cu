@@ -10,7 +10,7 @@ namespace {
 
 FDM_INLINE int64_t bands_of(const GradientSums &sums) { return ceil_div(sums.rows, kBandRows); }
 // Bands of a tile of dbias that have so many tiles of 8 columns.
-constexpr int dbias_bands(int column_tiles) { return kWideTileQuads / (column_tiles * 32); }
+constexpr int dbias_bands(int column_tiles) { return kTileQuadsSm90 / (column_tiles * 32); }
 
 // A row of the grid has a gradient: dq, dk, dv, and dbias where its sums are complete. Tells of sums that are not finite
 // (dense.h).
@@ -74,7 +74,7 @@ template <class Element, int kHeadDim> struct FusedBands {
   __device__ int tiles() const { return exists ? kTogether : 0; }
   __device__ float4 &dbias_quad(int n) const {
     return reinterpret_cast<float4 *>(
-        work.fused.dbias)[tile_number(work.fused, tile) * kWideTileQuads + first_quad + n * 32];
+        work.fused.dbias)[tile_number(work.fused, tile) * kTileQuadsSm90 + first_quad + n * 32];
   }
   __device__ void load(int, float (&x)[kTogether][4]) const {
     if (!of_dbias()) return band.load(x);
@@ -106,7 +106,7 @@ cudaError_t launch_fused_sums(const DenseBackward &work, bool with_dbias, cudaSt
   const FusedWork &division = work.fused;
   const int64_t bands = division.batches * max64(p.heads * bands_of(division.dq),
                                                  p.kv_heads * max64(bands_of(division.dk), bands_of(division.dv)));
-  return with_wide_types(p, [&](auto element, auto dim) {
+  return with_sm90_types(p, [&](auto element, auto dim) {
     using Bands = FusedBands<typename decltype(element)::Type, decltype(dim)::value>;
     const int64_t all = with_dbias ? max64(bands, division.tiles() * dbias_bands(Bands::kTogether)) : bands;
     return launch<Overlap::kernel_ahead>(round_sums<Bands>, {rounding_blocks(all), with_dbias ? 4 : 3},

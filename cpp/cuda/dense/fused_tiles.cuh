@@ -23,8 +23,8 @@ __device__ __forceinline__ void store_quad(const DenseBackward &work, const Fuse
                                            const float4 &x) {
   const fdm_tensor &t = work.a.dbias;
   const int lane = index % 32, number = index / 32;
-  const int64_t key = int64_t(tile.key_tile) * kWideTile + number % (kWideTile / 8) * 8 + lane % 4 * 2;
-  const int64_t row = int64_t(tile.row_tile) * kWideTile + number / (kWideTile / 8) * 16 + lane / 4;
+  const int64_t key = int64_t(tile.key_tile) * kDenseTileSm90 + number % (kDenseTileSm90 / 8) * 8 + lane % 4 * 2;
+  const int64_t row = int64_t(tile.row_tile) * kDenseTileSm90 + number / (kDenseTileSm90 / 8) * 16 + lane / 4;
   const int64_t first = tile.unit / t.shape[1] * t.stride[0] + tile.unit % t.shape[1] * t.stride[1] + key * t.stride[3];
   const int64_t left = work.call.p.keys - key;
   if (row < work.call.p.queries) store_pair<Element>(t, work.dbias_pairs, first + row * t.stride[2], x.x, x.y, left);

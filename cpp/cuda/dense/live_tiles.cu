@@ -8,9 +8,9 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kWarps = 32, kThreads = 32 * kWarps;            // each has a tile
-constexpr int kAcross = kWideTile / 16, kDown = 32 / kAcross; // lanes beside and below each other
-constexpr int kReads = 4;                                     // at a time, of a lane
+constexpr int kWarps = 32, kThreads = 32 * kWarps;                 // each has a tile
+constexpr int kAcross = kDenseTileSm90 / 16, kDown = 32 / kAcross; // lanes beside and below each other
+constexpr int kReads = 4;                                          // at a time, of a lane
 
 // Not 0 if a row keeps one of 16 keys, of which the first `there` exist.
 __device__ __forceinline__ uint32_t keeps_some(const uint8_t *kept, int there) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t keeps_some(const uint8_t *kept, int there) {
 // Whether the tile that begins at this row and key is live. All lanes of a warp call this.
 __device__ __forceinline__ bool is_live_tile(const fdm_problem &p, const Matrix &mask, int first_row, int first_key) {
   const int lane = int(threadIdx.x) % 32, key = first_key + lane % kAcross * 16, there = int(p.keys) - key;
-  const int rows = min(kWideTile, int(p.queries) - first_row);
+  const int rows = min(kDenseTileSm90, int(p.queries) - first_row);
   const auto *own = static_cast<const uint8_t *>(mask.base) + int64_t(first_row) * mask.row + key;
 #pragma unroll 1
   for (int first = lane / kAcross; first - lane / kAcross < rows; first += kReads * kDown) {
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) live_tiles_kernel(const __grid_const
   const Matrix mask = score_matrix(p, p.mask, dense_sequence(p, source.batch), source.head, 1);
   const int past = visible_key_tiles(p, row_tile);
   const int bit = int(threadIdx.x) / 32, tile = kWarps * number + bit;
-  if (tile < past && is_live_tile(p, mask, row_tile * kWideTile, tile * kWideTile) && threadIdx.x % 32 == 0)
+  if (tile < past && is_live_tile(p, mask, row_tile * kDenseTileSm90, tile * kDenseTileSm90) && threadIdx.x % 32 == 0)
     atomicOr(&word, 1u << bit);
   __syncthreads();
   if (threadIdx.x == 0) live.words[blockIdx.x] = word;

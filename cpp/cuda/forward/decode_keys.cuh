@@ -42,15 +42,15 @@ struct ListedKeys {
   // Begins to load the booleans of kTurns turns.
   __device__ static Words load(const PartOfKeys &part, int32_t turn) {
     const auto *const bytes = static_cast<const uint8_t *>(part.mask.base);
-    const bool wide = part.mask.col == 1 && reinterpret_cast<uintptr_t>(bytes) % kMaskBytes == 0;
+    const bool aligned = part.mask.col == 1 && reinterpret_cast<uintptr_t>(bytes) % kMaskBytes == 0;
     Words words{};
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int32_t key = first_key(part, turn, i), left = part.keys - key;
-      if (wide && left >= kMaskBytes)
-        words.word[i] = load_mask<true>(bytes + key, 1, kMaskBytes);
+      if (aligned && left >= kMaskBytes)
+        words.word[i] = load_mask<MaskLoad::word>(bytes + key, 1, kMaskBytes);
       else if (left > 0)
-        words.word[i] = load_mask<false>(bytes + key * part.mask.col, part.mask.col, left);
+        words.word[i] = load_mask<MaskLoad::bytes>(bytes + key * part.mask.col, part.mask.col, left);
     }
     return words;
   }

@@ -25,7 +25,7 @@ struct ForwardTask {
   TileColumns columns;
   ScoreView bias;
   float sink; // of `head`, as sink_score has it: loaded here, it is there when the epilogue needs it
-  // Of ForwardRows::write_wide: the first row of the block, and how many there are.
+  // Of ForwardRows::write_16_bytes: the first row of the block, and how many there are.
   void *out;
   float *lse;
   int32_t rows;
@@ -352,7 +352,7 @@ struct ForwardRows {
   }
 
   // The same with fewer instructions, where all rows can be written 16 bytes at a time, for one head.
-  __device__ void write_wide() const {
+  __device__ void write_16_bytes() const {
     static_assert(kOneHead && kRowTiles == 1);
     const int head_dim = int(params.p.head_dim);
 #pragma unroll

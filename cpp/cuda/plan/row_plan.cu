@@ -19,7 +19,7 @@ constexpr int kParts = kTileRows / 32, kKeysPerThread = kMaskBytes, kKeysPerWarp
 static_assert(kRowThreads / 32 / kParts * kKeysPerWarp == kStepKeys, "the warps' parts must cover a step");
 
 // Byte k of bits[b] has key k in rows 8 b ... 8 b + 7, counted from `first`.
-template <bool kWide>
+template <MaskLoad kLoad>
 __device__ __forceinline__ void load_rows(const uint8_t *first, int64_t row, int64_t col, int rows, int keys,
                                           uint32_t (&bits)[4]) {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_rows(const uint8_t *first, int64_t row, int
     uint32_t loaded[8];
 #pragma unroll
     for (int r = 0; r < 8; ++r)
-      loaded[r] = 8 * b + r < rows ? load_mask<kWide>(first + (8 * b + r) * row, col, keys) : 0;
+      loaded[r] = 8 * b + r < rows ? load_mask<kLoad>(first + (8 * b + r) * row, col, keys) : 0;
     bits[b] = 0;
 #pragma unroll
     for (int r = 0; r < 8; ++r) bits[b] = bits[b] >> 1 | upper_bits(loaded[r]); // bit 0 of a byte is set by the last
@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const int keys = static_cast<int>(max64(0, min64(kKeysPerThread, work.s.k_count - own)));
     uint32_t bits[4] = {0, 0, 0, 0};
     if (kAligned && keys == kKeysPerThread) {
-      load_rows<true>(part_mask + own, row, 1, part_rows, keys, bits);
+      load_rows<MaskLoad::word>(part_mask + own, row, 1, part_rows, keys, bits);
     } else if (keys > 0) {
-      load_rows<false>(part_mask + own * col, row, col, part_rows, keys, bits);
+      load_rows<MaskLoad::bytes>(part_mask + own * col, row, col, part_rows, keys, bits);
     }
     words[part][group * 32 + lane_id()] = words_of_keys(bits);
     __syncthreads();

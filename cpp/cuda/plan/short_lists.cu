@@ -39,12 +39,12 @@ template <int kThreads, int kItems> struct Selecting {
   using Chunks = ChunkExits<std::conditional_t<kDtype == FDM_FLOAT32, uint64_t, uint32_t>, kThreads>;
 
   union ChunksShared {
-    typename Chunks<FDM_FLOAT32>::Shared wide;
+    typename Chunks<FDM_FLOAT32>::Shared float32;
     typename Chunks<FDM_FLOAT16>::Shared narrow;
 
     template <int kDtype> __device__ auto &of() {
       if constexpr (kDtype == FDM_FLOAT32)
-        return wide;
+        return float32;
       else
         return narrow;
     }

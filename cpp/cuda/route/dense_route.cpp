@@ -31,22 +31,22 @@ bool shares_sequences(const fdm_problem &p) {
 }
 
 // Whether the kernels for sm_90 serve problems of these sizes. They do not where most of their tiles would be empty.
-bool has_wide_sizes(const fdm_problem &p, const DeviceFacts &device) {
-  if (!device.has_wgmma() || p.softcap > 0 || p.head_dim > device.built->wide.most()) return false;
-  return 2 * p.queries * p.keys >= round_up(p.queries, kWideTile) * round_up(p.keys, kWideTile);
+bool has_sm90_sizes(const fdm_problem &p, const DeviceFacts &device) {
+  if (!device.has_wgmma() || p.softcap > 0 || p.head_dim > device.built->dense_sm90.most()) return false;
+  return 2 * p.queries * p.keys >= round_up(p.queries, kDenseTileSm90) * round_up(p.keys, kDenseTileSm90);
 }
 
 struct DenseChoice {
   const fdm_problem &p;
   const DeviceFacts &device;
   const RouteTable &table;
-  const int arch, head_dim, wide_head_dim; // head dimensions of the instantiations
+  const int arch, head_dim, sm90_head_dim; // head dimensions of the instantiations
   DenseFacts facts;
 
   DenseChoice(const fdm_problem &problem, const DeviceFacts &own_device, const Alignment &lies)
       : p(problem), device(own_device), table(*own_device.table), arch(own_device.built->tile_arch),
         head_dim(own_device.built->dense.serving(problem.head_dim)),
-        wide_head_dim(own_device.built->wide.serving(problem.head_dim)) {
+        sm90_head_dim(own_device.built->dense_sm90.serving(problem.head_dim)) {
     facts.batches = int32_t(batches_of(p));
     facts.heads = int32_t(p.heads / p.bias.shape[1]);
     facts.shares_mask = shares_mask(p, facts.batches, facts.heads);
@@ -58,24 +58,24 @@ struct DenseChoice {
   int64_t sources() const { return facts.sources(); }
   int64_t mask_sources() const { return facts.shares_mask ? sources() : 1; }
 
-  bool has_wide_tiles() const { return facts.aligned && has_wide_sizes(p, device); }
+  bool has_sm90_tiles() const { return facts.aligned && has_sm90_sizes(p, device); }
 
   // Whether the kernels of few rows and keys (windows) serve a problem. They do not where most of their tiles, or most SMs, would
   // be idle.
   bool has_windows() const {
     if (!device.has_wgmma() || p.softcap > 0 || !facts.aligned) return false;
-    if (p.head_dim > kWindowHeadDim || wide_head_dim != kWindowHeadDim) return false;
+    if (p.head_dim > kWindowHeadDim || sm90_head_dim != kWindowHeadDim) return false;
     return p.queries <= kWindow && p.keys <= kWindow && 2 * p.queries * p.keys >= kWindow * kWindow &&
            facts.batches > 1 && group_size(p) == 1 && p.batch * p.heads >= table.window_sources;
   }
 
   // Whether clusters complete the gradients of a problem (FusedEpilogue::exchange).
   bool has_clusters() const {
-    return has_wide_tiles() && !has_windows() && wide_head_dim <= 64 && p.queries <= 2 * kWideTile &&
-           p.keys <= 2 * kWideTile && group_size(p) == 1;
+    return has_sm90_tiles() && !has_windows() && sm90_head_dim <= 64 && p.queries <= 2 * kDenseTileSm90 &&
+           p.keys <= 2 * kDenseTileSm90 && group_size(p) == 1;
   }
 
-  bool has_mask_room() const { return has_room_for_mask(wide_head_dim, has_float32_bias(p)); }
+  bool has_mask_room() const { return has_room_for_mask(sm90_head_dim, has_float32_bias(p)); }
 
   // Whether the sources of a bias come in pairs of query heads that share K, V and the mask.
   bool has_head_pairs() const {
@@ -89,13 +89,14 @@ struct DenseChoice {
   }
   // The forward pass may have little to save by them.
   bool finds_live_tiles_forward() const {
-    const int64_t tiles = ceil_div(p.queries, kWideTile) * ceil_div(p.keys, kWideTile) / (is_causal(p) ? 2 : 1);
+    const int64_t tiles =
+        ceil_div(p.queries, kDenseTileSm90) * ceil_div(p.keys, kDenseTileSm90) / (is_causal(p) ? 2 : 1);
     return finds_live_tiles() && tiles * p.batch * p.heads >= table.live_tiles;
   }
   int64_t live_bytes() const {
     if (!finds_live_tiles()) return 0;
-    const int64_t row_words = ceil_div(p.keys, 32 * kWideTile);
-    return align_256(units_of(p) * ceil_div(p.queries, kWideTile) * row_words * int64_t(sizeof(uint32_t)));
+    const int64_t row_words = ceil_div(p.keys, 32 * kDenseTileSm90);
+    return align_256(units_of(p) * ceil_div(p.queries, kDenseTileSm90) * row_words * int64_t(sizeof(uint32_t)));
   }
 
   // Tiles with as many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than there are
@@ -153,10 +154,12 @@ struct DenseChoice {
   int64_t room_for_splits() const {
     DenseForwardWork work = forward_work();
     const int64_t splits = splits_for(work, kMostSms);
-    return divide_wide(&work, kMostSms, false) ? work.splits : splits;
+    return divide_sm90(&work, kMostSms, false) ? work.splits : splits;
   }
 
-  static int wide_rows(const DenseForwardWork &work) { return work.pairs || work.halves ? kWideTile / 2 : kWideTile; }
+  static int sm90_rows(const DenseForwardWork &work) {
+    return work.pairs || work.halves ? kDenseTileSm90 / 2 : kDenseTileSm90;
+  }
 
   void use_whole_tiles(DenseForwardWork *work, int64_t sms) const {
     work->splits = 1;
@@ -170,7 +173,7 @@ struct DenseChoice {
   // has most to do. Equal shares take no longer than they must, but then there are partial results, and a launch that merges
   // them. Returns the time.
   int64_t choose_shares(DenseForwardWork *work, int64_t sms) const {
-    const int rows = wide_rows(*work);
+    const int rows = sm90_rows(*work);
     int64_t steps = work->tiles;
     for (int64_t tile = 0; tile < work->tiles; ++tile) steps += visible_key_tiles(p, tile, rows);
     const int64_t groups = units_of(p) * work->groups, tasks = groups * work->tiles, all = groups * steps;
@@ -188,7 +191,7 @@ struct DenseChoice {
     const int64_t least_steps = std::max(table.share_steps, ceil_div(longest, table.dense_splits - 1));
     const int64_t shares = std::clamp<int64_t>(all / least_steps, 1, sms);
     const int64_t splits = 1 + ceil_div(longest - 1, all / shares);
-    const int64_t bytes = (tasks + shares) * kWideTile * p.head_dim * int64_t(sizeof(float));
+    const int64_t bytes = (tasks + shares) * kDenseTileSm90 * p.head_dim * int64_t(sizeof(float));
     const int64_t shares_time = ceil_div(all, shares) + 1 + table.share_merge_steps + bytes / table.share_step_bytes;
     // The kernel counts steps times blocks with 32 bits.
     const int64_t whole_time = std::max(of_first, of_last);
@@ -202,8 +205,9 @@ struct DenseChoice {
   // Whether tasks of half as many rows, whose keys the consumer warpgroups divide, take less than `time` steps. All of them need
   // SMs at the same time.
   bool takes_halves(int64_t time, int64_t sms) const {
-    const int64_t tiles = ceil_div(p.queries, kWideTile / 2), blocks = visible_key_tiles(p, tiles - 1, kWideTile / 2);
-    const int64_t block_tenths = wide_head_dim <= 64 ? table.half_block_tenths_64 : table.half_block_tenths_128;
+    const int64_t tiles = ceil_div(p.queries, kDenseTileSm90 / 2),
+                  blocks = visible_key_tiles(p, tiles - 1, kDenseTileSm90 / 2);
+    const int64_t block_tenths = sm90_head_dim <= 64 ? table.half_block_tenths_64 : table.half_block_tenths_128;
     return units_of(p) * sources() * tiles <= sms && table.half_task_tenths + block_tenths * blocks < 10 * time;
   }
   void use_halves(DenseForwardWork *work, int64_t sms) const {
@@ -211,20 +215,20 @@ struct DenseChoice {
     work->halves = true;
     work->slots = 1;
     work->groups = int32_t(sources());
-    work->tiles = int32_t(ceil_div(p.queries, wide_rows(*work)));
+    work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
     use_whole_tiles(work, sms);
   }
 
   // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
   // all SMs. Where they are pairs of heads, or there is a mask of rows, keys may be divided too. Room for partial results is
   // asked for without `may_take_halves`: another device may have too few SMs for halves, and divide the keys.
-  bool divide_wide(DenseForwardWork *work, int64_t sms, bool may_take_halves) const {
-    if (!has_wide_tiles() || !facts.bias_chunks || present(p.start)) return false;
+  bool divide_sm90(DenseForwardWork *work, int64_t sms, bool may_take_halves) const {
+    if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
     if (has_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
-    const int64_t most = wide_sources(wide_head_dim);
+    const int64_t most = sm90_sources(sm90_head_dim);
     work->pairs = has_head_pairs();
     const bool shares = work->pairs || has_rows(p.mask);
-    work->tiles = int32_t(ceil_div(p.queries, wide_rows(*work)));
+    work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
     work->slots = work->pairs ? 2 : 1;
     if (!shares) {
       const int64_t tiles = units_of(p) * work->tiles;
@@ -285,7 +289,7 @@ struct DenseChoice {
 
   // Whether the fused kernel may compute all gradients, if all are wanted.
   bool may_fuse() const {
-    return p.batch > 0 && (has_wide_tiles() || has_windows()) && !(p.flags & FDM_DETERMINISTIC) && facts.shares_mask;
+    return p.batch > 0 && (has_sm90_tiles() || has_windows()) && !(p.flags & FDM_DETERMINISTIC) && facts.shares_mask;
   }
 
   // Where dk is large, it holds the parts until it is written, so that they take no memory of their own. They have none either
@@ -328,8 +332,8 @@ struct DenseChoice {
     FusedDivision &work = plan.work;
     work.clusters = plan.deltas_in_dq = true;
     plan.shares = plan.sums_dbias = facts.batches > 1;
-    work.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
-    work.key_tiles = int32_t(ceil_div(p.keys, kWideTile));
+    work.row_tiles = int32_t(ceil_div(p.queries, kDenseTileSm90));
+    work.key_tiles = int32_t(ceil_div(p.keys, kDenseTileSm90));
     work.units = int32_t(units_of(p));
     work.batches = int32_t(p.batch);
     work.sources = sources();
@@ -352,16 +356,16 @@ struct DenseChoice {
     FusedPlan plan = new_plan(sms);
     FusedDivision &work = plan.work;
     plan.shares = facts.batches > 1;
-    plan.dim = wide_head_dim;
-    work.row_tiles = int32_t(ceil_div(p.queries, kWideTile));
-    work.key_tiles = int32_t(ceil_div(p.keys, kWideTile));
+    plan.dim = sm90_head_dim;
+    work.row_tiles = int32_t(ceil_div(p.queries, kDenseTileSm90));
+    work.key_tiles = int32_t(ceil_div(p.keys, kDenseTileSm90));
     work.units = int32_t(p.bias.shape[1]);
     // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share them; and
     // all of the batch is in one launch where its sums take less than those of dbias. Else launches have as many sequences as
     // take no more than dbias.
     const int64_t dbias_bytes = work.dbias_bytes(), half_row = plan.dim * int64_t(sizeof(float)) / 2;
-    plan.query_bytes = p.heads * work.row_tiles * kWideTile * half_row;
-    plan.key_bytes = p.kv_heads * work.key_tiles * kWideTile * half_row;
+    plan.query_bytes = p.heads * work.row_tiles * kDenseTileSm90 * half_row;
+    plan.key_bytes = p.kv_heads * work.key_tiles * kDenseTileSm90 * half_row;
     plan.sums_dbias = dbias_bytes <= table.fused_bytes;
     const int64_t sums_bytes = 2 * plan.sequence_bytes();
     const int64_t room = plan.shares ? max64(table.fused_bytes, dbias_bytes) : table.fused_bytes;
@@ -460,46 +464,47 @@ bool is_dense(const fdm_problem &p, const DeviceFacts &device) {
   if (p.head_dim > device.built->dense.most() || present(p.sink)) return false;
   const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
   if (p.keys <= table.dense_keys || !(one_source || has_rows(p.mask))) return true;
-  const bool fuses = device.has_wgmma() && p.softcap <= 0 && p.head_dim <= device.built->wide.most();
+  const bool fuses = device.has_wgmma() && p.softcap <= 0 && p.head_dim <= device.built->dense_sm90.most();
   if (!one_source && fuses && p.keys <= table.dense_few_rows_keys && partial_rows(p) <= table.dense_few_rows)
     return true;
   // Where the kernels for sm_90 will not serve a problem, since its tensors do not lie as they need it, slower ones do:
   // what is decided here must be the same for all calls of a plan, so it must not depend on how tensors lie.
-  // Without a mask of rows, they need many rows (divide_wide).
+  // Without a mask of rows, they need many rows (divide_sm90).
   const bool even = p.keys % 16 == 0 && p.head_dim % 8 == 0;
-  if (!even || !has_wide_sizes(p, device) || p.flags & FDM_DETERMINISTIC || present(p.start)) return false;
+  if (!even || !has_sm90_sizes(p, device) || p.flags & FDM_DETERMINISTIC || present(p.start)) return false;
   if (!has_rows(p.mask)) return partial_rows(p) > table.dense_few_rows;
-  return has_room_for_mask(device.built->wide.serving(p.head_dim), has_float32_bias(p)) &&
+  return has_room_for_mask(device.built->dense_sm90.serving(p.head_dim), has_float32_bias(p)) &&
          shares_mask(p, batches_of(p), p.heads / p.bias.shape[1]);
 }
 
 void choose_dense_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
                           int64_t splits) {
   const DenseChoice choice(p, device, lies);
-  DenseForwardWork work = choice.forward_work(), wide = work;
+  DenseForwardWork work = choice.forward_work(), sm90_work = work;
   const bool windows = splits <= 1 && choice.has_windows() && choice.facts.shares_mask && lies.out;
   if (windows) {
-    wide.splits = 1;
-    wide.groups = int32_t(std::clamp<int64_t>(device.sms / p.bias.shape[1], 1, choice.sources()));
+    sm90_work.splits = 1;
+    sm90_work.groups = int32_t(std::clamp<int64_t>(device.sms / p.bias.shape[1], 1, choice.sources()));
   }
-  const bool is_wide = windows || (splits <= 1 && choice.divide_wide(&wide, device.sms, true));
+  const bool for_sm90 = windows || (splits <= 1 && choice.divide_sm90(&sm90_work, device.sms, true));
   const int64_t room = choice.room_for_splits();
-  if (is_wide) {
-    work = wide;
+  if (for_sm90) {
+    work = sm90_work;
     if (!windows && (splits == 1 || work.splits > room)) choice.use_whole_tiles(&work, device.sms);
   } else {
     work.splits = int32_t(std::clamp<int64_t>(splits > 0 ? splits : choice.splits_for(work, device.sms), 1, room));
   }
-  route->kernel = windows ? ForwardKernel::dense_windows : (is_wide ? ForwardKernel::dense_wide : ForwardKernel::dense);
+  route->kernel =
+      windows ? ForwardKernel::dense_windows : (for_sm90 ? ForwardKernel::dense_sm90 : ForwardKernel::dense);
   route->dense_facts = choice.facts;
   route->dense = work;
   route->splits = work.splits;
   route->heads_per_tile = 1;
   route->tiles = work.tiles;
-  if (is_wide) {
-    route->head_dim = choice.wide_head_dim;
-    route->tile_rows = windows ? kWindow : DenseChoice::wide_rows(work);
-    route->tile_columns = windows ? kWindow : kWideTile;
+  if (for_sm90) {
+    route->head_dim = choice.sm90_head_dim;
+    route->tile_rows = windows ? kWindow : DenseChoice::sm90_rows(work);
+    route->tile_columns = windows ? kWindow : kDenseTileSm90;
     route->blocks = windows ? work.groups * p.bias.shape[1] : work.blocks;
   } else {
     const DenseTileChoice tile = dense_forward_tile(choice.head_dim);
@@ -510,7 +515,7 @@ void choose_dense_forward(ForwardRoute *route, const fdm_problem &p, const Devic
   }
   WorkspaceParts parts;
   const Part live = parts.take_bytes(choice.live_bytes());
-  if (is_wide && choice.finds_live_tiles_forward()) route->live = live;
+  if (for_sm90 && choice.finds_live_tiles_forward()) route->live = live;
   if (work.splits > 1) route->partials = parts.take_bytes(partials_bytes(p, work.splits));
   route->workspace_bytes = parts.bytes;
 }

@@ -11,17 +11,17 @@
 namespace fdm::cuda {
 
 // Rows and keys of a tile of the kernels for sm_90.
-constexpr int kWideTile = 128;
+constexpr int kDenseTileSm90 = 128;
 // Windows are problems with at most so many rows and keys, and columns.
 constexpr int kWindow = 64, kWindowHeadDim = 32;
 
 constexpr int64_t kNonFiniteBytes = 256; // of DenseBackward::non_finite
 
-// Tiles of kWideTile keys that a row of a tile of so many rows sees.
-FDM_INLINE int32_t visible_key_tiles(const fdm_problem &p, int64_t row_tile, int tile_rows = kWideTile) {
-  if (!is_causal(p)) return int32_t(ceil_div(p.keys, kWideTile));
+// Tiles of kDenseTileSm90 keys that a row of a tile of so many rows sees.
+FDM_INLINE int32_t visible_key_tiles(const fdm_problem &p, int64_t row_tile, int tile_rows = kDenseTileSm90) {
+  if (!is_causal(p)) return int32_t(ceil_div(p.keys, kDenseTileSm90));
   const int64_t last_row = min64((row_tile + 1) * tile_rows, p.queries) - 1;
-  return int32_t(ceil_div(clamp64(last_row + p.keys - p.queries + 1, 0, p.keys), kWideTile));
+  return int32_t(ceil_div(clamp64(last_row + p.keys - p.queries + 1, 0, p.keys), kDenseTileSm90));
 }
 
 // What all dense kernels are told beside the problem.
@@ -77,14 +77,14 @@ FDM_INLINE int64_t live_key_tiles(const fdm_problem &p, const DbiasDivision &wor
 }
 
 // Sources of a block of threads in their forward pass, where a bias has so many: as the registers of their sums allow.
-constexpr int wide_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
+constexpr int sm90_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
 // Whether shared memory has room for the mask's rows of one source. It has none beside 128 columns and a float32 bias.
 constexpr bool has_room_for_mask(int head_dim, bool float32_bias) { return head_dim <= 64 || !float32_bias; }
 
 // How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, and `splits` tasks for each tile of
-// kWideTile rows and keys. Where `splits` is 0, each block of threads has as many steps as any other, which follow each
+// kDenseTileSm90 rows and keys. Where `splits` is 0, each block of threads has as many steps as any other, which follow each
 // other; a step is the work of a tile on a source.
-constexpr int kWideTileQuads = kWideTile * kWideTile / 4;
+constexpr int kTileQuadsSm90 = kDenseTileSm90 * kDenseTileSm90 / 4;
 
 struct FusedDivision {
   bool windows;  // a consumer warpgroup has all rows and keys of a source
@@ -100,7 +100,7 @@ struct FusedDivision {
   int32_t blocks; // of threads; 0: as many clusters as the driver says run at the same time
 
   FDM_MEMBER int64_t tiles() const { return int64_t(units) * row_tiles * key_tiles; }
-  int64_t dbias_bytes() const { return int64_t(units) * row_tiles * key_tiles * kWideTileQuads * 16; }
+  int64_t dbias_bytes() const { return int64_t(units) * row_tiles * key_tiles * kTileQuadsSm90 * 16; }
   // `splits` of clusters that take the least time with so many clusters.
   int32_t cluster_splits(int64_t task_steps, int64_t clusters) const;
 };

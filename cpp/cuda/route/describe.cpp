@@ -9,7 +9,7 @@ namespace {
 
 constexpr const char *kForwardNames[] = {"none",   "general",    "usual",        "crowded",     "decode",
                                          "direct", "persistent", "boxes",        "small_tiles", "small_boxes",
-                                         "dense",  "dense_wide", "dense_windows"};
+                                         "dense",  "dense_sm90", "dense_windows"};
 constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
 constexpr const char *kKeyNames[] = {"none",  "general",  "usual",  "wgmma",  "all",
                                      "fused", "row_bias", "shared", "chained"};

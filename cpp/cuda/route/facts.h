@@ -21,10 +21,10 @@ struct HeadDimList {
   }
 };
 
-// What a pack was built for. Dense blocks have kernels with mma.sync, and others (`wide`) for sm_90.
+// What a pack was built for. Dense blocks have kernels with mma.sync, and others (`dense_sm90`) for sm_90.
 struct BuiltFor {
   int tile_arch;
-  HeadDimList all, dense, wide, direct;
+  HeadDimList all, dense, dense_sm90, direct;
 };
 
 // What is known of the device of the tensors.

@@ -228,9 +228,9 @@ const char *name_of(ForwardKernel kernel) {
     return "small_forward_kernel";
   case ForwardKernel::dense:
     return "dense_forward_kernel";
-  case ForwardKernel::dense_wide:
+  case ForwardKernel::dense_sm90:
   case ForwardKernel::dense_windows:
-    return "dense_wide_forward_kernel";
+    return "dense_forward_kernel_sm90";
   default:
     return "forward_kernel";
   }

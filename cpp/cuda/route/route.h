@@ -44,7 +44,7 @@ enum class ForwardKernel : uint8_t {
   small_tiles,  // sm90/small_tiles.cuh
   small_boxes,  // sm90/small_boxes.cuh
   dense,        // dense/forward.cuh
-  dense_wide,   // dense/sm90/forward.cuh
+  dense_sm90,   // dense/sm90/forward.cuh
   dense_windows // the same with TaskParts::sources
 };
 

@@ -14,10 +14,12 @@ __device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {
   return (((bytes & kLower) + kLower) | bytes) & ~kLower;
 }
 
-// Four booleans, `col` bytes apart, as bytes; those beyond `keys` are 0. kWide says that col is 1, `first` a multiple of four,
-// and that all four are there.
-template <bool kWide> __device__ __forceinline__ uint32_t load_mask(const uint8_t *first, int64_t col, int keys) {
-  if constexpr (kWide) return __ldcs(reinterpret_cast<const uint32_t *>(first));
+// A word is loaded at once: all four booleans are there, `col` is 1 and `first` a multiple of four.
+enum class MaskLoad { bytes, word };
+
+// Four booleans, `col` bytes apart, as bytes; those beyond `keys` are 0.
+template <MaskLoad kLoad> __device__ __forceinline__ uint32_t load_mask(const uint8_t *first, int64_t col, int keys) {
+  if constexpr (kLoad == MaskLoad::word) return __ldcs(reinterpret_cast<const uint32_t *>(first));
   uint32_t bytes = 0;
 #pragma unroll
   for (int k = 0; k < kMaskBytes; ++k)

@@ -202,8 +202,8 @@ __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head
     return blank ? 0u : both;
   };
   const bool pairs = stride == 1 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
-  const bool wide = stride == 1 && reinterpret_cast<uintptr_t>(row) % 16 == 0 && head_dim % 8 == 0;
-  if (__all_sync(0xffffffffu, wide || !exists)) {
+  const bool vectors = stride == 1 && reinterpret_cast<uintptr_t>(row) % 16 == 0 && head_dim % 8 == 0;
+  if (__all_sync(0xffffffffu, vectors || !exists)) {
 #pragma unroll
     for (int d = 0; d < kDimTiles; d += 4) {
       uint32_t words[4];

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel that computes all gradients at once: fused_narrow.cuh, fused.cuh or fused_wide.cuh, by the head dimension.
+// The kernel that computes all gradients at once: fused_small_heads.cuh, fused.cuh or fused_large_heads.cuh, by the head dimension.
 #pragma once
 
 #include "fused.cuh"
-#include "fused_narrow.cuh"
-#include "fused_wide.cuh"
+#include "fused_large_heads.cuh"
+#include "fused_small_heads.cuh"
 
 namespace fdm::cuda {
 
 // What the head dimension chooses: the shared memory, the consumers, and the registers of each role.
 template <class Config, int kGroups = Config::Roles::kConsumerGroups> struct FusedParts {
-  using Memory = std::conditional_t<Config::kShared, WideShared<Config>, FusedShared<Config>>;
-  using Consumer = std::conditional_t<Config::kShared, WideConsumer<Config>, FusedConsumer<Config>>;
+  using Memory = std::conditional_t<Config::kShared, LargeHeadShared<Config>, FusedShared<Config>>;
+  using Consumer = std::conditional_t<Config::kShared, LargeHeadConsumer<Config>, FusedConsumer<Config>>;
   using Registers = RoleRegisters<224, 56>;
 };
 template <class Config> struct FusedParts<Config, 3> {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A bias with a row for each query, and its gradient, in the kernel of fused_wide.cuh: the elements that belong to the
+// A bias with a row for each query, and its gradient, in the kernel of fused_large_heads.cuh: the elements that belong to the
 // accumulators of a part of a step. Products begin with them, so that they take no registers of their own.
 #pragma once
 

@@ -15,7 +15,7 @@
 
 namespace fdm::cuda {
 
-template <class Config> struct WideForwardConsumer {
+template <class Config> struct DenseForwardConsumerSm90 {
   using Element = typename Config::Element;
   using Tile = typename Config::Pair::Tile;
   using Pair = typename Config::Pair;
@@ -24,9 +24,9 @@ template <class Config> struct WideForwardConsumer {
   static constexpr int kExactBarrier = 4, kMergeBarrier = 5;
 
   const DenseForward &work;
-  WideForwardShared<Config> &shared;
+  DenseForwardSharedSm90<Config> &shared;
   const Task &task;
-  WideForwardStates<Config> &states;
+  DenseForwardStatesSm90<Config> &states;
   const int own_key; // the first of a block's keys that are this warpgroup's
   DenseSoftmax<1, kTiles> softmax[kSources];
   float out[kSources][1][kOutTiles][4];
@@ -36,8 +36,8 @@ template <class Config> struct WideForwardConsumer {
   using Bias = std::conditional_t<Config::kHoldsPairs, Pairs, std::conditional_t<Config::kHoldsBias, Scores, None>>;
   Bias &bias; // in registers
 
-  __device__ WideForwardConsumer(const DenseForward &own_work, WideForwardShared<Config> &memory, const Task &own_task,
-                                 WideForwardStates<Config> &own_states, Bias &own_bias)
+  __device__ DenseForwardConsumerSm90(const DenseForward &own_work, DenseForwardSharedSm90<Config> &memory,
+                                      const Task &own_task, DenseForwardStatesSm90<Config> &own_states, Bias &own_bias)
       : work(own_work), shared(memory), task(own_task), states(own_states),
         own_key(Config::kHalfKeys ? Config::kOwnKeys * Roles::consumer_group() : 0), bias(own_bias) {}
 
@@ -337,20 +337,20 @@ template <class Config> struct WideForwardConsumer {
 
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1)
-    dense_wide_forward_kernel(const __grid_constant__ DenseForward work) {
+    dense_forward_kernel_sm90(const __grid_constant__ DenseForward work) {
   extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<WideForwardShared<Config> *>(dynamic_shared);
+  auto &shared = *reinterpret_cast<DenseForwardSharedSm90<Config> *>(dynamic_shared);
   shared.init();
   __syncthreads();
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
-  WideForwardStates<Config> states;
+  DenseForwardStatesSm90<Config> states;
   using Task = ForwardTaskOf<Config>;
-  using Walk = std::conditional_t<Config::kWindows, WindowWalk<Config>, WideForwardWalk<Config>>;
+  using Walk = std::conditional_t<Config::kWindows, WindowWalk<Config>, DenseForwardWalkSm90<Config>>;
   using Registers = typename Config::Registers;
   if (Roles::is_producer()) {
     Registers::produce();
-    using Producer = std::conditional_t<Config::kWindows, WindowProducer<Config>, WideForwardProducers<Config>>;
+    using Producer = std::conditional_t<Config::kWindows, WindowProducer<Config>, DenseForwardProducersSm90<Config>>;
     Producer producer{work, shared, states};
     Walk::for_each(work, [&](const Task &task, int) { producer.run(task); });
     if (shared.exact_tasks.any())
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
       });
   } else {
     Registers::consume();
-    using Consumer = WideForwardConsumer<Config>;
+    using Consumer = DenseForwardConsumerSm90<Config>;
     typename Consumer::Bias window_bias;
     if constexpr (Config::kWindows) load_window_bias<Config>(work, window_bias);
     Walk::for_each(work, [&](const Task &task, int turn) {

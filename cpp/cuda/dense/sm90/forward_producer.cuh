@@ -8,24 +8,25 @@
 
 namespace fdm::cuda {
 
-template <class Config> struct WideForwardProducer {
+template <class Config> struct DenseForwardProducerSm90 {
   using Pair = typename Config::Pair;
 
-  using Rows = WideRows<Pair>;
+  using Rows = TileRowCopy<Pair>;
 
   const DenseForward &work;
-  WideForwardShared<Config> &shared;
-  const WideForwardTask<Config> &task;
+  DenseForwardSharedSm90<Config> &shared;
+  const DenseForwardTaskSm90<Config> &task;
   const SourceWalk first_source;
   const Rows k, v;
   // For each source this thread has its first row of K and V, and its first byte of a mask of keys, where there is one.
   const uint16_t *k_row[Config::kSources], *v_row[Config::kSources];
   const uint8_t *kept[Config::kSources];
   int sources; // that exist
-  WideForwardStates<Config> &states;
+  DenseForwardStatesSm90<Config> &states;
 
-  __device__ WideForwardProducer(const DenseForward &own_work, WideForwardShared<Config> &memory,
-                                 const WideForwardTask<Config> &own_task, WideForwardStates<Config> &own_states)
+  __device__ DenseForwardProducerSm90(const DenseForward &own_work, DenseForwardSharedSm90<Config> &memory,
+                                      const DenseForwardTaskSm90<Config> &own_task,
+                                      DenseForwardStatesSm90<Config> &own_states)
       : work(own_work), shared(memory), task(own_task),
         first_source(own_work.call, own_task.unit, own_task.first_source),
         k(own_work.call.p.k, own_work.call.p.head_dim, 0), v(own_work.call.p.v, own_work.call.p.head_dim, 0),
@@ -229,13 +230,13 @@ private:
 };
 
 // Has a producer for each task.
-template <class Config> struct WideForwardProducers {
+template <class Config> struct DenseForwardProducersSm90 {
   const DenseForward &work;
-  WideForwardShared<Config> &shared;
-  WideForwardStates<Config> &states;
+  DenseForwardSharedSm90<Config> &shared;
+  DenseForwardStatesSm90<Config> &states;
 
-  __device__ void run(const WideForwardTask<Config> &task) {
-    WideForwardProducer<Config>(work, shared, task, states).run();
+  __device__ void run(const DenseForwardTaskSm90<Config> &task) {
+    DenseForwardProducerSm90<Config>(work, shared, task, states).run();
   }
 };
 

@@ -20,9 +20,9 @@ enum class MaskRows { none, each_query };
 
 // kSourceCount: a consumer goes through so many sources for each block of keys.
 template <class ElementType, int kHeadDimension, int kSourceCount, BiasType kBias, MaskRows kMaskRows, TaskParts kParts>
-struct WideForwardConfig {
+struct DenseForwardConfigSm90 {
   using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
+  static constexpr int kHeadDim = kHeadDimension, kTile = kDenseTileSm90;
   static constexpr bool kFloat32Bias = kBias == BiasType::float32;
   static constexpr int kBiasSize = kFloat32Bias ? 4 : 2;
   using Pair = TilePair<kHeadDim>;
@@ -78,7 +78,7 @@ struct WideForwardConfig {
       !kShares || kMostBiasStages < 2 ? 1 : (kMostBiasStages < kStages ? kMostBiasStages : kStages);
 };
 
-template <class Config> struct WideForwardShared {
+template <class Config> struct DenseForwardSharedSm90 {
   static constexpr int kExactWords = 16;
 
   alignas(1024) char sQ[Config::kQueryStages][Config::kQueryBytes]; // Q of the sources
@@ -125,14 +125,14 @@ template <class Config> struct WideForwardShared {
 };
 
 // Where a role is in each pipeline, from task to task.
-template <class Config> struct WideForwardStates {
+template <class Config> struct DenseForwardStatesSm90 {
   PipelineState<Config::kQueryStages> queries;
   PipelineState<Config::kStages> keys;
   PipelineState<Config::kBiasStages> bias;
 };
 
 // The rows and sources of a task, and the blocks of keys of its split.
-template <class Config> struct WideForwardTask {
+template <class Config> struct DenseForwardTaskSm90 {
   int unit, first_source, first_row, split, begin, end;
   bool last;            // of the splits of its rows
   const uint32_t *live; // of LiveTiles
@@ -145,7 +145,7 @@ template <class Config> struct WideForwardTask {
 
 // Finds the live blocks of keys of a task, one after the other. It reads a word of LiveTiles once: what a mainloop loads in
 // each step from global memory would be waited for.
-template <class Config, class Task = WideForwardTask<Config>> class LiveBlocks {
+template <class Config, class Task = DenseForwardTaskSm90<Config>> class LiveBlocks {
   const Task &task;
   int number = -1; // of the word
   uint32_t word = 0;
@@ -178,8 +178,8 @@ public:
 // With splits each block of threads has an equal share of all steps. A tile of rows has a step for each tile of keys, and
 // one before them for what a task takes beside those; the last come first. The parts of a tile of rows are of blocks of
 // threads that follow each other.
-template <class Config> class WideForwardWalk {
-  using Task = WideForwardTask<Config>;
+template <class Config> class DenseForwardWalkSm90 {
+  using Task = DenseForwardTaskSm90<Config>;
 
   const DenseForward &work;
   const int groups; // of sources, of all units
@@ -189,7 +189,7 @@ template <class Config> class WideForwardWalk {
   int group = 0, place = 0, own_step = 0;
 
 public:
-  __device__ explicit WideForwardWalk(const DenseForward &own_work)
+  __device__ explicit DenseForwardWalkSm90(const DenseForward &own_work)
       : work(own_work), groups(int(own_work.call.p.bias.shape[0] * own_work.call.p.bias.shape[1]) * own_work.groups) {
     if (!has_parts()) return;
     step = all_steps() * int(blockIdx.x) / int(gridDim.x);
@@ -201,7 +201,7 @@ public:
 
   // Calls function(task, number) for the tasks.
   template <class Function> __device__ static void for_each(const DenseForward &work, const Function &function) {
-    WideForwardWalk walk(work);
+    DenseForwardWalkSm90 walk(work);
     Task task;
 #pragma unroll 1
     for (int number = 0; walk.next(&task); ++number) function(task, number);
@@ -251,10 +251,8 @@ private:
 
   __device__ Task make_task(int own_group, int own_place, int split, int begin, int end, int keys) const {
     const int unit = own_group / work.groups, first_row = (work.tiles - 1 - own_place) * Config::kRows;
-    return {unit,        (own_group - unit * work.groups) * Config::kTaskSources,
-            first_row,   split,
-            begin,       end,
-            end == keys, work.live.row(unit, first_row / kWideTile)};
+    return {unit,        (own_group - unit * work.groups) * Config::kTaskSources, first_row, split, begin, end,
+            end == keys, work.live.row(unit, first_row / kDenseTileSm90)};
   }
 
   // Finds the place of a step of a group, own_step, and makes it one of the tile's.

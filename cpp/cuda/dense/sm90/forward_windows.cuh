@@ -23,7 +23,7 @@ template <class Config> struct WindowTask {
 };
 
 template <class Config>
-using ForwardTaskOf = std::conditional_t<Config::kWindows, WindowTask<Config>, WideForwardTask<Config>>;
+using ForwardTaskOf = std::conditional_t<Config::kWindows, WindowTask<Config>, DenseForwardTaskSm90<Config>>;
 
 // Goes through the tasks of this block of threads, which follow each other.
 template <class Config> struct WindowWalk {
@@ -45,20 +45,20 @@ template <class Config> struct WindowWalk {
 };
 
 template <class Config> struct WindowProducer {
-  using Rows = WideRows<typename Config::Pair>;
+  using Rows = TileRowCopy<typename Config::Pair>;
   static constexpr int kSide = Config::kRows;
 
   const DenseForward &work;
-  WideForwardShared<Config> &shared;
-  WideForwardStates<Config> &states;
+  DenseForwardSharedSm90<Config> &shared;
+  DenseForwardStatesSm90<Config> &states;
   const Rows q, k, v;
   const uint32_t used; // the rows of this warp that exist
   // What a mask tells of this thread's key in the source that comes after, most often: a byte that is not 0 if it is kept.
   uint8_t fetched = 0;
   int fetched_for = -1; // the first source of the task
 
-  __device__ WindowProducer(const DenseForward &own_work, WideForwardShared<Config> &memory,
-                            WideForwardStates<Config> &own_states)
+  __device__ WindowProducer(const DenseForward &own_work, DenseForwardSharedSm90<Config> &memory,
+                            DenseForwardStatesSm90<Config> &own_states)
       : work(own_work), shared(memory), states(own_states),
         q(own_work.call.p.q, own_work.call.p.head_dim, -own_source() * kSide),
         k(own_work.call.p.k, own_work.call.p.head_dim, -own_source() * kSide),

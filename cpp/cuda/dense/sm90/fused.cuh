@@ -139,7 +139,7 @@ template <class Config> struct DenseFusedConsumer {
   __device__ void step_in_turn(uint32_t phase) {
     const uint64_t own_keys = scores_of(0),
                    own_rows = Left::descriptor(ptx::shared_address(shared.sScores[0])) + Left::offset(64, 0) * group();
-    const int first_key = tile.task.key_tile * kWideTile;
+    const int first_key = tile.task.key_tile * kDenseTileSm90;
     Packed ds;
     wait_for(kQuery, phase);
     wait_for(kKey, phase);
@@ -175,7 +175,7 @@ template <class Config> struct DenseFusedConsumer {
     ptx::warpgroup_fence_operand(dq);
     release(kKey);
     pass_turn();
-    epilogue.add(work.fused.dq, place.dq, tile.task.row_tile * kWideTile, dq);
+    epilogue.add(work.fused.dq, place.dq, tile.task.row_tile * kDenseTileSm90, dq);
   }
 
   // Stores P of 64 keys, and rounds their dS.

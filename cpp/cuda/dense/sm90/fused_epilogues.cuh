@@ -59,9 +59,9 @@ template <class Config> struct SumsEpilogue : FusedEpilogueBase<Config> {
                          bool) const {
     const auto place = shared.places[stage];
     Roles::consumer_release(shared.empty[stage]);
-    add(work.fused.dq, place.dq, task.row_tile * kWideTile, sums.dq);
-    add(work.fused.dk, place.dk, task.key_tile * kWideTile, sums.dk);
-    add(work.fused.dv, place.dv, task.key_tile * kWideTile, sums.dv);
+    add(work.fused.dq, place.dq, task.row_tile * kDenseTileSm90, sums.dq);
+    add(work.fused.dk, place.dk, task.key_tile * kDenseTileSm90, sums.dk);
+    add(work.fused.dv, place.dv, task.key_tile * kDenseTileSm90, sums.dv);
   }
 };
 
@@ -172,7 +172,7 @@ private:
                         const Sums &sums, float factor, float &probe) const {
     if (!present(t)) return;
     const bool shares = has_other(axis);
-    const int first = tile * kWideTile + 16 * warp();
+    const int first = tile * kDenseTileSm90 + 16 * warp();
     const auto write_half = [&](int half) {
       Half x;
       Base::Products::take_half(x, sums, half);

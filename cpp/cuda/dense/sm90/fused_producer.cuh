@@ -7,7 +7,7 @@
 namespace fdm::cuda {
 
 template <class Config> struct DenseFusedProducer {
-  using Rows = WideRows<typename Config::Pair>;
+  using Rows = TileRowCopy<typename Config::Pair>;
 
   const DenseBackward &work;
   DenseFusedShared<Config> &shared;

@@ -23,7 +23,7 @@ template <class Config> struct WindowEpilogue;
 
 template <class ElementType, int kHeadDimension, BiasType kBias, FusedEpilogue kGradients> struct DenseFusedConfig {
   using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kTile = kWideTile;
+  static constexpr int kHeadDim = kHeadDimension, kTile = kDenseTileSm90;
   static constexpr bool kFloat32Bias = kBias == BiasType::float32;
   using Pair = TilePair<kHeadDim>; // Q and dO, or K and V
   static constexpr bool kWindows = kGradients == FusedEpilogue::windows,
@@ -124,8 +124,8 @@ struct DenseFusedTask {
     past = division.first_source + past_source;
     if (!skips) return;
     const fdm_problem &p = work.call.p;
-    const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kWideTile)) - 1;
-    const bool seen = !is_causal(p) || int64_t(key_tile) * kWideTile <= last_row + p.keys - p.queries;
+    const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kDenseTileSm90)) - 1;
+    const bool seen = !is_causal(p) || int64_t(key_tile) * kDenseTileSm90 <= last_row + p.keys - p.queries;
     if (!seen || !LiveTiles::is_live(work.live.row(unit, row_tile), key_tile)) past = first;
   }
 

@@ -14,13 +14,13 @@ template <class Element, int kStages> struct RowColumns {
   static constexpr bool kHalf = __is_same(Element, __half);
   using Chunk = OperandChunk<Element>;
 
-  alignas(128) Chunk shifts[kStages][kWideTile], deltas[kStages][kWideTile], keys[kStages][kWideTile];
-  alignas(128) Chunk ones[kWideTile];
-  alignas(128) Chunk zeros[kWideTile]; // the second eight columns of all
+  alignas(128) Chunk shifts[kStages][kDenseTileSm90], deltas[kStages][kDenseTileSm90], keys[kStages][kDenseTileSm90];
+  alignas(128) Chunk ones[kDenseTileSm90];
+  alignas(128) Chunk zeros[kDenseTileSm90]; // the second eight columns of all
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
-    for (int i = threadIdx.x; i < kWideTile; i += blockDim.x) {
+    for (int i = threadIdx.x; i < kDenseTileSm90; i += blockDim.x) {
       ones[i] = Chunk::make(1.0f, 1.0f, 1.0f);
       zeros[i] = {};
     }
@@ -57,7 +57,7 @@ private:
 // As numbers, for where shared memory has no room for operands.
 template <int kStages> struct RowNumbers {
   struct Stage {
-    float shift[kWideTile], delta[kWideTile]; // shift: -lse to base 2
+    float shift[kDenseTileSm90], delta[kDenseTileSm90]; // shift: -lse to base 2
     DroppedKeys dropped;
   } stages[kStages];
 

@@ -14,7 +14,7 @@ namespace fdm::cuda {
 template <int kHeadDim> struct TilePair {
   static constexpr bool kPaired = kHeadDim == 32;
   static_assert(kPaired || kHeadDim == 64 || kHeadDim == 128);
-  using Tile = SmemTile<kPaired ? 64 : kHeadDim, kWideTile>;
+  using Tile = SmemTile<kPaired ? 64 : kHeadDim, kDenseTileSm90>;
   static constexpr int kChunks = kHeadDim / 8, kBytes = kPaired ? Tile::kBytes : 2 * Tile::kBytes;
 
   __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int which, int row, int chunk) {
@@ -67,15 +67,15 @@ struct SourceWalk {
 };
 
 // How a producer thread copies rows of a tensor: its warp has 32 of 128.
-template <class Pair> struct WideRows {
-  static constexpr int kRows = kWideTile / Roles::kProducerWarps, kStepRows = 32 / Pair::kChunks;
+template <class Pair> struct TileRowCopy {
+  static constexpr int kRows = kDenseTileSm90 / Roles::kProducerWarps, kStepRows = 32 / Pair::kChunks;
   static_assert(kRows == 32);
 
   const fdm_tensor &t;
   const uint16_t *own; // the chunk of this thread's first row of the tile that begins with row 0
   bool inside;         // the chunk is
 
-  __device__ WideRows(const fdm_tensor &tensor, int64_t head_dim, int64_t first)
+  __device__ TileRowCopy(const fdm_tensor &tensor, int64_t head_dim, int64_t first)
       : t(tensor),
         own(static_cast<const uint16_t *>(tensor.data) +
             (first + Roles::producer_thread() / 32 * kRows + threadIdx.x % 32 / Pair::kChunks) * t.stride[1] +
@@ -104,7 +104,7 @@ constexpr uint16_t kBfloat16Inf = 0x7f80;
 
 // Which of 128 keys a source drops, as a producer warp finds them: a number for each, -inf for those.
 struct DroppedKeys {
-  alignas(4) uint16_t numbers[kWideTile]; // bfloat16
+  alignas(4) uint16_t numbers[kDenseTileSm90]; // bfloat16
   bool found[Roles::kProducerWarps];
 
   // A producer thread tells of its key, with the number of one that is kept. Returns which keys of its warp are kept, as

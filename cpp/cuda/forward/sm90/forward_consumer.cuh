@@ -260,7 +260,7 @@ template <class Config> struct ForwardConsumer {
   __device__ void write(const ForwardTask &task) {
     rows.task = &task;
     rows.finish();
-    rows.write_wide();
+    rows.write_16_bytes();
   }
 
   // Goes through all tasks.
@@ -274,7 +274,7 @@ template <class Config> struct ForwardConsumer {
       tasks.release();
       rows.task = &tasks.current();
       rows.start();
-      rows.write_wide();
+      rows.write_16_bytes();
       tasks.advance();
     }
   }

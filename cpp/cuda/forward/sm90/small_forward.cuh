@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Columns::Config::kThreads, Columns::Config::kB
     tile.release(block);
   }
   tile.finish();
-  tile.write_wide();
+  tile.write_16_bytes();
 }
 
 } // namespace fdm::cuda

@@ -77,21 +77,21 @@ template <class Element, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], const uint32_t (&left)[kDepth][4],
                                                   uint64_t right, bool accumulate = true) {
   // An instruction has at most 128 columns.
-  constexpr int kWide = kTiles / 16 * 16, kRest = kTiles - kWide;
+  constexpr int kWhole = kTiles / 16 * 16, kRest = kTiles - kWhole;
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) {
 #pragma unroll
-    for (int n = 0; n < kWide; n += 16)
+    for (int n = 0; n < kWhole; n += 16)
       ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
                                    right + RightTile::offset(16 * k, 8 * n), accumulate || k > 0);
     if constexpr (kRest == 12) {
-      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWide]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWide), accumulate || k > 0);
-      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWide + 8]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWide + 64), accumulate || k > 0);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWhole]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWhole), accumulate || k > 0);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWhole + 8]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWhole + 64), accumulate || k > 0);
     } else if constexpr (kRest > 0) {
-      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWide]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWide), accumulate || k > 0);
+      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWhole]), left[k],
+                                   right + RightTile::offset(16 * k, 8 * kWhole), accumulate || k > 0);
     }
   }
 }

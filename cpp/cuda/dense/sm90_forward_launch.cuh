@@ -12,24 +12,24 @@
 namespace fdm::cuda {
 
 template <class Element, int kHeadDim>
-cudaError_t launch_dense_wide_forward(const DenseForwardLaunch &launch, cudaStream_t stream) {
+cudaError_t launch_dense_forward_sm90(const DenseForwardLaunch &launch, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
   const DenseForward &work = launch.work;
   const fdm_problem &p = work.call.p;
   if constexpr (kHeadDim == kWindowHeadDim)
     if (launch.route.kernel == ForwardKernel::dense_windows) {
       const auto launch_windows = [&](auto bias_type) {
-        using Config =
-            WideForwardConfig<Element, kHeadDim, 1, decltype(bias_type)::value, MaskRows::none, TaskParts::sources>;
-        return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>>(
+        using Config = DenseForwardConfigSm90<Element, kHeadDim, 1, decltype(bias_type)::value, MaskRows::none,
+                                              TaskParts::sources>;
+        return launch_with_shared<DenseForwardSharedSm90<Config>, dense_forward_kernel_sm90<Config>>(
             work, launch.route.blocks, Roles::kThreads, stream);
       };
       return p.bias.dtype == FDM_FLOAT32 ? launch_windows(kFloat32Type) : launch_windows(kElementType);
     }
   const auto launch_for = [&](auto sources, auto bias_type, auto mask_rows, auto parts) {
-    using Config = WideForwardConfig<Element, kHeadDim, decltype(sources)::value, decltype(bias_type)::value,
-                                     decltype(mask_rows)::value, decltype(parts)::value>;
-    return launch_with_shared<WideForwardShared<Config>, dense_wide_forward_kernel<Config>, Overlap::kernel_ahead>(
+    using Config = DenseForwardConfigSm90<Element, kHeadDim, decltype(sources)::value, decltype(bias_type)::value,
+                                          decltype(mask_rows)::value, decltype(parts)::value>;
+    return launch_with_shared<DenseForwardSharedSm90<Config>, dense_forward_kernel_sm90<Config>, Overlap::kernel_ahead>(
         work, launch.route.blocks, Roles::kThreads, stream);
   };
   constexpr std::integral_constant<int, 1> kOne{};
@@ -46,7 +46,7 @@ cudaError_t launch_dense_wide_forward(const DenseForwardLaunch &launch, cudaStre
       if (has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
     }
     if (work.halves) return launch_for(kOne, bias_type, kNoMask, kKeys);
-    constexpr int kMostSources = wide_sources(kHeadDim);
+    constexpr int kMostSources = sm90_sources(kHeadDim);
     if constexpr (kMostSources > 1)
       if (work.slots == kMostSources)
         return launch_for(std::integral_constant<int, kMostSources>{}, bias_type, kNoMask, kRows);

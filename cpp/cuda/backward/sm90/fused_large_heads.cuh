@@ -10,7 +10,7 @@
 
 namespace fdm::cuda {
 
-template <class Config> struct WideShared : KeyStationaryShared<Config> {
+template <class Config> struct LargeHeadShared : KeyStationaryShared<Config> {
   // A row for each key, a column for each row of the step.
   using Tile = SmemTile<Config::kRows, Config::kKeys>;
 
@@ -19,9 +19,9 @@ template <class Config> struct WideShared : KeyStationaryShared<Config> {
   float dbias[Config::kKeys];
 };
 
-template <class Config> struct WideConsumer : KeyConsumer<Config> {
+template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   using Base = KeyConsumer<Config>;
-  using Shared = WideShared<Config>;
+  using Shared = LargeHeadShared<Config>;
   using Tile = typename Shared::Tile;
   using Base::kRows, Base::kScoreRows, Base::kHeadDim, Base::sums;
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
@@ -36,7 +36,7 @@ template <class Config> struct WideConsumer : KeyConsumer<Config> {
   Shared &shared;
   RowBias row_bias;
 
-  __device__ WideConsumer(const BackwardParams &parameters, Shared &memory)
+  __device__ LargeHeadConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory), row_bias(parameters, memory.keys) {}
 
   __device__ static void sync_consumers() { ptx::sync_threads<2, Roles::kConsumerThreads>(); }
