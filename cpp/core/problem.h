@@ -58,7 +58,7 @@ public:
 
   // These return false, with nothing done, where the workspace has no memory.
 
-  // forward, with a plan of its own where none is given, and an lse that nobody reads where that is None. What it needs
+  // forward, with a plan of its own where none is given, and an lse that the caller does not get where that is None. What it needs
   // for these is a part of its workspace, since allocations are a good part of a small call's time.
   int64_t attend_bytes(bool has_lse, bool has_plan) const { return attend_sizes(has_lse, has_plan).bytes(); }
   bool attend(const TensorField &out, const TensorField &lse, const TensorField &plan, Workspace &&workspace);

@@ -79,7 +79,7 @@ struct CudaPack {
     return json + "}";
   }
 
-  // What lies on the device is not read by the host.
+  // The host does not read device memory.
   static bool is_filled(const fdm_problem &, const void *) { return true; }
 
   template <class Work> static int32_t run(const fdm_context &context, const Message &message, const Work &work) {

@@ -204,7 +204,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     if constexpr (kShares > 1)
       if (own) add_shared(stage);
     if constexpr (kSavesShared) {
-      __syncthreads(); // nobody reads dO any more
+      __syncthreads(); // no thread reads dO any more
       load_only_dout(stage ^ 1);
     }
     if (kKeys > kHalfKeys && low && high)
@@ -243,7 +243,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     }
     for (int stage = 0; more; stage ^= 1) {
       ptx::cp_async_wait<kSavesShared ? 1 : 0>();
-      // This step is there, but dO may not be where it has one stage; and nobody reads the last one any more.
+      // This step is there, but dO may not be where it has one stage; and no thread reads the last one any more.
       const bool careful = __syncthreads_or(this->needs_care(stage));
       const KeyStep &step = shared.stages[stage].step;
       more = this->load(keys.next_step(step, kRows), stage ^ 1);

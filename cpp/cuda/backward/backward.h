@@ -79,7 +79,7 @@ struct BackwardParams {
   TileOrder order;            // of a persistent kernel
 };
 
-// What a launch is told.
+// The parameters of a launch.
 struct BackwardLaunch {
   const BackwardRoute &route;
   const BackwardParams &params;

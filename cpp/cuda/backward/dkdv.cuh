@@ -129,7 +129,7 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     for (int stage = 0; more; stage ^= 1) {
       ptx::cp_async_wait<0>();
       const bool careful =
-          __syncthreads_or(this->needs_care(stage)); // this tile is there; nobody reads the last one any more
+          __syncthreads_or(this->needs_care(stage)); // this tile is there; no thread reads the last one any more
       const KeyStep &step = shared.stages[stage].step;
       const KeyStep next = keys.next_step(step, kRows);
       const bool head_ends = !next.valid || next.head != step.head;

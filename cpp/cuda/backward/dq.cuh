@@ -16,7 +16,7 @@ namespace fdm::cuda {
 template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int kBlocks, TileKind kKind>
 struct DqConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kKind> {
   static constexpr TileKind kTileKind = kKind;
-  // Keys are fetched a block ahead, so what is known of them must come two ahead.
+  // Keys are fetched a block ahead, so the facts about them must come two ahead.
   static_assert(KeyRing<kColumns, DqConfig::kThreads>::kBatch >= 2);
 };
 
@@ -144,7 +144,7 @@ struct DqBlock
     ptx::cp_async_fence();
     for (int block = 0; block < blocks; ++block) {
       ptx::cp_async_wait<0>();
-      __syncthreads(); // this block is there; nobody reads the last one any more
+      __syncthreads(); // this block is there; no thread reads the last one any more
       if (block + 1 < blocks) load_keys(block + 1);
       ptx::cp_async_fence();
       const int ahead = block + Ring::kBatch;

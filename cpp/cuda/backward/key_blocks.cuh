@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The work on a block of keys of the key-stationary kernel: the order of its steps through query heads and tiles of rows,
-// and what is known of its keys meanwhile.
+// and the facts about its keys meanwhile.
 #pragma once
 
 #include "key_places.cuh"
@@ -145,7 +145,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
   }
 
   // These find the first step of this part that may keep something, and the first such step after another. All threads
-  // of the team call them. What they store is visible after the next barrier.
+  // of the team call them. Their stores are visible after the next barrier.
   __device__ KeyStep first_step(int tile_rows) {
     const KeyTask &own_task = shared.task;
     KeyStep step{};
@@ -194,7 +194,7 @@ private:
     }
   }
 
-  // Sets what is known of a key, and completes its rows. Returns whether any query head keeps it.
+  // Sets the facts about a key, and completes its rows. Returns whether any query head keeps it.
   __device__ bool set_key(const KeyBlockPlace &place, KeyRows &key_rows, int r) const {
     const int64_t first_head = place.kv_head * params.group;
     const bool consecutive = !params.keys.listed && int64_t(place.block) * kKeys + r < place.s.k_count;
@@ -347,7 +347,7 @@ private:
     if (list == mapped_list) return;
     mapped_list = list;
     const int tiles = int(min64(kMappedTiles, ceil_div(shared.task.s.q_count, kTileRows)));
-    Team::sync(); // nobody reads the map of the last list any more
+    Team::sync(); // no thread reads the map of the last list any more
     for (int i = Team::thread(); i < kMappedTiles / 32; i += Team::kThreads) shared.active[i] = 0;
     Team::sync();
     for (int tile = Team::thread() / 32; tile < tiles; tile += Team::kThreads / 32) {

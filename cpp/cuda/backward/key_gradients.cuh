@@ -16,7 +16,7 @@ namespace fdm::cuda {
 // No bias with a row for each query.
 struct NoRowBias {};
 
-// What is known of a tile of query rows while it is in shared memory.
+// Facts about a tile of query rows while it is in shared memory.
 template <int kKeys, int kRows, bool kHasRowPlans> struct RowStage {
   alignas(16) float lse[kRows], delta[kRows];          // as RowStatistics has them
   alignas(16) RowWord words[kHasRowPlans ? kKeys : 1]; // set for row plans
@@ -272,7 +272,7 @@ struct KeyGradients {
 
   // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: those of some
   // tiles of sums, for the columns from `first` on. Gradients of keys that several segments of rows keep have their own
-  // sums. Those of a key that nobody keeps are zeros: its sums may hold what NaN in dO makes of a probability of 0.
+  // sums. Those of a key that no row keeps are zeros: its sums may hold what NaN in dO makes of a probability of 0.
   template <int kFirst = 0, int kTiles = kHeadDim / 8>
   __device__ void write(int first = 0, WantedSums wanted = {}) const {
     static_assert(kFirst + kTiles <= kHeadDim / 8);

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
     return rows.past < rows.first ? -1 : int32_t(min64(kMostSteps, key_steps(params, rows).count));
   };
   const bool packed = is_varlen(params.p);
-  if (!packed) // each thread reads what it has stored
+  if (!packed) // each thread reads its own stores
     for (int64_t block = threadIdx.x; block < min64(blocks, kKnownBlocks); block += kThreads)
       known_steps[block] = count_steps(block);
   const auto for_each_block = [&](const auto &function) {

@@ -116,7 +116,7 @@ template <int kThreads> struct SegmentOrder {
   }
 
 private:
-  // Returns a place among those of a class that nobody else has.
+  // Returns a place among those of a class that no other thread has.
   __device__ uint32_t claim(uint32_t own_class) const { return atomicAdd(&shared.places[own_class], 1); }
 
   // Keys that all rows keep come first, then those that end or begin here, each kind with the longest first. kClasses:

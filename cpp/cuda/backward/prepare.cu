@@ -31,7 +31,7 @@ struct PreparationDivision {
   bool vectors; // rows of dk and dv are cleared eight elements at a time
 };
 
-// Units of up to kUnitKeys keys of a head, one for each lane, whose gradients are cleared if nobody keeps them.
+// Units of up to kUnitKeys keys of a head, one for each lane, whose gradients are cleared if no row keeps them.
 constexpr int kUnitKeys = 32;
 FDM_INLINE int64_t key_units(const BackwardParams &params) {
   const fdm_tensor &t = present(params.a.dk) ? params.a.dk : params.a.dv;
@@ -134,7 +134,7 @@ struct Preparation {
     const fdm_problem &p = params.p;
     const HeadRow &row = result.row;
     const int64_t rows = total_rows(p);
-    // What lies in rows that keep nothing may be anything.
+    // Rows that keep no key may hold any value.
     const bool empty = fabsf(result.lse) > kUnusableLse;
     const float delta = empty ? 0.0f : result.delta;
     RowStatistics statistics{empty ? INFINITY : result.lse * kLog2E, delta};

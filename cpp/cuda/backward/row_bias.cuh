@@ -59,7 +59,7 @@ template <class Config> struct RowBiasShared {
   RowBiasTask task;
 };
 
-// One or two buffers, and what they hold.
+// One or two buffers, and their contents.
 struct RowBiasBuffers {
   int count;
   int current = 0; // the buffer of the step
@@ -331,7 +331,7 @@ template <class Config> struct RowBiasBlock {
       Kept kept{};
       if (second.number < steps) kept = fetch(second);
       ptx::cp_async_wait<0>();
-      __syncthreads(); // what this step needs is there; nobody reads what the one before needed any more
+      __syncthreads(); // the operands of this step are there; no thread reads those of the one before any more
       if (threadIdx.x == 0) store_source(third);
       const bool loads_queries = next_active && !queries.holds(next.source);
       const bool loads_keys = next_active && !keys.holds(keys_id(next));
@@ -346,11 +346,11 @@ template <class Config> struct RowBiasBlock {
       }
       if (step.number >= 0 && next.source == 0) write(step.block);
       const bool any = store(second.slot(), kept);
-      const bool second_active = __syncthreads_or(any); // also: nobody reads the tiles of this step any more
+      const bool second_active = __syncthreads_or(any); // also: no thread reads the tiles of this step any more
       if (loads_queries && queries.count == 1) load_queries(next);
       if (loads_keys && keys.count == 1) {
         load_keys(next);
-        __syncthreads(); // what it stores of the keys is there
+        __syncthreads(); // its facts about the keys are stored
       }
       if (next_active) {
         if (bias_block != next.block) load_bias(next);

@@ -208,7 +208,7 @@ template <class Config> struct DbiasBlock {
       const bool another = step + 1 < end;
       ptx::cp_async_wait<0>();
       if (another) set_sources(tile, step + 1);
-      const bool step_large = __syncthreads_or(large); // this step is there; nobody reads the one before any more
+      const bool step_large = __syncthreads_or(large); // this step is there; no thread reads the one before any more
       if (step < begin || !stays) {
         if (step < begin || step > begin) load_bias(tile, max(step, begin));
         ptx::cp_async_fence();

@@ -25,7 +25,7 @@
 
 namespace fdm::cuda {
 
-// What all dense kernels are told.
+// The parameters of all dense kernels.
 struct DenseCall : DenseFacts {
   fdm_problem p;
 };
@@ -91,7 +91,7 @@ struct DenseBackward : DenseTiles {
   FusedWork fused;
 };
 
-// What a launch of the forward pass is told.
+// The parameters of a launch of the forward pass.
 struct DenseForwardLaunch {
   const ForwardRoute &route;
   const DenseForward &work;

@@ -296,7 +296,7 @@ template <class Config> struct DenseDkdvBlock {
 #pragma unroll 1
     for (int number = -1; number < steps; ++number) {
       ptx::cp_async_wait<0>();
-      const bool step_large = __syncthreads_or(large); // this step is there; nobody reads the one before any more
+      const bool step_large = __syncthreads_or(large); // this step is there; no thread reads the one before any more
       const bool another = number + 1 < steps;
       if (number < 0) load_keys();
       if (stages > 1 && another) large = load(number + 1);

@@ -66,7 +66,7 @@ template <class Element, int kHeadDim> struct FusedBands {
       if (first + row >= t.shape[1]) return -1;
       return (division.first_batch + batch) * t.stride[0] + (first + row) * t.stride[1] + head * t.stride[2];
     });
-    // As many sequences later as have sums now, nobody reads.
+    // No thread reads the sums of the sequences that many places later.
     const int64_t later_batch = 2 * int64_t(division.batches) + batch;
     later = later_batch < division.past_cleared ? later_batch * all.batch + head * all.head + first * all.row : 0;
   }

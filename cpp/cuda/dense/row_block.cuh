@@ -211,7 +211,7 @@ template <class Config> struct RowBlock {
 #pragma unroll 1
     for (int block = begin - 1; block < end; ++block) {
       ptx::cp_async_wait<0>();
-      __syncthreads(); // this block is there; nobody reads the one before any more
+      __syncthreads(); // this block is there; no thread reads the one before any more
       const bool another = block + 1 < end;
       if (block < begin) {
         find_own_addresses();

@@ -114,7 +114,7 @@ __device__ __forceinline__ void add_bias(float (&scores)[kLeftTiles][kRightTiles
     add_bias_of<kTransposed, BiasType::element>(scores, factors, tile, row, key, exact);
 }
 
-// Multiplies gradients of capped scores by the slope at their products; what is 0 stays so.
+// Multiplies gradients of capped scores by the slope at their products; zeros stay zeros.
 template <int kLeftTiles, int kRightTiles>
 __device__ __forceinline__ void multiply_slopes(float (&gradients)[kLeftTiles][kRightTiles][4],
                                                 const float (&products)[kLeftTiles][kRightTiles][4],

@@ -237,7 +237,7 @@ struct DecodeWarp
         next_key = fetch_own_key(step + 2 * kStages);
       }
       attend(step);
-      __syncwarp(); // nobody reads the stage any more
+      __syncwarp(); // no thread reads the stage any more
       if (fetch_ahead) store(step + kStages, entry);
       if (step + kStages < steps) load_keys(step + kStages);
       ptx::cp_async_fence();

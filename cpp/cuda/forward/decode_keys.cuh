@@ -62,7 +62,7 @@ struct ListedKeys {
     for (int i = 0; i < kLoads; ++i) kept |= upper_bits(words.word[i]) >> (7 - i);
     const uint32_t own = __popc(kept), all = warp_inclusive_sum(own);
     uint32_t place = all - own;
-    __syncwarp(); // nobody reads the list before
+    __syncwarp(); // no thread reads the list before
     for (; kept != 0; kept &= kept - 1) {
       const int n = __ffs(static_cast<int>(kept)) - 1;
       keys[place++] = first_key(part, turn, n % 8) + n / 8;

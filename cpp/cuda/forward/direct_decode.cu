@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel for one query and few keys on the host: what it is given.
+// The host side of the kernel for one query and few keys: its parameters.
 #include "direct_decode.h"
 
 #include "../host/dispatch.h"

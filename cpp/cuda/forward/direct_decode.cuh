@@ -78,7 +78,7 @@ template <class Config> struct DirectDecodeWarp {
             params.bias_strides.key, params.bias_dtype, false};
   }
 
-  // What is known of a key of this thread, as it lies in memory.
+  // Facts about a key of this thread, in the layout of memory.
   struct KeyBits {
     uint32_t kept, bias;
   };

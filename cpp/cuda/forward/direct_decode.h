@@ -93,7 +93,7 @@ __device__ __forceinline__ int64_t DirectKeyStrides::offset(const DirectDecodePl
          int64_t(place.first_key) * key;
 }
 
-// What a launch is told.
+// The parameters of a launch.
 struct DirectDecodeLaunch {
   const ForwardRoute &route;
   const DeviceFacts &device;

@@ -55,7 +55,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   static constexpr int kRowTiles = Config::kRowTiles, kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
   using Rows::out, Rows::params, Rows::scores, Rows::softmax, Rows::task;
 
-  // What is known of a column before its turn.
+  // Facts about a column before its turn.
   struct KeyAndBias {
     int32_t key;
     uint32_t bias_bits;
@@ -177,7 +177,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     else
       own = c < columns.count ? c : -1;
   }
-  // Most columns are full. What is known of the rows of others is not asked for ahead, since it takes registers.
+  // Most columns are full. Facts about the rows of others are not prefetched, since they take registers.
   __device__ Entry fetch(int block) const {
     const ScoreView bias = task->bias;
     const int32_t key = shared.next_key[threadIdx.x];
@@ -233,13 +233,13 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
         fetch_key(ahead + Ring::kBatch);
       }
       ptx::cp_async_wait<Config::kGeneral ? 1 : 0>(); // the bias may take longer
-      __syncthreads(); // K of this block is there; nobody reads V of the last one any more
+      __syncthreads(); // K of this block is there; no thread reads V of the last one any more
       load_keys<true>(block);
       ptx::cp_async_fence();
       if (looks_up) store(ahead, entry);
       make_probabilities(block, block == shared.first_block);
       ptx::cp_async_wait<0>();
-      __syncthreads(); // V is there; nobody reads K any more
+      __syncthreads(); // V is there; no thread reads K any more
       if (ahead < end) load_keys<false>(ahead);
       ptx::cp_async_fence();
       if constexpr (Config::kGeneral) {

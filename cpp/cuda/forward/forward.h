@@ -36,7 +36,7 @@ struct ForwardParams {
 
 struct BoxMaps;
 
-// What a launch is told.
+// The parameters of a launch.
 struct ForwardLaunch {
   const ForwardRoute &route;
   const ForwardParams &params;

@@ -24,7 +24,7 @@ FDM_INLINE int32_t visible_key_tiles(const fdm_problem &p, int64_t row_tile, int
   return int32_t(ceil_div(clamp64(last_row + p.keys - p.queries + 1, 0, p.keys), kDenseTileSm90));
 }
 
-// What all dense kernels are told beside the problem.
+// The parameters of all dense kernels beside the problem.
 struct DenseFacts {
   int32_t batches, heads;        // sequences and query heads that share an element of the bias
   bool shares_mask;              // the sources of a bias have the mask in common, as far as it has rows
@@ -62,7 +62,7 @@ struct DbiasDivision {
   int32_t blocks; // of threads
   bool whole;     // no tile is divided
 
-  int64_t parts_bytes() const; // of what is left of a block's first and last tile
+  int64_t parts_bytes() const; // of the partial first and last tile of a block
 };
 
 // A warp has 32 rows by 64 keys of a tile of the gradient of a bias.
@@ -138,7 +138,7 @@ struct FusedPlan {
   FusedDivision launch(int64_t first, int64_t *batches) const;
 };
 
-// Where what is left of tiles of the gradient of a bias lies until it is added up.
+// The place of partial tiles of the gradient of a bias until they are added up.
 enum class DbiasParts : uint8_t { none, workspace, in_dk };
 
 struct DenseBackwardRoute {

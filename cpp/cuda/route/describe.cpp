@@ -18,7 +18,7 @@ constexpr const char *kSelectionNames[] = {"none", "keep", "intervals", "list"};
 constexpr const char *kInsideNames[] = {"none", "few", "all"};
 constexpr const char *kPartsNames[] = {"none", "workspace", "in_dk"};
 
-// A JSON object. What is 0, false or absent is left out.
+// A JSON object. It leaves out values that are 0, false or absent.
 class Object {
 public:
   void add(const char *name, const std::string &json) {

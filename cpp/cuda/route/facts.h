@@ -27,7 +27,7 @@ struct BuiltFor {
   HeadDimList all, dense, dense_sm90, direct;
 };
 
-// What is known of the device of the tensors.
+// Facts about the device of the tensors.
 struct DeviceFacts {
   const BuiltFor *built;
   const RouteTable *table;

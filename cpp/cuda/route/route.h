@@ -34,7 +34,7 @@ constexpr int kDirectRows = 8, kDirectKeys = 32, kMostDirectWarps = 8;
 
 enum class ForwardKernel : uint8_t {
   none,         // there are no rows
-  general,      // forward.cuh with what is rare: rows that are not aligned, a bias with a row for each query
+  general,      // forward.cuh with the rare cases: rows that are not aligned, a bias with a row for each query
   usual,        // forward.cuh
   crowded,      // forward.cuh with three blocks of threads on an SM
   decode,       // decode.cuh
@@ -146,13 +146,13 @@ struct QuerySumWork {
 
 enum class QueryKernel : uint8_t {
   none,
-  general, // dq.cuh with what is rare
+  general, // dq.cuh with the rare cases
   usual,   // dq.cuh
   wgmma    // sm90/dq.cuh
 };
 enum class KeyKernel : uint8_t {
   none,
-  general, // dkdv.cuh with what is rare
+  general, // dkdv.cuh with the rare cases
   usual,   // dkdv.cuh
   wgmma,   // sm90/dkdv.cuh
   // These compute all gradients.

@@ -36,7 +36,7 @@ template <int kThreads, int kItems> struct WindowExits {
     Dividing dividing;
   };
 
-  // What is known of the key of each rank that a thread has: rank i * kThreads + t.
+  // Facts about the key of each rank that a thread has: rank i * kThreads + t.
   uint32_t key[kItems];
   bool candidate[kItems];
 

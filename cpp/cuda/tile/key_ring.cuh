@@ -117,7 +117,7 @@ __device__ __forceinline__ const uint16_t *key_row(const fdm_problem &p, const f
   return base + page * t.stride[0] + (j % page_size) * t.stride[1] + kv_head * t.stride[2];
 }
 
-// Stores what is known of column c, and returns its key; -1 if no row keeps it. `partial` says that the column's block
+// Stores the facts about column c, and returns its key; -1 if no row keeps it. `partial` says that the column's block
 // is not one of full columns only.
 template <int kColumns>
 __device__ __forceinline__ int32_t store_facts(ColumnFacts<kColumns> &facts, const TileColumns &t,

@@ -48,7 +48,7 @@ constexpr ForwardTileChoice crowded_forward_tile(int arch, int head_dim) {
 // The tile of the general kernel, which has four bytes of bias for each row and column too.
 constexpr ForwardTileChoice general_forward_tile(int arch, int head_dim) {
   const bool large_shared = shared_limit(arch) > 200 * 1024;
-  // What it does with the bias has latencies that more warps hide better than more work of each.
+  // The loads of the bias have latencies that more warps hide better than more work of each.
   if (head_dim <= 64) return {128, large_shared ? 64 : 32, 8, shared_limit(arch) < 100 * 1024 ? 1 : 2};
   ForwardTileChoice tile = forward_tile(arch, head_dim);
   // With fewer columns it fits, and on sm_80 two blocks still share an SM.

@@ -44,7 +44,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   static constexpr int kColumns = 64; // of which a warpgroup computes dQ
   static_assert(kRows == 64 && kHeadDim > 64 && kHeadDim <= 128);
 
-  // What is to be known of a step until its dQ is computed.
+  // Facts about a step that are needed until its dQ is computed.
   struct Step {
     float *dq;         // this thread's part of the sums
     uint32_t keys = 0; // bit n: it concerns the keys of warpgroup n; none before the first step

@@ -27,7 +27,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
   static constexpr int kColumns = Config::kColumns;
 
-  // What is known of a bias with a row for each query, if there is one.
+  // Facts about a bias with a row for each query, if there is one.
   struct None {
     __device__ None(const BackwardParams &, const typename Config::Keys::Shared &) {}
   };

@@ -67,7 +67,7 @@ struct alignas(16) StepFacts {
 };
 static_assert(sizeof(StepFacts) == sizeof(int4));
 
-// What is known of a tile of rows while it is in shared memory.
+// Facts about a tile of rows while it is in shared memory.
 template <class Config> struct PassingRows {
   RowStage<Config::kKeys, Config::kScoreRows, Config::Keys::kRowPlans>
       parts[Config::kParts]; // the tiles of their steps count parts
@@ -303,7 +303,7 @@ template <class Config> struct KeyConsumer {
 
   // The rows whose scores this warpgroup computes are a part of a step: its only one, or those of its turn.
   __device__ static int own_part(int turn = 0) { return Config::kShared ? Roles::consumer_group() : turn; }
-  // What is known of them.
+  // Facts about the rows.
   __device__ const auto &own_rows(int stage, int turn = 0) const { return shared.stages[stage].parts[own_part(turn)]; }
 
   // Starts the products S', which begin with the scores that there are where the bias has a row for each query, and dP'.

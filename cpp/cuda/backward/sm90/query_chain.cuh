@@ -21,7 +21,7 @@
 
 namespace fdm::cuda {
 
-// What is known of a step in a chain: dQ of its tile begins in this block, and ends in it; no step receives after it.
+// Facts about a step in a chain: dQ of its tile begins in this block, and ends in it; no step receives after it.
 enum : uint32_t { kBegins = 1, kEnds = 2, kLast = 4 };
 
 // The tiles of rows that a block of the cluster goes through for each head.

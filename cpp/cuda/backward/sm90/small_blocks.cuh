@@ -130,7 +130,7 @@ template <class Config> struct SmallBlock {
     load(params.p.k, shared.sK);
     load(params.p.v, shared.sV);
   }
-  // Makes zeros of keys that were copied though nobody keeps them: they may be anything.
+  // Makes zeros of keys that were copied though no row keeps them: they may hold any value.
   __device__ void clear_dropped_keys() const {
     constexpr int kThreadsOfKey = Config::kThreads / Config::kKeys;
     const int r = int(threadIdx.x) / kThreadsOfKey;
@@ -345,7 +345,7 @@ template <class Config> struct SmallBlock {
     [[maybe_unused]] typename Config::Chain chain(params);
     if (gridDim.y > 1) ptx::wait_at_cluster(); // all blocks of it have begun, with their barriers
     for (PipelineState<Config::kStages> state; more; ++state) {
-      __syncthreads(); // nobody reads the step before any more
+      __syncthreads(); // no thread reads the step before any more
       const BlockSteps steps = shared.steps;
       prepare(after(shared.stages[state.index].step, steps), state.index ^ 1, steps);
       ptx::wait(shared.full[state.index], state.phase);

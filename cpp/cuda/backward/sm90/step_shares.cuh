@@ -12,7 +12,7 @@ namespace fdm::cuda {
 
 struct ShareBarriers {
   static constexpr int kSums = 2;     // dK with the gradient of the bias, and dV: who adds them up has this rank
-  uint64_t writable[kSums], readable; // the memory of who adds up, and what has come here
+  uint64_t writable[kSums], readable; // the memory of who adds up, and the sums that have arrived
 
   // One thread of the block calls this, before the blocks of the cluster meet.
   __device__ void init() {
@@ -28,7 +28,7 @@ template <int kTiles, int kThreads> struct StepShares {
   static constexpr int kRoomBytes = (kMostShares - 1) * kSlotFloats * int(sizeof(float));
 
   ShareBarriers &barriers;
-  float *room; // kRoomBytes of shared memory, which nobody in this block uses any more
+  float *room; // kRoomBytes of shared memory, which no thread of this block uses any more
 
   __device__ StepShares(ShareBarriers &own_barriers, void *memory)
       : barriers(own_barriers), room(static_cast<float *>(memory) + 4 * threadIdx.x) {}

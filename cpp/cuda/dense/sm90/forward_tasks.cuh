@@ -236,7 +236,7 @@ private:
       // Split 0 is that of the block of threads with the first key.
       const int first_key = step - own_step + 1;
       const int split = own_step <= 1 ? 0 : int(blockIdx.x) - ((first_key + 1) * int(gridDim.x) - 1) / all_steps();
-      // What has no key is skipped, unless its rows see none.
+      // Tasks without keys are skipped, unless their rows see none.
       skipped = end <= begin && keys > 0;
       if (!skipped) *task = make_task(group, place, split, begin, end, keys);
       step += steps;

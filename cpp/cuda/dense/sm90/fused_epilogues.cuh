@@ -65,7 +65,7 @@ template <class Config> struct SumsEpilogue : FusedEpilogueBase<Config> {
   }
 };
 
-// Writes what is complete: a warpgroup has all rows and keys of a source.
+// Writes complete gradients: a warpgroup has all rows and keys of a source.
 template <class Config> struct WindowEpilogue : FusedEpilogueBase<Config> {
   using Base = FusedEpilogueBase<Config>;
   using Base::Base, Base::work, Base::shared;

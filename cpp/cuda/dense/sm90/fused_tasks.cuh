@@ -10,7 +10,7 @@
 
 namespace fdm::cuda {
 
-// What has a barrier of its own where there is one stage.
+// The operands that have their own barriers where there is one stage.
 enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
 
 // What becomes of a step's part of dQ, dK and dV. sums: it is added to float32 sums in global memory. exchange: a cluster has

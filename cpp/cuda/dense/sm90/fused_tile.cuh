@@ -88,7 +88,7 @@ template <class Config> struct FusedBiasTile {
   }
 
 private:
-  // The products have -lse in them, and -inf for what is dropped.
+  // The products have -lse in them, and -inf for dropped pairs.
   template <int kFirst, int kCount> __device__ void make_folded_probabilities(float (&scores)[kCount][4]) const {
     const float factor = work.call.p.scale * kLog2E;
 #pragma unroll
@@ -114,7 +114,7 @@ private:
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float score = fmaf(scores[n][i], scale, bias[n % kChunkTiles][i]);
-        // The bias of what is dropped may be NaN, which fminf leaves out.
+        // The bias of a dropped pair may be NaN, which fminf leaves out.
         if constexpr (kDrops) score = fminf(score, dropped[i % 2]);
         scores[n][i] = ptx::exp2_approximate(fmaf(score, kLog2E, i < 2 ? low : high));
       }

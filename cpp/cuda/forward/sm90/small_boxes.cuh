@@ -287,7 +287,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   }
   __device__ void release(int block) const {
     if (block + 1 == blocks) return;
-    __syncthreads(); // nobody reads the block any more, and the facts of the next are there
+    __syncthreads(); // no thread reads the block any more, and the facts of the next are there
     if (threadIdx.x == 0) copy_keys(block + kStages);
   }
 };

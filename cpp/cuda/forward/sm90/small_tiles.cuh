@@ -122,7 +122,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
   __device__ void wait_for_keys(int block) const {
     ptx::cp_async_wait<kStages - 2>();
     ptx::fence_async_proxy();
-    __syncthreads(); // this block is there, and nobody reads the last one any more
+    __syncthreads(); // this block is there, and no thread reads the last one any more
     load_keys(block + kStages - 1);
   }
   __device__ void start_scores(int block) {

@@ -78,7 +78,7 @@ template <class Boxes> struct BoxCopier {
   }
 };
 
-// A lookup thread. What is known of the columns of a block is asked for when those of the block before have been stored,
+// A lookup thread. The facts about the columns of a block are requested when those of the block before have been stored,
 // which may be of the task before.
 //
 // on_column(stage, i, bias) is called for each column of a block whose facts have been stored.
@@ -91,7 +91,7 @@ template <class Boxes, class OnColumn> struct BoxLookup {
   Reader reader;
   typename Boxes::KPipelineState k_state;
   typename Boxes::VPipelineState v_state;
-  bool asked = false; // for what is known of the first block of the task
+  bool asked = false; // for the facts about the first block of the task
   bool lags = false;  // V of a block whose facts are stored is not dealt with yet
   bool dead = false;  // no query of the tile keeps the column of that block
 

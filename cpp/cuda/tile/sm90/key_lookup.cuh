@@ -26,7 +26,7 @@ template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, 
 
   __device__ static int column(int block) { return Roles::own_column<kColumns, Roles::kLookupWarps>(block); }
 
-  // Asks for what is known of the first columns, which is then there when they are stored.
+  // Requests the facts about the first columns, which have then arrived when the columns are stored.
   template <class Task> __device__ void start(const Task &task) {
     keys = &task.columns;
     fetch_from(task);

@@ -73,7 +73,7 @@ template <class Pipeline> struct KeyProducer {
   int32_t entry_full;
   ScoreView bias;
   int32_t next_key;                // of the block after that
-  TileColumns keys;                // what is read here is what finds keys
+  TileColumns keys;                // read only to find keys
   const uint16_t *v_row = nullptr; // of the block whose K was loaded last; null once its V is loaded too
 
   __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared) : p(problem), pipeline(shared) {
@@ -88,7 +88,7 @@ template <class Pipeline> struct KeyProducer {
     return (task.columns.count + kColumns - 1) / kColumns;
   }
 
-  // Asks for what is known of the first columns, which is then there when they are loaded.
+  // Requests the facts about the first columns, which have then arrived when the columns are loaded.
   template <class Task> __device__ void start(const Task &task) {
     keys = task.columns;
     fetch_from(task);

@@ -126,7 +126,7 @@ private:
 };
 
 // One warp of the lookup warpgroup makes all tasks, and the other lookup warps go through them as they like. Tiles go to
-// whoever asks first, and should not be asked for much too early: consumers are at the first of so many tasks.
+// the block that asks first, and should not be requested much too early: consumers are at the first of so many tasks.
 constexpr uint32_t kTasksAhead = 3;
 
 // on_task(task) is called for each task, by all lanes of the warp that makes them.

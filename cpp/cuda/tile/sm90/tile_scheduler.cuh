@@ -124,7 +124,7 @@ template <class Task, class Make> struct TaskProducer {
   // Hands the task to the consumers. The copies that belong to it have been started.
   __device__ void producer_commit() { Roles::producer_commit(pipeline.full); }
 
-  // One warp prepares the task after the next, after producer_acquire(): then nobody needs the slot any more.
+  // One warp prepares the task after the next, after producer_acquire(): then no thread needs the slot any more.
   __device__ bool prepares() const { return prepares(number() + 2); }
   __device__ void prepare_ahead() { prepare(number() + 2); }
   __device__ void advance() {
