@@ -58,8 +58,8 @@ public:
 
   // These return false, with nothing done, where the workspace has no memory.
 
-  // forward, with a plan of its own where none is given, and an lse that the caller does not get where that is None. What it needs
-  // for these is a part of its workspace, since allocations are a good part of a small call's time.
+  // forward, which makes the plan and the lse itself where they are None. They are parts of its workspace, since
+  // allocations are a good part of a small call's time.
   int64_t attend_bytes(bool has_lse, bool has_plan) const { return attend_sizes(has_lse, has_plan).bytes(); }
   bool attend(const TensorField &out, const TensorField &lse, const TensorField &plan, Workspace &&workspace);
   // As attend, for a call whose plan is kept for backward: the given one, or where that is None a new one, which it makes.
