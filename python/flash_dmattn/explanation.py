@@ -14,9 +14,9 @@ from torch import Tensor
 
 from . import interface
 from .backends import select_backend
-from .key_lists.ops import check_call, uses_triton
+from .ops import RecordedError
 from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs
-from .recorder import RecordedError, recorded_calls
+from .recorder import recorded_calls
 
 __all__ = ["Explanation", "Obstacle", "explain"]
 
@@ -125,6 +125,8 @@ def _recorded(
 
 def _explain_lists(inputs: KeyListInputs, asked: str, gradients: tuple[str, ...]) -> Explanation:
     """Tell how a call is computed whose queries list their keys."""
+    from .key_lists.ops import check_call, uses_triton  # which calls without lists do not load
+
     check_call(inputs, asked)
     by_triton = uses_triton(inputs, asked)
     kernels = ("list_forward_kernel", "list_backward_kernel")

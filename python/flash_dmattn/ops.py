@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -18,11 +19,17 @@ from .backends import select_backend
 from .backends.base import Backend, lse_dtype, lse_shape
 from .backends.reference import ReferenceBackend
 from .operators import define, library, without_negation
-from .record import ATTENTION, AttentionInputs, no_gradient
-from .recorder import stop_if_recorded
+from .record import ATTENTION, AttentionInputs, KeyListInputs, no_gradient
 from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
 
-__all__ = ["attention", "make_plan", "usual_attention"]
+__all__ = [
+    "RECORDS_CALLS",
+    "RecordedError",
+    "attention",
+    "make_plan",
+    "stop_if_recorded",
+    "usual_attention",
+]
 
 _INPUTS = f"{ATTENTION.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in ATTENTION.differentiable)
@@ -46,6 +53,25 @@ def _usual_call() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return usual_call
+
+
+# Whether calls of attention are to raise RecordedError (recorder.py).
+RECORDS_CALLS: ContextVar[bool] = ContextVar("flash_dmattn_records_calls", default=False)
+
+
+class RecordedError(Exception):
+    """The record of a call and the name of its backend."""
+
+    def __init__(self, inputs: AttentionInputs | KeyListInputs, backend: str) -> None:
+        """Keep both."""
+        super().__init__()
+        self.inputs, self.backend = inputs, backend
+
+
+def stop_if_recorded(inputs: AttentionInputs | KeyListInputs, backend: str) -> None:
+    """Raise RecordedError in `recorded_calls`; asked where torch's dispatcher is not idle."""
+    if not torch.compiler.is_compiling() and RECORDS_CALLS.get():
+        raise RecordedError(inputs, backend)
 
 
 def attention(

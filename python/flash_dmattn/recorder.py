@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -13,26 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .record import AttentionInputs, KeyListInputs
+from .ops import RECORDS_CALLS
 
-__all__ = ["RecordedError", "recorded_calls", "stop_if_recorded"]
-
-_is_on: ContextVar[bool] = ContextVar("flash_dmattn_is_recorded", default=False)
-
-
-class RecordedError(Exception):
-    """The record of a call and the name of its backend."""
-
-    def __init__(self, inputs: AttentionInputs | KeyListInputs, backend: str) -> None:
-        """Keep both."""
-        super().__init__()
-        self.inputs, self.backend = inputs, backend
-
-
-def stop_if_recorded(inputs: AttentionInputs | KeyListInputs, backend: str) -> None:
-    """Raise RecordedError in `recorded_calls`; asked where torch's dispatcher is not idle."""
-    if not torch.compiler.is_compiling() and _is_on.get():
-        raise RecordedError(inputs, backend)
+__all__ = ["recorded_calls"]
 
 
 @contextmanager
@@ -40,13 +22,13 @@ def recorded_calls() -> Iterator[None]:
     """Let calls of attention of this thread raise RecordedError, and whatever operation comes
     before that and makes a tensor make one without contents.
     """
-    token = _is_on.set(True)
+    token = RECORDS_CALLS.set(True)
     try:
         # Under a dispatch mode no call leaves the dispatcher out.
         with _EmptyTensors():  # type: ignore[no-untyped-call]
             yield
     finally:
-        _is_on.reset(token)
+        RECORDS_CALLS.reset(token)
 
 
 class _EmptyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -58,7 +58,13 @@ def test_importing_imports_no_torch_and_opens_no_driver():
 # Of names that no call needs, loaded where they are used.
 APART = {
     f"flash_dmattn.{name}"
-    for name in ("explanation", "forgetting", "modules.forgetting", "modules.forgetting_cache")
+    for name in (
+        "explanation",
+        "recorder",
+        "forgetting",
+        "modules.forgetting",
+        "modules.forgetting_cache",
+    )
 }
 
 

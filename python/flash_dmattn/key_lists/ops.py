@@ -14,8 +14,8 @@ from flash_dmattn import dispatch_state
 from flash_dmattn.backends import select_backend
 from flash_dmattn.backends.base import lse_shape
 from flash_dmattn.operators import define, library, without_negation
+from flash_dmattn.ops import stop_if_recorded
 from flash_dmattn.record import KEY_LISTS, Gradients, KeyListInputs, no_gradient
-from flash_dmattn.recorder import stop_if_recorded
 from flash_dmattn.reference import computing_dtype, recorded_gradients
 from flash_dmattn.refusals import refuse_double_backward
 

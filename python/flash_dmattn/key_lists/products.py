@@ -87,7 +87,7 @@ class Listed:
             length = self.per_head.shape[1]
             order, begins = _inverse(self._numbers, count)
             heads = (order // length * self._group).to(torch.int32).unsqueeze(1)
-            heads = heads + torch.arange(self._group, dtype=torch.int32)
+            heads = heads + torch.arange(self._group, dtype=torch.int32, device=heads.device)
             begins = (begins * self._group).to(torch.int32)
             self._inverse = order, heads.reshape(-1), begins
         return self._inverse
@@ -172,7 +172,7 @@ def _sparse(listed: Tensor, table: Tensor) -> Tensor:
     rows, length = listed.shape
     _ignore_sparse_warning()
     return torch.sparse_csr_tensor(
-        torch.arange(rows + 1, dtype=listed.dtype) * length,
+        torch.arange(rows + 1, dtype=listed.dtype, device=listed.device) * length,
         listed.reshape(-1),
         table.new_zeros(rows * length),
         (rows, table.shape[0]),
@@ -185,4 +185,4 @@ def _ignore_sparse_warning() -> None:
     """Leave out that torch's sparse tensors may change, which it says once in a process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.eye(1).to_sparse_csr()
+        torch.eye(1, dtype=torch.float32, device="cpu").to_sparse_csr()
