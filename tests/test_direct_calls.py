@@ -241,10 +241,10 @@ def test_window_size_is_dynamic_mask(
 
 
 @pytest.fixture
-def _poisoned_memory():
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch):
     """What torch.empty allocates is NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     yield
     torch.use_deterministic_algorithms(False)
 
