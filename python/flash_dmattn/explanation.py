@@ -144,8 +144,8 @@ def _explain_lists(inputs: KeyListInputs, asked: str, gradients: tuple[str, ...]
     elif not by_triton and inputs.query.is_cuda:
         obstacles.append(
             Obstacle(
-                "PyTorch operations compute calls with key_indices, and kernels are faster",
-                'pass backend="triton"',
+                "PyTorch operations compute calls with key_indices unless a backend is named",
+                'pass backend="triton" for kernels, and measure both',
             )
         )
     return Explanation(
