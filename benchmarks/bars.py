@@ -182,7 +182,6 @@ _OF_SETS: dict[str, tuple[tuple[Bar, ...], tuple[Bar, ...]]] = {
     "decode": (DECODE_BARS, ()),
     "generate": (GENERATE_BARS, GENERATE_BARS),
     "train": (TRAIN_BARS, TRAIN_BARS),
-    "learn": ((), ()),
     **dict.fromkeys(("compact", "unmasked", "short", "host"), (SHAPE_BARS, ())),
     **dict.fromkeys(("triangle", "t5", "single", "swin"), (PAIR_BARS, ())),
 }

@@ -69,8 +69,6 @@ def drawings(results: Results) -> dict[str, Drawing]:
     """A picture for everything that the run has numbers for, by its name."""
     if is_map(results):
         return {"map": ("", lambda pyplot: draw_maps(pyplot, [results]))}
-    if next(iter(results.cases), "").startswith("learn"):
-        return {"loss": _loss_drawing(results)}
     found: dict[str, Drawing] = {}
     records = [r for r in results.records if r.value and r.contestant not in _LEFT_OUT]
     styles = _styles(records)
@@ -150,33 +148,6 @@ def _draw_lines(
     axis.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
     axis.set_xticks([], minor=True)
     axis.yaxis.set_major_formatter("{x:g}")
-    axis.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=9, frameon=False)
-    return figure
-
-
-def _loss_drawing(results: Results) -> Drawing:
-    """Losses over the time of training: of text that was held out, and dotted of the steps."""
-    first, *_ = results.cases.values()
-    shape = f"{first['layers']} layers, {shape_text(first)}"
-    return f"Loss over the time of training\n{shape}\n{results.machine}", partial(
-        _draw_losses, results=results
-    )
-
-
-def _draw_losses(pyplot: Any, results: Results) -> Any:
-    figure, axis = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
-    for contestant, records in _by_contestant(results.records).items():
-        steps = max(record.value or 0 for record in records if record.quantity == "steps")
-        label = f"{contestant}: {steps:.0f} steps"
-        color = "tab:blue" if records[0].role == "ours" else "0.3"
-        for quantity, style in {"held_out_loss": "-", "loss": ":"}.items():
-            shown = [record for record in records if record.quantity == quantity]
-            minutes = [results.cases[record.case]["seconds"] / 60 for record in shown]
-            losses = [record.value for record in shown]
-            axis.plot(minutes, losses, color=color, ls=style, label=label)
-            label = ""
-    axis.set(xlabel="minutes of training", ylabel="nats per byte: held out; dotted: trained on")
     axis.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
     return figure

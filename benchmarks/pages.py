@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,8 @@ def draw_pages(root: Path, results: Path) -> list[Path]:
     known: dict[str, Drawing] = (
         {"map": ("", lambda pyplot: draw_maps(pyplot, maps))} if maps else {}
     )
-    if runs:
-        known[_STUDY] = ("", lambda pyplot: learning.draw(pyplot, runs))
+    for name, group in learning.groups(runs).items():
+        known[name] = ("", partial(learning.draw, grouped=[group]))
     for name, one in found.items():
         if not is_map(one):
             known |= {f"{name}-{picture}": drawing for picture, drawing in drawings(one).items()}

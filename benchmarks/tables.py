@@ -83,12 +83,7 @@ TRAIN_QUANTITIES = {
     "train_step": Quantity("forward, backward and AdamW of a whole model", "step ms"),
     "memory_train": Quantity("peak memory of a step, beyond weights", "extra MiB", unit="MiB"),
 }
-LEARN_QUANTITIES = {
-    "loss": Quantity("mean loss of the steps since the mark before", "loss", unit="nats"),
-    "held_out_loss": Quantity("loss of text that was held out", "held out", unit="nats"),
-    "steps": Quantity("steps until then", "steps", unit="steps"),
-}
-COLUMNS = {**QUANTITIES, **GENERATE_QUANTITIES, **TRAIN_QUANTITIES, **LEARN_QUANTITIES}
+COLUMNS = {**QUANTITIES, **GENERATE_QUANTITIES, **TRAIN_QUANTITIES}
 
 
 def about(quantities: Mapping[str, Quantity]) -> dict[str, str]:

@@ -114,7 +114,10 @@ def make_model(name: str, case: Case, layers: int, mode: str = "eager") -> nn.Mo
     attention = METHODS[name][0]
     sizes = (width, case.heads, case.kv_heads)
     with torch.device(case.device):
-        blocks = [Block(attention(*sizes, window_size=case.window), width) for _ in range(layers)]
+        blocks = [
+            Block(attention(*sizes, window_size=case.window, keep_last=0), width)
+            for _ in range(layers)
+        ]
         head = nn.Linear(width, VOCABULARY, bias=False)
         model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.RMSNorm(width), head)
     if mode == "compiled":

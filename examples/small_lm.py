@@ -66,11 +66,16 @@ class LanguageModel(nn.Module):
         return cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
+def kept_keys(window: int) -> dict[str, Any]:
+    """Settings of a layer that keeps so many keys: half of them the last ones."""
+    return {"window_size": window // 2, "keep_last": window - window // 2}
+
+
 def make_model(options: argparse.Namespace) -> LanguageModel:
     """Return a model of DynamicMaskAttention layers on the device."""
     torch.manual_seed(options.seed)
     attentions: list[nn.Module] = [
-        DynamicMaskAttention(options.width, 4, 2, window_size=options.window)
+        DynamicMaskAttention(options.width, 4, 2, **kept_keys(options.window))
         for _ in range(options.layers)
     ]
     return LanguageModel(attentions, options.width).to(DEVICE)

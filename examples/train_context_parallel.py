@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flash_dmattn.distributed import ContextParallelAttention
-from small_lm import LanguageModel, entropy, load_text, make_parser
+from small_lm import LanguageModel, entropy, kept_keys, load_text, make_parser
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def join() -> torch.device:
 def make_model(options: argparse.Namespace) -> LanguageModel:
     """Return a model whose layers see the shards of the ranks before this one."""
     attentions: list[nn.Module] = [
-        ContextParallelAttention(options.width, 4, 2, window_size=options.window)
+        ContextParallelAttention(options.width, 4, 2, **kept_keys(options.window))
         for _ in range(options.layers)
     ]
     return LanguageModel(attentions, options.width)

@@ -21,7 +21,8 @@ def make_module(target: Target, dtype: torch.dtype | None = None, **settings: ob
     different for all tokens.
     """
     torch.manual_seed(0)
-    settings = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "window_size": 5, **settings}
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
+    settings = {**sizes, "window_size": 5, "keep_last": 0, **settings}
     dtype = dtype or target.dtypes[0]
     module = DynamicMaskAttention(EMBED, init_std=0.3, backend=target.backend, **settings)
     if dtype != torch.float32:

@@ -22,7 +22,7 @@ def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def make_layer(**settings: Any) -> DynamicMaskAttention:
     torch.manual_seed(0)
-    settings = {"window_size": 6, **settings}
+    settings = {"window_size": 6, "keep_last": 0, **settings}
     layer = DynamicMaskAttention(32, 4, 2, **settings)
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -161,7 +161,7 @@ def test_positions_lie_in_memory_in_any_order(
 def make_layer(device: str, **settings: Any) -> DynamicMaskAttention:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    made = {"window_size": None, "init_std": 0.3, "backend": device, **settings}
+    made = {"window_size": None, "keep_last": 0, "init_std": 0.3, "backend": device, **settings}
     return DynamicMaskAttention(16, 4, 2, **made).to(device, dtype)
 
 

@@ -197,8 +197,12 @@ def test_state_dict_is_stable() -> None:
 
 def test_defaults() -> None:
     module = DynamicMaskAttention(64, 4)
-    assert (module.num_kv_heads, module.head_dim, module.window_size) == (4, 16, 2048)
-    assert "window_size=2048, is_causal=True, bias_form='softplus'" in repr(module)
+    assert (module.num_kv_heads, module.head_dim) == (4, 16)
+    assert (module.window_size, module.keep_last, module.keep_first) == (1024, 1024, 0)
+    assert DynamicMaskAttention(64, 4, window_size=3).keep_last == 3
+    assert DynamicMaskAttention(64, 4, window_size=3, is_causal=False).keep_last == 0
+    assert DynamicMaskAttention(64, 4, window_size=None).keep_last == 0
+    assert "window_size=1024, keep_last=1024, is_causal=True, bias_form='softplus'" in repr(module)
     assert "rotary_base=10000.0, softcap=0.0, sink=False" in repr(module)
     assert all(parameter.requires_grad for parameter in module.parameters())
 
@@ -291,7 +295,7 @@ X = torch.zeros(1, 5, EMBED)
 def test_wrong_arguments_are_explained(
     x: Tensor, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    module = DynamicMaskAttention(EMBED, 4, window_size=3)
+    module = DynamicMaskAttention(EMBED, 4, window_size=3, keep_last=0)
     with pytest.raises(error, match=text):
         module(x, **options)
 
@@ -314,7 +318,7 @@ def test_module_equals_a_doge_layer() -> None:
     )
     layer = doge.DogeAttention(config, 0)
     torch.nn.init.normal_(layer.A)
-    module = DynamicMaskAttention(EMBED, 4, 2, window_size=6, bias_form="exp")
+    module = DynamicMaskAttention(EMBED, 4, 2, window_size=6, keep_last=0, bias_form="exp")
     module.load_state_dict(layer.state_dict())
     x = torch.randn(2, 25, EMBED)
     hidden = ~torch.ones(25, 25, dtype=torch.bool).tril()

@@ -114,7 +114,7 @@ def test_a_step_is_what_the_layer_computes(triton_device: str, settings: dict[st
         # Drawn on the CPU: whatever the device, a problem of which rounding decides no selection,
         # and whose biases are neither large nor of states that a bfloat16 holds but coarsely.
         torch.manual_seed(2179)
-        made = {"window_size": 6, "init_std": 0.3, **settings}
+        made = {"window_size": 6, "keep_last": 0, "init_std": 0.3, **settings}
         layer = DynamicMaskAttention(48, 4, 2, backend=triton_device, **made)
         for name, parameter in layer.named_parameters():
             if name.endswith(("norm.weight", "bias")):

@@ -94,6 +94,7 @@ def learn(options: argparse.Namespace, device: str) -> int:
     if missing:
         print(f"{missing} runs are not done; the same command goes on", file=sys.stderr)
     if options.plot is not None and runs:
-        drawing = ("", lambda pyplot: report.draw(pyplot, runs))
+        grouped = report.groups(runs).values()
+        drawing = ("", lambda pyplot: report.draw(pyplot, grouped))
         write_figures({"learning": drawing}, options.plot)
     return 3 if missing else 0

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -140,9 +140,8 @@ def tables(runs: Iterable[Run]) -> dict[str, Table]:
     return found
 
 
-def draw(pyplot: Any, runs: Iterable[Run]) -> Any:
+def draw(pyplot: Any, grouped: Collection[Group]) -> Any:
     """A row for each group: the loss over the time of training, and held out by position."""
-    grouped = groups(runs).values()
     size: dict[str, Any] = {"figsize": (11, 4.2 * len(grouped)), "layout": "constrained"}
     figure, rows = pyplot.subplots(len(grouped), 2, squeeze=False, **size)
     for (left, right), group in zip(rows, grouped, strict=True):

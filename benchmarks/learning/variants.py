@@ -75,7 +75,9 @@ _FORMS: dict[str, Callable[..., nn.Module]] = {
     r"dense-unnormed": lambda *size: Dense(*size, window_size=None, qk_norm=False),
     r"alibi": lambda *size: Alibi(*size, window_size=None, rotary_base=None),
     r"sliding-(?P<last>\d+)": lambda *size, last: Sliding(*size, window_size=0, keep_last=last),
-    r"top-(?P<top>\d+)": lambda *size, top: DynamicMaskAttention(*size, window_size=top),
+    r"top-(?P<top>\d+)": lambda *size, top: DynamicMaskAttention(
+        *size, window_size=top, keep_last=0
+    ),
     r"last-(?P<last>\d+)\+top-(?P<top>\d+)": lambda *size, last, top: DynamicMaskAttention(
         *size, window_size=top, keep_last=last
     ),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Train a small byte-level language model with dynamic mask attention on real text, twice.
+"""Train a small byte-level language model on real text, with forget gates and with dense attention.
 
-Once with flash_dmattn and once with PyTorch's scaled_dot_product_attention under the same mask,
-from the same weights and on the same batches: the losses must agree, and the costs are compared.
+The gates let attention weights decay, and flash_dmattn drops what has decayed. The dense model has
+a rotary embedding and PyTorch's scaled_dot_product_attention. Both see the same batches; what they
+learn, and what it costs, is compared.
 """
 
 from __future__ import annotations
@@ -28,23 +29,20 @@ from flash_dmattn.loader import trace_for
 
 OURS, THEIRS = ATTENTIONS
 HELD_OUT_PIECES = 4
-# Both round differently, and a key that is just in or just out of the window may swap; over a
-# whole training that moves a loss in its third digit at most.
-LOSS_TOLERANCE = 0.03
-# Beyond this length the Q x K tensors of masked SDPA need gigabytes.
-LONGEST_MASKED = 4096
+# Beyond this length a step of dense attention takes many seconds.
+LONGEST_DENSE = 8192
 MIB = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns 1 when the two trainings disagree or the loss did not fall."""
+    """Run the demo; returns 1 when a loss did not fall."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
         corpus = load_corpus(options.text, minimum=options.context + 2)
     except ValueError as error:
         parser.error(str(error))
-    config = ModelConfig(VOCABULARY, options.window, options.layers, options.width)
+    config = ModelConfig(VOCABULARY, options.layers, options.width)
 
     print_setting(options)
     print(
@@ -55,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = sum(p.numel() for p in runs[OURS].model.parameters())
     print(
         f"Model     {size:,} parameters, {config.layers} layers, {config.heads} heads on "
-        f"{config.kv_heads} kv heads of {config.head_dim}; each query keeps "
-        f"{config.window} of {options.context} keys\n",
+        f"{config.kv_heads} kv heads of {config.head_dim}, {options.context} bytes of context\n",
         flush=True,
     )
     generator = torch.Generator().manual_seed(options.seed)
@@ -67,19 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train(runs, batches, held_out, options.learning_rate)
     seconds = time_layers(
         config,
-        ATTENTIONS,
-        {OURS: options.lengths, THEIRS: [n for n in options.lengths if n <= LONGEST_MASKED]},
+        {OURS: options.lengths, THEIRS: [n for n in options.lengths if n <= LONGEST_DENSE]},
     )
-
-    difference = max(
-        abs(a - b) for a, b in zip(runs[OURS].losses, runs[THEIRS].losses, strict=True)
-    )
-    print_results(runs, seconds, difference)
-    write_plot(options.output, {n: r.losses for n, r in runs.items()}, seconds, config.window)
+    print_results(runs, seconds)
+    write_plot(options.output, {n: (r.seconds, r.losses) for n, r in runs.items()}, seconds)
     record = options.output.with_suffix(".json")
-    record.write_text(json.dumps(to_json(runs, seconds, difference), indent=1) + "\n")
+    record.write_text(json.dumps(to_json(runs, seconds), indent=1) + "\n")
     print(f"\nWrote {options.output} and {record}")
-    return verdict(runs, difference)
+    return verdict(runs)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,9 +80,8 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=positive, default=50, help="training steps")
+    parser.add_argument("--steps", type=positive, default=60, help="training steps")
     parser.add_argument("--context", type=positive, default=2048, help="bytes in a sequence")
-    parser.add_argument("--window", type=positive, default=128, help="keys that a query keeps")
     parser.add_argument("--batch", type=positive, default=2, help="sequences in a batch")
     parser.add_argument("--layers", type=positive, default=2)
     parser.add_argument("--width", type=positive, default=256, help="a multiple of 8")
@@ -103,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[512, 1024, 2048, 4096, 8192, 16384],
         help="sequence lengths at which the attention layer is timed "
-        f"(masked SDPA up to {LONGEST_MASKED})",
+        f"(dense attention up to {LONGEST_DENSE})",
     )
     parser.add_argument("--output", type=Path, default=Path("demo.png"), help="the plot; .json too")
     return parser
@@ -117,13 +108,11 @@ def positive(text: str) -> int:
 
 
 def make_runs(config: ModelConfig, options: argparse.Namespace) -> dict[str, Run]:
-    """One model for each attention, all with the same initial weights."""
-    torch.manual_seed(options.seed)
-    first = LanguageModel(config, ATTENTIONS[OURS])
-    runs = {OURS: make_run(first, options.learning_rate)}
-    second = LanguageModel(config, ATTENTIONS[THEIRS])
-    second.load_state_dict(first.state_dict())
-    runs[THEIRS] = make_run(second, options.learning_rate)
+    """One model for each attention."""
+    runs = {}
+    for name in ATTENTIONS:
+        torch.manual_seed(options.seed)
+        runs[name] = make_run(LanguageModel(config, name), options.learning_rate)
     return runs
 
 
@@ -138,9 +127,7 @@ def print_setting(options: argparse.Namespace) -> None:
     print(f"Machine   {cpu_model()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
 
 
-def print_results(
-    runs: dict[str, Run], seconds: dict[str, dict[int, float]], difference: float
-) -> None:
+def print_results(runs: dict[str, Run], seconds: dict[str, dict[int, float]]) -> None:
     ours, theirs = runs[OURS], runs[THEIRS]
 
     def row(title: str, left: str, right: str, note: str = "") -> None:
@@ -171,8 +158,7 @@ def print_results(
         else:
             row(title, f"{1e3 * left:.1f} ms", "-")
     print(
-        f"\nLosses are in nats per byte; the two trainings differ by {difference:.1e} at most "
-        f"(allowed: {LOSS_TOLERANCE}).\n"
+        "\nLosses are in nats per byte.\n"
         "Times are medians, and those of the layer include backward.\n"
         f"Memory: {PEAK_METHOD}; weights and optimizer state are not in it."
     )
@@ -184,16 +170,12 @@ def compare(ours: float, theirs: float, better: str, worse: str) -> str:
     return f"{ours / max(theirs, 1e-9):.1f} x {worse}"
 
 
-def to_json(
-    runs: dict[str, Run], seconds: dict[str, dict[int, float]], difference: float
-) -> dict[str, Any]:
+def to_json(runs: dict[str, Run], seconds: dict[str, dict[int, float]]) -> dict[str, Any]:
     return {
         "pack": describe_pack("cpu"),
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "largest_loss_difference": difference,
-        "loss_tolerance": LOSS_TOLERANCE,
         "runs": {
             name: {
                 "losses": run.losses,
@@ -209,13 +191,11 @@ def to_json(
     }
 
 
-def verdict(runs: dict[str, Run], difference: float) -> int:
-    if not difference <= LOSS_TOLERANCE:
-        print(f"FAILED: the losses differ by {difference:.2e}", file=sys.stderr)
-        return 1
-    if not runs[OURS].held_out[-1] < runs[OURS].held_out[0]:
-        print("FAILED: the held-out loss did not fall", file=sys.stderr)
-        return 1
+def verdict(runs: dict[str, Run]) -> int:
+    for name, run in runs.items():
+        if not run.held_out[-1] < run.held_out[0]:
+            print(f"FAILED: the held-out loss of {name} did not fall", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A small decoder in the style of the Doge family, around the package's own attention layer."""
+"""A small decoder around an attention layer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, silu
 
-from flash_dmattn import DynamicMaskAttention
+from .attention import ATTENTIONS
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; ``window`` is how many keys each query keeps."""
+    """Sizes of the model."""
 
     vocabulary: int
-    window: int
     layers: int = 2
     width: int = 256
     heads: int = 4
@@ -28,12 +27,9 @@ class ModelConfig:
     def head_dim(self) -> int:
         return self.width // self.heads
 
-
-def make_attention(
-    config: ModelConfig, attention: type[DynamicMaskAttention]
-) -> DynamicMaskAttention:
-    """Return an attention layer of this model; the bias is learned from the values."""
-    return attention(config.width, config.heads, config.kv_heads, window_size=config.window)
+    def attention(self, name: str) -> nn.Module:
+        """Return an attention layer of this model."""
+        return ATTENTIONS[name](self.width, self.heads, self.kv_heads)
 
 
 class SwiGLU(nn.Module):
@@ -53,10 +49,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added after."""
 
-    def __init__(self, config: ModelConfig, attention: type[DynamicMaskAttention]) -> None:
+    def __init__(self, config: ModelConfig, attention: str) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=1e-6)
-        self.attention = make_attention(config, attention)
+        self.attention = config.attention(attention)
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=1e-6)
         self.feed_forward = SwiGLU(config.width, config.hidden)
 
@@ -69,7 +65,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Predicts the next byte; the input embedding is also the output projection."""
 
-    def __init__(self, config: ModelConfig, attention: type[DynamicMaskAttention]) -> None:
+    def __init__(self, config: ModelConfig, attention: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))

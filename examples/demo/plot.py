@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The picture: loss of both trainings, and time against sequence length."""
+"""The picture: loss of both trainings over time, and time against sequence length."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 from matplotlib import pyplot
@@ -10,29 +11,33 @@ from matplotlib import pyplot
 pyplot.switch_backend("Agg")
 
 _STYLE = {
-    "flash_dmattn": {"color": "tab:blue", "linewidth": 2.0},
-    "masked SDPA": {"color": "tab:orange", "linewidth": 2.0, "linestyle": "--"},
+    "forgetting": {"color": "tab:blue", "linewidth": 2.0},
+    "dense": {"color": "0.4", "linewidth": 2.0, "linestyle": "--"},
 }
 
 
 def write_plot(
     path: Path,
-    losses: dict[str, list[float]],
+    losses: dict[str, tuple[list[float], list[float]]],
     seconds: dict[str, dict[int, float]],
-    window: int,
 ) -> None:
-    """Write a PNG with the losses by step and the layer's seconds by sequence length."""
+    """Write a PNG with the losses by seconds of training and the layer's seconds by length.
+
+    ``losses`` are the seconds of each step, and its loss.
+    """
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name, values in losses.items():
-        left.plot(range(1, len(values) + 1), values, label=name, **_STYLE[name])
-    left.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss, same batches")
+    for name, (each, values) in losses.items():
+        label = f"{name}: {len(values)} steps"
+        left.plot([*accumulate(each)], values, label=label, **_STYLE[name])
+    title = "Training loss, same batches"
+    left.set(xlabel="seconds of training", ylabel="loss (nats per byte)", title=title)
     for name, by_length in seconds.items():
         milliseconds = [1e3 * s for s in by_length.values()]
         right.plot(list(by_length), milliseconds, marker="o", label=name, **_STYLE[name])
     right.set(
         xlabel="sequence length",
         ylabel="milliseconds",
-        title=f"Attention layer, forward + backward, {window} keys kept",
+        title="Attention layer, forward + backward",
         xscale="log",
         yscale="log",
     )

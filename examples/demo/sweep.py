@@ -7,17 +7,16 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from benchmarks.timing import clock_for, in_turns
-from flash_dmattn import DynamicMaskAttention
 
-from .model import ModelConfig, make_attention
+from .model import ModelConfig
 from .progress import Progress
 
 
 def time_layers(
     config: ModelConfig,
-    attentions: dict[str, type[DynamicMaskAttention]],
     lengths: dict[str, Sequence[int]],
     each: float = 0.5,
 ) -> dict[str, dict[int, float]]:
@@ -26,10 +25,7 @@ def time_layers(
     ``lengths`` says for each attention which lengths it is timed at; ``each`` timing takes so many
     seconds.
     """
-    layers = {name: make_attention(config, kind) for name, kind in attentions.items()}
-    first = next(iter(layers.values()))
-    for layer in layers.values():
-        layer.load_state_dict(first.state_dict())
+    layers = {name: config.attention(name) for name in lengths}
     seconds: dict[str, dict[int, float]] = {name: {} for name in layers}
     every = sorted({n for at in lengths.values() for n in at})
     with Progress("timing", len(every)) as progress:
@@ -50,6 +46,6 @@ def time_layers(
     return seconds
 
 
-def _layer_step(layer: DynamicMaskAttention, x: torch.Tensor) -> Callable[[], object]:
+def _layer_step(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     parameters = list(layer.parameters())
     return lambda: torch.autograd.grad(layer(x).square().mean(), parameters)

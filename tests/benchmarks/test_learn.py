@@ -182,14 +182,14 @@ def test_a_page_shows_the_tables_and_the_figure(tmp_path: Path, corpus: corpora.
     name = "learning-code-2steps-1x256-2x64"
     names = (name, f"{name}-recall")
     empty = "".join(f"<!-- {name} -->\n<!-- end {name} -->\n" for name in names)
-    page.write_text(f"{empty}![what is learned](figures/learning.png)\n")
+    page.write_text(f"{empty}![what is learned](figures/{name}.png)\n")
     options = ["--root", str(tmp_path), "--results", str(tmp_path / "results")]
     assert main(["render", *options, "--check"]) == 1
     pytest.importorskip("matplotlib")
     assert main(["render", *options]) == 0
     assert main(["render", *options, "--check"]) == 0
     assert page.read_text().count("| `top-16`") == 2
-    assert (tmp_path / "docs" / "figures" / "learning.png").exists()
+    assert (tmp_path / "docs" / "figures" / f"{name}.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {"num_kv_heads": 2, "window_size": 24, "init_std": 0.
 
 def make_layer(gpu: str, seed: int, **settings: int) -> DynamicMaskAttention:
     torch.manual_seed(seed)
-    made = {**SETTINGS, **settings}
+    made = {**SETTINGS, "keep_last": 0, **settings}
     layer = DynamicMaskAttention(WIDTH, 4, **made, device=gpu, dtype=torch.bfloat16)
     layer.A.normal_()
     return layer
@@ -37,7 +37,9 @@ def make_layer(gpu: str, seed: int, **settings: int) -> DynamicMaskAttention:
 
 def outputs_in_float64(layer: DynamicMaskAttention, tokens: Tensor) -> Tensor:
     """What the formula gives of the parameters of `make_layer`, for tokens ``(B, N, WIDTH)``."""
-    exact = DynamicMaskAttention(WIDTH, 4, **SETTINGS, backend="reference", dtype=torch.float64)
+    exact = DynamicMaskAttention(
+        WIDTH, 4, **SETTINGS, keep_last=0, backend="reference", dtype=torch.float64
+    )
     exact.load_state_dict(layer.state_dict())
     outputs: Tensor = exact(tokens.double().cpu())
     return outputs
