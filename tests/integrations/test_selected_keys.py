@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.integrations import register, transformers_attention
@@ -32,7 +33,14 @@ _LATENT = {
     "qk_nope_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_INDEXED = {"layer_types": ["indexed_attention"] * 2}
+
+
+def _indexed(earlier: str) -> dict[str, list[str]]:
+    """Two layers of the kind that earlier versions of transformers call so."""
+    known = "indexed_attention" in ALLOWED_LAYER_TYPES
+    return {"layer_types": ["indexed_attention" if known else earlier] * 2}
+
+
 # The module of a family, its names of a config and a model, and sizes.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _LATENT),
@@ -57,11 +65,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     # These turn what they select into masks.
     "glm5_next": (
         "Glm5NextTextConfig", "Glm5NextTextModel",
-        {**_LATENT, **_INDEXED, "index_kpool": 4, "qk_rope_head_dim": 0},
+        {**_LATENT, **_indexed("deepseek_sparse_attention"), "index_kpool": 4, "qk_rope_head_dim": 0},
     ),
     "qwen4_exp": (
         "Qwen4ExpTextConfig", "Qwen4ExpTextModel",
-        {**_SIZES, **_INDEXED, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 2,
+        {**_SIZES, **_indexed("qwen_sparse_attention"), "num_key_value_heads": 2, "head_dim": 16, "num_experts": 2,
          "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": 2,
          "indexer_kv_heads": 1, "indexer_head_dim": 16},
     ),
