@@ -251,7 +251,7 @@ ENTRIES: dict[str, Entry] = {
         {"hidden_states": randn(10, 16), "cu_seqlens": BOUNDS, "max_seqlen": 6},
         {**_of("tensor", "hidden_states cu_seqlens position_ids"), "max_seqlen": "integer"},
     ),
-    "ForgettingCache": Entry(flash_dmattn.ForgettingCache, {}, {"capacity": "integer"}),
+    "ForgettingCache": Entry(flash_dmattn.ForgettingCache, {}, _of("integer", "capacity rollback")),
     "parallel_forgetting_attn": Entry(
         flash_dmattn.integrations.parallel_forgetting_attn,
         {"q": randn(2, 7, 4, 8), "k": randn(2, 7, 2, 8), "v": randn(2, 7, 2, 8),

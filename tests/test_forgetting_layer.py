@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import logsigmoid, rms_norm
+from torch.utils.checkpoint import checkpoint
 
 from flash_dmattn import ForgettingAttention, ForgettingCache
+from states import torch_saved
 from support import Target, assert_accurate, randn
 from test_forgetting import decay, plain
 
@@ -222,6 +226,189 @@ def test_beams() -> None:
         cache.reorder(torch.tensor([4]))
 
 
+ROLLBACK = 5
+STEPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, ROLLBACK)), min_size=1, max_size=8)
+
+
+@settings(max_examples=60)
+@given(
+    steps=STEPS,
+    gates=st.sampled_from([2, 4]),
+    capacity=st.sampled_from([None, 1, 4, 60]),
+    padded=st.booleans(),
+    grads=st.booleans(),
+)
+def test_tokens_taken_back_leave_nothing(
+    steps: list[tuple[int, int]], gates: int, capacity: int | None, padded: bool, grads: bool
+) -> None:
+    """Each step appends tokens, some of which it takes back; the whole call never had these."""
+    layer = make(num_gates=gates, prune=-4.0)
+    x = states(2, sum(count for count, _ in steps), layer, seed=len(steps))
+    padding = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(3)) < 0.7
+    cache, begin = ForgettingCache(capacity, rollback=ROLLBACK), 0
+    outs, kept = [torch.empty(2, 0, EMBED)], [x[:, :0]]
+    tokens = [padding[:, :0]]
+    with torch.set_grad_enabled(grads):
+        for count, back in steps:
+            part, end = slice(begin, begin + count), count - min(count, back)
+            out = layer(x[:, part], cache=cache, padding=padding[:, part] if padded else None)
+            cache.truncate(cache.length - min(count, back))
+            outs.append(out[:, :end])
+            kept.append(x[:, part][:, :end])
+            tokens.append(padding[:, part][:, :end])
+            begin += count
+        seen, seen_tokens = torch.cat(kept, 1), torch.cat(tokens, 1) if padded else None
+        if capacity is None:
+            whole = layer(seen, padding=seen_tokens)
+        else:
+            whole = layer(seen, padding=seen_tokens, cache=ForgettingCache(capacity))
+    assert cache.length == seen.shape[1]
+    torch.testing.assert_close(torch.cat(outs, 1), whole, atol=1e-5, rtol=1e-4)
+
+
+def test_what_drafts_have_let_decay_is_held_for_the_rollback() -> None:
+    layer = make(prune=-8.0)
+    x = states(1, 700, layer)
+    cache, begin = ForgettingCache(rollback=4), 0
+    with torch.inference_mode():
+        whole = layer(x)
+        parts = []
+        while begin < 700:
+            parts.append(layer(x[:, begin : begin + 6], cache=cache)[:, :2])
+            cache.truncate(begin + 2)
+            assert cache.rows < 200
+            begin += 2
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_a_stream_with_tokens_taken_back() -> None:
+    layer = make(prune=-6.0)
+    x = states(2, 45, layer).requires_grad_()
+    drafts = states(2, 4, layer, seed=7)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    cache, parts = ForgettingCache(rollback=4), []
+    for begin, end in ((0, 20), (20, 21), (21, 45)):
+        parts.append(layer(x[:, begin:end], cache=cache))
+        with torch.no_grad():
+            layer(drafts, cache=cache)
+        cache.truncate(end)
+        with torch.no_grad():  # written where the drafts were, or anywhere but in the graph
+            layer(drafts[:, :1], cache=cache)
+        cache.truncate(end)
+    got, wanted = gathered(torch.cat(parts, 1), leaves), gathered(layer(x), leaves)
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, atol=2e-5, rtol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("rollback", [0, 3])
+def test_what_is_forgotten_is_not_taken_back(rollback: int) -> None:
+    layer = make(prune=-6.0)
+    x = states(2, 12, layer)
+    cache = ForgettingCache(rollback=rollback)
+    with torch.no_grad():
+        layer(x[:, :9], cache=cache)
+        rows, least = cache.rows, 9 - rollback
+        text = (
+            rf"length must be 0 or at least {least}, as of the 9 tokens that the cache has seen "
+            rf"ForgettingCache\(rollback={rollback}\) can take back {rollback}, got 5"
+        )
+        with pytest.raises(ValueError, match=text):
+            cache.truncate(5)
+        for wrong in (-1, 10):
+            with pytest.raises(ValueError, match=f"length must be from 0 to 9, got {wrong}"):
+                cache.truncate(wrong)
+        with pytest.raises(TypeError, match="length must be an integer"):
+            cache.truncate(8.0)  # type: ignore[arg-type]
+        assert (cache.length, cache.rows) == (9, rows)
+        cache.truncate(least)
+        torch.testing.assert_close(layer(x[:, least:], cache=cache), layer(x)[:, least:])
+        cache.truncate(12 - rollback)
+        if rollback:
+            text = "length must be 0 or at least 9, as .* can take back 0, got 8"
+            with pytest.raises(ValueError, match=text):
+                cache.truncate(8)
+        cache.truncate(0)
+        torch.testing.assert_close(layer(x, cache=cache), layer(x))
+
+
+CHANGES: dict[str, Callable[[ForgettingAttention, ForgettingCache], object]] = {
+    "append": lambda layer, cache: layer(states(2, 3, layer), cache=cache),
+    "reorder": lambda layer, cache: cache.reorder(torch.tensor([1, 0])),
+    "truncate": lambda layer, cache: cache.truncate(cache.length - 1),
+    "reset": lambda layer, cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cache_is_not_changed_by_a_recomputation(change: str, use_reentrant: bool) -> None:
+    layer, cache = make(), ForgettingCache(rollback=4)
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            CHANGES[change](layer, cache)
+        return x.sin().square()
+
+    with torch.no_grad():
+        layer(states(2, 9, layer), cache=cache)
+    out = checkpoint(call, torch.ones(3, requires_grad=True), use_reentrant=use_reentrant)
+    length = cache.length
+    with pytest.raises(RuntimeError, match="a ForgettingCache cannot be changed during a backw"):
+        out.sum().backward()
+    assert cache.length == length
+
+
+def stored(cache: ForgettingCache) -> ForgettingCache:
+    state = torch_saved(cache.state_dict(), weights_only=True)
+    loaded = ForgettingCache(cache.capacity, rollback=cache.rollback)
+    loaded.load_state_dict(state)
+    return loaded
+
+
+COPIES: dict[str, Callable[[ForgettingCache], ForgettingCache]] = {
+    "deepcopy": copy.deepcopy,
+    "torch.save of weights": lambda cache: torch_saved(cache, weights_only=True),
+    "state_dict": stored,
+}
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_go_on_and_take_back(how: str, is_left: bool) -> None:
+    layer = make(prune=-6.0)
+    x = states(2, 30, layer)
+    cache = ForgettingCache(rollback=6)
+    with torch.inference_mode():
+        layer(x[:, :20], cache=cache)
+        copied = COPIES[how](cache)
+    with torch.inference_mode(not is_left), torch.no_grad():
+        layer(x[:, 25:], cache=copied)
+        copied.truncate(22)
+        assert (cache.length, copied.length) == (20, 22)
+        layer(states(2, 1, layer, seed=3), cache=copied)
+        copied = COPIES[how](copied)
+        copied.truncate(20)
+        got = [layer(x[:, i : i + 1], cache=copied) for i in range(20, 30)]
+        torch.testing.assert_close(torch.cat(got, 1), layer(x)[:, 20:])
+
+
+def test_a_saved_cache_is_of_one_rollback() -> None:
+    layer = make(prune=-6.0)
+    cache, other = ForgettingCache(rollback=3), ForgettingCache()
+    with torch.no_grad():
+        layer(states(2, 9, layer), cache=cache)
+    state = cache.state_dict()
+    text = r"state must have rollback=0, as this ForgettingCache, got 3"
+    with pytest.raises(ValueError, match=text):
+        other.load_state_dict(state)
+    for sums in (state["sums"][..., :0], state["sums"].repeat(1, 1, 2), state["sums"][:1]):
+        with pytest.raises(ValueError, match=r"sums of state must have shape \(2, 2, 4\), or a s"):
+            cache.load_state_dict({**state, "sums": sums})
+    with pytest.raises(ValueError, match="length of state must be at least 9, as key has, got 8"):
+        cache.load_state_dict({**state, "length": 8})
+    assert (cache.length, other.length) == (9, 0)
+
+
 def test_a_refused_call_changes_nothing() -> None:
     layer, other = make(prune=-6.0), make(prune=-5.0)
     x = states(2, 30, layer)
@@ -260,8 +447,8 @@ def test_a_saved_cache_goes_on(whole: bool) -> None:
             loaded.load_state_dict(state)
             with pytest.raises(ValueError, match="state must have capacity=7, as this Forg"):
                 ForgettingCache(7).load_state_dict(state)
-            with pytest.raises(ValueError, match="state must have the field 'last'"):
-                loaded.load_state_dict({n: t for n, t in state.items() if n != "last"})
+            with pytest.raises(ValueError, match="state must have the field 'sums'"):
+                loaded.load_state_dict({n: t for n, t in state.items() if n != "sums"})
         torch.testing.assert_close(layer(x[:, 20:], cache=loaded), layer(x)[:, 20:])
     assert loaded.length == 30
     loaded.reset()

@@ -15,7 +15,7 @@ from ..record import KeyCounts
 from ..refusals import current_backward, refuse_recomputation
 from ..selection import key_counts, refuse_without_window
 from ..state import KeptKeys
-from ..state.chunks import check_sequences
+from ..state.chunks import check_left, check_sequences
 from ..state.rows import Rows, chosen
 from ..state.stored import check_names, check_setting, with_added
 from .arguments import check_tokens
@@ -315,19 +315,13 @@ class AttentionCache:
                 ``rollback`` tokens where it keeps a window's keys.
         """
         length, held = index("length", length), self.length
-        if not 0 <= length <= held:
-            raise ValueError(f"length must be from 0 to {held}, got {length}")
+        revocable = held if self._kept is None else self._kept.revocable
+        check_left(length, held, revocable, f"AttentionCache(rollback={self.rollback})")
         self._refuse_recomputation()
         if self._kept is None:
             self._length = length
         elif length == 0:
             self._kept.reset()
-        elif held - length > self._kept.revocable:
-            raise ValueError(
-                f"length must be 0 or at least {held - self._kept.revocable}, as of the {held} "
-                f"tokens that the cache has seen AttentionCache(rollback={self.rollback}) can take "
-                f"back {self._kept.revocable}, got {length}"
-            )
         else:
             self._kept.forget(held - length)
 

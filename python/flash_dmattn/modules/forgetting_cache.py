@@ -14,7 +14,7 @@ from ..arguments import writable
 from ..forgetting import bounded_gates, check_gates, checked_prune, kept_until, key_bias_dtype
 from ..masks import IntervalMask
 from ..refusals import current_backward, refuse_recomputation
-from ..state.chunks import check_sequences
+from ..state.chunks import check_left, check_sequences
 from ..state.rows import chosen
 from ..state.stored import check_names, check_setting
 
@@ -22,7 +22,7 @@ __all__ = ["ForgettingCache"]
 
 _FIELDS = ("key", "value", "total")
 _LENGTH_DIMENSION = {"key": 1, "value": 1, "total": 2}
-_SETTINGS = ("capacity", "prune", "length")
+_SETTINGS = ("capacity", "rollback", "prune", "length")
 _LEAST_ROWS = 64
 _Result = TypeVar("_Result")
 
@@ -35,13 +35,20 @@ class _Held(NamedTuple):
     """
 
     buffers: dict[str, Tensor]
-    last: Tensor  # float64 (B, G, 1): what the gates have summed to at the last token
+    # float64 (B, G, 1 + n): what the gates have summed to before each of the last n tokens, which
+    # can be taken back, and at the last
+    sums: Tensor
     rows: int  # that are filled
     length: int  # tokens seen
 
     @property
     def room(self) -> int:
         return self.buffers["key"].shape[1]
+
+    @property
+    def carries_gradients(self) -> bool:
+        """Say whether gradients flow to what is held."""
+        return any(tensor.requires_grad for tensor in (*self.buffers.values(), self.sums))
 
     def part(self, name: str, start: int, end: int) -> Tensor:
         return self.buffers[name].narrow(_LENGTH_DIMENSION[name], start, end - start)
@@ -52,7 +59,19 @@ class _Held(NamedTuple):
     def changed(self, change: Callable[[Tensor], Tensor]) -> _Held:
         """Return this with each tensor changed."""
         buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
-        return self._replace(buffers=buffers, last=change(self.last))
+        return self._replace(buffers=buffers, sums=change(self.sums))
+
+    @property
+    def revocable(self) -> int:
+        """How many of the last tokens can be taken back."""
+        return self.sums.shape[-1] - 1
+
+    def without(self, count: int) -> _Held:
+        """Return this without its last tokens."""
+        sums = self.sums.narrow(-1, 0, self.sums.shape[-1] - count)
+        left = self._replace(sums=sums, rows=self.rows - count, length=self.length - count)
+        # What has no room may belong to a graph, and is never written to.
+        return left._replace(buffers=left.filled()) if self.rows == self.room else left
 
 
 class ForgettingCache:
@@ -70,23 +89,39 @@ class ForgettingCache:
 
     Attributes:
         capacity: tokens that a token can see, or None.
+        rollback: tokens at the end that `truncate` can take back.
     """
 
     capacity: int | None
+    rollback: int
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int | None = None, *, rollback: int = 0) -> None:
         """Make an empty cache.
 
+        Args:
+            capacity: tokens that a token can see, itself included; None for all that live.
+            rollback: the last tokens that `truncate` must be able to take back, such as drafts.
+                What these have let decay is held so much longer.
+
         Raises:
-            TypeError: capacity is not an integer.
-            ValueError: it is less than 1.
+            TypeError: a number is not an integer.
+            ValueError: capacity is less than 1, or rollback negative.
         """
         if capacity is not None:
             capacity = checks.index("capacity", capacity, 1, checks.MOST_ROWS)
         self.capacity = capacity
+        self.rollback = checks.index("rollback", rollback, 0, checks.MOST_ROWS)
         self._held: _Held | None = None
         self._prune: float | None = None
         self._made_during = current_backward()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was copied or pickled."""
+        self.__dict__.update(state)
+        self._made_during = current_backward()
+        if self._held is not None:
+            with torch.inference_mode(False):
+                self._held = self._held.changed(writable)
 
     def __repr__(self) -> str:
         """Show how full it is."""
@@ -132,25 +167,18 @@ class ForgettingCache:
             RuntimeError: a backward pass calls, as activation checkpointing lets it, and the cache
                 was made before.
         """
-        refuse_recomputation("a ForgettingCache", self._made_during, None)
+        self._refuse_recomputation()
         prune = checked_prune(prune)
         self._check(key, value, log_forget, prune, padding)
-        tokens = None if padding is None else padding.unsqueeze(1)
-        gates = bounded_gates(log_forget, prune, tokens)
-        before = gates.new_zeros((*gates.shape[:2], 1)) if self._held is None else self._held.last
-        total = torch.cat([before, gates], -1).cumsum(-1)
-        kept = total[..., 1:]
-        if tokens is not None:
-            kept = kept.masked_fill(~tokens, torch.inf)
-        new = {"key": key, "value": value, "total": kept}
-        following, seen = self._extended(new, total[..., -1:], prune)
-        result = attend(
-            seen["key"],
-            seen["value"],
-            # The same but for a constant of the row, and small however long the sequence.
-            (before - seen["total"]).to(key_bias_dtype(key.device)).unsqueeze(2),
-            self._mask(seen["total"].detach(), total[..., 1:].detach(), prune),
-        )
+        new = key, value, log_forget
+        if self._held is not None and self._held.carries_gradients and not torch.is_grad_enabled():
+            # Gradients still flow to what is held, though not to these tokens.
+            with torch.inference_mode(False), torch.enable_grad():
+                detached = (writable(tensor.detach()) for tensor in new)
+                following, seen = self._followed_by(*detached, prune=prune, padding=padding)
+        else:
+            following, seen = self._followed_by(*new, prune=prune, padding=padding)
+        result = attend(*seen)
         self._held, self._prune = following, prune
         return result
 
@@ -166,15 +194,34 @@ class ForgettingCache:
                 is none of a sequence.
         """
         held = self._held
-        check_sequences(indices, None if held is None else len(held.last), "the cache")
-        refuse_recomputation("a ForgettingCache", self._made_during, None)
+        check_sequences(indices, None if held is None else len(held.sums), "the cache")
+        self._refuse_recomputation()
         if held is None:
             return
         with torch.inference_mode(False):
             self._held = held.changed(lambda tensor: writable(chosen(tensor, indices)))
 
+    def truncate(self, length: int) -> None:
+        """Take back all but the first ``length`` tokens; 0 empties the cache.
+
+        Raises:
+            TypeError: length is not an integer.
+            ValueError: length is negative, more than the cache has seen, or takes back more than
+                ``rollback`` tokens.
+        """
+        held = self._held
+        revocable = 0 if held is None else held.revocable
+        length = checks.index("length", length)
+        check_left(length, self.length, revocable, f"ForgettingCache(rollback={self.rollback})")
+        self._refuse_recomputation()
+        if length == 0:
+            self.reset()
+        elif held is not None:
+            self._held = held.without(held.length - length)
+
     def reset(self) -> None:
         """Forget everything."""
+        self._refuse_recomputation()
         self._held, self._prune = None, None
 
     def detach(self) -> None:
@@ -189,11 +236,12 @@ class ForgettingCache:
         """
         state: dict[str, Any] = {
             "capacity": self.capacity,
+            "rollback": self.rollback,
             "prune": self._prune,
             "length": self.length,
         }
         if self._held is not None:
-            for name, tensor in {**self._held.filled(), "last": self._held.last}.items():
+            for name, tensor in {**self._held.filled(), "sums": self._held.sums}.items():
                 state[name] = tensor.detach().clone()
         return state
 
@@ -202,49 +250,86 @@ class ForgettingCache:
 
         Raises:
             TypeError: a field has the wrong type or dtype.
-            ValueError: it is of another capacity; a field is missing or unknown, or has the wrong
-                shape.
+            ValueError: it is of another capacity or rollback; a field is missing or unknown, or has
+                the wrong shape.
         """
-        tensors = (*_FIELDS, "last")
+        tensors = (*_FIELDS, "sums")
         check_names(state, _SETTINGS, tensors)
-        check_setting(state, "capacity", self.capacity, "ForgettingCache")
+        for name in _SETTINGS[:2]:
+            check_setting(state, name, getattr(self, name), "ForgettingCache")
         length = checks.index("length of state", state["length"], 0, checks.MOST_ROWS)
         prune = checked_prune(state["prune"])
         held = None
         if any(name in state for name in tensors):
             check_names(state, (*_SETTINGS, *tensors))
-            key, value, total, last = (checks.tensor(name, state[name]) for name in tensors)
+            key, value, total, sums = (checks.tensor(name, state[name]) for name in tensors)
             _check_tokens(key, value, total)
-            if total.dtype != torch.float64 or last.dtype != torch.float64:
+            if total.dtype != torch.float64 or sums.dtype != torch.float64:
                 raise TypeError(
-                    f"total and last of state must have dtype torch.float64, got {total.dtype} and "
-                    f"{last.dtype}"
+                    f"total and sums of state must have dtype torch.float64, got {total.dtype} and "
+                    f"{sums.dtype}"
                 )
-            if tuple(last.shape) != (*total.shape[:2], 1) or key.shape[1] > length:
+            rows = key.shape[1]
+            most = 1 + min(self.rollback, rows)
+            of_tokens = tuple(sums.shape)
+            if of_tokens[:-1] != tuple(total.shape[:2]) or not 1 <= of_tokens[-1] <= most:
                 raise ValueError(
-                    f"last of state must have shape {(*total.shape[:2], 1)} and length be at least "
-                    f"{key.shape[1]}, got {tuple(last.shape)} and {length}"
+                    f"sums of state must have shape {(*total.shape[:2], most)}, or a smaller last "
+                    f"size, got {of_tokens}"
+                )
+            if length < rows:
+                raise ValueError(
+                    f"length of state must be at least {rows}, as key has, got {length}"
                 )
             buffers = {"key": key, "value": value, "total": total}
-            held = _Held(buffers, last, key.shape[1], length).changed(lambda t: t.detach().clone())
+            with torch.inference_mode(False):
+                held = _Held(buffers, sums, rows, length).changed(lambda t: t.detach().clone())
         self._held, self._prune = held, prune
 
+    def _refuse_recomputation(self) -> None:
+        refuse_recomputation("a ForgettingCache", self._made_during, None)
+
+    def _followed_by(
+        self,
+        key: Tensor,
+        value: Tensor,
+        log_forget: Tensor,
+        *,
+        prune: float | None,
+        padding: Tensor | None,
+    ) -> tuple[_Held, tuple[Tensor, Tensor, Tensor, IntervalMask | None]]:
+        """Return what follows this state, which stays as it is, and what tokens attend to."""
+        tokens = None if padding is None else padding.unsqueeze(1)
+        gates = bounded_gates(log_forget, prune, tokens)
+        earlier = gates.new_zeros((*gates.shape[:2], 1)) if self._held is None else self._held.sums
+        before = earlier[..., -1:]
+        total = torch.cat([before, gates], -1).cumsum(-1)
+        kept = total[..., 1:]
+        if tokens is not None:
+            kept = kept.masked_fill(~tokens, torch.inf)
+        sums = torch.cat([earlier[..., :-1], total], -1)[..., -1 - self.rollback :]
+        following, seen = self._extended({"key": key, "value": value, "total": kept}, sums, prune)
+        # The same but for a constant of the row, and small however long the sequence.
+        bias = (before - seen["total"]).to(key_bias_dtype(key.device)).unsqueeze(2)
+        mask = self._mask(seen["total"].detach(), total[..., 1:].detach(), prune)
+        return following, (seen["key"], seen["value"], bias, mask)
+
     def _extended(
-        self, new: dict[str, Tensor], last: Tensor, prune: float | None
+        self, new: dict[str, Tensor], sums: Tensor, prune: float | None
     ) -> tuple[_Held, dict[str, Tensor]]:
         """Return what follows this state, which stays as it is, and what the new tokens can see."""
         held, count = self._held, new["key"].shape[1]
         rows, length = self.rows, self.length + count
         with torch.inference_mode(False):
-            last = writable(last)
-        records = torch.is_grad_enabled() and any(
-            t.requires_grad
-            for t in (*new.values(), *(() if held is None else held.buffers.values()))
+            sums = writable(sums)
+        records = torch.is_grad_enabled() and (
+            any(tensor.requires_grad for tensor in new.values())
+            or (held is not None and held.carries_gradients)
         )
         if held is not None and not records and rows + count <= held.room:
             for name, added in new.items():
                 held.part(name, rows, rows + count).copy_(added)
-            following = held._replace(last=last, rows=rows + count, length=length)
+            following = held._replace(sums=sums, rows=rows + count, length=length)
             return following, following.filled()
         seen = new
         if held is not None:
@@ -252,22 +337,25 @@ class ForgettingCache:
                 name: torch.cat([part, new[name]], _LENGTH_DIMENSION[name])
                 for name, part in held.filled().items()
             }
-        first = self._first_needed(seen["total"].detach(), last.detach(), prune)
+        first = self._first_needed(seen["total"].detach(), sums.detach(), prune)
         kept = rows + count - first
         parts = {name: t.narrow(_LENGTH_DIMENSION[name], first, kept) for name, t in seen.items()}
         if not records:
-            room = max(2 * kept, _LEAST_ROWS) if self.capacity is None else 2 * self.capacity
+            room = max(2 * kept, _LEAST_ROWS)
+            if self.capacity is not None:
+                room = 2 * self.capacity + self.rollback
             parts = {name: _with_room(part, name, max(room, kept)) for name, part in parts.items()}
-        return _Held(parts, last, kept, length), seen
+        return _Held(parts, sums, kept, length), seen
 
-    def _first_needed(self, total: Tensor, last: Tensor, prune: float | None) -> int:
-        """Return how many rows no later token can see."""
-        rows = total.shape[-1]
+    def _first_needed(self, total: Tensor, sums: Tensor, prune: float | None) -> int:
+        """Return how many rows no later token can see, whatever is taken back."""
+        fixed = total.shape[-1] - (sums.shape[-1] - 1)
         if self.capacity is not None:
-            return max(0, rows - self.capacity + 1)
+            return max(0, fixed - self.capacity + 1)
+        total = total[..., :fixed]
         if prune is None or not total.numel():
             return 0
-        lives = (last - total >= prune).flatten(0, 1).any(0)
+        lives = (sums[..., :1] - total >= prune).flatten(0, 1).any(0)
         # The first that lives; all of them, if none does.
         return int(torch.nn.functional.pad(lives, (0, 1), value=True).byte().argmax())
 

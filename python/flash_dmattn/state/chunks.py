@@ -16,6 +16,7 @@ from .rows import Rows
 __all__ = [
     "as_rows",
     "check_heads",
+    "check_left",
     "check_like",
     "check_sequences",
     "described_call",
@@ -123,6 +124,24 @@ def check_sequences(indices: Tensor, batch: int | None, holder: str) -> None:
         raise ValueError(
             f"indices must be from 0 to {batch - 1}, as {holder} holds {batch} sequences, got "
             f"{int(outside[0])}"
+        )
+
+
+def check_left(length: int, held: int, revocable: int, holder: str) -> None:
+    """Raise ValueError unless a cache can take back all but its first tokens.
+
+    Args:
+        length: of these tokens.
+        held: how many it has seen.
+        revocable: how many of the last it can take back; all of them it always can.
+        holder: how it was made.
+    """
+    if not 0 <= length <= held:
+        raise ValueError(f"length must be from 0 to {held}, got {length}")
+    if 0 < length < held - revocable:
+        raise ValueError(
+            f"length must be 0 or at least {held - revocable}, as of the {held} tokens that the "
+            f"cache has seen {holder} can take back {revocable}, got {length}"
         )
 
 
