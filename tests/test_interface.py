@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,11 +16,15 @@ import flash_dmattn
 from flash_dmattn import (
     IntervalMask,
     attention_reference,
+    dynamic_mask,
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
+    forgetting_bias,
     make_plan,
+    pair_bias_attention,
 )
+from flash_dmattn.distributed import context_parallel_dmattn
 from support import Target, rand_bool, randn, simple_problem
 
 # In the order of 1.2.2, whose callers pass them by position.
@@ -359,3 +364,47 @@ def test_names_of_other_packages_are_told_ours(name: str, text: str) -> None:
     packed = [t[0] for t in tensors]
     with pytest.raises(TypeError, match=r"flash_dmattn_varlen_func\(\) got an unexpected keyword"):
         flash_dmattn_varlen_func(*packed, bounds, bounds, 17, 23, **{name: True})
+
+
+QUERY, LOG_FORGET = torch.zeros(1, 5, 2, 8), torch.zeros(1, 2, 5)
+CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
+    "dynamic_mask": (dynamic_mask, (torch.zeros(1, 1, 1, 5), 2)),
+    "make_plan": (make_plan, (QUERY, QUERY)),
+    "pair_bias_attention": (pair_bias_attention, (QUERY[None],) * 3),
+    "attention_reference": (attention_reference, (QUERY,) * 3),
+    "forgetting_bias": (forgetting_bias, (LOG_FORGET,)),
+    "context_parallel_dmattn": (
+        context_parallel_dmattn,
+        (QUERY, QUERY, QUERY, torch.zeros(1, 1, 1, 5), 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "hint"),
+    [
+        ("dynamic_mask", "causal", "it is called is_causal here"),
+        ("dynamic_mask", "attn_mask", "it is called attention_mask here"),
+        ("dynamic_mask", "cu_seqlens", "it is called cu_seqlens_q here"),
+        ("dynamic_mask", "softmax_scale", ""),
+        ("dynamic_mask", "sliding_window", ""),
+        ("make_plan", "causal", "it is called is_causal here"),
+        ("make_plan", "block_mask", "it is called attn_mask here"),
+        ("make_plan", "alibi_slopes", ""),
+        ("pair_bias_attention", "scale", "it is called softmax_scale here"),
+        ("attention_reference", "is_causal", "it is called causal here"),
+        ("attention_reference", "attn_bias", "it is called bias here"),
+        ("attention_reference", "dropout_p", "there is no dropout of probabilities"),
+        ("forgetting_bias", "mask", "it is called padding here"),
+        ("forgetting_bias", "g", "it is called log_forget here"),
+        ("context_parallel_dmattn", "process_group", "it is called group here"),
+        ("context_parallel_dmattn", "nothing", ""),
+    ],
+)
+def test_each_function_tells_its_own_names(function: str, name: str, hint: str) -> None:
+    called, arguments = CALLS[function]
+    text = rf"^{function}\(\) got an unexpected keyword argument '{name}'{hint and f': {hint}'}$"
+    with pytest.raises(TypeError, match=text):
+        called(*arguments, **{name: None})
+    kinds = {p.kind for p in inspect.signature(called).parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds

@@ -10,6 +10,7 @@ dropped (arXiv:2504.06949): a key is then kept for one interval of queries.
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from . import checks
 from .mask_checks import check_token_mask
 from .masks import IntervalMask
+from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = [
     "bounded_gates",
@@ -32,12 +34,14 @@ __all__ = [
 _FORGETS_ALL = -1000.0
 
 
+@without_unknown
 def forgetting_bias(
     log_forget: Tensor,
     prune: float | None = None,
     cu_seqlens: Tensor | None = None,
     *,
     padding: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, IntervalMask | None]:
     """Return the bias of forget gates, and the mask that drops what they have let decay.
 
@@ -65,6 +69,8 @@ def forgetting_bias(
         ValueError: a shape or a device does not fit, or prune is above 0; or a gate is above 0
             where keys are pruned, which is seen on CPUs only.
     """
+    if unknown:
+        refuse_keywords(forgetting_bias, unknown)
     _check(log_forget, cu_seqlens, padding)
     prune = checked_prune(prune)
     if prune is not None:

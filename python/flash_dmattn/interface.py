@@ -140,7 +140,7 @@ def flash_dmattn_func(
             differentiation and torch.vmap, all of which ``backend="reference"`` supports.
     """
     if unknown:
-        refuse_keywords("flash_dmattn_func", unknown)
+        refuse_keywords(flash_dmattn_func, unknown)
     if key_indices is not None or index_bias is not None:
         return _listed(
             DENSE,
@@ -261,7 +261,7 @@ def flash_dmattn_varlen_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
     if unknown:
-        refuse_keywords("flash_dmattn_varlen_func", unknown)
+        refuse_keywords(flash_dmattn_varlen_func, unknown)
     check_tensors(
         query,
         key=key,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from . import checks
 from .arguments import check_tensors, number, without_expansion
 from .bias_columns import with_bias_columns
 from .interface import flash_dmattn_func
+from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = ["pair_bias_attention"]
 
@@ -26,6 +27,7 @@ class _Sizes(NamedTuple):
     kv_heads: int
 
 
+@without_unknown
 def pair_bias_attention(
     query: Tensor,
     key: Tensor,
@@ -41,6 +43,7 @@ def pair_bias_attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `flash_dmattn_func` for each element of two batch dimensions.
 
@@ -72,6 +75,8 @@ def pair_bias_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
+    if unknown:
+        refuse_keywords(pair_bias_attention, unknown)
     check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
     sizes = _sizes(query, key, value)
     for name, tensor in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):

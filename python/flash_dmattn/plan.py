@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .arguments import (
 from .checks import MOST_ROWS, described
 from .masks import IntervalMask
 from .record import DENSE, AttentionInputs, Packing
+from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = ["AttentionPlan", "checked_mask", "is_changed", "make_plan", "mark_of"]
 
@@ -163,6 +164,7 @@ def is_changed(value: Tensor, mark: int | Tensor | None) -> bool:
     return not torch.equal(value, mark)
 
 
+@without_unknown
 def make_plan(
     query: Tensor,
     key: Tensor,
@@ -175,6 +177,7 @@ def make_plan(
     max_seqlen_k: int | None = None,
     block_table: Tensor | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> AttentionPlan:
     """Turn a mask into a plan, which calls take as ``plan`` in place of ``attn_mask``.
 
@@ -199,6 +202,8 @@ def make_plan(
             sequences are given.
         RuntimeError: the backend cannot run here.
     """
+    if unknown:
+        refuse_keywords(make_plan, unknown)
     check_tensors(
         query,
         key=key,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from .masks import IntervalMask, intervals_to_bool
 from .record import AttentionInputs, Gradients, Packing
+from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = ["attention_probabilities", "attention_reference"]
 
@@ -41,6 +42,7 @@ class Attended(NamedTuple):
     probabilities: Tensor  # (B, H, Q, K); with a sink, a row sums to less than 1
 
 
+@without_unknown
 def attention_reference(
     query: Tensor,
     key: Tensor,
@@ -55,6 +57,7 @@ def attention_reference(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` of dynamic mask attention, by the formula.
 
@@ -84,6 +87,8 @@ def attention_reference(
         TypeError: an argument has the wrong type or dtype.
         ValueError: a shape, a device or a number does not fit.
     """
+    if unknown:
+        refuse_keywords(attention_reference, unknown)
     from .reference_arguments import check_reference  # which imports this for its backend
 
     return formula(

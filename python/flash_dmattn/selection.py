@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .arguments import (
 from .checks import MOST_ROWS
 from .masks import IntervalMask
 from .record import DENSE, KeyCounts, Packing, SelectionInputs
+from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = [
     "CallShape",
@@ -44,6 +45,7 @@ __all__ = [
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
+@without_unknown
 def dynamic_mask(
     attn_bias: Tensor,
     window_size: int,
@@ -61,6 +63,7 @@ def dynamic_mask(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | IntervalMask:
     """Keep, for each query, the keys with the largest bias among those that it can see.
 
@@ -107,6 +110,8 @@ def dynamic_mask(
         ValueError: a shape does not fit, a number of keys is negative, K is not known, or
             keep_last or keep_first is given without causality for several queries.
     """
+    if unknown:
+        refuse_keywords(dynamic_mask, unknown)
     others = {
         "attention_mask": attention_mask,
         "cu_seqlens_q": cu_seqlens_q,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ..record import KeyCounts
 from ..selection import key_counts
 from ..state.chunks import as_rows, check_heads
 from ..state.rows import Rows, concatenated, empty_rows, kept_rows, marked
+from ..wrong_keywords import refuse_keywords, without_unknown
 from .exchange import exchanged, planned
 from .packed import packed_best, packed_shard, together
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["checked_group", "context_parallel_dmattn"]
 
 
+@without_unknown
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_dmattn(
     query: Tensor,
@@ -46,6 +48,7 @@ def context_parallel_dmattn(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Output:
     """Compute causal attention over sequences that are divided among ranks.
 
@@ -94,6 +97,8 @@ def context_parallel_dmattn(
         ValueError: a shape does not fit, or a mask is given that does more than pad.
         RuntimeError: torch.distributed is not initialized.
     """
+    if unknown:
+        refuse_keywords(context_parallel_dmattn, unknown)
     counts = key_counts(window_size, keep_last, keep_first)
     index("window_size", window_size, 0 if counts.by_place else 1, MOST_ROWS)
     ranks, name = checked_group(group), backend_name(backend)
