@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flash_dmattn.integrations import ATTENTION_NAME, implementations, register
+from flash_dmattn.integrations import (
+    ATTENTION_NAME,
+    apply_flash_dmattn,
+    implementations,
+    register,
+)
 from flash_dmattn.integrations.import_utils import is_flash_dmattn_available
 from flash_dmattn.integrations.model_masks import model_mask
 from flash_dmattn.integrations.packed_documents import Documents
@@ -33,12 +40,11 @@ def test_importing_flash_dmattn_does_not_import_transformers() -> None:
 
 
 def test_registering_twice_is_harmless() -> None:
-    manager = getattr(transformers, "ContinuousBatchingManager", None)  # not in all versions
     check = transformers.PreTrainedModel._check_and_adjust_attn_implementation
-    switch = getattr(manager, "switch_to_cb_friendly_attn", None)
+    begin = transformers.GenerationMixin.init_continuous_batching
     register()
     assert transformers.PreTrainedModel._check_and_adjust_attn_implementation is check
-    assert getattr(manager, "switch_to_cb_friendly_attn", None) is switch
+    assert transformers.GenerationMixin.init_continuous_batching is begin
     assert ATTENTION_NAME in transformers.AttentionInterface().valid_keys()
     assert is_flash_dmattn_available()
 
@@ -105,15 +111,43 @@ def test_blocks_of_rows_are_put_together(monkeypatch: pytest.MonkeyPatch) -> Non
 _TINY = {"vocab_size": 160, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def test_continuous_batching_is_refused_before_it_begins() -> None:
-    if not hasattr(transformers, "ContinuousBatchingManager"):
-        pytest.skip("this transformers has no continuous batching")
-    model = tiny_model("llama", "named").eval()
+def _begun_as_manager(model: Any, settings: Any) -> None:
+    with model.continuous_batching_context_manager(generation_config=settings):
+        pass
+
+
+BEGINNINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "generate_batch": lambda model, settings: model.generate_batch(
+        inputs=[[3, 4, 5], [6, 7]], generation_config=settings
+    ),
+    "init_continuous_batching": lambda model, settings: model.init_continuous_batching(settings),
+    "continuous_batching_context_manager": _begun_as_manager,
+}
+
+
+@pytest.mark.parametrize("is_biased", [False, True])
+@pytest.mark.parametrize("how", BEGINNINGS)
+def test_continuous_batching_is_refused_before_it_begins(
+    how: str, is_biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions differ in what switches a model's attention, and in whether anything does."""
+    model: Any = tiny_model("llama", "named").eval()
+    if not hasattr(model, how):
+        pytest.skip(f"this transformers has no {how}")
+    text = r"continuous batching .* in place of generate_batch\(\), or model.set_attn"
+    if is_biased:
+        kind = transformers.models.llama.modeling_llama.LlamaAttention
+        apply_flash_dmattn(model, lambda module, value: value[..., 0], attention=kind)
+        model.set_attn_implementation("sdpa")
+        text = r"continuous batching .* in place of generate_batch\(\)$"
+    api = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
+    for name in [name for name in vars(api.ContinuousBatchingManager) if name[:7] == "switch_"]:
+        monkeypatch.setattr(api.ContinuousBatchingManager, name, lambda *args, **kwargs: None)
     settings = transformers.GenerationConfig(
         max_new_tokens=2, do_sample=False, eos_token_id=2, pad_token_id=0
     )
-    with pytest.raises(NotImplementedError, match=r"continuous batching .* generate\(\)"):
-        model.generate_batch(inputs=[[3, 4, 5], [6, 7]], generation_config=settings)
+    with pytest.raises(NotImplementedError, match=text):
+        BEGINNINGS[how](model, settings)
 
 
 def test_the_name_is_kept_where_transformers_knows_another_kernel() -> None:

@@ -93,13 +93,12 @@ def _refuse_continuous_batching() -> None:
         from transformers.generation.continuous_batching import continuous_api
     except ImportError:
         return
-    manager = getattr(continuous_api, "ContinuousBatchingManager", None)
-    wrap_once(manager, "switch_to_cb_friendly_attn", _switch_others)
+    # What generate_batch and all other ways to begin call, in every version.
+    models = getattr(continuous_api, "ContinuousMixin", None)
+    wrap_once(models, "init_continuous_batching", _begin_others)
 
 
-def _switch_others(
-    switch: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _begin_others(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     implementation = model.config._attn_implementation
     is_biased = any(has_bias(module) for module in model.modules())
     if implementation in NAMES or is_biased:
@@ -108,4 +107,4 @@ def _switch_others(
             f"attn_implementation={implementation!r}: the paged caches of continuous batching "
             f"are not read by flash_dmattn; call generate() in place of generate_batch(){others}"
         )
-    return switch(manager, model, *args, **kwargs)
+    return begin(model, *args, **kwargs)
