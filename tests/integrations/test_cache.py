@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_dmattn.record import KeyCounts
+
 from .tiny_models import WINDOW, padding, tiny_model, tokens, transformers
 
 cache_layers = pytest.importorskip("flash_dmattn.integrations.cache")
@@ -148,7 +150,7 @@ def test_training_around_calls_without_gradients(records: bool, mode: Any) -> No
     first = [tensor.requires_grad_() for tensor in heads_of(6, 0)]
 
     def trained(between: Any) -> list[Tensor]:
-        layer = cache_layers.KeptLayer(4)
+        layer = cache_layers.KeptLayer(KeyCounts(4), for_doge=True)
         layer.record_past = records
         number = seen_by(layer, *first)
         with between():
@@ -166,12 +168,12 @@ def test_training_around_calls_without_gradients(records: bool, mode: Any) -> No
 @pytest.mark.parametrize("records", [False, True])
 @torch.no_grad()
 def test_a_refused_update_takes_nothing_in(records: bool) -> None:
-    layer = cache_layers.KeptLayer(4)
+    layer = cache_layers.KeptLayer(KeyCounts(4), for_doge=True)
     layer.record_past = records
     seen_by(layer, *heads_of(6, 0))
     with pytest.raises((RuntimeError, ValueError), match=r"size|shape"):
         seen_by(layer, *(tensor[:1] for tensor in heads_of(1, 1)))
-    other = cache_layers.KeptLayer(4)
+    other = cache_layers.KeptLayer(KeyCounts(4), for_doge=True)
     other.record_past = records
     seen_by(other, *heads_of(6, 0))
     want = seen_by(other, *heads_of(2, 2))

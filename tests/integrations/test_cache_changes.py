@@ -131,7 +131,9 @@ def test_a_cache_is_no_other_models() -> None:
     with torch.no_grad():
         tiny_model("doge", "applied").eval()(tokens()[:, :PROMPT], past_key_values=cache)
         for model in (tiny_model("doge", "named"), tiny_model("doge"), tiny_model("llama")):
-            with pytest.raises(ValueError, match="past_key_values was filled by a Doge of apply_f"):
+            with pytest.raises(
+                ValueError, match="past_key_values was filled by a model of apply_f"
+            ):
                 model.eval()(tokens()[:, PROMPT:], past_key_values=cache)
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from flash_dmattn import checks
+from flash_dmattn.arguments import flag
 from flash_dmattn.selection import refuse_without_window
 
 from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
@@ -29,6 +30,7 @@ def apply_flash_dmattn(
     window_size: int | None = None,
     keep_last: int = 0,
     keep_first: int = 0,
+    every_key: bool = False,
 ) -> Model:
     """Let the attention of a loaded model compute with one bias for each key, and nothing larger.
 
@@ -42,11 +44,15 @@ def apply_flash_dmattn(
             ``save_pretrained`` warns that they do not hold ``key_bias`` and what is kept.
         key_bias: for models other than Doge. Called as ``key_bias(module, value)`` with an
             attention module and its values ``(B, Hk, K, D)``, those of the cache included; returns
-            ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, through which gradients flow.
+            ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, through which gradients flow. With
+            ``window_size`` the bias of a token must depend on its own value alone: outside of
+            training a `DynamicCache` keeps only what later tokens can see, as that of a Doge.
         attention: with ``key_bias``: the class, or classes, of the modules that get it.
         window_size: keep so many keys with the largest bias; by default all, or Doge's own number.
         keep_last, keep_first: with ``key_bias`` and ``window_size``: also keep the last and the
             first so many keys that a query sees. Doge's weights need 0.
+        every_key: with ``key_bias``: caches keep every key, for one by which the bias of a token
+            depends on its place or on other tokens.
 
     Returns:
         The model.
@@ -63,6 +69,9 @@ def apply_flash_dmattn(
     _check_types(model, key_bias, attention)
     if window_size is not None:
         window_size = checks.index("window_size", window_size, 0)
+    every_key = flag("every_key", every_key)
+    if every_key and key_bias is None:
+        raise ValueError("every_key must be False without key_bias")
     if window_size is None or key_bias is None:
         needed = "window_size" if window_size is None else "key_bias, as Doge's weights need it"
         refuse_without_window(keep_last, keep_first, f"without {needed}")
@@ -87,7 +96,7 @@ def apply_flash_dmattn(
     _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
     if key_bias is not None:
         for module in modules:
-            give_bias(module, KeyBias(key_bias, window_size, **places))
+            give_bias(module, KeyBias(key_bias, window_size, **places, every_key=every_key))
         kept = {} if window_size is None else {"window_size": window_size}
         kept |= {name: count for name, count in places.items() if count}
         words = ["key_bias", *(f"{name}={count}" for name, count in kept.items())]

@@ -10,8 +10,10 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import cache_utils
 
+from flash_dmattn.record import KeyCounts
 from flash_dmattn.state import KeptKeys
 from flash_dmattn.state.rows import Rows, chosen
 
@@ -25,7 +27,7 @@ _Tokens = tuple[Tensor, Tensor, Tensor]
 
 
 class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """What `KeptKeys` keeps of the tokens of a Doge layer, in memory that does not grow.
+    """What `KeptKeys` keeps of the tokens of a layer with a bias, in memory that does not grow.
 
     While it records the past, as `generate` asks of caches that drafts are taken back from, tokens
     are held besides until `crop` says how many of them stay.
@@ -34,14 +36,21 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, window_size: int) -> None:
+    def __init__(self, counts: KeyCounts, *, for_doge: bool) -> None:
         """Keep nothing yet.
 
         Args:
-            window_size: keys that a query keeps.
+            counts: of the keys that a query keeps.
+            for_doge: `update` returns the last key and value alone, as the module would compute
+                biases of all that it is given; and every token has a bias, so that it is kept
+                while there are no more than the window takes.
         """
         super().__init__()
-        self.kept = KeptKeys(window_size)
+        self.for_doge = for_doge
+        self.kept = KeptKeys(
+            counts.window, keep_last=counts.keep_last, keep_first=counts.keep_first
+        )
+        self._widths = 0, 0  # of key and value, of which the shorter one is padded
         self.record_past = False
         self.bias: Tensor | None = None  # (B, Hk, 1, rows), of `keys` and `values`
         self._held: _Tokens | None = None
@@ -54,12 +63,17 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Say whether `crop` can take tokens back."""
         return self.record_past
 
+    @property
+    def is_prepared(self) -> bool:
+        """Say whether `update` has not been called since `prepare`."""
+        return self._key_bias is not None
+
     def prepare(self, key_bias: Callable[[Tensor], Tensor], padding: Tensor | None) -> None:
         """Take what the next `update` is not given.
 
         Args:
-            key_bias: returns the bias ``(B, Hk, 1, N)`` of values ``(B, N, Hk, D)``.
-            padding: bool ``(B, N)``, True for tokens.
+            key_bias: returns the bias ``(B, {H|Hk|1}, 1, N)`` of values ``(B, N, Hk, D)``.
+            padding: ``(B, keys)``, nonzero for tokens, of which the new ones are the last.
         """
         self._key_bias, self._padding = key_bias, padding
 
@@ -77,29 +91,36 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             *args, **kwargs: what other layers are given.
 
         Returns:
-            The last key and value. `keys`, `values` and `bias` are of all that the tokens can see;
-            the module, which computes biases of what it is given here, would compute these again.
+            What the tokens can see, which `keys`, `values` and `bias` are of; for a Doge the last
+            key and value.
         """
         if self._key_bias is None:
             raise ValueError(
-                "past_key_values was filled by a Doge of apply_flash_dmattn, and keeps only what "
+                "past_key_values was filled by a model of apply_flash_dmattn, and keeps only what "
                 "that can still see; give this model a cache of its own"
             )
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         bias = self._key_bias(value)
+        if self.kept.counts.by_place:  # a token that is not kept for its bias, but counted
+            bias = bias.masked_fill(bias == -torch.inf, torch.nan)
         if self._padding is not None:
-            bias = bias.masked_fill(~self._padding[:, None, None], -torch.inf)
+            padding = self._padding[:, self._padding.shape[1] - key.shape[1] :].bool()
+            bias = bias.masked_fill(~padding[:, None, None], -torch.inf)
+        self._widths = key.shape[-1], value.shape[-1]
+        key, value = (_of_width(max(self._widths), states) for states in (key, value))
         self._key_bias = self._padding = None
         tokens = key, value, bias
         if self.record_past:
             held = tokens if self._held is None else _joined(self._held, tokens)
-            self._show(*self.kept.visible(*held))
+            self._show(*self.kept.visible_by_marked(*held))
             self._held = held
         else:
             self._show(*self._take_in(*tokens))
         self._seen += key.shape[1]
         self.is_initialized = True
-        return self.keys[:, :, -1:], self.values[:, :, -1:]
+        if self.for_doge:
+            return self.keys[:, :, -1:], self.values[:, :, -1:]
+        return self.keys, self.values
 
     def _take_in(self, key: Tensor, value: Tensor, bias: Tensor) -> _Tokens:
         """Return what the tokens see, and keep of them what later ones can see.
@@ -108,13 +129,16 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """
         with _with_gradients():
             if not self.kept.takes_in_place(key, value, bias):
-                seen, self.kept = self.kept.extended(key, value, bias)
+                seen, self.kept = self.kept.extended_by_marked(key, value, bias)
                 return seen
-        return self.kept.update(key, value, bias)
+        taken: _Tokens = self.kept.taken_in(key, value, bias, lambda *seen: seen, None)
+        return taken
 
     def _show(self, key: Tensor, value: Tensor, bias: Tensor) -> None:
-        """Let attention read these: key, value ``(B, rows, Hk, D)``, bias ``(B, Hk, 1, rows)``."""
-        self.keys, self.values, self.bias = key.transpose(1, 2), value.transpose(1, 2), bias
+        """Let attention read these: key, value ``(B, rows, Hk, D)``, bias ``(B, h, 1, rows)``."""
+        of_key, of_value = self._widths
+        self.keys = key.transpose(1, 2)[..., :of_key]
+        self.values, self.bias = value.transpose(1, 2)[..., :of_value], bias
 
     def can_step(self, shape: tuple[int, int, int], like: Tensor, window_size: int) -> bool:
         """Say whether `step` may do in place of `update`.
@@ -140,6 +164,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._key_bias = None
         rows = self.kept.step(write)
         self._seen += 1
+        self._widths = rows.key.shape[-1], rows.value.shape[-1]
         self._show(rows.key, rows.value, rows.bias)
         return rows
 
@@ -152,6 +177,10 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         Raises:
             ValueError: some were forgotten.
         """
+        if self._seen and not self.for_doge:
+            raise ValueError(
+                f"past_key_values keeps only what key_bias lets later tokens see: {reason}"
+            )
         kept, count = self.kept.tensors, self.kept.length
         if count > self.kept.window_size:
             raise ValueError(
@@ -211,7 +240,8 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything, the number of sequences too."""
-        self.kept = KeptKeys(self.kept.window_size)
+        window, keep_last, keep_first = self.kept.counts
+        self.kept = KeptKeys(window, keep_last=keep_last, keep_first=keep_first)
         self.keys = self.values = None  # type: ignore[assignment]
         self.bias = self._held = None
         self._seen, self.is_initialized = 0, False
@@ -241,9 +271,9 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 
 def kept_layer_of(
-    cache: Any, index: int, window_size: int, mask: object, needs_all: str
+    cache: Any, index: int, counts: KeyCounts, mask: object, needs_all: str, *, for_doge: bool
 ) -> KeptLayer | None:
-    """Return the layer of a cache that keeps a window's keys, or None where it keeps all.
+    """Return the layer of a cache that keeps what can be seen, or None where it keeps all.
 
     A cache that grows, and holds nothing yet, is given such a layer: without gradients, and unless
     the mask does more than pad, for then a key that has been dropped may be seen again. A call that
@@ -252,9 +282,10 @@ def kept_layer_of(
     Args:
         cache: of transformers, or None.
         index: of the layer.
-        window_size: keys that a query keeps.
+        counts: of the keys that a query keeps.
         mask: of this call.
         needs_all: why this call needs every key, and what to do where some are forgotten; or "".
+        for_doge: as in `KeptLayer`.
 
     Raises:
         ValueError: the layer has forgotten keys that this call needs.
@@ -266,8 +297,14 @@ def kept_layer_of(
     layers = cache.layers
     if index < len(layers) and isinstance(layers[index], KeptLayer):
         layer: KeptLayer = layers[index]
-        if not needs_all and window_size > layer.kept.window_size:
-            needs_all = f"a window of {window_size} sees more; begin with a new cache"
+        held = layer.kept.counts
+        if not needs_all and (counts.window > held.window or counts[1:] != held[1:]):
+            needs_all = f"a window of {counts.window} sees more; begin with a new cache"
+            if counts[1:] != held[1:]:
+                needs_all = (
+                    f"keep_last={counts.keep_last} and keep_first={counts.keep_first} see others; "
+                    "begin with a new cache"
+                )
         if not needs_all and not is_padding:
             needs_all = (
                 "attention_mask must be None or (B, keys) after a prefill with such a mask, since "
@@ -279,7 +316,7 @@ def kept_layer_of(
         layers[index] = layer.every_key(needs_all)
     if needs_all or torch.is_grad_enabled() or not is_padding:
         return None
-    if window_size < 1 or cache.offloading:
+    if counts.total < 1 or cache.offloading:
         return None
     if cache.layer_class_to_replicate is cache_utils.DynamicLayer:
         while len(layers) <= index:
@@ -288,7 +325,7 @@ def kept_layer_of(
         return None
     if layers[index].get_seq_length():
         return None
-    layer = layers[index] = KeptLayer(window_size)
+    layer = layers[index] = KeptLayer(counts, for_doge=for_doge)
     layer.record_past = getattr(cache, _RECORDS, False)
     return layer
 
@@ -311,6 +348,12 @@ def _scattered(rows: Tensor, place: Tensor, count: int) -> Tensor:
     rows = rows.transpose(1, 2)
     whole = rows.new_zeros(*rows.shape[:2], count + 1, rows.shape[3])
     return whole.scatter(2, place[..., None].expand_as(rows), rows)[:, :, :count]
+
+
+def _of_width(width: int, states: Tensor) -> Tensor:
+    """Pad the last dimension with zeros."""
+    missing = width - states.shape[-1]
+    return pad(states, (0, missing)) if missing else states
 
 
 @contextlib.contextmanager

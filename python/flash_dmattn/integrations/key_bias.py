@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flash_dmattn import checks
+from flash_dmattn.record import KeyCounts
 
 from .implementations import ATTENTION_NAME, other_attention
 from .mask_forms import Mask
@@ -36,6 +38,7 @@ __all__ = [
 KeyBiasFunction = Callable[[torch.nn.Module, Tensor], Tensor]
 
 _ATTRIBUTE = "flash_dmattn_key_bias"
+_CHECKED = "flash_dmattn_checked_key_bias"
 CALL = "flash_dmattn_call"
 # What transformers calls the cache that it gives to modules: the latter from 5.24 on.
 CACHE_NAMES = ("past_key_values", "cache")
@@ -48,6 +51,16 @@ class KeyBias(NamedTuple):
     window_size: int | None
     keep_last: int = 0
     keep_first: int = 0
+    every_key: bool = False  # in caches
+
+
+class KeptCall:
+    """What one call of a module with a `KeyBias` hands on, where its cache forgets."""
+
+    def __init__(self, layer: KeptLayer) -> None:
+        """Keep the layer of the cache, which the module updates."""
+        self.layer = layer
+        self.is_read = False
 
 
 class DogeCall:
@@ -100,7 +113,10 @@ def biased(
     kwargs: dict[str, Any],
 ) -> Biased:
     """Return a call as it is with what `apply_flash_dmattn` gave the module."""
-    call: DogeCall | None = kwargs.pop(CALL, None)
+    call: DogeCall | KeptCall | None = kwargs.pop(CALL, None)
+    if isinstance(call, KeptCall):
+        is_given_more = bias is not None or kwargs.get("position_bias") is not None
+        return _biased_by_kept(module, call, key, value, is_given_more=is_given_more)
     if call is not None:
         if call.layer is not None:
             key, value = call.layer.keys, call.layer.values
@@ -109,8 +125,7 @@ def biased(
     given: KeyBias | None = getattr(module, _ATTRIBUTE, None)
     if given is None:
         return Biased(key, value, mask, bias, window_size)
-    own = checks.tensor("the result of key_bias", given.function(module, value))
-    own = own if own.dim() == 4 else own.unsqueeze(-2)
+    own = _own_bias(module, given.function, value)
     bias = own if bias is None else own + bias
     if window_size is not None:
         return Biased(key, value, mask, bias, window_size)
@@ -122,6 +137,12 @@ def give_bias(module: torch.nn.Module, bias: KeyBias) -> None:
     """Let an attention module have a bias, which `biased` computes in its calls."""
     if not has_bias(module):
         module.register_forward_pre_hook(_refuse_other_attention)
+        module.register_forward_pre_hook(_hand_on_kept_layer, with_kwargs=True)
+        module.register_forward_hook(_refuse_unread_layer, with_kwargs=True)
+    if bias.window_size is not None:
+        from .cache import remember_recording
+
+        remember_recording()
     setattr(module, _ATTRIBUTE, bias)
 
 
@@ -137,6 +158,122 @@ def _refuse_other_attention(module: torch.nn.Module, args: tuple[Any, ...]) -> N
             f"gave {type(module).__name__}: call "
             f"model.set_attn_implementation({ATTENTION_NAME!r}), or load the model anew to compute "
             "without it"
+        )
+
+
+def _biased_by_kept(
+    module: torch.nn.Module, call: KeptCall, key: Tensor, value: Tensor, *, is_given_more: bool
+) -> Biased:
+    """Return a call whose keys and values are those that its cache keeps."""
+    given: KeyBias = getattr(module, _ATTRIBUTE)
+    layer, call.is_read = call.layer, True
+    if is_given_more or layer.is_prepared or key.shape[2] != layer.keys.shape[2]:
+        what = "adds another bias" if is_given_more else "does not attend to what its cache returns"
+        raise NotImplementedError(f"{type(module).__name__} {what}; {_KEEP_EVERY_KEY}")
+    assert layer.bias is not None
+    places = {"keep_last": given.keep_last, "keep_first": given.keep_first}
+    mask = layer.kept.seen(layer.bias)
+    return Biased(key, value, mask, layer.bias, given.window_size, places)
+
+
+_KEEP_EVERY_KEY = (
+    "the cache keeps only what can be seen: call apply_flash_dmattn with every_key=True, and it "
+    "keeps all"
+)
+
+
+def _hand_on_kept_layer(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let the cache of a call keep only what can be seen, where the module's call allows that."""
+    given: KeyBias = getattr(module, _ATTRIBUTE)
+    names = _names_of(type(module).forward)
+    index = getattr(module, "layer_idx", None)
+    if given.window_size is None or given.every_key or names is None or index is None:
+        return None
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    cache = next((named[name] for name in CACHE_NAMES if named.get(name) is not None), None)
+    is_causal = getattr(module, "is_causal", True) and named.get("is_causal") is not False
+    limits = (getattr(module, "sliding_window", None), *map(named.get, _OTHER_LIMITS))
+    if cache is None or not is_causal or any(limit is not None for limit in limits):
+        return None
+    from .cache import kept_layer_of
+
+    counts = KeyCounts(given.window_size, given.keep_last, given.keep_first)
+    mask = named.get("attention_mask")
+    needs_all = ""
+    if torch.is_grad_enabled():
+        needs_all = (
+            "with gradients the biases of all of them are needed; call under torch.no_grad(), or "
+            "begin with gradients enabled, and the cache keeps every key"
+        )
+    layer = kept_layer_of(cache, index, counts, mask, needs_all, for_doge=False)
+    if layer is None:
+        return None
+    padding = mask if isinstance(mask, Tensor) else None
+    layer.prepare(functools.partial(_bias_of_each_value, module, given.function), padding)
+    return args, {**kwargs, CALL: KeptCall(layer)}
+
+
+# What a call may say of the keys that are seen, beside its mask.
+_OTHER_LIMITS = ("window_size", "keep_window_size", "sliding_window")
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Return what a method calls its arguments, or None if it takes none by other names."""
+    _, *parameters = inspect.signature(forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+
+def _refuse_unread_layer(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    call = kwargs.get(CALL)
+    if isinstance(call, KeptCall) and not call.is_read:
+        raise NotImplementedError(
+            f"{type(module).__name__} does not hand on its keyword arguments to attention; "
+            f"{_KEEP_EVERY_KEY}"
+        )
+
+
+def _own_bias(module: torch.nn.Module, function: KeyBiasFunction, value: Tensor) -> Tensor:
+    """Return the bias ``(B, {H|Hk|1}, 1, K)`` of values ``(B, Hk, K, D)``."""
+    own = checks.tensor("the result of key_bias", function(module, value))
+    return own if own.dim() == 4 else own.unsqueeze(-2)
+
+
+def _bias_of_each_value(
+    module: torch.nn.Module, function: KeyBiasFunction, value: Tensor
+) -> Tensor:
+    """Return the bias of values ``(B, N, Hk, D)``, which must not depend on other values."""
+    value = value.transpose(1, 2)
+    bias = _own_bias(module, function, value)
+    is_checked = getattr(module, _CHECKED, None) is function or torch.compiler.is_compiling()
+    if value.shape[2] and not is_checked:
+        _check_each_value(module, function, value)
+        setattr(module, _CHECKED, function)
+    return bias
+
+
+def _check_each_value(module: torch.nn.Module, function: KeyBiasFunction, value: Tensor) -> None:
+    """Raise ValueError if the last values have other biases when they are alone."""
+    if value.shape[2] == 1:
+        value = torch.cat([value, 2 * value + 1], 2)
+    half = value.shape[2] // 2
+    beside = _own_bias(module, function, value)[..., half:].float()
+    alone = _own_bias(module, function, value[:, :, half:]).float()
+    size = beside.nan_to_num(0, 0, 0).abs().amax()
+    bound = size * (1e-4 if value.element_size() > 2 else 3e-2)
+    if beside.shape != alone.shape or not torch.allclose(
+        beside, alone, rtol=0, atol=float(bound), equal_nan=True
+    ):
+        raise ValueError(
+            "key_bias must give each token a bias by its own value, whatever its place and the "
+            "other values are, as caches keep only what can be seen; got another bias for tokens "
+            "that are alone: call apply_flash_dmattn with every_key=True, and they keep all"
         )
 
 
@@ -168,8 +305,7 @@ def _hand_on_mask(
     mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
     names = (name for name in CACHE_NAMES if kwargs.get(name) is not None)
     cache = args[3] if len(args) > 3 else kwargs.get(next(names, ""))
-    hidden_states = args[0] if args else kwargs["hidden_states"]
-    layer = _kept_layer(module, cache, mask, hidden_states.shape[1])
+    layer = _kept_layer(module, cache, mask)
     if other_attention(module) is None:
         call = DogeCall(mask, layer)
         kwargs = {**kwargs, CALL: call}
@@ -181,17 +317,16 @@ def _hand_on_mask(
     return args, {**kwargs, "attention_mask": call}
 
 
-def _kept_layer(module: Any, cache: Any, mask: Mask, added: int) -> KeptLayer | None:
+def _kept_layer(module: Any, cache: Any, mask: Mask) -> KeptLayer | None:
     """Return the module's layer of a cache if it keeps only what can be seen, ready for a call."""
     if cache is None:
         return None
     from .cache import kept_layer_of
 
-    layer = kept_layer_of(
-        cache, module.layer_idx, module.keep_window_size, mask, _needs_every_key(module)
-    )
+    counts, needs_all = KeyCounts(module.keep_window_size), _needs_every_key(module)
+    layer = kept_layer_of(cache, module.layer_idx, counts, mask, needs_all, for_doge=True)
     if layer is not None:
-        padding = mask[:, mask.shape[1] - added :].bool() if isinstance(mask, Tensor) else None
+        padding = mask if isinstance(mask, Tensor) else None
         layer.prepare(functools.partial(_doge_bias, module), padding)
     return layer
 

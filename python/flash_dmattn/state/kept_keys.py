@@ -147,6 +147,13 @@ class KeptKeys(HeldRows):
         seen = self._columns(self._rows(key, value, bias, padding))
         return seen.key, seen.value, seen.bias
 
+    def visible_by_marked(
+        self, key: Tensor, value: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what `visible` does for tokens of which a bias of -inf marks padding."""
+        seen = self._columns(self._rows(key, value, bias, None, is_marked=True))
+        return seen.key, seen.value, seen.bias
+
     def seen(self, bias: Tensor) -> Tensor | None:
         """Return which of the columns that `update` has returned the bias of are tokens.
 
