@@ -171,6 +171,36 @@ def test_saving_says_what_files_do_not_hold(tmp_path: Path) -> None:
     assert saved(tiny_model("llama", "named"), tmp_path) == []
 
 
+def loaded(folder: Path, **options: Any) -> tuple[Any, list[str]]:
+    """Load a model, and return what was said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model, [str(warning.message) for warning in said if "flash_dmattn" in str(warning)]
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": "flash_dmattn"}])
+def test_loading_says_what_files_do_not_hold(options: dict[str, Any], tmp_path: Path) -> None:
+    model = biased_llama()
+    saved(model, tmp_path)
+    assert not hasattr(model.config, "needs_apply_flash_dmattn")
+    again, (said,) = loaded(tmp_path, **options)
+    text = "this model was saved without the key_bias and window_size=8 that it computed with: call"
+    assert text in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_flash_dmattn(again, first_value, attention=llama_attention(), window_size=WINDOW)
+    torch.testing.assert_close(again(tokens()).logits, model(tokens()).logits)
+    # Weights that are saved again, to which nothing was given, need it still.
+    plain, _ = loaded(tmp_path, **options)
+    assert saved(plain, tmp_path) == []
+    assert len(loaded(tmp_path, **options)[1]) == 1
+    saved(apply_flash_dmattn(tiny_model("doge"), window_size=5), tmp_path)
+    assert "saved without the window_size=5" in loaded(tmp_path)[1][0]
+    saved(tiny_model("doge", "applied"), tmp_path)
+    assert loaded(tmp_path)[1] == []
+
+
 class Adapted(torch.nn.Module):
     """Has the names that PEFT gives the parts of a model that it wraps."""
 

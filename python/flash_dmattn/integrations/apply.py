@@ -15,7 +15,7 @@ from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 from .import_utils import require_transformers
 from .key_bias import KeyBias, KeyBiasFunction, give_bias, is_doge_attention, patch_doge
 from .registration import register
-from .saving import warn_when_saved
+from .saving import forget_note, warn_when_saved
 
 __all__ = ["apply_flash_dmattn"]
 
@@ -40,8 +40,9 @@ def apply_flash_dmattn(
     ``key_bias``.
 
     Args:
-        model: of transformers; changed in place. Weights and config file stay what they were:
-            ``save_pretrained`` warns that they do not hold ``key_bias`` and what is kept.
+        model: of transformers; changed in place. Files do not hold ``key_bias`` and what is kept:
+            ``save_pretrained`` warns of that, and notes it in the config file, by which loading
+            warns.
         key_bias: for models other than Doge. Called as ``key_bias(module, value)`` with an
             attention module and its values ``(B, Hk, K, D)``, those of the cache included; returns
             ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, through which gradients flow. With
@@ -93,6 +94,7 @@ def apply_flash_dmattn(
             f"{type(model).__name__} has no module of {wanted}; for a model other than Doge give "
             "key_bias and attention"
         )
+    forget_note(getattr(model, "config", None))
     _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
     if key_bias is not None:
         for module in modules:

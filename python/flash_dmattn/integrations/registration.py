@@ -15,6 +15,7 @@ from .implementations import (
 )
 from .import_utils import require_transformers
 from .key_bias import has_bias
+from .saving import warn_of_note
 from .wrap_once import wrap_once
 
 __all__ = ["register"]
@@ -62,6 +63,7 @@ def _take_names_as_they_are() -> None:
 def _check_others(
     check: Callable[..., Any], model: Any, implementation: str | None, *args: Any, **kwargs: Any
 ) -> Any:
+    warn_of_note(model.config)
     if implementation not in NAMES:
         return check(model, implementation, *args, **kwargs)
     _refuse_own_attention(type(model))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Saying what files of a model do not hold."""
+"""Saying what files of a model do not hold, when they are written and when they are read."""
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 
 from .wrap_once import wrap_once
 
-__all__ = ["warn_when_saved"]
+__all__ = ["forget_note", "warn_of_note", "warn_when_saved"]
 
 _ATTRIBUTE = "flash_dmattn_unsaved"
+# Of a config, in whose file it stands: what the model needs that no file holds.
+_NOTE = "needs_apply_flash_dmattn"
+# The last config whose note was told; the parts of a model are made with it one after another.
+_last_told: Callable[[], Any] | None = None
 # What PEFT puts before the names of a model that it has wrapped.
 _PEFT_PREFIX = "base_model.model."
 
@@ -36,14 +41,40 @@ def warn_when_saved(module: torch.nn.Module, lost: str) -> None:
 def _save_and_warn(
     save: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    if lost := next(filter(None, (getattr(m, _ATTRIBUTE, "") for m in model.modules())), ""):
+    lost = next(filter(None, (getattr(m, _ATTRIBUTE, "") for m in model.modules())), "")
+    if lost:
         warnings.warn(
             f"save_pretrained() does not store the {lost} of apply_flash_dmattn: call it again, "
             "with the same arguments, on the model that is loaded, which computes without until "
             "then",
             stacklevel=3,
         )
-    return save(model, *args, **kwargs)
+        setattr(model.config, _NOTE, lost)
+    try:
+        return save(model, *args, **kwargs)
+    finally:
+        if lost:
+            forget_note(model.config)
+
+
+def forget_note(config: Any) -> None:
+    """Take what was read of a file out of a config."""
+    if hasattr(config, _NOTE):
+        delattr(config, _NOTE)
+
+
+def warn_of_note(config: Any) -> None:
+    """Warn when a model is made of files that do not hold all of it."""
+    global _last_told
+    lost = getattr(config, _NOTE, None)
+    if lost is None or (_last_told is not None and _last_told() is config):
+        return
+    _last_told = weakref.ref(config)
+    warnings.warn(
+        f"this model was saved without the {lost} that it computed with: call apply_flash_dmattn "
+        "with the same arguments, until when it computes without",
+        stacklevel=2,
+    )
 
 
 def _warn_if_adapted(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
