@@ -26,7 +26,11 @@ from flash_dmattn import (
     make_plan,
     pair_bias_attention,
 )
-from flash_dmattn.distributed import ContextParallelAttention, context_parallel_dmattn
+from flash_dmattn.distributed import (
+    ContextParallelAttention,
+    context_parallel_dmattn,
+    context_parallel_forgetting,
+)
 from flash_dmattn.integrations import evoformer_attention, triangle_attention
 from flash_dmattn.integrations.transformers_attention import (
     flash_dynamic_mask_attention_forward,
@@ -361,6 +365,7 @@ def test_defaults_change_no_result_of_a_group(
             context_parallel_dmattn(*flat, bias, 5, cu_seqlens=g.cu_seqlens),
             module(g.hidden, padding=g.keys),
             module(g.hidden.flatten(0, 1), cu_seqlens=g.cu_seqlens),
+            context_parallel_forgetting(*g[:3], -g.bias[:, :, 0].abs(), -4.0, padding=g.keys),
         ]
 
     method = f"file://{tmp_path / 'meeting'}"

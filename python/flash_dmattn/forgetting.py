@@ -23,11 +23,13 @@ from .wrong_keywords import refuse_keywords, without_unknown
 __all__ = [
     "bounded_gates",
     "check_gates",
+    "check_log_forget",
     "checked_prune",
     "forgetting_bias",
     "kept_until",
     "key_bias_dtype",
     "pruning_threshold",
+    "remembered",
 ]
 
 # What -inf counts as where nothing is pruned: no score makes up for it.
@@ -71,7 +73,7 @@ def forgetting_bias(
     """
     if unknown:
         refuse_keywords(forgetting_bias, unknown)
-    _check(log_forget, cu_seqlens, padding)
+    check_log_forget(log_forget, cu_seqlens, padding)
     prune = checked_prune(prune)
     if prune is not None:
         check_gates(log_forget)
@@ -161,6 +163,27 @@ def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
     return torch.searchsorted((-rows).contiguous(), (-prune - keys).contiguous(), right=True)
 
 
+def remembered(
+    rows: Tensor, keys: Tensor, prune: float | None, capacity: int | None = None
+) -> IntervalMask:
+    """Return the mask of causal queries, whose tokens are the last of the keys.
+
+    Args:
+        rows, keys: as in `kept_until`, without gradients.
+        prune: the threshold, or None.
+        capacity: keys that a query sees at most, itself included; or None.
+    """
+    count = rows.shape[-1]
+    row = torch.arange(keys.shape[-1], device=keys.device) - (keys.shape[-1] - count)
+    end = torch.full_like(row, count).expand_as(keys)
+    if prune is not None:
+        end = kept_until(rows, keys, prune)
+    if capacity is not None:
+        end = torch.minimum(end, row + capacity)
+    start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
+    return IntervalMask(start, end.clamp(min=0).to(torch.int32), query_length=count)
+
+
 def _intervals(
     total: Tensor, prune: float, within: tuple[Tensor, Tensor] | None, tokens: Tensor | None
 ) -> IntervalMask:
@@ -188,7 +211,8 @@ def _bounds_of_tokens(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return bounds[after - 1], bounds[after.clamp(max=len(bounds) - 1)]
 
 
-def _check(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Tensor | None) -> None:
+def check_log_forget(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Tensor | None) -> None:
+    """Raise TypeError or ValueError as `forgetting_bias` does."""
     checks.tensor("log_forget", log_forget)
     if not log_forget.is_floating_point() or log_forget.element_size() < 2:
         raise TypeError(

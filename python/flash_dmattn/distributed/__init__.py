@@ -2,6 +2,12 @@
 """Context parallelism: one sequence on several ranks, which exchange the keys that are kept."""
 
 from .context_parallel import context_parallel_dmattn
+from .forgetting import ContextParallelForgetting, context_parallel_forgetting
 from .layer import ContextParallelAttention
 
-__all__ = ["ContextParallelAttention", "context_parallel_dmattn"]
+__all__ = [
+    "ContextParallelAttention",
+    "ContextParallelForgetting",
+    "context_parallel_dmattn",
+    "context_parallel_forgetting",
+]

@@ -18,7 +18,7 @@ from .context_parallel import checked_group, context_parallel_dmattn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ContextParallelAttention"]
+__all__ = ["ContextParallelAttention", "shard_positions"]
 
 
 class ContextParallelAttention(DynamicMaskAttention):
@@ -74,7 +74,9 @@ class ContextParallelAttention(DynamicMaskAttention):
         if options.get("cache") is not None:
             raise ValueError("cache must be None in context parallelism")
         if self.rotary_base is not None and options.get("position_ids") is None:
-            options["position_ids"] = self._positions(hidden_states, options.get("cu_seqlens"))
+            options["position_ids"] = shard_positions(
+                self.process_group, hidden_states, options.get("cu_seqlens")
+            )
         return super().forward(hidden_states, **options)
 
     def attend(
@@ -113,24 +115,25 @@ class ContextParallelAttention(DynamicMaskAttention):
         assert isinstance(out, Tensor)
         return out
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _positions(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Return int64 ``(N,)`` or ``(total,)``: where the tokens stand in their sequences, behind
-        those of the ranks before.
-        """
-        group = checked_group(self.process_group)
-        device = hidden_states.device
-        if cu_seqlens is None:
-            own = torch.full((1,), hidden_states.shape[1], dtype=torch.int64, device=device)
-        else:
-            own = check_cu_seqlens(cu_seqlens, hidden_states).diff().long()
-        lengths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(lengths, own, group=group)
-        starts = torch.stack(lengths)[: dist.get_rank(group)].sum(0)
-        if cu_seqlens is None:
-            return starts + torch.arange(hidden_states.shape[1], device=device)
-        within = packed_positions(cu_seqlens, len(hidden_states))
-        token = torch.arange(len(hidden_states), device=device)
-        of_token = torch.bucketize(token, cu_seqlens[1:], right=True)
-        # Tokens past the last sequence are refused, with the reason, by attention.
-        return within + starts[of_token.clamp(max=max(len(starts) - 1, 0))]
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def shard_positions(process_group: Any, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return int64 ``(N,)`` or ``(total,)``: where the tokens stand in their sequences, behind
+    those of the ranks before.
+    """
+    group = checked_group(process_group)
+    device = hidden_states.device
+    if cu_seqlens is None:
+        own = torch.full((1,), hidden_states.shape[1], dtype=torch.int64, device=device)
+    else:
+        own = check_cu_seqlens(cu_seqlens, hidden_states).diff().long()
+    lengths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, own, group=group)
+    starts = torch.stack(lengths)[: dist.get_rank(group)].sum(0)
+    if cu_seqlens is None:
+        return starts + torch.arange(hidden_states.shape[1], device=device)
+    within = packed_positions(cu_seqlens, len(hidden_states))
+    token = torch.arange(len(hidden_states), device=device)
+    of_token = torch.bucketize(token, cu_seqlens[1:], right=True)
+    # Tokens past the last sequence are refused, with the reason, by attention.
+    return within + starts[of_token.clamp(max=max(len(starts) - 1, 0))]

@@ -198,14 +198,15 @@ class ForgettingAttention(nn.Module):
         query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
         log_forget = self.log_forget(hidden_states)
         if cache is None:
-            bias, mask = forgetting_bias(log_forget, self.prune, cu_seqlens, padding=padding)
-            bounds = None
-            if cu_seqlens is not None:
-                keys = (
-                    longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
-                )
-                bounds = (cu_seqlens, cu_seqlens, keys, keys)
-            out = self._attend(query, key, value, bias, mask, bounds)
+            out = self.attend(
+                query,
+                key,
+                value,
+                log_forget,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                padding=padding,
+            )
         else:
             out = cache.taken_in(
                 key,
@@ -229,6 +230,31 @@ class ForgettingAttention(nn.Module):
         """
         states = self.f_proj(hidden_states).transpose(-1, -2)
         return logsigmoid(states.to(torch.promote_types(states.dtype, torch.float32)))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_forget: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the attention of tokens to each other; a subclass may divide it.
+
+        Args:
+            query, key, value: ``(B, N, heads, D)``, packed ``(total, heads, D)``.
+            log_forget: of `log_forget`.
+            cu_seqlens, max_seqlen, padding: as in `forward`.
+        """
+        bias, mask = forgetting_bias(log_forget, self.prune, cu_seqlens, padding=padding)
+        bounds = None
+        if cu_seqlens is not None:
+            keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
+            bounds = (cu_seqlens, cu_seqlens, keys, keys)
+        return self._attend(query, key, value, bias, mask, bounds)
 
     def _attend(
         self,

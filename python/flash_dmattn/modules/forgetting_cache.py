@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import writable
-from ..forgetting import bounded_gates, check_gates, checked_prune, kept_until, key_bias_dtype
+from ..forgetting import bounded_gates, check_gates, checked_prune, key_bias_dtype, remembered
 from ..masks import IntervalMask
 from ..refusals import current_backward, refuse_recomputation
 from ..state.chunks import check_left, check_sequences
 from ..state.rows import chosen
 from ..state.stored import check_names, check_setting
 
-__all__ = ["ForgettingCache"]
+__all__ = ["ForgettingCache", "check_tokens"]
 
 _FIELDS = ("key", "value", "total")
 _LENGTH_DIMENSION = {"key": 1, "value": 1, "total": 2}
@@ -263,7 +263,7 @@ class ForgettingCache:
         if any(name in state for name in tensors):
             check_names(state, (*_SETTINGS, *tensors))
             key, value, total, sums = (checks.tensor(name, state[name]) for name in tensors)
-            _check_tokens(key, value, total)
+            check_tokens(key, value, total)
             if total.dtype != torch.float64 or sums.dtype != torch.float64:
                 raise TypeError(
                     f"total and sums of state must have dtype torch.float64, got {total.dtype} and "
@@ -311,7 +311,10 @@ class ForgettingCache:
         following, seen = self._extended({"key": key, "value": value, "total": kept}, sums, prune)
         # The same but for a constant of the row, and small however long the sequence.
         bias = (before - seen["total"]).to(key_bias_dtype(key.device)).unsqueeze(2)
-        mask = self._mask(seen["total"].detach(), total[..., 1:].detach(), prune)
+        mask = None
+        if prune is not None or self.capacity is not None:
+            among = total[..., 1:].detach(), seen["total"].detach()
+            mask = remembered(*among, prune, self.capacity)
         return following, (seen["key"], seen["value"], bias, mask)
 
     def _extended(
@@ -359,19 +362,6 @@ class ForgettingCache:
         # The first that lives; all of them, if none does.
         return int(torch.nn.functional.pad(lives, (0, 1), value=True).byte().argmax())
 
-    def _mask(self, seen: Tensor, total: Tensor, prune: float | None) -> IntervalMask | None:
-        if prune is None and self.capacity is None:
-            return None
-        rows, keys = total.shape[-1], seen.shape[-1]
-        row = torch.arange(keys, device=seen.device) - (keys - rows)
-        end = torch.full_like(row, rows).expand_as(seen)
-        if prune is not None:
-            end = kept_until(total, seen, prune)
-        if self.capacity is not None:
-            end = torch.minimum(end, row + self.capacity)
-        start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
-        return IntervalMask(start, end.clamp(min=0).to(torch.int32), query_length=rows)
-
     def _check(
         self,
         key: Tensor,
@@ -380,7 +370,7 @@ class ForgettingCache:
         prune: float | None,
         padding: Tensor | None,
     ) -> None:
-        _check_tokens(key, value, log_forget)
+        check_tokens(key, value, log_forget)
         if prune is not None:
             check_gates(log_forget)
         if padding is not None and tuple(padding.shape) != tuple(key.shape[:2]):
@@ -412,7 +402,8 @@ class ForgettingCache:
                 )
 
 
-def _check_tokens(key: Tensor, value: Tensor, log_forget: Tensor) -> None:
+def check_tokens(key: Tensor, value: Tensor, log_forget: Tensor) -> None:
+    """Raise unless these are keys, values and gates of the same tokens."""
     for name, tensor in (("key", key), ("value", value), ("log_forget", log_forget)):
         if not checks.tensor(name, tensor).is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {tensor.dtype}")

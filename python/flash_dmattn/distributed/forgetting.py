@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Forgetting attention over a sequence whose shards lie on several ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..arguments import backend_name
+from ..backends import portable
+from ..forgetting import (
+    bounded_gates,
+    check_gates,
+    check_log_forget,
+    checked_prune,
+    key_bias_dtype,
+    remembered,
+)
+from ..interface import flash_dmattn_func
+from ..modules import ForgettingAttention
+from ..modules.forgetting_cache import check_tokens
+from ..state.chunks import check_heads
+from ..wrong_keywords import refuse_keywords, without_unknown
+from .context_parallel import checked_group
+from .layer import shard_positions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ContextParallelForgetting", "context_parallel_forgetting"]
+
+
+@without_unknown
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def context_parallel_forgetting(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    prune: float,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    padding: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor:
+    """Compute causal attention with forget gates over sequences that are divided among ranks.
+
+    Each rank has consecutive tokens, those of rank 0 first, and any number of them. It is sent the
+    keys of the ranks before it that have not decayed below ``prune`` for all heads and sequences
+    where its own tokens begin, and no others: where memory is shorter than a shard, a part of one
+    shard. The gradients of these rows travel back, and are summed in the order of the ranks.
+
+    Communication: all-gathers of what the gates of each shard sum to, in float64, and of the
+    numbers of rows, for which the host waits; all-to-alls of keys and values, and of what the gates
+    have left of them; and their reverse in the backward pass. All ranks have to call it, also
+    backward, with the same B, H, Hk, D, dtype and prune, and either all or none with inputs that
+    require gradients.
+
+    Gradients are those of the sum of all ranks' losses; `context_parallel_dmattn` says what that
+    means for parameters.
+
+    Args:
+        query: ``(B, N, H, D)``, this rank's tokens.
+        key, value: ``(B, N, Hk, D)``.
+        log_forget: ``(B, {H|Hk}, N)``, logarithms of forget gates, as in `forgetting_bias`. -inf
+            forgets all that is before, such as another document.
+        prune: drop a key for a query where the gates between them sum to less than this.
+        group: of the ranks; a `DeviceMesh` of one dimension; None is the default group.
+        padding: bool ``(B, N)``, True for tokens; others are never seen, and decay nothing.
+        softmax_scale, softcap, deterministic, backend: as in `flash_dmattn_func`.
+
+    Returns:
+        ``(B, N, H, D)``, as `flash_dmattn_func` with what `forgetting_bias` makes of the whole.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape does not fit, or prune is None or above 0.
+        RuntimeError: torch.distributed is not initialized.
+    """
+    if unknown:
+        refuse_keywords(context_parallel_forgetting, unknown)
+    threshold = checked_prune(prune)
+    if threshold is None:
+        raise ValueError(
+            "prune must be a log decay, such as -16.0, in context parallelism, got None: without "
+            "it each rank needs all keys of those before it"
+        )
+    name = backend_name(backend)
+    check_heads("query", query)
+    check_tokens(key, value, log_forget)
+    check_log_forget(log_forget, None, padding)
+    check_gates(log_forget)
+    ranks = checked_group(group)
+    tokens = None if padding is None else padding.unsqueeze(1)
+    gates = bounded_gates(log_forget, threshold, tokens)
+    rows = gates.cumsum(-1)
+    seen = rows if tokens is None else rows.masked_fill(~tokens, torch.inf)
+    if dist.get_world_size(ranks) > 1:
+        key, value, seen = _with_earlier(key, value, seen, gates.sum(-1), threshold, ranks)
+    bias = -seen.unsqueeze(2)
+    out = flash_dmattn_func(
+        query,
+        key,
+        value,
+        remembered(rows.detach(), seen.detach(), threshold),
+        bias.float() if name in portable.NAMES else bias.to(key_bias_dtype(bias.device)),
+        softmax_scale,
+        True,
+        softcap,
+        deterministic,
+        backend=backend,
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+class ContextParallelForgetting(ForgettingAttention):
+    """A `ForgettingAttention` that is given a rank's consecutive tokens of each sequence.
+
+    Parameters, arguments and results are those of the layer that it extends; but it has no cache,
+    no packed sequences, and a ``prune``. All ranks call it, forward and backward. Positions are
+    counted along all shards. Gradients of parameters are to be summed over the group, not averaged;
+    see `context_parallel_dmattn`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        """Make a layer with random weights, which must be made alike on all ranks.
+
+        Args:
+            *args, **settings: as in `ForgettingAttention`.
+            process_group: of the ranks; None is the default group, looked up in each call.
+
+        Raises:
+            TypeError, ValueError: as `ForgettingAttention`.
+        """
+        super().__init__(*args, **settings)
+        self.process_group = process_group
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        """Attend from each token of a shard to those before it, on all ranks.
+
+        Args:
+            hidden_states: ``(B, N, embed_dim)``.
+            **options: ``padding`` and ``position_ids``, as in `ForgettingAttention`.
+        """
+        for name in ("cache", "cu_seqlens", "max_seqlen"):
+            if options.get(name) is not None:
+                hint = "; a gate of -inf begins a document" if name == "cu_seqlens" else ""
+                raise ValueError(f"{name} must be None in context parallelism{hint}")
+        if self.rotary_base is not None and options.get("position_ids") is None:
+            options["position_ids"] = shard_positions(self.process_group, hidden_states, None)
+        return super().forward(hidden_states, **options)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_forget: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the attention of a shard; see `context_parallel_forgetting`."""
+        out: Tensor = context_parallel_forgetting(
+            query,
+            key,
+            value,
+            log_forget,
+            self.prune,
+            self.process_group,
+            padding=padding,
+            softmax_scale=self.softmax_scale,
+            backend=self.backend,
+        )
+        return out
+
+
+class _Rows(NamedTuple):
+    """How many of its last rows each rank sends to each other."""
+
+    group: dist.ProcessGroup
+    sent: list[int]
+    received: list[int]
+
+
+def _with_earlier(
+    key: Tensor, value: Tensor, seen: Tensor, sums: Tensor, prune: float, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return key, value and what the gates have summed to, from the first key that is needed on.
+
+    Args:
+        key, value: ``(B, N, Hk, D)``.
+        seen: ``(B, G, N)``, what the gates of the shard have summed to at each key; inf at padding.
+        sums: ``(B, G)``, and at the last token.
+        prune: the threshold.
+        group: of the ranks.
+    """
+    rank = dist.get_rank(group)
+    of_ranks: Tensor = _Gathered.apply(sums, group)  # type: ignore[no-untyped-call]
+    # What the gates have left of each key at the end of the shard, as a logarithm.
+    left = sums.unsqueeze(-1) - seen
+    rows = _planned(left.detach(), of_ranks.detach(), prune, group)
+    states = torch.cat([key, value], -1)
+    arrived = _sent(states.transpose(0, 1), rows).transpose(0, 1)
+    arrived_left = _sent(left.permute(2, 0, 1), rows).permute(1, 2, 0)
+    # The gates of the shards between take of it.
+    counts = torch.tensor(rows.received, dtype=torch.int64, device="cpu")
+    source = torch.repeat_interleave(counts).to(key.device)
+    other = torch.arange(len(rows.received), device=key.device)
+    between = (other > source.unsqueeze(1)) & (other < rank)
+    taken = torch.einsum("nr,rbg->bgn", between.to(torch.float64), of_ranks)
+    earlier_key, earlier_value = arrived.chunk(2, -1)
+    return (
+        torch.cat([earlier_key, key], 1),
+        torch.cat([earlier_value, value], 1),
+        torch.cat([-(arrived_left + taken), seen], -1),
+    )
+
+
+def _planned(left: Tensor, sums: Tensor, prune: float, group: dist.ProcessGroup) -> _Rows:
+    """Agree on the rows that are sent: those that live where the tokens of a rank begin."""
+    ranks, rank, length = dist.get_world_size(group), dist.get_rank(group), left.shape[-1]
+    counts = [torch.zeros((), dtype=torch.int64, device=left.device)] * ranks
+    for to in range(rank + 1, ranks):
+        lives = left + sums[rank + 1 : to].sum(0).unsqueeze(-1) >= prune
+        # One more that lives, so that the first is found where none of them does.
+        first = torch.nn.functional.pad(lives.flatten(0, 1).any(0), (0, 1), value=True)
+        counts[to] = length - first.byte().argmax()
+    own = torch.stack([*counts, torch.full_like(counts[0], length)])
+    gathered = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(gathered, own, group=group)
+    wanted = torch.stack(gathered)
+    # A rank of no tokens needs none.
+    table = wanted[:, :ranks].masked_fill(wanted[:, ranks] == 0, 0).tolist()
+    return _Rows(group, table[rank], [of_rank[rank] for of_rank in table])
+
+
+def _sent(rows: Tensor, plan: _Rows) -> Tensor:
+    """Return ``(rows, ...)``: what is received, those of the first rank first, with gradients."""
+    arrived: Tensor = _Sent.apply(rows.flatten(1), plan)  # type: ignore[no-untyped-call]
+    return arrived.view(len(arrived), *rows.shape[1:])
+
+
+class _Sent(torch.autograd.Function):
+    """Last rows travel to the ranks that need them, and the gradients home."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, plan: _Rows) -> Tensor:
+        ctx.plan, ctx.length = plan, len(rows)
+        given = torch.cat([rows[len(rows) - count :] for count in plan.sent])
+        return _all_to_all(given, plan.sent, plan.received, plan.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        plan: _Rows = ctx.plan
+        home = _all_to_all(gradient.contiguous(), plan.received, plan.sent, plan.group)
+        summed = torch.promote_types(home.dtype, torch.float32)
+        total = home.new_zeros(ctx.length, home.shape[1], dtype=summed)
+        for part in torch.split(home, plan.sent):  # in the order of the ranks
+            total[ctx.length - len(part) :] += part
+        return total.to(home.dtype), None
+
+
+class _Gathered(torch.autograd.Function):
+    """A tensor of each rank is known to all, and the gradients are summed in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(own, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        of_ranks = _all_gather(gradient, ctx.group)
+        return of_ranks[:, dist.get_rank(ctx.group)].sum(0), None
+
+
+def _all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    own = own.contiguous()
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    return torch.stack(gathered)
+
+
+def _all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
