@@ -65,11 +65,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     # These turn what they select into masks.
     "glm5_next": (
         "Glm5NextTextConfig", "Glm5NextTextModel",
-        {**_LATENT, **_indexed("deepseek_sparse_attention"), "index_kpool": 4, "qk_rope_head_dim": 0},
+        {**_LATENT, **_indexed("deepseek_sparse_attention"), "index_kpool": 4,
+         "qk_rope_head_dim": 0},
     ),
     "qwen4_exp": (
         "Qwen4ExpTextConfig", "Qwen4ExpTextModel",
-        {**_SIZES, **_indexed("qwen_sparse_attention"), "num_key_value_heads": 2, "head_dim": 16, "num_experts": 2,
+        {**_SIZES, **_indexed("qwen_sparse_attention"), "num_key_value_heads": 2, "head_dim": 16,
+         "num_experts": 2,
          "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": 2,
          "indexer_kv_heads": 1, "indexer_head_dim": 16},
     ),
