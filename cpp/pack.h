@@ -78,7 +78,14 @@ enum fdm_mask_kind {
   FDM_MASK_KIND_COUNT = 4
 };
 
-enum fdm_pass { FDM_PASS_PLAN = 0, FDM_PASS_FORWARD = 1, FDM_PASS_BACKWARD = 2 };
+/* With which biases a pack computes the key mass. */
+enum fdm_key_mass_biases {
+  FDM_KEY_MASS_NONE = 0, /* it has no kernel for it */
+  FDM_KEY_MASS_KEYS = 1, /* those that are the same for every query, and none */
+  FDM_KEY_MASS_ALL = 2
+};
+
+enum fdm_pass { FDM_PASS_PLAN = 0, FDM_PASS_FORWARD = 1, FDM_PASS_BACKWARD = 2, FDM_PASS_KEY_MASS = 3 };
 
 typedef struct fdm_tensor {
   void *data;
@@ -160,6 +167,15 @@ typedef struct fdm_backward_args {
   fdm_tensor dbias;      /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
   fdm_tensor dsink;      /* the shape and dtype of sink */
 } fdm_backward_args;
+
+/* The attention that each key received: mass_j = sum_i p_ij, for each query head. Written in full; 0 for a key of no
+ * sequence, and for one that no query keeps. */
+typedef struct fdm_key_mass_args {
+  uint32_t struct_size;
+  uint32_t reserved;
+  fdm_tensor lse;  /* what forward wrote */
+  fdm_tensor mass; /* float32 (B, H, K, 1), contiguous; varlen (1, H, total_k, 1) */
+} fdm_key_mass_args;
 
 /* Selection of the last keep_last and the first keep_first keys that a row sees and that the mask keeps, and of the
  * others the window ones with the largest bias, by (bias descending, key index ascending). NaN and -inf are never
@@ -244,6 +260,11 @@ typedef struct fdm_pack {
    * text_bytes. Enqueues nothing, and reads no tensor. */
   int32_t (*describe)(const fdm_problem *, const fdm_selection *, const fdm_forward_args *, const fdm_backward_args *,
                       char *text, size_t text_bytes, char *message, size_t message_bytes);
+  /* Sums the probabilities of each key; not for paged keys. May be null where key_mass_biases is FDM_KEY_MASS_NONE. */
+  int32_t (*key_mass)(const fdm_problem *, const fdm_key_mass_args *, fdm_buffer plan, fdm_buffer workspace,
+                      char *message, size_t message_bytes);
+  int32_t key_mass_biases; /* enum fdm_key_mass_biases */
+  int32_t reserved;
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

@@ -2,13 +2,14 @@
 // The entry points of a pack's table, alike in every pack: the checks of pack_calls.h, then the pack's own work.
 //
 // A Pack has these static members:
-//   kLimits                                                    what it was built for
+//   kLimits, kKeyMassBiases                                    what it was built for
 //   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
-//   selection_workspace_bytes(s)
+//   key_mass_workspace_bytes(p), selection_workspace_bytes(s)
 //   is_filled(p, plan)                                         true if forward and backward may read this plan
 //   describe(p, s, forward, backward)                          JSON: how the passes whose arguments are there are computed
 //   run(context, message, work)                                calls work where the pack computes; returns a status
 //   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
+//   key_mass(p, args, plan, workspace),
 //   select(s, workspace), select_and_plan(s, p, plan, workspace)  the work; `run` knows what they return
 #pragma once
 
@@ -53,6 +54,18 @@ template <class Pack> struct PackEntries {
     if (present(p->block_table)) return message.fail(FDM_UNSUPPORTED, "paged keys have no backward pass");
     if (int32_t status = check(p, FDM_PASS_BACKWARD, plan, workspace, message)) return status;
     return Pack::run(p->context, message, [&] { return Pack::backward(*p, *args, plan.data, workspace.data); });
+  }
+
+  static int32_t key_mass(const fdm_problem *p, const fdm_key_mass_args *args, fdm_buffer plan, fdm_buffer workspace,
+                          char *text, size_t text_bytes) {
+    const Message message{text, text_bytes};
+    if (int32_t status = check_args(args, "fdm_key_mass_args", message)) return status;
+    if (int32_t status = check_problem(p, Pack::kLimits, message)) return status; // before p is read
+    if (present(p->block_table)) return message.fail(FDM_UNSUPPORTED, "paged keys have no key mass");
+    if (Pack::kKeyMassBiases != FDM_KEY_MASS_ALL && has_rows(p->bias))
+      return message.fail(FDM_UNSUPPORTED, "no kernel computes the key mass with a bias for each query");
+    if (int32_t status = check(p, FDM_PASS_KEY_MASS, plan, workspace, message)) return status;
+    return Pack::run(p->context, message, [&] { return Pack::key_mass(*p, *args, plan.data, workspace.data); });
   }
 
   static int32_t selection_workspace_bytes(const fdm_selection *s, int64_t *bytes, char *text, size_t text_bytes) {
@@ -111,6 +124,8 @@ template <class Pack> struct PackEntries {
     table.select_and_plan = select_and_plan;
     table.plan_bytes = plan_bytes;
     table.describe = describe;
+    table.key_mass = key_mass;
+    table.key_mass_biases = Pack::kKeyMassBiases;
     return table;
   }
 
@@ -121,6 +136,8 @@ private:
       return Pack::plan_workspace_bytes(p);
     case FDM_PASS_FORWARD:
       return Pack::forward_workspace_bytes(p);
+    case FDM_PASS_KEY_MASS:
+      return Pack::key_mass_workspace_bytes(p);
     default:
       return Pack::backward_workspace_bytes(p);
     }

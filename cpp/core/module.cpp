@@ -45,6 +45,12 @@ nb::dict launch_counts_of(const Pack &pack) {
   return found;
 }
 
+const char *key_mass_biases_of(const Pack &pack) {
+  const fdm_pack &table = pack.table();
+  if (table.key_mass == nullptr || table.key_mass_biases == FDM_KEY_MASS_NONE) return "none";
+  return table.key_mass_biases == FDM_KEY_MASS_ALL ? "all" : "keys";
+}
+
 int64_t plan_bytes_of(const Pack &pack, const std::string &kind, int64_t lists, int64_t keys, int64_t row_keys,
                       int64_t rows, int64_t sequences, int64_t max_kept) {
   require_at_least(lists, "lists", 0);
@@ -74,6 +80,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("dtypes", &dtypes_of)
       .def_prop_ro("plan_layouts", &plan_layouts_of)
       .def_prop_ro("launch_counts", &launch_counts_of)
+      .def_prop_ro("key_mass_biases", &key_mass_biases_of)
       .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a,
            "max_kept"_a = 0)
       .def("__repr__", [](const Pack &pack) {
@@ -95,6 +102,9 @@ void bind_problem(nb::module_ &module) {
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_FORWARD); })
       .def_prop_ro("backward_workspace_bytes",
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_BACKWARD); })
+      .def_prop_ro("key_mass_workspace_bytes",
+                   [](const Problem &self) { return self.workspace_bytes(FDM_PASS_KEY_MASS); })
+      .def("key_mass", &Problem::key_mass, "mass"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none())
       .def("describe", &Problem::describe, "gradients"_a)
       .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())
       .def("forward", &Problem::forward, "out"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none(), "splits"_a = 0)

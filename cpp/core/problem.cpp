@@ -294,6 +294,25 @@ fdm_tensor Problem::read_out(const TensorField &field) const {
   return out;
 }
 
+fdm_tensor Problem::read_mass(const TensorField &field) const {
+  const TensorView &view = read_argument(field, "mass", only(FDM_FLOAT32), device_);
+  const int64_t keys = extents_.varlen ? problem_.k.shape[1] : extents_.keys;
+  const int64_t sizes[] = {extents_.batch, extents_.heads, keys};
+  const int first = extents_.varlen ? 1 : 0;
+  int64_t stride = 1;
+  bool fits = view.rank == 3 - first;
+  for (int i = 2 - first; fits && i >= 0; stride *= sizes[first + i--])
+    fits = view.shape[i] == sizes[first + i] && (view.shape[i] == 1 || view.stride[i] == stride || view.empty());
+  if (!fits)
+    value_error("mass has shape ", shape_of(view), ", but must be contiguous, of shape ",
+                Sizes{sizes + first, 3 - first});
+  return {view.empty() ? nullptr : view.data,
+          {extents_.varlen ? 1 : extents_.batch, extents_.heads, keys, 1},
+          {extents_.heads * keys, keys, 1, 1},
+          FDM_FLOAT32,
+          0};
+}
+
 int64_t Problem::kept_bytes(bool has_lse) const {
   const int64_t needed = needed_plan_bytes();
   return has_lse ? needed : padded(needed) + lse_bytes(extents_, lse_dtype());
@@ -422,6 +441,23 @@ bool Problem::backward(const BackwardArguments &arguments, const TensorField &pl
     return pack_.backward(&problem, &args, kept.plan, work, message, message_bytes);
   });
   return true;
+}
+
+void Problem::key_mass(const TensorField &mass, const TensorField &lse, const TensorField &plan,
+                       const TensorField &workspace) const {
+  if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys have no key mass");
+  if (pack_.key_mass == nullptr) raise(PyExc_NotImplementedError, "the kernel pack has no kernel for the key mass");
+  fdm_key_mass_args args{};
+  args.struct_size = sizeof args;
+  args.lse = read_lse(lse, "lse");
+  args.mass = read_mass(mass);
+  const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
+  const fdm_buffer work = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_KEY_MASS), device_);
+  const Kept kept = parts_of(plan_buffer, args.lse);
+  const fdm_problem problem = with(kept);
+  call_pack<Gil::release>(pack_, "key_mass", [&](char *message, size_t message_bytes) {
+    return pack_.key_mass(&problem, &args, kept.plan, work, message, message_bytes);
+  });
 }
 
 fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, const fdm_tensor &lse) const {

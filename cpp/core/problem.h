@@ -69,6 +69,10 @@ public:
             Workspace &&workspace);
   bool backward(const BackwardArguments &arguments, const TensorField &plan, Workspace &&workspace);
 
+  // Writes the attention that each key received, by the plan and the lse of forward. The pack must have a kernel for it.
+  void key_mass(const TensorField &mass, const TensorField &lse, const TensorField &plan,
+                const TensorField &workspace) const;
+
   const Extents &extents() const { return extents_; }
   // Of lse and of its gradient.
   int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
@@ -97,6 +101,7 @@ private:
                        const char *model_name) const;
   fdm_tensor read_lse(const TensorField &field, const char *name) const;
   fdm_tensor read_out(const TensorField &field) const;
+  fdm_tensor read_mass(const TensorField &field) const;
   AttendSizes attend_sizes(bool has_lse, bool has_plan) const;
   // The parts of a plan; the last one is the lse if that is None.
   Kept kept_in(fdm_buffer plan, const TensorField &lse) const;

@@ -46,6 +46,9 @@ struct Kernels {
   // Adds to the rows of a bias alone, for a task of one head.
   void (*bias_gradient_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
                              const KeyGradients &, void *scratch);
+  // Adds the probabilities of the tile's rows to those of their keys: for each head of the task a row of `stride` sums.
+  void (*key_mass_tile)(const fdm_problem &, const fdm_tensor &lse, const void *plan, const TileTask &, float *mass,
+                        int64_t stride, void *scratch);
 };
 
 // Bytes of scratch that each thread needs for a pass, for tiles of at most `heads` heads.

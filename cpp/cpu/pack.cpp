@@ -14,11 +14,14 @@ struct CpuPack {
   static constexpr PackLimits kLimits{256, 1u << FDM_FLOAT32 | 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16,
                                       1u << FDM_FLOAT64};
 
+  static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_ALL;
+
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cpu::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return cpu::plan_bytes(p); }
   static int64_t plan_workspace_bytes(const fdm_problem &p) { return cpu::plan_workspace_bytes(p); }
   static int64_t forward_workspace_bytes(const fdm_problem &p) { return cpu::forward_workspace_bytes(p); }
   static int64_t backward_workspace_bytes(const fdm_problem &p) { return cpu::backward_workspace_bytes(p); }
+  static int64_t key_mass_workspace_bytes(const fdm_problem &p) { return cpu::key_mass_workspace_bytes(p); }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cpu::selection_workspace_bytes(s); }
 
   static std::string describe(const fdm_problem &p, const fdm_selection *s, const fdm_forward_args *forward,
@@ -56,6 +59,9 @@ struct CpuPack {
   }
   static void backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
     backward_pass(p, args, plan, workspace);
+  }
+  static void key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {
+    key_mass_pass(p, args, plan, workspace);
   }
   static void select(const fdm_selection &s, void *workspace) { select_keys(s, workspace); }
   static void select_and_plan(const fdm_selection &s, const fdm_problem &p, void *plan, void *workspace) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The forward and the backward pass: how their tiles are spread over threads.
+// The passes: how their tiles are spread over threads.
 #pragma once
 
 #include <cstdint>
@@ -13,5 +13,8 @@ void forward_pass(const fdm_problem &p, const fdm_forward_args &args, const void
 
 int64_t backward_workspace_bytes(const fdm_problem &p);
 void backward_pass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace);
+
+int64_t key_mass_workspace_bytes(const fdm_problem &p);
+void key_mass_pass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace);
 
 } // namespace fdm::cpu

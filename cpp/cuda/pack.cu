@@ -45,6 +45,8 @@ private:
 struct CudaPack {
   static constexpr PackLimits kLimits{kMaxHeadDim, 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16};
 
+  static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_KEYS;
+
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return plan_route(p, any_device(built_for())).plan_bytes; }
   // These are for any device: a caller may not know which one it will be.
@@ -54,6 +56,9 @@ struct CudaPack {
   static int64_t forward_workspace_bytes(const fdm_problem &p) { return forward_workspace(p, any_device(built_for())); }
   static int64_t backward_workspace_bytes(const fdm_problem &p) {
     return backward_workspace(p, any_device(built_for()));
+  }
+  static int64_t key_mass_workspace_bytes(const fdm_problem &p) {
+    return key_mass_workspace(p, any_device(built_for()));
   }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cuda::selection_workspace_bytes(s); }
 
@@ -109,6 +114,9 @@ struct CudaPack {
   }
   static cudaError_t backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
     return with_facts(p, [&](const DeviceFacts &facts) { return run_backward(p, args, facts, plan, workspace); });
+  }
+  static cudaError_t key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {
+    return with_facts(p, [&](const DeviceFacts &facts) { return run_key_mass(p, args, facts, plan, workspace); });
   }
   static cudaError_t select(const fdm_selection &s, void *workspace) {
     return select_keys(s, workspace, static_cast<cudaStream_t>(s.context.stream));

@@ -65,6 +65,11 @@ class Pack:
         They are fixed, per_list, per_key, per_tile, per_tile_key, tile_rows and most_tile_keys.
         """
     @property
+    def key_mass_biases(self) -> Literal["none", "keys", "all"]:
+        """With which biases `Problem.key_mass` can be called: not at all, those that are the same
+        for every query, or all.
+        """
+    @property
     def launch_counts(self) -> dict[str, int]:
         """How often this process has launched each kernel, by mangled name, and how many calls took
         which way ("forward: ...", "backward: ..."); empty for cpu packs.
@@ -173,6 +178,16 @@ class Problem:
 
         Each has its field's shape and dtype.
         """
+    @property
+    def key_mass_workspace_bytes(self) -> int: ...
+    def key_mass(
+        self,
+        mass: TensorLike,
+        lse: TensorLike,
+        plan: TensorLike | None,
+        workspace: TensorLike | None,
+    ) -> None:
+        """Writes the attention that each key received: float32 (B, H, K), varlen (H, total_k)."""
 
 class Allocator:
     """Makes tensors for results, on the device of a tensor of the call."""

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Compiled once for each SIMD level: FDM_SIMD_NAMESPACE names it, FDM_SIMD_BYTES is its vector's size.
 #include "backward.h"
+#include "key_mass.h"
 
 #define FDM_TEXT_OF(x) #x
 #define FDM_TEXT(x) FDM_TEXT_OF(x)
@@ -8,7 +9,8 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 
 const Kernels &kernels() {
-  static constexpr Kernels table{FDM_TEXT(FDM_SIMD_NAMESPACE), forward_tile, backward_tile, bias_gradient_tile};
+  static constexpr Kernels table{FDM_TEXT(FDM_SIMD_NAMESPACE), forward_tile, backward_tile, bias_gradient_tile,
+                                 key_mass_tile};
   return table;
 }
 

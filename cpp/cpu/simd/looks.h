@@ -18,14 +18,14 @@ namespace {
 constexpr float kCoarseLse = 256.0f;
 
 // row_max such that P = exp(score - row_max) / sum; +inf for empty rows, whose P is exp(-inf) = 0.
-void load_shifts(Tile &tile, const fdm_backward_args &args) {
+void load_shifts(Tile &tile, const fdm_tensor &row_lse) {
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
   bool recompute = false;
   for (int64_t g = 0; g < task.heads; ++g)
     for (int64_t i = 0; i < task.rows; ++i) {
-      const int64_t offset = lse_offset(args.lse, task.sequence, task.first_row + i, task.head + g);
-      const float lse = float(load_double(args.lse.data, args.lse.dtype, offset) - tile.reference(g));
+      const int64_t offset = lse_offset(row_lse, task.sequence, task.first_row + i, task.head + g);
+      const float lse = float(load_double(row_lse.data, row_lse.dtype, offset) - tile.reference(g));
       b.row_max[g * task.rows + i] = lse == -kInfinity ? kInfinity : lse;
       recompute |= __builtin_fabsf(lse) >= kCoarseLse && lse != -kInfinity;
     }
@@ -49,7 +49,7 @@ void load_shifts(Tile &tile, const fdm_backward_args &args) {
 void prepare(Tile &tile, const fdm_backward_args &args) {
   const TileBuffers &b = tile.buffers;
   tile.load_rows(tile.p.q, b.q);
-  load_shifts(tile, args);
+  load_shifts(tile, args.lse);
   tile.load_rows(args.dout, b.dout);
   tile.load_rows(args.out, b.out);
   for (int64_t r = 0; r < tile.row_count(); ++r) {

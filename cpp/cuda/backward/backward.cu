@@ -116,4 +116,29 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                  [&] { return present(args.dsink) ? launch_sink_reduce(params, stream) : cudaSuccess; });
 }
 
+cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const DeviceFacts &device,
+                         const void *plan, void *workspace) {
+  const BackwardRoute route = key_mass_route(p, device, input_alignment(p));
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  const fdm_tensor &mass = args.mass;
+  if (route.nothing) return launch_fill_zero(mass, stream);
+  if (route.too_large) return cudaErrorInvalidConfiguration;
+  constexpr fdm_tensor kAbsent{nullptr, {1, 1, 1, 1}, {0, 0, 0, 0}, FDM_FLOAT32, 0};
+  fdm_backward_args own{};
+  own.struct_size = sizeof own;
+  own.out = own.dout = p.q; // read by what makes statistics of rows, whose product with each other nothing uses
+  own.lse = args.lse;
+  own.dlse = own.dq = own.dk = own.dv = own.dsink = kAbsent;
+  own.dbias = {mass.data,
+               {mass.shape[0], mass.shape[1], 1, mass.shape[2]},
+               {mass.stride[0], mass.stride[1], 0, mass.stride[2]},
+               FDM_FLOAT32,
+               0};
+  BackwardParams params = make_params(p, own, route, plan, workspace);
+  params.only_mass = true;
+  return run_all([&] { return launch_prepare(params, true, stream); },
+                 [&] { return route.scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
+                 [&] { return run_key_gradients(route, params, stream); });
+}
+
 } // namespace fdm::cuda

@@ -73,8 +73,9 @@ struct BackwardParams {
   bool reduces_bias;
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
-  bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
-  bool beside_dq;             // the key-stationary kernel is right behind dq
+  bool only_mass;   // these are sums of P, of the pass that computes nothing else: dS is P, and dO is read by nobody
+  bool clears_keys; // some rows of dk and dv are written by no kernel that computes them
+  bool beside_dq;   // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
   TileOrder order;            // of a persistent kernel
 };
@@ -97,6 +98,10 @@ cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream)
 cudaError_t launch_key_segment_sums(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
 cudaError_t launch_sink_reduce(const BackwardParams &params, cudaStream_t stream);
+
+// The attention that each key received.
+cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const DeviceFacts &device,
+                         const void *plan, void *workspace);
 
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                          const void *plan, void *workspace);

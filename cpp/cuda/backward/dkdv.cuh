@@ -98,12 +98,9 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     float scores[kKeyTiles][kRowTiles][4], gradients[kKeyTiles][kRowTiles][4];
     clear(scores);
     gemm_ss<Element, kHeadDim>(scores, k_fragment, q + row_offset_right);
-    if (this->wants_score_gradients()) {
-      clear(gradients);
+    clear(gradients);
+    if (this->wants_score_gradients() && !params.only_mass)
       gemm_ss<Element, kHeadDim>(gradients, v_fragment, dout + row_offset_right);
-    } else {
-      clear(gradients);
-    }
     if (params.p.softcap > 0)
       make<true>(stage, careful, scores, gradients);
     else

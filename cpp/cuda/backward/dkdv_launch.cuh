@@ -14,6 +14,7 @@
 #include "../tile/sm90/tile_sizes.cuh"
 #include "sm90/dkdv.cuh"
 #include "sm90/fused_kernel.cuh"
+#include "sm90/key_mass.cuh"
 #include "sm90/small_blocks.cuh"
 #else
 #include "all_gradients.cuh"
@@ -110,6 +111,17 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
     return launch_sm90<KeyStationaryShared<Config>, dkdv_kernel_sm90<Config>>(params, params.keys.max_items, stream);
   });
 }
+
+template <class Element, int kHeadDim> cudaError_t launch_key_mass(const BackwardParams &params, cudaStream_t stream) {
+  return launch_with_softcap(params, [&](auto softcap) {
+    constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
+    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, softcap, QueryRows::mask,
+                                       KeyProducts::scores>;
+    const FusedParams with_maps = fused_params(params, RowProducer<Config>::kOwnRows);
+    return launch_sm90<KeyStationaryShared<Config>, key_mass_kernel_sm90<Config>>(with_maps, params.keys.max_items,
+                                                                                  stream);
+  });
+}
 #else
 template <class Element, int kHeadDim>
 cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stream) {
@@ -128,6 +140,9 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
 #if FDM_TILE_ARCH == 90
   case KeyKernel::wgmma:
     if constexpr (kHeadDim <= kMostDkdvHeadDim) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
+    break;
+  case KeyKernel::mass:
+    if constexpr (kHeadDim <= kMostDkdvHeadDim) return launch_key_mass<Element, kHeadDim>(work.params, stream);
     break;
   case KeyKernel::usual:
     if constexpr (kHeadDim > kMostDkdvHeadDim)

@@ -184,6 +184,16 @@ struct KeyGradients {
         }
       }
   }
+  // Adds P' to the sums of the bias gradient.
+  __device__ void add_probabilities(const float (&probabilities)[kKeyTiles][kRowTiles][4]) {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) {
+        dbias[m][0] += probabilities[m][n][0] + probabilities[m][n][1];
+        dbias[m][1] += probabilities[m][n][2] + probabilities[m][n][3];
+      }
+  }
   template <bool kTest>
   __device__ void make_score_gradients(const Stage &stage, const float (&probabilities)[kKeyTiles][kRowTiles][4],
                                        float (&gradients)[kKeyTiles][kRowTiles][4]) {

@@ -145,6 +145,7 @@ struct Preparation {
       statistics.lse += share.added;
       dlse_factor = exp2f(share.added);
     }
+    if (params.only_mass) statistics.delta = -1.0f; // P (0 - delta) is P
     if (!empty && present(params.a.dlse)) statistics.delta -= load_value(params.a.dlse, row) * dlse_factor;
     params.statistics[(row.batch * p.heads + row.head) * rows + row.i] = statistics;
   }

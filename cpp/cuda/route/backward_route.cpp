@@ -287,14 +287,19 @@ int32_t heads_together(const fdm_problem &p, const RouteTable &table, const KeyD
   return int32_t(ceil_div(keys.heads, std::max<int64_t>(1, groups)));
 }
 
-// Fills in what depends on the problem and on whether one kernel computes all gradients.
-void lay_out(const fdm_problem &p, const KeyChoice &choice, BackwardRoute *route) {
+// Heads of the bias that a key/value head has.
+int32_t own_bias_heads(const fdm_problem &p) {
+  return sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
+}
+
+// Fills in what depends on the problem, on whether one kernel computes all gradients, and on how many sums for a bias there are.
+void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, BackwardRoute *route) {
   KeyDivision &keys = route->division;
   keys = choice.keys;
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
   keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
                                     : ceil_div(p.keys, keys.block_keys));
-  route->bias_heads = sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
+  route->bias_heads = bias_heads;
 
   WorkspaceParts parts;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
@@ -319,7 +324,7 @@ void lay_out(const fdm_problem &p, const KeyChoice &choice, BackwardRoute *route
 
 int64_t workspace_of(const fdm_problem &p, const DeviceFacts &device, bool fused) {
   BackwardRoute route{};
-  lay_out(p, KeyChoice(p, device, fused), &route);
+  lay_out(p, KeyChoice(p, device, fused), own_bias_heads(p), &route);
   return route.workspace_bytes;
 }
 
@@ -353,6 +358,8 @@ const char *name_of(KeyKernel kernel) {
   case KeyKernel::shared:
   case KeyKernel::chained:
     return "small_blocks_kernel";
+  case KeyKernel::mass:
+    return "key_mass_kernel_sm90";
   default:
     return "dkdv_kernel";
   }
@@ -406,7 +413,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.dout_aligned = lies.dout;
   route.general = has_rows(p.bias) || !lies.inputs || !lies.dout;
   const bool fused = lies.inputs && lies.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
-  lay_out(p, KeyChoice(p, device, fused), &route);
+  lay_out(p, KeyChoice(p, device, fused), own_bias_heads(p), &route);
   KeyDivision &keys = route.division;
   route.too_large = int64_t(keys.blocks) * keys.heads + device.table->items > INT32_MAX;
   route.order = tile_order(p, *device.table);
@@ -438,6 +445,33 @@ int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device) {
   if (is_dense(p, device)) return dense_backward_workspace(p, device, input_alignment(p));
   const int64_t bytes = workspace_of(p, device, false);
   return may_fuse(p, device) ? std::max(bytes, workspace_of(p, device, true)) : bytes;
+}
+
+BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
+  BackwardRoute route{};
+  route.nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
+  if (route.nothing) {
+    route.launches.add("fill");
+    return route;
+  }
+  route.head_dim = device.built->all.serving(p.head_dim);
+  route.wants_bias_sums = route.wants_keys = true;
+  route.inputs_aligned = route.dout_aligned = lies.inputs;
+  route.general = !lies.inputs;
+  lay_out(p, KeyChoice(p, device, false), int32_t(group_size(p)), &route);
+  route.too_large = int64_t(route.division.blocks) * route.division.heads + device.table->items > INT32_MAX;
+  route.order = tile_order(p, *device.table);
+  route.keys = key_kernel(p, device, route, false);
+  if (route.keys == KeyKernel::wgmma) route.keys = KeyKernel::mass;
+  route.scheduled = route.division.parts == 0;
+  list_launches(&route, device.built->tile_arch, {});
+  return route;
+}
+
+int64_t key_mass_workspace(const fdm_problem &p, const DeviceFacts &device) {
+  BackwardRoute route{};
+  lay_out(p, KeyChoice(p, device, false), int32_t(group_size(p)), &route);
+  return route.workspace_bytes;
 }
 
 } // namespace fdm::cuda

@@ -160,7 +160,8 @@ enum class KeyKernel : uint8_t {
   fused,    // sm90/fused.cuh
   row_bias, // the same with a bias that has a row for each query
   shared,   // sm90/small_blocks.cuh: blocks of threads of a cluster share the steps of a block of keys
-  chained   // sm90/small_blocks.cuh: the blocks of keys of a head sum dq in a chain
+  chained,  // sm90/small_blocks.cuh: the blocks of keys of a head sum dq in a chain
+  mass      // sm90/key_mass.cuh, of the pass that sums the probabilities of keys
 };
 
 // The gradients that a call wants.
@@ -207,6 +208,11 @@ struct BackwardRoute {
 BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
                              const Wanted &wanted);
 int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device);
+
+// The pass that sums the probabilities of each key, as a backward pass that computes nothing but the gradient of a bias of each
+// key and head. Not for a bias with a row for each query.
+BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
+int64_t key_mass_workspace(const fdm_problem &p, const DeviceFacts &device);
 
 // Whether dense blocks serve a problem, which need no plan.
 bool is_dense(const fdm_problem &p, const DeviceFacts &device);

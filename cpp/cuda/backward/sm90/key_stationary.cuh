@@ -14,6 +14,9 @@ namespace fdm::cuda {
 // What has a row for each query: nothing, possibly the mask (a row plan), or the bias and possibly the mask.
 enum class QueryRows { none, mask, bias };
 
+// Which products are computed: all, or those of queries and keys alone, which read neither V nor dO.
+enum class KeyProducts { all, scores };
+
 template <class Roles> struct Producers {
   static constexpr int kThreads = Roles::kProducerThreads;
   __device__ static __forceinline__ int thread() { return Roles::producer_thread(); }
@@ -23,11 +26,12 @@ template <class Roles> struct Producers {
 // With 128 keys or more, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do not fit
 // the registers of one, each of two computes the scores of half of a step's rows, and half of the columns of the gradients.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kCap,
-          QueryRows kQueryRows>
+          QueryRows kQueryRows, KeyProducts kProducts = KeyProducts::all>
 struct KeyStationaryConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kStages = kStageCount;
   static constexpr bool kSoftcap = kCap == Softcap::applied, kShared = kKeys == 64;
+  static constexpr bool kScoresAlone = kProducts == KeyProducts::scores;
   static constexpr bool kRowBias = kQueryRows == QueryRows::bias, kHasRowPlans = kQueryRows != QueryRows::none;
   using Roles = WarpRoles<kShared ? 2 : kKeys / 64>;
   static_assert(kKeys % 64 == 0 && (!kHasRowPlans || kShared || kKeys == Roles::kProducerThreads));
@@ -77,9 +81,12 @@ template <class Config> struct PassingRows {
 template <class Config> struct KeyStationaryShared {
   using Roles = typename Config::Roles;
 
+  static constexpr bool kAlone = Config::kScoresAlone;
+
   alignas(1024) char sK[Config::KeyTile::kBytes];
-  char sV[Config::KeyTile::kBytes];
-  char sQ[Config::kStages][Config::RowTile::kBytes], sdO[Config::kStages][Config::RowTile::kBytes];
+  alignas(kAlone ? 16 : 1024) char sV[kAlone ? 16 : Config::KeyTile::kBytes];
+  alignas(1024) char sQ[Config::kStages][Config::RowTile::kBytes];
+  alignas(kAlone ? 16 : 1024) char sdO[kAlone ? 1 : Config::kStages][kAlone ? 16 : Config::RowTile::kBytes];
   PassingRows<Config> stages[Config::kStages]; // a step that is not valid ends the steps
   typename Config::Keys::Shared keys;
   bool exists; // there is a block of keys
@@ -137,7 +144,7 @@ template <class Config> struct RowProducer {
                                                           int(params.p.head_dim));
       };
       load(params.p.k, shared.sK);
-      load(params.p.v, shared.sV);
+      if constexpr (!Config::kScoresAlone) load(params.p.v, shared.sV);
     }
     Roles::producer_commit(shared.keys_full);
   }
@@ -169,7 +176,7 @@ template <class Config> struct RowProducer {
       if (threadIdx.x % 32 == 0) copy_boxes(step);
     } else {
       copy_rows(params.p.q, step, used, shared.sQ[state.index]);
-      copy_rows(params.a.dout, step, used, shared.sdO[state.index]);
+      if constexpr (!Config::kScoresAlone) copy_rows(params.a.dout, step, used, shared.sdO[state.index]);
     }
     if constexpr (Config::Keys::kRowPlans) {
       if (keys.task().words) {
@@ -211,13 +218,14 @@ template <class Config> struct RowProducer {
     const Sequence &s = keys.task().s;
     const int first = warp() * kOwnRows, row = int(s.q_begin) + step.tile * kRows + first;
     const int head = int(keys.head(step)), batch = int(s.batch);
-    ptx::expect_bytes(full, 2 * RowTile::kPanels * kOwnRows * RowTile::kRowBytes);
+    ptx::expect_bytes(full, (Config::kScoresAlone ? 1 : 2) * RowTile::kPanels * kOwnRows * RowTile::kRowBytes);
 #pragma unroll
     for (int panel = 0; panel < RowTile::kPanels; ++panel) {
       const uint32_t offset = panel * RowTile::kPanelBytes + first * RowTile::kRowBytes;
       ptx::copy_box(ptx::shared_address(shared.sQ[state.index]) + offset, maps->q, 64 * panel, row, head, batch, full);
-      ptx::copy_box(ptx::shared_address(shared.sdO[state.index]) + offset, maps->dout, 64 * panel, row, head, batch,
-                    full);
+      if constexpr (!Config::kScoresAlone)
+        ptx::copy_box(ptx::shared_address(shared.sdO[state.index]) + offset, maps->dout, 64 * panel, row, head, batch,
+                      full);
     }
   }
 
