@@ -63,6 +63,12 @@ _ESSENTIAL = frozenset(
         "test_packed_sinks",
         "test_pages_and_sinks",
         "test_rows_that_keep_nothing_but_the_sink",
+        "test_mass[padded window]",
+        "test_mass[row bias]",
+        "test_packed_mass[row mask]",
+        "test_mass_of_lists[key bias-2-False]",
+        "test_mass_of_sizes_of_zero",
+        "test_results_in_order",
     }
 )
 # Small cases of every kind of mask, bias and call for Triton's interpreter, which runs with
@@ -113,6 +119,15 @@ _INTERPRETED = frozenset(
         "test_listed_pages[table0]",
         "test_lists_without_queries_or_keys[3-sizes1]",
         "test_lists_without_queries_or_keys[0-sizes0]",
+        "test_mass[none]",
+        "test_mass[pairs dropped]",
+        "test_mass[last and first]",
+        "test_mass[far sinks]",
+        "test_packed_mass[key bias]",
+        "test_packed_mass[row mask]",
+        "test_mass_of_lists[sink-1-False]",
+        "test_mass_of_what_one_head_drops_and_another_keeps",
+        "test_mass_of_sizes_of_zero",
     }
 )
 # By the names of test functions, which stand for all their cases, or of single cases without the

@@ -35,7 +35,9 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_too_large", {})
 
 
-@pytest.mark.parametrize("name", ["forward", "rows", "keys", "list_forward", "list_backward"])
+@pytest.mark.parametrize(
+    "name", ["forward", "rows", "keys", "mass", "list_forward", "list_backward", "list_mass"]
+)
 @pytest.mark.parametrize("block_d", [16, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_the_first_that_fit_are_taken_and_remembered(

@@ -29,6 +29,7 @@ __all__ = [
     "mask_parts",
     "number",
     "refuse_paged_gradients",
+    "refuse_paged_mass",
     "refuse_ranks",
     "resolved_deterministic",
     "to_4d",
@@ -290,3 +291,11 @@ def refuse_paged_gradients(*tensors: Tensor | None) -> None:
             "block_table: paged keys and values are for inference, and have no gradient; call "
             "under torch.no_grad(), or pass packed key and value"
         )
+
+
+def refuse_paged_mass() -> NoReturn:
+    """Raise ValueError for what a call with pages does not compute."""
+    raise ValueError(
+        "return_key_mass must be False with block_table: the pages do not tell how many keys there "
+        "are; pass packed key and value"
+    )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import interface
 from .backends import select_backend
+from .checks import flag
 from .ops import RecordedError
 from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs
 from .recorder import recorded_calls
@@ -43,15 +44,17 @@ class Explanation:
     backward: Mapping[str, Any] | None
     gradients: tuple[str, ...]  # of the arguments that a backward pass would compute
     obstacles: tuple[Obstacle, ...]
+    # What sums the attention that each key received, of calls with return_key_mass.
+    key_mass: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         """Return the text."""
         by = f", kernel pack {self.pack}" if self.pack else ""
         lines = [f"backend {self.backend}{by}"]
-        for name in ("selection", "plan", "forward", "backward"):
+        for name in ("selection", "plan", "forward", "backward", "key_mass"):
             step = getattr(self, name)
             if step is not None:
-                lines.append(f"  {name + ':':<11}{_told(step)}")
+                lines.append(f"  {name.replace('_', ' ') + ':':<11}{_told(step)}")
         if self.backward is None:
             lines.append("  backward:  none, since no argument requires a gradient")
         elif self.gradients:
@@ -84,31 +87,40 @@ def explain(
     if packed:
         function = interface.flash_dmattn_varlen_func
     inputs, name = _recorded(function, (query, key, value, *arguments), named)
+    wants_mass = flag("return_key_mass", named.get("return_key_mass", False))
     if isinstance(inputs, KeyListInputs):
-        return _explain_lists(inputs, name, _gradients(inputs, KEY_LISTS.differentiable))
+        gradients = _gradients(inputs, KEY_LISTS.differentiable)
+        return _explain_lists(inputs, name, gradients, wants_mass=wants_mass)
     chosen = select_backend(inputs.query.device, name)
     if inputs.window >= 0 and not chosen.selects():
         with recorded_calls():
             inputs = interface._selected(inputs, name)
     gradients = _gradients(inputs, ATTENTION.differentiable)
     obstacles = tuple(_obstacles(inputs, chosen.name, name))
+    key_mass = _kernel(chosen.key_mass_kernel(inputs)) if wants_mass else None
     pack = getattr(chosen, "pack", None)
     if pack is None:
-        step = types.MappingProxyType({"kernel": f"those of the {chosen.name} backend"})
-        backward = step if gradients else None
-        return Explanation(chosen.name, None, None, None, step, backward, gradients, obstacles)
+        step = _kernel(f"those of the {chosen.name} backend")
+        steps = (None, None, step, step if gradients else None)
+        return Explanation(chosen.name, None, *steps, gradients, obstacles, key_mass)
     told: dict[str, Any] = json.loads(chosen.describe(inputs, gradients))
-    steps = {
+    told_steps = {
         step: types.MappingProxyType(told[step]) if _is_step(told.get(step)) else None
         for step in ("selection", "plan", "forward", "backward")
     }
     return Explanation(
         chosen.name,
         f"{pack.name} ({pack.path})",
-        **steps,
+        **told_steps,
         gradients=gradients,
         obstacles=obstacles,
+        key_mass=key_mass,
     )
+
+
+def _kernel(name: str) -> Mapping[str, Any]:
+    """Return a step of which only the kernel is told."""
+    return types.MappingProxyType({"kernel": name})
 
 
 def _recorded(
@@ -123,16 +135,18 @@ def _recorded(
     raise AssertionError("a call did not come to its computation")
 
 
-def _explain_lists(inputs: KeyListInputs, asked: str, gradients: tuple[str, ...]) -> Explanation:
+def _explain_lists(
+    inputs: KeyListInputs, asked: str, gradients: tuple[str, ...], *, wants_mass: bool
+) -> Explanation:
     """Tell how a call is computed whose queries list their keys."""
     from .key_lists.ops import check_call, uses_triton  # which calls without lists do not load
 
     check_call(inputs, asked)
     by_triton = uses_triton(inputs, asked)
-    kernels = ("list_forward_kernel", "list_backward_kernel")
+    kernels = ("list_forward_kernel", "list_backward_kernel", "list_mass_kernel")
     if not by_triton:
-        kernels = ("PyTorch operations",) * 2
-    forward, backward = (types.MappingProxyType({"kernel": kernel}) for kernel in kernels)
+        kernels = ("PyTorch operations",) * 3
+    forward, backward, key_mass = map(_kernel, kernels)
     obstacles = []
     if asked == "triton" and not by_triton:
         obstacles.append(
@@ -157,6 +171,7 @@ def _explain_lists(inputs: KeyListInputs, asked: str, gradients: tuple[str, ...]
         backward=backward if gradients else None,
         gradients=gradients,
         obstacles=tuple(obstacles),
+        key_mass=key_mass if wants_mass else None,
     )
 
 

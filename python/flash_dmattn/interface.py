@@ -23,6 +23,7 @@ from .arguments import (
     mask_parts,
     number,
     refuse_paged_gradients,
+    refuse_paged_mass,
     refuse_ranks,
     resolved_deterministic,
     to_4d,
@@ -57,7 +58,7 @@ __all__ = [
     "get_available_backends",
 ]
 
-Output = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+Output = Tensor | tuple[Tensor, ...]
 
 
 @without_unknown
@@ -79,6 +80,7 @@ def flash_dmattn_func(
     plan: AttentionPlan | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    return_key_mass: bool = False,
     backend: str | None = None,
     key_indices: Tensor | None = None,
     index_bias: Tensor | None = None,
@@ -117,6 +119,8 @@ def flash_dmattn_func(
         sink: ``(H,)``, query's dtype or float32: one more score in the sum that a row's softmax
             divides by, with nothing to attend to.
         return_lse: also return the log-sum-exp of each row's scores, without the sink.
+        return_key_mass: also return, last, the attention that each key received: its probabilities,
+            summed over the query rows. They sum to less than the number of rows by what sinks took.
         backend: None or "auto" follows the device; or a name of `get_available_backends`.
         key_indices: int32 ``(B, {Hk|1}, Q, k)``, the keys that each query attends to. What is out
             of range, such as -1, or beyond the causal limit is no key; a key that is listed twice
@@ -129,7 +133,8 @@ def flash_dmattn_func(
         ``out`` of query's shape and dtype; ``(out, lse)`` with return_lse; ``(out, lse,
         probabilities)`` with return_attn_probs. lse is float32 ``(B, H, Q)``, natural logarithm;
         probabilities are ``(B, H, Q, K)`` in query's dtype. All are differentiable with respect to
-        query, key, value, attn_bias, index_bias and sink.
+        query, key, value, attn_bias, index_bias and sink. With return_key_mass the mass is one more
+        result, behind these: float32 ``(B, H, K)``, without a gradient.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -156,6 +161,7 @@ def flash_dmattn_func(
             deterministic=deterministic,
             sink=sink,
             return_lse=return_lse,
+            return_key_mass=return_key_mass,
             backend=backend,
             attn_mask=attn_mask,
             window_size=window_size,
@@ -165,7 +171,8 @@ def flash_dmattn_func(
             return_attn_probs=return_attn_probs,
         )
     wants_probabilities = return_attn_probs is not None and return_attn_probs is not False
-    if attn_mask is None and plan is None and backend is None and not wants_probabilities:
+    wants_more = wants_probabilities or return_key_mass is not False
+    if attn_mask is None and plan is None and backend is None and not wants_more:
         tensors = query, key, value, attn_bias, sink
         found = ops.usual_attention(
             tensors,
@@ -199,6 +206,7 @@ def flash_dmattn_func(
         plan,
         sink,
         return_lse,
+        return_key_mass,
         backend,
     )
 
@@ -227,6 +235,7 @@ def flash_dmattn_varlen_func(
     plan: AttentionPlan | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    return_key_mass: bool = False,
     backend: str | None = None,
     key_indices: Tensor | None = None,
     index_bias: Tensor | None = None,
@@ -242,6 +251,7 @@ def flash_dmattn_varlen_func(
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`.
         window_size, keep_last, keep_first, plan, sink, return_lse, backend: likewise, for each
             sequence by itself.
+        return_key_mass: likewise; not with ``block_table``.
         return_attn_probs: also return the probabilities.
         block_table: int32 ``(B, pages of a sequence)``, the number of each page of a sequence.
             Forward only.
@@ -254,8 +264,8 @@ def flash_dmattn_varlen_func(
             ``({H|Hk|1}, total_q, k)``; keys are counted in the query's own sequence.
 
     Returns:
-        As `flash_dmattn_func`, with lse ``(H, total_q)`` and probabilities ``(B, H, max_seqlen_q,
-        max_seqlen_k)``, zero outside each sequence.
+        As `flash_dmattn_func`, with lse ``(H, total_q)``, the mass ``(H, total_k)``, and
+        probabilities ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside each sequence.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
@@ -300,6 +310,7 @@ def flash_dmattn_varlen_func(
             deterministic=deterministic,
             sink=sink,
             return_lse=return_lse,
+            return_key_mass=return_key_mass,
             backend=backend,
             attn_mask=attn_mask,
             window_size=window_size,
@@ -326,6 +337,7 @@ def flash_dmattn_varlen_func(
         plan,
         sink,
         return_lse,
+        return_key_mass,
         backend,
     )
 
@@ -402,6 +414,7 @@ def _attention(
     plan: AttentionPlan | None,
     sink: Tensor | None,
     return_lse: bool,
+    return_key_mass: bool,
     backend: str | None,
 ) -> Output:
     """Compute a call of either form, whose tensors are on one device."""
@@ -427,6 +440,9 @@ def _attention(
             attn_mask = _to_4d("attn_mask", attn_mask, query, key)
     causal, within = flag("is_causal", is_causal), KeyCounts()
     return_probabilities = flag("return_attn_probs", return_attn_probs)
+    return_key_mass = flag("return_key_mass", return_key_mass)
+    if return_key_mass and block_table is not None:
+        refuse_paged_mass()
     if window_size is None:
         refuse_without_window(keep_last, keep_first, "without window_size")
         parts = mask_parts(attn_mask)
@@ -439,8 +455,9 @@ def _attention(
             bias = None if bias is None else without_nan(bias)
         else:
             limited = causal and not (dense and is_one_row(query.shape[1]))
-            # The plain formula of the probabilities takes a mask.
-            if limited and not return_probabilities and is_per_key(bias, parts.mask, dense):
+            # What is computed apart from the output takes a mask.
+            is_alone = not (return_probabilities or return_key_mass)
+            if limited and is_alone and is_per_key(bias, parts.mask, dense):
                 within = counts
             else:
                 shape = call_shape(query, key, packing)
@@ -471,13 +488,21 @@ def _attention(
         parts.max_kept,
         *within,
     )
-    need_lse = flag("return_lse", return_lse) or return_probabilities
+    return_lse = flag("return_lse", return_lse) or return_probabilities
+    need_lse = return_lse or return_key_mass
+    if return_key_mass:
+        inputs = ops.with_shared_plan(inputs, name)
     out, lse = ops.attention(inputs, name, _selected, need_lse=need_lse)
     if lse is None or not need_lse:
         return out
-    if not return_probabilities:
-        return out, lse
-    return out, lse, attention_probabilities(inputs)
+    results = [out]
+    if return_lse:
+        results.append(lse)
+    if return_probabilities:
+        results.append(attention_probabilities(inputs))
+    if return_key_mass:
+        results.append(ops.key_mass(inputs, name, lse))
+    return tuple(results)
 
 
 def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:

@@ -16,19 +16,21 @@ from torch import Tensor
 from . import dispatch_state
 from .arguments import any_autocast, flag, resolved_deterministic
 from .backends import select_backend
-from .backends.base import Backend, lse_dtype, lse_shape
+from .backends.base import Backend, lse_dtype, lse_shape, mass_shape
 from .backends.reference import ReferenceBackend
 from .operators import define, library, without_negation
-from .record import ATTENTION, AttentionInputs, KeyListInputs, no_gradient
+from .record import ATTENTION, AttentionInputs, KeyListInputs, no_gradient, without_gradients
 from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
 
 __all__ = [
     "RECORDS_CALLS",
     "RecordedError",
     "attention",
+    "key_mass",
     "make_plan",
     "stop_if_recorded",
     "usual_attention",
+    "with_shared_plan",
 ]
 
 _INPUTS = f"{ATTENTION.text}, str backend"
@@ -165,6 +167,32 @@ def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
     return plan
 
 
+def with_shared_plan(inputs: AttentionInputs, backend: str) -> AttentionInputs:
+    """Return a call with its plan, where the forward pass and `key_mass` can read the same one."""
+    has_mask = inputs.mask is not None or inputs.start is not None
+    if has_mask and inputs.given_plan is None and dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
+        chosen = select_backend(inputs.query.device, backend)
+        if chosen.key_mass_reads_plan(inputs):
+            return inputs._replace(given_plan=chosen.make_plan(inputs, zeroed=False))
+    return inputs
+
+
+def key_mass(inputs: AttentionInputs, backend: str, lse: Tensor) -> Tensor:
+    """Return the sum of each key's probabilities, without a gradient.
+
+    Args:
+        inputs, backend: of the call, which selects nothing by itself.
+        lse: what `attention` has returned.
+    """
+    inputs, lse = without_gradients(inputs), lse.detach()
+    if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
+        return select_backend(inputs.query.device, backend).key_mass(inputs, lse)
+    if backend == "reference" and dispatch_state.is_transformed():
+        return _REFERENCE.key_mass(inputs, lse)
+    mass: Tensor = torch.ops.flash_dmattn.key_mass.default(lse, *inputs, backend)
+    return mass
+
+
 def _is_recorded(tensors: tuple[Any, ...]) -> bool:
     if torch.is_grad_enabled():
         for tensor in tensors:  # an any() of a generator would take thrice the time
@@ -206,6 +234,16 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         query.new_empty(lse_shape(query), dtype=lse_dtype(inputs)),
         _plan_fake(*arguments) if inputs.given_plan is None else _no_plan(inputs),
     )
+
+
+def _key_mass(*arguments: Any) -> Tensor:
+    lse, *plain, backend = map(without_negation, arguments)
+    inputs = AttentionInputs(*plain)
+    return select_backend(inputs.query.device, backend).key_mass(inputs, lse)
+
+
+def _key_mass_fake(lse: Tensor, *arguments: Any) -> Tensor:
+    return lse.new_empty(mass_shape(AttentionInputs(*arguments[:-1])), dtype=torch.float32)
 
 
 def _no_plan(inputs: AttentionInputs) -> Tensor:
@@ -425,6 +463,7 @@ define(
     _backward,
     _backward_fake,
 )
+define("key_mass", (f"Tensor lse, {_INPUTS}", "Tensor"), _key_mass, _key_mass_fake)
 torch.library.register_autograd(
     "flash_dmattn::attention_forward",
     _differentiate,

@@ -114,7 +114,7 @@ def pair_bias_attention(
     }
 
     def attend(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = flash_dmattn_func(*tensors, **options)  # type: ignore[arg-type,misc]
+        out, lse = flash_dmattn_func(*tensors, **options)  # type: ignore[arg-type]
         return out, lse
 
     out, lse = _over_batches(attend, (query, key, value), (attn_mask, attn_bias), sizes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 import typing
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ __all__ = [
     "SelectionInputs",
     "differentiable_tensors",
     "no_gradient",
+    "without_gradients",
 ]
 
 # A tensor whose gradient attention computes.
@@ -229,6 +230,18 @@ def _schema(record: type[Any]) -> Schema:
 ATTENTION = _schema(AttentionInputs)
 KEY_LISTS = _schema(KeyListInputs)
 SELECTION = _schema(SelectionInputs)
+
+
+Record = TypeVar("Record", AttentionInputs, KeyListInputs)
+
+
+def without_gradients(inputs: Record) -> Record:
+    """Return a record whose tensors require no gradients."""
+    fields: dict[str, Any] = inputs._asdict()
+    for name, value in fields.items():
+        if isinstance(value, Tensor):
+            fields[name] = value.detach()
+    return inputs._replace(**fields)
 
 
 def differentiable_tensors(inputs: AttentionInputs) -> dict[str, Tensor | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from .masks import IntervalMask, intervals_to_bool
 from .record import AttentionInputs, Gradients, Packing
 from .wrong_keywords import refuse_keywords, without_unknown
 
-__all__ = ["attention_probabilities", "attention_reference"]
+__all__ = ["attention_probabilities", "attention_reference", "key_mass"]
+
+# Scores that are held at once for sums over rows, on CPUs and elsewhere.
+_SCORES_ON_CPU, _SCORES_ELSEWHERE = 2**20, 2**26
 
 
 class Sequence(NamedTuple):
@@ -142,6 +145,69 @@ def attention_probabilities(inputs: AttentionInputs) -> Tensor:
         for p in probabilities
     ]
     return torch.cat([query.new_empty((0, query.shape[1], *longest)), *padded])
+
+
+def key_mass(inputs: AttentionInputs) -> Tensor:
+    """Return the sum of each key's probabilities: float32 ``(B, H, K)``, or ``(H, total_k)``.
+
+    Chunks of rows one after another bound its memory. There are no pages and no window.
+    """
+    parts = [inputs.query.new_zeros((inputs.query.shape[-2], 0), dtype=torch.float32)]
+    for call in _dense_calls(inputs):
+        (batch, rows, heads, _), keys = call.query.shape, call.key.shape[1]
+        mass = call.query.new_zeros((batch, heads, keys), dtype=torch.float32)
+        most = _SCORES_ON_CPU if call.query.is_cpu else _SCORES_ELSEWHERE
+        step = max(1, most // max(batch * heads * keys, 1))
+        for begin in range(0, rows, step):
+            chunk = _rows_of_call(call, begin, min(begin + step, rows))
+            (part,) = sequences(chunk)
+            sums = attend(part, chunk).probabilities.sum(2).float()
+            mass = mass + torch.nn.functional.pad(sums, (0, keys - sums.shape[2]))
+        if not inputs.packed:
+            return mass
+        parts.append(mass[0])
+    packed = torch.cat(parts, 1)
+    # Rows of key that are of no sequence.
+    return torch.nn.functional.pad(packed, (0, inputs.key.shape[0] - packed.shape[1]))
+
+
+def _dense_calls(inputs: AttentionInputs) -> Iterator[AttentionInputs]:
+    """Yield a call for each sequence of a packed batch, or the call itself."""
+    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        yield inputs
+        return
+    q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for index in range(len(q_bounds) - 1):
+        rows = slice(q_bounds[index], q_bounds[index + 1])
+        keys = slice(k_bounds[index], k_bounds[index + 1])
+        changed: dict[str, Any] = Packing()._asdict()
+        changed |= {"query": inputs.query[rows].unsqueeze(0)}
+        changed |= {n: getattr(inputs, n)[keys].unsqueeze(0) for n in ("key", "value")}
+        for name in ("start", "end", "mask", "bias"):
+            tensor = getattr(inputs, name)
+            if tensor is not None and tensor.dim() == 2:
+                changed[name] = tensor[:, keys].unsqueeze(0)
+            elif tensor is not None:
+                changed[name] = packed_part(tensor, rows, keys)
+        yield inputs._replace(**changed)
+
+
+def _rows_of_call(call: AttentionInputs, begin: int, end: int) -> AttentionInputs:
+    """Return the call of some rows of a dense one, and of the keys that they may see."""
+    keys = call.key.shape[1]
+    if call.causal:  # so that the limit of the last row is still the last key
+        keys = max(0, keys - call.query.shape[1] + end)
+    changed: dict[str, Any] = {"query": call.query[:, begin:end]}
+    changed |= {name: getattr(call, name)[:, :keys] for name in ("key", "value")}
+    for name in ("mask", "bias"):
+        tensor = getattr(call, name)
+        if tensor is not None:
+            rows = slice(begin, end) if tensor.shape[2] > 1 else slice(None)
+            changed[name] = tensor[:, :, rows, :keys]
+    if call.start is not None and call.end is not None:
+        changed |= {"start": call.start[..., :keys] - begin, "end": call.end[..., :keys] - begin}
+    return call._replace(**changed)
 
 
 def recorded_gradients(

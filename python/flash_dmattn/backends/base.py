@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.record import ATTENTION, AttentionInputs, Gradients, SelectionInputs
-from flash_dmattn.reference import computing_dtype
+from flash_dmattn.reference import computing_dtype, key_mass
 
 __all__ = [
     "AttentionInputs",
@@ -21,6 +21,7 @@ __all__ = [
     "keep_shape",
     "lse_dtype",
     "lse_shape",
+    "mass_shape",
 ]
 
 _TENSORS = ATTENTION.tensor_count
@@ -134,6 +135,23 @@ class Backend(Protocol):
         more = len(flags) - len(ATTENTION.differentiable)
         return (*map(gradients.get, ATTENTION.differentiable), *(None,) * more)
 
+    def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+        """Return the sum of each key's probabilities, float32 of `mass_shape`.
+
+        Args:
+            inputs: of the call, without pages and without a window; tensors require no gradients.
+            lse: what forward has returned.
+        """
+        return key_mass(inputs)
+
+    def key_mass_reads_plan(self, inputs: AttentionInputs) -> bool:
+        """Say whether `key_mass` reads the plan of a call that has one."""
+        return False
+
+    def key_mass_kernel(self, inputs: AttentionInputs) -> str:
+        """Return the name of what computes `key_mass`."""
+        return "PyTorch operations"
+
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Return start and end, int32 of `interval_shape`."""
 
@@ -148,6 +166,14 @@ def lse_shape(query: Tensor) -> tuple[int, ...]:
         return (batch, heads, rows)
     rows, heads, _ = query.shape
     return (heads, rows)
+
+
+def mass_shape(inputs: AttentionInputs) -> tuple[int, ...]:
+    """Return the shape of what each key received: ``(B, H, K)``, or ``(H, total_k)``."""
+    heads = inputs.query.shape[-2]
+    if inputs.packed:
+        return (heads, inputs.key.shape[0])
+    return (inputs.query.shape[0], heads, inputs.key.shape[1])
 
 
 def lse_dtype(inputs: AttentionInputs) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_dmattn import _core
 from flash_dmattn.record import ATTENTION
 
-from . import torch_memory
+from . import portable, torch_memory
 from .base import (
     AttentionInputs,
     Backend,
@@ -26,6 +26,8 @@ _ALLOCATOR = _core.Allocator(
     torch.empty_like, torch.contiguous_format, torch.float32, torch.float64, torch.uint8
 )
 _TENSORS = ATTENTION.tensor_count
+# Whether packs of GPUs sum the attention of keys by kernels of their own, and not by Triton's.
+KEY_MASS_OF_GPU_PACKS = False
 
 
 class PackBackend(Backend):
@@ -155,6 +157,35 @@ class PackBackend(Backend):
         """Run the backward pass on the plan of forward."""
         given = (dout, dlse, out, lse)
         return torch_memory.backward(self.pack, self._threads(), inputs, given, wanted)
+
+    def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+        """Run the pack's kernel, or that of Triton in place of one that the pack has not."""
+        if self._has_key_mass(inputs):
+            return torch_memory.key_mass(self.pack, self._threads(), inputs, lse)
+        if self._triton_is_here():
+            # With a plan of its own: those of packs are others.
+            triton = portable.load("triton", self.name, "backend=None")
+            return triton.key_mass(inputs._replace(given_plan=None), lse)
+        return super().key_mass(inputs, lse)
+
+    def key_mass_reads_plan(self, inputs: AttentionInputs) -> bool:
+        """Say whether `key_mass` reads the plan of a call that has one."""
+        return self._has_key_mass(inputs)
+
+    def key_mass_kernel(self, inputs: AttentionInputs) -> str:
+        """Return the name of what computes `key_mass`."""
+        if self._has_key_mass(inputs):
+            return f"key_mass of {self.pack.name}"
+        return "key_mass_kernel of Triton" if self._triton_is_here() else "PyTorch operations"
+
+    def _has_key_mass(self, inputs: AttentionInputs) -> bool:
+        biases = self.pack.key_mass_biases
+        if biases == "none" or (self.name == "cuda" and not KEY_MASS_OF_GPU_PACKS):
+            return False
+        return biases == "all" or inputs.bias is None or inputs.bias.shape[-2] == 1
+
+    def _triton_is_here(self) -> bool:
+        return portable.why_unavailable("triton", self.name) is None
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query."""

@@ -13,6 +13,7 @@ from flash_dmattn.reference import (
     computing_dtype,
     computing_inputs,
     formula,
+    key_mass,
     packed_part,
     per_query_head,
     recorded_gradients,
@@ -104,6 +105,11 @@ class ReferenceBackend(Backend):
                     continue
                 total[places[name]] = gradient[0] if inputs.packed else gradient
         return {name: total.to(getattr(inputs, name).dtype) for name, total in totals.items()}
+
+    def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+        """Sum by the formula, by chunks of rows."""
+        check_attention(inputs)
+        return key_mass(inputs)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select row by row, and find the first and the last row of each key."""

@@ -16,7 +16,14 @@ from torch import Tensor
 from flash_dmattn import _core
 from flash_dmattn.record import ATTENTION
 
-from .base import AttentionInputs, Gradients, SelectionInputs, lse_dtype, lse_shape
+from .base import (
+    AttentionInputs,
+    Gradients,
+    SelectionInputs,
+    lse_dtype,
+    lse_shape,
+    mass_shape,
+)
 
 __all__ = [
     "CORE_READS_TENSORS",
@@ -24,6 +31,7 @@ __all__ = [
     "backward",
     "exchanged",
     "keep",
+    "key_mass",
     "make_plan",
     "raw_stream",
     "select",
@@ -95,6 +103,17 @@ def backward(
     plan = exchanged(inputs.given_plan)
     problem.backward(dout, dlse, out, lse, written, plan, exchanged(workspace))
     return gradients
+
+
+def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+    """Return the sum of each key's probabilities."""
+    problem, device, plan = _problem(pack, threads, inputs), lse.device, inputs.given_plan
+    if plan is None and problem.plan_bytes:
+        plan = make_plan(pack, threads, inputs, zeroed=False)
+    mass = torch.empty(mass_shape(inputs), dtype=torch.float32, device=device)
+    workspace = _scratch(problem.key_mass_workspace_bytes, device)
+    problem.key_mass(*map(exchanged, (mass, lse, plan, workspace)))
+    return mass
 
 
 def describe(

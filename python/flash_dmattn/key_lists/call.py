@@ -16,13 +16,14 @@ from flash_dmattn.arguments import (
     flag,
     number,
     refuse_paged_gradients,
+    refuse_paged_mass,
     refuse_ranks,
     resolved_deterministic,
     to_4d,
 )
 from flash_dmattn.record import KeyListInputs, Packing
 
-from .ops import attention
+from .ops import attention, key_mass
 
 __all__ = ["listed_attention"]
 
@@ -42,9 +43,10 @@ def listed_attention(
     deterministic: bool | None,
     sink: Tensor | None,
     return_lse: bool,
+    return_key_mass: bool,
     backend: str | None,
     **excluded: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Compute a call of either form that lists the keys of each query.
 
     ``excluded`` are arguments that do not go with lists, and must be None or False.
@@ -69,6 +71,9 @@ def listed_attention(
         sink=sink,
         **{name: t for name, t in packing._asdict().items() if isinstance(t, Tensor)},
     )
+    return_key_mass = flag("return_key_mass", return_key_mass)
+    if return_key_mass and packing.block_table is not None:
+        refuse_paged_mass()
     name = backend_name(backend)
     query, key, value, bias, index_bias, sink = autocast(
         query, key, value, attn_bias, index_bias, sink
@@ -90,21 +95,22 @@ def listed_attention(
         scale = number("softmax_scale", softmax_scale)
     else:
         scale = float(head_dim**-0.5) if head_dim else 1.0
-    out, lse = attention(
-        KeyListInputs(
-            query,
-            key,
-            value,
-            key_indices,
-            bias,
-            index_bias,
-            sink,
-            **packing._asdict(),
-            scale=scale,
-            causal=flag("is_causal", is_causal),
-            softcap=0.0 if softcap is None else number("softcap", softcap),
-            deterministic=resolved_deterministic(deterministic),
-        ),
-        name,
+    inputs = KeyListInputs(
+        query,
+        key,
+        value,
+        key_indices,
+        bias,
+        index_bias,
+        sink,
+        **packing._asdict(),
+        scale=scale,
+        causal=flag("is_causal", is_causal),
+        softcap=0.0 if softcap is None else number("softcap", softcap),
+        deterministic=resolved_deterministic(deterministic),
     )
-    return (out, lse) if flag("return_lse", return_lse) else out
+    out, lse = attention(inputs, name)
+    results = (out, lse) if flag("return_lse", return_lse) else (out,)
+    if return_key_mass:
+        results = (*results, key_mass(inputs, name, lse))
+    return results if len(results) > 1 else out

@@ -7,20 +7,21 @@ float32 inputs are computed in float32, those with a query or a bias of float64 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import lse_shape
+from flash_dmattn.backends.base import lse_shape, mass_shape
 from flash_dmattn.record import Gradients, KeyListInputs
 from flash_dmattn.reference import computing_dtype, sink_share, without_autocast
 
 from .places import Rows, bias_steps, by_head, key_places, rows_of
 from .products import Gathered, Listed, Mixed, Products, Streamed
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "key_mass"]
 
 # Elements of the largest tensor of a chunk: on CPUs what caches hold.
 _GATHERED_ON_CPU = 2**19
@@ -58,6 +59,9 @@ class _Chunk(NamedTuple):
     query: Tensor  # (h, rows, g, D), times the scale; zeros for rows without keys
     empty: Tensor | None  # (h, rows, 1), whether a row has no keys; None: none is known to be such
     invalid: Tensor | None  # (h, rows, 1, k), what is no key; None: all are keys
+    rows: Rows
+    listed: Tensor  # (h, rows, k), 0 for what is out of range
+    valid: Tensor  # (h, rows, k), what of it is a key
     keys: Products
     values: Products
     bias_places: Tensor | None  # (h, rows, k), in `_Call.bias`
@@ -110,6 +114,29 @@ def backward(
         for rows in _chunks(call):
             _add_gradients(call, rows, dout, dlse, totals)
         return {name: _as_given(inputs, name, total) for name, total in totals.items()}
+
+
+def key_mass(inputs: KeyListInputs, *, recorded: bool = False) -> Tensor:
+    """Return the sum of each key's probabilities; ``recorded`` is as of `forward`."""
+    shape = mass_shape(inputs.without_lists())
+    with without_autocast(inputs.query.device.type):
+        call = _call(inputs, recorded)
+        total = torch.zeros(math.prod(shape) + 1, dtype=call.dtype, device=call.query.device)
+        laid_out = inputs._replace(bias=total[:-1].view(*shape[:-1], 1, shape[-1]))
+        for rows in _chunks(call):
+            chunk = _chunk(call, rows)
+            weights = chunk.probabilities
+            if inputs.sink is not None:
+                share, _ = _sink_share(inputs.sink, chunk.lse)
+                weights = weights * share.unsqueeze(-1)
+            those = Rows(*(t.long() for t in chunk.rows))
+            places = _bias_places(laid_out, those, chunk.listed.long(), chunk.valid).reshape(-1)
+            parts = _of_heads(weights, call.heads).reshape(-1)
+            if recorded:
+                total = total.index_add(0, places, parts)
+            else:
+                _add_elements(call, total, places, parts)
+        return total[:-1].view(shape).float()
 
 
 def _add_gradients(
@@ -270,7 +297,20 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
         lse = torch.logsumexp(scores, -1)
     else:  # the largest probability is 1 over the sum of the others' ratios to it
         lse = scores.amax(-1) - torch.log(probabilities.amax(-1))
-    return _Chunk(query, empty, invalid, keys, values, bias_places, slope, probabilities, lse)
+    return _Chunk(
+        query,
+        empty,
+        invalid,
+        those,
+        listed,
+        valid,
+        keys,
+        values,
+        bias_places,
+        slope,
+        probabilities,
+        lse,
+    )
 
 
 def _products(call: _Call, numbers: Tensor) -> Callable[[Tensor], Products]:

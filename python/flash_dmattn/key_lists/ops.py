@@ -12,17 +12,23 @@ from torch import Tensor
 
 from flash_dmattn import dispatch_state
 from flash_dmattn.backends import select_backend
-from flash_dmattn.backends.base import lse_shape
+from flash_dmattn.backends.base import lse_shape, mass_shape
 from flash_dmattn.operators import define, library, without_negation
 from flash_dmattn.ops import stop_if_recorded
-from flash_dmattn.record import KEY_LISTS, Gradients, KeyListInputs, no_gradient
+from flash_dmattn.record import (
+    KEY_LISTS,
+    Gradients,
+    KeyListInputs,
+    no_gradient,
+    without_gradients,
+)
 from flash_dmattn.reference import computing_dtype, recorded_gradients
 from flash_dmattn.refusals import refuse_double_backward
 
 from . import formula
 from .checks import check_key_lists
 
-__all__ = ["attention", "check_call", "uses_triton"]
+__all__ = ["attention", "check_call", "key_mass", "uses_triton"]
 
 _INPUTS = f"{KEY_LISTS.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in KEY_LISTS.differentiable)
@@ -40,6 +46,15 @@ def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
         return formula.forward(inputs, recorded=True)
     out, lse = torch.ops.flash_dmattn.key_list_forward.default(*inputs, backend)
     return out, lse
+
+
+def key_mass(inputs: KeyListInputs, backend: str, lse: Tensor) -> Tensor:
+    """Return the sum of each key's probabilities, without a gradient; lse is that of the call."""
+    inputs = without_gradients(inputs)
+    if dispatch_state.is_transformed():
+        return formula.key_mass(inputs, recorded=True)
+    mass: Tensor = torch.ops.flash_dmattn.key_list_mass.default(lse.detach(), *inputs, backend)
+    return mass
 
 
 def check_call(inputs: KeyListInputs, backend: str) -> None:
@@ -69,6 +84,22 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs = KeyListInputs(*arguments[:-1])
     query, dtype = inputs.query, computing_dtype(inputs.query, inputs.bias)
     return query.new_empty(query.shape), query.new_empty(lse_shape(query), dtype=dtype)
+
+
+def _mass(*arguments: Any) -> Tensor:
+    lse, *plain, backend = map(without_negation, arguments)
+    inputs = KeyListInputs(*plain)
+    check_call(inputs, backend)
+    if uses_triton(inputs, backend):
+        from flash_dmattn.backends.triton import key_lists
+
+        return key_lists.key_mass(inputs, lse)
+    return formula.key_mass(inputs)
+
+
+def _mass_fake(lse: Tensor, *arguments: Any) -> Tensor:
+    inputs = KeyListInputs(*arguments[:-1])
+    return lse.new_empty(mass_shape(inputs.without_lists()), dtype=torch.float32)
 
 
 def _backward(
@@ -157,6 +188,7 @@ define(
     _backward,
     _backward_fake,
 )
+define("key_list_mass", (f"Tensor lse, {_INPUTS}", "Tensor"), _mass, _mass_fake)
 torch.library.register_autograd(
     "flash_dmattn::key_list_forward", _differentiate, setup_context=_save_for_backward, lib=library
 )

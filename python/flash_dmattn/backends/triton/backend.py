@@ -19,6 +19,7 @@ from flash_dmattn.backends.shapes import check_attention, refuse_float64_bias
 
 from .forward_pass import run_forward
 from .gradients import gradients
+from .key_mass import key_mass
 from .launch import on_device
 from .layout import plan_layout
 from .make_plan import write_plan
@@ -74,6 +75,22 @@ class TritonBackend(Backend):
             plan = inputs.query.new_empty(0, dtype=torch.uint8)
         with on_device(out.device):
             return gradients(problem, plan, dout, dlse, out, lse, wanted)
+
+    def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+        """Run the kernel that sums the probabilities of each key."""
+        problem, plan = _checked_problem(inputs), inputs.given_plan
+        if plan is None:
+            plan = _made_plan(problem, zeroed=False)
+        with on_device(lse.device):
+            return key_mass(problem, plan, lse)
+
+    def key_mass_reads_plan(self, inputs: AttentionInputs) -> bool:
+        """Say that it does."""
+        return True
+
+    def key_mass_kernel(self, inputs: AttentionInputs) -> str:
+        """Return the name of the kernel."""
+        return "key_mass_kernel"
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query, in plain PyTorch."""

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import lse_shape
+from flash_dmattn.backends.base import lse_shape, mass_shape
 from flash_dmattn.key_lists.places import bias_steps, by_head, rows_of
 from flash_dmattn.record import Gradients, KeyListInputs
 from flash_dmattn.reference import sink_share
 
 from ..shapes import refuse_float64_bias
-from .kernels.key_lists import list_backward_kernel, list_forward_kernel
+from .kernels.key_lists import list_backward_kernel, list_forward_kernel, list_mass_kernel
 from .launch import Tiles, blocks, fitting, launch, on_device
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "key_mass"]
 
 _UNIT = 8  # elements: what 16-bit loads of full width are aligned to
 
@@ -61,13 +61,32 @@ def forward(inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
     problem = _describe(inputs)
     out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     lse = out.new_empty((problem.rows, problem.heads), dtype=torch.float32)
-    sink = None if inputs.sink is None else inputs.sink.float().contiguous()
-    results = {"out": out, "lse": lse, "sink": sink}
+    sink = problem.arguments["sink"]
+    results = {"out": out, "lse": lse}
     problem.start("list_forward", list_forward_kernel, results, SINK=sink is not None)
     if inputs.packed:
         return out, lse.transpose(0, 1).contiguous()
     batch, heads, queries = lse_shape(inputs.query)
     return out, lse.view(batch, queries, heads).transpose(1, 2).contiguous()
+
+
+def key_mass(inputs: KeyListInputs, lse: Tensor) -> Tensor:
+    """Return the sum of each key's probabilities, added in any order; there are no pages."""
+    refuse_float64_bias(inputs.without_lists(), "triton")
+    problem = _describe(inputs)
+    shape = mass_shape(inputs.without_lists())
+    mass = lse.new_zeros(shape, dtype=torch.float32)
+    by_row = lse.transpose(-1, -2).reshape(problem.rows, problem.heads).contiguous()
+    arguments = {"lse": by_row, "mass": mass, "mass_head": shape[-1]}
+    constants = {n: v for n, v in problem.constants.items() if n != "PAGED"}
+    problem._replace(constants=constants).start(
+        "list_mass",
+        list_mass_kernel,
+        arguments | {"mass_batch": problem.heads * shape[-1]},
+        SINK=problem.arguments["sink"] is not None,
+        PACKED=inputs.packed,
+    )
+    return mass
 
 
 def backward(
@@ -157,6 +176,7 @@ def _describe(inputs: KeyListInputs) -> _Problem:
         "bias": bias,
         "bias_firsts": bias_firsts,
         "index_bias": index_bias,
+        "sink": None if inputs.sink is None else inputs.sink.float().contiguous(),
         "heads": heads,
         "kv_heads": kv_heads,
         "group": group,

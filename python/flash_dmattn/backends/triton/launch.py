@@ -54,8 +54,20 @@ _TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
         512: (Tiles(32, 64, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
         1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),
     },
+    # Of sums over rows, not measured.
+    "mass": {
+        128: (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1)),
+        256: (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(32, 32, 4, 1)),
+        512: (Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
+        1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),
+    },
     # Of key lists, not measured: the rows are the heads of a group.
     "list_forward": {
+        256: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)),
+        512: (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
+        1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),
+    },
+    "list_mass": {
         256: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)),
         512: (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
         1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),

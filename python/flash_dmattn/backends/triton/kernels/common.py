@@ -185,6 +185,26 @@ def probabilities(scores, lse, BIAS: tl.constexpr):
 
 
 @triton.jit
+def row_shifts(lse, sums, places, valid, head_sink, SINK: tl.constexpr, SUMS: tl.constexpr):
+    """Return the log2 of what the exponentials of rows are divided by; +inf for rows without keys.
+
+    With SUMS, ``lse`` has the largest score to base 2 in place of the logarithm. ``head_sink`` is
+    to base 2 as well.
+    """
+    shift = tl.load(lse + places, mask=valid, other=float("-inf"))
+    if SUMS:
+        shift += tl.log2(tl.load(sums + places, mask=valid, other=1.0))
+    else:
+        shift *= LOG2E
+    empty = shift == float("-inf")
+    if SINK:
+        # The larger of both, and the logarithm of what the other one adds.
+        least, most = tl.minimum(shift, head_sink), tl.maximum(shift, head_sink)
+        shift = most + tl.log2(1 + tl.exp2(tl.where(least == most, 0.0, least - most)))
+    return tl.where(empty, float("inf"), shift)
+
+
+@triton.jit
 def dot(a, b):
     """Multiply matrices of the dtype of the inputs, exactly but for the sum in float32."""
     if INTERPRETED:

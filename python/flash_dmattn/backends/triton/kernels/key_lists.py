@@ -15,6 +15,7 @@ from .common import (
     dot,
     load_tile,
     probabilities,
+    row_shifts,
     scaled_bias,
     store_tile,
 )
@@ -23,6 +24,7 @@ from .common import (
 LIST_SIZES = [
     *("heads", "kv_heads", "group", "heads_at_once", "head_blocks", "rows", "length", "head_dim"),
     *("list_share", "index_share", "bias_share", "bias_head", "bias_key", "page", "page_batch"),
+    *("mass_batch", "mass_head"),
 ]
 
 
@@ -367,3 +369,104 @@ def list_backward_kernel(
         if WANT_DK:
             tl.atomic_add(dk + places, dot(tl.trans(dscores), q_tile), mask=to_add)
     store_tile(dq, q_offsets, dq_tile, valid_heads, head_dim, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=LIST_SIZES)
+def list_mass_kernel(
+    q,
+    k,
+    v,
+    indices,
+    limits,
+    begins,
+    sequences,
+    bias,
+    bias_firsts,
+    index_bias,
+    sink,
+    lse,
+    mass,
+    heads,
+    kv_heads,
+    group,
+    heads_at_once,
+    head_blocks,
+    rows,
+    length,
+    head_dim,
+    list_share,
+    index_share,
+    bias_share,
+    bias_head,
+    bias_key,
+    mass_batch,
+    mass_head,
+    scale,
+    softcap,
+    BIAS: tl.constexpr,
+    INDEX_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PACKED: tl.constexpr,
+    SINK: tl.constexpr,
+    UNIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Add the probabilities of the heads of a row to the sums of what it lists."""
+    head_dim *= UNIT
+    row, kv_head, these, valid_heads = tile_heads(
+        kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
+    )
+    at_heads = row * heads + these
+    head_sink = tl.zeros([BLOCK_ROWS], tl.float32)
+    if SINK:
+        head_sink = tl.load(sink + these, mask=valid_heads, other=0.0) * LOG2E
+    shift = row_shifts(lse, lse, at_heads, valid_heads, head_sink, SINK, False)
+    live = shift != float("inf")
+    q_tile = load_tile(q, at_heads * head_dim, live, head_dim, False, EVEN, BLOCK_D)
+    indices += (kv_head // list_share * rows + row) * length
+    limit = tl.load(limits + row)
+    begin = tl.load(begins + row)
+    if BIAS:
+        bias += tl.load(bias_firsts + row)
+    # Of packed sequences keys count through all of them.
+    mass += begin if PACKED else tl.load(sequences + row) * mass_batch
+    for at0 in range(0, length, BLOCK_KEYS):
+        _, _, scores, _, kept, index, _, _ = listed_block(
+            q_tile,
+            at0 + tl.arange(0, BLOCK_KEYS),
+            row,
+            kv_head,
+            these,
+            valid_heads,
+            k,
+            v,
+            indices,
+            limit,
+            begin,
+            indices,
+            bias,
+            index_bias,
+            kv_heads,
+            rows,
+            length,
+            head_dim,
+            index_share,
+            bias_share,
+            bias_head,
+            bias_key,
+            1,
+            scale,
+            softcap,
+            BIAS,
+            INDEX_BIAS,
+            SOFTCAP,
+            False,
+            EVEN,
+            BLOCK_D,
+        )
+        weights = probabilities(scores, shift[:, None], BIAS or INDEX_BIAS)
+        places = these[:, None] * mass_head + index.to(tl.int64)[None, :]
+        tl.atomic_add(mass + places, weights, mask=kept & live[:, None])
