@@ -38,6 +38,7 @@ class Call:
     keep_last: int = 0
     keep_first: int = 0
     scale: float | None = None
+    key_mass: bool = False  # asked for
     # Of which inputs gradients are wanted, and of which results they are given.
     wanted: tuple[str, ...] = GRADIENT_OF
     of: tuple[str, ...] = ("out", "lse")
@@ -93,7 +94,7 @@ class Call:
         }
         if self.block_table is not None or not leaves:  # paged keys have no gradients
             return self.results_alone(**options)
-        found = dict(zip(("out", "lse"), self.attend(leaves, **options), strict=True))
+        found = self.named(self.attend(leaves, **options))
         gradients = torch.autograd.grad(
             [found[name] for name in self.of],
             list(leaves.values()),
@@ -107,9 +108,13 @@ class Call:
     def results_alone(self, **options: Any) -> dict[str, Tensor]:
         """Compute out and lse without gradients, in the fewest steps."""
         with torch.no_grad():
-            return dict(zip(("out", "lse"), self.attend({}, **options), strict=True))
+            return self.named(self.attend({}, **options))
 
-    def attend(self, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    def named(self, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        names = ("out", "lse", "mass") if self.key_mass else ("out", "lse")
+        return dict(zip(names, results, strict=True))
+
+    def attend(self, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
         query, key, value, bias, sink = (
             leaves.get(name, getattr(self, name)) for name in GRADIENT_OF
         )
@@ -124,6 +129,7 @@ class Call:
             "keep_last": self.keep_last,
             "keep_first": self.keep_first,
             "return_lse": True,
+            "return_key_mass": self.key_mass,
             **options,
         }
         if self.cu_seqlens_q is None:

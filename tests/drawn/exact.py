@@ -66,6 +66,7 @@ class Terms(NamedTuple):
     dvalue: Tensor
     dbias: Tensor
     dsink: Tensor  # (H,)
+    mass: Tensor  # (B, H, K)
 
 
 def parts(call: Call) -> Iterator[Part]:
@@ -181,9 +182,12 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
         p.transpose(-1, -2) @ dout,
         ds,
         -(sink_p * delta).sum((0, 2)),
+        p.sum(2),
     )
 
     least = kept * tiny
+    # Of what no product reads, P is never rounded to the dtype.
+    mass_error = p * (ALLOWED * unit(torch.float32) + relative) + least + of_keys / MOST_SINK
     p_error = p * (ALLOWED * eps + relative) + least
     if part.sink is not None:
         p_error = p_error + of_keys / MOST_SINK
@@ -219,6 +223,7 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
             + sink_p * delta.abs() * (FLOAT32_SUM + sink_error + lse_error)
             + (of_keys * dp_abs).sum(-1) / MOST_SINK
         ).sum((0, 2)),
+        mass_error.sum(2),
     )
     return exact, bounds, p
 
@@ -255,7 +260,14 @@ def ignored(part: Part, lse: Tensor) -> Terms:
         spread(no_gradient, keys, part.query.shape[3]),
         spread(no_gradient, queries, keys),
         no_gradient.amax(0),
+        spread(no_gradient, keys),
     )
+
+
+def mass_shape(call: Call) -> tuple[int, ...]:
+    """Return the shape of what each key received."""
+    heads, keys = call.query.shape[-2], call.key.shape[-3]
+    return (heads, keys) if call.cu_seqlens_q is not None else (call.query.shape[0], heads, keys)
 
 
 class Totals:
@@ -266,6 +278,8 @@ class Totals:
         device, rows = call.query.device, call.query.shape[:-1]
         lse_shape = (rows[1], rows[0]) if self.packed else (rows[0], rows[2], rows[1])
         shapes = {"out": call.query.shape, "lse": lse_shape}
+        if call.key_mass:
+            shapes["mass"] = mass_shape(call)
         if call.block_table is None:
             for name in call.wanted:
                 tensor = getattr(call, name)
@@ -281,6 +295,10 @@ class Totals:
         kv_heads = sequence.key.shape[2]
         lse = self.sums["lse"][:, sequence.rows] if self.packed else self.sums["lse"]
         lse += some.lse[0] if self.packed else some.lse
+        if "mass" in self.sums and self.packed:
+            self.sums["mass"][:, sequence.keys] += some.mass[0]
+        elif "mass" in self.sums:
+            self.sums["mass"] += some.mass
         for name, tensor, where in (
             ("out", some.out, sequence.rows),
             ("dquery", some.dquery, sequence.rows),

@@ -96,7 +96,7 @@ class Expected:
         It is 4 units in the last place of the dtype (for gradients that of out, which the backward
         pass reads), and 64 of float32, relative to the largest value or to 1.
         """
-        eps = EPS32 if name == "lse" else torch.finfo(self.call.query.dtype).eps
+        eps = EPS32 if name in ("lse", "mass") else torch.finfo(self.call.query.dtype).eps
         return (4 * eps + 64 * EPS32) * max(1.0, largest)
 
     def _compare_with_eager(self, far: list[tuple[str, float, float]]) -> None:
@@ -189,8 +189,9 @@ def eager(call: Call) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(
             (out, lse), leaves, (part.dout.to(dtype), part.dlse.to(dtype))
         )
-        found = (t.detach().double() for t in (out, lse, *gradients))
+        found = (t.detach().double() for t in (out, lse, *gradients, p.float().sum(2)))
         totals.add(part, Terms(*found))
     return {
-        name: total if name == "lse" else total.to(dtype) for name, total in totals.sums.items()
+        name: total if name in ("lse", "mass") else total.to(dtype)
+        for name, total in totals.sums.items()
     }

@@ -19,6 +19,7 @@ from torch import Tensor
 from flash_dmattn import IntervalMask
 
 from .calls import Call
+from .exact import mass_shape
 from .judge import Expected, expected
 from .problems import Drawn, draw
 from .source import Source
@@ -241,6 +242,10 @@ class Repeater:
         names = {"out": "query", "lse": "dlse"} | {f"d{name}": name for name in self.call.wanted}
         axes, shapes = {}, {}
         for result in self._small.results:
+            if result == "mass":
+                by_head = ("heads", "keys") if self.is_packed else ("sequences", "heads", None)
+                axes[result], shapes[result] = by_head, torch.Size(mass_shape(large))
+                continue
             axes[result] = self._axes(names[result], getattr(self.call, names[result]))
             shapes[result] = getattr(large, names[result]).shape
         small = vars(self._small)

@@ -45,7 +45,7 @@ class Drawn:
             words += [f"lengths {side.diff().tolist()}" for side in sides]
         words += [f"{name}={getattr(call, name)}" for name in ("scale", "softcap", "window")]
         words += [f"{name}={getattr(call, name)}" for name in ("keep_last", "keep_first")]
-        words += ["causal"] if call.causal else []
+        words += [name for name in ("causal", "key_mass") if getattr(call, name)]
         words += [name for name, value in vars(self).items() if value is True]
         words += [f"NaN in {'+'.join(self.poisoned) or 'nothing'}"]
         words += [f"threads={self.threads}", f"of {'+'.join(call.of)}"]
@@ -135,7 +135,7 @@ def draw(
     _lay_out(source, call, sizes, expanded)
     if paged:
         _page(source, call, sizes)
-    return Drawn(
+    drawn = Drawn(
         seed,
         call,
         poisoned,
@@ -148,6 +148,8 @@ def draw(
         poisoned_buffers=source.chance(0.15),
         threads=source.weighted({1: 5, 2: 1, 3: 1, 7: 0.5}),
     )
+    call.key_mass = not paged and source.chance(0.25)
+    return drawn
 
 
 def _keep_by_place(source: Source, call: Call, most: int) -> None:
