@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 5
+#define FDM_PACK_ABI_VERSION 6
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 /* Stands before the definition of that function: the one thing of a pack that others see. */
@@ -154,6 +154,8 @@ typedef struct fdm_forward_args {
   int32_t splits; /* parts of the key axis computed apart and then merged (decode); 0: the pack chooses */
   fdm_tensor out; /* q's shape and dtype */
   fdm_tensor lse; /* float32, float64 if the bias is (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
+  fdm_tensor
+      out_low; /* what rounding has left of out, rounded to its dtype; the strides of out, 16-byte aligned; or absent */
 } fdm_forward_args;
 
 /* Gradients whose data is NULL are not computed. Every wanted gradient is written in full. */
@@ -166,6 +168,7 @@ typedef struct fdm_backward_args {
   fdm_tensor dq, dk, dv; /* the shapes and dtypes of q, k, v */
   fdm_tensor dbias;      /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
   fdm_tensor dsink;      /* the shape and dtype of sink */
+  fdm_tensor out_low;    /* what forward wrote, any strides; or absent */
 } fdm_backward_args;
 
 /* The attention that each key received: mass_j = sum_i p_ij, for each query head. Written in full; 0 for a key of no
@@ -263,8 +266,11 @@ typedef struct fdm_pack {
   /* Sums the probabilities of each key; not for paged keys. May be null where key_mass_biases is FDM_KEY_MASS_NONE. */
   int32_t (*key_mass)(const fdm_problem *, const fdm_key_mass_args *, fdm_buffer plan, fdm_buffer workspace,
                       char *message, size_t message_bytes);
+  /* 1: backward computes dout . out. The gradients of a row's scores sum to 0 only as exactly as out is given, and sums of the
+   * gradient of a bias per key collect what is missing of all rows. So forward and backward of calls with such a bias are given
+   * out_low. 0: never. */
+  int32_t wants_out_low;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
-  int32_t reserved;
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

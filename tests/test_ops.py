@@ -69,7 +69,9 @@ def test_opcheck_of_plans(kind: str, target: Target) -> None:
     inputs = [*inputs[:10], plan, *inputs[11:]]
     torch.library.opcheck(OPS.attention_forward.default, tuple(inputs))
     out, lse, made = OPS.attention_forward(*inputs)
-    assert made.numel() == 0
+    # There is no plan in it, but what rounding leaves of out.
+    low = 0 if out.dtype == torch.float32 else -(-out.nbytes // 256) * 256
+    assert made.numel() <= low
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     torch.library.opcheck(
         OPS.attention_backward.default,

@@ -135,13 +135,13 @@ nb::object Call::keep(const Pack &pack, int32_t threads, const Allocator &alloca
   const Exchange exchange(record_->query.object());
   if (!exchange.offers_memory()) return nb::none();
   auto made = std::make_unique<Computed>(Computed{Problem(pack.table(), *record_, {threads}), {}, {}, {}});
-  auto &[problem, out, lse, plan] = *made;
+  auto &[problem, out, lse, more] = *made;
   const bool is_planned = !is_absent(record_->given_plan), has_lse = need_lse || is_planned;
   out = TensorField(allocator.like(record_->query.object(), record_->query.view()));
   if (has_lse) lse = TensorField(allocator.sums(out.object(), lse_sizes(problem.extents()), problem.lse_dtype()));
-  const int64_t bytes = is_planned ? 0 : problem.kept_bytes(has_lse);
-  if (bytes > 0) plan = TensorField(allocator.bytes(out.object(), bytes));
-  if (!problem.keep(out, lse, record_->given_plan, plan, Workspace(exchange))) return nb::none();
+  const int64_t bytes = problem.kept_bytes(has_lse, is_planned);
+  if (bytes > 0) more = TensorField(allocator.bytes(out.object(), bytes));
+  if (!problem.keep(out, lse, record_->given_plan, more, Workspace(exchange))) return nb::none();
 
   const size_t count = count_tensors(*record_);
   nb::object kept = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(count + 3)));
@@ -152,7 +152,7 @@ nb::object Call::keep(const Pack &pack, int32_t threads, const Allocator &alloca
   each_tensor(*record_, give);
   give(count, "out", out);
   give(count + 1, "lse", lse);
-  give(count + 2, "plan", plan);
+  give(count + 2, "kept", more);
   kept_ = std::move(made);
   return kept;
 }
@@ -166,7 +166,7 @@ bool Call::are_kept(nb::tuple tensors) {
   each_tensor(*record_, compare);
   compare(count, "out", kept_->out);
   compare(count + 1, "lse", kept_->lse);
-  compare(count + 2, "plan", kept_->plan);
+  compare(count + 2, "kept", kept_->more);
   return are;
 }
 
@@ -174,8 +174,8 @@ nb::object Call::differentiate(const Pack &pack, int32_t threads, const Allocato
                                nb::handle dout, nb::handle dlse, nb::tuple flags) {
   const size_t count = count_tensors(*record_);
   if (kept.size() != count + 3)
-    type_error("kept must be a tuple of ", count, " tensors of a record, out, lse and plan, but has ", kept.size(),
-               " items");
+    type_error("kept must be a tuple of ", count, " tensors of a record, out, lse and what else is kept, but has ",
+               kept.size(), " items");
   if (kept_ && !are_kept(kept)) return nb::none();
   const Exchange exchange(kept[0]);
   if (!exchange.offers_memory()) return nb::none();
@@ -199,18 +199,17 @@ nb::object Call::differentiate(const Pack &pack, int32_t threads, const Allocato
     append(nb::borrow(gradient.object()));
   });
   while (place < flags.size()) append(nb::none());
-  TensorField plan = nb::handle(kept[count + 2]);
-  if (is_absent(plan)) plan = nb::handle(kept[place_of(*record_, "given_plan")]);
-  if (!problem.backward(arguments, plan, Workspace(exchange))) return nb::none();
+  const TensorField given_plan = nb::handle(kept[place_of(*record_, "given_plan")]), more = nb::handle(kept[count + 2]);
+  if (!problem.backward(arguments, given_plan, more, Workspace(exchange))) return nb::none();
   return results;
 }
 
-nb::object Call::lse_within(nb::handle plan, nb::handle out, nb::handle dtype) const {
+nb::object Call::lse_within(nb::handle kept, nb::handle out, nb::handle dtype) const {
   if (!kept_) value_error("a call that has not been kept has no lse");
   const nb::tuple sizes = lse_sizes(kept_->problem.extents());
   const int64_t bytes = lse_bytes(kept_->problem.extents(), kept_->problem.lse_dtype());
   if (bytes == 0) return out.attr("new_empty")(sizes, nb::arg("dtype") = dtype);
-  const nb::object last = plan[nb::slice(nb::int_(-bytes), nb::none(), nb::none())];
+  const nb::object last = kept[nb::slice(nb::int_(-bytes), nb::none(), nb::none())];
   return last.attr("view")(dtype).attr("view")(sizes);
 }
 
@@ -228,7 +227,7 @@ void bind_call(nb::module_ &module) {
       .def("keep", &Call::keep, "pack"_a, "threads"_a, "allocator"_a, "need_lse"_a)
       .def("differentiate", &Call::differentiate, "pack"_a, "threads"_a, "allocator"_a, "kept"_a, "dout"_a,
            "dlse"_a.none(), "flags"_a)
-      .def("lse_within", &Call::lse_within, "plan"_a.none(), "out"_a, "dtype"_a);
+      .def("lse_within", &Call::lse_within, "kept"_a.none(), "out"_a, "dtype"_a);
   module.def("usual_call", &usual_call, "query"_a, "key"_a.none(), "value"_a.none(), "bias"_a.none(), "sink"_a.none(),
              "scale"_a.none(), "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "keep_last"_a.none(),
              "keep_first"_a.none(), "deterministic"_a);

@@ -24,9 +24,9 @@ public:
   // (out, lse), where lse is None unless it is needed.
   nb::object attend(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse);
 
-  // The same for a call that has a backward pass. The result is what that takes: the tensors of the record, out, lse and
-  // the plan. Unless it is needed, lse is the last part of the plan, and None. A plan that has no bytes, or is in the
-  // record, is None. The call has no references to the tensors then.
+  // The same for a call that has a backward pass. The result is what that takes: the tensors of the record, out, lse, and
+  // what else is kept (Problem::keep), None if that has no bytes. Unless it is needed, lse is None where the record has no
+  // plan, and the last part of what else is kept. The call has no references to the tensors then.
   nb::object keep(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse);
 
   // The gradients of the fields of `Gradients`, in a tuple as long as `flags`: None where a flag does not want one, and
@@ -35,15 +35,15 @@ public:
   nb::object differentiate(const Pack &pack, int32_t threads, const Allocator &allocator, nb::tuple kept,
                            nb::handle dout, nb::handle dlse, nb::tuple flags);
 
-  // The lse that is the last part of a plan that keep() has made, by operations of the tensor, which may have no memory
+  // The lse that is the last part of what keep() has kept, by operations of the tensor, which may have no memory
   // that can be read. Without elements it is made as `out` makes tensors.
-  nb::object lse_within(nb::handle plan, nb::handle out, nb::handle dtype) const;
+  nb::object lse_within(nb::handle kept, nb::handle out, nb::handle dtype) const;
 
 private:
   // What keep() has computed, and made.
   struct Computed {
     Problem problem;
-    TensorField out, lse, plan;
+    TensorField out, lse, more;
   };
 
   bool are_kept(nb::tuple tensors);

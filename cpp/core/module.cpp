@@ -78,6 +78,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("arch", [](const Pack &pack) { return pack.table().arch; })
       .def_prop_ro("max_head_dim", [](const Pack &pack) { return pack.table().max_head_dim; })
       .def_prop_ro("dtypes", &dtypes_of)
+      .def_prop_ro("wants_out_low", [](const Pack &pack) { return pack.table().wants_out_low != 0; })
       .def_prop_ro("plan_layouts", &plan_layouts_of)
       .def_prop_ro("launch_counts", &launch_counts_of)
       .def_prop_ro("key_mass_biases", &key_mass_biases_of)
@@ -114,13 +115,21 @@ void bind_problem(nb::module_ &module) {
           [](Problem &self, const TensorField &out, const TensorField &lse, const TensorField &plan,
              const TensorField &scratch) { self.attend(out, lse, plan, {scratch, "scratch"}); },
           "out"_a, "lse"_a.none(), "plan"_a.none(), "scratch"_a.none())
+      .def("kept_bytes", nb::overload_cast<bool, bool>(&Problem::kept_bytes, nb::const_), "has_lse"_a, "has_plan"_a)
+      .def(
+          "keep",
+          [](Problem &self, const TensorField &out, const TensorField &lse, const TensorField &plan,
+             const TensorField &kept,
+             const TensorField &workspace) { self.keep(out, lse, plan, kept, {workspace, "workspace"}); },
+          "out"_a, "lse"_a.none(), "plan"_a.none(), "kept"_a.none(), "workspace"_a.none())
       .def(
           "backward",
           [](Problem &self, nb::handle dout, nb::handle dlse, nb::handle out, nb::handle lse, nb::dict gradients,
-             const TensorField &plan, const TensorField &workspace) {
-            self.backward({dout, dlse, out, lse, read_gradients(gradients)}, plan, {workspace, "workspace"});
+             const TensorField &plan, const TensorField &workspace, const TensorField &kept) {
+            self.backward({dout, dlse, out, lse, read_gradients(gradients)}, plan, kept, {workspace, "workspace"});
           },
-          "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a, "gradients"_a, "plan"_a.none(), "workspace"_a.none());
+          "dout"_a, "dlse"_a.none(), "out"_a, "lse"_a.none(), "gradients"_a, "plan"_a.none(), "workspace"_a.none(),
+          "kept"_a.none() = nb::none());
 }
 
 void bind_selection(nb::module_ &module) {

@@ -17,6 +17,25 @@ constexpr const char *packed_form = "(total, heads, head_dim) with cu_seqlens";
 constexpr const char *batch_form = "(batch, length, heads, head_dim)";
 constexpr const char *paged_form = "(pages, page size, heads, head_dim) with block_table";
 
+fdm_tensor contiguous_like(const fdm_tensor &t, void *data) {
+  fdm_tensor own = t;
+  int64_t stride = 1;
+  for (int d = 3; d >= 0; stride *= own.shape[d--]) own.stride[d] = stride;
+  own.data = data;
+  return own;
+}
+
+bool same_places(const fdm_tensor &a, const fdm_tensor &b) {
+  for (int d = 0; d < 4; ++d)
+    if (a.shape[d] > 1 && a.stride[d] != b.stride[d]) return false;
+  return true;
+}
+
+void *take_last(fdm_buffer *buffer, int64_t bytes) {
+  buffer->bytes -= bytes;
+  return static_cast<std::byte *>(buffer->data) + buffer->bytes;
+}
+
 } // namespace
 
 Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution)
@@ -236,13 +255,7 @@ std::string Problem::describe(nb::tuple gradients) const {
   if (pack_.describe == nullptr) return "{}";
   // Memory that results would have. Nothing is written there.
   alignas(256) static std::byte memory[256];
-  const auto like = [](const fdm_tensor &t) {
-    fdm_tensor own = t;
-    int64_t stride = 1;
-    for (int d = 3; d >= 0; stride *= own.shape[d--]) own.stride[d] = stride;
-    own.data = memory;
-    return own;
-  };
+  const auto like = [](const fdm_tensor &t) { return contiguous_like(t, memory); };
   fdm_problem problem = problem_;
   if (gradients.size() == 0) problem.flags |= FDM_FORWARD_ONLY;
   fdm_forward_args forward{};
@@ -253,6 +266,7 @@ std::string Problem::describe(nb::tuple gradients) const {
   backward.struct_size = sizeof backward;
   backward.out = backward.dout = forward.out;
   backward.lse = forward.lse;
+  if (gradients.size() > 0 && out_low_bytes() > 0) forward.out_low = backward.out_low = forward.out;
   const std::pair<const char *, std::pair<fdm_tensor *, const fdm_tensor *>> all[] = {
       {"query", {&backward.dq, &problem.q}},
       {"key", {&backward.dk, &problem.k}},
@@ -313,20 +327,33 @@ fdm_tensor Problem::read_mass(const TensorField &field) const {
           0};
 }
 
-int64_t Problem::kept_bytes(bool has_lse) const {
-  const int64_t needed = needed_plan_bytes();
-  return has_lse ? needed : padded(needed) + lse_bytes(extents_, lse_dtype());
+int64_t Problem::out_low_bytes() const {
+  if (!pack_.wants_out_low || problem_.q.dtype == FDM_FLOAT32 || !has_bias_ || is_per_query(problem_.bias)) return 0;
+  const int64_t (&shape)[4] = problem_.q.shape;
+  return shape[0] * shape[1] * shape[2] * shape[3] * 2;
 }
 
-Kept Problem::kept_in(fdm_buffer plan, const TensorField &lse) const {
-  if (!is_absent(lse)) return parts_of(plan, read_lse(lse, "lse"));
-  if (plan.bytes < kept_bytes(false)) value_error("lse is None, but there is no room for it behind plan");
-  plan.bytes -= lse_bytes(extents_, lse_dtype());
-  return parts_of(plan, contiguous_lse(static_cast<std::byte *>(plan.data) + plan.bytes, extents_, lse_dtype()));
+int64_t Problem::kept_bytes(bool has_lse, bool has_plan, int64_t low_bytes) const {
+  int64_t bytes = has_plan ? 0 : needed_plan_bytes();
+  if (low_bytes > 0) bytes = padded(bytes) + padded(low_bytes);
+  return has_lse ? bytes : padded(bytes) + lse_bytes(extents_, lse_dtype());
+}
+
+Kept Problem::kept_in(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan,
+                      int64_t low_bytes) const {
+  const fdm_tensor lse_tensor =
+      is_absent(lse) ? contiguous_lse(take_last(&buffer, lse_bytes(extents_, lse_dtype())), extents_, lse_dtype())
+                     : read_lse(lse, "lse");
+  fdm_tensor out_low = absent_tensor();
+  if (low_bytes > 0) out_low = contiguous_like(problem_.q, take_last(&buffer, padded(low_bytes)));
+  Kept kept = parts_of(is_absent(given_plan) ? buffer : read_buffer(given_plan, "plan", needed_plan_bytes(), device_),
+                       lse_tensor);
+  kept.out_low = out_low;
+  return kept;
 }
 
 Kept Problem::parts_of(fdm_buffer plan, const fdm_tensor &lse) const {
-  Kept kept{problem_.start, problem_.end, plan, lse};
+  Kept kept{problem_.start, problem_.end, plan, lse, absent_tensor()};
   if (!selects_) return kept;
   const int64_t bytes = bound_bytes(selection_);
   std::byte *const begin = static_cast<std::byte *>(plan.data);
@@ -363,6 +390,7 @@ void Problem::run_forward(const fdm_tensor &out, const Kept &kept, int32_t split
   args.splits = splits;
   args.out = out;
   args.lse = kept.lse;
+  args.out_low = kept.out_low;
   const fdm_problem problem = with(kept, use);
   call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
     return pack_.forward(&problem, &args, kept.plan, workspace, message, message_bytes);
@@ -387,10 +415,8 @@ void Problem::forward(const TensorField &out, const TensorField &lse, const Tens
 }
 
 Problem::AttendSizes Problem::attend_sizes(bool has_lse, bool has_plan) const {
-  const int64_t needed = has_plan ? 0 : needed_plan_bytes();
-  AttendSizes sizes{has_lse ? needed : padded(needed) + lse_bytes(extents_, lse_dtype()),
-                    workspace_bytes(FDM_PASS_FORWARD)};
-  if (needed > 0) sizes.work = std::max(sizes.work, workspace_bytes(FDM_PASS_PLAN));
+  AttendSizes sizes{kept_bytes(has_lse, has_plan, 0), workspace_bytes(FDM_PASS_FORWARD)};
+  if (!has_plan && needed_plan_bytes() > 0) sizes.work = std::max(sizes.work, workspace_bytes(FDM_PASS_PLAN));
   return sizes;
 }
 
@@ -400,40 +426,38 @@ bool Problem::attend(const TensorField &out, const TensorField &lse, const Tenso
   if (!workspace.take(sizes.bytes(), device_, problem_.context.stream, memory)) return false;
   const fdm_buffer work{static_cast<std::byte *>(memory.data) + padded(sizes.kept), sizes.work};
   const fdm_tensor out_tensor = read_out(out);
-  if (is_absent(plan)) {
-    const Kept kept = kept_in({memory.data, sizes.kept}, lse);
-    require_distinct_elements(kept.lse, "lse");
-    if (kept.plan.bytes > 0) run_plan(kept, work, PlanUse::forward_only);
-    run_forward(out_tensor, kept, 0, work, PlanUse::forward_only);
-  } else {
-    const fdm_buffer given = read_buffer(plan, "plan", needed_plan_bytes(), device_);
-    const fdm_tensor lse_tensor =
-        is_absent(lse) ? contiguous_lse(memory.data, extents_, lse_dtype()) : read_lse(lse, "lse");
-    require_distinct_elements(lse_tensor, "lse");
-    run_forward(out_tensor, parts_of(given, lse_tensor), 0, work);
-  }
+  const Kept kept = kept_in({memory.data, sizes.kept}, lse, plan, 0);
+  require_distinct_elements(kept.lse, "lse");
+  const PlanUse use = is_absent(plan) ? PlanUse::forward_only : PlanUse::kept;
+  if (is_absent(plan) && kept.plan.bytes > 0) run_plan(kept, work, use);
+  run_forward(out_tensor, kept, 0, work, use);
   return true;
 }
 
 bool Problem::keep(const TensorField &out, const TensorField &lse, const TensorField &given_plan,
-                   const TensorField &new_plan, Workspace &&workspace) {
-  const int64_t needed = needed_plan_bytes();
-  const bool is_planned = needed == 0 || !is_absent(given_plan);
+                   const TensorField &kept, Workspace &&workspace) {
+  const bool is_given = !is_absent(given_plan), is_planned = is_given || needed_plan_bytes() == 0;
   const int64_t plan_work = is_planned ? 0 : workspace_bytes(FDM_PASS_PLAN);
   fdm_buffer work;
   if (!workspace.take(std::max(plan_work, workspace_bytes(FDM_PASS_FORWARD)), device_, problem_.context.stream, work))
     return false;
   const fdm_tensor out_tensor = read_out(out);
-  const TensorField &plan = is_absent(given_plan) ? new_plan : given_plan;
-  const Kept kept = kept_in(read_buffer(plan, "plan", needed, device_), lse);
-  if (!is_planned) run_plan(kept, work);
-  run_forward(out_tensor, kept, 0, work);
+  const fdm_buffer buffer = read_buffer(kept, "kept", kept_bytes(!is_absent(lse), is_given), device_);
+  const Kept parts = kept_in(buffer, lse, given_plan, out_low_bytes());
+  if (parts.out_low.data != nullptr && !same_places(out_tensor, parts.out_low))
+    value_error("out has strides ", strides_of(out.view()), ", but must be contiguous");
+  if (!is_planned) run_plan(parts, work);
+  run_forward(out_tensor, parts, 0, work);
   return true;
 }
 
-bool Problem::backward(const BackwardArguments &arguments, const TensorField &plan, Workspace &&workspace) {
-  const Kept kept = kept_in(read_buffer(plan, "plan", needed_plan_bytes(), device_), arguments.lse);
-  const fdm_backward_args args = read_gradients(arguments, kept.lse);
+bool Problem::backward(const BackwardArguments &arguments, const TensorField &given_plan, const TensorField &kept_field,
+                       Workspace &&workspace) {
+  const int64_t low_bytes = is_absent(kept_field) ? 0 : out_low_bytes();
+  const int64_t needed = kept_bytes(!is_absent(arguments.lse), !is_absent(given_plan), low_bytes);
+  const char *const name = is_absent(given_plan) && is_absent(kept_field) ? "plan" : "kept";
+  const Kept kept = kept_in(read_buffer(kept_field, name, needed, device_), arguments.lse, given_plan, low_bytes);
+  const fdm_backward_args args = read_gradients(arguments, kept);
   fdm_buffer work;
   if (!workspace.take(workspace_bytes(FDM_PASS_BACKWARD), device_, problem_.context.stream, work)) return false;
   const fdm_problem problem = with(kept);
@@ -460,12 +484,13 @@ void Problem::key_mass(const TensorField &mass, const TensorField &lse, const Te
   });
 }
 
-fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, const fdm_tensor &lse) const {
+fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, const Kept &kept) const {
   if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
   fdm_backward_args args{};
   args.struct_size = sizeof args;
   args.out = read_like(arguments.out, "out", problem_.q, "query");
-  args.lse = lse;
+  args.lse = kept.lse;
+  args.out_low = kept.out_low;
   args.dout = read_like(arguments.dout, "dout", problem_.q, "query");
   args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
 

@@ -37,6 +37,7 @@ struct Kept {
   fdm_tensor start, end; // of the mask, or of the selection that the call makes
   fdm_buffer plan;       // the pack's
   fdm_tensor lse;
+  fdm_tensor out_low; // without data where the backward pass does not need it
 };
 
 // Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
@@ -62,12 +63,14 @@ public:
   // allocations are a good part of a small call's time.
   int64_t attend_bytes(bool has_lse, bool has_plan) const { return attend_sizes(has_lse, has_plan).bytes(); }
   bool attend(const TensorField &out, const TensorField &lse, const TensorField &plan, Workspace &&workspace);
-  // As attend, for a call whose plan is kept for backward: the given one, or where that is None a new one, which it makes.
-  // An lse that is None is the last part of a new plan of kept_bytes(), and so it is for backward.
-  int64_t kept_bytes(bool has_lse) const;
-  bool keep(const TensorField &out, const TensorField &lse, const TensorField &given_plan, const TensorField &new_plan,
+  // As attend, for a call that has a backward pass. `kept` is what that needs beside the results, of kept_bytes(): the plan
+  // that is made where none is given, then out_low if the pack wants it, then an lse that is None. Backward without `kept`
+  // makes do without out_low.
+  int64_t kept_bytes(bool has_lse, bool has_plan) const { return kept_bytes(has_lse, has_plan, out_low_bytes()); }
+  bool keep(const TensorField &out, const TensorField &lse, const TensorField &given_plan, const TensorField &kept,
             Workspace &&workspace);
-  bool backward(const BackwardArguments &arguments, const TensorField &plan, Workspace &&workspace);
+  bool backward(const BackwardArguments &arguments, const TensorField &given_plan, const TensorField &kept,
+                Workspace &&workspace);
 
   // Writes the attention that each key received, by the plan and the lse of forward. The pack must have a kernel for it.
   void key_mass(const TensorField &mass, const TensorField &lse, const TensorField &plan,
@@ -103,10 +106,13 @@ private:
   fdm_tensor read_out(const TensorField &field) const;
   fdm_tensor read_mass(const TensorField &field) const;
   AttendSizes attend_sizes(bool has_lse, bool has_plan) const;
-  // The parts of a plan; the last one is the lse if that is None.
-  Kept kept_in(fdm_buffer plan, const TensorField &lse) const;
+  // Of out_low, if the call keeps it.
+  int64_t out_low_bytes() const;
+  int64_t kept_bytes(bool has_lse, bool has_plan, int64_t low_bytes) const;
+  // The parts of a buffer of kept_bytes(), or of a larger one, whose plan then has more room.
+  Kept kept_in(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan, int64_t low_bytes) const;
   Kept parts_of(fdm_buffer plan, const fdm_tensor &lse) const;
-  fdm_backward_args read_gradients(const BackwardArguments &arguments, const fdm_tensor &lse) const;
+  fdm_backward_args read_gradients(const BackwardArguments &arguments, const Kept &kept) const;
 
   // Who reads a plan: other calls too, or the forward pass alone.
   enum class PlanUse { kept, forward_only };

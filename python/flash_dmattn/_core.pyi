@@ -59,6 +59,9 @@ class Pack:
     def dtypes(self) -> list[str]:
         """The dtypes that query may have."""
     @property
+    def wants_out_low(self) -> bool:
+        """Whether it is to be given what rounding leaves of out."""
+    @property
     def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int, int]]:
         """For each MaskKind the fields of fdm_plan_layout.
 
@@ -164,19 +167,35 @@ class Problem:
 
         scratch: uint8 (attend_bytes,), of the same lse and plan; None where no bytes are needed.
         """
+    def kept_bytes(self, has_lse: bool, has_plan: bool) -> int: ...
+    def keep(
+        self,
+        out: TensorLike,
+        lse: TensorLike | None,
+        plan: TensorLike | None,
+        kept: TensorLike | None,
+        workspace: TensorLike | None,
+    ) -> None:
+        """Does what attend does for a call that has a backward pass; out must be contiguous.
+
+        kept: uint8 (kept_bytes,), of the same lse and plan. Gets the plan unless one is given, then
+            what rounding has left of out, if the pack wants it, and then an lse that is None.
+        workspace: as large as the larger one of plan and forward.
+        """
     def backward(
         self,
         dout: TensorLike,
         dlse: TensorLike | None,
         out: TensorLike,
-        lse: TensorLike,
+        lse: TensorLike | None,
         gradients: Mapping[str, TensorLike | None],
         plan: TensorLike | None,
         workspace: TensorLike | None,
+        kept: TensorLike | None = None,
     ) -> None:
         """Writes the gradients that are given, by the names of the fields that they belong to.
 
-        Each has its field's shape and dtype.
+        Each has its field's shape and dtype. plan and kept: those of keep, or the plan of forward.
         """
     @property
     def key_mass_workspace_bytes(self) -> int: ...
@@ -220,9 +239,9 @@ class Call:
     ) -> tuple[Any, ...] | None:
         """Does what attend does for a call that has a backward pass.
 
-        Returns the tensors of the record, out, lse and the plan, and keeps no reference to them. An
-        lse that is not needed is the last part of a plan that the call makes, and None. A plan
-        without bytes, or one of the record, is None.
+        Returns the tensors of the record, out, lse, and what else is kept (Problem.keep), None if
+        that has no bytes; and keeps no reference to them. An lse that is not needed is the last
+        part of what else is kept, and None, unless the record has a plan.
         """
     def differentiate(
         self,
@@ -240,8 +259,8 @@ class Call:
         kept: what keep has returned, or has its form. None is also returned where it has other
             tensors than keep has given away.
         """
-    def lse_within(self, plan: Any, out: Any, dtype: Any) -> Any:
-        """Returns the lse that is the last part of a plan that keep has made.
+    def lse_within(self, kept: Any, out: Any, dtype: Any) -> Any:
+        """Returns the lse that is the last part of what keep has kept.
 
         out: makes an lse without elements. dtype: torch's, of the lse.
         """

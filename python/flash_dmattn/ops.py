@@ -214,25 +214,22 @@ def _plan_fake(*arguments: Any) -> Tensor:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse, and the plan that was made: no bytes where one was given."""
+    """Return out, lse, and what else the backward pass needs, such as a plan that was made."""
     *plain, backend = map(without_negation, arguments)
     inputs = AttentionInputs(*plain)
     chosen = select_backend(inputs.query.device, backend)
-    plan = _no_plan(inputs)
-    if inputs.given_plan is None:
-        plan = chosen.make_plan(inputs, zeroed=True)
-        inputs = inputs._replace(given_plan=plan)
-    out, lse, _ = chosen.forward(inputs)
-    return out, lse, plan
+    out, lse, kept = chosen.forward(inputs, zeroed=True)
+    return out, lse, _nothing_kept(inputs) if kept is None else kept
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = AttentionInputs(*arguments[:-1])
     query = inputs.query
+    kept_bytes = select_backend(query.device, arguments[-1]).kept_bytes(inputs)
     return (
         query.new_empty(query.shape),
         query.new_empty(lse_shape(query), dtype=lse_dtype(inputs)),
-        _plan_fake(*arguments) if inputs.given_plan is None else _no_plan(inputs),
+        query.new_empty(kept_bytes, dtype=torch.uint8),
     )
 
 
@@ -246,7 +243,7 @@ def _key_mass_fake(lse: Tensor, *arguments: Any) -> Tensor:
     return lse.new_empty(mass_shape(AttentionInputs(*arguments[:-1])), dtype=torch.float32)
 
 
-def _no_plan(inputs: AttentionInputs) -> Tensor:
+def _nothing_kept(inputs: AttentionInputs) -> Tensor:
     return inputs.query.new_empty(0, dtype=torch.uint8)
 
 
@@ -296,15 +293,13 @@ def _gradients(
 
     Args:
         inputs, backend: of the call.
-        results: the gradients of out and lse, out, lse, and the plan that forward made.
+        results: the gradients of out and lse, out, lse, and what else forward has kept.
         flags: which gradients are wanted, of fields that there are.
     """
     dout, dlse, *made = results
     assert dout is not None
     given = _differentiable(inputs)
     flags = tuple(f and t is not None for f, t in zip(flags, given, strict=True))
-    if inputs.given_plan is not None:
-        made[2] = None
     chosen = select_backend(inputs.query.device, backend)
     return chosen.differentiate(inputs, tuple(made), flags, dout, dlse)
 
@@ -339,16 +334,16 @@ def _saved_gradients(
     """Return the gradients of the differentiable fields, None where a flag does not want one.
 
     Args:
-        saved: the tensors of the call's record, then out, lse and plan.
+        saved: the tensors of the call's record, then out, lse and what else is kept.
         settings, backend, flags: of the call, and which gradients are wanted.
         dout, dlse: the gradients of out and lse, None for zeros.
     """
     if (dout is None and dlse is None) or not any(flags):
         return (None,) * len(flags)
-    *tensors, out, lse, plan = saved
+    *tensors, out, lse, kept = saved
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    results = (dout, dlse, out, lse, plan)
+    results = (dout, dlse, out, lse, kept)
     given = (*results, *tensors)
     inputs = AttentionInputs(*tensors, *settings)
     if backend == "reference" and _is_recorded(given):
@@ -362,10 +357,9 @@ def _saved_gradients(
         if dispatch_state.is_transformed()
         else torch.ops.flash_dmattn.attention_backward.default
     )
-    *others, plan = results
-    plan = _no_plan(inputs) if plan is None else plan
-    outputs = differentiate(*others, plan, *inputs, backend, *flags)
-    return tuple(out if wanted else None for out, wanted in zip(outputs, flags, strict=True))
+    kept = _nothing_kept(inputs) if kept is None else kept
+    outputs = differentiate(dout, dlse, out, lse, kept, *inputs, backend, *flags)
+    return tuple(g if wanted else None for g, wanted in zip(outputs, flags, strict=True))
 
 
 class _Attention(torch.autograd.Function):
@@ -397,11 +391,13 @@ class _Attention(torch.autograd.Function):
             gradients: _Slots | None = chosen.resume(kept, saved, flags, dout, dlse)
             if gradients is not None:
                 return gradients
-        *tensors, out, lse, plan = saved
+        *tensors, out, lse, more = saved
         settings = chosen.settings(kept)
         if lse is None:
             dtype = lse_dtype(AttentionInputs(*tensors, *settings))
-            saved = (*tensors, out, kept.lse_within(plan, out, dtype), plan)
+            lse = kept.lse_within(more, out, dtype)
+            more = None if more is None else more[: more.numel() - lse.nbytes]
+            saved = (*tensors, out, lse, more)
         return (*_saved_gradients(saved, settings, backend, flags[:-1], dout, dlse), None)
 
 

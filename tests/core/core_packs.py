@@ -88,7 +88,7 @@ class ForwardStruct(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("splits", ctypes.c_int32),
-        *_tensors("out", "lse"),
+        *_tensors("out", "lse", "out_low"),
     ]
 
 
@@ -96,7 +96,7 @@ class BackwardStruct(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
-        *_tensors("out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsink"),
+        *_tensors("out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsink", "out_low"),
     ]
 
 

@@ -28,6 +28,9 @@
 #ifndef DTYPES
 #define DTYPES (1 << FDM_FLOAT32 | 1 << FDM_FLOAT16)
 #endif
+#ifndef WANTS_OUT_LOW
+#define WANTS_OUT_LOW 0
+#endif
 #ifndef NO_TABLE
 #define NO_TABLE 0
 #endif
@@ -138,6 +141,7 @@ static const fdm_pack table = {
     .select = do_select,
     .select_and_plan = select_and_plan,
     .plan_bytes = plan_bytes,
+    .wants_out_low = WANTS_OUT_LOW,
 };
 
 EXPORT const fdm_pack *ENTRY_NAME(void) { return NO_TABLE ? NULL : &table; }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "lse_dtype",
     "lse_shape",
     "mass_shape",
+    "out_low_bytes",
 ]
 
 _TENSORS = ATTENTION.tensor_count
@@ -45,10 +47,17 @@ class Backend(Protocol):
         Kernels write what they read. With ``zeroed`` equal inputs also give equal bytes elsewhere.
         """
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return out (query's shape and dtype, contiguous), lse, and the plan that was used.
+    def kept_bytes(self, inputs: AttentionInputs) -> int:
+        """Return the length of what `forward` keeps; sizes may be symbolic."""
+        return self.plan_bytes(inputs) if inputs.given_plan is None else 0
 
-        None stands for a plan of no bytes.
+    def forward(
+        self, inputs: AttentionInputs, *, zeroed: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return out (query's shape and dtype, contiguous), lse, and what else `backward` needs.
+
+        That is uint8, 1-D, and None stands for no bytes. It begins with the plan if none is given.
+        With ``zeroed`` it has `kept_bytes`, and of equal inputs it is equal.
         """
 
     def call(self, inputs: AttentionInputs) -> Any:
@@ -71,13 +80,10 @@ class Backend(Protocol):
         """Compute a call whose results autograd keeps.
 
         Returns:
-            The tensors to save: of the record, out, lse and plan, which is None where the record
-            has one; and what else the backward pass needs, without references to tensors. An lse
-            that is not needed may be None.
+            The tensors to save: of the record, and those of `forward`; and what else the backward
+            pass needs, without references to tensors. An lse that is not needed may be None.
         """
-        out, lse, plan = self.forward(call)
-        made = None if plan is call.given_plan else plan
-        return (*call[:_TENSORS], out, lse, made), call[_TENSORS:]
+        return (*call[:_TENSORS], *self.forward(call)), call[_TENSORS:]
 
     def resume(
         self,
@@ -105,9 +111,10 @@ class Backend(Protocol):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        kept: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
-        """Return the gradients of the fields that are wanted; inputs have the plan of the call."""
+        """Return the gradients of the fields that are wanted, of what `forward` has returned."""
 
     def differentiate(
         self,
@@ -122,16 +129,14 @@ class Backend(Protocol):
 
         Args:
             inputs: of the call.
-            results: out, lse and plan, None in place of one that is in the record.
+            results: those of `forward`.
             flags, dout, dlse: which gradients are wanted, and those of out and lse.
         """
-        out, lse, plan = results
+        out, lse, kept = results
         assert out is not None
         assert lse is not None
-        if plan is not None:
-            inputs = inputs._replace(given_plan=plan)
         wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
-        gradients = self.backward(inputs, dout, dlse, out, lse, wanted)
+        gradients = self.backward(inputs, dout, dlse, out, lse, kept, wanted)
         more = len(flags) - len(ATTENTION.differentiable)
         return (*map(gradients.get, ATTENTION.differentiable), *(None,) * more)
 
@@ -179,6 +184,18 @@ def mass_shape(inputs: AttentionInputs) -> tuple[int, ...]:
 def lse_dtype(inputs: AttentionInputs) -> torch.dtype:
     """Return the dtype of lse."""
     return computing_dtype(inputs.query, inputs.bias)
+
+
+def out_low_bytes(inputs: AttentionInputs) -> int:
+    """Return the bytes of what rounding leaves of out, rounded; 0 if no gradient needs it.
+
+    The gradients of a row's scores sum to 0 only as exactly as out is known, and sums of the
+    gradient of a bias per key collect what is missing of all rows.
+    """
+    query, bias = inputs.query, inputs.bias
+    if query.element_size() > 2 or bias is None or bias.shape[-2] > 1:
+        return 0
+    return 2 * math.prod(query.shape)
 
 
 def keep_shape(inputs: SelectionInputs) -> tuple[int, ...]:

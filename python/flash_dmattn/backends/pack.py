@@ -19,6 +19,7 @@ from .base import (
     SelectionInputs,
     interval_shape,
     keep_shape,
+    out_low_bytes,
 )
 
 # What the core makes results with, since each crossing between it and Python costs a small call.
@@ -77,6 +78,12 @@ class PackBackend(Backend):
         )
         return size
 
+    def kept_bytes(self, inputs: AttentionInputs) -> int:
+        """Do what kept_bytes of the core's problem does, with an lse of its own."""
+        size = super().kept_bytes(inputs)
+        low = out_low_bytes(inputs) if self.pack.wants_out_low else 0
+        return _padded(size) + _padded(low) if low else size
+
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Turn the mask into columns."""
         return torch_memory.make_plan(self.pack, self._threads(), inputs, zeroed=zeroed)
@@ -85,12 +92,16 @@ class PackBackend(Backend):
         """Return the call, which the core reads where it is first computed."""
         return _core.Call(inputs)
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(
+        self, inputs: AttentionInputs, *, zeroed: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward pass, and plan it first if no plan is given."""
-        out, lse, plan = self.keep(self.call(inputs), need_lse=True)[0][_TENSORS:]
+        size = self.kept_bytes(inputs) if zeroed else None
+        made = torch_memory.keep(self.pack, self._threads(), inputs, zeroed=size)
+        out, lse, kept = made[_TENSORS:]
         assert out is not None
         assert lse is not None
-        return out, lse, inputs.given_plan if plan is None else plan
+        return out, lse, kept
 
     def attend(self, call: _core.Call, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Run the forward pass, with one allocation for all that is not kept."""
@@ -152,10 +163,11 @@ class PackBackend(Backend):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        kept: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
-        given = (dout, dlse, out, lse)
+        given = (dout, dlse, out, lse, kept)
         return torch_memory.backward(self.pack, self._threads(), inputs, given, wanted)
 
     def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
@@ -213,6 +225,11 @@ class PackBackend(Backend):
 
 def _one_thread() -> int:
     return 1
+
+
+def _padded(size: int) -> int:
+    """Return the bytes that a part of what is kept takes."""
+    return (size + 255) // 256 * 256
 
 
 def _product(sizes: torch.Size) -> int:

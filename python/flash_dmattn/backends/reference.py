@@ -52,7 +52,9 @@ class ReferenceBackend(Backend):
         check_attention(inputs)
         return inputs.query.new_empty(0, dtype=torch.uint8)
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, None]:
+    def forward(
+        self, inputs: AttentionInputs, *, zeroed: bool = False
+    ) -> tuple[Tensor, Tensor, None]:
         """Compute by the formula."""
         check_attention(inputs)
         return *formula(inputs), None
@@ -83,6 +85,7 @@ class ReferenceBackend(Backend):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        kept: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Compute by the formula's derivative: an operator's implementation runs below autograd."""

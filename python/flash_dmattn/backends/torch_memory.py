@@ -66,16 +66,28 @@ def attend(
     return out, lse
 
 
-def keep(pack: _core.Pack, threads: int, inputs: AttentionInputs) -> tuple[Tensor | None, ...]:
-    """Do what keep of `_core.Call` does, with an lse beside the plan."""
-    problem, plan, made = _problem(pack, threads, inputs), inputs.given_plan, None
+def keep(
+    pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed: int | None = None
+) -> tuple[Tensor | None, ...]:
+    """Do what keep of `_core.Call` does, with an lse of its own.
+
+    Args:
+        pack, threads, inputs: of the call.
+        zeroed: how many bytes, zeros at first, there are for what is kept. None: as many as needed.
+    """
+    problem, plan = _problem(pack, threads, inputs), inputs.given_plan
     out, lse = _out(inputs.query), _lse(inputs)
-    if plan is None and problem.plan_bytes:
-        plan = made = make_plan(pack, threads, inputs, zeroed=False)
-    workspace = _scratch(problem.forward_workspace_bytes, out.device)
-    problem.forward(exchanged(out), exchanged(lse), exchanged(plan), exchanged(workspace))
+    if zeroed is None:
+        kept = _scratch(problem.kept_bytes(True, plan is not None), out.device)
+    else:
+        kept = _zeros(zeroed, out.device)
+    work = problem.forward_workspace_bytes
+    if plan is None:
+        work = max(work, problem.plan_workspace_bytes)
+    arguments = (out, lse, plan, kept, _scratch(work, out.device))
+    problem.keep(*map(exchanged, arguments))
     tensors: tuple[Any, ...] = inputs[: ATTENTION.tensor_count]
-    return (*tensors, out, lse, made)
+    return (*tensors, out, lse, kept)
 
 
 def backward(
@@ -88,8 +100,8 @@ def backward(
     """Return the gradients of the fields that are wanted.
 
     Args:
-        pack, threads, inputs: of the call, with its plan.
-        given: the gradients of out and lse, then out and lse.
+        pack, threads, inputs: of the call.
+        given: the gradients of out and lse, then out, lse and what else is kept.
         wanted: the names of fields.
     """
     gradients: Gradients = {}
@@ -98,10 +110,10 @@ def backward(
         gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
     problem = _problem(pack, threads, inputs)
     workspace = _scratch(problem.backward_workspace_bytes, inputs.query.device)
-    dout, dlse, out, lse = map(exchanged, given)
+    dout, dlse, out, lse, kept = map(exchanged, given)
     written = {name: exchanged(gradient) for name, gradient in gradients.items()}
     plan = exchanged(inputs.given_plan)
-    problem.backward(dout, dlse, out, lse, written, plan, exchanged(workspace))
+    problem.backward(dout, dlse, out, lse, written, plan, exchanged(workspace), kept)
     return gradients
 
 

@@ -61,7 +61,9 @@ class FlexBackend(Backend):
         _check(inputs)
         return inputs.query.new_empty(0, dtype=torch.uint8)
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, None]:
+    def forward(
+        self, inputs: AttentionInputs, *, zeroed: bool = False
+    ) -> tuple[Tensor, Tensor, None]:
         """Compute the scores of the blocks that keep something."""
         from . import passes
 
@@ -82,6 +84,7 @@ class FlexBackend(Backend):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        kept: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Compute FlexAttention's gradients, on a CPU those of the formula."""
