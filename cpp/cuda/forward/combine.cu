@@ -120,15 +120,22 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const fdm_tensor &out = params.a.out;
   const int64_t offset = row_offset(out, row.s, row.query, row.head) + d * out.stride[3];
   if (params.aligned) {
-    const auto pair = [&](int k) {
-      const float low = merged[k] * inverse, high = merged[k + 1] * inverse;
-      return out.dtype == FDM_FLOAT16 ? ptx::pack<__half>(low, high) : ptx::pack<__nv_bfloat16>(low, high);
+    const auto store = [&](const fdm_tensor &t, const auto &pack) {
+      *reinterpret_cast<uint2 *>(static_cast<uint16_t *>(t.data) + offset) = {
+          pack(merged[0] * inverse, merged[1] * inverse), pack(merged[2] * inverse, merged[3] * inverse)};
     };
-    *reinterpret_cast<uint2 *>(static_cast<uint16_t *>(out.data) + offset) = {pair(0), pair(2)};
+    const bool is_half = out.dtype == FDM_FLOAT16;
+    store(out, [&](float low, float high) {
+      return is_half ? ptx::pack<__half>(low, high) : ptx::pack<__nv_bfloat16>(low, high);
+    });
+    if (present(params.a.out_low))
+      store(params.a.out_low, [&](float low, float high) {
+        return is_half ? pack_left<__half>(low, high) : pack_left<__nv_bfloat16>(low, high);
+      });
   } else {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      if (d + k < head_dim) store_element(out, offset + k * out.stride[3], merged[k] * inverse);
+      if (d + k < head_dim) store_out(params.a, offset + k * out.stride[3], merged[k] * inverse);
   }
   if (d == 0)
     static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, row.s, row.query, row.head)] =
@@ -147,7 +154,7 @@ template <int kLanes> cudaError_t launch_lanes(const CombineParams &params, cuda
 
 cudaError_t launch_combine(const fdm_problem &p, const fdm_forward_args &args, int32_t splits, const Partials &partials,
                            cudaStream_t stream) {
-  const CombineParams params{p, args, splits, rows_are_aligned(args.out, p.head_dim), partials};
+  const CombineParams params{p, args, splits, all_aligned(p.head_dim, args.out, args.out_low), partials};
   if (p.head_dim <= 64) return launch_lanes<16>(params, stream);
   return p.head_dim <= 128 ? launch_lanes<32>(params, stream) : launch_lanes<64>(params, stream);
 }

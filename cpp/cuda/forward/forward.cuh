@@ -281,7 +281,13 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
           params.a.lse.data)[lse_offset(params.a.lse, task->s, this->query(lse_row), this->head(lse_row))] = own_lse;
     store_accumulators<Element, Tile>(out, q_base, first, 0);
     __syncwarp();
-    write_rows(first, there);
+    write_rows(params.a.out, first, there);
+    if (!present(params.a.out_low)) return;
+    subtract_rounded<Element>(out);
+    __syncwarp(); // no lane reads the rows of out any more
+    store_accumulators<Element, Tile>(out, q_base, first, 0);
+    __syncwarp();
+    write_rows(params.a.out_low, first, there);
   }
   // Without a kept key the output is 0, also where a value that other rows keep is not finite.
   __device__ void clear_blank_rows() {
@@ -291,9 +297,8 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       for (int half = 0; half < 2; ++half)
         if (this->sum[m][half] == 0.0f) this->clear_row(m, half);
   }
-  __device__ void write_rows(int first, int there) const {
+  __device__ void write_rows(const fdm_tensor &t, int first, int there) const {
     constexpr int kAcross = Tile::kChunks <= 4 ? 4 : Tile::kChunks <= 8 ? 8 : Tile::kChunks <= 16 ? 16 : 32;
-    const fdm_tensor &t = params.a.out;
     const int lane = threadIdx.x % 32, head_dim = int(params.p.head_dim);
     auto *const block_rows = static_cast<uint16_t *>(t.data) + row_offset(t, task->s, task->first_row, task->head);
     if (aligned()) {

@@ -332,27 +332,17 @@ struct ForwardRows {
 
   __device__ float sink(int r) const { return params.heads_per_tile == 1 ? task->sink : sink_score(params.p, head(r)); }
 
-  // The epilogue writes normalized rows and their lse.
-  __device__ void write() const {
-    const fdm_tensor &t = params.a.out;
-    const int head_dim = int(params.p.head_dim);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row(m, half);
-        const float total = sum[m][half], inverse = row_factor(sink(r), maximum[m][half], total);
-        auto *out_row = static_cast<Element *>(t.data) + row_offset(t, task->s, query(r), head(r));
-        // Without a kept key the output is 0, also where a value that other rows keep is not finite.
-        write_row(out_row, t.stride[3], head_dim, out[m], half, inverse, exists(r), total == 0.0f);
-        if (exists(r) && threadIdx.x % 4 == 0)
-          static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, query(r), head(r))] =
-              total == 0.0f ? -INFINITY : (maximum[m][half] + log2f(total)) / kLog2E;
-      }
+  // The epilogue of kernels of one head whose rows can be written 16 bytes at a time: normalized rows, and their lse.
+  __device__ void write_16_bytes() const {
+    store_16_bytes<RowPart::rounded>(task->out);
+    if (!present(params.a.out_low)) return;
+    const auto place = reinterpret_cast<uintptr_t>(task->out) - reinterpret_cast<uintptr_t>(params.a.out.data);
+    store_16_bytes<RowPart::left>(reinterpret_cast<char *>(params.a.out_low.data) + place);
   }
 
-  // The same with fewer instructions, where all rows can be written 16 bytes at a time, for one head.
-  __device__ void write_16_bytes() const {
+  // Rounded rows and their lse, or what rounding leaves of the rows. Nothing but the sums lives from one to the other.
+  enum class RowPart { rounded, left };
+  template <RowPart kPart> __device__ void store_16_bytes(void *first_row) const {
     static_assert(kOneHead && kRowTiles == 1);
     const int head_dim = int(params.p.head_dim);
 #pragma unroll
@@ -361,21 +351,23 @@ struct ForwardRows {
       const float total = sum[0][half], top = maximum[0][half];
       const float inverse = __fdividef(1.0f, total + ptx::exp2_approximate(task->sink - top));
       const bool exists = r < task->rows, blank = total == 0.0f;
-      auto *out_row = static_cast<Element *>(task->out) + r * params.a.out.stride[1];
+      auto *out_row = static_cast<Element *>(first_row) + r * params.a.out.stride[1];
 #pragma unroll
       for (int d = 0; d < kDimTiles; d += 4) {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float *sums = out[0][d + i];
-          const uint32_t both = ptx::pack<Element>(sums[2 * half] * inverse, sums[2 * half + 1] * inverse);
+          const float low = sums[2 * half] * inverse, high = sums[2 * half + 1] * inverse;
+          const uint32_t both =
+              kPart == RowPart::rounded ? ptx::pack<Element>(low, high) : pack_left<Element>(low, high);
           words[i] = blank ? 0u : both;
         }
         transpose_quad(words);
         const int column = 8 * (d + int(threadIdx.x) % 4);
         if (exists && column < head_dim) ptx::store_global_16(out_row + column, words);
       }
-      if (exists && threadIdx.x % 4 == 0)
+      if (kPart == RowPart::rounded && exists && threadIdx.x % 4 == 0)
         task->lse[r * params.a.lse.stride[2]] =
             blank ? -INFINITY : (top + ptx::log2_approximate(total)) * (1.0f / kLog2E);
     }

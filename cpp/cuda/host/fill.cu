@@ -18,9 +18,10 @@ constexpr int kThreads = 256;
 // A row of the grid fills a tensor, whose dimension 1 are rows, with the bits of an element. With cu_seqlens it fills the rows
 // that belong to no sequence, else all of them.
 struct FillParams {
-  fdm_tensor tensors[2];
-  uint32_t bits[2];
-  bool vectors[2]; // eight elements of 16 bits at a time, which are zeros
+  static constexpr int kMost = 3;
+  fdm_tensor tensors[kMost];
+  uint32_t bits[kMost];
+  bool vectors[kMost]; // eight elements of 16 bits at a time, which are zeros
   fdm_tensor cu_seqlens;
   int64_t batch;
 
@@ -82,8 +83,10 @@ cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &arg
   fdm_tensor lse = args.lse; // its rows are its dimension 2
   std::swap(lse.shape[1], lse.shape[2]);
   std::swap(lse.stride[1], lse.stride[2]);
-  if (present(lse)) params.set(1, lse, kMinusInfinity);
-  const Grid grid(std::min(blocks_of(params, 0), kMostBlocks), present(lse) ? 2 : 1);
+  int count = 1;
+  if (present(lse)) params.set(count++, lse, kMinusInfinity);
+  if (present(args.out_low)) params.set(count++, args.out_low, 0);
+  const Grid grid(std::min(blocks_of(params, 0), kMostBlocks), count);
   return launch(fill, grid, kThreads, 0, stream, params);
 }
 

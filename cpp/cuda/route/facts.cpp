@@ -59,7 +59,7 @@ Alignment input_alignment(const fdm_problem &p) {
 
 Alignment forward_alignment(const fdm_problem &p, const fdm_forward_args &args) {
   Alignment lies = input_alignment(p);
-  lies.out = rows_are_aligned(args.out, p.head_dim);
+  lies.out = all_aligned(p.head_dim, args.out, args.out_low);
   if (p.queries == 1)
     for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out, &args.lse, &p.mask, &p.bias})
       for (int64_t stride : t->stride) lies.narrow &= fits_32_bits(stride);
@@ -68,7 +68,7 @@ Alignment forward_alignment(const fdm_problem &p, const fdm_forward_args &args) 
 
 Alignment backward_alignment(const fdm_problem &p, const fdm_backward_args &args) {
   Alignment lies = input_alignment(p);
-  lies.out = rows_are_aligned(args.out, p.head_dim);
+  lies.out = all_aligned(p.head_dim, args.out, args.out_low);
   lies.dout = rows_are_aligned(args.dout, p.head_dim);
   lies.gradients = all_aligned(p.head_dim, args.dq, args.dk, args.dv);
   lies.hold_sums = may_hold_sums(args.dq) && may_hold_sums(args.dk) && may_hold_sums(args.dv);

@@ -160,6 +160,29 @@ __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 
 // The first of this thread's two columns in an 8-column tile.
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
 
+// What packing a pair leaves of it by rounding, packed.
+template <class Element> __device__ __forceinline__ uint32_t pack_left(float low, float high) {
+  float packed_low, packed_high;
+  ptx::unpack<Element>(ptx::pack<Element>(low, high), packed_low, packed_high);
+  return ptx::pack<Element>(low - packed_low, high - packed_high);
+}
+
+// Leaves in accumulators what rounding them to Element leaves of them.
+template <class Element, int kLeftTiles, int kRightTiles>
+__device__ __forceinline__ void subtract_rounded(float (&sums)[kLeftTiles][kRightTiles][4]) {
+#pragma unroll
+  for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kRightTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        float low, high;
+        ptx::unpack<Element>(ptx::pack<Element>(sums[m][n][i], sums[m][n][i + 1]), low, high);
+        sums[m][n][i] -= low;
+        sums[m][n][i + 1] -= high;
+      }
+}
+
 // Rounds accumulators to Element and stores them in a tile, from a row and a column on.
 template <class Element, class Tile, int kLeftTiles, int kRightTiles>
 __device__ __forceinline__ void store_accumulators(const float (&sums)[kLeftTiles][kRightTiles][4], uint32_t base,
@@ -246,6 +269,12 @@ __device__ __forceinline__ void store_element(const fdm_tensor &t, int64_t offse
     static_cast<__half *>(t.data)[offset] = __float2half_rn(value);
   else
     static_cast<__nv_bfloat16 *>(t.data)[offset] = __float2bfloat16_rn(value);
+}
+
+// Stores an element of out, and what rounding leaves of it if that is wanted.
+__device__ __forceinline__ void store_out(const fdm_forward_args &a, int64_t offset, float value) {
+  store_element(a.out, offset, value);
+  if (present(a.out_low)) store_element(a.out_low, offset, value - load_element(a.out, offset));
 }
 
 } // namespace fdm::cuda
