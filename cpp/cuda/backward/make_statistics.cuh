@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Computes delta = dO . O of each row of each head, with some threads for each row, which a `Work` turns into what its kernels
-// need. Also clears the sums of dq, if there are any. A Work has
+// need. O is the sum of out and out_low. Also clears the sums of dq, if there are any. A Work has
 //   Params                      the kernel's parameters
 //   problem, args, past_batch   of them; and the end of the elements of the batch
 //   query_sums                  numbers to clear
@@ -135,12 +135,18 @@ template <class Work, int kLanes, class Element, RowAlignment kAlignment> struct
     const fdm_backward_args &a = Work::args(params);
     const int64_t head_dim = Work::problem(params).head_dim;
     RowResult own{row[0], lse[0], 0.0f};
+    const bool has_low = present(a.out_low); // loaded no sooner, since calls without it have better uses of registers
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       float sum = dot(dout[n], out[n], 0.0f);
+      if (has_low && row[n].batch < Work::past_batch(params) && lane() * kStep < head_dim)
+        sum = dot(dout[n], load_part(a.out_low, row[n], lane() * kStep), sum);
       for (int d = (lane() + kLanes) * kStep; d < head_dim; d += kLanes * kStep)
-        if (row[n].batch < Work::past_batch(params))
-          sum = dot(load_part(a.dout, row[n], d), load_part(a.out, row[n], d), sum);
+        if (row[n].batch < Work::past_batch(params)) {
+          const Part other = load_part(a.dout, row[n], d);
+          sum = dot(other, load_part(a.out, row[n], d), sum);
+          if (has_low) sum = dot(other, load_part(a.out_low, row[n], d), sum);
+        }
       sum = row_total<kLanes>(sum);
       if (lane() == n) own = {row[n], lse[n], sum};
     }
@@ -217,7 +223,8 @@ template <class Work>
 cudaError_t launch_statistics(const typename Work::Params &params, const typename Work::Division &division,
                               int64_t first_batch, int64_t others, cudaStream_t stream) {
   const int64_t head_dim = Work::problem(params).head_dim;
-  if (!params.dout_aligned || !rows_are_aligned(Work::args(params).out, head_dim))
+  const fdm_backward_args &a = Work::args(params);
+  if (!params.dout_aligned || !all_aligned(head_dim, a.out, a.out_low))
     return launch_statistics<Work, 8, RowAlignment::none>(params, division, first_batch, others, stream);
   if (head_dim <= 32)
     return launch_statistics<Work, 4, RowAlignment::aligned>(params, division, first_batch, others, stream);
