@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from flash_dmattn.backends.base import (
     Gradients,
     SelectionInputs,
     lse_shape,
+    out_low_bytes,
 )
 from flash_dmattn.backends.interval_selection import select_intervals
 from flash_dmattn.backends.reference import ReferenceBackend
@@ -39,25 +42,34 @@ class TritonBackend(Backend):
         """Return the length of a plan."""
         return plan_layout(inputs).plan_bytes
 
+    def kept_bytes(self, inputs: AttentionInputs) -> int:
+        """Return the length of a plan that is made, and of what rounding leaves of out."""
+        return super().kept_bytes(inputs) + out_low_bytes(inputs)
+
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Turn the mask into columns."""
         problem = _checked_problem(inputs)
-        return _made_plan(problem, zeroed=zeroed)
+        return _made_plan(problem, self.plan_bytes(inputs), zeroed=zeroed)
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(
+        self, inputs: AttentionInputs, *, zeroed: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward pass, and plan it first if no plan is given."""
-        problem = _checked_problem(inputs)
-        query, plan = inputs.query, inputs.given_plan
+        problem, size = _checked_problem(inputs), self.kept_bytes(inputs)
+        if inputs.given_plan is None:
+            plan = kept = _made_plan(problem, size, zeroed=zeroed)
+        else:
+            plan, kept = inputs.given_plan, _made_bytes(inputs.query, size, zeroed=zeroed)
+        out, lse = _results(problem, plan, _out_low_in(kept, inputs))
+        return out, lse, kept if size else None
+
+    def attend(self, call: Any, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Run the forward pass, and keep nothing for a backward pass."""
+        problem, plan = _checked_problem(call), call.given_plan
         if plan is None:
-            plan = _made_plan(problem, zeroed=False)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
-        if inputs.cu_seqlens_q is not None:  # rows of no sequence are written by no kernel
-            out.zero_()
-            lse.fill_(-torch.inf)
-        with on_device(query.device):
-            run_forward(problem, plan, out, lse)
-        return out, lse, plan if plan.numel() else None
+            plan = _made_plan(problem, self.plan_bytes(call), zeroed=False)
+        out, lse = _results(problem, plan, None)
+        return out, lse if need_lse else None
 
     def backward(
         self,
@@ -66,15 +78,17 @@ class TritonBackend(Backend):
         dlse: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        kept: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
         problem = describe(inputs)
-        plan = inputs.given_plan
-        if plan is None:
-            plan = inputs.query.new_empty(0, dtype=torch.uint8)
+        if kept is None:
+            kept = inputs.query.new_empty(0, dtype=torch.uint8)
+        plan = kept if inputs.given_plan is None else inputs.given_plan
+        out_low = _out_low_in(kept, inputs)
         with on_device(out.device):
-            return gradients(problem, plan, dout, dlse, out, lse, wanted)
+            return gradients(problem, plan, dout, dlse, out, out_low, lse, wanted)
 
     def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """Run the kernel that sums the probabilities of each key."""
@@ -108,10 +122,38 @@ def _checked_problem(inputs: AttentionInputs) -> Problem:
     return describe(inputs)
 
 
-def _made_plan(problem: Problem, *, zeroed: bool) -> Tensor:
+def _made_bytes(query: Tensor, size: int, *, zeroed: bool) -> Tensor:
     make = torch.zeros if zeroed else torch.empty
-    device = problem.inputs.query.device
-    plan = make(problem.layout.plan_bytes, dtype=torch.uint8, device=device)
-    with on_device(device):
+    return make(size, dtype=torch.uint8, device=query.device)
+
+
+def _made_plan(problem: Problem, size: int, *, zeroed: bool) -> Tensor:
+    """Return bytes that begin with a plan."""
+    query = problem.inputs.query
+    plan = _made_bytes(query, size, zeroed=zeroed)
+    with on_device(query.device):
         write_plan(problem, plan)
     return plan
+
+
+def _out_low_in(kept: Tensor, inputs: AttentionInputs) -> Tensor | None:
+    """Return what rounding leaves of out, the last part of what is kept."""
+    size = out_low_bytes(inputs)
+    if not size:
+        return None
+    return kept[kept.numel() - size :].view(inputs.query.dtype).view(inputs.query.shape)
+
+
+def _results(problem: Problem, plan: Tensor, out_low: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return out and lse, and write out_low."""
+    query = problem.inputs.query
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
+    if problem.inputs.cu_seqlens_q is not None:  # rows of no sequence are written by no kernel
+        out.zero_()
+        lse.fill_(-torch.inf)
+        if out_low is not None:
+            out_low.zero_()
+    with on_device(query.device):
+        run_forward(problem, plan, out, lse, out_low)
+    return out, lse

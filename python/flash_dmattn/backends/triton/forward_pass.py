@@ -16,11 +16,17 @@ _COARSE_LSE = 16.0
 
 
 def run_forward(
-    problem: Problem, plan: Tensor, out: Tensor, lse: Tensor, *, statistics: bool = False
+    problem: Problem,
+    plan: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    out_low: Tensor | None = None,
+    *,
+    statistics: bool = False,
 ) -> None:
-    """Write out and lse, or what stands for them with ``statistics``: see the kernel."""
+    """Write out, lse and out_low, or what stands for them with ``statistics``: see the kernel."""
     arguments = problem.arguments | plan_views(problem.layout, plan)._asdict()
-    arguments |= {"out": out, "lse": lse}
+    arguments |= {"out": out, "lse": lse, "out_low": out_low}
 
     def start(tiles: Tiles) -> None:
         launch(
@@ -29,6 +35,7 @@ def run_forward(
             arguments,
             SINK=problem.inputs.sink is not None,
             STATISTICS=statistics,
+            LOW=out_low is not None,
             **tiles.constants,
             **problem.constants,
         )

@@ -31,6 +31,7 @@ def gradients(
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
+    out_low: Tensor | None,
     lse: Tensor,
     wanted: tuple[str, ...],
 ) -> Gradients:
@@ -41,7 +42,8 @@ def gradients(
     views = plan_views(problem.layout, plan)
     arguments = problem.arguments | views._asdict()
     statistics = row_statistics(problem, plan, lse.contiguous())
-    prepared = _prepared(problem, dout.contiguous(), dlse, out.contiguous(), *statistics)
+    outs = out.contiguous(), out_low
+    prepared = _prepared(problem, dout.contiguous(), dlse, outs, *statistics)
     arguments |= prepared
     want_query, want_bias = "query" in wanted, "bias" in wanted
     constant_bias = want_bias and _is_constant_along_keys(problem)
@@ -69,11 +71,12 @@ def _prepared(
     problem: Problem,
     dout: Tensor,
     dlse: Tensor | None,
-    out: Tensor,
+    outs: tuple[Tensor, Tensor | None],
     lse: Tensor,
     row_sums: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return query, the gradient of out, lse and delta as the kernels read them."""
+    out, out_low = outs
     live_q, live_dout = torch.empty_like(dout), torch.empty_like(dout)
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     has_sink = problem.inputs.sink is not None
@@ -83,12 +86,20 @@ def _prepared(
         prepare_kernel,
         blocks(rows, _PREPARED_ROWS),
         problem.arguments
-        | {"out": out, "dout": dout, "lse": lse, "row_sums": row_sums, "total": rows}
+        | {
+            "out": out,
+            "out_low": out_low,
+            "dout": dout,
+            "lse": lse,
+            "row_sums": row_sums,
+            "total": rows,
+        }
         | {"dlse": None if dlse is None else dlse.float().contiguous()}
         | {"live_q": live_q, "live_dout": live_dout, "log2_lse": log2_lse, "delta": delta}
         | {"sink_shares": sink_shares},
         HAS_DLSE=dlse is not None,
         HAS_SUMS=row_sums is not None,
+        LOW=out_low is not None,
         SINK=has_sink,
         BLOCK_ROWS=_PREPARED_ROWS,
         **{name: problem.constants[name] for name in ("UNIT", "EVEN", "BLOCK_D")},

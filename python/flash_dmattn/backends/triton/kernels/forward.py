@@ -32,6 +32,7 @@ def forward_kernel(
     bias,
     sink,
     out,
+    out_low,
     lse,
     first,
     past,
@@ -83,8 +84,11 @@ def forward_kernel(
     BLOCK_KEYS: tl.constexpr,
     SINK: tl.constexpr,
     STATISTICS: tl.constexpr,
+    LOW: tl.constexpr,
 ):
     """Write out and lse of a block of rows. The last rows, which may see the most, come first.
+
+    With LOW also what rounding leaves of out, rounded.
 
     With STATISTICS, in place of lse the largest score in units of ln 2, and in place of out the sum
     of exp2(score - largest), as float32 of lse's shape.
@@ -195,6 +199,8 @@ def forward_kernel(
             if SINK:  # lse is without it
                 total += tl.exp2(tl.load(sink + head) * LOG2E - top)
             out_tile = tl.where(empty[:, None], 0.0, out_tile / total[:, None])
-            out += (batch * rows * heads + head) * head_dim
-            offsets = row_places * heads * head_dim
+            offsets = ((batch * rows + row_places) * heads + head) * head_dim
             store_tile(out, offsets, out_tile, valid_rows, head_dim, BLOCK_D)
+            if LOW:
+                out_tile -= out_tile.to(out.dtype.element_ty).to(tl.float32)
+                store_tile(out_low, offsets, out_tile, valid_rows, head_dim, BLOCK_D)

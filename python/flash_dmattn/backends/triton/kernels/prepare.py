@@ -19,6 +19,7 @@ MOST_SINK = tl.constexpr(64.0)
 def prepare_kernel(
     q,
     out,
+    out_low,
     dout,
     lse,
     row_sums,
@@ -38,6 +39,7 @@ def prepare_kernel(
     q_head,
     HAS_DLSE: tl.constexpr,
     HAS_SUMS: tl.constexpr,
+    LOW: tl.constexpr,
     SINK: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -49,6 +51,8 @@ def prepare_kernel(
     A row that keeps nothing may hold anything, and 0 times some of that is not 0. As zeros, and
     with an lse of +inf that makes all its probabilities 0, the kernels that loop over rows need not
     ask, which would make their loads wait for one another.
+
+    With LOW, out is rounded, and out_low what that has left of it.
 
     With HAS_SUMS, lse is the largest score, in units of ln 2. Then those kernels make of it
     probabilities that are too large by the factor row_sums, and their gradient is too small by it.
@@ -84,7 +88,11 @@ def prepare_kernel(
     store_tile(live_q, offsets, q_tile, valid, head_dim, BLOCK_D)
     out_tile = load_tile(out, offsets, live, head_dim, False, EVEN, BLOCK_D)
     dout_tile = load_tile(dout, offsets, live, head_dim, False, EVEN, BLOCK_D)
-    result = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    whole_out = out_tile.to(tl.float32)
+    if LOW:
+        low_tile = load_tile(out_low, offsets, live, head_dim, False, EVEN, BLOCK_D)
+        whole_out += low_tile.to(tl.float32)
+    result = tl.sum(whole_out * dout_tile.to(tl.float32), 1)
     if SINK:
         sink_share = tl.where(live, sink_weight / whole * result, 0.0)
         tl.store(sink_shares + lse_place, -sink_share, mask=valid)
