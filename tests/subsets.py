@@ -33,6 +33,8 @@ _ESSENTIAL = frozenset(
         "test_sums_of_a_bias_gradient[key-17]",
         "test_bias_of_minus_infinity_is_not_kept",
         "test_smallest_finite_bias",
+        "test_gradients_of_a_row_sum_to_zero[usual-torch.bfloat16]",
+        "test_gradients_of_a_row_sum_to_zero[packed-torch.float16]",
         "test_lse_of_low_biases",
         "test_gradient_of_the_bias_alone",
         "test_gradient_of_one_tensor_alone[value]",
