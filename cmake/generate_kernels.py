@@ -54,7 +54,7 @@ class Family:
 
 
 FAMILIES = (
-    Family("decode", "forward/decode_launch.cuh", "ForwardParams"),
+    Family("decode", "forward/decode_launch.cuh", "ForwardLaunch"),
     Family(
         "direct_decode",
         "forward/direct_decode_launch.cuh",

@@ -8,13 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .library import ARCHS, HEAD_DIMS, PASSES, Routes, Spec, table_path
+from .library import ARCHS, HEAD_DIMS, PASSES, Routes, Spec, known_routes, table_path
 
 # What problems are drawn for constants whose names begin so, as Focus of routes.cpp numbers it.
 FOCUS = {
     1: ("direct", "cluster", "decode"),
-    2: ("segment", "consecutive", "list", "plan", "few_columns"),
-    3: ("dense", "share_", "half", "window", "live", "fused", "row_bias"),
+    2: ("segment", "consecutive", "list", "plan", "select", "clear", "few_columns"),
+    3: ("dense", "dbias", "share_", "half", "window", "live", "fused", "row_bias"),
     4: (
         "small",
         "chain",
@@ -88,8 +88,16 @@ def other_values(constant: str, value: int, sign: int) -> list[int]:
 
 
 def both_sides(routes: Routes, arch: int) -> list[dict[str, Any]]:
-    """Return problems whose routes change if a constant is less, and if it is more."""
+    """Return problems whose routes change if a constant is less, and if it is more.
+
+    Those of the table are kept where they still do.
+    """
     lines = []
+    known = {
+        (line["constant"], line["other"]): (line["pass"], Spec(**line["problem"]))
+        for line in known_routes(arch)
+        if "constant" in line
+    }
     for constant, value in routes.table(arch).items():
         if value <= 1:
             continue
@@ -98,6 +106,9 @@ def both_sides(routes: Routes, arch: int) -> list[dict[str, Any]]:
                 continue
             found = None
             for other in other_values(constant, value, sign):
+                found = known.get((constant, other))
+                if found and not changes(routes, arch, *found, constant, other):
+                    found = None
                 for focus in dict.fromkeys((focus_of(constant), 0)):
                     found = found or routes.find_change(arch, constant, other, focus, DRAWS)
                 if found:
@@ -110,6 +121,12 @@ def both_sides(routes: Routes, arch: int) -> list[dict[str, Any]]:
                     f"sm{arch}: no problem's route changes if {constant} is not {value}"
                 )
     return lines
+
+
+def changes(routes: Routes, arch: int, of: str, spec: Spec, constant: str, other: int) -> bool:
+    """Return whether the route of a pass is another with another value of a constant."""
+    changed = routes.route(arch, spec, of, **{constant: other})
+    return changed != routes.route(arch, spec, of)
 
 
 def line(routes: Routes, arch: int, of: str, spec: Spec, **beginning: Any) -> dict[str, Any]:

@@ -66,17 +66,18 @@ template <class... Steps> cudaError_t run_all(const Steps &...steps) {
   return error;
 }
 
-cudaError_t run_key_gradients(const BackwardRoute &route, const BackwardParams &params, cudaStream_t stream) {
+cudaError_t run_key_gradients(const BackwardLaunch &work, cudaStream_t stream) {
+  const BackwardRoute &route = work.route;
   return run_all(
       [&] {
-        return with_kernel_types(params.p, [&](auto element, auto dim) {
-          return launch_dkdv<typename decltype(element)::Type, decltype(dim)::value>({route, params}, stream);
+        return with_kernel_types(work.params.p, [&](auto element, auto dim) {
+          return launch_dkdv<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
         });
       },
-      [&] { return route.query_sum_data.exists() ? launch_query_sums(params, stream) : cudaSuccess; },
-      [&] { return route.division.slot_count > 0 ? launch_key_sum(params, stream) : cudaSuccess; },
-      [&] { return route.segments.most_sums > 0 ? launch_key_segment_sums(params, stream) : cudaSuccess; },
-      [&] { return route.reduces_bias ? launch_bias_reduce(params, stream) : cudaSuccess; });
+      [&] { return route.query_sum_data.exists() ? launch_query_sums(work, stream) : cudaSuccess; },
+      [&] { return route.division.slot_count > 0 ? launch_key_sum(work, stream) : cudaSuccess; },
+      [&] { return route.segments.most_sums > 0 ? launch_key_segment_sums(work, stream) : cudaSuccess; },
+      [&] { return route.reduces_bias ? launch_bias_reduce(work, stream) : cudaSuccess; });
 }
 
 } // namespace
@@ -95,25 +96,25 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   if (route.is_dense) return run_dense_backward(p, args, route.dense, lies, workspace);
   if (route.too_large) return cudaErrorInvalidConfiguration;
   const BackwardParams params = make_params(p, args, route, plan, workspace);
+  const BackwardLaunch work{route, params};
   return run_all([&] { return route.clears_dq ? launch_fill_zero(args.dq, stream) : cudaSuccess; },
                  [&] { return route.clears_dbias ? launch_fill_zero(args.dbias, stream) : cudaSuccess; },
-                 [&] { return launch_prepare(params, route.wants_keys, stream); },
+                 [&] { return launch_prepare(work, stream); },
                  [&] { return route.scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
                  [&] {
                    if (route.dq == QueryKernel::none) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
-                     return launch_dq<typename decltype(element)::Type, decltype(dim)::value>({route, params}, stream);
+                     return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
                    });
                  },
-                 [&] { return route.wants_keys ? run_key_gradients(route, params, stream) : cudaSuccess; },
+                 [&] { return route.wants_keys ? run_key_gradients(work, stream) : cudaSuccess; },
                  [&] {
-                   if (!route.row_bias) return cudaSuccess;
+                   if (route.row_bias_blocks == 0) return cudaSuccess;
                    return with_kernel_types(p, [&](auto element, auto dim) {
-                     return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>({route, params},
-                                                                                                    stream);
+                     return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
                    });
                  },
-                 [&] { return present(args.dsink) ? launch_sink_reduce(params, stream) : cudaSuccess; });
+                 [&] { return present(args.dsink) ? launch_sink_reduce(work, stream) : cudaSuccess; });
 }
 
 cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const DeviceFacts &device,

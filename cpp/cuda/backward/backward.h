@@ -50,9 +50,6 @@ struct KeyWork : KeyDivision {
   float *slots; // each: dk, dv [block_keys][D of the instantiation], then [bias_heads][block_keys]
 };
 
-// About how many parts the work of all blocks of keys is divided into, and the fewest steps of one.
-constexpr int64_t kWantedItems = kRouteTable.items, kLeastSteps = kRouteTable.part_steps;
-
 // The float32 sums of dq to which all blocks of keys add. See query_sums.cuh.
 struct QuerySums : QuerySumWork {
   float *data; // null: dq has a kernel of its own, or is summed in a chain of blocks
@@ -90,14 +87,13 @@ template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardLaunc
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLaunch &work, cudaStream_t stream);
 template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardLaunch &work, cudaStream_t stream);
 
-// `key_gradients` says that gradients of keys, values or a bias of keys are wanted.
-cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream);
+cudaError_t launch_prepare(const BackwardLaunch &work, cudaStream_t stream);
 cudaError_t launch_key_schedule(const BackwardParams &params, cudaStream_t stream);
-cudaError_t launch_key_sum(const BackwardParams &params, cudaStream_t stream);
-cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream);
-cudaError_t launch_key_segment_sums(const BackwardParams &params, cudaStream_t stream);
-cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream);
-cudaError_t launch_sink_reduce(const BackwardParams &params, cudaStream_t stream);
+cudaError_t launch_key_sum(const BackwardLaunch &work, cudaStream_t stream);
+cudaError_t launch_query_sums(const BackwardLaunch &work, cudaStream_t stream);
+cudaError_t launch_key_segment_sums(const BackwardLaunch &work, cudaStream_t stream);
+cudaError_t launch_bias_reduce(const BackwardLaunch &work, cudaStream_t stream);
+cudaError_t launch_sink_reduce(const BackwardLaunch &work, cudaStream_t stream);
 
 // The attention that each key received.
 cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const DeviceFacts &device,

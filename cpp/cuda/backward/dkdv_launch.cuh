@@ -27,27 +27,24 @@ template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &par
                                                                      stream);
 }
 
-// Calls launch with a GradientSet once or twice, for the wanted gradients.
-// kTogether says that a kernel can compute both, kAlone that there are kernels for one of them.
-template <bool kTogether, bool kAlone, class Launch>
-cudaError_t launch_wanted(const BackwardParams &params, const Launch &launch) {
-  const bool keys = present(params.a.dk) || params.wants_bias_sums, values = present(params.a.dv);
-  if constexpr (kTogether)
-    if (!kAlone || (keys && values)) return launch(std::integral_constant<GradientSet, GradientSet::both>{});
-  if constexpr (kAlone) {
-    const cudaError_t error = keys ? launch(std::integral_constant<GradientSet, GradientSet::keys>{}) : cudaSuccess;
-    return error || !values ? error : launch(std::integral_constant<GradientSet, GradientSet::values>{});
-  }
-}
-
 template <class Element, int kHeadDim, TileKind kKind>
-cudaError_t launch_dkdv_kernels(const BackwardParams &params, cudaStream_t stream) {
+cudaError_t launch_dkdv_kernels(const BackwardLaunch &work, cudaStream_t stream) {
   constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, kHeadDim);
-  // The general kernels are seldom used. With kernels for one gradient alone, they would be a fifth of the pack.
-  return launch_wanted<tile.together, !(tile.together && kKind == TileKind::general)>(params, [&](auto gradients) {
+  const auto launch = [&](auto gradients) {
     return launch_dkdv_kernel<
-        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, gradients, kKind>>(params, stream);
-  });
+        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, gradients, kKind>>(work.params,
+                                                                                                        stream);
+  };
+  const KeyLaunches launches = work.route.key_launches;
+  if constexpr (tile.together)
+    if (launches == KeyLaunches::both) return launch(std::integral_constant<GradientSet, GradientSet::both>{});
+  if constexpr (!tile.together || kKind != TileKind::general) {
+    cudaError_t error = cudaSuccess;
+    if (launches != KeyLaunches::values) error = launch(std::integral_constant<GradientSet, GradientSet::keys>{});
+    if (error || launches == KeyLaunches::keys) return error;
+    return launch(std::integral_constant<GradientSet, GradientSet::values>{});
+  }
+  return cudaErrorInvalidConfiguration;
 }
 
 #if FDM_TILE_ARCH == 90
@@ -136,7 +133,7 @@ cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stre
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLaunch &work, cudaStream_t stream) {
   switch (work.route.keys) {
   case KeyKernel::general:
-    return launch_dkdv_kernels<Element, kHeadDim, TileKind::general>(work.params, stream);
+    return launch_dkdv_kernels<Element, kHeadDim, TileKind::general>(work, stream);
 #if FDM_TILE_ARCH == 90
   case KeyKernel::wgmma:
     if constexpr (kHeadDim <= kMostDkdvHeadDim) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
@@ -146,7 +143,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
     break;
   case KeyKernel::usual:
     if constexpr (kHeadDim > kMostDkdvHeadDim)
-      return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work.params, stream);
+      return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work, stream);
     break;
   case KeyKernel::fused:
   case KeyKernel::row_bias:
@@ -157,7 +154,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
     break;
 #else
   case KeyKernel::usual:
-    return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work.params, stream);
+    return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work, stream);
   case KeyKernel::all:
     return launch_all_gradients<Element, kHeadDim>(work.params, stream);
 #endif

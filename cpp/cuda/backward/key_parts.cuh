@@ -8,8 +8,10 @@
 
 namespace fdm::cuda {
 
+// About how many parts the work of all blocks of keys is divided into, and the fewest steps of one.
+constexpr int64_t kWantedItems = kRouteTable.items, kShortestPart = kRouteTable.part_steps;
 // Steps of a block are counted up to this, so that sums of a few of them fit 32 bits.
-constexpr int32_t kMostSteps = 1 << 29;
+constexpr int32_t kStepLimit = 1 << 29;
 
 // How many parts a block has, if they are to have about `length` steps; it has -1 steps where it does not exist.
 __device__ __forceinline__ int32_t part_count(int32_t steps, int32_t length) {
@@ -45,7 +47,7 @@ struct LengthChoices {
     const int n = int(threadIdx.x);
     if (n < kCount) {
       const int64_t length = ceil_div(2 * all_steps, int64_t(n + 2) * keys.sms);
-      choices[n] = {int32_t(max64(kLeastSteps, min64(kMostSteps, length))), 0, 0, 0, INT32_MAX};
+      choices[n] = {int32_t(max64(kShortestPart, min64(kStepLimit, length))), 0, 0, 0, INT32_MAX};
     }
     __syncthreads();
     LengthChoice own[kCount];

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
   const auto count_steps = [&](int64_t block) -> int32_t { // -1: no such block
     const RowRange rows = key_block_rows(params, key_block_place(params, block));
-    return rows.past < rows.first ? -1 : int32_t(min64(kMostSteps, key_steps(params, rows).count));
+    return rows.past < rows.first ? -1 : int32_t(min64(kStepLimit, key_steps(params, rows).count));
   };
   const bool packed = is_varlen(params.p);
   if (!packed) // each thread reads its own stores
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   const bool few = keys.listed && keys.sms > 0 && existing <= 2 * keys.sms;
   int32_t length = few ? lengths.choose(keys, all_steps, for_each_block) : 0;
   const bool chosen = length > 0;
-  if (!chosen) length = int32_t(max64(kLeastSteps, min64(kMostSteps, ceil_div(all_steps, kWantedItems))));
+  if (!chosen) length = int32_t(max64(kShortestPart, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));
   // Else parts grow longer until there are slots for all of them.
   for (int tries = 0; !chosen && tries < kMostTries; ++tries) {
     __syncthreads();

@@ -7,8 +7,6 @@
 //   write(params, result)       of one row
 #pragma once
 
-#include <algorithm>
-
 #include "../host/launch.cuh"
 #include "../tile/copy_rows.cuh"
 #include "../tile/products.cuh"
@@ -71,12 +69,8 @@ struct RowResult {
 // Whether all rows can be read 16 bytes at a time.
 enum class RowAlignment { none, aligned };
 
-// Each thread has a part of so many rows of a unit, whose loads are then under way together.
-constexpr int statistics_rows(bool aligned) { return aligned ? 2 : 1; }
-
 // How the rows are divided: blocks of threads go through units of rows together. A thread has the first row of a unit by
 // its number; the steps lead from there to its next row of the unit, and to its first one of the block's next unit.
-constexpr int kStatisticsThreads = 512;
 struct StatisticsWork {
   int32_t units, blocks;
   HeadRow first, row_step, unit_step;
@@ -193,44 +187,33 @@ __global__ void __launch_bounds__(kStatisticsThreads, 2)
   if (block >= 0) make_statistics<Work, kLanes, Element, kAlignment>(params, division.statistics, int32_t(block));
 }
 
-// How the rows of some elements of the batch are divided.
-inline StatisticsWork divide_rows(const fdm_problem &p, int64_t first_batch, int64_t batches, int lanes, bool aligned) {
-  // Blocks of threads have up to so many units of rows, as long as there are a few blocks for each SM.
-  constexpr int64_t kMostUnits = 8, kWantedBlocks = 768;
-  const int64_t of_batch = total_rows(p) * p.heads, together = kStatisticsThreads / lanes;
-  if (batches * of_batch == 0) return {};
-  const int64_t of_unit = together * statistics_rows(aligned), units = ceil_div(batches * of_batch, of_unit);
-  const int64_t blocks = std::max(std::min(units, kWantedBlocks), units / kMostUnits);
-  return {int32_t(units),
-          int32_t(blocks),
-          {int32_t(first_batch), 0, 0},
-          head_row(p, together),
-          head_row(p, blocks * of_unit)};
-}
-
 template <class Work, int kLanes, RowAlignment kAlignment>
-cudaError_t launch_statistics(const typename Work::Params &params, typename Work::Division division,
-                              int64_t first_batch, int64_t others, cudaStream_t stream) {
-  const fdm_problem &p = Work::problem(params);
-  division.statistics =
-      divide_rows(p, first_batch, Work::past_batch(params) - first_batch, kLanes, kAlignment == RowAlignment::aligned);
-  const auto kernel = p.q.dtype == FDM_FLOAT16 ? prepare_backward<Work, kLanes, __half, kAlignment>
-                                               : prepare_backward<Work, kLanes, __nv_bfloat16, kAlignment>;
+cudaError_t launch_statistics(const typename Work::Params &params, const typename Work::Division &division,
+                              int64_t others, cudaStream_t stream) {
+  const auto kernel = Work::problem(params).q.dtype == FDM_FLOAT16
+                          ? prepare_backward<Work, kLanes, __half, kAlignment>
+                          : prepare_backward<Work, kLanes, __nv_bfloat16, kAlignment>;
   return launch(kernel, division.statistics.blocks + others, kStatisticsThreads, 0, stream, params, division);
 }
-// With `others` blocks of threads for other work. The lanes of an aligned row read all of it at once, up to 128 elements.
+// Of the elements of the batch from `first_batch` on, with `others` blocks of threads for other work.
 template <class Work>
-cudaError_t launch_statistics(const typename Work::Params &params, const typename Work::Division &division,
-                              int64_t first_batch, int64_t others, cudaStream_t stream) {
-  const int64_t head_dim = Work::problem(params).head_dim;
-  const fdm_backward_args &a = Work::args(params);
-  if (!params.dout_aligned || !all_aligned(head_dim, a.out, a.out_low))
-    return launch_statistics<Work, 8, RowAlignment::none>(params, division, first_batch, others, stream);
-  if (head_dim <= 32)
-    return launch_statistics<Work, 4, RowAlignment::aligned>(params, division, first_batch, others, stream);
-  return head_dim <= 64
-             ? launch_statistics<Work, 8, RowAlignment::aligned>(params, division, first_batch, others, stream)
-             : launch_statistics<Work, 16, RowAlignment::aligned>(params, division, first_batch, others, stream);
+cudaError_t launch_statistics(const typename Work::Params &params, typename Work::Division division,
+                              const StatisticsDivision &rows, int64_t first_batch, int64_t others,
+                              cudaStream_t stream) {
+  const int64_t batches = Work::past_batch(params) - first_batch, units = rows.units(batches);
+  if (units > 0) {
+    const fdm_problem &p = Work::problem(params);
+    const int64_t blocks = rows.blocks(batches), together = rows.rows_together();
+    division.statistics = {int32_t(units),
+                           int32_t(blocks),
+                           {int32_t(first_batch), 0, 0},
+                           head_row(p, together),
+                           head_row(p, blocks * together * statistics_rows(rows.aligned))};
+  }
+  if (!rows.aligned) return launch_statistics<Work, 8, RowAlignment::none>(params, division, others, stream);
+  if (rows.lanes == 4) return launch_statistics<Work, 4, RowAlignment::aligned>(params, division, others, stream);
+  return rows.lanes == 8 ? launch_statistics<Work, 8, RowAlignment::aligned>(params, division, others, stream)
+                         : launch_statistics<Work, 16, RowAlignment::aligned>(params, division, others, stream);
 }
 
 } // namespace fdm::cuda

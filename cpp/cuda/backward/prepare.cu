@@ -10,8 +10,6 @@
 // the sum over the rows of -exp(sink - lse') dO . O.
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "../tile/sink.cuh"
 #include "key_order.cuh"
 #include "key_segments.cuh"
@@ -24,15 +22,11 @@ namespace {
 
 constexpr int kThreads = kStatisticsThreads;
 
-// Blocks of threads for each work.
-struct PreparationDivision {
-  int64_t order, clearing;
+struct PreparationDivision : PreparationWork {
   StatisticsWork statistics;
-  bool vectors; // rows of dk and dv are cleared eight elements at a time
 };
 
-// Units of up to kUnitKeys keys of a head, one for each lane, whose gradients are cleared if no row keeps them.
-constexpr int kUnitKeys = 32;
+// Units of up to kUnitKeys keys of a head.
 FDM_INLINE int64_t key_units(const BackwardParams &params) {
   const fdm_tensor &t = present(params.a.dk) ? params.a.dk : params.a.dv;
   return params.clears_keys && present(t) ? t.shape[0] * params.p.kv_heads * ceil_div(t.shape[1], kUnitKeys) : 0;
@@ -174,22 +168,10 @@ struct Preparation {
 
 } // namespace
 
-cudaError_t launch_prepare(const BackwardParams &params, bool key_gradients, cudaStream_t stream) {
-  const fdm_problem &p = params.p;
-  PreparationDivision division{};
-  if (key_gradients) {
-    if (params.keys.segments.rows > 0)
-      division.order = int64_t(params.keys.heads) * params.keys.segments.count;
-    else if (params.keys.listed)
-      division.order = params.plan.lists * list_sequences(p) * params.keys.buckets;
-    const auto is_aligned = [&](const fdm_tensor &t) { return !present(t) || rows_are_aligned(t, p.head_dim); };
-    division.vectors = is_aligned(params.a.dk) && is_aligned(params.a.dv);
-    constexpr int64_t kSums = 4; // of a thread
-    const int64_t keys = ceil_div(key_units(params), kThreads / 32);
-    const int64_t sums = params.wants_bias_sums ? ceil_div(element_count(params.bias_sums), kSums * kThreads) : 0;
-    division.clearing = std::max(keys, sums);
-  }
-  return launch_statistics<Preparation>(params, division, 0, division.order + division.clearing, stream);
+cudaError_t launch_prepare(const BackwardLaunch &work, cudaStream_t stream) {
+  const PreparationWork &own = work.route.preparation;
+  return launch_statistics<Preparation>(work.params, {own, {}}, work.route.statistics_division, 0,
+                                        own.order + own.clearing, stream);
 }
 
 } // namespace fdm::cuda

@@ -22,7 +22,7 @@ struct Reduction {
 
 // kLanes threads share the terms of an element: one, or a block of threads.
 template <int kLanes>
-__global__ void __launch_bounds__(kLanes > 1 ? kLanes : 256) reduce(const __grid_constant__ Reduction work) {
+__global__ void __launch_bounds__(kLanes > 1 ? kLanes : kReduceThreads) reduce(const __grid_constant__ Reduction work) {
   ptx::wait_for_kernel_ahead();
   const fdm_tensor &t = work.to;
   const int64_t number = kLanes > 1 ? blockIdx.x : int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -47,27 +47,23 @@ __global__ void __launch_bounds__(kLanes > 1 ? kLanes : 256) reduce(const __grid
   store_element(t, a * t.stride[0] + b * t.stride[1] + c * t.stride[3], sum);
 }
 
-// Of elements that have many terms.
-constexpr int kManyLanes = 1024;
-
-template <int kLanes> cudaError_t launch_reduce(const Reduction &work, cudaStream_t stream) {
-  constexpr int kThreads = kLanes > 1 ? kLanes : 256;
-  const int64_t elements = work.to.shape[0] * work.to.shape[1] * work.to.shape[3];
-  return launch<Overlap::kernel_ahead>(reduce<kLanes>, ceil_div(elements, kThreads / kLanes), kThreads, 0, stream,
-                                       work);
+cudaError_t launch_reduce(const Reduction &work, const ReductionWork &division, cudaStream_t stream) {
+  const auto kernel = division.by_block ? reduce<kReduceBlockThreads> : reduce<1>;
+  return launch<Overlap::kernel_ahead>(kernel, division.blocks,
+                                       division.by_block ? kReduceBlockThreads : kReduceThreads, 0, stream, work);
 }
 
 } // namespace
 
-cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream) {
+cudaError_t launch_bias_reduce(const BackwardLaunch &launch, cudaStream_t stream) {
+  const BackwardParams &params = launch.params;
   const fdm_tensor &t = params.a.dbias, &sums = params.bias_sums;
   const auto summed = [&](int d) { return t.shape[d] == 1 ? sums.shape[d] : 1; };
   const auto stride = [&](int d) { return t.shape[d] == 1 ? 0 : sums.stride[d]; };
   Reduction work{t, static_cast<const float *>(sums.data), {stride(0), stride(1), stride(3)}, 1, 0, 0, 0};
   // The heads of all sequences follow each other.
   const int64_t lists = summed(0) * summed(1), list_stride = sums.stride[t.shape[1] == 1 ? 1 : 0];
-  const bool sums_keys = t.shape[3] == 1;
-  if (!sums_keys) {
+  if (t.shape[3] != 1) {
     work.terms = lists;
     work.term_stride = list_stride;
   } else if (t.shape[1] == 1) {
@@ -79,13 +75,15 @@ cudaError_t launch_bias_reduce(const BackwardParams &params, cudaStream_t stream
     work.runs = lists;
     work.run_stride = list_stride;
   }
-  return sums_keys ? launch_reduce<kManyLanes>(work, stream) : launch_reduce<1>(work, stream);
+  return launch_reduce(work, launch.route.bias_reduction, stream);
 }
 
-cudaError_t launch_sink_reduce(const BackwardParams &params, cudaStream_t stream) {
+cudaError_t launch_sink_reduce(const BackwardLaunch &work, cudaStream_t stream) {
+  const BackwardParams &params = work.params;
   const fdm_problem &p = params.p;
   const int64_t rows = (is_varlen(p) ? 1 : p.batch) * total_rows(p);
-  return launch_reduce<kManyLanes>({params.a.dsink, params.sink_shares, {rows, 0, 0}, 1, 0, rows, 1}, stream);
+  return launch_reduce({params.a.dsink, params.sink_shares, {rows, 0, 0}, 1, 0, rows, 1}, work.route.sink_reduction,
+                       stream);
 }
 
 } // namespace fdm::cuda

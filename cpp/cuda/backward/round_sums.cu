@@ -131,21 +131,19 @@ template <class Element> struct KeyBands {
 };
 
 template <template <class> class Bands>
-cudaError_t launch_rounding(const BackwardParams &params, int64_t bands, int64_t gradients, cudaStream_t stream) {
+cudaError_t launch_rounding(const BackwardParams &params, Grid grid, cudaStream_t stream) {
   const auto kernel = params.p.q.dtype == FDM_FLOAT16 ? round_sums<Bands<__half>> : round_sums<Bands<__nv_bfloat16>>;
-  return launch<Overlap::kernel_ahead>(kernel, {rounding_blocks(bands), gradients}, kRoundingThreads, 0, stream,
-                                       params);
+  return launch<Overlap::kernel_ahead>(kernel, grid, kRoundingThreads, 0, stream, params);
 }
 
 } // namespace
 
-cudaError_t launch_query_sums(const BackwardParams &params, cudaStream_t stream) {
-  const QuerySums &sums = params.query_sums;
-  return launch_rounding<QueryBands>(params, query_sum_count(params.p, sums) / (kBandRows * sums.dim), 1, stream);
+cudaError_t launch_query_sums(const BackwardLaunch &work, cudaStream_t stream) {
+  return launch_rounding<QueryBands>(work.params, work.route.query_sum_blocks, stream);
 }
 
-cudaError_t launch_key_segment_sums(const BackwardParams &params, cudaStream_t stream) {
-  return launch_rounding<KeyBands>(params, params.p.batch * params.p.kv_heads * bands_of_keys(params), 2, stream);
+cudaError_t launch_key_segment_sums(const BackwardLaunch &work, cudaStream_t stream) {
+  return launch_rounding<KeyBands>(work.params, {work.route.segment_sum_blocks, 2}, stream);
 }
 
 } // namespace fdm::cuda

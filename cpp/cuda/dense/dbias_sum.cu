@@ -51,10 +51,10 @@ template <class Element> struct DividedTiles {
 
 } // namespace
 
-cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream) {
+cudaError_t launch_dense_dbias_sum(const DenseBackward &work, const PartSumGrid &grid, cudaStream_t stream) {
   const auto kernel =
       work.call.p.q.dtype == FDM_FLOAT16 ? sum_parts<DividedTiles<__half>> : sum_parts<DividedTiles<__nv_bfloat16>>;
-  return launch(kernel, Grid(work.dbias.blocks - 1, 8), kPartsThreads, 0, stream, work);
+  return launch(kernel, {grid.columns, grid.divisions}, kPartsThreads, 0, stream, work);
 }
 
 } // namespace fdm::cuda

@@ -49,8 +49,9 @@ struct Deltas {
 
 } // namespace
 
-cudaError_t launch_deltas(const DenseBackward &work, bool again, cudaStream_t stream) {
-  return launch_statistics<Deltas>(work, {{}, again}, work.first_delta, 0, stream);
+cudaError_t launch_deltas(const DenseBackward &work, const StatisticsDivision &rows, MakeDeltas when,
+                          cudaStream_t stream) {
+  return launch_statistics<Deltas>(work, {{}, when == MakeDeltas::again}, rows, work.first_delta, 0, stream);
 }
 
 } // namespace fdm::cuda

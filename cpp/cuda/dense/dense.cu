@@ -8,16 +8,6 @@
 namespace fdm::cuda {
 namespace {
 
-// Whether two neighbours of a row can be stored at once.
-bool has_pairs(const fdm_tensor &t) {
-  const int64_t bytes = t.dtype == FDM_FLOAT32 ? 8 : 4;
-  bool pairs = reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[3] == 1;
-  for (int d = 0; d < 3; ++d) pairs &= t.shape[d] <= 1 || t.stride[d] % 2 == 0;
-  return pairs;
-}
-
-DenseCall make_call(const fdm_problem &p, const DenseFacts &facts) { return {facts, p}; }
-
 LiveTiles live_tiles(const fdm_problem &p, void *workspace, const Part &part) {
   LiveTiles live{};
   live.words = at<uint32_t>(workspace, part);
@@ -60,11 +50,11 @@ cudaError_t run_all_gradients(DenseBackward &work, const DenseBackwardRoute &rou
   }
   if (route.plan.deltas_in_dq) use_deltas_in_dq(&work);
   if (route.plan.delta_bytes == 0)
-    if (cudaError_t error = launch_deltas(work, false, stream)) return error;
-  if (cudaError_t error = run_fused(work, route.plan, rest, stream)) return error;
+    if (cudaError_t error = launch_deltas(work, route.statistics_division, MakeDeltas::first, stream)) return error;
+  if (cudaError_t error = run_fused(work, route, rest, stream)) return error;
   if (route.plan.keeps_deltas()) return cudaSuccess;
   use_deltas(&work, at<float>(workspace, route.deltas));
-  return launch_deltas(work, true, stream);
+  return launch_deltas(work, route.statistics_division, MakeDeltas::again, stream);
 }
 
 // The gradient of a bias with several sources.
@@ -76,7 +66,7 @@ cudaError_t run_dbias(DenseBackward &work, const DenseBackwardRoute &route, void
         return launch_dense_dbias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
       }))
     return error;
-  return work.dbias.whole || work.dbias.blocks == 1 ? cudaSuccess : launch_dense_dbias_sum(work, stream);
+  return route.dbias_sum.columns > 0 ? launch_dense_dbias_sum(work, route.dbias_sum, stream) : cudaSuccess;
 }
 
 cudaError_t run_dq(DenseBackward &work, const DenseTiles &tiles, cudaStream_t stream) {
@@ -99,7 +89,7 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
                               const Alignment &lies, void *workspace) {
   DenseForward work{};
   static_cast<DenseForwardWork &>(work) = route.dense;
-  work.call = make_call(p, route.dense_facts);
+  work.call = {route.dense_facts, p};
   work.a = args;
   work.out_aligned = lies.out;
   if (route.partials.exists()) work.partials = partials_at(at<void>(workspace, route.partials), p, work.splits);
@@ -120,21 +110,21 @@ cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args
               using Element = typename decltype(element)::Type;
               return launch_dense_forward_sm90<Element, decltype(dim)::value>(launch, stream);
             });
-  return error || !route.partials.exists() ? error : launch_combine(p, args, work.splits, work.partials, stream);
+  return error || !route.partials.exists() ? error : launch_combine(p, args, route, work.partials, stream);
 }
 
 cudaError_t run_dense_backward(const fdm_problem &p, const fdm_backward_args &args, const DenseBackwardRoute &route,
                                const Alignment &lies, void *workspace) {
   DenseBackward work{};
-  work.call = make_call(p, route.facts);
+  work.call = {route.facts, p};
   work.a = args;
   work.dout_aligned = lies.dout;
   work.writes_dbias = route.writes_dbias;
-  work.dbias_pairs = present(args.dbias) && has_pairs(args.dbias);
+  work.dbias_pairs = lies.dbias_pairs;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   use_deltas(&work, at<float>(workspace, route.deltas));
-  if (cudaError_t error =
-          route.fused ? run_all_gradients(work, route, workspace, stream) : launch_deltas(work, false, stream))
+  if (cudaError_t error = route.fused ? run_all_gradients(work, route, workspace, stream)
+                                      : launch_deltas(work, route.statistics_division, MakeDeltas::first, stream))
     return error;
   // First, since it may have its parts in dk.
   if (route.wants_dbias)

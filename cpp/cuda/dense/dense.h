@@ -107,10 +107,12 @@ template <class Element, int kHeadDim> cudaError_t launch_dense_dbias(const Dens
 template <class Element, int kHeadDim> cudaError_t launch_dense_fused(const DenseBackward &work, cudaStream_t stream);
 // `with_dbias`: the sums of dbias are complete.
 cudaError_t launch_fused_sums(const DenseBackward &work, bool with_dbias, cudaStream_t stream);
-// `again`: what the fused kernel overwrote, if the kernels of fixed order need it.
-cudaError_t launch_deltas(const DenseBackward &work, bool again, cudaStream_t stream);
+// Deltas are made before the fused kernel, or again where it overwrote them and the kernels of fixed order need them.
+enum class MakeDeltas { first, again };
+cudaError_t launch_deltas(const DenseBackward &work, const StatisticsDivision &rows, MakeDeltas when,
+                          cudaStream_t stream);
 cudaError_t launch_live_tiles(const DenseCall &call, const LiveTiles &live, cudaStream_t stream);
-cudaError_t launch_dense_dbias_sum(const DenseBackward &work, cudaStream_t stream);
+cudaError_t launch_dense_dbias_sum(const DenseBackward &work, const PartSumGrid &grid, cudaStream_t stream);
 
 cudaError_t run_dense_forward(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
                               const Alignment &lies, void *workspace);

@@ -32,7 +32,8 @@ GradientSums sums_in_workspace(const FusedPlan &plan, const fdm_tensor &t, char 
 
 } // namespace
 
-cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, cudaStream_t stream) {
+cudaError_t run_fused(DenseBackward &work, const DenseBackwardRoute &route, char *memory, cudaStream_t stream) {
+  const FusedPlan &plan = route.plan;
   const fdm_problem &p = work.call.p;
   const fdm_backward_args &a = work.a;
   FusedWork &division = work.fused;
@@ -64,7 +65,7 @@ cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, 
       }
       work.first_delta = int32_t(first);
       work.delta_batches = int32_t(batches);
-      if (cudaError_t error = launch_deltas(work, false, stream)) return error;
+      if (cudaError_t error = launch_deltas(work, route.statistics_division, MakeDeltas::first, stream)) return error;
     }
     if (cudaError_t error = with_sm90_types(p, [&](auto element, auto dim) {
           return launch_dense_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);

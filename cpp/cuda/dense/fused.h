@@ -13,6 +13,6 @@ template <class Function> cudaError_t with_sm90_types(const fdm_problem &p, cons
 
 // All gradients, unless non-finite values are found. `memory` is cleared: for a launch's deltas, if these are not kept, and for
 // what the workspace has of the sums.
-cudaError_t run_fused(DenseBackward &work, const FusedPlan &plan, char *memory, cudaStream_t stream);
+cudaError_t run_fused(DenseBackward &work, const DenseBackwardRoute &route, char *memory, cudaStream_t stream);
 
 } // namespace fdm::cuda

@@ -15,9 +15,7 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-// So many splits are few, and a thread reads the results of all of them at once.
-constexpr int kFewSplits = 8;
+constexpr int kThreads = kCombineThreads;
 
 struct CombineParams {
   fdm_problem p;
@@ -142,21 +140,21 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
         total == 0.0f ? -INFINITY : (largest + log2f(total)) / kLog2E;
 }
 
-template <int kLanes> cudaError_t launch_lanes(const CombineParams &params, cudaStream_t stream) {
-  constexpr int kMostSplits = 32;
-  const auto kernel =
-      params.splits <= kFewSplits ? combine_kernel<kLanes, kFewSplits> : combine_kernel<kLanes, kMostSplits>;
-  return launch<Overlap::kernel_ahead>(kernel, ceil_div(partial_rows(params.p), kThreads / kLanes), kThreads, 0, stream,
-                                       params);
+template <int kLanes>
+cudaError_t launch_lanes(const CombineParams &params, const CombineWork &work, cudaStream_t stream) {
+  constexpr int kFew = int(kRouteTable.few_splits), kAll = int(kRouteTable.most_splits);
+  const auto kernel = work.splits == kFew ? combine_kernel<kLanes, kFew> : combine_kernel<kLanes, kAll>;
+  return launch<Overlap::kernel_ahead>(kernel, work.blocks, kThreads, 0, stream, params);
 }
 
 } // namespace
 
-cudaError_t launch_combine(const fdm_problem &p, const fdm_forward_args &args, int32_t splits, const Partials &partials,
-                           cudaStream_t stream) {
-  const CombineParams params{p, args, splits, all_aligned(p.head_dim, args.out, args.out_low), partials};
-  if (p.head_dim <= 64) return launch_lanes<16>(params, stream);
-  return p.head_dim <= 128 ? launch_lanes<32>(params, stream) : launch_lanes<64>(params, stream);
+cudaError_t launch_combine(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
+                           const Partials &partials, cudaStream_t stream) {
+  const CombineWork &work = route.combine;
+  const CombineParams params{p, args, route.splits, work.aligned, partials};
+  if (work.lanes == 16) return launch_lanes<16>(params, work, stream);
+  return work.lanes == 32 ? launch_lanes<32>(params, work, stream) : launch_lanes<64>(params, work, stream);
 }
 
 } // namespace fdm::cuda

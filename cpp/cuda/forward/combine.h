@@ -22,7 +22,7 @@ inline Partials partials_at(void *memory, const fdm_problem &p, int64_t splits) 
   return {out, out + rows * p.head_dim, out + rows * (p.head_dim + 1)};
 }
 
-cudaError_t launch_combine(const fdm_problem &p, const fdm_forward_args &args, int32_t splits, const Partials &partials,
-                           cudaStream_t stream);
+cudaError_t launch_combine(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
+                           const Partials &partials, cudaStream_t stream);
 
 } // namespace fdm::cuda

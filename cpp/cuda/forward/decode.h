@@ -17,6 +17,6 @@ constexpr int kMostClusterSplits = int(kRouteTable.cluster_splits);
 
 // Launches one instantiation, which serves head dimensions up to kHeadDim. It has a block for each group of
 // heads_per_tile heads and each split.
-template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream);
+template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardLaunch &work, cudaStream_t stream);
 
 } // namespace fdm::cuda

@@ -18,12 +18,12 @@ template <int kHeadDim> constexpr int decode_warps(int arch) {
   return warps;
 }
 
-template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardParams &params, cudaStream_t stream) {
+template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardLaunch &work, cudaStream_t stream) {
   using Config = DecodeConfig<Element, kHeadDim, decode_warps<kHeadDim>(FDM_TILE_ARCH)>;
-  const int64_t groups = params.p.batch * (params.p.heads / params.heads_per_tile);
-  const Grid grid(groups, params.splits, params.merges_in_cluster ? params.splits : 1);
+  const ForwardRoute &route = work.route;
+  const Grid grid(route.blocks, route.splits, route.merges_in_cluster ? route.splits : 1);
   return launch_with_shared<DecodeShared<Config>, decode_kernel<Config>, Overlap::kernel_ahead>(
-      params, grid, Config::kThreads, stream);
+      work.params, grid, Config::kThreads, stream);
 }
 
 } // namespace fdm::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The host side of the kernel for one query and few keys: its parameters.
+// The host side of the kernel for one query and few keys: its parameters. 32 bits hold all strides, as Alignment::narrow says.
 #include "direct_decode.h"
 
 #include "../host/dispatch.h"
@@ -8,19 +8,14 @@
 namespace fdm::cuda {
 namespace {
 
-int32_t narrow(int64_t stride, bool *fits) {
-  *fits &= stride == int32_t(stride);
-  return int32_t(stride);
-}
-
-DirectStrides row_strides(const fdm_tensor &t, bool *fits) {
-  return {narrow(t.stride[0], fits), narrow(t.stride[1], fits), narrow(t.stride[2], fits)};
+DirectStrides row_strides(const fdm_tensor &t) {
+  return {int32_t(t.stride[0]), int32_t(t.stride[1]), int32_t(t.stride[2])};
 }
 
 // A bias or mask of each query head has blocks of one head.
-DirectKeyStrides key_strides(const fdm_problem &p, const fdm_tensor &t, bool *fits) {
+DirectKeyStrides key_strides(const fdm_problem &p, const fdm_tensor &t) {
   if (!present(t)) return {};
-  const auto own = [&](int dimension) { return t.shape[dimension] == 1 ? 0 : narrow(t.stride[dimension], fits); };
+  const auto own = [&](int dimension) { return t.shape[dimension] == 1 ? 0 : int32_t(t.stride[dimension]); };
   const bool own_heads = t.shape[1] == p.heads;
   return {own(0), own_heads ? own(1) : 0, own_heads ? 0 : own(1), own(3)};
 }
@@ -43,15 +38,14 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.bias = p.bias.data;
   params.bias_dtype = p.bias.dtype;
   params.sink = {p.sink.data, 0, p.sink.stride[0], p.sink.dtype, false};
-  bool fits = true;
-  params.q_strides = row_strides(p.q, &fits);
-  params.k_strides = row_strides(p.k, &fits);
-  params.v_strides = row_strides(p.v, &fits);
-  params.out_strides = row_strides(args.out, &fits);
-  params.lse_strides = {narrow(args.lse.stride[0], &fits), narrow(args.lse.stride[2], &fits),
-                        narrow(args.lse.stride[1], &fits)};
-  params.mask_strides = key_strides(p, p.mask, &fits);
-  params.bias_strides = key_strides(p, p.bias, &fits);
+  params.q_strides = row_strides(p.q);
+  params.k_strides = row_strides(p.k);
+  params.v_strides = row_strides(p.v);
+  params.out_strides = row_strides(args.out);
+  const int64_t *const lse = args.lse.stride;
+  params.lse_strides = {int32_t(lse[0]), int32_t(lse[2]), int32_t(lse[1])};
+  params.mask_strides = key_strides(p, p.mask);
+  params.bias_strides = key_strides(p, p.bias);
   params.sequences = p.batch;
   params.blocks_of_kv_head = route.direct.blocks_of_kv_head;
   params.blocks = int32_t(p.kv_heads) * params.blocks_of_kv_head;
@@ -70,7 +64,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
     return launch_direct_decode<typename decltype(element)::Type, decltype(dim)::value>({route, device, params},
                                                                                         stream);
   });
-  return error || !route.partials.exists() ? error : launch_combine(p, args, params.parts, params.partials, stream);
+  return error || !route.partials.exists() ? error : launch_combine(p, args, route, params.partials, stream);
 }
 
 } // namespace fdm::cuda

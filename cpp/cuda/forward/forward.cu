@@ -47,8 +47,6 @@ ForwardParams make_params(const fdm_problem &p, const fdm_forward_args &args, co
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const DeviceFacts &device, const void *plan,
                         void *workspace) {
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
-  if (is_varlen(p))
-    if (cudaError_t error = launch_unused_rows(p, args, stream)) return error;
   Alignment lies = forward_alignment(p, args);
   ForwardRoute route = forward_route(p, device, lies, args.splits);
   BoxMaps maps;
@@ -57,6 +55,8 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     route = forward_route(p, device, lies, args.splits);
   }
   way_counts.add_forward(forward_way(route, p));
+  if (is_varlen(p))
+    if (cudaError_t error = launch_unused_rows(p, args, route.unused_rows, stream)) return error;
   if (route.kernel == ForwardKernel::none) return cudaSuccess;
   if (route.is_dense()) return run_dense_forward(p, args, route, lies, workspace);
   if (route.kernel == ForwardKernel::direct) return run_direct_decode(p, args, route, device, workspace);
@@ -65,11 +65,12 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
   const cudaError_t error = with_kernel_types(p, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;
-    if (route.kernel == ForwardKernel::decode) return launch_decode<Element, decltype(dim)::value>(params, stream);
-    return launch_forward<Element, decltype(dim)::value>({route, params, &maps}, stream);
+    const ForwardLaunch work{route, params, &maps};
+    return route.kernel == ForwardKernel::decode ? launch_decode<Element, decltype(dim)::value>(work, stream)
+                                                 : launch_forward<Element, decltype(dim)::value>(work, stream);
   });
   if (error || !route.partials.exists()) return error;
-  return launch_combine(p, args, route.splits, params.partials, stream);
+  return launch_combine(p, args, route, params.partials, stream);
 }
 
 } // namespace fdm::cuda

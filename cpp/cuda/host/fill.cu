@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "../tile/copy_rows.cuh"
@@ -13,7 +12,7 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kFillThreads;
 
 // A row of the grid fills a tensor, whose dimension 1 are rows, with the bits of an element. With cu_seqlens it fills the rows
 // that belong to no sequence, else all of them.
@@ -25,10 +24,10 @@ struct FillParams {
   fdm_tensor cu_seqlens;
   int64_t batch;
 
-  void set(int n, const fdm_tensor &t, uint32_t value) {
+  void set(int n, const fdm_tensor &t, uint32_t value, bool in_vectors) {
     tensors[n] = t;
     bits[n] = value;
-    vectors[n] = value == 0 && t.dtype != FDM_FLOAT32 && rows_are_aligned(t, t.shape[3]);
+    vectors[n] = in_vectors;
   }
 };
 
@@ -57,37 +56,30 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ FillPar
   }
 }
 
-int64_t blocks_of(const FillParams &params, int n) {
-  const fdm_tensor &t = params.tensors[n];
-  const int64_t elements = t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3];
-  return ceil_div(params.vectors[n] ? elements / 8 : elements, kThreads);
-}
-
 } // namespace
 
 cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream) {
   if (!present(t)) return cudaSuccess;
+  const FillWork work = fill_work(t, rows_are_aligned(t, t.shape[3]));
   FillParams params{};
-  params.set(0, t, 0);
-  return launch(fill, blocks_of(params, 0), kThreads, 0, stream, params);
+  params.set(0, t, 0, work.vectors);
+  return launch(fill, work.blocks, kThreads, 0, stream, params);
 }
 
-cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &args, cudaStream_t stream) {
-  // Two for each SM of an H100. Most batches have no such rows, and then each block reads two bounds.
-  constexpr int64_t kMostBlocks = 264;
+cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &args, const FillWork &work,
+                               cudaStream_t stream) {
   constexpr uint32_t kMinusInfinity = 0xff800000u;
   FillParams params{};
   params.cu_seqlens = p.cu_seqlens_q;
   params.batch = p.batch;
-  params.set(0, args.out, 0);
+  params.set(0, args.out, 0, work.vectors);
   fdm_tensor lse = args.lse; // its rows are its dimension 2
   std::swap(lse.shape[1], lse.shape[2]);
   std::swap(lse.stride[1], lse.stride[2]);
   int count = 1;
-  if (present(lse)) params.set(count++, lse, kMinusInfinity);
-  if (present(args.out_low)) params.set(count++, args.out_low, 0);
-  const Grid grid(std::min(blocks_of(params, 0), kMostBlocks), count);
-  return launch(fill, grid, kThreads, 0, stream, params);
+  if (present(lse)) params.set(count++, lse, kMinusInfinity, false);
+  if (present(args.out_low)) params.set(count++, args.out_low, 0, work.vectors);
+  return launch(fill, Grid(work.blocks, count), kThreads, 0, stream, params);
 }
 
 } // namespace fdm::cuda

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../../pack.h"
+#include "../route/helper_work.h"
 
 namespace fdm::cuda {
 
@@ -13,6 +13,7 @@ cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream);
 
 // Writes the rows of a packed batch that belong to no sequence: those before cu_seqlens_q[0] and from its last bound on, as of
 // tensors that are padded to a multiple. They keep no key, so out is 0 and lse is -inf.
-cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &args, cudaStream_t stream);
+cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &args, const FillWork &work,
+                               cudaStream_t stream);
 
 } // namespace fdm::cuda

@@ -17,9 +17,6 @@ namespace {
 
 // Tiles look at all keys of lists of up to so many keys. The kept keys are listed by other blocks of threads meanwhile,
 // each of which has a part of a list, and counts for itself how many keys of it are kept before.
-constexpr int kPartSteps = 4; // keys of a thread in a part
-// Threads that have a tile of a longer list.
-constexpr int kTileThreads = 512;
 // Longer lists are compacted chunk by chunk; small chunks keep more SMs at work.
 constexpr int kChunkThreads = 1024, kChunkItems = kPlanChunkKeys / kChunkThreads, kChunkKeys = kPlanChunkKeys;
 
@@ -110,7 +107,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   if (work.part == last_part) writer.finish(p, static_cast<int32_t>(total), kChunkThreads);
 }
 
-template <int kThreads> constexpr int kPartKeys = kPartSteps * kThreads;
+template <int kThreads> constexpr int kPartKeys = kThreadKeys * kThreads;
 
 // Lists the kept keys of a part of a list.
 template <int kThreads>
@@ -123,21 +120,21 @@ __device__ void compact_part(BlockSum<kThreads> &sums, const fdm_problem &p, con
   uint32_t own_before = 0;
 #pragma unroll 8
   for (auto n = static_cast<int32_t>(threadIdx.x); n < part_first; n += kThreads) own_before += reader(n).any();
-  const int32_t first = part_first + 32 * kPartSteps * warp_id() + lane_id();
-  RowInterval rows[kPartSteps];
+  const int32_t first = part_first + 32 * kThreadKeys * warp_id() + lane_id();
+  RowInterval rows[kThreadKeys];
 #pragma unroll
-  for (int i = 0; i < kPartSteps; ++i) rows[i] = first + 32 * i < keys ? reader(first + 32 * i) : RowInterval{0, 0};
+  for (int i = 0; i < kThreadKeys; ++i) rows[i] = first + 32 * i < keys ? reader(first + 32 * i) : RowInterval{0, 0};
   // A lane has the ballot of a step.
   uint32_t own_kept = 0, total;
 #pragma unroll
-  for (int i = 0; i < kPartSteps; ++i) {
+  for (int i = 0; i < kThreadKeys; ++i) {
     const uint32_t kept = __ballot_sync(kAllLanes, rows[i].any());
     if (lane_id() == i) own_kept = kept;
   }
   const uint32_t rank = sums.exclusive(__popc(own_kept) << 16 | own_before, &total) >> 16;
   const KeptWriter writer(p, plan, work, static_cast<int32_t>(total & 0xffffu));
 #pragma unroll
-  for (int i = 0; i < kPartSteps; ++i) {
+  for (int i = 0; i < kThreadKeys; ++i) {
     const uint32_t kept = __shfl_sync(kAllLanes, own_kept, i), first_rank = __shfl_sync(kAllLanes, rank, i);
     writer.write(first + 32 * i, static_cast<int32_t>(first_rank + __popc(kept & ((1u << lane_id()) - 1))), rows[i]);
   }
@@ -174,29 +171,24 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   }
 }
 
-// With a key mask the columns of a tile need no list.
-int64_t tiles_to_list(const Plan &plan) { return plan.columns ? plan.lists * plan.tiles : 0; }
-
-template <int kThreads> int64_t parts_of(const fdm_problem &p) {
-  return max64(1, ceil_div(p.keys, kPartKeys<kThreads>));
-}
-
 template <int kThreads>
-cudaError_t launch_list_keys_and_tiles(const fdm_problem &p, const Plan &plan, int64_t parts, cudaStream_t stream) {
-  return launch<Overlap::kernel_ahead>(list_keys_and_tiles<kThreads>,
-                                       plan.lists * list_sequences(p) * parts + tiles_to_list(plan), kThreads, 0,
-                                       stream, p, plan, uint32_t(parts));
+cudaError_t launch_list_keys_and_tiles(const fdm_problem &p, const Plan &plan, const PlanRoute &route,
+                                       cudaStream_t stream) {
+  return launch<Overlap::kernel_ahead>(list_keys_and_tiles<kThreads>, route.blocks, kThreads, 0, stream, p, plan,
+                                       uint32_t(route.parts));
 }
 
 } // namespace
 
 cudaError_t launch_tile_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
-  if (route.threads == 512) return launch_list_keys_and_tiles<512>(p, plan, parts_of<512>(p), stream);
-  if (route.threads == 256) return launch_list_keys_and_tiles<256>(p, plan, parts_of<256>(p), stream);
-  return launch_list_keys_and_tiles<128>(p, plan, parts_of<128>(p), stream);
+  if (route.threads == 512) return launch_list_keys_and_tiles<512>(p, plan, route, stream);
+  if (route.threads == 256) return launch_list_keys_and_tiles<256>(p, plan, route, stream);
+  return launch_list_keys_and_tiles<128>(p, plan, route, stream);
 }
 
-cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, int32_t *counts, cudaStream_t stream) {
+cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, void *workspace,
+                               cudaStream_t stream) {
+  int32_t *const counts = at<int32_t>(workspace, route.counts);
   const int64_t lists = plan.lists * list_sequences(p);
   const int64_t chunks = ceil_div(p.keys, kChunkKeys);
   if (cudaError_t error = launch(count_kept_keys, lists * chunks, kChunkThreads, 0, stream, p, plan, counts, chunks))
@@ -204,7 +196,7 @@ cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, int32_t *
   if (cudaError_t error = launch<Overlap::kernel_ahead>(compact_kept_keys, lists * chunks, kChunkThreads, 0, stream, p,
                                                         plan, counts, chunks))
     return error;
-  return launch_list_keys_and_tiles<kTileThreads>(p, plan, 0, stream);
+  return launch_tile_lists(p, plan, route, stream);
 }
 
 } // namespace fdm::cuda

@@ -14,7 +14,7 @@ cudaError_t make_plan(const fdm_problem &p, const Plan &plan, const DeviceFacts 
   case PlanKernel::tiles:
     return launch_tile_lists(p, plan, route, stream);
   case PlanKernel::chunks:
-    return launch_chunk_lists(p, plan, at<int32_t>(workspace, route.counts), stream);
+    return launch_chunk_lists(p, plan, route, workspace, stream);
   default:
     return cudaSuccess;
   }

@@ -19,7 +19,8 @@ cudaError_t make_plan(const fdm_problem &p, const Plan &plan, const DeviceFacts 
 cudaError_t launch_row_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
 cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
 cudaError_t launch_tile_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
-cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, int32_t *counts, cudaStream_t stream);
+cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, void *workspace,
+                               cudaStream_t stream);
 
 // SelectionKernel::list, and the plan of a problem at once.
 cudaError_t launch_short_selection(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream);

@@ -25,6 +25,7 @@ namespace fdm::cuda {
 constexpr int kTileRows = 128;
 constexpr int kMaskBytes = 4;        // booleans of a mask that a thread loads at once where they lie side by side
 constexpr int kPlanChunkKeys = 2048; // that a block of threads counts and compacts
+constexpr int kThreadKeys = 4;       // keys of a thread in a part of a list of kept keys
 
 // A word of a row plan: bit r % 32 of part r / 32 says whether row r of the tile keeps the key.
 struct alignas(16) RowWord {

@@ -25,6 +25,9 @@ struct ShortParams {
   int32_t parts;  // blocks for each
 };
 
+// Where the rows of each key come from.
+enum class ListSource { mask, selection };
+
 // The kept keys of a list, in key order.
 template <int kKeys> struct KeptIntervals {
   uint16_t index[kKeys];
@@ -211,7 +214,7 @@ __device__ void list_columns(const KeptIntervals<kKeys> &kept, int32_t count, co
                             : TileCounts{full_count + partial_count, full_count};
 }
 
-template <int kThreads, int kItems, bool kSelects>
+template <int kThreads, int kItems, ListSource kSource>
 __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant__ ShortParams params) {
   __shared__ ShortShared<kThreads, kItems> shared;
   static_assert(sizeof shared <= 48 * 1024, "more would have to be asked for at the launch");
@@ -221,13 +224,13 @@ __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant
   const uint32_t number = blockIdx.x % params.lists;
   const auto part = static_cast<int32_t>(blockIdx.x / params.lists);
   RowInterval rows[kItems];
-  if constexpr (kSelects) {
+  if constexpr (kSource == ListSource::selection) {
     select_rows(shared, params.s, selected_list(params.s, number), part == 0, rows);
     if (!params.plans) return;
   }
   const auto sequences = static_cast<uint32_t>(list_sequences(p));
   const ListWork work = list_work(p, plan, number / sequences, number % sequences, part);
-  if constexpr (!kSelects) {
+  if constexpr (kSource == ListSource::mask) {
     const ListRows reader(p, work);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -247,21 +250,17 @@ __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant
   }
 }
 
-template <int kThreads, int kItems, bool kSelects>
-cudaError_t launch_with(const ShortParams &params, cudaStream_t stream) {
-  return launch(short_lists<kThreads, kItems, kSelects>, int64_t(params.lists) * params.parts, kThreads, 0, stream,
-                params);
-}
-
-template <bool kSelects>
-cudaError_t launch_for(const ShortParams &params, int32_t threads, int32_t keys_of_thread, cudaStream_t stream) {
-  if (threads == 128) return launch_with<128, 2, kSelects>(params, stream);
-  if (threads == 256) return launch_with<256, 2, kSelects>(params, stream);
-  if constexpr (kSelects) {
-    if (keys_of_thread == 4) return launch_with<1024, 4, kSelects>(params, stream);
-    if (threads == 1024) return launch_with<1024, 2, kSelects>(params, stream);
+// `route` is that of the plan, or of the selection.
+template <ListSource kSource, class Route>
+cudaError_t launch_for(const ShortParams &params, const Route &route, cudaStream_t stream) {
+  const auto launch_with = [&](auto kernel) { return launch(kernel, route.blocks, route.threads, 0, stream, params); };
+  if (route.threads == 128) return launch_with(short_lists<128, 2, kSource>);
+  if (route.threads == 256) return launch_with(short_lists<256, 2, kSource>);
+  if constexpr (kSource == ListSource::selection) {
+    if (route.keys_of_thread == 4) return launch_with(short_lists<1024, 4, kSource>);
+    if (route.threads == 1024) return launch_with(short_lists<1024, 2, kSource>);
   }
-  return launch_with<512, 2, kSelects>(params, stream);
+  return launch_with(short_lists<512, 2, kSource>);
 }
 
 uint32_t selected_lists(const fdm_selection &s) {
@@ -272,18 +271,16 @@ uint32_t selected_lists(const fdm_selection &s) {
 
 cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
   const auto lists = uint32_t(plan.lists * list_sequences(p));
-  return launch_for<false>({{}, p, plan, true, lists, route.parts}, route.threads, route.keys_of_thread, stream);
+  return launch_for<ListSource::mask>({{}, p, plan, true, lists, route.parts}, route, stream);
 }
 
 cudaError_t launch_short_selection(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream) {
-  return launch_for<true>({s, {}, {}, false, selected_lists(s), route.parts}, route.threads, route.keys_of_thread,
-                          stream);
+  return launch_for<ListSource::selection>({s, {}, {}, false, selected_lists(s), route.parts}, route, stream);
 }
 
 cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan,
                                const SelectionRoute &route, cudaStream_t stream) {
-  return launch_for<true>({s, p, plan, true, selected_lists(s), route.parts}, route.threads, route.keys_of_thread,
-                          stream);
+  return launch_for<ListSource::selection>({s, p, plan, true, selected_lists(s), route.parts}, route, stream);
 }
 
 } // namespace fdm::cuda

@@ -365,13 +365,49 @@ const char *name_of(KeyKernel kernel) {
   }
 }
 
-// Whether the gradients of keys and of values take a launch each (DkdvTileChoice).
-bool has_two_key_launches(const BackwardRoute &route, int arch, const Wanted &wanted) {
-  const bool may = route.keys == KeyKernel::general || route.keys == KeyKernel::usual;
-  return may && !dkdv_tile(arch, route.head_dim).together && (wanted.dk || route.wants_bias_sums) && wanted.dv;
+// Which gradients of keys are computed together. The general kernels are seldom used: with kernels for one gradient alone, they
+// would be a fifth of a pack.
+KeyLaunches key_launches(const BackwardRoute &route, int arch, const Wanted &wanted) {
+  const bool keys = wanted.dk || route.wants_bias_sums;
+  if (route.keys != KeyKernel::general && route.keys != KeyKernel::usual) return KeyLaunches::both;
+  if (dkdv_tile(arch, route.head_dim).together && (route.keys == KeyKernel::general || (keys && wanted.dv)))
+    return KeyLaunches::both;
+  return !keys ? KeyLaunches::values : wanted.dv ? KeyLaunches::each : KeyLaunches::keys;
 }
 
-void list_launches(BackwardRoute *route, int arch, const Wanted &wanted) {
+// What the kernels before and behind the mainloops do.
+void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignment &lies, BackwardRoute *route) {
+  const KeyDivision &keys = route->division;
+  const int64_t sums = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * route->bias_heads * list_keys(p);
+  route->statistics_division = statistics_division(p, table, lies);
+  if (route->wants_keys) {
+    PreparationWork &work = route->preparation;
+    const int64_t lists = keys.listed ? list_tensor(p).shape[0] * list_tensor(p).shape[1] * list_sequences(p) : 0;
+    work.order = route->segments.rows > 0 ? int64_t(keys.heads) * route->segments.count : lists * keys.buckets;
+    work.vectors = lies.dk_dv;
+    const int64_t units = p.k.shape[0] * p.kv_heads * ceil_div(p.k.shape[1], kUnitKeys);
+    const bool clears = route->clears_keys && route->wants_dkdv;
+    const int64_t of_keys = clears ? ceil_div(units, kStatisticsThreads / 32) : 0;
+    const int64_t of_sums = route->wants_bias_sums ? ceil_div(sums, table.clear_sums * kStatisticsThreads) : 0;
+    work.clearing = std::max(of_keys, of_sums);
+  }
+  if (keys.slot_count > 0) {
+    const bool many = keys.max_items >= table.sum_many_items;
+    route->key_sum = {std::min<int64_t>(keys.max_items, table.sum_columns),
+                      many ? table.sum_divisions : table.sum_divisions_of_few};
+  }
+  if (route->query_sum_data.exists()) {
+    const int64_t rows = (is_varlen(p) ? 1 : p.batch) * p.heads * route->query_sums.head_rows;
+    route->query_sum_blocks = rounding_blocks(rows / kBandRows);
+  }
+  if (route->segments.most_sums > 0)
+    route->segment_sum_blocks = rounding_blocks(p.batch * p.kv_heads * ceil_div(route->segments.most_sums, kBandRows));
+  if (route->reduces_bias)
+    route->bias_reduction = reduction_work(p.bias.shape[0] * p.bias.shape[1] * p.bias.shape[3], p.bias.shape[3] == 1);
+  route->sink_reduction = reduction_work(p.heads, true);
+}
+
+void list_launches(BackwardRoute *route, const Wanted &wanted) {
   Launches &launches = route->launches;
   if (route->clears_dq) launches.add("fill");
   if (route->clears_dbias) launches.add("fill");
@@ -380,13 +416,13 @@ void list_launches(BackwardRoute *route, int arch, const Wanted &wanted) {
   if (route->dq != QueryKernel::none) launches.add(name_of(route->dq));
   if (route->keys != KeyKernel::none) {
     launches.add(name_of(route->keys));
-    if (has_two_key_launches(*route, arch, wanted)) launches.add(name_of(route->keys));
+    if (route->key_launches == KeyLaunches::each) launches.add(name_of(route->keys));
     if (route->query_sum_data.exists()) launches.add("round_sums");
     if (route->division.slot_count > 0) launches.add("sum_parts");
     if (route->segments.most_sums > 0) launches.add("round_sums");
     if (route->reduces_bias) launches.add("reduce");
   }
-  if (route->row_bias) launches.add("row_bias_kernel");
+  if (route->row_bias_blocks > 0) launches.add("row_bias_kernel");
   if (wanted.dsink) launches.add("reduce");
 }
 
@@ -408,7 +444,8 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   }
   route.head_dim = device.built->all.serving(p.head_dim);
   route.wants_bias_sums = wanted.dbias && sums_bias_of_keys(p);
-  route.wants_keys = wanted.dk || wanted.dv || route.wants_bias_sums;
+  route.wants_dkdv = wanted.dk || wanted.dv;
+  route.wants_keys = route.wants_dkdv || route.wants_bias_sums;
   route.inputs_aligned = lies.inputs;
   route.dout_aligned = lies.dout;
   route.general = has_rows(p.bias) || !lies.inputs || !lies.dout;
@@ -424,7 +461,11 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   const int64_t rows = route.dq == QueryKernel::wgmma ? kTileRows : tile.rows;
   if (route.dq != QueryKernel::none) route.blocks = p.batch * p.heads * ceil_div(p.queries, rows);
   if (route.dq == QueryKernel::wgmma) route.blocks = std::min<int64_t>(route.blocks, device.sms);
-  route.row_bias = wanted.dbias && !route.wants_bias_sums && !fused;
+  if (wanted.dbias && !route.wants_bias_sums && !fused) {
+    const int64_t bias_rows = 16 * row_bias_tile(device.built->tile_arch, route.head_dim).warps;
+    const int64_t batches = is_varlen(p) ? p.batch : p.bias.shape[0];
+    route.row_bias_blocks = p.bias.shape[1] * ceil_div(p.queries, bias_rows) * batches;
+  }
   if (route.wants_bias_sums) {
     const int64_t sums[4] = {is_varlen(p) ? 1 : p.batch, p.kv_heads * route.bias_heads, 1, list_keys(p)};
     route.reduces_bias = !std::equal(p.bias.shape, p.bias.shape + 4, sums);
@@ -437,7 +478,9 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.clears_keys = is_varlen(p) || keys.listed;
   route.scheduled = route.wants_keys && keys.parts == 0;
   if (route.scheduled && fused && device.has_wgmma()) keys.sms = device.sms;
-  list_launches(&route, device.built->tile_arch, wanted);
+  route.key_launches = key_launches(route, device.built->tile_arch, wanted);
+  divide_helpers(p, *device.table, lies, &route);
+  list_launches(&route, wanted);
   return route;
 }
 

@@ -563,6 +563,9 @@ void choose_dense_backward(BackwardRoute *route, const fdm_problem &p, const Dev
       dense.dbias.whole = true;
     }
   }
+  if (dense.wants_dbias && !dense.dbias.whole && dense.dbias.blocks > 1)
+    dense.dbias_sum = {dense.dbias.blocks - 1, device.table->dbias_sum_divisions};
+  dense.statistics_division = statistics_division(p, *device.table, lies);
   if (!keeps_deltas) {
     rest = std::max(rest, choice.deltas_bytes());
     dense.deltas = {parts.bytes, choice.deltas_bytes()};
@@ -582,7 +585,7 @@ void choose_dense_backward(BackwardRoute *route, const fdm_problem &p, const Dev
     if (!keeps_deltas) launches.add("prepare_backward");
   }
   if (dense.wants_dbias) launches.add("dbias_kernel");
-  if (dense.wants_dbias && !dense.dbias.whole && dense.dbias.blocks > 1) launches.add("sum_parts");
+  if (dense.dbias_sum.columns > 0) launches.add("sum_parts");
   if (dense.wants_dq) launches.add("dense_dq_kernel");
   if (dense.wants_dkdv) launches.add("dense_dkdv_kernel");
 }

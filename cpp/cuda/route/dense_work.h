@@ -6,6 +6,7 @@
 
 #include "../../indexing.h"
 #include "facts.h"
+#include "helper_work.h"
 #include "part.h"
 
 namespace fdm::cuda {
@@ -151,6 +152,8 @@ struct DenseBackwardRoute {
   DenseTiles dq, dkdv;
   DbiasDivision dbias;
   DbiasParts dbias_parts;
+  PartSumGrid dbias_sum;
+  StatisticsDivision statistics_division;
   Part deltas;           // also, where the fused kernel does not keep its own, of the kernels of fixed order
   Part non_finite, live; // whether the fused kernel found something, and tiles that a mask leaves
   Part rest;             // sums and deltas of the fused kernel, or parts of the gradient of a bias

@@ -80,7 +80,14 @@ Object of_fused(const FusedPlan &plan) {
   return own;
 }
 
+void add_statistics(Object *own, const StatisticsDivision &rows) {
+  own->number("statistics_lanes", rows.lanes);
+  own->number("statistics_units", rows.units(rows.batches));
+  own->number("statistics_blocks", rows.blocks(rows.batches));
+}
+
 void add_dense_backward(Object *route, const DenseBackwardRoute &dense) {
+  add_statistics(route, dense.statistics_division);
   if (dense.fused) route->object("fused", of_fused(dense.plan));
   route->flag("dq_writes_dbias", dense.writes_dbias);
   if (dense.wants_dbias) {
@@ -92,6 +99,7 @@ void add_dense_backward(Object *route, const DenseBackwardRoute &dense) {
     own.number("blocks", dense.dbias.blocks);
     own.flag("whole_tiles", dense.dbias.whole);
     own.word("parts", kPartsNames[int(dense.dbias_parts)]);
+    own.number("sum_divisions", dense.dbias_sum.divisions);
     route->object("dbias", own);
   }
   Object dq, dkdv;
@@ -101,6 +109,20 @@ void add_dense_backward(Object *route, const DenseBackwardRoute &dense) {
   route->object("dkdv_tiles", dkdv);
   route->parts(
       {{"deltas", &dense.deltas}, {"non_finite", &dense.non_finite}, {"live", &dense.live}, {"rest", &dense.rest}});
+}
+
+Object of_helpers(const BackwardRoute &route) {
+  Object own;
+  own.number("order_blocks", route.preparation.order);
+  own.number("clear_blocks", route.preparation.clearing);
+  add_statistics(&own, route.statistics_division);
+  own.number("sum_columns", route.key_sum.columns);
+  own.number("sum_divisions", route.key_sum.divisions);
+  own.number("query_sum_blocks", route.query_sum_blocks);
+  own.number("segment_sum_blocks", route.segment_sum_blocks);
+  own.number("reduce_blocks", route.bias_reduction.blocks);
+  own.number("row_bias_blocks", route.row_bias_blocks);
+  return own;
 }
 
 Object of_keys(const BackwardRoute &route) {
@@ -158,6 +180,7 @@ std::string describe(const PlanRoute &route) {
   own.number("threads", route.threads);
   own.number("parts", route.parts);
   own.flag("aligned", route.aligned);
+  own.number("blocks", route.blocks);
   own.number("plan_bytes", route.plan_bytes);
   own.parts({{"counts", &route.counts}});
   own.number("workspace_bytes", route.workspace_bytes);
@@ -171,6 +194,9 @@ std::string describe(const SelectionRoute &route) {
   own.number("threads", route.threads);
   own.number("keys_of_thread", route.keys_of_thread);
   own.number("parts", route.parts);
+  own.number("chunk_keys", route.chunks.keys);
+  own.number("chunks", route.chunks.count);
+  own.number("blocks", route.blocks);
   own.launches(route.launches);
   return own.json();
 }
@@ -200,6 +226,9 @@ std::string describe(const ForwardRoute &route) {
     own.flag("pairs", route.dense.pairs);
     own.flag("halves", route.dense.halves);
   }
+  own.number("combine_splits", route.combine.splits);
+  own.number("combine_blocks", route.combine.blocks);
+  own.number("fill_blocks", route.unused_rows.blocks);
   own.parts({{"partials", &route.partials}, {"tickets", &route.tickets}, {"live", &route.live}});
   own.number("workspace_bytes", route.workspace_bytes);
   own.launches(route.launches);
@@ -217,13 +246,14 @@ std::string describe(const BackwardRoute &route) {
   } else if (!route.nothing) {
     own.word("dq", kQueryNames[int(route.dq)]);
     own.word("keys", kKeyNames[int(route.keys)]);
-    own.flag("row_bias", route.row_bias);
+    own.flag("row_bias", route.row_bias_blocks > 0);
     own.flag("scheduled", route.scheduled);
     own.flag("reduces_bias", route.reduces_bias);
     own.number("bias_heads", route.bias_heads);
     own.number("blocks", route.blocks);
     own.order(route.order);
     own.object("division", of_keys(route));
+    own.object("helpers", of_helpers(route));
     own.parts({{"statistics", &route.statistics},
                {"sink_shares", &route.sink_shares},
                {"query_sums", &route.query_sum_data},

@@ -39,6 +39,14 @@ int64_t contiguous_bytes(const fdm_tensor &t) {
   return last + 1 == elements ? elements * 2 : 0;
 }
 
+// Whether two neighbours of a row can be stored at once.
+bool has_pairs(const fdm_tensor &t) {
+  const int64_t bytes = t.dtype == FDM_FLOAT32 ? 8 : 4;
+  bool pairs = present(t) && reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[3] == 1;
+  for (int d = 0; d < 3; ++d) pairs &= t.shape[d] <= 1 || t.stride[d] % 2 == 0;
+  return pairs;
+}
+
 // Each sequence must fill memory without a gap.
 bool may_hold_sums(const fdm_tensor &t) {
   return !present(t) || (rows_are_aligned(t, t.shape[3]) && contiguous_bytes(t) > 0 &&
@@ -50,7 +58,7 @@ bool may_hold_sums(const fdm_tensor &t) {
 Alignment input_alignment(const fdm_problem &p) {
   Alignment lies{};
   lies.inputs = all_aligned(p.head_dim, p.q, p.k, p.v);
-  lies.out = lies.dout = lies.gradients = lies.narrow = lies.row_maps = lies.hold_sums = true;
+  lies.out = lies.dout = lies.gradients = lies.dk_dv = lies.narrow = lies.row_maps = lies.hold_sums = true;
   lies.row_places = has_row_places(p);
   lies.bias_chunks = has_chunks(p.bias, p.bias.dtype == FDM_FLOAT32 ? 4 : 2);
   lies.mask_chunks = has_chunks(p.mask, 1);
@@ -70,7 +78,9 @@ Alignment backward_alignment(const fdm_problem &p, const fdm_backward_args &args
   Alignment lies = input_alignment(p);
   lies.out = all_aligned(p.head_dim, args.out, args.out_low);
   lies.dout = rows_are_aligned(args.dout, p.head_dim);
-  lies.gradients = all_aligned(p.head_dim, args.dq, args.dk, args.dv);
+  lies.dk_dv = all_aligned(p.head_dim, args.dk, args.dv);
+  lies.gradients = lies.dk_dv && all_aligned(p.head_dim, args.dq);
+  lies.dbias_pairs = has_pairs(args.dbias);
   lies.hold_sums = may_hold_sums(args.dq) && may_hold_sums(args.dk) && may_hold_sums(args.dv);
   lies.dk_room = contiguous_bytes(args.dk);
   return lies;

@@ -55,12 +55,14 @@ template <class... Tensors> bool all_aligned(int64_t head_dim, const Tensors &..
 
 // How the tensors of a call lie. Those of its results are not known when room for a workspace is asked for.
 struct Alignment {
-  bool inputs;     // rows_are_aligned says so of Q, K and V
-  bool out, dout;  // and of these
-  bool gradients;  // and of the gradients of Q, K and V that are wanted
-  bool row_places; // rows of Q, K and V lie as tile/row_places.cuh needs it
-  bool row_maps;   // the driver describes boxes of Q, K and V; it is asked where a route would use them
-  bool narrow;     // 32 bits hold all strides of a forward pass of one query
+  bool inputs;      // rows_are_aligned says so of Q, K and V
+  bool out, dout;   // and of these
+  bool gradients;   // and of the gradients of Q, K and V that are wanted
+  bool dk_dv;       // and of those of K and V
+  bool dbias_pairs; // two neighbours of a row of dbias can be stored at once
+  bool row_places;  // rows of Q, K and V lie as tile/row_places.cuh needs it
+  bool row_maps;    // the driver describes boxes of Q, K and V; it is asked where a route would use them
+  bool narrow;      // 32 bits hold all strides of a forward pass of one query
   // Rows of a bias or mask with a row for each query can be copied 16 bytes at a time.
   bool bias_chunks, mask_chunks;
   bool

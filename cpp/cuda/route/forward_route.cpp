@@ -251,7 +251,11 @@ bool needs_no_plan(const fdm_problem &p, const DeviceFacts &device) {
 
 ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies, int64_t splits) {
   ForwardRoute route{};
-  if (is_varlen(p)) route.launches.add("fill");
+  if (is_varlen(p)) {
+    route.unused_rows = fill_work(p.q, lies.out); // `out` has the shape of Q
+    route.unused_rows.blocks = std::min(route.unused_rows.blocks, device.table->fill_blocks);
+    route.launches.add("fill");
+  }
   if (p.batch == 0 || p.queries == 0) return route;
   if (is_dense(p, device)) {
     choose_dense_forward(&route, p, device, lies, splits);
@@ -288,7 +292,10 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
   }
   if (route.live.exists()) route.launches.add("live_tiles_kernel");
   route.launches.add(name_of(route.kernel));
-  if (route.splits > 1 && !route.merges_in_cluster) route.launches.add("combine_kernel");
+  if (route.splits > 1 && !route.merges_in_cluster) {
+    route.combine = combine_work(p, *device.table, lies, route.splits);
+    route.launches.add("combine_kernel");
+  }
   return route;
 }
 

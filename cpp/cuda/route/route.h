@@ -9,6 +9,7 @@
 #include "../plan/plan.cuh"
 #include "dense_work.h"
 #include "facts.h"
+#include "helper_work.h"
 
 namespace fdm::cuda {
 
@@ -74,6 +75,8 @@ struct ForwardRoute {
   DirectWork direct;
   DenseFacts dense_facts;
   DenseForwardWork dense;
+  FillWork unused_rows; // of `out`, that no packed sequence has
+  CombineWork combine;
   Part partials; // results of splits or parts
   Part tickets;  // a counter of tiles, from which blocks of threads take them
   Part live;     // tiles that a mask leaves
@@ -164,6 +167,10 @@ enum class KeyKernel : uint8_t {
   mass      // sm90/key_mass.cuh, of the pass that sums the probabilities of keys
 };
 
+// Which gradients of keys a launch of KeyKernel computes, where kernels may have some of them alone: dk with the sums of the bias
+// gradient, dv, both at once, or one after the other.
+enum class KeyLaunches : uint8_t { both, keys, values, each };
+
 // The gradients that a call wants.
 struct Wanted {
   bool dq, dk, dv, dbias, dsink;
@@ -180,12 +187,14 @@ struct BackwardRoute {
   int32_t head_dim; // of the instantiation
   QueryKernel dq;
   KeyKernel keys;
-  bool row_bias; // row_bias.cuh computes the gradient of the bias
+  KeyLaunches key_launches;
+  int64_t row_bias_blocks; // of threads of row_bias.cuh, which computes the gradient of the bias; 0: it does not
   bool wants_bias_sums,
       reduces_bias;             // the bias is the same for every query; its gradient is summed over what shares it
   bool clears_dq, clears_dbias; // rows that no sequence has, or pairs that no kernel visits
   bool clears_keys;             // some rows of dk and dv are written by no kernel that computes them
-  bool wants_keys;              // gradients of keys, values or a bias of keys
+  bool wants_dkdv;              // gradients of keys or values
+  bool wants_keys;              // or of a bias of keys
   bool scheduled;               // the device divides the blocks of keys into parts
   bool general;                 // rows are not aligned, or a bias has a row for each query
   bool inputs_aligned, dout_aligned;
@@ -195,6 +204,11 @@ struct BackwardRoute {
   SegmentWork segments;
   QuerySumWork query_sums;
   TileOrder order;
+  PreparationWork preparation;
+  StatisticsDivision statistics_division;
+  PartSumGrid key_sum;
+  int64_t query_sum_blocks, segment_sum_blocks; // of threads that round those sums
+  ReductionWork bias_reduction, sink_reduction;
   // [batch, or 1 for varlen][head][row] of statistics, and of what each row adds to the gradient of its sink
   Part statistics, sink_shares;
   Part query_sum_data, bias_sums;
@@ -229,8 +243,9 @@ struct PlanRoute {
   PlanKernel kernel;
   int32_t threads;        // of a block
   int32_t keys_of_thread; // list
-  int32_t parts;          // list: blocks of threads for each list
+  int32_t parts;          // list: blocks of threads for each list; tiles: those that list its kept keys
   bool aligned;           // rows: the booleans of several keys are loaded at once
+  int64_t blocks;         // of the last launch
   Part counts;            // chunks: kept keys of each
   int64_t plan_bytes, workspace_bytes;
   Launches launches;
@@ -247,6 +262,8 @@ enum class SelectionKernel : uint8_t {
 struct SelectionRoute {
   SelectionKernel kernel;
   int32_t threads, keys_of_thread, parts; // list
+  SelectionChunks chunks;                 // intervals
+  int64_t blocks;
   Launches launches;
 };
 // `p` is the problem whose plan is made in the same launch, or null.

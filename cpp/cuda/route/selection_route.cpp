@@ -41,20 +41,26 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
   if (kind == FDM_MASK_ROWS) {
     route.kernel = PlanKernel::rows;
     route.aligned = mask_rows_are_aligned(p.mask);
+    route.blocks = lists * ceil_div(p.queries, kTileRows);
     route.launches.add("list_row_columns");
   } else if (p.keys <= table.list_plan_keys && p.queries <= table.list_rows) {
     route.kernel = PlanKernel::list;
     route.threads = p.keys <= 256 ? 128 : p.keys <= 512 ? 256 : 512;
     route.keys_of_thread = 2;
     route.parts = list_parts(table, lists, tiles_of_list(p));
+    route.blocks = lists * route.parts;
     route.launches.add("short_lists");
   } else if (p.keys <= table.plan_keys) {
     // Threads enough for the whole GPU, but no more: each has some work of its own beside its keys.
     route.kernel = PlanKernel::tiles;
     route.threads = tiles <= table.plan_tiles_512 ? 512 : tiles <= table.plan_tiles_256 ? 256 : 128;
+    route.parts = int32_t(max64(1, ceil_div(p.keys, kThreadKeys * route.threads)));
+    route.blocks = lists * route.parts + tiles;
     route.launches.add("list_keys_and_tiles");
   } else {
     route.kernel = PlanKernel::chunks;
+    route.threads = 512;
+    route.blocks = tiles;
     route.launches.add("count_kept_keys");
     route.launches.add("compact_kept_keys");
     if (tiles > 0) route.launches.add("list_keys_and_tiles");
@@ -66,6 +72,7 @@ SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, con
   SelectionRoute route{};
   if (present(s.keep)) {
     route.kernel = SelectionKernel::keep;
+    if (s.keep.shape[3] > 0) route.blocks = selection_sequences(s, s.keep) * s.keep.shape[1] * kept_rows(s);
     route.launches.add("select_keep_rows");
   } else if (s.keys == 0 && !p) {
     route.kernel = SelectionKernel::none;
@@ -76,9 +83,12 @@ SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, con
     route.threads = s.keys <= 256 ? 128 : s.keys <= 512 ? 256 : s.keys <= 1024 ? 512 : 1024;
     route.keys_of_thread = s.keys <= 2048 ? 2 : 4;
     route.parts = list_parts(table, lists, p ? tiles_of_list(*p) : 1);
+    route.blocks = lists * route.parts;
     route.launches.add("short_lists");
   } else {
     route.kernel = SelectionKernel::intervals;
+    route.chunks = selection_chunks(s, table);
+    if (s.keys > 0) route.blocks = s.start.shape[1] * (is_varlen(s) ? 1 : s.start.shape[0]) * route.chunks.count;
     route.launches.add("find_windows");
     route.launches.add("write_intervals");
   }

@@ -27,6 +27,10 @@ struct RouteTable {
   int64_t split_blocks = 4;
   // combine.cu has a lane for each
   int64_t most_splits = 32;
+  // Whose results a thread of combine.cu has under way at a time
+  int64_t few_splits = 8;
+  // Of rows that no packed sequence has: two for each SM of an H100. Most batches have none, and each block reads two bounds
+  int64_t fill_blocks = 264;
   // Of a kernel with mma.sync
   int64_t least_splits = 2;
   // Kernels with wgmma, which have none, compute a tile sooner than four parts [few-parts]
@@ -97,6 +101,25 @@ struct RouteTable {
   int64_t order_thirds = 2;
   // Up to it, and above 128, heads of a group go inside of tiles of rows [rows-together]
   int64_t rows_inside_head_dim = 0;
+
+  // Backward: what is done before and behind the mainloops.
+
+  // Of rows whose statistics are made: a few for each SM
+  int64_t statistics_blocks = 768;
+  // Of rows, that a block of threads goes through with that many blocks
+  int64_t statistics_units = 8;
+  // Of the bias gradient, that a thread clears
+  int64_t clear_sums = 4;
+  // Of the grid that adds the parts of blocks of keys
+  int64_t sum_columns = 256;
+  // Items that are many: few of them are divided
+  int64_t sum_many_items = 1024;
+  // Blocks of threads that share each of many
+  int64_t sum_divisions = 16;
+  // And of few, most of which are divided: with 8, 2 heads and 32,768 tokens took 0.27 ms in place of 0.23 (seen on an H100)
+  int64_t sum_divisions_of_few = 32;
+  // Blocks of threads for each divided tile of a dense bias gradient
+  int64_t dbias_sum_divisions = 8;
 
   // Backward: segments of rows.
 
@@ -193,6 +216,10 @@ struct RouteTable {
   int64_t list_blocks = 128;
   // Of each of those
   int64_t list_part_tiles = 4;
+  // Of intervals: as many make enough blocks for a GPU even with few lists
+  int64_t select_chunks = 64;
+  // With fewer keys of a chunk, more time goes into finding windows than into their changes
+  int64_t select_chunk_keys = 256;
   // Of a plan that one launch makes: it reads the keys before each part again [plans]
   int64_t plan_keys = 16384;
   // That blocks of 512 threads list: enough for the GPU, but no more [plans]

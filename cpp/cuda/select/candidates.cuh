@@ -14,10 +14,6 @@ struct SelectionRow : Sequence {
   int64_t head;
 };
 
-FDM_INLINE int64_t selection_sequences(const fdm_selection &s, const fdm_tensor &result) {
-  return present(s.cu_seqlens_q) ? s.batch : result.shape[0];
-}
-
 // The rows of sequence b (without cu_seqlens, b is an index into the result's batch) and of a head of the result.
 __device__ __forceinline__ SelectionRow selection_row(const fdm_selection &s, const fdm_tensor &result, int64_t b,
                                                       int64_t result_head) {

@@ -4,7 +4,7 @@
 // With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a
 // heap does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
 //  1. The window after each chunk is the best of all keys up to there, found by radix selection over them. That reads
-//     the row once for each chunk, at most kChunks times in all, mostly from L2.
+//     the row once for each chunk, at most RouteTable::select_chunks times in all, mostly from L2.
 //  2. A key of a chunk arrives if the window before the chunk does not already exclude it. A key held by the window
 //     before, or an arrival, that the window after does not hold was driven out within the chunk, and no other chunk
 //     can drive it out. Such a key x leaves with the n-th arrival better than x, where n is the room that the window
@@ -23,24 +23,7 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kChunks = 64;         // as many make enough blocks for a GPU even with few lists
-constexpr int kMinChunkKeys = 256;  // with fewer, more time goes into finding windows than into their changes
-constexpr int kMaxChunkKeys = 2048; // arrivals and leavers of a chunk lie in shared memory
-constexpr int kChunkItems = kMaxChunkKeys / kThreads;
-
-struct Chunks {
-  int64_t keys;  // keys of a chunk
-  int64_t count; // of a head: of a sequence, or of all that are packed, as numbered_part() numbers them
-};
-
-Chunks chunks_of(const fdm_selection &s, int64_t chunk_keys) {
-  if (!is_varlen(s)) return {chunk_keys, ceil_div(s.keys, chunk_keys)};
-  return {chunk_keys, s.batch == 0 ? 0 : max64(s.bias.shape[3], s.mask.shape[3]) / chunk_keys + s.batch};
-}
-
-Chunks chunks_of(const fdm_selection &s) {
-  return chunks_of(s, max64(kMinChunkKeys, min64(kMaxChunkKeys, round_up(ceil_div(s.keys, kChunks), kMinChunkKeys))));
-}
+constexpr int kChunkItems = kChunkRoom / kThreads;
 
 // What the first kernel leaves to the second for each chunk: the window after it, and its seen keys, if they are counted.
 struct ChunkResults {
@@ -49,9 +32,6 @@ struct ChunkResults {
 };
 
 int64_t window_bytes(int64_t chunks) { return align_256(chunks * int64_t{sizeof(Window)}); }
-
-// Heads of a sequence that is not packed have chunks of their own.
-int64_t chunk_rows(const fdm_selection &s) { return s.start.shape[1] * (is_varlen(s) ? 1 : s.start.shape[0]); }
 
 struct IntervalWork {
   SelectionRow row;
@@ -65,7 +45,7 @@ struct IntervalWork {
   int64_t start_stride, end_stride;
 
   // Chunks count down: the last ones have the longest rows before them.
-  __device__ IntervalWork(const fdm_selection &s, const Chunks &chunks, const ChunkResults &results) {
+  __device__ IntervalWork(const fdm_selection &s, const SelectionChunks &chunks, const ChunkResults &results) {
     // A grid has fewer than 2^31 blocks, so its divisions need 32 bits only.
     const auto heads = static_cast<uint32_t>(s.start.shape[1]), rows = gridDim.x / static_cast<uint32_t>(chunks.count);
     const uint32_t list = blockIdx.x % rows, head = list % heads;
@@ -112,7 +92,8 @@ struct IntervalWork {
 
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
-    find_windows(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks, ChunkResults results) {
+    find_windows(const __grid_constant__ fdm_selection s, const __grid_constant__ SelectionChunks chunks,
+                 ChunkResults results) {
   using Select = RadixSelect<kThreads>;
   __shared__ typename Select::Shared shared;
   __shared__ BlockRanks<kThreads, kChunkItems> ranks;
@@ -141,8 +122,8 @@ __device__ __forceinline__ int32_t key_of(uint64_t order) {
 }
 
 struct ChunkChanges {
-  uint64_t arrivals[kMaxChunkKeys]; // in key order
-  uint64_t leavers[kMaxChunkKeys];  // keys before the chunk, in any order
+  uint64_t arrivals[kChunkRoom]; // in key order
+  uint64_t leavers[kChunkRoom];  // keys before the chunk, in any order
   BlockRanks<kThreads, kChunkItems> ranks;
   int32_t leaver_count;
 };
@@ -192,7 +173,7 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
       const int32_t j = first + n * kThreads;
       if (!before.holds(value[n], j) || after.holds(value[n], j)) continue;
       const int place = atomicAdd(&changes.leaver_count, 1);
-      if (place < kMaxChunkKeys) changes.leavers[place] = order_of(value[n], j);
+      if (place < kChunkRoom) changes.leavers[place] = order_of(value[n], j);
     }
   }
 }
@@ -217,12 +198,12 @@ __device__ int32_t driven_out_by(const ChunkChanges &changes, int leavers, int a
     missing -= changes.arrivals[n] > x;
     if (missing == 0) break;
   }
-  return key_of(changes.arrivals[min(n, kMaxChunkKeys - 1)]);
+  return key_of(changes.arrivals[min(n, kChunkRoom - 1)]);
 }
 
 template <int kDtype>
 __global__ void __launch_bounds__(kThreads, 2)
-    write_intervals(const __grid_constant__ fdm_selection s, const __grid_constant__ Chunks chunks,
+    write_intervals(const __grid_constant__ fdm_selection s, const __grid_constant__ SelectionChunks chunks,
                     ChunkResults results) {
   __shared__ ChunkChanges changes;
   const IntervalWork work(s, chunks, results);
@@ -246,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
 
   const int64_t room = s.window - before.size;
-  const int leavers = min(changes.leaver_count, kMaxChunkKeys);
+  const int leavers = min(changes.leaver_count, kChunkRoom);
   for (int n = threadIdx.x; n < leavers + arrivals; n += kThreads) {
     const uint64_t x = n < leavers ? changes.leavers[n] : changes.arrivals[n - leavers];
     if (n >= leavers && after.holds(static_cast<uint32_t>(x >> 32), key_of(x))) continue;
@@ -263,23 +244,24 @@ __global__ void __launch_bounds__(kThreads, 2)
 int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
   const int64_t heads = max64(s.bias.shape[1], s.mask.shape[1]);
   const int64_t batches = is_varlen(s) ? 1 : max64(s.bias.shape[0], s.mask.shape[0]);
-  const Chunks chunks = chunks_of(s);
+  const SelectionChunks chunks = selection_chunks(s, kRouteTable);
   const int64_t count = heads * batches * chunks.count;
   return window_bytes(count) + (counts_seen_keys(s) ? count * (chunks.keys / 32) * int64_t{sizeof(SeenWord)} : 0);
 }
 
-cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream_t stream) {
-  const Chunks chunks = chunks_of(s);
-  const int64_t blocks = chunk_rows(s) * chunks.count;
+cudaError_t select_intervals(const fdm_selection &s, const SelectionRoute &route, void *workspace,
+                             cudaStream_t stream) {
   if (s.keys == 0) return cudaSuccess;
+  const SelectionChunks &chunks = route.chunks;
   ChunkResults results{static_cast<Window *>(workspace), nullptr};
   if (counts_seen_keys(s))
-    results.seen = reinterpret_cast<SeenWord *>(static_cast<char *>(workspace) + window_bytes(blocks));
+    results.seen = reinterpret_cast<SeenWord *>(static_cast<char *>(workspace) + window_bytes(route.blocks));
   return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
     constexpr int kDtype = decltype(dtype)::value;
-    const cudaError_t error = launch(find_windows<kDtype>, blocks, kThreads, 0, stream, s, chunks, results);
+    const cudaError_t error = launch(find_windows<kDtype>, route.blocks, kThreads, 0, stream, s, chunks, results);
     if (error) return error;
-    return launch<Overlap::kernel_ahead>(write_intervals<kDtype>, blocks, kThreads, 0, stream, s, chunks, results);
+    return launch<Overlap::kernel_ahead>(write_intervals<kDtype>, route.blocks, kThreads, 0, stream, s, chunks,
+                                         results);
   });
 }
 

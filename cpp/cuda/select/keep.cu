@@ -48,13 +48,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 } // namespace
 
-cudaError_t select_keep(const fdm_selection &s, cudaStream_t stream) {
-  const bool varlen = present(s.cu_seqlens_q);
-  const int64_t rows = varlen && s.keep.shape[2] > 1 ? s.queries : s.keep.shape[2];
-  const int64_t blocks = selection_sequences(s, s.keep) * s.keep.shape[1] * rows;
-  if (s.keep.shape[3] == 0) return cudaSuccess;
+cudaError_t select_keep(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream) {
   return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
-    return launch(select_keep_rows<decltype(dtype)::value>, blocks, kThreads, 0, stream, s, uint32_t(rows));
+    return launch(select_keep_rows<decltype(dtype)::value>, route.blocks, kThreads, 0, stream, s,
+                  uint32_t(kept_rows(s)));
   });
 }
 

@@ -13,11 +13,11 @@ cudaError_t select_keys(const fdm_selection &s, void *workspace, cudaStream_t st
   const SelectionRoute route = selection_route(s, nullptr, route_table(FDM_TILE_ARCH));
   switch (route.kernel) {
   case SelectionKernel::keep:
-    return select_keep(s, stream);
+    return select_keep(s, route, stream);
   case SelectionKernel::list:
     return launch_short_selection(s, route, stream);
   case SelectionKernel::intervals:
-    return select_intervals(s, workspace, stream);
+    return select_intervals(s, route, workspace, stream);
   default:
     return cudaSuccess;
   }

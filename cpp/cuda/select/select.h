@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "../../pack.h"
+#include "../route/route.h"
 
 namespace fdm::cuda {
 
@@ -17,7 +17,7 @@ cudaError_t select_keys(const fdm_selection &s, void *workspace, cudaStream_t st
 
 // The two forms of results.
 int64_t interval_selection_workspace_bytes(const fdm_selection &s);
-cudaError_t select_intervals(const fdm_selection &s, void *workspace, cudaStream_t stream);
-cudaError_t select_keep(const fdm_selection &s, cudaStream_t stream);
+cudaError_t select_intervals(const fdm_selection &s, const SelectionRoute &route, void *workspace, cudaStream_t stream);
+cudaError_t select_keep(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream);
 
 } // namespace fdm::cuda

@@ -153,8 +153,6 @@ __device__ __forceinline__ void clear(float (&sums)[kLeftTiles][kRightTiles][4])
       for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
 }
 
-// Rows of a warp's accumulators.
-constexpr int kBandRows = 16;
 // The row, 0 to 15, of this thread's accumulators in a 16-row tile; `half` is 0 or 1.
 __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 32 / 4 + 8 * half; }
 // The first of this thread's two columns in an 8-column tile.

@@ -10,15 +10,11 @@
 #pragma once
 
 #include "../host/launch.cuh"
+#include "../route/helper_work.h"
 #include "products.cuh"
 #include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
-
-constexpr int kRoundingThreads = 256;
-
-// Blocks of threads for so many bands.
-inline int64_t rounding_blocks(int64_t bands) { return ceil_div(bands, kRoundingThreads / 32); }
 
 // Where this thread's two rows of a band begin in t; -1: there is no such row.
 struct BandRows {

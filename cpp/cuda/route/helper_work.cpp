@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "helper_work.h"
+
+#include <algorithm>
+
+#include "workspaces.h"
+
+namespace fdm::cuda {
+
+FillWork fill_work(const fdm_tensor &t, bool aligned) {
+  const bool vectors = aligned && t.dtype != FDM_FLOAT32;
+  const int64_t elements = t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3];
+  return {vectors, ceil_div(vectors ? elements / 8 : elements, kFillThreads)};
+}
+
+CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Alignment &lies, int64_t splits) {
+  const int32_t lanes = p.head_dim <= 64 ? 16 : p.head_dim <= 128 ? 32 : 64;
+  return {lanes, int32_t(splits <= table.few_splits ? table.few_splits : table.most_splits),
+          ceil_div(partial_rows(p), kCombineThreads / lanes), lies.out};
+}
+
+int64_t StatisticsDivision::rows_together() const { return kStatisticsThreads / lanes; }
+int64_t StatisticsDivision::units(int64_t batches) const {
+  return ceil_div(batches * batch_rows, rows_together() * statistics_rows(aligned));
+}
+int64_t StatisticsDivision::blocks(int64_t batches) const {
+  return std::max(std::min(units(batches), wanted_blocks), units(batches) / most_units);
+}
+
+// The lanes of an aligned row read all of it at once, up to 128 elements.
+StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &lies) {
+  const bool aligned = lies.out && lies.dout;
+  const int32_t lanes = !aligned ? 8 : p.head_dim <= 32 ? 4 : p.head_dim <= 64 ? 8 : 16;
+  const int64_t batches = is_varlen(p) ? 1 : p.batch;
+  return {lanes, aligned, batches, total_rows(p) * p.heads, table.statistics_blocks, table.statistics_units};
+}
+
+ReductionWork reduction_work(int64_t elements, bool by_block) {
+  return {by_block, by_block ? elements : ceil_div(elements, kReduceThreads)};
+}
+
+SelectionChunks selection_chunks(const fdm_selection &s, const RouteTable &table) {
+  const int64_t least = table.select_chunk_keys, wanted = round_up(ceil_div(s.keys, table.select_chunks), least);
+  const int64_t keys = max64(least, min64(kChunkRoom, wanted));
+  if (!is_varlen(s)) return {keys, ceil_div(s.keys, keys)};
+  return {keys, s.batch == 0 ? 0 : max64(s.bias.shape[3], s.mask.shape[3]) / keys + s.batch};
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How the kernels before and behind the mainloops divide their work.
+#pragma once
+
+#include <cstdint>
+
+#include "facts.h"
+
+namespace fdm::cuda {
+
+// fill.cu, for one tensor.
+struct FillWork {
+  bool vectors; // eight elements of 16 bits at a time
+  int64_t blocks;
+};
+constexpr int kFillThreads = 256;
+// Blocks of threads that write each element of a tensor once: zeros, whose rows may be written 16 bytes at a time.
+FillWork fill_work(const fdm_tensor &t, bool aligned);
+
+// combine.cu. A thread has four neighbours of a row.
+struct CombineWork {
+  int32_t lanes;  // threads of a row
+  int32_t splits; // of the instantiation, which has room for so many
+  int64_t blocks;
+  bool aligned; // rows of `out` can be written 16 bytes at a time
+};
+constexpr int kCombineThreads = 128;
+CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Alignment &lies, int64_t splits);
+
+// make_statistics.cuh: units of rows of all heads, through which blocks of threads go.
+struct StatisticsDivision {
+  int32_t lanes;               // threads of a row
+  bool aligned;                // rows of O and dO are read 16 bytes at a time
+  int64_t batches, batch_rows; // elements of the batch, and the rows of each
+  int64_t wanted_blocks, most_units;
+
+  int64_t rows_together() const; // whose first parts a block of threads loads at a time
+  int64_t units(int64_t batches) const;
+  int64_t blocks(int64_t batches) const;
+};
+constexpr int kStatisticsThreads = 512;
+// Each thread has a part of so many rows of a unit, whose loads are then under way together.
+constexpr int statistics_rows(bool aligned) { return aligned ? 2 : 1; }
+StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &lies);
+
+// prepare.cu: blocks of threads for each work beside the statistics.
+struct PreparationWork {
+  int64_t order, clearing;
+  bool vectors; // rows of dk and dv are cleared eight elements at a time
+};
+// Keys of a head, one for each lane, whose gradients are cleared if no row keeps them.
+constexpr int kUnitKeys = 32;
+
+// sum_parts.cuh: columns of the grid, which go through items, and blocks of threads that share the numbers of each.
+struct PartSumGrid {
+  int64_t columns, divisions;
+};
+
+// round_sums.cuh: a warp rounds a band of rows.
+constexpr int kRoundingThreads = 256, kBandRows = 16;
+inline int64_t rounding_blocks(int64_t bands) { return ceil_div(bands, kRoundingThreads / 32); }
+
+// reduce.cu: an element is summed by one thread, or by a block of threads.
+struct ReductionWork {
+  bool by_block;
+  int64_t blocks;
+};
+constexpr int kReduceThreads = 256, kReduceBlockThreads = 1024;
+ReductionWork reduction_work(int64_t elements, bool by_block);
+
+FDM_INLINE int64_t selection_sequences(const fdm_selection &s, const fdm_tensor &result) {
+  return present(s.cu_seqlens_q) ? s.batch : result.shape[0];
+}
+// Rows of booleans of each head and sequence.
+inline int64_t kept_rows(const fdm_selection &s) {
+  return is_varlen(s) && s.keep.shape[2] > 1 ? s.queries : s.keep.shape[2];
+}
+
+// intervals.cu: chunks of keys.
+struct SelectionChunks {
+  int64_t keys;  // keys of a chunk
+  int64_t count; // of a head: of a sequence, or of all that are packed, as numbered_part() numbers them
+};
+// Keys of a chunk, whose arrivals and leavers lie in shared memory.
+constexpr int kChunkRoom = 2048;
+SelectionChunks selection_chunks(const fdm_selection &s, const RouteTable &table);
+
+} // namespace fdm::cuda
