@@ -122,21 +122,21 @@ def test_routes_are_chosen_sooner_than_a_kernel_is_launched(routes: Routes, arch
 
 def test_launch_code_decides_nothing() -> None:
     """Code that launches kernels knows no device, and does not look how tensors lie."""
-    cuda = ROOT / "cpp" / "cuda"
-    launches = [
-        *cuda.glob("*/*_launch.cuh"),
-        cuda / "host/launch.cuh",
-        cuda / "host/launch_sm90.cuh",
-    ]
-    launches += [
-        cuda / "forward/forward.cu",
-        cuda / "backward/backward.cu",
-        cuda / "dense/dense.cu",
-    ]
-    for path in launches:
-        code = path.read_text()
-        for word in ("rows_are_aligned", "cudaDevAttr", "kMostSms", "sm_count"):
-            assert word not in code, f"{path.name}: {word}"
+    launching = re.compile(r"^(?:inline )?cudaError_t \w+\(.*?^\}", re.MULTILINE | re.DOTALL)
+    words = ("rows_are_aligned", "cudaDevAttr", "kSmLimit", "sm_count", "ceil_div")
+    found = []
+    for path in (ROOT / "cpp" / "cuda").rglob("*.cu*"):
+        for function in launching.findall(path.read_text()):
+            found += [f"{path.name}: {word}" for word in words if word in function]
+    assert not found
+
+
+def test_tuned_constants_stand_in_the_tables() -> None:
+    """No kernel or launch has a constant that is named like a choice."""
+    name = re.compile(r"\bk(?:Most|Least|Few|Many)[A-Z]\w*")
+    sources = [path for path in (ROOT / "cpp").rglob("*") if path.suffix in (".cu", ".cuh", ".h")]
+    found = {path.name: name.findall(path.read_text()) for path in sources}
+    assert not {file: names for file, names in found.items() if names}
 
 
 def test_routes_name_the_kernels_that_there_are() -> None:

@@ -31,7 +31,7 @@ enum class RowBias {
 };
 
 // The chunks of all clusters together have at most this many floats of matrices, unless there is one for each cluster.
-constexpr int64_t kMostMatrixFloats = int64_t(1) << 26;
+constexpr int64_t kMatrixFloats = int64_t(1) << 26;
 
 struct BackwardLayout {
   int64_t heads, parts, units; // sequences x key/value heads; parts of each; their product
@@ -90,7 +90,7 @@ private:
     if (p.bias.shape[1] > 1) source_step = p.kv_heads;
     matrix = bias_heads * p.queries * p.keys;
     const int64_t threads = useful_threads(p.context.threads, backward_work(p, kMaxTileRows));
-    const int64_t room = kMostMatrixFloats / max64(1, clusters * matrix);
+    const int64_t room = kMatrixFloats / max64(1, clusters * matrix);
     chunks = threads == 1 ? 1 : clamp64(min64(ceil_div(2 * threads, clusters), room), 1, sources);
     // Without as many units as threads, tiles of rows are more.
     const bool is_divided = clusters * chunks >= threads, has_keys = p.bias.shape[3] == p.keys;

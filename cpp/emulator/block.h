@@ -21,7 +21,7 @@
 
 namespace fdm::emulator {
 
-constexpr int kWarp = 32, kMostWarps = 32, kBarriers = 16;
+constexpr int kWarp = 32, kWarpRoom = 32, kBarriers = 16;
 constexpr size_t kStackBytes = 256 << 10;
 
 // A barrier in shared memory.
@@ -143,7 +143,7 @@ private:
   std::string describe() const;
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  Warp warps_[kMostWarps];
+  Warp warps_[kWarpRoom];
   NamedBarrier barriers_[kBarriers];
   std::deque<Work> later_;
   const Launch *launch_ = nullptr;

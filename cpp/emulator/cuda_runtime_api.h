@@ -51,7 +51,7 @@ inline cudaError_t cudaFuncGetName(const char **, const void *) { return cudaErr
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
 inline cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int bytes) {
-  return bytes <= fdm::emulator::kMostSharedBytes ? cudaSuccess : cudaErrorInvalidValue;
+  return bytes <= fdm::emulator::kSharedBytes ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 inline cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t) {

@@ -13,7 +13,7 @@
 namespace fdm::cuda {
 
 // What the kernels declare as extern.
-thread_local __attribute__((aligned(1024))) char dynamic_shared[emulator::kMostSharedBytes];
+thread_local __attribute__((aligned(1024))) char dynamic_shared[emulator::kSharedBytes];
 
 } // namespace fdm::cuda
 
@@ -106,7 +106,7 @@ bool Machine::do_later() {
 void Machine::schedule() {
   const int warps = (threads_ + kWarp - 1) / kWarp;
   while (alive_ > 0 && !failed_) {
-    int ready[kMostWarps], count = 0;
+    int ready[kWarpRoom], count = 0;
     for (int number = 0; number < warps; ++number)
       if (warps_[number].ready) ready[count++] = number;
     if (count > 0) run_warp(ready[random_() % uint64_t(count)]);
@@ -192,12 +192,12 @@ bool Machine::run(const Launch &launch, Index3 index) {
     makecontext(&fiber.start, enter, 0);
   }
   std::memset(dynamic_shared, kUninitialised, launch.shared_bytes);
-  std::memset(dynamic_shared + launch.shared_bytes, kBeyond, kMostSharedBytes - launch.shared_bytes);
+  std::memset(dynamic_shared + launch.shared_bytes, kBeyond, kSharedBytes - launch.shared_bytes);
   schedule();
   while (!failed_ && do_later()) {
   }
   const auto is_untouched = [](char c) { return c == char(kBeyond); };
-  if (!failed_ && !std::all_of(dynamic_shared + launch.shared_bytes, dynamic_shared + kMostSharedBytes, is_untouched)) {
+  if (!failed_ && !std::all_of(dynamic_shared + launch.shared_bytes, dynamic_shared + kSharedBytes, is_untouched)) {
     failed_ = true;
     error = "a block has written beyond its shared memory";
   }
@@ -393,7 +393,7 @@ std::vector<Work> share(Queue queue) {
 }
 
 bool launch(Launch launch) {
-  const bool is_possible = launch.shared_bytes <= size_t(kMostSharedBytes) && launch.block.x <= kWarp * kMostWarps;
+  const bool is_possible = launch.shared_bytes <= size_t(kSharedBytes) && launch.block.x <= kWarp * kWarpRoom;
   if (!is_possible || (launch.cluster > 1 && launch.cluster != launch.grid.y)) {
     const std::lock_guard lock(error_mutex);
     last_error = "more shared memory or threads than an SM has, or a cluster that is no column of the grid";

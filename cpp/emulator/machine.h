@@ -31,7 +31,7 @@ const Index3 &grid_size();
 // Shared memory has addresses of 32 bits, which count from the start of the block's dynamic part.
 uint32_t shared_address(const void *p);
 char *shared_pointer(uint32_t address);
-constexpr int kMostSharedBytes = 227 << 10;
+constexpr int kSharedBytes = 227 << 10;
 
 // Blocks until as many threads have come to the barrier; kAll: as are left in the block.
 constexpr int kAll = 0;

@@ -120,11 +120,11 @@ double exact_sum(const float *lanes) {
   return sum;
 }
 
-// The sink's part of a row's sum. Beyond kMostSinkWeight times the rest of the sum it no longer counts exactly: P is then
+// The sink's part of a row's sum. Beyond kSinkWeightLimit times the rest of the sum it no longer counts exactly: P is then
 // nearly 0, but must not be, since P times the gradient of lse, which is without the sink, is divided by it again.
 double row_sink_weight(const Tile &tile, int64_t g, double sum, float row_max) {
-  constexpr double kMostSinkWeight = 0x1p64;
-  const double weight = sink_weight(tile, g, row_max), most = kMostSinkWeight * sum;
+  constexpr double kSinkWeightLimit = 0x1p64;
+  const double weight = sink_weight(tile, g, row_max), most = kSinkWeightLimit * sum;
   return weight > most ? most : weight;
 }
 

@@ -143,11 +143,11 @@ private:
 
   // Elements of a float64 bias, relative to its reference; what is a number stays one.
   void load_relative(const Matrix &m, double reference, float *out) const {
-    constexpr float kMost = __FLT_MAX__;
+    constexpr float kLargest = __FLT_MAX__;
     for (int64_t c = 0; c < block.count; ++c) {
       const double bias = load_double(m.base, FDM_FLOAT64, block.index[c] * m.col);
       const float relative = float(bias - reference);
-      out[c] = relative == -kInfinity && bias > -__builtin_inf() ? -kMost : relative;
+      out[c] = relative == -kInfinity && bias > -__builtin_inf() ? -kLargest : relative;
     }
   }
 

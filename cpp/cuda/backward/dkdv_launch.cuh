@@ -136,13 +136,13 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
     return launch_dkdv_kernels<Element, kHeadDim, TileKind::general>(work, stream);
 #if FDM_TILE_ARCH == 90
   case KeyKernel::wgmma:
-    if constexpr (kHeadDim <= kMostDkdvHeadDim) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
+    if constexpr (kHeadDim <= kDkdvHeadDimSm90) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
     break;
   case KeyKernel::mass:
     if constexpr (kHeadDim <= kMostDkdvHeadDim) return launch_key_mass<Element, kHeadDim>(work.params, stream);
     break;
   case KeyKernel::usual:
-    if constexpr (kHeadDim > kMostDkdvHeadDim)
+    if constexpr (kHeadDim > kDkdvHeadDimSm90)
       return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work, stream);
     break;
   case KeyKernel::fused:

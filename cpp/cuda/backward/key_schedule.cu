@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kKnownBlocks = 6144; // whose steps are kept in shared memory, not to be found again
-constexpr int kMostTries = 64;
+constexpr int kTries = 64;
 
 // Blocks are numbered as if every packed sequence were as long as the longest. This goes through those that a sequence
 // has keys for; a few threads share a head, since sequences may be many and short, or few and long.
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   const bool chosen = length > 0;
   if (!chosen) length = int32_t(max64(kShortestPart, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));
   // Else parts grow longer until there are slots for all of them.
-  for (int tries = 0; !chosen && tries < kMostTries; ++tries) {
+  for (int tries = 0; !chosen && tries < kTries; ++tries) {
     __syncthreads();
     if (threadIdx.x == 0) slots = 0;
     __syncthreads();

@@ -95,12 +95,12 @@ struct SinkShare {
   float of_sink; // P of the sink
 };
 
-// For an lse to base 2. The sink adds at most kMostAdded: beyond that the P of keys are nearly 0, but must not be, since
+// For an lse to base 2. The sink adds at most kAddedLimit: beyond that the P of keys are nearly 0, but must not be, since
 // the gradient of lse is multiplied by them after it was divided by them.
 __device__ __forceinline__ SinkShare sink_share(const fdm_problem &p, int64_t head, float lse) {
-  constexpr float kMostAdded = 64.0f;
+  constexpr float kAddedLimit = 64.0f;
   const float margin = sink_score(p, head) - lse;
-  if (margin > kMostAdded) return {kMostAdded, 1.0f};
+  if (margin > kAddedLimit) return {kAddedLimit, 1.0f};
   const float weight = exp2f(margin);
   return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
 }

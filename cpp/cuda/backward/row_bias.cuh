@@ -28,9 +28,9 @@ struct RowBiasConfig {
   static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
   using Tile = SmemTile<kHeadDim>;
   static constexpr int kRowBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
-  static constexpr int kManyBytes = 2 * (kQueryBuffers * kRowBytes + kKeyBuffers * kKeyBytes);
+  static constexpr int kBufferBytes = 2 * (kQueryBuffers * kRowBytes + kKeyBuffers * kKeyBytes);
   static constexpr int kOneBytes = 2 * (kRowBytes + 2 * kKeyBytes);
-  static constexpr int kTileBytes = kManyBytes > kOneBytes ? kManyBytes : kOneBytes;
+  static constexpr int kTileBytes = kBufferBytes > kOneBytes ? kBufferBytes : kOneBytes;
   static_assert(kRows % 32 == 0 && kTileRows % kRows == 0 && kColumns <= kThreads);
 };
 

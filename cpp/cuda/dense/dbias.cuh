@@ -43,7 +43,7 @@ template <class Config> struct DbiasBlock {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   static constexpr int kHeadDim = Config::kHeadDim, kRowTiles = kDbiasWarpRows / 16, kKeyTiles = kDbiasWarpKeys / 8;
-  static constexpr int kMostRows = 128; // and keys of a tile
+  static constexpr int kTileRoom = 128; // and keys of a tile
 
   const DenseBackward &work;
   const DbiasWork &division;
@@ -108,8 +108,8 @@ template <class Config> struct DbiasBlock {
     const auto copy = [&](int which, uint32_t base, const fdm_tensor &t, bool aligned, int first, int count,
                           int there) {
       const RowCopy rows_of(t, p.head_dim, aligned);
-      if (Config::kWarps >= 8 && count == kMostRows && division.slots == 1) // the loop over the rows is unrolled
-        return copy_tile_rows<Tile, Config::kThreads>(base, 0, table.first[which][0] + first * t.stride[1], kMostRows,
+      if (Config::kWarps >= 8 && count == kTileRoom && division.slots == 1) // the loop over the rows is unrolled
+        return copy_tile_rows<Tile, Config::kThreads>(base, 0, table.first[which][0] + first * t.stride[1], kTileRoom,
                                                       there, rows_of);
 #pragma unroll 1
       for (int n = 0; n < division.slots; ++n)

@@ -11,8 +11,8 @@ namespace fdm::cuda {
 template <auto kKernel, class Params>
 cudaError_t launch_dense(const Params &params, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
-  if (shared_bytes > kMostShared) return cudaErrorInvalidConfiguration;
-  if (cudaError_t error = allow_shared(kKernel, kMostShared, allowed)) return error;
+  if (shared_bytes > kDenseSharedLimit) return cudaErrorInvalidConfiguration;
+  if (cudaError_t error = allow_shared(kKernel, kDenseSharedLimit, allowed)) return error;
   return launch(kKernel, blocks, threads, shared_bytes, stream, params);
 }
 

@@ -46,10 +46,10 @@ cudaError_t launch_dense_forward_sm90(const DenseForwardLaunch &launch, cudaStre
       if (has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
     }
     if (work.halves) return launch_for(kOne, bias_type, kNoMask, kKeys);
-    constexpr int kMostSources = sm90_sources(kHeadDim);
-    if constexpr (kMostSources > 1)
-      if (work.slots == kMostSources)
-        return launch_for(std::integral_constant<int, kMostSources>{}, bias_type, kNoMask, kRows);
+    constexpr int kSourceRoom = sm90_sources(kHeadDim);
+    if constexpr (kSourceRoom > 1)
+      if (work.slots == kSourceRoom)
+        return launch_for(std::integral_constant<int, kSourceRoom>{}, bias_type, kNoMask, kRows);
     return launch_for(kOne, bias_type, kNoMask, kRows);
   };
   return p.bias.dtype == FDM_FLOAT32 ? launch_for_bias(kFloat32Type) : launch_for_bias(kElementType);

@@ -28,10 +28,10 @@ __device__ __forceinline__ Sequence dense_sequence(const fdm_problem &p, int64_t
 }
 
 // The sources of a block, and the addresses of their first rows, in shared memory. kTensors are those that it copies.
-template <int kMostSlots, int kTensors> struct SlotTable {
-  Source source[kMostSlots];
-  const uint16_t *first[kTensors][kMostSlots];
-  const uint8_t *kept[kMostSlots]; // the first byte of a mask of keys
+template <int kSlotRoom, int kTensors> struct SlotTable {
+  Source source[kSlotRoom];
+  const uint16_t *first[kTensors][kSlotRoom];
+  const uint8_t *kept[kSlotRoom]; // the first byte of a mask of keys
 
   __device__ __forceinline__ void set(int which, int slot, const fdm_tensor &t, int64_t head) {
     first[which][slot] = static_cast<const uint16_t *>(t.data) + source[slot].batch * t.stride[0] + head * t.stride[2];

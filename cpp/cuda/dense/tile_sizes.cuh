@@ -22,7 +22,7 @@ constexpr int dense_shared_limit(int arch) {
   return shared_limit(arch) - kOthers;
 }
 #ifdef FDM_TILE_ARCH
-constexpr int kMostShared = dense_shared_limit(FDM_TILE_ARCH);
+constexpr int kDenseSharedLimit = dense_shared_limit(FDM_TILE_ARCH);
 #endif
 
 // Tiles of 16 rows or keys of a warp, warps, and blocks for which an SM must have registers. There are two stages of copies

@@ -50,10 +50,10 @@ __device__ __forceinline__ float4 load_columns(const float *row, int left, bool 
 }
 
 // kLanes threads have a row, four columns each; those of a warp know kOwn of its splits each.
-template <int kLanes, int kMostSplits>
+template <int kLanes, int kSplitRoom>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams params) {
-  constexpr int kWidth = kLanes < 32 ? kLanes : 32, kReads = kMostSplits < 16 ? kMostSplits : 16;
-  constexpr int kOwn = (kMostSplits + kWidth - 1) / kWidth;
+  constexpr int kWidth = kLanes < 32 ? kLanes : 32, kReads = kSplitRoom < 16 ? kSplitRoom : 16;
+  constexpr int kOwn = (kSplitRoom + kWidth - 1) / kWidth;
   ptx::wait_for_kernel_ahead();
   const fdm_problem &p = params.p;
   const int64_t rows = partial_rows(p);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
       merged[2] += value[n].z * factor;
       merged[3] += value[n].w * factor;
     }
-  } while (kMostSplits > kReads && __any_sync(kAllLanes, left != 0));
+  } while (kSplitRoom > kReads && __any_sync(kAllLanes, left != 0));
   if (!exists || d >= head_dim) return;
   const float inverse = row_factor(sink_score(p, row.head), largest, total);
   const fdm_tensor &out = params.a.out;

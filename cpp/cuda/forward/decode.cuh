@@ -319,9 +319,9 @@ struct DecodeWarp
   __device__ void write_of_cluster() const {
     ptx::sync_cluster();
     for_elements(task->split, params.splits, [&](int r, int d) {
-      Part parts[kMostClusterSplits];
+      Part parts[kClusterSplits];
 #pragma unroll
-      for (int split = 0; split < kMostClusterSplits; ++split) {
+      for (int split = 0; split < kClusterSplits; ++split) {
         parts[split] = {0.0f, -INFINITY, 0.0f};
         if (split < params.splits)
           parts[split] = {ptx::load_of_block(&shared.results(0)[place(r, d)], split),

@@ -13,7 +13,7 @@ constexpr int decode_blocks(int64_t head_dim) {
 
 constexpr bool kHasClusters = FDM_TILE_ARCH == 90;
 // Splits that are a cluster, which merges their results.
-constexpr int kMostClusterSplits = int(kRouteTable.cluster_splits);
+constexpr int kClusterSplits = int(kRouteTable.cluster_splits);
 
 // Launches one instantiation, which serves head dimensions up to kHeadDim. It has a block for each group of
 // heads_per_tile heads and each split.

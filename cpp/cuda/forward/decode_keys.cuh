@@ -22,8 +22,8 @@ struct ListedKeys {
   static constexpr int kTurn = 16, kLoads = 4;         // keys of a turn; loads that a thread has under way
   static constexpr int kAcross = kTurn / kMaskBytes;   // threads of a turn
   static constexpr int kTurns = kLoads * 32 / kAcross; // turns that are looked through at a time
-  static constexpr int kMost = kTurns * kTurn;         // and keys
-  int32_t keys[kMost];
+  static constexpr int kKeyRoom = kTurns * kTurn;      // and keys
+  int32_t keys[kKeyRoom];
 
   // The booleans of four keys for each load.
   struct Words {

@@ -28,11 +28,11 @@ template <class ElementType, int kHeadDimension> struct DirectDecodeConfig {
 };
 
 template <class Config> struct DirectDecodeShared {
-  alignas(16) float out[kMostDirectWarps][kDirectRows][Config::kPitch];
+  alignas(16) float out[kDirectWarps][kDirectRows][Config::kPitch];
   // What the first block of a cluster gets: the results of all blocks, and {maximum, sum} of their rows.
-  alignas(16) float of_block[kMostDirectSplits][kDirectRows][Config::kHeadDim];
-  float4 top_of_block[kMostDirectSplits][kDirectRows];
-  float maximum[kMostDirectWarps][kDirectRows], sum[kMostDirectWarps][kDirectRows];
+  alignas(16) float of_block[kDirectSplits][kDirectRows][Config::kHeadDim];
+  float4 top_of_block[kDirectSplits][kDirectRows];
+  float maximum[kDirectWarps][kDirectRows], sum[kDirectWarps][kDirectRows];
   float sink[kDirectRows];
   uint64_t all_there; // the barrier of the first block, complete when all results are there
 };
@@ -303,16 +303,16 @@ struct DecodedPart {
   float maximum, sum;
 };
 
-// Merges parts in their order: part(i) for i < count, of which there are kMost at most.
-template <int kMost, class Part> __device__ __forceinline__ DecodedPart merge_parts(int count, const Part &part) {
+// Merges parts in their order: part(i) for i < count, of which there are kRoom at most.
+template <int kRoom, class Part> __device__ __forceinline__ DecodedPart merge_parts(int count, const Part &part) {
   float top = -INFINITY;
 #pragma unroll
-  for (int i = 0; i < kMost; ++i)
+  for (int i = 0; i < kRoom; ++i)
     if (i < count) top = fmaxf(top, part(i).maximum);
   const float shift = top == -INFINITY ? 0.0f : top;
   DecodedPart merged{{0.0f, 0.0f, 0.0f, 0.0f}, top, 0.0f};
 #pragma unroll
-  for (int i = 0; i < kMost; ++i)
+  for (int i = 0; i < kRoom; ++i)
     if (i < count) {
       const DecodedPart x = part(i);
       const float factor = ptx::exp2_approximate(x.maximum - shift);
@@ -355,7 +355,7 @@ __device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
 }
 
 template <class Config>
-__global__ void __launch_bounds__(32 * kMostDirectWarps, 1)
+__global__ void __launch_bounds__(32 * kDirectWarps, 1)
     direct_decode_kernel(const __grid_constant__ DirectDecodeParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DirectDecodeShared<Config> *>(dynamic_shared);
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(32 * kMostDirectWarps, 1)
       if (const int r = i / kAcross, d = i % kAcross * 4; d < params.head_dim) function(r, d);
   };
   for_elements([&](int r, int d) {
-    const DecodedPart merged = merge_parts<kMostDirectWarps>(warps, [&](int w) {
+    const DecodedPart merged = merge_parts<kDirectWarps>(warps, [&](int w) {
       return DecodedPart{*reinterpret_cast<const float4 *>(&shared.out[w][r][d]), shared.maximum[w][r],
                          shared.sum[w][r]};
     });
@@ -415,7 +415,7 @@ __global__ void __launch_bounds__(32 * kMostDirectWarps, 1)
     __syncthreads();
     ptx::wait_for_cluster(shared.all_there, 0);
     for_elements([&](int r, int d) {
-      write_decoded(params, shared, place, r, d, merge_parts<kMostDirectSplits>(splits, [&](int n) {
+      write_decoded(params, shared, place, r, d, merge_parts<kDirectSplits>(splits, [&](int n) {
                       const float4 top = shared.top_of_block[n][r];
                       return DecodedPart{*reinterpret_cast<const float4 *>(&shared.of_block[n][r][d]), top.x, top.y};
                     }));

@@ -13,7 +13,7 @@ namespace fdm::cuda {
 
 // Blocks of a cluster. Not every GPU has clusters of more than 8, which a kernel must ask for (CUDA programming guide,
 // thread block clusters).
-constexpr int kMostDirectSplits = int(kRouteTable.direct_splits);
+constexpr int kDirectSplits = int(kRouteTable.direct_splits);
 
 struct DirectDecodePlace;
 

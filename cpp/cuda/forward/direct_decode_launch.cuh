@@ -11,8 +11,8 @@ namespace fdm::cuda {
 template <class Config> cudaError_t running_splits(const DirectDecodeLaunch &work, int32_t *splits) {
   for (*splits = work.route.direct.most_splits; *splits > 1; --*splits) {
     int64_t most = 0;
-    if (cudaError_t error = most_clusters<DirectDecodeShared<Config>, direct_decode_kernel<Config>>(
-            *splits, 32 * kMostDirectWarps, &most))
+    if (cudaError_t error =
+            most_clusters<DirectDecodeShared<Config>, direct_decode_kernel<Config>>(*splits, 32 * kDirectWarps, &most))
       return error;
     if (most >= work.route.blocks) break;
   }

@@ -155,7 +155,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     this->quick_softmax(scale, added);
     bool fits = true;
 #pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; ++i) fits = fits && added[i] <= Rows::kMostSum;
+    for (int i = 0; i < 2 * kRowTiles; ++i) fits = fits && added[i] <= Rows::kSumLimit;
     if (__all_sync(0xffffffffu, fits)) {
 #pragma unroll
       for (int i = 0; i < 2 * kRowTiles; ++i) this->sum[i / 2][i % 2] += added[i];

@@ -212,9 +212,9 @@ struct ForwardRows {
 
   // The largest running maximum with which quick_softmax() may be used. Scores that a product has added the bias to have
   // errors of some units in their last place, each 2^-13 here; P is rounded to 2^-11 of itself in float16.
-  static constexpr float kMostShift = 1024.0f;
+  static constexpr float kShiftLimit = 1024.0f;
   // A row's sum of a thread that quick_softmax() gives where no score exceeds the maximum by more than kSlack.
-  static constexpr float kMostSum = 2 * kColumnTiles * 256.0f;
+  static constexpr float kSumLimit = 2 * kColumnTiles * 256.0f;
   static_assert(kSlack == 8.0f);
 
   // Makes the maximum that of these products, which `scale` makes scores to base 2.
@@ -232,7 +232,7 @@ struct ForwardRows {
   }
 
   // Turns products, which `scale` makes scores to base 2, into probabilities relative to the running maximum as it is.
-  // `added` becomes their sums, which are not added yet. If one is more than kMostSum or NaN, the maximum has to be
+  // `added` becomes their sums, which are not added yet. If one is more than kSumLimit or NaN, the maximum has to be
   // looked for.
   __device__ void quick_softmax(float scale, float (&added)[2 * kRowTiles]) {
 #pragma unroll
@@ -241,7 +241,7 @@ struct ForwardRows {
       for (int half = 0; half < 2; ++half) {
         const float top = maximum[m][half];
         // Where a row has no maximum yet, any score makes infinity.
-        const float shift = fabsf(top) <= kMostShift ? top : top == -INFINITY ? -3.4e38f : NAN;
+        const float shift = fabsf(top) <= kShiftLimit ? top : top == -INFINITY ? -3.4e38f : NAN;
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n)

@@ -26,10 +26,10 @@ auto with_head_dim(int64_t head_dim, HeadDims<kFirst, kRest...>, const Function 
   return function(std::integral_constant<int, kFirst>{});
 }
 
-// Calls function(TypeOf<Element>, std::integral_constant<int, d>). Where `kMost` is 0, nothing was instantiated.
-template <int kMost, class Dims, class Function>
+// Calls function(TypeOf<Element>, std::integral_constant<int, d>). Where `kDimRoom` is 0, nothing was instantiated.
+template <int kDimRoom, class Dims, class Function>
 cudaError_t with_types(const fdm_problem &p, Dims dims, const Function &function) {
-  if constexpr (kMost == 0)
+  if constexpr (kDimRoom == 0)
     return cudaErrorInvalidConfiguration;
   else
     return with_head_dim(p.head_dim, dims, [&](auto dim) {

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ FillPar
 
 cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream) {
   if (!present(t)) return cudaSuccess;
-  const FillWork work = fill_work(t, rows_are_aligned(t, t.shape[3]));
+  const FillWork work = fill_work(t);
   FillParams params{};
   params.set(0, t, 0, work.vectors);
   return launch(fill, work.blocks, kThreads, 0, stream, params);

@@ -67,8 +67,8 @@ cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cud
 // one need SMs of the same GPC, so there are fewer than the number of SMs tells, or none where a GPC has fewer SMs. The
 // driver is asked once for each kernel. Of more than 8 blocks, this has to be called before they are launched.
 template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int threads, int64_t *most) {
-  constexpr int kMostBlocks = 16, kPortable = 8; // CUDA programming guide, thread block clusters
-  static std::atomic<int> known[kMaxDevices][kMostBlocks + 1];
+  constexpr int kBlockRoom = 16, kPortable = 8; // CUDA programming guide, thread block clusters
+  static std::atomic<int> known[kMaxDevices][kBlockRoom + 1];
   static std::atomic<uint64_t> allowed{0};
   int device;
   if (cudaError_t error = cudaGetDevice(&device)) return error;

@@ -189,12 +189,11 @@ cudaError_t launch_tile_lists(const fdm_problem &p, const Plan &plan, const Plan
 cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, void *workspace,
                                cudaStream_t stream) {
   int32_t *const counts = at<int32_t>(workspace, route.counts);
-  const int64_t lists = plan.lists * list_sequences(p);
-  const int64_t chunks = ceil_div(p.keys, kChunkKeys);
-  if (cudaError_t error = launch(count_kept_keys, lists * chunks, kChunkThreads, 0, stream, p, plan, counts, chunks))
+  const int64_t blocks = route.chunk_blocks, chunks = route.chunks;
+  if (cudaError_t error = launch(count_kept_keys, blocks, kChunkThreads, 0, stream, p, plan, counts, chunks))
     return error;
-  if (cudaError_t error = launch<Overlap::kernel_ahead>(compact_kept_keys, lists * chunks, kChunkThreads, 0, stream, p,
-                                                        plan, counts, chunks))
+  if (cudaError_t error =
+          launch<Overlap::kernel_ahead>(compact_kept_keys, blocks, kChunkThreads, 0, stream, p, plan, counts, chunks))
     return error;
   return launch_tile_lists(p, plan, route, stream);
 }

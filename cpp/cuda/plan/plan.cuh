@@ -11,7 +11,7 @@
 // backward pass, which goes by keys, can look up any of them.
 //
 // Memory is linear in the keys, other than in row plans. A tile has room for as many columns as a selection leaves it
-// (fdm_problem.max_kept), or for kMostTileKeys. A tile that keeps more overflows: its columns are then all kept keys of
+// (fdm_problem.max_kept), or for kTileKeyRoom. A tile that keeps more overflows: its columns are then all kept keys of
 // the list from the tile's first to its last, as partial ones, of which some may be kept by no row. With a key mask the
 // columns of a tile are the first kept keys of the list, and need no memory of their own.
 #pragma once
@@ -42,7 +42,7 @@ struct TileCounts {
 
 // Room for the columns of a tile where nothing is known of how many keys it keeps. It takes 128 bytes for each query of
 // a list, as a query of head dimension 64 does. Plans for up to as many keys never overflow.
-constexpr int kMostTileKeys = 4096;
+constexpr int kTileKeyRoom = 4096;
 
 // Pointers into a plan. The host makes this, and kernels get it by value: laying it out takes divisions and 64-bit
 // products, which are no work for each block of threads.
@@ -100,7 +100,7 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   plan.tile_keys = int32_t(p.keys);
   if (kind == FDM_MASK_INTERVALS)
     plan.tile_keys =
-        int32_t(min64(p.keys, p.max_kept > 0 ? min64(p.max_kept, INT32_MAX) + kTileRows - 1 : kMostTileKeys));
+        int32_t(min64(p.keys, p.max_kept > 0 ? min64(p.max_kept, INT32_MAX) + kTileRows - 1 : kTileKeyRoom));
   BufferParts parts{static_cast<char *>(base)};
   if (is_interval_plan(kind)) {
     plan.kept_count = parts.take<int32_t>(plan.lists * list_sequences(p));
@@ -131,7 +131,7 @@ inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
     return {5 * 256, 0, 3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t), 0, kTileRows, 0};
   case FDM_MASK_INTERVALS:
     return {6 * 256,         0,         3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t),
-            sizeof(int32_t), kTileRows, kMostTileKeys};
+            sizeof(int32_t), kTileRows, kTileKeyRoom};
   default:
     return {0, 0, 0, 0, 0, kTileRows, 0};
   }

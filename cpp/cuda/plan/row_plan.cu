@@ -116,9 +116,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 } // namespace
 
 cudaError_t launch_row_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
-  const int64_t tiles = ceil_div(p.queries, kTileRows);
   const auto kernel = route.aligned ? list_row_columns<true> : list_row_columns<false>;
-  return launch(kernel, route.blocks, kRowThreads, 0, stream, p, plan, tiles);
+  return launch(kernel, route.blocks, kRowThreads, 0, stream, p, plan, int64_t{route.parts});
 }
 
 } // namespace fdm::cuda

@@ -93,8 +93,7 @@ struct SmallBlockWork {
       return std::max(step_time * (double(steps) / number + others), crowded_time * all);
     };
     int32_t number = 1;
-    while (2 * number <= std::min<int64_t>(kMostShares, steps) &&
-           microseconds(2 * number) < gain * microseconds(number))
+    while (2 * number <= std::min<int64_t>(kShareRoom, steps) && microseconds(2 * number) < gain * microseconds(number))
       number *= 2;
     return number;
   }
@@ -336,13 +335,13 @@ KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const Back
     return has_rows(p.bias) ? KeyKernel::row_bias : KeyKernel::fused;
   }
   if (route.general) return KeyKernel::general;
-  return device.has_wgmma() && route.head_dim <= kMostDkdvHeadDim ? KeyKernel::wgmma : KeyKernel::usual;
+  return device.has_wgmma() && route.head_dim <= kDkdvHeadDimSm90 ? KeyKernel::wgmma : KeyKernel::usual;
 }
 
 QueryKernel query_kernel(const DeviceFacts &device, const BackwardRoute &route, bool wanted) {
   if (!wanted) return QueryKernel::none;
   if (route.general) return QueryKernel::general;
-  return device.has_wgmma() && route.head_dim <= kMostDqHeadDim ? QueryKernel::wgmma : QueryKernel::usual;
+  return device.has_wgmma() && route.head_dim <= kDqHeadDimSm90 ? QueryKernel::wgmma : QueryKernel::usual;
 }
 
 const char *name_of(QueryKernel kernel) { return kernel == QueryKernel::wgmma ? "dq_kernel_sm90" : "dq_kernel"; }

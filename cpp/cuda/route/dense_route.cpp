@@ -153,8 +153,8 @@ struct DenseChoice {
   // partial results.
   int64_t room_for_splits() const {
     DenseForwardWork work = forward_work();
-    const int64_t splits = splits_for(work, kMostSms);
-    return divide_sm90(&work, kMostSms, false) ? work.splits : splits;
+    const int64_t splits = splits_for(work, kSmLimit);
+    return divide_sm90(&work, kSmLimit, false) ? work.splits : splits;
   }
 
   static int sm90_rows(const DenseForwardWork &work) {
@@ -295,7 +295,7 @@ struct DenseChoice {
   // Where dk is large, it holds the parts until it is written, so that they take no memory of their own. They have none either
   // where the fused kernel would do all, if the tensors lie as it needs them.
   bool lends_dk() const {
-    return may_fuse() || p.batch * p.keys * p.kv_heads * p.head_dim * 2 >= divide_dbias(kMostSms).parts_bytes();
+    return may_fuse() || p.batch * p.keys * p.kv_heads * p.head_dim * 2 >= divide_dbias(kSmLimit).parts_bytes();
   }
 
   int64_t deltas_bytes() const { return align_256(partial_rows(p) * int64_t(sizeof(float))); }
@@ -595,10 +595,10 @@ int64_t dense_backward_workspace(const fdm_problem &p, const DeviceFacts &device
   const int64_t deltas = choice.deltas_bytes(), first = kNonFiniteBytes + choice.live_bytes();
   if (!choice.may_fuse()) {
     const bool none = choice.sources() == 1 || choice.lends_dk();
-    return first + deltas + (none ? 0 : choice.divide_dbias(kMostSms).parts_bytes());
+    return first + deltas + (none ? 0 : choice.divide_dbias(kSmLimit).parts_bytes());
   }
   // The number of SMs decides whether blocks of threads share a tile of dbias.
-  FusedPlan plan = choice.plan(kMostSms);
+  FusedPlan plan = choice.plan(kSmLimit);
   if (choice.sources() > 1 && plan.sums_dbias) plan.dbias_bytes = plan.work.dbias_bytes();
   return first + (plan.keeps_deltas() ? deltas + plan.bytes() : std::max(deltas, plan.bytes()));
 }

@@ -180,6 +180,7 @@ std::string describe(const PlanRoute &route) {
   own.number("threads", route.threads);
   own.number("parts", route.parts);
   own.flag("aligned", route.aligned);
+  own.number("chunk_blocks", route.chunk_blocks);
   own.number("blocks", route.blocks);
   own.number("plan_bytes", route.plan_bytes);
   own.parts({{"counts", &route.counts}});

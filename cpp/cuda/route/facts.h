@@ -37,10 +37,10 @@ struct DeviceFacts {
 };
 
 // What depends on the device has room for as many SMs: more than any device has.
-constexpr int kMostSms = 256;
+constexpr int kSmLimit = 256;
 
 // Facts that stand for every device of an architecture, where the device is not known yet.
-inline DeviceFacts any_device(const BuiltFor &built) { return {&built, &route_table(built.tile_arch), kMostSms}; }
+inline DeviceFacts any_device(const BuiltFor &built) { return {&built, &route_table(built.tile_arch), kSmLimit}; }
 
 // Whether the rows of a (B, rows, heads, D) tensor can be copied 16 bytes at a time.
 inline bool rows_are_aligned(const fdm_tensor &t, int64_t head_dim) {

@@ -86,7 +86,7 @@ struct ForwardChoice {
     return splits >= least_splits ? splits : 1;
   }
   // How many splits there is room for on every device.
-  int64_t room_for_splits() const { return splits_for(kMostSms); }
+  int64_t room_for_splits() const { return splits_for(kSmLimit); }
 
   // Splits of a decoding call that are a cluster, which merges their results without another kernel; 1 if none is. Blocks of
   // clusters, which have to run at the same time, share SMs badly: with twice as many blocks as SMs they took twice as long as
@@ -120,7 +120,7 @@ struct ForwardChoice {
   // Clusters that share the keys of a block, where these keep each of the largest clusters busy and SMs are idle.
   int64_t direct_parts() const {
     if (table.direct_part_turns == 0 || is_varlen(p)) return 1;
-    const int64_t turn = kDirectKeys * kMostDirectWarps * table.direct_splits;
+    const int64_t turn = kDirectKeys * kDirectWarps * table.direct_splits;
     const bool masked = mask_kind(p) != FDM_MASK_NONE;
     if (p.keys < table.direct_shared_turns * turn + masked) return 1;
     if (masked && p.keys > table.direct_shared_masked_keys) return 1;
@@ -142,7 +142,7 @@ struct ForwardChoice {
     if (kind == FDM_MASK_NONE && 4 * own_blocks >= device.sms * table.direct_busy_quarters && device.has_wgmma())
       return true;
     const int64_t sharing = std::clamp<int64_t>(device.sms / own_blocks, 1, table.direct_splits) * direct_parts();
-    const int64_t turns = ceil_div(p.keys, kDirectKeys * kMostDirectWarps * sharing) * ceil_div(own_blocks, device.sms);
+    const int64_t turns = ceil_div(p.keys, kDirectKeys * kDirectWarps * sharing) * ceil_div(own_blocks, device.sms);
     return turns <= (kind == FDM_MASK_NONE ? table.direct_turns_of_all : table.direct_turns);
   }
 
@@ -241,7 +241,7 @@ const char *name_of(ForwardKernel kernel) {
 int32_t DirectWork::warps(const RouteTable &table, int64_t keys, int64_t blocks, int64_t splits, int64_t sms) const {
   const int64_t all = std::max<int64_t>(1, ceil_div(keys, kDirectKeys * parts));
   return int32_t(ceil_div(all, splits) <= table.direct_few_warps || blocks > sms ? table.direct_few_warps
-                                                                                 : kMostDirectWarps);
+                                                                                 : kDirectWarps);
 }
 
 bool needs_no_plan(const fdm_problem &p, const DeviceFacts &device) {

@@ -16,6 +16,7 @@ struct FillWork {
 constexpr int kFillThreads = 256;
 // Blocks of threads that write each element of a tensor once: zeros, whose rows may be written 16 bytes at a time.
 FillWork fill_work(const fdm_tensor &t, bool aligned);
+inline FillWork fill_work(const fdm_tensor &t) { return fill_work(t, rows_are_aligned(t, t.shape[3])); }
 
 // combine.cu. A thread has four neighbours of a row.
 struct CombineWork {

@@ -31,7 +31,7 @@ struct TileOrder {
 // The query rows of a block of the decode kernel: the queries of all heads of a tile.
 constexpr int kDecodeRows = 16;
 // The direct decode kernel: heads of a block at most, keys of a warp at a time, and warps of a block at most.
-constexpr int kDirectRows = 8, kDirectKeys = 32, kMostDirectWarps = 8;
+constexpr int kDirectRows = 8, kDirectKeys = 32, kDirectWarps = 8;
 
 enum class ForwardKernel : uint8_t {
   none,         // there are no rows
@@ -101,7 +101,7 @@ bool needs_no_plan(const fdm_problem &p, const DeviceFacts &device);
 enum class HeadsInside : uint8_t { none, few, all };
 
 // Blocks of threads of a cluster that share the steps of a small block of keys: step_shares.cuh has room for the sums of so many.
-constexpr int kMostShares = 4;
+constexpr int kShareRoom = 4;
 constexpr int kBucketKeys = 2048;
 
 // Segments of rows, where a selection tells how many keys a segment can keep. See key_segments.cuh.
@@ -241,12 +241,13 @@ enum class PlanKernel : uint8_t {
 };
 struct PlanRoute {
   PlanKernel kernel;
-  int32_t threads;        // of a block
-  int32_t keys_of_thread; // list
-  int32_t parts;          // list: blocks of threads for each list; tiles: those that list its kept keys
-  bool aligned;           // rows: the booleans of several keys are loaded at once
-  int64_t blocks;         // of the last launch
-  Part counts;            // chunks: kept keys of each
+  int32_t threads;              // of a block
+  int32_t keys_of_thread;       // list
+  int32_t parts;                // blocks of threads. rows, list: for each list; tiles: for the kept keys of each
+  bool aligned;                 // rows: the booleans of several keys are loaded at once
+  int64_t blocks;               // of the last launch
+  int64_t chunks, chunk_blocks; // chunks: of each list, and of all lists
+  Part counts;                  // chunks: kept keys of each
   int64_t plan_bytes, workspace_bytes;
   Launches launches;
 };

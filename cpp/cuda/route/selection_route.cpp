@@ -41,7 +41,8 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
   if (kind == FDM_MASK_ROWS) {
     route.kernel = PlanKernel::rows;
     route.aligned = mask_rows_are_aligned(p.mask);
-    route.blocks = lists * ceil_div(p.queries, kTileRows);
+    route.parts = int32_t(ceil_div(p.queries, kTileRows));
+    route.blocks = lists * route.parts;
     route.launches.add("list_row_columns");
   } else if (p.keys <= table.list_plan_keys && p.queries <= table.list_rows) {
     route.kernel = PlanKernel::list;
@@ -60,6 +61,8 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
   } else {
     route.kernel = PlanKernel::chunks;
     route.threads = 512;
+    route.chunks = ceil_div(p.keys, kPlanChunkKeys);
+    route.chunk_blocks = lists * route.chunks;
     route.blocks = tiles;
     route.launches.add("count_kept_keys");
     route.launches.add("compact_kept_keys");

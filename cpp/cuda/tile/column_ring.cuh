@@ -14,9 +14,9 @@ namespace fdm::cuda {
 // 2^90: times the scale, which is between 2^-30 and 2^20, that is far beyond what quick_softmax() takes, and far from the
 // lowest float, by which it shifts a row that has no maximum yet.
 __device__ __forceinline__ float bias_in_products(float bias, float factor) {
-  constexpr float kMost = 0x1p90f;
+  constexpr float kLargest = 0x1p90f;
   const float scaled = bias * factor;
-  return bias == -INFINITY ? bias : ptx::max_or_nan(ptx::min_or_nan(scaled, kMost), -kMost);
+  return bias == -INFINITY ? bias : ptx::max_or_nan(ptx::min_or_nan(scaled, kLargest), -kLargest);
 }
 
 template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing {

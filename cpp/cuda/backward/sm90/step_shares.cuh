@@ -25,7 +25,7 @@ struct ShareBarriers {
 template <int kTiles, int kThreads> struct StepShares {
   using Sums = float[kTiles][4];
   static constexpr int kTileFloats = 4 * kThreads, kSlotFloats = (kTiles + 1) * kTileFloats; // one more for the bias
-  static constexpr int kRoomBytes = (kMostShares - 1) * kSlotFloats * int(sizeof(float));
+  static constexpr int kRoomBytes = (kShareRoom - 1) * kSlotFloats * int(sizeof(float));
 
   ShareBarriers &barriers;
   float *room; // kRoomBytes of shared memory, which no thread of this block uses any more

@@ -73,9 +73,9 @@ struct DenseForwardConfigSm90 {
   static constexpr int kMaskBytes = kMasks ? kRows * kTile : 0;
   static constexpr int kSmallBytes = (kDropsByProduct ? 14 : 4) * 1024; // at most, of all else
   static constexpr int kBiasRoom = shared_limit(90) - kSmallBytes - kQueryStages * kQueryBytes - kStages * Pair::kBytes;
-  static constexpr int kMostBiasStages = kBiasRoom / (kBiasBytes + kMaskBytes);
+  static constexpr int kBiasStageRoom = kBiasRoom / (kBiasBytes + kMaskBytes);
   static constexpr int kBiasStages =
-      !kShares || kMostBiasStages < 2 ? 1 : (kMostBiasStages < kStages ? kMostBiasStages : kStages);
+      !kShares || kBiasStageRoom < 2 ? 1 : (kBiasStageRoom < kStages ? kBiasStageRoom : kStages);
 };
 
 template <class Config> struct DenseForwardSharedSm90 {

@@ -49,8 +49,8 @@ private:
   __device__ uint64_t descriptor(const Chunk *first) const { return operand_descriptor(first, zeros); }
   // One that Element has no room for becomes NaN, which reaches the sums.
   __device__ static Chunk split(float x, float fourth) {
-    constexpr float kMost = kHalf ? 65504.0f : 3.38e38f;
-    return Chunk::split(fabsf(x) < INFINITY && fabsf(x) > kMost ? NAN : x, fourth);
+    constexpr float kLargest = kHalf ? 65504.0f : 3.38e38f;
+    return Chunk::split(fabsf(x) < INFINITY && fabsf(x) > kLargest ? NAN : x, fourth);
   }
 };
 

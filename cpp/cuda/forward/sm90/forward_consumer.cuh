@@ -191,7 +191,7 @@ template <class Config> struct ForwardConsumer {
       if constexpr (kAfter != After::block) rows.find_maximum(scale);
       float added[2];
       rows.quick_softmax(scale, added);
-      if (__all_sync(0xffffffffu, added[0] <= Rows::kMostSum && added[1] <= Rows::kMostSum)) {
+      if (__all_sync(0xffffffffu, added[0] <= Rows::kSumLimit && added[1] <= Rows::kSumLimit)) {
         if constexpr (kAfter != After::nothing) finish_output<0>();
 #pragma unroll
         for (int half = 0; half < 2; ++half)

@@ -206,7 +206,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
       if (block == 0) Rows::find_maximum(scale);
       float added[2];
       Rows::quick_softmax(scale, added);
-      if (__all_sync(0xffffffffu, added[0] <= Rows::kMostSum && added[1] <= Rows::kMostSum)) {
+      if (__all_sync(0xffffffffu, added[0] <= Rows::kSumLimit && added[1] <= Rows::kSumLimit)) {
         Rows::sum[0][0] += added[0];
         Rows::sum[0][1] += added[1];
         return;

@@ -8,15 +8,15 @@
 namespace fdm::cuda {
 
 // A bias times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One that Element has no room for
-// becomes NaN. One of bfloat16 is cut off at kMost: times the scale, which is between 2^-30 and 2^30, that is far beyond what
+// becomes NaN. One of bfloat16 is cut off at kLargest: times the scale, which is between 2^-30 and 2^30, that is far beyond what
 // quick_softmax() takes, and far from the lowest float, by which it shifts a row that has no maximum yet.
 template <class Element> __device__ __forceinline__ OperandChunk<Element> bias_chunk(float given, float factor) {
   constexpr bool kHalf = __is_same(Element, __half);
-  constexpr float kMost = kHalf ? 65504.0f : 0x1p90f;
+  constexpr float kLargest = kHalf ? 65504.0f : 0x1p90f;
   const bool finite = fabsf(given) < INFINITY;
   float bias = given * factor;
-  if (!kHalf && finite) bias = fminf(fmaxf(bias, -kMost), kMost);
-  if (kHalf && finite && fabsf(bias) > kMost) bias = NAN;
+  if (!kHalf && finite) bias = fminf(fmaxf(bias, -kLargest), kLargest);
+  if (kHalf && finite && fabsf(bias) > kLargest) bias = NAN;
   return OperandChunk<Element>::split(bias);
 }
 

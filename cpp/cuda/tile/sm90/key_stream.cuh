@@ -15,7 +15,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lo
   static constexpr Lookup kLookup = kLookupChoice;
   // A warp that waits for a stage to become empty must know that it was so the time before: the parity of a barrier does
   // not tell two rounds apart. With no more warps than stages, it was when the warp stored the block before.
-  static constexpr int kTurnWarps = kKStages < Roles::kMostTurnWarps ? kKStages : Roles::kMostTurnWarps;
+  static constexpr int kTurnWarps = kKStages < Roles::kTurnWarpRoom ? kKStages : Roles::kTurnWarpRoom;
   // Lookup threads that release tasks.
   static constexpr int kTaskReaders = kLookup == Lookup::warps ? 32 * kTurnWarps : 0;
 

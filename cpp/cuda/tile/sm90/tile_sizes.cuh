@@ -70,7 +70,7 @@ struct DqTileSm90 {
 
 // K of a block is needed until the next block's scores are started, which takes two stages at least. Larger head
 // dimensions, which have no room for them beside Q and dO, are left to the mma.sync kernels.
-constexpr int kMostDqHeadDim = 192;
+constexpr int kDqHeadDimSm90 = 192;
 
 // Accumulators take head_dim / 2 + columns registers, dS columns / 4.
 constexpr DqTileSm90 dq_tile_sm90(int head_dim) { return head_dim <= 128 ? DqTileSm90{64, 4} : DqTileSm90{64, 2}; }
@@ -82,7 +82,7 @@ struct DkdvTileSm90 {
   int rows, stages;
 };
 
-constexpr int kMostDkdvHeadDim = 128;
+constexpr int kDkdvHeadDimSm90 = 128;
 
 constexpr DkdvTileSm90 dkdv_tile_sm90(int) { return {64, 3}; }
 
