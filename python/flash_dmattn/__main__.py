@@ -16,8 +16,6 @@ from . import selftest
 from .loader import Loader, default_loader, verify
 from .loader.report import make_report, render
 
-__all__ = ["ExitCode", "main"]
-
 
 class ExitCode(IntEnum):
     """What the command returns; docs/install.md explains each."""

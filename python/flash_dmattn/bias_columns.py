@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Extended", "with_bias_columns"]
-
 # So that rows of 16 bits stay aligned to 16 bytes.
 _UNIT = 8
 

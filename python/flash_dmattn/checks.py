@@ -9,20 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = [
-    "INTEGERS",
-    "MOST_ROWS",
-    "bounds",
-    "described",
-    "device",
-    "flag",
-    "index",
-    "number",
-    "refuse_layout",
-    "refuse_type",
-    "tensor",
-]
-
 # Rows and keys are counted in int32 wherever they are stored: IntervalMask, cu_seqlens.
 MOST_ROWS = 2**31 - 1
 _MOST = 2**63 - 1

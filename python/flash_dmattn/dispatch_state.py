@@ -11,17 +11,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
 
-__all__ = [
-    "IS_READABLE",
-    "PLAIN_TYPES",
-    "forward_mode_is_compiled",
-    "is_below_autograd",
-    "is_idle",
-    "is_recorded_by_jit",
-    "is_transformed",
-    "watch_kernels",
-]
-
 # Tensors of any other type may change what an operation does.
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _NAMESPACES = ("flash_dmattn/", "_/")  # of our operators, and of fallbacks for all operators

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .interface import flash_dmattn_func
 
-__all__ = ["flex_dmattn_func"]
-
 
 def flex_dmattn_func(
     query: Tensor,

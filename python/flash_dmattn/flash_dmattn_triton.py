@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .interface import flash_dmattn_func
 
-__all__ = ["triton_dmattn_func"]
-
 
 def triton_dmattn_func(
     query: Tensor,

@@ -7,8 +7,6 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-__all__ = ["look_up"]
-
 _MODULES = {
     "AttentionCache": "modules",
     "AttentionPlan": "plan",

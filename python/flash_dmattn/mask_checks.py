@@ -9,14 +9,6 @@ from torch import Tensor
 from . import checks
 from .checks import MOST_ROWS
 
-__all__ = [
-    "check_integers",
-    "check_token_mask",
-    "checked_length",
-    "checked_side",
-    "last_bound",
-]
-
 
 def checked_length(name: str, length: int) -> int:
     """Return a number of queries or keys."""

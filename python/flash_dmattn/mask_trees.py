@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .mask_checks import check_integers
 
-__all__ = ["TreeOrder", "depth_first"]
-
 
 class TreeOrder(NamedTuple):
     """A forest in depth-first order: at each place a node, and where its descendants end."""

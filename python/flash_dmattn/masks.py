@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 from . import checks
 from .mask_checks import check_integers, checked_length, checked_side, last_bound
 
-__all__ = ["IntervalMask", "intervals_to_bool"]
-
 
 def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
     """Return bool ``(..., query_length, K)``: is ``start <= i < end`` for row i and each key."""

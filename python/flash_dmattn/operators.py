@@ -15,8 +15,6 @@ from torch import Tensor
 
 from . import dispatch_state
 
-__all__ = ["define", "library", "without_negation"]
-
 library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untyped-call]
 
 

@@ -14,23 +14,6 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-__all__ = [
-    "ATTENTION",
-    "DENSE",
-    "KEY_LISTS",
-    "SELECTION",
-    "AttentionInputs",
-    "Gradients",
-    "KeyCounts",
-    "KeyListInputs",
-    "Packing",
-    "Schema",
-    "SelectionInputs",
-    "differentiable_tensors",
-    "no_gradient",
-    "without_gradients",
-]
-
 # A tensor whose gradient attention computes.
 Differentiable: TypeAlias = Annotated[Tensor, "differentiable"]
 # Gradients by the names of the fields that they belong to.

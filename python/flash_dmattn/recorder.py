@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ops import RECORDS_CALLS
 
-__all__ = ["recorded_calls"]
-
 
 @contextmanager
 def recorded_calls() -> Iterator[None]:

@@ -12,8 +12,6 @@ from .backends.shapes import check_attention
 from .masks import IntervalMask
 from .record import AttentionInputs, Packing
 
-__all__ = ["check_reference"]
-
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NAMES = {"attn_mask": "mask", "attn_bias": "bias", "softmax_scale": "scale"}
 

@@ -10,14 +10,6 @@ from torch import Tensor
 
 from .operators import define
 
-__all__ = [
-    "current_backward",
-    "refuse_double_backward",
-    "refuse_forward_mode",
-    "refuse_recomputation",
-    "refuse_vmap",
-]
-
 _USE_REFERENCE = (
     "pass backend='reference', the formula in plain PyTorch operations and O(Q x K) memory, which "
     "does"

@@ -14,8 +14,6 @@ from .backends.base import interval_shape, keep_shape
 from .operators import define, without_negation
 from .record import SELECTION, SelectionInputs
 
-__all__ = ["select_intervals", "select_keep"]
-
 _INPUTS = f"{SELECTION.text}, str backend"
 _TENSOR_COUNT = SELECTION.tensor_count
 

@@ -14,14 +14,6 @@ from .base import Backend
 from .device_packs import pack_backend
 from .reference import ReferenceBackend
 
-__all__ = [
-    "available_backends",
-    "check_backend_name",
-    "is_available",
-    "require_available",
-    "select_backend",
-]
-
 _PACK_BACKENDS = ("cuda", "cpu")
 _KNOWN_BACKENDS = (*_PACK_BACKENDS, *portable.NAMES, "reference")
 

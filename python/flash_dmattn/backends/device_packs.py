@@ -10,8 +10,6 @@ from flash_dmattn import loader
 from .base import Backend
 from .reference import ReferenceBackend
 
-__all__ = ["pack_backend", "selecting_backend"]
-
 
 def pack_backend(device: torch.device) -> Backend:
     """Return what calls the pack of a device; NoPackError if there is none."""

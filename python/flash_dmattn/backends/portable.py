@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from .base import Backend
 
-__all__ = ["NAMES", "load", "require", "why_unavailable"]
-
 
 class _Entry(NamedTuple):
     availability: str  # the module of why_unavailable

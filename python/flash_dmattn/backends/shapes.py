@@ -16,8 +16,6 @@ from torch import Tensor
 
 from flash_dmattn.record import AttentionInputs, SelectionInputs
 
-__all__ = ["check_attention", "check_selection", "refuse_float64_bias"]
-
 # The core reads the values of a CPU's tensors only.
 _READABLE, _NOT_READABLE = 1, 2
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "block_table")

@@ -13,8 +13,6 @@ from ..record import DENSE, KeyCounts
 from ..selection import CallShape, select
 from ..state.rows import Rows, by_place, selecting
 
-__all__ = ["Exchange", "exchanged", "planned"]
-
 
 class Exchange(NamedTuple):
     """The part of one rank.

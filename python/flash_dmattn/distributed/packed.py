@@ -13,8 +13,6 @@ from ..record import KeyCounts, Packing
 from ..selection import CallShape, select
 from ..state.rows import NOWHERE, Rows
 
-__all__ = ["packed_best", "packed_shard", "together"]
-
 
 def packed_shard(
     query: Tensor,

@@ -9,8 +9,6 @@ from torch import Tensor
 from flash_dmattn.backends.shapes import check_attention
 from flash_dmattn.record import KeyListInputs
 
-__all__ = ["check_key_lists"]
-
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 

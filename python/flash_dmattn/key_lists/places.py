@@ -10,8 +10,6 @@ from torch import Tensor
 
 from flash_dmattn.record import KeyListInputs
 
-__all__ = ["Rows", "bias_steps", "by_head", "key_places", "rows_of"]
-
 
 class Rows(NamedTuple):
     """What each row sees; integers ``(rows,)``."""

@@ -15,8 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Gathered", "Listed", "Mixed", "Products", "Streamed"]
-
 
 class Products(Protocol):
     """The products of some rows with what they list of a table."""

@@ -20,17 +20,6 @@ from .facts import OWN_DISTRIBUTION
 if TYPE_CHECKING:
     from flash_dmattn._core import Pack
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "Candidate",
-    "difference",
-    "entry_point_candidates",
-    "forced_candidate",
-    "manifest_candidates",
-    "own_candidates",
-    "without_repetitions",
-]
-
 ENTRY_POINT_GROUP = "flash_dmattn.packs"
 MANIFEST = "manifest.json"
 SCHEMA = 1

@@ -9,8 +9,6 @@ from pathlib import Path
 from . import messages
 from .errors import LibraryFileError, check_machine, truncated
 
-__all__ = ["check"]
-
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SEGMENT = struct.Struct("<8xQ16xQ16x")  # p_offset and p_filesz
 _IDENTITY = b"\x7fELF\x02\x01"  # 64 bits, little-endian

@@ -13,21 +13,6 @@ from typing import NamedTuple
 
 from . import messages
 
-__all__ = [
-    "ENVIRONMENT",
-    "InvalidVariableError",
-    "UnknownVariableWarning",
-    "Variable",
-    "check_cpu_simd",
-    "check_unknown",
-    "check_values",
-    "get",
-    "invalid",
-    "is_given",
-    "unknown",
-    "variables_set",
-]
-
 PREFIX = "FLASH_DMATTN_"
 
 

@@ -9,17 +9,6 @@ import warnings
 from . import messages
 from .trace import Trace
 
-__all__ = [
-    "FallbackWarning",
-    "LibraryFileError",
-    "NoPackError",
-    "check_machine",
-    "passed_over_text",
-    "plain_pytorch_text",
-    "truncated",
-    "warn",
-]
-
 
 class NoPackError(RuntimeError):
     """No kernel pack serves a device. The text has what was looked for, what was found, and what to

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from . import nvidia
 
-__all__ = ["Device", "Driver", "Host", "Machine", "Situation", "Torch"]
-
 OWN_DISTRIBUTION = "flash-dmattn"
 # The names that manifests use, for those that some systems give instead.
 _MACHINE_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}

@@ -9,8 +9,6 @@ from pathlib import Path
 from . import messages
 from .errors import LibraryFileError, check_machine, truncated
 
-__all__ = ["check"]
-
 _HEADER = struct.Struct("<IIIIIIII")
 _COMMAND = struct.Struct("<II")
 _SEGMENT = struct.Struct("<16sQQQQ")  # behind the command's head: name, address, size, and in file

@@ -8,8 +8,6 @@ example. What is in braces is filled in; the texts of `rules.ROWS` say what of a
 
 from __future__ import annotations
 
-__all__ = ["catalogue"]
-
 # --- the heading of an error, and warnings
 
 NO_PACK = "no kernel pack serves {device}"

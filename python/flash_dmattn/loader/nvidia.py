@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import sys
 
-__all__ = ["driver_versions", "visible_devices"]
-
 _WINDOWS = sys.platform == "win32"
 _CUDA_LIBRARY = "nvcuda.dll" if _WINDOWS else "libcuda.so.1"
 _NVML_LIBRARY = "nvml.dll" if _WINDOWS else "libnvidia-ml.so.1"

@@ -9,8 +9,6 @@ from pathlib import Path
 from . import messages
 from .errors import LibraryFileError, check_machine, truncated
 
-__all__ = ["check"]
-
 _DOS_HEADER = 64  # bytes; the last four say where the header below is
 _HEADER = struct.Struct("<4sHHIIIHHH")  # the signature, COFF's header, the magic of what follows it
 _SECTION = struct.Struct("<8sIIII16x")

@@ -8,22 +8,6 @@ import sys
 
 from .facts import OWN_DISTRIBUTION
 
-__all__ = [
-    "INSTALL_BACKEND",
-    "PLAIN_PYTORCH",
-    "PORTABLE",
-    "SHOW_GPUS",
-    "TRITON",
-    "TRY",
-    "after_opening",
-    "build_for",
-    "install_wheel",
-    "reinstall",
-    "set_to",
-    "unset",
-    "update_driver",
-]
-
 _WINDOWS = sys.platform == "win32"
 
 

@@ -14,8 +14,6 @@ from .errors import passed_over_text
 from .facts import Device, Torch
 from .resolver import Loader
 
-__all__ = ["SCHEMA", "make_report", "render"]
-
 SCHEMA = 1
 _CANDIDATE_FIELDS = ("name", "path", "source", "device", "cuda", "arch", "version", "sha256")
 

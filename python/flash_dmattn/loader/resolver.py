@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from flash_dmattn._core import Pack
     from flash_dmattn.backends.base import Backend
 
-__all__ = ["Loader", "default_loader", "open_pack", "pack_for", "trace_for"]
-
 logger = logging.getLogger("flash_dmattn.loader")
 
 _BACKEND = "FLASH_DMATTN_BACKEND"

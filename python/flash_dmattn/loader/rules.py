@@ -27,8 +27,6 @@ from .facts import Driver, Situation
 from .targets import Targets
 from .trace import Entry, Rule, Trace
 
-__all__ = ["Wishes", "decide"]
-
 
 class Wishes(NamedTuple):
     """What the environment asks for; "" or "0" where it asks for nothing."""

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from . import messages
 
-__all__ = ["InstallationError", "Targets", "find_targets"]
-
 SCHEMA = 1
 
 

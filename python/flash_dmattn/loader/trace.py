@@ -14,8 +14,6 @@ from .facts import Situation
 if TYPE_CHECKING:
     from flash_dmattn._core import Pack
 
-__all__ = ["Entry", "Rule", "Trace"]
-
 
 class Rule(IntEnum):
     """What refused a candidate, in the order of checking: the later, the nearer to working."""

@@ -22,8 +22,6 @@ from . import messages
 from .candidates import MANIFEST, Candidate
 from .facts import OWN_DISTRIBUTION
 
-__all__ = ["Checked", "Recorded", "as_json", "passed", "records_of", "render", "verify"]
-
 _BLOCK = 1 << 20
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from .outcome import Comparison, Outcome
 
-__all__ = ["run"]
-
 
 def run(served: Iterable[tuple[str, int]], pack_for: Callable[[str, int], Any]) -> Outcome:
     """Test every device, given as its kind and index; without torch, the pack of ``pack_for``.

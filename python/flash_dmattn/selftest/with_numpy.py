@@ -22,8 +22,6 @@ from .outcome import (
     Comparison,
 )
 
-__all__ = ["attention", "compare"]
-
 # The gradients, by the fields of a call that they belong to.
 _GRADIENTS = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
 _ALIGNMENT = 64  # of plans and workspaces, in bytes

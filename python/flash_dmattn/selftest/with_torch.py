@@ -27,8 +27,6 @@ from .outcome import (
     Comparison,
 )
 
-__all__ = ["compare"]
-
 DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("float16", "bfloat16")}
 
 

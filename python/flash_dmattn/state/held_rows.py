@@ -32,8 +32,6 @@ from .stored import read_state, state_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["HeldRows"]
-
 _Result = TypeVar("_Result")
 
 

@@ -16,8 +16,6 @@ from ..backends.triton.prepared import Prepared
 from ..record import KeyCounts
 from .rows import Rows
 
-__all__ = ["BiasOfValues", "launch_insert"]
-
 # Of a longer row of biases parts are looked at one after another.
 _MOST_ROWS_AT_ONCE = 4096
 

@@ -16,8 +16,6 @@ from .chunks import check_heads, check_like, described_call
 from .held_rows import HeldRows
 from .rows import Rows, concatenated, in_order, kept_rows, marked
 
-__all__ = ["KeptKeys"]
-
 
 class KeptKeys(HeldRows):
     """The ``window_size`` keys with the largest bias among those so far: all that is still visible.

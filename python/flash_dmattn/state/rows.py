@@ -16,22 +16,6 @@ from ..arguments import writable
 from ..record import DENSE, KeyCounts
 from ..selection import CallShape, select
 
-__all__ = [
-    "NOWHERE",
-    "Rows",
-    "best",
-    "by_place",
-    "chosen",
-    "concatenated",
-    "empty_rows",
-    "in_order",
-    "kept_rows",
-    "marked",
-    "narrowed",
-    "selecting",
-    "slots",
-]
-
 # The position of a row that holds nothing: behind all others.
 NOWHERE = 2**62
 

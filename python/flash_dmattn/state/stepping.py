@@ -15,8 +15,6 @@ from ..loader import FallbackWarning
 from ..record import KeyCounts
 from .rows import NOWHERE, Rows, narrowed
 
-__all__ = ["has_kernel", "insert", "insert_by_operations"]
-
 
 def insert(rows: Rows, new: Rows, counts: KeyCounts, counter: Tensor) -> None:
     """Write one token, later than all others, into rows that `kept_rows` has made.

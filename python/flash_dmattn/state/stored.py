@@ -14,8 +14,6 @@ from ..record import KeyCounts
 from .chunks import check_like
 from .rows import Rows, slots
 
-__all__ = ["check_names", "check_setting", "read_state", "state_of", "with_added"]
-
 _SETTINGS = ("window_size", "keep_last", "keep_first", "rollback", "start")
 # Of states that were saved by 2.0.0a1, which did not have them.
 _ADDED = {"keep_last": 0, "keep_first": 0}

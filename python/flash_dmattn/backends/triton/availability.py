@@ -9,8 +9,6 @@ import re
 
 import torch
 
-__all__ = ["LOWEST_VERSION", "why_unavailable"]
-
 # What comes with torch 2.5.
 LOWEST_VERSION = "3.1"
 # What torch calls the GPUs that Triton has a compiler for: those of NVIDIA and AMD, and of Intel.

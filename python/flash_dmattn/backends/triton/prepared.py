@@ -12,8 +12,6 @@ from torch import Tensor
 from ..torch_memory import raw_stream
 from .launch import on_device
 
-__all__ = ["Prepared"]
-
 # From here on a compiled kernel is given all arguments of its function, the constants too. Seen
 # with 3.6 and 3.9; before, Triton is asked each time.
 _STARTS_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
