@@ -104,7 +104,7 @@ template <class Pack> struct PackEntries {
     });
   }
 
-  // A table with the entry points, the limits and the layouts; the pack adds what it is called and where it runs.
+  // A table with the entry points, the limits and the layouts; the pack adds its name and its device.
   static fdm_pack table() {
     fdm_pack table{};
     table.abi_version = FDM_PACK_ABI_VERSION;

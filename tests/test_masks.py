@@ -340,7 +340,7 @@ def forests(draw: st.DrawFn) -> list[int]:
 
 
 def _sees(parents: list[int]) -> torch.Tensor:
-    """Return bool (N, N): is node j node i, or above it?"""
+    """Return bool (N, N): whether node j is node i, or above it."""
     sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
     for node in range(len(parents)):
         above = node

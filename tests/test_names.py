@@ -25,7 +25,7 @@ FILLED_IN = re.compile(r"\{\w*\}|(?<![A-Z])(?:NAME|VERSION)(?![A-Z])")
 FILE = re.compile(r"(?<![\w.*/{}<>$-])(?<!-m )[\w-]+\.(?:cmake|cpp|cu|cuh|md|py|yml)\b")
 MODULE = re.compile(r"-m ((?:flash_dmattn|benchmarks|demo|rehearsal|release)\b[\w.]*)(?: (\w+))?")
 
-# What a user's command writes, what nvcc is told, what torch has, what Python's own library has.
+# Files that a user's command writes, that nvcc is given, of torch, and of Python's own library.
 OTHER_FILES = {"notes.md", "module.cu", "version.py"}
 OTHER_FILES |= {f"{name}.py" for name in sys.stdlib_module_names}
 # It names files of other people's repositories.

@@ -30,8 +30,8 @@ public:
   nb::object keep(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse);
 
   // The gradients of the fields of `Gradients`, in a tuple as long as `flags`: None where a flag does not want one, and
-  // behind the fields. `kept` is what keep() has returned, or has its form. None also where its tensors are others than
-  // those of keep(), as hooks of saved tensors may give them: another call can be made of them.
+  // behind the fields. `kept` is the result of keep(), or has its form. Returns None if hooks of saved tensors have replaced
+  // the tensors of keep(): the caller then makes another call of them.
   nb::object differentiate(const Pack &pack, int32_t threads, const Allocator &allocator, nb::tuple kept,
                            nb::handle dout, nb::handle dlse, nb::tuple flags);
 

@@ -114,7 +114,7 @@ public:
   DeviceBytes(const DeviceBytes &) = delete;
   DeviceBytes &operator=(const DeviceBytes &) = delete;
 
-  // Null where none are needed, or where the allocator has none.
+  // Null if no bytes are needed, or if the allocator has no memory.
   void *data() const;
 
 private:

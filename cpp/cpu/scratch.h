@@ -17,8 +17,8 @@ static inline int64_t bias_rows(const fdm_problem &p, int64_t rows) {
 }
 static inline int64_t heads_per_task(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
 
-// Multiply-adds of the two products of a forward pass with tiles of so many rows, at most: every key is taken to be kept.
-// To gather and to transpose a key takes as long as 20 for each of its elements.
+// An upper bound of the multiply-adds of a forward pass with tiles of so many rows: it counts every key as kept. Gathering and
+// transposing a key counts as 20 multiply-adds for each of its elements.
 static inline double forward_work(const fdm_problem &p, int64_t tile_rows) {
   const double tiles = double(ceil_div(p.queries, tile_rows));
   const double of_key = double(p.head_dim) * (2.0 * double(group_size(p) * p.queries) + 20.0 * tiles);

@@ -62,9 +62,9 @@ class _Kernels:
     """What is known of the kernels that torch.library was given."""
 
     own: frozenset[str] = frozenset()
-    # Whether calls that leave the dispatcher out compute what it would call. They would not where
-    # torch.library was given kernels of someone else for our operators. Those that C++ registers
-    # for CPUs or CUDA devices are not seen.
+    # Whether the dispatcher would call this library's kernels, so that calls may leave it out. It
+    # would not if torch.library was given other kernels for these operators. Kernels that C++
+    # registers for CPUs or CUDA devices are not seen.
     are_own = False
     counted = -1  # how many there were, of all operators, when that was found out
 

@@ -26,7 +26,7 @@ class Drawn:
 
     seed: int
     call: Call
-    poisoned: list[str]  # what of it may hold NaN where nothing may see it
+    poisoned: list[str]  # tensors that hold NaN at places that no result may depend on
     planned: bool  # by a plan made before
     selected: bool  # by dynamic_mask, and attention over what it returns
     deterministic: bool  # asked for, and the call repeated

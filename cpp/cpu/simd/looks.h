@@ -86,7 +86,7 @@ ScoreBlock score_block(const Tile &tile, int64_t number, int64_t head) {
   return {b.saved_p + offset, b.saved_dp + offset, tile.p.softcap > 0 ? b.saved_tanh + offset : nullptr};
 }
 
-// P (dP - delta), but 0 where P is: what the key holds there, NaN for one, is not this row's.
+// P (dP - delta), but 0 where P is 0: a row that drops a key must not see its contents, such as NaN.
 inline vfloat score_gradient(vfloat p, vfloat dp, float delta) { return p == 0.0f ? p : p * (dp - delta); }
 
 // exp(score - row_max), and dP if it is needed. Adds them to the sums of their rows, of P and of P (dP - row_delta):

@@ -19,7 +19,7 @@ struct KeyBlockPlace {
   int64_t sequence_index, kv_head;
   int32_t block;
   int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
-  int64_t first_key;     // listed: where the block begins in `ordered`, or where `in_key_order`, among the kept keys
+  int64_t first_key;     // listed: the block's first place in `ordered`; with `in_key_order`, among the kept keys
   int64_t keys;          // listed: keys from there on, of the same bucket if there are any
   bool in_key_order;     // a list that keeps more keys than its segments have room for
   SegmentBlock rows;     // segments: the rows that keep any of the keys

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // How the float32 sums of dq, dk and dv lie, to which blocks of threads add in no fixed order.
 //
-// They take twice the memory of what they become, so half of them lies where the gradient will be, and the other half where
-// that of a later sequence will be, or in the workspace. A warp has a band of 16 rows in its accumulators (ptx/matrix.cuh),
+// They take twice the memory of the gradients. So half of them lies in the memory of the gradient itself, and the other half
+// in that of a later sequence's gradient, or in the workspace. A warp has a band of 16 rows in its accumulators (ptx/matrix.cuh),
 // as tiles of 8 columns; a half has half of the tiles. Four numbers of a thread lie together, 32 such quads one after the
 // other, in as many rows as they need. A band of fewer than 16 rows has no room for that: there, numbers lie in their rows.
 // Either way, a warp needs no memory but that of its own rows, and may write these once it has read them.
@@ -18,7 +18,7 @@ struct SumHalves {
   char *first, *second;
 };
 
-// Where the halves of a row of a head begin; `batch` counts the sequences of the launch. Null if they are not wanted.
+// The first bytes of the halves of a row of a head; `batch` counts the sequences of the launch. Null if they are not wanted.
 __device__ __forceinline__ SumHalves halves_of(const GradientSums &sums, int64_t batch, int64_t head, int64_t row) {
   if (!sums.first) return {};
   const int64_t own = head * sums.head + row * sums.row;

@@ -34,7 +34,7 @@ public:
 private:
   std::atomic<uint64_t> forward_[kForwardWays], backward_[kBackwardWays];
   std::mutex mutex_;
-  std::map<std::string, int> names_; // what callers were given stays where it is
+  std::map<std::string, int> names_; // a map, whose names do not move: callers have pointers to them
 
   const char *kept(const std::string &name) {
     const std::lock_guard lock(mutex_);

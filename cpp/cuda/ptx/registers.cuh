@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Values and reads that stay where the source has them, and values of which the compiler must not know where they came
-// from: its own choice would take more registers or instructions.
+// Values and reads that the compiler must not move, and values whose origin it must not know: its own choice would take more
+// registers or instructions.
 #pragma once
 
 #include <cstdint>

@@ -85,8 +85,8 @@ template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup
                : FDM_TILES_##COUNT                                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)))
 
-// c = A B', or c += A B' where `accumulate`; A is 64 x 16 and B kN x 16, both given by descriptors. A is transposed
-// where it lies as 16 x 64, and B where it lies as 16 x kN.
+// c = A B', or with `accumulate` c += A B'. A is 64 x 16 and B kN x 16, both given by descriptors. A transposed A lies in
+// memory as 16 x 64, a transposed B as 16 x kN.
 template <class Element, bool kLeftTransposed, bool kRightTransposed, int kTiles>
 __device__ __forceinline__ void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);

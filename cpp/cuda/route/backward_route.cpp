@@ -26,8 +26,8 @@ bool has_usual_row_bias(const fdm_problem &p) {
          bias.shape[3] == p.keys && (bias.shape[1] == p.heads || bias.shape[1] == p.kv_heads);
 }
 
-// Whether one kernel can compute all gradients, if all are wanted. Every query head of a group must keep the same keys there, since
-// K of a block serves all of them, and what a key that a head drops holds must not reach that head.
+// Whether one kernel can compute all gradients, if all are wanted. K of a block then serves all query heads of a group, so they
+// must keep the same keys: the contents of a key must not reach a head that drops it.
 bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
   const BuiltFor &built = *device.built;
   if (has_rows(p.bias)) return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
@@ -205,9 +205,8 @@ struct KeyChoice {
     if (work.has_few_steps(small.shares)) keys = small;
   }
 
-  // A schedule is not worth its launch and its sums where the first keys, whose blocks come first, are those that most
-  // rows see: the long blocks are begun first, and where there are nearly two for each SM, the short ones even out what
-  // they leave.
+  // A schedule is not worth its launch and its sums if most rows see the first keys: their blocks are the longest and come
+  // first, and with nearly two blocks for each SM the short ones keep all SMs busy to the end.
   bool is_in_order(int64_t blocks) const {
     return !keys.listed && is_causal(p) && p.queries >= p.keys && keys.slot_dim > table.order_head_dim &&
            3 * blocks >= table.order_thirds * table.items;

@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
     group: dist.ProcessGroup
     sent: list[Tensor]  # for each rank int64, which of the own candidates it is sent
     received_counts: list[int]
-    # int64 (B, p, rows): which received row lies where; one past the last where none does
+    # int64 (B, p, rows): the received row at each place, or one past the last if there is none
     places: Tensor
     bias: Tensor  # (B, h, 1, rows): of the rows that are received, without a gradient
 
@@ -80,7 +80,7 @@ def planned(
     wanted = by_set.view(batch, sets, ranks, ranks, rows).permute(2, 3, 0, 1, 4)
     sizes = wanted.sum((2, 3, 4)).tolist()
     sent = [_places_of_true(wanted[to, rank].reshape(-1), sizes[to][rank]) for to in range(ranks)]
-    # Of what this rank gets: the number of each row in the order of arrival, and where it goes.
+    # Of the rows that this rank gets: their numbers in the order of arrival, and their places.
     mine = by_set[:, :, rank]
     arrival = wanted[rank].reshape(-1).cumsum(0).view(ranks, batch, sets, rows) - 1
     arrival = arrival.permute(1, 2, 0, 3).reshape(batch, sets, columns)

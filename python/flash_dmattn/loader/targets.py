@@ -22,8 +22,8 @@ class Targets(NamedTuple):
 
     # For each compute capability, such as 8.9, the archs that run on it, the best first.
     preference: Mapping[str, tuple[str, ...]]
-    # For each compute capability: "run" where the tests passed on such a GPU, "tiles" where they
-    # passed with its tiles on a GPU of another capability, otherwise "none".
+    # For each compute capability: "run" if the tests passed on such a GPU, "tiles" if they passed
+    # with its tiles on a GPU of another capability, otherwise "none".
     record: Mapping[str, str]
     # For each CUDA major, such as 12, the oldest NVIDIA driver that runs its packs.
     min_driver: Mapping[str, str]

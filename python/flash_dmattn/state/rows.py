@@ -141,11 +141,11 @@ def kept_rows(rows: Rows, counts: KeyCounts, backend: str) -> Rows:
 
 
 def marked(rows: Rows) -> Rows:
-    """Return rows that `kept_rows` has made with a bias of NaN where a token is that no head keeps,
-    by which it is told from no token.
+    """Return the rows of `kept_rows` with a bias of NaN for each token that no head keeps, which
+    tells it from a place without a token.
     """
     if rows.sharing > 1:
-        return rows  # where these are as they came, since a head may not keep what another does
+        return rows  # a head may keep what another drops, so all tokens have their own biases
     is_dropped = (rows.bias == -torch.inf) & (rows.position != NOWHERE).unsqueeze(2)
     return rows._replace(bias=rows.bias.masked_fill(is_dropped, torch.nan))
 

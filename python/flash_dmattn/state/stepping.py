@@ -42,8 +42,8 @@ def _has_kernel(device_type: str) -> bool:
         return True
     from triton.runtime import driver
 
-    # Triton compiles C for what starts its kernels, for which a machine that only runs programs may
-    # lack a compiler, Python's headers, or a folder to write to.
+    # Triton compiles a launcher in C. A machine that only runs programs may lack a compiler,
+    # Python's headers, or a folder to write to.
     try:
         driver.active.get_current_target()
     except Exception as error:  # whatever it is, PyTorch's operations compute the same

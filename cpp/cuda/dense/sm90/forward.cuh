@@ -260,7 +260,7 @@ template <class Config> struct DenseForwardConsumerSm90 {
     return exact;
   }
 
-  // Merges what the second warpgroup has with what the first has, which then has all. No product needs Q any more.
+  // Adds the sums of the second warpgroup to those of the first. The memory of Q is free: no product follows.
   __device__ void merge() {
     static_assert(kOutTiles * sizeof(float4) * (Roles::kConsumerThreads / 2) <= Config::kQueryBytes);
     constexpr int kThreads = Roles::kConsumerThreads / 2;

@@ -60,8 +60,8 @@ def gradients(
             bias = problem.columns(problem.bias, rows, keys)
             scores = scores + per_query_head(bias, heads, kv_heads)
         dropped = ~problem.kept(rows, keys)
-        # Not by lse, in whose rounding large scores lose more than in their own sum. All keys of
-        # the rows are here; a row of nothing but -inf has no softmax.
+        # All keys of the rows are here, so softmax is more accurate than exp(scores - lse), which
+        # has the rounding of lse. A row of nothing but -inf has no softmax.
         scores = scores.masked_fill(dropped, -torch.inf)
         of_keys = torch.softmax(scores, -1).masked_fill(dropped, 0)
         probabilities = of_keys
