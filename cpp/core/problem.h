@@ -77,7 +77,7 @@ public:
                 const TensorField &workspace) const;
 
   const Extents &extents() const { return extents_; }
-  // Of lse and of its gradient.
+  // The dtype of lse and of its gradient.
   int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
   void use_threads(int32_t threads) { problem_.context.threads = threads; }
 

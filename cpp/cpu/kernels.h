@@ -31,8 +31,8 @@ struct KeyGradients {
   float *dk, *dv; // K rows of padded_head_dim floats, dk without the scale; null if not wanted
   double *dbias;  // for each head of the task's bias rows: K sums; null if not wanted
   double *dsink;  // for each head of the task: a sum; null if not wanted
-  // Of a bias with a row for each query: for each head of the task's bias rows, `row_bias_head` floats after the one
-  // before, a row of K floats for each row of the tile, `row_bias_stride` floats apart; null if not wanted.
+  // The gradient of a bias with a row for each query; null if not wanted. The heads of the task's bias rows lie
+  // `row_bias_head` floats apart. Each has a row of K floats for each row of the tile, `row_bias_stride` floats apart.
   float *row_bias;
   int64_t row_bias_stride, row_bias_head;
 };

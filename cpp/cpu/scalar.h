@@ -88,7 +88,7 @@ static inline float load_scalar(const void *base, int32_t dtype, int64_t offset)
   }
 }
 
-// Of what is float32 or float64.
+// Loads a number of a float32 or float64 tensor.
 static inline double load_double(const void *base, int32_t dtype, int64_t offset) {
   return dtype == FDM_FLOAT64 ? static_cast<const double *>(base)[offset] : static_cast<const float *>(base)[offset];
 }

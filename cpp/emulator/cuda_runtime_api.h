@@ -25,7 +25,7 @@ inline const char *cudaGetErrorString(cudaError_t error) {
 }
 
 namespace fdm::emulator {
-// Of the calling thread. It has one from its first call on that needs one, or that chooses the device.
+// Whether the calling thread has a context. Its first call that needs one, or that chooses the device, makes it.
 inline thread_local bool has_context = false;
 } // namespace fdm::emulator
 

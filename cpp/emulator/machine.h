@@ -19,7 +19,7 @@ struct Index3 {
   uint32_t x = 0, y = 0, z = 0;
 };
 
-// Of the thread that calls, as the variables of CUDA.
+// CUDA's variables, for the calling thread.
 const Index3 &thread_index();
 const Index3 &block_index();
 const Index3 &block_size();

@@ -89,7 +89,7 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Non
         )
 
 
-# Of a device type without autocast, such as meta, torch refuses to say whether it is enabled; and
+# Torch refuses to say whether autocast is enabled for a device type without it, such as meta, and
 # compiled code cannot ask which types have it.
 _AUTOCAST_DEVICES = frozenset(
     name
@@ -201,7 +201,7 @@ def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, k
             f"{name} with {rank} dimensions must have shape {wanted}, got {tuple(sizes)}; only "
             "with four dimensions are sizes of 1 broadcast"
         )
-    # Of two dimensions by view, in half the time of an index with two Nones.
+    # A view of two dimensions takes half the time of an index with two Nones.
     return tensor.unsqueeze(2) if rank == 3 else tensor.view(sizes[0], 1, 1, sizes[1])
 
 

@@ -187,7 +187,7 @@ def flash_dmattn_func(
             out, lse = found
             return out if lse is None else (out, lse)
     check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
-    # By position, which costs half of what names do.
+    # Arguments by position cost half of those by name.
     return _attention(
         DENSE,
         query,
@@ -463,8 +463,8 @@ def _attention(
                 shape = call_shape(query, key, packing)
                 ranking = place_bias(key, packing) if bias is None else bias
                 parts = select(ranking, parts.mask, packing, shape, counts, limited, name)
-    # Of packed tensors only the head dimension: the size of the next one tells whether a mask is
-    # per key or per query.
+    # Only the head dimension of packed tensors is expandable: the size of the next one tells
+    # whether a mask is per key or per query.
     expandable = 4 if dense else 1
     inputs = AttentionInputs(
         query,

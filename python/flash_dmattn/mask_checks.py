@@ -22,7 +22,7 @@ def checked_side(name: str, side: int | None) -> int | None:
     side = checks.index(name, side)
     if side < 0:
         raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
-    # Of any length it is no limit; and what it is added to must not overflow.
+    # A side longer than any sequence is no limit, and sums with it must not overflow.
     return side if torch.compiler.is_compiling() else min(side, MOST_ROWS)
 
 

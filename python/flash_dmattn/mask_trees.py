@@ -47,7 +47,7 @@ def depth_first(parents: Tensor) -> TreeOrder:
     steps = _ancestors(above)
     sizes = torch.ones_like(above)
     for ancestor in steps:
-        # Of the descendants within twice the distance, those that are further away.
+        # Adds the descendants that are further away, up to twice as far.
         sizes = sizes.scatter_add(1, ancestor, sizes)
     place = _behind_parents(above, sizes)
     for ancestor in steps:

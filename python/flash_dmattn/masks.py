@@ -436,7 +436,7 @@ def _flatten_with_keys(
 
 
 def _unflatten(children: Any, settings: _Settings) -> IntervalMask:
-    # Not by the constructor: tree maps put things that are no tensors here.
+    # The constructor would check tensors, but tree maps put other objects here.
     mask = object.__new__(IntervalMask)
     mask.start, mask.end = children
     mask.query_length, mask.max_kept = settings

@@ -227,7 +227,7 @@ def make_plan(
     parts = parts._replace(mask=without_expansion(parts.mask, 4 if packing.is_dense else 1))
     # A plan is the same for any values and settings but these.
     inputs = AttentionInputs(query, key, key, causal=causal, **parts._asdict(), **packing._asdict())
-    # Of inference mode, calls with gradients could not keep it.
+    # Calls with gradients could not keep columns that were made in inference mode.
     with torch.inference_mode(False):
         columns = ops.make_plan(inputs, name)
     return AttentionPlan(attn_mask, causal, name, columns, sizes, packing)
@@ -295,7 +295,7 @@ def checked_mask(
 
 def _check_packing(packing: Packing, made_for: Packing) -> None:
     for name in _BOUNDS:
-        # Not by value, which would have to be read from the device.
+        # Values would have to be read from the device, so the tensors are compared.
         if getattr(packing, name) is not getattr(made_for, name):
             raise ValueError(
                 f"{name} must be the very tensor that plan was made with, got another of shape "

@@ -48,7 +48,7 @@ class AttentionInputs(NamedTuple):
     causal: bool = False
     softcap: float = 0.0
     deterministic: bool = False
-    # Of start and end, 0 where it is not known: see IntervalMask.max_kept.
+    # IntervalMask.max_kept of start and end; 0: not known.
     max_kept: int = 0
     # Keys to select by the bias, causally and within the mask; -1: none. The plan then holds start
     # and end. See KeyCounts.

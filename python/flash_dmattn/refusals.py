@@ -74,7 +74,7 @@ def _refuse_backward(counter: Tensor | None, name: str, allowed: int = -1) -> No
         )
 
 
-# Of an operator that neither writes nor returns anything, compilers make nothing.
+# Compilers drop an operator that neither writes nor returns anything.
 define(
     "refuse_recomputation",
     ("Tensor(a!) counter, str name", "()"),

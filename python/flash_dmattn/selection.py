@@ -422,7 +422,7 @@ def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:
         fits = all(size in allowed for size, allowed in zip(mask.shape, sizes, strict=True))
         form = "({B|1}, {H|Hk|1}, {Q|1}, {K|1})"
     else:
-        # As far as the shapes tell; what else must fit is in the values of the cu_seqlens.
+        # Only shapes are compared here; lengths are in the values of the cu_seqlens.
         same_rows = mask.shape[1] == bias.shape[1]
         fits = mask.shape[0] in head_sizes and (not same_rows or mask.shape[2] == bias.shape[2])
         form = "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)"

@@ -141,7 +141,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
         add_to_tile(own + (m * (kHeadDim / 8) + n / 2 * (2 * kColumnWarps) + n % 2) * 128, dq[m][n]);
   }
 
-  // Of the products of this warp's keys and rows: its gradients of keys, and dS', which it gives to the others.
+  // Makes the gradients of keys from the products of this warp's keys and rows, and stores dS' for the other warps.
   __device__ void add_own(int stage, bool careful, Scores &scores) {
     Scores gradients;
     make_gradients(stage, careful, scores, gradients);

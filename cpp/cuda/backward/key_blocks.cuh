@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-// As many tiles of kTileRows rows are looked at before they are computed; tiles beyond them, from half a million rows
-// on, are always computed.
+// The map of a block tells which of the first so many tiles of kTileRows rows need no computation. Tiles beyond them, from
+// half a million rows on, are always computed.
 constexpr int kMappedTiles = 4096;
 
 struct KeySteps {

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   int32_t length = few ? lengths.choose(keys, all_steps, for_each_block) : 0;
   const bool chosen = length > 0;
   if (!chosen) length = int32_t(max64(kShortestPart, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));
-  // Else parts grow longer until there are slots for all of them.
+  // Without a chosen length, parts grow longer until there are slots for all of them.
   for (int tries = 0; !chosen && tries < kTries; ++tries) {
     __syncthreads();
     if (threadIdx.x == 0) slots = 0;

@@ -32,7 +32,7 @@ FDM_INLINE int64_t key_units(const BackwardParams &params) {
   return params.clears_keys && present(t) ? t.shape[0] * params.p.kv_heads * ceil_div(t.shape[1], kUnitKeys) : 0;
 }
 
-// Of bias_sums, which have one row for all queries.
+// The elements of bias_sums, which have one row for all queries.
 FDM_INLINE int64_t element_count(const fdm_tensor &sums) { return sums.shape[0] * sums.shape[1] * sums.shape[3]; }
 
 // Clears eight elements, or one, of a row of a gradient.

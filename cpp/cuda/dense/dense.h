@@ -83,9 +83,9 @@ struct DenseBackward : DenseTiles {
   bool dbias_pairs;  // two neighbours of a row of dbias can be stored at once
   bool writes_dbias; // dq writes the gradient of the bias
   DbiasWork dbias;
-  // Not 0 once something is found that the fused kernel cannot deal with, and null where that is not tried: a row whose lse
-  // is so large that P must be computed with care (deltas.cu), or sums that are not finite (fused_sums.cu), since a pair
-  // that is dropped has P = 0, but 0 times NaN or Inf is NaN. The kernels of fixed order do nothing if nothing was found.
+  // Null if the fused kernel does not run. Not 0 once a kernel has found a case that the fused kernel cannot compute: a row
+  // whose lse is so large that P needs care (deltas.cu), or sums that are not finite (fused_sums.cu), since P of a dropped
+  // pair is 0, but 0 times NaN or Inf is NaN. The kernels of fixed order compute nothing while it is 0.
   uint32_t *non_finite;
   LiveTiles live; // of the fused kernel
   FusedWork fused;

@@ -12,7 +12,7 @@ constexpr int kWarps = 32, kThreads = 32 * kWarps;                 // each has a
 constexpr int kAcross = kDenseTileSm90 / 16, kDown = 32 / kAcross; // lanes beside and below each other
 constexpr int kReads = 4;                                          // at a time, of a lane
 
-// Not 0 if a row keeps one of 16 keys, of which the first `there` exist.
+// Returns a number other than 0 if a row keeps one of 16 keys, of which the first `there` exist.
 __device__ __forceinline__ uint32_t keeps_some(const uint8_t *kept, int there) {
   uint32_t some = 0;
   if (there >= 16) {

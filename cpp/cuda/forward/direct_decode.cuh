@@ -54,7 +54,7 @@ template <class Config> struct DirectDecodeWarp {
   ScoreView bias;
 
   uint4 q[kKeyLoads], k[kSteps][2][kKeyLoads], v[kSteps][4][kValueLoads];
-  // Of query 2 quad and the next, in turns: dimensions 64 i + 8 row + 2 d and the next.
+  // Dimensions 64 i + 8 row + 2 d and the next, of query 2 quad and of the next query in turns.
   float out[kValueLoads][4][4];
   float maximum[2], sum[2];
 

@@ -25,7 +25,7 @@ struct ForwardTask {
   TileColumns columns;
   ScoreView bias;
   float sink; // of `head`, as sink_score has it: loaded here, it is there when the epilogue needs it
-  // Of ForwardRows::write_16_bytes: the first row of the block, and how many there are.
+  // What ForwardRows::write_16_bytes reads: the first row of the block, and the number of its rows.
   void *out;
   float *lse;
   int32_t rows;

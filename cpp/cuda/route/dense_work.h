@@ -45,8 +45,8 @@ struct DenseTiles {
 
 struct DenseForwardWork : DenseTiles {
   int32_t splits;
-  // Of the kernel for sm_90. `pairs`: a task has half a tile of rows of two query heads that share K and V. `blocks` of
-  // threads have equal shares of the `steps` of all groups where there are splits, and else whole tiles of rows.
+  // The rest is for the kernel of sm_90. With splits, `blocks` of threads have equal shares of the `steps` of all groups,
+  // without splits whole tiles of rows. `pairs`: a task has half a tile of rows of two query heads that share K and V.
   bool pairs;
   bool halves;           // a task has half a tile of rows, and each consumer warpgroup half of the keys of a block
   int32_t blocks, steps; // steps: of a group

@@ -70,7 +70,7 @@ struct Alignment {
   int64_t dk_room; // bytes of dk, which may hold something else until it is written; 0 if it has gaps
 };
 
-// Of the inputs, and of results as they are wished for.
+// input_alignment takes the results, which it does not know, as aligned.
 Alignment input_alignment(const fdm_problem &p);
 Alignment forward_alignment(const fdm_problem &p, const fdm_forward_args &args);
 Alignment backward_alignment(const fdm_problem &p, const fdm_backward_args &args);

@@ -21,8 +21,8 @@ inline int32_t sequences_together(const fdm_problem &p, const RouteTable &table)
   return static_cast<int32_t>(max64(1, ceil_div(p.batch, groups)));
 }
 
-// Of long sequences not even the heads of one fit. Those of some key/value heads go together, a divisor of their number,
-// as long as these have several tiles for each SM.
+// L2 has no room for all heads of a long sequence. Then the query heads of a few key/value heads go together: as many as
+// divide their number, and have several tiles for each SM.
 inline int32_t query_heads_together(const fdm_problem &p, const RouteTable &table) {
   const int64_t tiles = ceil_div(total_rows(p), kTileRows), group = group_size(p);
   int64_t together = p.kv_heads;

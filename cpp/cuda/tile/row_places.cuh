@@ -20,7 +20,7 @@ struct RowPlaces {
   int32_t page_rows;                 // from one page of a block table to the next
 
   RowPlaces() = default;
-  // Of a problem for which Alignment::row_places is true; what others get is not read.
+  // Holds for problems with Alignment::row_places; kernels of other problems do not read it.
   explicit RowPlaces(const fdm_problem &p) {
     const auto bytes = [](const fdm_tensor &t) { return int32_t(2 * t.stride[1]); };
     q_bytes = bytes(p.q);

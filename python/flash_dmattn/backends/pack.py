@@ -65,7 +65,7 @@ class PackBackend(Backend):
             keys = row_keys = inputs.key.shape[1]
         else:
             sequences, rows = inputs.sequences, inputs.query.shape[0]
-            # Of a paged cache only tensors per key tell the number of keys; a mask with rows is
+            # Only tensors per key tell the number of keys of a paged cache; a mask with rows is
             # sized by row_keys.
             keys = inputs.key.shape[0] if mask is None or kind == "rows" else mask.shape[-1]
             row_keys = inputs.max_seqlen_k

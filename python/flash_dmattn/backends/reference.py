@@ -160,7 +160,7 @@ def _dense_gradients(
     dout = dout.transpose(1, 2).masked_fill(~kept.any(3).unsqueeze(-1), 0)
     dvalue = probabilities.transpose(-1, -2) @ dout
     dprobabilities = (dout @ value.transpose(-1, -2)).masked_fill(~kept, 0)
-    # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
+    # The same products as in dscores, whose rounding then cancels; dout * out would have others.
     delta = (probabilities * dprobabilities).sum(-1)
     dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
     gradients: Gradients = {}

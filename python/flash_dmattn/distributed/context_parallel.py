@@ -135,7 +135,7 @@ def context_parallel_dmattn(
     heads = query.shape[2]
     shard = as_rows(key, value, attn_bias, padding, local, heads, counts_dropped=counts.by_place)
     if dist.get_world_size(ranks) > 1:
-        # Of no tokens too: gradients of what was received travel through them.
+        # A rank without tokens has candidates, too: gradients of received rows travel through them.
         some = shard if shard.size else concatenated(shard, empty_rows(shard, 1))
         candidates = kept_rows(some, counts, name)
         candidates = marked(candidates) if counts.by_place else candidates

@@ -108,7 +108,7 @@ def backward(
         totals: Gradients = {}
         for name in wanted:
             like: Tensor = getattr(inputs if name == "sink" else call, name)
-            # Of rows each element is written, of others some are added to.
+            # Each element of a row's gradient is written; elements of the others are added to.
             make = torch.empty if name in ("query", "index_bias") else torch.zeros
             totals[name] = make(like.shape, dtype=call.dtype, device=like.device)
         for rows in _chunks(call):
@@ -160,7 +160,7 @@ def _add_gradients(
     if "value" in totals:
         chunk.values.add_to(totals["value"], weights, given)
     dscores = chunk.values.dots(given)
-    # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
+    # The same products as in dscores, whose rounding then cancels; dout * out would have others.
     delta = (weights * dscores).sum(-1)
     if "sink" in totals:
         totals["sink"] -= _by_row(rest * delta).sum(0)

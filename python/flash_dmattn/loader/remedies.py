@@ -23,9 +23,9 @@ def unset(variable: str) -> str:
 
 INSTALL_BACKEND = "python -m pip install nanobind-backend"
 PLAIN_PYTORCH = set_to("FLASH_DMATTN_BACKEND", "reference")
-# Of GPUs on which no pack was run.
+# For GPUs on which no pack was run.
 TRY = set_to("FLASH_DMATTN_UNTRIED", "1")
-# Of AMD's GPUs, and of Intel's, for which the flex backend is not made.
+# For GPUs of AMD and Intel, for which the flex backend is not made.
 TRITON = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or reference"
 PORTABLE = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or flex, or reference"
 SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["are_as_found", "fused_step", "is_as_made", "is_token", "plain_parts"]
 
-# Of more sequences, or of larger projections, products of matrices are faster than of vectors.
+# For more sequences, or larger projections, products of matrices are faster than of vectors.
 _MOST_SEQUENCES = 4
 _MOST_WEIGHTS = 1 << 23
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "dt_proj")

@@ -16,7 +16,7 @@ from .rotary import packed_positions, rotary_factors, rotate
 
 __all__ = ["prepared"]
 
-# Of what kernels take; they compute in float32.
+# Dtypes that kernels take; they compute in float32.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Of the largest difference, divided by the largest value of the exact result or by 1. The 16-bit
-# ones are some 8 rounding steps of the dtype, since sums over keys are float32 until the end.
+# The largest difference, divided by the largest value of the exact result or by 1. The 16-bit
+# tolerances are some 8 rounding steps of the dtype, since sums over keys are float32 until the end.
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 8e-3, "bfloat16": 6e-2}
 
 BATCH, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 2, 70, 90, 4, 2, 40, 16

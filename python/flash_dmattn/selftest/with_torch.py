@@ -55,7 +55,7 @@ def compare(device: str) -> Iterator[Comparison]:
             )
             query, key, value, leaf_bias = *exact[:3], _last(exact, bias)
             dout = _random(tuple(out.shape), 9).to(device, out.dtype)
-            # Of a scalar: given the gradients of a tensor, torch imports sympy to compare shapes.
+            # A scalar needs no given gradient, for which torch imports sympy to compare shapes.
             found = torch.autograd.grad((out * dout).sum(), leaves)
             with _one_thread():
                 wanted_out, wanted_lse = attention_reference(

@@ -16,7 +16,7 @@ from ..backends.triton.prepared import Prepared
 from ..record import KeyCounts
 from .rows import Rows
 
-# Of a longer row of biases parts are looked at one after another.
+# A longer row of biases is searched part by part.
 _MOST_ROWS_AT_ONCE = 4096
 
 

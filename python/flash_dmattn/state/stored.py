@@ -15,7 +15,7 @@ from .chunks import check_like
 from .rows import Rows, slots
 
 _SETTINGS = ("window_size", "keep_last", "keep_first", "rollback", "start")
-# Of states that were saved by 2.0.0a1, which did not have them.
+# Fields that states saved by 2.0.0a1 lack.
 _ADDED = {"keep_last": 0, "keep_first": 0}
 
 

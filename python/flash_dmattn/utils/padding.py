@@ -181,7 +181,7 @@ def _check_indices(indices: Tensor, tensor: Tensor, rows: int) -> None:
             f"indices must be on the device of what they index, {tensor.device}, got a tensor on "
             f"{indices.device}"
         )
-    # Of a GPU they would have to be waited for.
+    # Reading them from a GPU would wait for it.
     if indices.device.type != "cpu" or torch.compiler.is_compiling() or indices.numel() == 0:
         return
     lowest, highest = int(indices.min()), int(indices.max())

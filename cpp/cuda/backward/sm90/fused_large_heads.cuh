@@ -114,7 +114,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     sync_consumers();
   }
 
-  // As make(), where products began with the row bias, or with zeros if it is to be added: then `added` has it.
+  // As make(), with a row bias. Either products began with it, or they began with zeros and `added` has it.
   template <class Added>
   __device__ void make_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number, bool exact,
                                      const Added &added) {

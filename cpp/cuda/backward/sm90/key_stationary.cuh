@@ -180,7 +180,7 @@ template <class Config> struct RowProducer {
     }
     if constexpr (Config::Keys::kRowPlans) {
       if (keys.task().words) {
-        // Of 64 keys, each part of the step has the words.
+        // Each part of the step has the words of 64 keys.
         static_assert(Config::kParts * Config::kKeys == Roles::kProducerThreads);
         const int part = Roles::producer_thread() / Config::kKeys, r = Roles::producer_thread() % Config::kKeys;
         const int32_t key = shared.keys.key[r];

@@ -95,8 +95,8 @@ private:
   }
 };
 
-// Of problems with at most two tiles of rows and two of keys: a cluster has all tiles of a source, so its blocks of threads
-// complete dQ, dK and dV among themselves, and nothing is added in global memory but the tiles of dbias whose sources several
+// The epilogue for problems with at most two tiles of rows and two of keys. A cluster has all tiles of a source, so its blocks
+// of threads complete dQ, dK and dV among themselves. They add in global memory only to tiles of dbias whose sources several
 // clusters share.
 //
 // A step makes the same products in all blocks. Two blocks with the same rows then exchange halves of their parts of dQ, two

@@ -54,7 +54,7 @@ private:
   }
 };
 
-// As numbers, for where shared memory has no room for operands.
+// Statistics as numbers: for configurations whose shared memory has no room for operands.
 template <int kStages> struct RowNumbers {
   struct Stage {
     float shift[kDenseTileSm90], delta[kDenseTileSm90]; // shift: -lse to base 2

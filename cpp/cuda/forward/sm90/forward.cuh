@@ -30,7 +30,7 @@ __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask 
   }
 }
 
-// As many rows at a time as a block has columns, so that a thread needs no more registers than for those.
+// Loads Q of a task, as many rows at a time as a block has columns: a thread then needs no more registers than for a block.
 template <class Config>
 __device__ void load_queries(const ForwardParams &params, const TaskLoader<ForwardTask, Config::kQueryStages> &tasks,
                              char *sQ) {

@@ -34,7 +34,7 @@ template <int kStages> struct FlagsOfBlocks {
   __device__ __forceinline__ BlockFlags &of(const PipelineState<kStages> &state) {
     return slots[state.phase][state.index];
   }
-  // Those of the block before the one that the state is at.
+  // The flags of the block before that of the state.
   __device__ __forceinline__ const BlockFlags &before(const PipelineState<kStages> &state) const {
     return state.index > 0 ? slots[state.phase][state.index - 1] : slots[state.phase ^ 1][kStages - 1];
   }

@@ -21,7 +21,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lo
 
   static constexpr bool kFenced = false;      // copies of threads are not
   static constexpr bool kFlagsBlocks = false; // lists tell which blocks are partial, and how many there are
-  // Of the producers, for a task: their copies, and what passes the task on.
+  // Arrivals of each producer thread for a task: one for its copies, and one that passes the task on.
   static constexpr int kQueryArrivals = 2 * Roles::kProducerThreads;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
   using Tile = SmemTile<kHeadDim, kColumns>;

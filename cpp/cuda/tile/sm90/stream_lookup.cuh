@@ -17,7 +17,7 @@ template <class Stream, class OnColumn> struct StreamLookup {
   Stream &stream;
   const OnColumn &on_column;
   const RowPlaces &places;
-  // Of the block that is stored next.
+  // The states of the block that is stored next.
   typename Stream::KPipelineState k_state;
   typename Stream::RowState row_state;
 

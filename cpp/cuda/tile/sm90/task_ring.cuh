@@ -16,7 +16,7 @@ template <class Task, int kLoads = 1> struct TaskRing {
 
   Task tasks[kSlots];
   bool end[kSlots]; // there are no more tasks from this slot on
-  // Of the task that each warp is at: registers are scarce.
+  // The number of the task of each warp, in shared memory since registers are scarce.
   uint32_t number[Roles::kThreadsWithLookup / 32];
   uint64_t made[kSlots], released[kSlots], full[kLoads];
 

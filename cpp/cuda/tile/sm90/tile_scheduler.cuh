@@ -77,7 +77,7 @@ template <class Task> struct TaskPipeline {
 
   Task tasks[kSlots];
   bool end[kSlots]; // there are no more tasks from this slot on
-  // Of the task that each warp is at: registers are scarce.
+  // The number of the task of each warp, in shared memory since registers are scarce.
   uint32_t number[Roles::kThreads / 32];
 
   __device__ uint32_t own_number() const { return number[threadIdx.x / 32]; }

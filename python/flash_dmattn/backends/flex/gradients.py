@@ -75,7 +75,7 @@ def gradients(
             continue
         dprobabilities = (part_dout @ value.transpose(-1, -2)).flatten(1, 2)
         dprobabilities = dprobabilities.masked_fill(dropped, 0)
-        # Not dout * out: of the same products as dscores, so that the rounding of these cancels.
+        # The same products as in dscores, whose rounding then cancels, not those of dout * out.
         delta = (probabilities * dprobabilities).sum(-1)
         if "sink" in wanted:
             totals["sink"] -= (rest * delta).sum((0, 2))

@@ -71,7 +71,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if not is_fused(call.query.device):
         return _plain(call)
     compiled = _compiled(call.structure, torch.is_grad_enabled())
-    # Else sizes that happen to be equal in the first call would have to be so in all calls.
+    # With duck shapes, sizes that are equal in the first call would have to be equal in all.
     with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         out, lse = compiled(*call[:5])
     return out, lse
@@ -107,7 +107,7 @@ def _plain(call: Call) -> tuple[Tensor, Tensor]:
     dropped = ~call.block_mask.mask_mod(b, h, i, j)
     scores = call.score_mod(query @ key.transpose(-1, -2), b, h, i, j)
     scores = scores.masked_fill(dropped, -torch.inf)
-    # Of a row that keeps nothing softmax is NaN.
+    # Softmax of a row that keeps nothing is NaN.
     probabilities = torch.softmax(scores, -1).masked_fill(dropped, 0)
     return (probabilities @ value).to(call.query.dtype), torch.logsumexp(scores, -1)
 
@@ -128,7 +128,7 @@ def _with_lse(
     return out, lse
 
 
-# Not public; the older name warns where there is the newer one.
+# The function is not public; its older name warns in versions with the newer one.
 _is_traced: Callable[[], bool] = getattr(
     torch.fx._symbolic_trace, "is_fx_symbolic_tracing", torch.fx._symbolic_trace.is_fx_tracing
 )

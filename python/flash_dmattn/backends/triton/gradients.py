@@ -20,7 +20,7 @@ from .make_plan import ordered_keys
 from .problem import KEY_BIAS, ROW_BIAS, Problem
 
 _PREPARED_ROWS = 32
-# Of the kernel that goes by keys: blocks of keys take very different times.
+# For the kernel that goes by keys, whose blocks take very different times.
 _PROGRAMS_PER_SM = 8
 _MOST_ROW_PARTS = 8
 

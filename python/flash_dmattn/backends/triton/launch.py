@@ -33,8 +33,8 @@ class Tiles(NamedTuple):
         }
 
 
-# By the pass and the largest bytes of a vector of D elements: from the fastest on an H200 (bf16,
-# causal top-w) to what the least shared memory has room for.
+# Tiles by the pass and the largest bytes of a vector of D elements: from the fastest on an H200
+# (bf16, causal top-w) to those that the least shared memory has room for.
 _TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
     "forward": {
         128: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1)),
@@ -61,7 +61,7 @@ _TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
         512: (Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
         1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),
     },
-    # Of key lists, not measured: the rows are the heads of a group.
+    # For key lists, whose rows are the heads of a group; not measured.
     "list_forward": {
         256: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)),
         512: (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),

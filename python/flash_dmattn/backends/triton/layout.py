@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flash_dmattn.backends.base import AttentionInputs
 
-# As in kernels/common.py, which can only be imported with triton.
+# The constants of kernels/common.py, which can only be imported with triton.
 RANGE, INTERVALS, ROWS = 0, 1, 2
 LIST_ROWS = 128
 WORD_ROWS = 64

@@ -46,7 +46,7 @@ class Prepared:
             if tensor.data_ptr() % _ALIGNMENT:
                 is_usual = False
         device = tensors[0].device
-        # Of other devices neither the current one nor the stream is asked for here.
+        # Devices other than CUDA have no current device or stream to ask for here.
         index = -1 if device.type != "cuda" or device.index is None else device.index
         compiled = self._compiled.get(index)
         if compiled is not None and is_usual and torch.cuda.current_device() == index:

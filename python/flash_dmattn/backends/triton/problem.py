@@ -49,7 +49,7 @@ def describe(inputs: AttentionInputs) -> Problem:
     bias_kind, bias = _bias_arguments(inputs, heads)
     query, key, value = (_with_adjacent_elements(t) for t in inputs[:3])
     # What a bias of -inf drops from all rows may hold anything, and 0 times some of that is not 0.
-    # As zeros it does no harm; otherwise kernels must guard what they read by the bias.
+    # A bias of zeros does no harm; with another, kernels must guard their reads by the bias.
     guard = bias_kind == ROW_BIAS
     if bias_kind == KEY_BIAS and inputs.bias is not None:
         guard = inputs.block_table is not None or inputs.bias.shape[-3] > kv_heads

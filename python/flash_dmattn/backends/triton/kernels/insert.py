@@ -83,7 +83,7 @@ def insert(
     if KEY_BIAS == GIVEN:
         new_bias = tl.load(bias + batch * bias_batch + of_set * bias_set)
     else:
-        # Of all heads' values, a line of weights for each head of the bias.
+        # Each head of the bias has a line of weights for the values of all heads.
         column = tl.arange(0, BLOCK_VALUE)
         is_column = column < VALUE_WIDTH
         all_values = tl.load(value + batch * value_batch + column, is_column, 0.0)
@@ -167,7 +167,7 @@ def insert(
         slot = first_state + worst * SETS * WIDTH
         tl.store(held_key + slot, new_key, inside)
         tl.store(held_value + slot, new_value, inside)
-    # Those that come later must still read the position, so the last to come counts it on.
+    # Later programs must still read the old position, so the last one adds to it.
     programs = tl.num_programs(0)
     if tl.atomic_add(counter + 2, 1) == programs - 1:
         tl.store(counter, position + 1)

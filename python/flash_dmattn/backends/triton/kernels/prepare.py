@@ -9,9 +9,9 @@ from .common import LOG2E, SIZES, load_tile, store_tile
 # Beyond it lse has lost the sum of a row to rounding: all that it keeps has a bias like finfo.min.
 # Such a row counts as one that keeps nothing.
 UNUSABLE_LSE = tl.constexpr(1e30)
-# Of the sink's part of a row's sum, to base 2, over that of the keys. Beyond it the probabilities
-# of keys are nearly 0, but must not be, since the gradient of lse is multiplied by them after it
-# was divided by them.
+# How far, to base 2, the sink's part of a row's sum may exceed that of the keys. Beyond it the
+# probabilities of keys are nearly 0, but must not be, since the gradient of lse is multiplied by
+# them after it was divided by them.
 MOST_SINK = tl.constexpr(64.0)
 
 
