@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not edit.\n"
 # The registers do not hold more: beyond it the general kernels take a bias for each query.
-MOST_DENSE_HEAD_DIM = 128
-# Of the kernels of dense blocks for sm_90: their shared memory does not hold more. Heads of 96
+MOST_PAIR_BIAS_HEAD_DIM = 128
+# Of the pair bias kernels for sm_90: their shared memory does not hold more. Heads of 96
 # columns take tiles of 128.
-DENSE_SM90_HEAD_DIMS = (32, 64, 128)
+PAIR_BIAS_SM90_HEAD_DIMS = (32, 64, 128)
 # A warp of the kernel for one query and few keys has its rows of K and V in registers.
 DIRECT_HEAD_DIMS = (64, 128)
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -65,21 +65,30 @@ FAMILIES = (
     Family("dq", "backward/dq_launch.cuh", "BackwardLaunch"),
     Family("dkdv", "backward/dkdv_launch.cuh", "BackwardLaunch"),
     Family("row_bias", "backward/row_bias_launch.cuh", "BackwardLaunch"),
-    Family("dense_forward", "dense/forward_launch.cuh", "DenseForwardLaunch", MOST_DENSE_HEAD_DIM),
-    Family("dense_dq", "dense/dq_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
-    Family("dense_dkdv", "dense/dkdv_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
-    Family("dense_dbias", "dense/dbias_launch.cuh", "DenseBackward", MOST_DENSE_HEAD_DIM),
     Family(
-        "dense_forward_sm90",
-        "dense/sm90_forward_launch.cuh",
-        "DenseForwardLaunch",
-        only_head_dims=DENSE_SM90_HEAD_DIMS,
+        "pair_bias_forward",
+        "pair_bias/forward_launch.cuh",
+        "PairBiasForwardLaunch",
+        MOST_PAIR_BIAS_HEAD_DIM,
+    ),
+    Family("pair_bias_dq", "pair_bias/dq_launch.cuh", "PairBiasBackward", MOST_PAIR_BIAS_HEAD_DIM),
+    Family(
+        "pair_bias_dkdv", "pair_bias/dkdv_launch.cuh", "PairBiasBackward", MOST_PAIR_BIAS_HEAD_DIM
     ),
     Family(
-        "dense_fused",
-        "dense/fused_launch.cuh",
-        "DenseBackward",
-        only_head_dims=DENSE_SM90_HEAD_DIMS,
+        "pair_bias_dbias", "pair_bias/dbias_launch.cuh", "PairBiasBackward", MOST_PAIR_BIAS_HEAD_DIM
+    ),
+    Family(
+        "pair_bias_forward_sm90",
+        "pair_bias/sm90_forward_launch.cuh",
+        "PairBiasForwardLaunch",
+        only_head_dims=PAIR_BIAS_SM90_HEAD_DIMS,
+    ),
+    Family(
+        "pair_bias_fused",
+        "pair_bias/fused_launch.cuh",
+        "PairBiasBackward",
+        only_head_dims=PAIR_BIAS_SM90_HEAD_DIMS,
     ),
 )
 
@@ -103,9 +112,9 @@ def head_dims_source(head_dims: list[int]) -> str:
         "template <int... kDims> struct HeadDims {};\n"
         f"using InstantiatedHeadDims = HeadDims<{listed}>;\n"
         f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
-        "// Of the kernels of dense blocks. Where the largest is 0, there are none.\n"
-        f"{list_head_dims('Dense', head_dims, 'dense_forward')}"
-        f"{list_head_dims('DenseSm90', head_dims, 'dense_forward_sm90')}"
+        "// Of the pair bias kernels. Where the largest is 0, there are none.\n"
+        f"{list_head_dims('PairBias', head_dims, 'pair_bias_forward')}"
+        f"{list_head_dims('PairBiasSm90', head_dims, 'pair_bias_forward_sm90')}"
         f"{list_head_dims('Direct', head_dims, 'direct_decode')}"
         "} // namespace fdm::cuda\n"
     )

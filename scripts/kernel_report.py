@@ -152,52 +152,54 @@ ALLOWANCES = (
     Allowance("dbias_kernel<DbiasConfig<*, 32>>", "*", 48, "sums of 64 elements, small heads"),
     Allowance("row_bias_kernel<*>", "*", 16, "outside of the loop over columns"),
     Allowance(
-        "dense_forward_kernel<*, 32>>",
+        "pair_bias_forward_kernel<*, 32>>",
         "*",
         156,
         "three blocks have 168 registers; addresses of copies, once for each block of 64 keys",
     ),
     Allowance(
-        "dense_dq_kernel<*, 32, 2, *>",
+        "pair_bias_dq_kernel<*, 32, 2, *>",
         "*",
         152,
         "three blocks have 168 registers; addresses of copies, once for each block of 64 keys",
     ),
     Allowance(
-        "dense_dkdv_kernel<*, 64>>",
+        "pair_bias_dkdv_kernel<*, 64>>",
         "*",
         176,
         "the accumulators of 32 keys fill 255 registers; outside of the loop over a step's rows",
     ),
     Allowance(
-        "dense_fused_kernel<*, 64, 1, 0>>",
+        "pair_bias_fused_kernel<*, 64, 1, 0>>",
         "*",
         200,
         "a tile of dbias, two of products and their results fill 224 registers",
     ),
     Allowance(
-        "dense_fused_kernel<*, 128, *>>",
+        "pair_bias_fused_kernel<*, 128, *>>",
         "*",
         1148,
         "a tile of dbias beside two results of 128 columns fills 224 registers; mostly what a "
         "step is told, and outside of the loop over sources",
     ),
-    Allowance("dense_fused_kernel<*, 1>>", "*", 140, "a step and exchanges beside a tile of dbias"),
     Allowance(
-        "dense_fused_kernel<*>",
+        "pair_bias_fused_kernel<*, 1>>", "*", 140, "a step and exchanges beside a tile of dbias"
+    ),
+    Allowance(
+        "pair_bias_fused_kernel<*>",
         "*",
         40,
         "what a step is told is held beside a tile of dbias and two of products",
     ),
     Allowance(
-        "dense_forward_kernel_sm90<*, 64, 2, *>>",
+        "pair_bias_forward_kernel_sm90<*, 64, 2, *>>",
         "*",
         2284,
         "a tile of the bias, one of scores and two of results fill 232 registers; mostly in "
         "the run that knows the rare cases",
     ),
     Allowance(
-        "dense_forward_kernel_sm90<*>",
+        "pair_bias_forward_kernel_sm90<*>",
         "*",
         880,
         "a tile of the bias, one of scores and two of results fill 216 registers; mostly in "

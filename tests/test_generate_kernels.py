@@ -92,9 +92,9 @@ def test_families_of_one_arch_compile_for_the_others(generator: ModuleType, tmp_
     except ReleaseError as error:
         pytest.skip(str(error))
     generate(tmp_path)
-    most = str(generator.DENSE_SM90_HEAD_DIMS[-1])
+    most = str(generator.PAIR_BIAS_SM90_HEAD_DIMS[-1])
     names = [
-        f.name for f in generator.FAMILIES if f.only_head_dims == generator.DENSE_SM90_HEAD_DIMS
+        f.name for f in generator.FAMILIES if f.only_head_dims == generator.PAIR_BIAS_SM90_HEAD_DIMS
     ]
     assert len(names) == 2
     sources = [
@@ -115,29 +115,31 @@ def test_head_dims_are_those_of_the_table(tmp_path: Path) -> None:
     assert f"constexpr int kMaxHeadDim = {largest};" in (tmp_path / "head_dims.h").read_text()
 
 
-def dense_head_dims(folder: Path) -> tuple[str, str]:
-    """Return the list of the head dimensions of dense blocks, and the largest."""
+def pair_bias_head_dims(folder: Path) -> tuple[str, str]:
+    """Return the list of the head dimensions with a pair bias, and the largest."""
     header = (folder / "head_dims.h").read_text()
     found = re.search(
-        r"DenseHeadDims = HeadDims<(.*)>;\nconstexpr int kMaxDenseHeadDim = (\d+);", header
+        r"PairBiasHeadDims = HeadDims<(.*)>;\nconstexpr int kMaxPairBiasHeadDim = (\d+);", header
     )
     assert found
     return found[1], found[2]
 
 
-def test_dense_blocks_have_head_dims_of_their_own(generator: ModuleType, tmp_path: Path) -> None:
+def test_pair_bias_blocks_have_head_dims_of_their_own(
+    generator: ModuleType, tmp_path: Path
+) -> None:
     generate(tmp_path)
-    most = generator.MOST_DENSE_HEAD_DIM
+    most = generator.MOST_PAIR_BIAS_HEAD_DIM
     dims = [dim for dim in TARGETS["head_dims"] if dim <= most]
-    assert dense_head_dims(tmp_path) == (", ".join(map(str, dims)), str(dims[-1]))
+    assert pair_bias_head_dims(tmp_path) == (", ".join(map(str, dims)), str(dims[-1]))
 
 
-def test_there_may_be_no_dense_blocks(generator: ModuleType, tmp_path: Path) -> None:
+def test_there_may_be_no_pair_bias_blocks(generator: ModuleType, tmp_path: Path) -> None:
     largest = max(TARGETS["head_dims"])
-    assert largest > generator.MOST_DENSE_HEAD_DIM
+    assert largest > generator.MOST_PAIR_BIAS_HEAD_DIM
     sources = generate(tmp_path, f"--head-dims={largest}")
-    assert not [path for path in sources if path.name.startswith("dense")]
-    assert dense_head_dims(tmp_path) == (str(largest), "0")
+    assert not [path for path in sources if path.name.startswith("pair_bias")]
+    assert pair_bias_head_dims(tmp_path) == (str(largest), "0")
 
 
 def test_output_is_deterministic(tmp_path: Path) -> None:

@@ -90,10 +90,10 @@ def test_rows_that_lie_otherwise_take_other_kernels(routes: Routes, odd: int, ke
 @pytest.mark.parametrize(
     ("missing", "kernel", "dim"),
     [
-        (0, "dense_windows", 32),
-        (0b000001, "dense_sm90", 64),
-        (0b000011, "dense_sm90", 128),
-        (0b001011, "dense", 96),
+        (0, "pair_bias_windows", 32),
+        (0b000001, "pair_bias_sm90", 64),
+        (0b000011, "pair_bias_sm90", 128),
+        (0b001011, "pair_bias", 96),
         (0b001111, "general", 192),
     ],
 )
@@ -102,7 +102,7 @@ def test_few_head_dims_serve_what_they_have_kernels_for(
 ) -> None:
     """Heads of 32 columns are then served by kernels of more, which do other things."""
     spec = problem(1024, 1, 1, 32, 64, 64, bias=2, float32=1, missing=missing)
-    if kernel == "dense_sm90":  # no windows, so most of a tile would be empty
+    if kernel == "pair_bias_sm90":  # no windows, so most of a tile would be empty
         spec.queries = spec.keys = 128
     found = routes.route(90, spec, "forward")
     assert (found["kernel"], found["head_dim"]) == (kernel, dim)

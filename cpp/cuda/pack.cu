@@ -8,11 +8,11 @@
 
 #include "../pack_entries.h"
 #include "backward/backward.h"
-#include "dense/dense.h"
 #include "forward/forward.h"
 #include "host/facts.h"
 #include "host/launch_counts.h"
 #include "host/way_counts.h"
+#include "pair_bias/pair_bias.h"
 #include "plan/make_plan.h"
 #include "plan/plan.cuh"
 #include "route/describe.h"

@@ -16,14 +16,14 @@
 
 #include "cuda/backward/key_places.cuh"
 #include "cuda/backward/sm90/query_chain.cuh"
-#include "cuda/dense/dbias_tiles.cuh"
-#include "cuda/dense/sm90/forward_tasks.cuh"
-#include "cuda/dense/sm90/fused_tasks.cuh"
 #include "cuda/forward/decode.cuh"
 #include "cuda/forward/direct_decode.h"
 #include "cuda/forward/forward.cuh"
 #include "cuda/host/facts.h"
 #include "cuda/host/fill.cu"
+#include "cuda/pair_bias/dbias_tiles.cuh"
+#include "cuda/pair_bias/sm90/forward_tasks.cuh"
+#include "cuda/pair_bias/sm90/fused_tasks.cuh"
 #include "cuda/tile/sm90/tile_scheduler.cuh"
 
 namespace fdm::cuda {
@@ -289,8 +289,8 @@ Work tiles_in_parts() {
 // Blocks of keys of each source of tiles of rows, of equal shares of the work or of whole tiles; and the splits of each, which
 // are numbered from 0 on.
 std::map<int64_t, std::vector<int>> splits_of;
-template <class Config> void forward_kernel_sm90(DenseForward work) {
-  DenseForwardWalkSm90<Config>::for_each(work, [&](const DenseForwardTaskSm90<Config> &task, int) {
+template <class Config> void forward_kernel_sm90(PairBiasForward work) {
+  PairBiasForwardWalkSm90<Config>::for_each(work, [&](const PairBiasForwardTaskSm90<Config> &task, int) {
     const int64_t tile = int64_t(task.unit) * work.groups * work.tiles +
                          task.first_source / Config::kTaskSources * work.tiles + task.first_row / Config::kRows;
     if (threadIdx.x == 0) splits_of[tile].push_back(task.split);
@@ -299,7 +299,7 @@ template <class Config> void forward_kernel_sm90(DenseForward work) {
 }
 template <class Config> Work check_forward_sm90() {
   splits_of.clear();
-  DenseForward work{};
+  PairBiasForward work{};
   fdm_problem &p = work.call.p;
   p = draw_problem();
   p.queries = draw(1, 2000);
@@ -329,21 +329,21 @@ template <class Config> Work check_forward_sm90() {
 }
 
 // Sources of tiles of the fused kernel, in tasks for each tile or in equal shares of all steps.
-template <bool kClusters> void fused_kernel(DenseBackward work) {
-  const auto visit = [&](const DenseFusedTask &task) {
+template <bool kClusters> void fused_kernel(PairBiasBackward work) {
+  const auto visit = [&](const PairBiasFusedTask &task) {
     const FusedWork &division = work.fused;
     const int64_t tile = (int64_t(task.unit) * division.row_tiles + task.row_tile) * division.key_tiles + task.key_tile;
     for (int64_t source = task.first; source < task.past; ++source) count(tile, source);
   };
-  DenseFusedTask::for_each<kClusters>(work, visit);
+  PairBiasFusedTask::for_each<kClusters>(work, visit);
 }
 template <bool kClusters> Work sources_of_tiles() {
-  DenseBackward work{};
+  PairBiasBackward work{};
   FusedWork &division = work.fused;
   fdm_problem &p = work.call.p;
   p = draw_problem();
-  division.row_tiles = int32_t(ceil_div(p.queries, kDenseTileSm90));
-  division.key_tiles = int32_t(ceil_div(p.keys, kDenseTileSm90));
+  division.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
+  division.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
   division.units = int32_t(draw(1, 4));
   division.sources = draw(1, 30);
   division.splits = int32_t(draw(kClusters, std::min<int64_t>(5, division.sources)));
@@ -361,14 +361,14 @@ template <bool kClusters> Work sources_of_tiles() {
 }
 
 // Steps of tiles of the gradient of a bias: the tiles of a block's steps, and where its steps begin.
-void dbias_kernel(DenseBackward work) {
+void dbias_kernel(PairBiasBackward work) {
   for (int64_t n = first_step(work.dbias, blockIdx.x); n < first_step(work.dbias, blockIdx.x + 1); ++n) {
     const DbiasTile tile(work, n / work.dbias.groups);
     count(tile.unit, tile.row_tile * int64_t(work.dbias.key_tiles) + tile.key_tile, n % work.dbias.groups);
   }
 }
 Work steps_of_dbias() {
-  DenseBackward work{};
+  PairBiasBackward work{};
   fdm_problem &p = work.call.p;
   p = draw_problem();
   DbiasWork &division = work.dbias;
@@ -592,7 +592,7 @@ Work backward_routes() {
 }
 
 // All launches of the fused kernel: each source of each tile that has a visible key.
-Work dense_routes() {
+Work pair_bias_routes() {
   fdm_problem p = draw_large_problem();
   p.queries = std::max<int64_t>(17, p.queries);
   p.keys = std::max<int64_t>(100, draw(0, 1) ? p.keys : p.queries);
@@ -606,12 +606,12 @@ Work dense_routes() {
             FDM_FLOAT16,
             0};
   const BackwardRoute route = backward_route(p, draw_device(), aligned(p), {true, true, true, true, false});
-  const FusedPlan &plan = route.dense.plan;
-  if (!route.is_dense || !route.dense.fused || plan.work.clusters || plan.work.windows) return {0, {}};
+  const FusedPlan &plan = route.pair_bias.plan;
+  if (!route.is_pair_bias || !route.pair_bias.fused || plan.work.clusters || plan.work.windows) return {0, {}};
   const int64_t bias_batch = p.bias.shape[0], group = p.heads / heads;
   int64_t batches = 0, parts = 0;
   for (int64_t first = 0; first < p.batch; first += batches) {
-    DenseBackward work{};
+    PairBiasBackward work{};
     work.call.p = p;
     static_cast<FusedDivision &>(work.fused) = plan.launch(first, &batches);
     launch_blocks(fused_kernel<false>, dim3(work.fused.blocks), 32, work);
@@ -641,21 +641,23 @@ int main() {
   check("heads of a query", kMany, heads_of_a_query);
   check("tiles in parts", kMany, tiles_in_parts);
   using Element = __half;
-  check("dense forward for sm90, rows", kMany,
-        check_forward_sm90<DenseForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::rows>>);
-  check("dense forward for sm90, mask", kMany,
+  check("pair bias forward for sm90, rows", kMany,
         check_forward_sm90<
-            DenseForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::each_query, TaskParts::rows>>);
-  check(
-      "dense forward for sm90, heads", kMany,
-      check_forward_sm90<DenseForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::heads>>);
-  check("dense forward for sm90, keys", kMany,
-        check_forward_sm90<DenseForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::keys>>);
+            PairBiasForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::rows>>);
+  check("pair bias forward for sm90, mask", kMany,
+        check_forward_sm90<
+            PairBiasForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::each_query, TaskParts::rows>>);
+  check("pair bias forward for sm90, heads", kMany,
+        check_forward_sm90<
+            PairBiasForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::heads>>);
+  check("pair bias forward for sm90, keys", kMany,
+        check_forward_sm90<
+            PairBiasForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::keys>>);
   check("sources of tiles", kMany, sources_of_tiles<false>);
   check("sources of clusters", kMany, sources_of_tiles<true>);
   check("steps of dbias", kMany, steps_of_dbias);
   check("rows of no sequence", kMany, rows_of_no_sequence);
   check("routes of forward", kMany / 2, forward_routes);
   check("routes of backward", kMany, backward_routes);
-  check("routes of dense blocks", kMany, dense_routes);
+  check("routes of pair biases", kMany, pair_bias_routes);
 }

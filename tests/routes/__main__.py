@@ -14,7 +14,7 @@ from .library import ARCHS, HEAD_DIMS, PASSES, Routes, Spec, known_routes, table
 FOCUS = {
     1: ("direct", "cluster", "decode"),
     2: ("segment", "consecutive", "list", "plan", "select", "clear", "few_columns"),
-    3: ("dense", "dbias", "share_", "half", "window", "live", "fused", "row_bias"),
+    3: ("pair_bias", "dbias", "share_", "half", "window", "live", "fused", "row_bias"),
     4: (
         "small",
         "chain",

@@ -40,8 +40,8 @@ BuiltFor built_for(int arch, int64_t missing) {
     bit *= 2;
     if (!there) continue;
     add(built.all, dim);
-    if (dim <= 128) add(built.dense, dim);
-    if (dim <= 128 && dim != 96) add(built.dense_sm90, dim);
+    if (dim <= 128) add(built.pair_bias, dim);
+    if (dim <= 128 && dim != 96) add(built.pair_bias_sm90, dim);
     if (dim == 64 || dim == 128) add(built.direct, dim);
   }
   return built;

@@ -4,10 +4,10 @@
 
 #include <cuda_runtime.h>
 
-#include "../dense/dense.h"
 #include "../host/dispatch.h"
 #include "../host/fill.h"
 #include "../host/way_counts.h"
+#include "../pair_bias/pair_bias.h"
 
 namespace fdm::cuda {
 namespace {
@@ -93,7 +93,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                    [&] { return launch_fill_zero(args.dv, stream); },
                    [&] { return launch_fill_zero(args.dbias, stream); },
                    [&] { return launch_fill_zero(args.dsink, stream); });
-  if (route.is_dense) return run_dense_backward(p, args, route.dense, lies, workspace);
+  if (route.is_pair_bias) return run_pair_bias_backward(p, args, route.pair_bias, lies, workspace);
   if (route.too_large) return cudaErrorInvalidConfiguration;
   const BackwardParams params = make_params(p, args, route, plan, workspace);
   const BackwardLaunch work{route, params};

@@ -2,11 +2,11 @@
 // The forward pass on the host: what its kernels are given. Its route tells which ones.
 #include "forward.h"
 
-#include "../dense/dense.h"
 #include "../host/dispatch.h"
 #include "../host/fill.h"
 #include "../host/row_map.h"
 #include "../host/way_counts.h"
+#include "../pair_bias/pair_bias.h"
 #include "decode.h"
 #include "sm90/box_params.cuh"
 
@@ -58,7 +58,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   if (is_varlen(p))
     if (cudaError_t error = launch_unused_rows(p, args, route.unused_rows, stream)) return error;
   if (route.kernel == ForwardKernel::none) return cudaSuccess;
-  if (route.is_dense()) return run_dense_forward(p, args, route, lies, workspace);
+  if (route.is_pair_bias()) return run_pair_bias_forward(p, args, route, lies, workspace);
   if (route.kernel == ForwardKernel::direct) return run_direct_decode(p, args, route, device, workspace);
   const ForwardParams params = make_params(p, args, route, lies, plan, workspace);
   if (params.tickets)

@@ -435,9 +435,9 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
       if (each) route.launches.add("fill");
     return route;
   }
-  if (is_dense(p, device)) {
-    route.is_dense = true;
-    choose_dense_backward(&route, p, device, lies, wanted);
+  if (is_pair_bias(p, device)) {
+    route.is_pair_bias = true;
+    choose_pair_bias_backward(&route, p, device, lies, wanted);
     return route;
   }
   route.head_dim = device.built->all.serving(p.head_dim);
@@ -483,7 +483,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
 }
 
 int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device) {
-  if (is_dense(p, device)) return dense_backward_workspace(p, device, input_alignment(p));
+  if (is_pair_bias(p, device)) return pair_bias_backward_workspace(p, device, input_alignment(p));
   const int64_t bytes = workspace_of(p, device, false);
   return may_fuse(p, device) ? std::max(bytes, workspace_of(p, device, true)) : bytes;
 }

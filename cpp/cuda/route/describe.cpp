@@ -7,9 +7,9 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr const char *kForwardNames[] = {"none",   "general",    "usual",        "crowded",     "decode",
-                                         "direct", "persistent", "boxes",        "small_tiles", "small_boxes",
-                                         "dense",  "dense_sm90", "dense_windows"};
+constexpr const char *kForwardNames[] = {
+    "none",  "general",     "usual",       "crowded",   "decode",         "direct",           "persistent",
+    "boxes", "small_tiles", "small_boxes", "pair_bias", "pair_bias_sm90", "pair_bias_windows"};
 constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
 constexpr const char *kKeyNames[] = {"none",  "general",  "usual",  "wgmma",  "all",
                                      "fused", "row_bias", "shared", "chained"};
@@ -51,7 +51,7 @@ public:
     number("sequences_together", own.sequences);
     number("heads_together", own.heads);
   }
-  void tiles(const DenseTiles &own) {
+  void tiles(const PairBiasTiles &own) {
     number("slots", own.slots);
     number("tiles", own.tiles);
     number("groups", own.groups);
@@ -86,29 +86,31 @@ void add_statistics(Object *own, const StatisticsDivision &rows) {
   own->number("statistics_blocks", rows.blocks(rows.batches));
 }
 
-void add_dense_backward(Object *route, const DenseBackwardRoute &dense) {
-  add_statistics(route, dense.statistics_division);
-  if (dense.fused) route->object("fused", of_fused(dense.plan));
-  route->flag("dq_writes_dbias", dense.writes_dbias);
-  if (dense.wants_dbias) {
+void add_pair_bias_backward(Object *route, const PairBiasBackwardRoute &pair_bias) {
+  add_statistics(route, pair_bias.statistics_division);
+  if (pair_bias.fused) route->object("fused", of_fused(pair_bias.plan));
+  route->flag("dq_writes_dbias", pair_bias.writes_dbias);
+  if (pair_bias.wants_dbias) {
     Object own;
-    own.number("slots", dense.dbias.slots);
-    own.number("tile_rows", dense.dbias.tile_rows);
-    own.number("tile_keys", dense.dbias.tile_keys);
-    own.number("stages", dense.dbias.stages);
-    own.number("blocks", dense.dbias.blocks);
-    own.flag("whole_tiles", dense.dbias.whole);
-    own.word("parts", kPartsNames[int(dense.dbias_parts)]);
-    own.number("sum_divisions", dense.dbias_sum.divisions);
+    own.number("slots", pair_bias.dbias.slots);
+    own.number("tile_rows", pair_bias.dbias.tile_rows);
+    own.number("tile_keys", pair_bias.dbias.tile_keys);
+    own.number("stages", pair_bias.dbias.stages);
+    own.number("blocks", pair_bias.dbias.blocks);
+    own.flag("whole_tiles", pair_bias.dbias.whole);
+    own.word("parts", kPartsNames[int(pair_bias.dbias_parts)]);
+    own.number("sum_divisions", pair_bias.dbias_sum.divisions);
     route->object("dbias", own);
   }
   Object dq, dkdv;
-  if (dense.wants_dq) dq.tiles(dense.dq);
-  if (dense.wants_dkdv) dkdv.tiles(dense.dkdv);
+  if (pair_bias.wants_dq) dq.tiles(pair_bias.dq);
+  if (pair_bias.wants_dkdv) dkdv.tiles(pair_bias.dkdv);
   route->object("dq_tiles", dq);
   route->object("dkdv_tiles", dkdv);
-  route->parts(
-      {{"deltas", &dense.deltas}, {"non_finite", &dense.non_finite}, {"live", &dense.live}, {"rest", &dense.rest}});
+  route->parts({{"deltas", &pair_bias.deltas},
+                {"non_finite", &pair_bias.non_finite},
+                {"live", &pair_bias.live},
+                {"rest", &pair_bias.rest}});
 }
 
 Object of_helpers(const BackwardRoute &route) {
@@ -220,12 +222,12 @@ std::string describe(const ForwardRoute &route) {
     own.number("most_splits", route.direct.most_splits);
     own.number("warps", route.direct.most_warps);
   }
-  if (route.is_dense()) {
-    own.number("slots", route.dense.slots);
-    own.number("groups", route.dense.groups);
-    own.number("steps", route.dense.steps);
-    own.flag("pairs", route.dense.pairs);
-    own.flag("halves", route.dense.halves);
+  if (route.is_pair_bias()) {
+    own.number("slots", route.pair_bias.slots);
+    own.number("groups", route.pair_bias.groups);
+    own.number("steps", route.pair_bias.steps);
+    own.flag("pairs", route.pair_bias.pairs);
+    own.flag("halves", route.pair_bias.halves);
   }
   own.number("combine_splits", route.combine.splits);
   own.number("combine_blocks", route.combine.blocks);
@@ -239,11 +241,11 @@ std::string describe(const ForwardRoute &route) {
 std::string describe(const BackwardRoute &route) {
   Object own;
   own.flag("nothing", route.nothing);
-  own.flag("dense", route.is_dense);
+  own.flag("pair_bias", route.is_pair_bias);
   own.flag("too_large", route.too_large);
   own.number("head_dim", route.head_dim);
-  if (route.is_dense) {
-    add_dense_backward(&own, route.dense);
+  if (route.is_pair_bias) {
+    add_pair_bias_backward(&own, route.pair_bias);
   } else if (!route.nothing) {
     own.word("dq", kQueryNames[int(route.dq)]);
     own.word("keys", kKeyNames[int(route.keys)]);
@@ -280,29 +282,29 @@ int forward_way(const ForwardRoute &route, const fdm_problem &p) {
   const bool grouped = route.order.heads != 0 && (route.order.heads != p.heads || route.order.sequences < p.batch);
   return int(route.kernel) |
          bits_of({route.splits > 1, route.merges_in_cluster, route.heads_per_tile > 1,
-                  route.tickets.exists() || route.live.exists(), grouped, route.dense.pairs || route.finds_keys})
+                  route.tickets.exists() || route.live.exists(), grouped, route.pair_bias.pairs || route.finds_keys})
              << 4;
 }
 std::string name_of_forward(int way) {
   const int kernel = way & 15;
-  const bool dense = kernel >= int(ForwardKernel::dense);
-  const Words words{{"splits", "cluster", "heads of a group", dense ? "live tiles" : "tickets", "groups of heads",
-                     dense ? "pairs of heads" : "no plan"}};
+  const bool pair_bias = kernel >= int(ForwardKernel::pair_bias);
+  const Words words{{"splits", "cluster", "heads of a group", pair_bias ? "live tiles" : "tickets", "groups of heads",
+                     pair_bias ? "pairs of heads" : "no plan"}};
   return std::string("forward: ") + kForwardNames[kernel] + words.of(way >> 4);
 }
 
-// The kernel of keys, or one of these; then that of dq or of dense blocks, and then what a call has.
-constexpr int kNoRows = 14, kDenseBlocks = 15;
-constexpr const char *kDenseNames[] = {"", ", fused", ", windows", ", clusters"};
+// The kernel of keys, or one of these; then that of dq or of a pair bias, and then what a call has.
+constexpr int kNoRows = 14, kPairBiasBlocks = 15;
+constexpr const char *kPairBiasNames[] = {"", ", fused", ", windows", ", clusters"};
 
 int backward_way(const BackwardRoute &route) {
   if (route.nothing) return kNoRows;
-  if (route.is_dense) {
-    const DenseBackwardRoute &dense = route.dense;
-    const int fused = !dense.fused ? 0 : dense.plan.work.windows ? 2 : dense.plan.work.clusters ? 3 : 1;
-    const bool in_gradients = dense.fused && dense.plan.in_gradients;
-    return kDenseBlocks | fused << 4 |
-           bits_of({in_gradients, dense.live.exists(), dense.wants_dbias, dense.writes_dbias}) << 6;
+  if (route.is_pair_bias) {
+    const PairBiasBackwardRoute &pair_bias = route.pair_bias;
+    const int fused = !pair_bias.fused ? 0 : pair_bias.plan.work.windows ? 2 : pair_bias.plan.work.clusters ? 3 : 1;
+    const bool in_gradients = pair_bias.fused && pair_bias.plan.in_gradients;
+    return kPairBiasBlocks | fused << 4 |
+           bits_of({in_gradients, pair_bias.live.exists(), pair_bias.wants_dbias, pair_bias.writes_dbias}) << 6;
   }
   const KeyDivision &keys = route.division;
   return int(route.keys) | int(route.dq) << 4 |
@@ -313,8 +315,8 @@ int backward_way(const BackwardRoute &route) {
 std::string name_of_backward(int way) {
   const int kernel = way & 15, other = way >> 4 & 3, bits = way >> 6;
   if (kernel == kNoRows) return "backward: no rows or keys";
-  if (kernel == kDenseBlocks)
-    return std::string("backward: dense") + kDenseNames[other] +
+  if (kernel == kPairBiasBlocks)
+    return std::string("backward: pair bias") + kPairBiasNames[other] +
            Words{{"sums in gradients", "live tiles", "dbias", "dbias of dq"}}.of(bits);
   return std::string("backward: ") + kKeyNames[kernel] + (other ? std::string(", dq ") + kQueryNames[other] : "") +
          Words{{"groups of heads", "lists", "segments", "schedule", "parts", "shares"}}.of(bits);

@@ -21,10 +21,10 @@ struct HeadDimList {
   }
 };
 
-// What a pack was built for. Dense blocks have kernels with mma.sync, and others (`dense_sm90`) for sm_90.
+// What a pack was built for. Pair biases have kernels with mma.sync, and others (`pair_bias_sm90`) for sm_90.
 struct BuiltFor {
   int tile_arch;
-  HeadDimList all, dense, dense_sm90, direct;
+  HeadDimList all, pair_bias, pair_bias_sm90, direct;
 };
 
 // Facts about the device of the tensors.

@@ -226,11 +226,11 @@ const char *name_of(ForwardKernel kernel) {
   case ForwardKernel::small_tiles:
   case ForwardKernel::small_boxes:
     return "small_forward_kernel";
-  case ForwardKernel::dense:
-    return "dense_forward_kernel";
-  case ForwardKernel::dense_sm90:
-  case ForwardKernel::dense_windows:
-    return "dense_forward_kernel_sm90";
+  case ForwardKernel::pair_bias:
+    return "pair_bias_forward_kernel";
+  case ForwardKernel::pair_bias_sm90:
+  case ForwardKernel::pair_bias_windows:
+    return "pair_bias_forward_kernel_sm90";
   default:
     return "forward_kernel";
   }
@@ -257,8 +257,8 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
     route.launches.add("fill");
   }
   if (p.batch == 0 || p.queries == 0) return route;
-  if (is_dense(p, device)) {
-    choose_dense_forward(&route, p, device, lies, splits);
+  if (is_pair_bias(p, device)) {
+    choose_pair_bias_forward(&route, p, device, lies, splits);
   } else {
     const ForwardChoice choice(p, device);
     route.head_dim = device.built->all.serving(p.head_dim);
@@ -300,7 +300,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
 }
 
 int64_t forward_workspace(const fdm_problem &p, const DeviceFacts &device) {
-  if (is_dense(p, device)) return dense_forward_workspace(p, device, input_alignment(p));
+  if (is_pair_bias(p, device)) return pair_bias_forward_workspace(p, device, input_alignment(p));
   const ForwardChoice choice(p, device);
   if (choice.gives_out_tiles()) return sizeof(uint32_t);
   return partials_bytes(p, choice.room_for_splits());

@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "../plan/plan.cuh"
-#include "dense_work.h"
 #include "facts.h"
 #include "helper_work.h"
+#include "pair_bias_work.h"
 
 namespace fdm::cuda {
 
@@ -34,19 +34,19 @@ constexpr int kDecodeRows = 16;
 constexpr int kDirectRows = 8, kDirectKeys = 32, kDirectWarps = 8;
 
 enum class ForwardKernel : uint8_t {
-  none,         // there are no rows
-  general,      // forward.cuh with the rare cases: rows that are not aligned, a bias with a row for each query
-  usual,        // forward.cuh
-  crowded,      // forward.cuh with three blocks of threads on an SM
-  decode,       // decode.cuh
-  direct,       // direct_decode.cuh
-  persistent,   // sm90/forward.cuh
-  boxes,        // the same with boxes of consecutive keys (sm90/forward_boxes.cuh)
-  small_tiles,  // sm90/small_tiles.cuh
-  small_boxes,  // sm90/small_boxes.cuh
-  dense,        // dense/forward.cuh
-  dense_sm90,   // dense/sm90/forward.cuh
-  dense_windows // the same with TaskParts::sources
+  none,             // there are no rows
+  general,          // forward.cuh with the rare cases: rows that are not aligned, a bias with a row for each query
+  usual,            // forward.cuh
+  crowded,          // forward.cuh with three blocks of threads on an SM
+  decode,           // decode.cuh
+  direct,           // direct_decode.cuh
+  persistent,       // sm90/forward.cuh
+  boxes,            // the same with boxes of consecutive keys (sm90/forward_boxes.cuh)
+  small_tiles,      // sm90/small_tiles.cuh
+  small_boxes,      // sm90/small_boxes.cuh
+  pair_bias,        // pair_bias/forward.cuh
+  pair_bias_sm90,   // pair_bias/sm90/forward.cuh
+  pair_bias_windows // the same with TaskParts::sources
 };
 
 // One query that reads keys directly.
@@ -73,8 +73,8 @@ struct ForwardRoute {
   int64_t blocks;         // of threads; of a cluster one alone
   TileOrder order;
   DirectWork direct;
-  DenseFacts dense_facts;
-  DenseForwardWork dense;
+  PairBiasFacts pair_bias_facts;
+  PairBiasForwardWork pair_bias;
   FillWork unused_rows; // of `out`, that no packed sequence has
   CombineWork combine;
   Part partials; // results of splits or parts
@@ -83,7 +83,7 @@ struct ForwardRoute {
   int64_t workspace_bytes;
   Launches launches;
 
-  bool is_dense() const { return kernel >= ForwardKernel::dense; }
+  bool is_pair_bias() const { return kernel >= ForwardKernel::pair_bias; }
   bool copies_boxes() const { return kernel == ForwardKernel::boxes || kernel == ForwardKernel::small_boxes; }
 };
 
@@ -181,8 +181,8 @@ inline Wanted wanted_of(const fdm_backward_args &args) {
 }
 
 struct BackwardRoute {
-  bool nothing;  // there are no rows or keys: the gradients are zeros
-  bool is_dense; // dense blocks compute the gradients: see `dense`
+  bool nothing;      // there are no rows or keys: the gradients are zeros
+  bool is_pair_bias; // pair bias kernels compute the gradients: see `pair_bias`
   bool too_large;
   int32_t head_dim; // of the instantiation
   QueryKernel dq;
@@ -214,7 +214,7 @@ struct BackwardRoute {
   Part query_sum_data, bias_sums;
   Part ordered, ranges, items, item_count, slots;
   Part segment_order, segment_live, segment_sums, segment_bias_sums, segment_keys, segment_counts;
-  DenseBackwardRoute dense;
+  PairBiasBackwardRoute pair_bias;
   int64_t workspace_bytes;
   Launches launches;
 };
@@ -228,8 +228,8 @@ int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device);
 BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
 int64_t key_mass_workspace(const fdm_problem &p, const DeviceFacts &device);
 
-// Whether dense blocks serve a problem, which need no plan.
-bool is_dense(const fdm_problem &p, const DeviceFacts &device);
+// Whether the pair bias kernels serve a problem; they need no plan.
+bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device);
 
 // How a mask becomes a plan.
 enum class PlanKernel : uint8_t {

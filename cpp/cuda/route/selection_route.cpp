@@ -28,7 +28,7 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
   const RouteTable &table = *device.table;
   PlanRoute route{};
   const fdm_mask_kind kind = mask_kind(p);
-  if (kind == FDM_MASK_NONE || is_dense(p, device)) return route;
+  if (kind == FDM_MASK_NONE || is_pair_bias(p, device)) return route;
   const Plan plan = lay_out_plan(p, nullptr, &route.plan_bytes);
   const int64_t lists = plan.lists * list_sequences(p);
   if (is_interval_plan(kind) && p.keys > table.plan_keys) {

@@ -170,20 +170,20 @@ struct RouteTable {
   // Quarters of L2 that sums of dQ must take, to be worth a chain [shared-steps]
   int64_t chain_quarters = 0;
 
-  // Dense blocks: a bias for each query.
+  // Pair bias kernels: a bias for each query.
 
   // Most keys with one source or a mask of rows: with more, gathering columns is faster
-  int64_t dense_keys = 2048;
+  int64_t pair_bias_keys = 2048;
   // The same with several sources and few rows, where latency decides: other kernels took 1.1 ms
-  int64_t dense_few_rows_keys = 0;
+  int64_t pair_bias_few_rows_keys = 0;
   // Rows that are few; the forward kernel of sm_90 needs more
-  int64_t dense_few_rows = 0;
+  int64_t pair_bias_few_rows = 0;
   // Most splits: combine.cu has a lane for each
-  int64_t dense_splits = 32;
+  int64_t pair_bias_splits = 32;
   // Blocks of keys in whose time parts are merged, and as many for each 1024 rows
-  int64_t dense_mask_merge = 1;
+  int64_t pair_bias_mask_merge = 1;
   // The same without a mask, where a block of keys takes less time
-  int64_t dense_merge = 2;
+  int64_t pair_bias_merge = 2;
   // Least sources of 64 rows and keys: with fewer most SMs would be idle [triangle-kernels]
   int64_t window_sources = 0;
   // Least steps of a block of threads that has an equal share of all steps
@@ -265,8 +265,8 @@ constexpr RouteTable table_of_sm90() {
   t.chain_blocks = 4;
   t.chain_head_dim = 32;
   t.chain_quarters = 3;
-  t.dense_few_rows_keys = 4096;
-  t.dense_few_rows = 16384;
+  t.pair_bias_few_rows_keys = 4096;
+  t.pair_bias_few_rows = 16384;
   t.window_sources = 1024;
   t.share_steps = 2;
   t.share_merge_steps = 3;

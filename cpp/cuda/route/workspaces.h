@@ -25,12 +25,12 @@ inline int64_t partials_bytes(const fdm_problem &p, int64_t splits) {
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
-// dense_route.cpp: the same as the functions of route.h, of what dense blocks serve.
-void choose_dense_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
-                          int64_t splits);
-int64_t dense_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
-void choose_dense_backward(BackwardRoute *route, const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
-                           const Wanted &wanted);
-int64_t dense_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
+// pair_bias_route.cpp: the same as the functions of route.h, for the pair bias kernels.
+void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
+                              const Alignment &lies, int64_t splits);
+int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
+void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
+                               const Alignment &lies, const Wanted &wanted);
+int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
 
 } // namespace fdm::cuda

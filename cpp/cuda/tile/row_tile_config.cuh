@@ -4,6 +4,7 @@
 
 #include "../plan/plan.cuh"
 #include "smem_tile.cuh"
+#include "tile_sizes.cuh"
 
 namespace fdm::cuda {
 

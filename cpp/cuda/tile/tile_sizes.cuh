@@ -129,7 +129,7 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
   return {64, 32, 8, 1, 2, small_shared};
 }
 
-// Whether the kernel knows biases with a row for each query. With fewer columns, dense blocks serve most of these.
+// Whether the kernel knows biases with a row for each query. With fewer columns, the pair bias kernels serve most of these.
 constexpr bool fuses_row_bias(int arch, int head_dim) { return arch == 90 && head_dim > 128; }
 
 // All gradients at once, of blocks of keys that one warpgroup of sm_90 computes by itself. Accumulators take head_dim + 64

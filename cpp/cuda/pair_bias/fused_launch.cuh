@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The launch of a fused instantiation.
+#pragma once
+
+#include <algorithm>
+
+#include "pair_bias.h"
+#include "tile_sizes.cuh"
+#if FDM_TILE_ARCH == 90
+#include "../host/launch_sm90.cuh"
+#include "sm90/fused.cuh"
+#endif
+
+namespace fdm::cuda {
+
+#if FDM_TILE_ARCH == 90
+// How many clusters run at the same time only the driver knows, of a kernel.
+template <class Config> cudaError_t launch_clusters(const PairBiasBackward &work, cudaStream_t stream) {
+  using Shared = PairBiasFusedShared<Config>;
+  const int64_t blocks = int64_t(work.fused.row_tiles) * work.fused.key_tiles;
+  int64_t most;
+  if (cudaError_t error = most_clusters<Shared, pair_bias_fused_kernel<Config>>(int(blocks), Roles::kThreads, &most))
+    return error;
+  if (most == 0) return cudaErrorInvalidConfiguration;
+  PairBiasBackward own = work;
+  if (own.fused.splits == 0) own.fused.splits = work.fused.cluster_splits(kRouteTable.fused_task_steps, most);
+  const Grid grid(std::min<int64_t>(int64_t(own.fused.units) * own.fused.splits, most), blocks, blocks);
+  return launch_with_shared<Shared, pair_bias_fused_kernel<Config>>(own, grid, Roles::kThreads, stream);
+}
+#endif
+
+template <class Element, int kHeadDim>
+cudaError_t launch_pair_bias_fused(const PairBiasBackward &work, cudaStream_t stream) {
+#if FDM_TILE_ARCH == 90
+  const FusedWork &division = work.fused;
+  const auto launch_for = [&](auto bias_type) {
+    constexpr BiasType kBias = decltype(bias_type)::value;
+    if constexpr (kHeadDim == kWindowHeadDim) {
+      using Windows = PairBiasFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::windows>;
+      if (division.windows)
+        return launch_with_shared<PairBiasFusedShared<Windows>, pair_bias_fused_kernel<Windows>>(
+            work, division.blocks, Roles::kThreads, stream);
+    }
+    using Config = PairBiasFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::sums>;
+    if constexpr (!Config::kInTurn)
+      if (division.clusters)
+        return launch_clusters<PairBiasFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::exchange>>(work, stream);
+    return launch_with_shared<PairBiasFusedShared<Config>, pair_bias_fused_kernel<Config>, Overlap::kernel_ahead>(
+        work, division.blocks, Roles::kThreads, stream);
+  };
+  return work.call.p.bias.dtype == FDM_FLOAT32 ? launch_for(kFloat32Type) : launch_for(kElementType);
+#else
+  return cudaErrorInvalidConfiguration;
+#endif
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How the pair bias kernels are launched: their shared memory depends on the problem.
+#pragma once
+
+#include "../host/launch.cuh"
+#include "sources.cuh"
+#include "tile_sizes.cuh"
+
+namespace fdm::cuda {
+
+template <auto kKernel, class Params>
+cudaError_t launch_pair_bias(const Params &params, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream) {
+  static std::atomic<uint64_t> allowed{0};
+  if (shared_bytes > kPairBiasSharedLimit) return cudaErrorInvalidConfiguration;
+  if (cudaError_t error = allow_shared(kKernel, kPairBiasSharedLimit, allowed)) return error;
+  return launch(kKernel, blocks, threads, shared_bytes, stream, params);
+}
+
+} // namespace fdm::cuda

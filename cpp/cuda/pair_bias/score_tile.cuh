@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A tile of a bias with a row for each query in shared memory, kPairBiasKeys keys wide.
+//
+// Elements of 16 bits lie as in SmemTile, so that ldmatrix gives each thread those of its accumulators, transposed ones
+// too. Elements of 32 bits have a pitch of kPitch words, which the kernels choose so that their reads meet all banks.
+// A mask of rows comes beside the bias as bytes. fold() then makes -inf of what it drops, once for all that share the
+// tile; intervals are folded in alike.
+#pragma once
+
+#include "../tile/key_ring.cuh"
+#include "../tile/smem_tile.cuh"
+#include "sources.cuh"
+
+namespace fdm::cuda {
+
+// Copies a tile of elements one by one, for rows that cannot be copied 16 bytes at a time. Absent ones become 0.
+template <class Integer, int kThreads, class Address>
+__device__ __forceinline__ void copy_scores_by_elements(const Integer *first, int64_t row, int64_t col, int rows,
+                                                        int rows_there, int keys_there, const Address &address) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * kPairBiasKeys; i += kThreads) {
+    const int r = i / kPairBiasKeys, c = i % kPairBiasKeys;
+    *address(r, c) = r < rows_there && c < keys_there ? first[r * row + c * col] : Integer(0);
+  }
+}
+
+// A byte of ones for each of four keys that are kept, else of zeros. Booleans may have any bits set.
+__device__ __forceinline__ uint32_t kept_bytes(uint32_t booleans) {
+  // An addition carries what the lower seven bits of a byte have into its highest.
+  const uint32_t highest = (((booleans & 0x7f7f7f7fu) + 0x7f7f7f7fu) | booleans) & 0x80808080u;
+  return (highest >> 7) * 0xffu;
+}
+
+// Makes -inf of those of eight neighbours of 16 bits that are dropped, as kept_bytes() tells.
+template <class Element> __device__ __forceinline__ void drop_halves(uint4 &pairs, uint2 kept) {
+  constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00fc00u : 0xff80ff80u;
+  const auto drop = [&](uint32_t pair, uint32_t keep) { return (pair & keep) | (kDropped & ~keep); };
+  pairs.x = drop(pairs.x, __byte_perm(kept.x, 0, 0x1100));
+  pairs.y = drop(pairs.y, __byte_perm(kept.x, 0, 0x3322));
+  pairs.z = drop(pairs.z, __byte_perm(kept.y, 0, 0x1100));
+  pairs.w = drop(pairs.w, __byte_perm(kept.y, 0, 0x3322));
+}
+// The same for four neighbours of float32.
+__device__ __forceinline__ void drop_words(uint4 &words, uint32_t kept) {
+  constexpr uint32_t kDropped = 0xff800000u;
+  words.x = kept & 0xff ? words.x : kDropped;
+  words.y = kept & 0xff00 ? words.y : kDropped;
+  words.z = kept & 0xff0000 ? words.z : kDropped;
+  words.w = kept & 0xff000000 ? words.w : kDropped;
+}
+
+// Whether the mask is folded into tiles of the bias.
+FDM_INLINE bool folds_mask(const fdm_problem &p) { return has_rows(p.mask) || present(p.start); }
+
+template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
+  using Element = ElementType;
+  using Halves = SmemTile<kPairBiasKeys>;
+  static constexpr int kHalfChunks = kPairBiasKeys / 8, kWordChunks = kPairBiasKeys / 4,
+                       kByteChunks = kPairBiasKeys / 16;
+  static_assert(kPitch % 4 == 0 && kPitch >= kPairBiasKeys);
+
+  static constexpr int bytes(int rows, bool float32_bias) { return pair_bias_bias_bytes(rows, kPitch, float32_bias); }
+
+  const PairBiasCall &call;
+  char *memory;   // that everything below counts from
+  int bias, mask; // the first bytes of the bias, a multiple of 128, and of the mask
+  bool float32_bias;
+
+  __device__ bool has_mask_rows() const { return has_rows(call.p.mask); }
+
+  // Starts the copies of `rows` rows from first_row and of the keys from first_key on, for a source.
+  __device__ __forceinline__ void copy(const Source &source, int rows, int first_row, int first_key) const {
+    const fdm_problem &p = call.p;
+    const Sequence s = pair_bias_sequence(p, source.batch);
+    const int rows_there = min(rows, int(p.queries) - first_row),
+              keys_there = min(kPairBiasKeys, int(p.keys) - first_key);
+    if (rows_there <= 0 || keys_there <= 0) return;
+    const uint32_t base = ptx::shared_address(memory) + bias;
+    const Matrix m = score_matrix(p, p.bias, s, source.head, float32_bias ? 4 : 2);
+    const int64_t offset = first_row * m.row + first_key * m.col;
+    if (float32_bias) {
+      const auto *first = static_cast<const uint32_t *>(m.base) + offset;
+      if (call.bias_chunks)
+        copy_chunks<4, kWordChunks, kPitch * 4>(first, m.row * 4, rows, rows_there, keys_there,
+                                                [&](int r, int c) { return base + r * (kPitch * 4) + c * 16; });
+      else
+        copy_scores_by_elements<uint32_t, kThreads>(
+            first, m.row, m.col, rows, rows_there, keys_there,
+            [&](int r, int c) { return reinterpret_cast<uint32_t *>(memory + bias) + r * kPitch + c; });
+    } else {
+      const auto *first = static_cast<const uint16_t *>(m.base) + offset;
+      if (call.bias_chunks)
+        copy_chunks<2, kHalfChunks, kPairBiasKeys * 2>(first, m.row * 2, rows, rows_there, keys_there,
+                                                       [&](int r, int c) { return Halves::chunk_address(base, r, c); });
+      else
+        copy_scores_by_elements<uint16_t, kThreads>(
+            first, m.row, m.col, rows, rows_there, keys_there, [&](int r, int c) {
+              return reinterpret_cast<uint16_t *>(memory + bias + Halves::chunk_address(0, r, c / 8)) + c % 8;
+            });
+    }
+    if (has_mask_rows()) copy_mask(s, source.head, rows, rows_there, keys_there, first_row, first_key);
+  }
+
+  // The address that this thread copies chunks from, for the rows from first_row on and counted from the first key; and the
+  // copy of a whole tile from there, whose rows are aligned.
+  __device__ static __forceinline__ const char *own_chunk(const PairBiasCall &pair_bias, const Source &source,
+                                                          int first_row, bool is_float32) {
+    const int size = is_float32 ? 4 : 2, chunks = is_float32 ? kWordChunks : kHalfChunks;
+    const Matrix m =
+        score_matrix(pair_bias.p, pair_bias.p.bias, pair_bias_sequence(pair_bias.p, source.batch), source.head, size);
+    return static_cast<const char *>(m.base) + (first_row + int(threadIdx.x) / chunks) * m.row * size +
+           int(threadIdx.x) % chunks * 16;
+  }
+  template <int kRows> __device__ __forceinline__ void copy_whole(const char *own, int first_key) const {
+    const uint32_t base = ptx::shared_address(memory) + bias;
+    const int64_t row = call.p.bias.stride[2];
+    if (float32_bias)
+      copy_chunks_whole<kRows, kWordChunks, kPitch * 4>(own + first_key * 4, row * 4,
+                                                        base + int(threadIdx.x) / kWordChunks * (kPitch * 4) +
+                                                            threadIdx.x % kWordChunks * 16);
+    else
+      copy_chunks_whole<kRows, kHalfChunks, kPairBiasKeys * 2>(
+          own + first_key * 2, row * 2,
+          Halves::chunk_address(base, threadIdx.x / kHalfChunks, threadIdx.x % kHalfChunks));
+  }
+
+  // Makes -inf of the bias of pairs that a mask of rows, or intervals, drop. All threads of the block call it when the
+  // copies are there, and wait for each other afterwards.
+  __device__ __forceinline__ void fold(const Source &source, int rows, int first_row, int first_key) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * kHalfChunks; i += kThreads) {
+      const int r = i / kHalfChunks, c = i % kHalfChunks;
+      const uint2 kept =
+          has_mask_rows() ? kept_of_mask(r, c) : kept_of_intervals(source, first_row + r, first_key + 8 * c);
+      if (kept.x == ~0u && kept.y == ~0u) continue;
+      if (float32_bias) {
+        auto *words = reinterpret_cast<uint32_t *>(memory + bias) + r * kPitch + 8 * c;
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+          if (!((k < 4 ? kept.x : kept.y) >> (8 * (k % 4)) & 1)) words[k] = 0xff800000u;
+      } else {
+        auto &chunk = *reinterpret_cast<uint4 *>(memory + bias + Halves::chunk_address(0, r, c));
+        uint4 pairs = chunk;
+        drop_halves<Element>(pairs, kept);
+        chunk = pairs;
+      }
+    }
+  }
+
+  // The bias of the accumulators of a 16 x 16 tile of scores whose first row and key these are.
+  template <BiasType kBias> __device__ __forceinline__ void read(int row, int key, float (&values)[2][4]) const {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kBias == BiasType::float32) {
+      const auto *words =
+          reinterpret_cast<const float *>(memory + bias) + (row + lane / 4) * kPitch + key + 2 * (lane % 4);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 pair = *reinterpret_cast<const float2 *>(words + 8 * half * kPitch + 8 * n);
+          values[n][2 * half] = pair.x;
+          values[n][2 * half + 1] = pair.y;
+        }
+    } else {
+      uint32_t pairs[4];
+      const uint32_t fragment = Halves::left(ptx::shared_address(memory) + bias, row);
+      ptx::ldmatrix(pairs, Halves::fragment_address(fragment, 0, key));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        ptx::unpack<Element>(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
+    }
+  }
+
+  // The same for scores with a key to a row: accumulators of keys `key` ... key + 15 and rows `row` ... row + 15.
+  template <BiasType kBias>
+  __device__ __forceinline__ void read_transposed(int row, int key, float (&values)[2][4]) const {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kBias == BiasType::float32) {
+      const auto *words =
+          reinterpret_cast<const float *>(memory + bias) + (row + 2 * (lane % 4)) * kPitch + key + lane / 4;
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[n][i] = words[(8 * n + i % 2) * kPitch + i / 2 * 8];
+    } else {
+      uint32_t pairs[4];
+      const uint32_t fragment = Halves::right_rows(ptx::shared_address(memory) + bias);
+      ptx::ldmatrix_trans(pairs, Halves::fragment_address(fragment, row, key));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        ptx::unpack<Element>(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
+    }
+  }
+
+private:
+  // kRowBytes is how far a row lies behind another in shared memory; rows that a thread copies are a multiple of eight
+  // apart, and their chunks lie alike.
+  template <int kElementBytes, int kChunks, int kRowBytes, class Address>
+  __device__ static __forceinline__ void copy_chunks(const void *first, int64_t row_bytes, int rows, int rows_there,
+                                                     int keys_there, const Address &address) {
+    constexpr int kDown = kThreads / kChunks;
+    static_assert(kThreads % kChunks == 0 && (kDown % 8 == 0 || kElementBytes == 4));
+    const int c = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
+    const int bytes = max(0, min(16, keys_there * kElementBytes - c * 16));
+    const char *source = static_cast<const char *>(first) + row * row_bytes + c * 16;
+    const uint32_t own_address = address(row, c);
+#pragma unroll 4
+    for (int r = 0; r + row < rows; r += kDown) {
+      ptx::cp_async_up_to_16(own_address + r * kRowBytes, source, r + row < rows_there ? bytes : 0);
+      source += kDown * row_bytes;
+    }
+  }
+
+  template <int kRows, int kChunks, int kRowBytes>
+  __device__ static __forceinline__ void copy_chunks_whole(const char *source, int64_t row_bytes, uint32_t address) {
+    constexpr int kDown = kThreads / kChunks;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kDown) {
+      ptx::cp_async_16(address + r * kRowBytes, source, true);
+      source += kDown * row_bytes;
+    }
+  }
+
+  __device__ __forceinline__ void copy_mask(const Sequence &s, int64_t head, int rows, int rows_there, int keys_there,
+                                            int first_row, int first_key) const {
+    const Matrix m = score_matrix(call.p, call.p.mask, s, head, 1);
+    const auto *first = static_cast<const uint8_t *>(m.base) + first_row * m.row + first_key * m.col;
+    const uint32_t base = ptx::shared_address(memory) + mask;
+    if (call.mask_chunks)
+      copy_chunks<1, kByteChunks, kPairBiasKeys>(first, m.row, rows, rows_there, keys_there,
+                                                 [&](int r, int c) { return base + r * kPairBiasKeys + c * 16; });
+    else
+      copy_scores_by_elements<uint8_t, kThreads>(first, m.row, m.col, rows, rows_there, keys_there, [&](int r, int c) {
+        return reinterpret_cast<uint8_t *>(memory + mask) + r * kPairBiasKeys + c;
+      });
+  }
+
+  __device__ __forceinline__ uint2 kept_of_mask(int r, int c) const {
+    const uint2 bytes = *reinterpret_cast<const uint2 *>(memory + mask + r * kPairBiasKeys + 8 * c);
+    return {kept_bytes(bytes.x), kept_bytes(bytes.y)};
+  }
+  __device__ __forceinline__ uint2 kept_of_intervals(const Source &source, int64_t row, int64_t first_key) const {
+    const fdm_problem &p = call.p;
+    const auto load = [&](const fdm_tensor &t, int64_t key) {
+      const int64_t batch = t.shape[0] == 1 ? 0 : source.batch;
+      return static_cast<const int32_t *>(
+          t.data)[batch * t.stride[0] + head_index(p, t, source.head) * t.stride[1] + key * t.stride[3]];
+    };
+    uint2 kept{};
+#pragma unroll 1
+    for (int k = 0; k < 8 && first_key + k < p.keys; ++k)
+      if (load(p.start, first_key + k) <= row && row < load(p.end, first_key + k))
+        (k < 4 ? kept.x : kept.y) |= 0xffu << (8 * (k % 4));
+    return kept;
+  }
+};
+
+} // namespace fdm::cuda

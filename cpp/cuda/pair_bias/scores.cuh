@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The scores of a warp's part of a block: kRowTiles tiles of 16 rows by 32 keys, accumulators of mma.sync.
+//
+// Scores are natural here, not to base 2: fma(q.k, scale, bias), and then exp2(fma(score, log2 e, -maximum log2 e)). So a
+// bias costs one multiply-add, and -inf needs no test. What is rare is found afterwards: a NaN in a key that no row
+// keeps by the NaN of its results, and a row whose scores have few digits left by its large maximum. The block of threads
+// then computes its tile again, `exact`, with all tests.
+#pragma once
+
+#include "../tile/products.cuh"
+#include "../tile/score.cuh"
+#include "score_tile.cuh"
+
+namespace fdm::cuda {
+
+constexpr int kSubKeys = 32, kSubTiles = kSubKeys / 8;
+// Biases below this are taken for this, since to base 2 they are beyond the range of float32.
+constexpr float kLowestBias = -2.35e38f;
+
+// Which keys each slot keeps: a bit for each, `per_slot` words of 32. The bytes of the mask are fetched a step ahead.
+template <int kWarps> struct KeptBits {
+  static constexpr int kReads = 2; // of a warp
+  uint32_t word[2][kReads * kWarps];
+
+  // Bit n of the result is this thread's key of the n-th word of its warp.
+  template <class Table>
+  __device__ static __forceinline__ uint32_t fetch(const fdm_problem &p, int slots, int per_slot, int first_key,
+                                                   const Table &table) {
+    uint32_t kept = 0;
+#pragma unroll
+    for (int n = 0; n < kReads; ++n) {
+      const int number = threadIdx.x / 32 + n * kWarps;
+      if (number >= slots * per_slot) break;
+      const int slot = slots == 1 ? 0 : number / per_slot;
+      const int key = first_key + (number - slot * per_slot) * 32 + threadIdx.x % 32;
+      bool keeps = key < int(p.keys) && table.source[slot].exists;
+      if (keeps && mask_kind(p) == FDM_MASK_KEYS)
+        keeps = table.kept[slot][p.mask.shape[3] == 1 ? 0 : key * p.mask.stride[3]] != 0;
+      kept |= uint32_t(keeps) << n;
+    }
+    return kept;
+  }
+  __device__ __forceinline__ void store(int buffer, int words, uint32_t kept) {
+#pragma unroll
+    for (int n = 0; n < kReads; ++n) {
+      const int number = threadIdx.x / 32 + n * kWarps;
+      if (number >= words) break;
+      const uint32_t bits = __ballot_sync(0xffffffffu, kept >> n & 1);
+      if (threadIdx.x % 32 == 0) word[buffer][number] = bits;
+    }
+  }
+};
+
+struct PairBiasFactors {
+  float scale; // multiplies q.k: for tanh where there is a softcap
+  float cap;   // the softcap
+
+  __device__ explicit PairBiasFactors(const fdm_problem &p)
+      : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale), cap(p.softcap) {}
+
+  // The derivative of a capped score with respect to the one without a cap.
+  __device__ __forceinline__ float slope(float product) const {
+    const float t = tanh_of(product * scale);
+    return 1.0f - t * t;
+  }
+};
+
+// Calls function(score, bias) for all scores of a warp. `row` and `key` are those of the first in the tile of the bias;
+// transposed scores have a key to a row of accumulators.
+template <bool kTransposed, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile, class Function>
+__device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRightTiles][4], const Tile &tile, int row,
+                                              int key, const Function &function) {
+#pragma unroll
+  for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kRightTiles; n += 2) {
+      float bias[2][4];
+      if constexpr (kTransposed)
+        tile.template read_transposed<kBias>(row + 8 * n, key + 16 * m, bias);
+      else
+        tile.template read<kBias>(row + 16 * m, key + 8 * n, bias);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) function(scores[m][n + i / 4][i % 4], bias[i / 4][i % 4]);
+    }
+}
+
+template <bool kTransposed, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile>
+__device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTiles][4], const PairBiasFactors &factors,
+                                            const Tile &tile, int row, int key, bool exact) {
+  if (factors.cap > 0)
+#pragma unroll
+    for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kRightTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = tanh_of(scores[m][n][i] * factors.scale);
+  const float factor = factors.cap > 0 ? factors.cap : factors.scale;
+  for_each_bias<kTransposed, kBias>(scores, tile, row, key,
+                                    [&](float &score, float bias) { score = fmaf(score, factor, bias); });
+  if (exact)
+    for_each_bias<kTransposed, kBias>(scores, tile, row, key, [&](float &score, float bias) {
+      score = bias == -INFINITY ? bias : ptx::max_or_nan(score, kLowestBias);
+    });
+}
+
+// Turns products of rows and keys into scores. `exact` says that a pair that its bias drops may have any product, and
+// that a low bias must stay finite to base 2.
+template <bool kTransposed, int kLeftTiles, int kRightTiles, class Tile>
+__device__ __forceinline__ void add_bias(float (&scores)[kLeftTiles][kRightTiles][4], const PairBiasFactors &factors,
+                                         const Tile &tile, int row, int key, bool exact) {
+  if (tile.float32_bias)
+    add_bias_of<kTransposed, BiasType::float32>(scores, factors, tile, row, key, exact);
+  else
+    add_bias_of<kTransposed, BiasType::element>(scores, factors, tile, row, key, exact);
+}
+
+// Multiplies gradients of capped scores by the slope at their products; zeros stay zeros.
+template <int kLeftTiles, int kRightTiles>
+__device__ __forceinline__ void multiply_slopes(float (&gradients)[kLeftTiles][kRightTiles][4],
+                                                const float (&products)[kLeftTiles][kRightTiles][4],
+                                                const PairBiasFactors &factors) {
+#pragma unroll
+  for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kRightTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float &gradient = gradients[m][n][i];
+        if (gradient != 0.0f) gradient *= factors.slope(products[m][n][i]);
+      }
+}
+
+// Makes -inf of the scores of keys that are not in `word`, and of those behind the causal limit: row r of the warp sees
+// the keys up to `limit` + r, counted from the first. Rows go down the accumulators.
+template <int kRowTiles>
+__device__ __forceinline__ void drop_keys(float (&scores)[kRowTiles][kSubTiles][4], uint32_t word, int limit) {
+  if (word != ~0u) {
+    const uint32_t bits = word >> accumulator_column();
+#pragma unroll
+    for (int n = 0; n < kSubTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool keeps = bits >> (8 * n + i) & 1;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (!keeps) scores[m][n][2 * half + i] = -INFINITY;
+      }
+  }
+  if (limit >= kSubKeys - 1) return;
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int last = limit + 16 * m + accumulator_row(half) - accumulator_column();
+#pragma unroll
+      for (int n = 0; n < kSubTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (8 * n + i > last) scores[m][n][2 * half + i] = -INFINITY;
+    }
+}
+
+// A bit for each of this thread's columns that has another value than `dead` in some row of the warp for which
+// exists(row tile, half).
+template <int kLeftTiles, int kRightTiles, class Exists>
+__device__ __forceinline__ uint32_t live_columns(const float (&values)[kLeftTiles][kRightTiles][4], float dead,
+                                                 const Exists &exists) {
+  uint32_t live = 0;
+#pragma unroll
+  for (int n = 0; n < kRightTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int m = 0; m < kLeftTiles; ++m)
+        if (exists(m, i / 2) && values[m][n][i] != dead) live |= 1u << (2 * n + i % 2);
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) live |= __shfl_xor_sync(0xffffffffu, live, distance);
+  return live;
+}
+
+// gemm_rs that takes rows of the right operand for zeros where `live`, of live_columns(), has no bit: 0 * NaN is NaN.
+template <class Element, int kHeadDim, int kLeftTiles, int kDepthTiles>
+__device__ __forceinline__ void gemm_rs_live(float (&sums)[kLeftTiles][kHeadDim / 8][4],
+                                             const float (&left)[kLeftTiles][kDepthTiles][4], uint32_t right,
+                                             uint32_t live) {
+  using Tile = SmemTile<kHeadDim>;
+  const auto halves = [&](int n) {
+    return (live >> (2 * n) & 1 ? 0x0000ffffu : 0u) | (live >> (2 * n + 1) & 1 ? 0xffff0000u : 0u);
+  };
+#pragma unroll
+  for (int k = 0; k < kDepthTiles; k += 2) {
+    const uint32_t low_rows = halves(k), high_rows = halves(k + 1);
+    uint32_t a[kLeftTiles][4];
+#pragma unroll
+    for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        a[m][i] = ptx::pack<Element>(left[m][k + i / 2][i % 2 * 2], left[m][k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; d += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix_trans(b, Tile::fragment_address(right, 8 * k, 8 * d));
+#pragma unroll
+      for (int m = 0; m < kLeftTiles; ++m) {
+        ptx::mma<Element>(sums[m][d], a[m], b[0] & low_rows, b[1] & high_rows);
+        ptx::mma<Element>(sums[m][d + 1], a[m], b[2] & low_rows, b[3] & high_rows);
+      }
+    }
+  }
+}
+
+template <int kLeftTiles, int kRightTiles, class Exists>
+__device__ __forceinline__ bool has_nan(const float (&sums)[kLeftTiles][kRightTiles][4], const Exists &exists) {
+  bool found = false;
+#pragma unroll
+  for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kRightTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) found |= isnan(sums[m][n][i]) && exists(m, i / 2);
+  return found;
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The tasks and the shared memory of the forward kernel of pair biases for sm_90.
+#pragma once
+
+#include "../../tile/block_scan.cuh"
+#include "../../tile/sm90/bias_operand.cuh"
+#include "../../tile/tile_sizes.cuh"
+#include "exact_tasks.cuh"
+#include "row_copy.cuh"
+
+namespace fdm::cuda {
+
+// What each of two consumer warpgroups has of a task: half of its rows; one of two query heads that share K and V, with the
+// same rows of the bias; half of the keys of each block, and what they have made is merged in the end; or one of two sources of
+// windows, which have at most kWindow rows and keys (forward_windows.cuh).
+enum class TaskParts { rows, heads, keys, sources };
+
+// The rows of the mask.
+enum class MaskRows { none, each_query };
+
+// kSourceCount: a consumer goes through so many sources for each block of keys.
+template <class ElementType, int kHeadDimension, int kSourceCount, BiasType kBias, MaskRows kMaskRows, TaskParts kParts>
+struct PairBiasForwardConfigSm90 {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension, kTile = kPairBiasTileSm90;
+  static constexpr bool kFloat32Bias = kBias == BiasType::float32;
+  static constexpr int kBiasSize = kFloat32Bias ? 4 : 2;
+  using Pair = TilePair<kHeadDim>;
+  static constexpr bool kMasks = kMaskRows == MaskRows::each_query, kPairs = kParts == TaskParts::heads,
+                        kHalves = kParts == TaskParts::keys;
+  static constexpr bool kWindows = kParts == TaskParts::sources;
+  static constexpr bool kHalfRows = kPairs || kHalves || kWindows; // each consumer warpgroup has all rows of a task
+  static constexpr bool kHalfKeys = kHalves || kWindows;           // and its own half of a stage's keys
+  static constexpr bool kShares = kMasks || kPairs || kHalves; // blocks of threads may have equal shares of the work
+  static_assert(kSourceCount == 1 || !kShares);
+  static constexpr int kSources = kSourceCount,
+                       kTaskSources = kPairs || kWindows ? 2 : kSources; // of a consumer, and of a task
+  static constexpr int kRows = kHalfRows ? kTile / 2 : kTile;            // of a task
+  static constexpr int kOwnKeys = kHalfKeys ? kTile / 2 : kTile;         // of a block, of a consumer
+  static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
+  // The products add -inf for keys that are dropped.
+  static constexpr bool kDropsByProduct = kHeadDim == 32;
+  // A consumer holds its part of the bias in registers while the sources go by, unless results of 128 columns of the only
+  // source fill them. It reads that part while S is under way, unless results of 64 columns of two sources do.
+  static constexpr bool kHoldsBias = kHeadDim <= 64;
+  // Beside results of 64 columns it holds pairs of 16 bits as they are. With two sources that gains nothing: the compiler
+  // keeps what the first has unpacked for the second.
+  static constexpr bool kHoldsPairs = !kFloat32Bias && kHeadDim == 64 && kSources == 1;
+  static_assert(kHoldsBias || kSources == 1);
+  static constexpr bool kReadsBias = !kWindows; // from shared memory, in each block
+  static constexpr bool kReadsBiasBeside = kHeadDim == 32 || (kHoldsPairs && kShares);
+  // Producers have what the sums of consumers leave them; those that go through shares need more.
+  using Registers =
+      std::conditional_t<kHeadDim == 32 || kHoldsPairs,
+                         std::conditional_t<kShares || kWindows, RoleRegisters<208, 88>, RoleRegisters<216, 72>>,
+                         std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
+  // Tiles of 64 columns beside a float32 bias leave no room for two, nor do those of 128 beside a mask or stages of the bias. Q of
+  // windows is in the stages of K and V.
+  static constexpr int kQueryStages = kWindows                                                         ? kStages
+                                      : kHeadDim >= 64 && (kFloat32Bias || (kShares && kHeadDim > 64)) ? 1
+                                                                                                       : 2;
+  // Q of two sources, or of one where that has panels of its own.
+  static constexpr int kQueryBytes = kSources == 1 && !Pair::kPaired ? Pair::Tile::kBytes : Pair::kBytes;
+  // Elements of 16 bits lie so that ldmatrix reads accumulators. Those of 32 bits lie in rows whose chunks of 16 bytes are
+  // swizzled, so that the pairs which half a warp reads meet all banks.
+  using Bias = SmemTile<kTile, kRows>;
+  static constexpr int kBiasBytes = kReadsBias ? kRows * kTile * kBiasSize : 16;
+  __device__ static __forceinline__ uint32_t bias_chunk(uint32_t base, int row, int chunk) {
+    if constexpr (kFloat32Bias) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
+    return Bias::chunk_address(base, row, chunk);
+  }
+  // A mask of rows, a byte for each key, has as many stages as the bias: those of keys, or what finds room.
+  static constexpr int kMaskBytes = kMasks ? kRows * kTile : 0;
+  static constexpr int kSmallBytes = (kDropsByProduct ? 14 : 4) * 1024; // at most, of all else
+  static constexpr int kBiasRoom = shared_limit(90) - kSmallBytes - kQueryStages * kQueryBytes - kStages * Pair::kBytes;
+  static constexpr int kBiasStageRoom = kBiasRoom / (kBiasBytes + kMaskBytes);
+  static constexpr int kBiasStages =
+      !kShares || kBiasStageRoom < 2 ? 1 : (kBiasStageRoom < kStages ? kBiasStageRoom : kStages);
+};
+
+template <class Config> struct PairBiasForwardSharedSm90 {
+  static constexpr int kExactWords = 16;
+
+  alignas(1024) char sQ[Config::kQueryStages][Config::kQueryBytes]; // Q of the sources
+  char sKV[Config::kStages][Config::Pair::kBytes];
+  char bias[Config::kBiasStages][Config::kBiasBytes];
+  struct None {};
+  struct Masks {
+    char bytes[Config::kBiasStages][Config::kMaskBytes];
+  };
+  std::conditional_t<Config::kMasks, Masks, None> masks;
+  DroppedKeys dropped[Config::kStages];
+  // -inf of keys that are dropped.
+  std::conditional_t<Config::kDropsByProduct, BiasOperand<typename Config::Element, Config::kTile, Config::kStages>,
+                     None>
+      drops;
+  uint32_t live[Config::kTile / 32]; // of an exact run: keys that a row of the tile keeps
+  struct Parts {
+    float2 rows[2][Roles::kConsumerThreads / 2]; // the maxima and sums of what the second consumer warpgroup has
+  };
+  std::conditional_t<Config::kHalves, Parts, None> parts;
+  ExactTasks<kExactWords> exact_tasks;
+  uint64_t q_full[Config::kQueryStages], q_empty[Config::kQueryStages];
+  uint64_t full[Config::kStages], empty[Config::kStages];
+  uint64_t bias_full[Config::kBiasStages], bias_empty[Config::kBiasStages];
+
+  // All threads of the block call this, before they are synchronized.
+  __device__ void init() {
+    if constexpr (Config::kDropsByProduct) drops.init();
+    if (threadIdx.x > 0) return;
+    exact_tasks.init();
+    for (int stage = 0; stage < Config::kQueryStages; ++stage) {
+      ptx::init_barrier(q_full[stage], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(q_empty[stage], Roles::kConsumerThreads);
+    }
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
+      ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
+    }
+    for (int stage = 0; stage < Config::kBiasStages; ++stage) {
+      ptx::init_barrier(bias_full[stage], (Config::kMasks ? 1 : 2) * Roles::kProducerThreads);
+      ptx::init_barrier(bias_empty[stage], Roles::kConsumerThreads);
+    }
+  }
+};
+
+// Where a role is in each pipeline, from task to task.
+template <class Config> struct PairBiasForwardStatesSm90 {
+  PipelineState<Config::kQueryStages> queries;
+  PipelineState<Config::kStages> keys;
+  PipelineState<Config::kBiasStages> bias;
+};
+
+// The rows and sources of a task, and the blocks of keys of its split.
+template <class Config> struct PairBiasForwardTaskSm90 {
+  int unit, first_source, first_row, split, begin, end;
+  bool last;            // of the splits of its rows
+  const uint32_t *live; // of LiveTiles
+
+  // Source n of the task.
+  __device__ SourceWalk source(const PairBiasForward &work, int n) const {
+    return SourceWalk(work.call, unit, first_source + n);
+  }
+};
+
+// Finds the live blocks of keys of a task, one after the other. It reads a word of LiveTiles once: what a mainloop loads in
+// each step from global memory would be waited for.
+template <class Config, class Task = PairBiasForwardTaskSm90<Config>> class LiveBlocks {
+  const Task &task;
+  int number = -1; // of the word
+  uint32_t word = 0;
+
+public:
+  __device__ explicit LiveBlocks(const Task &own_task) : task(own_task) {}
+
+  // The first one from `block` on, or the end of the task.
+  __device__ __forceinline__ int next(int block) {
+    if (!Config::kMasks || !task.live) return block;
+    while (block < task.end) {
+      if (block / 32 != number) {
+        number = block / 32;
+        word = task.live[number];
+      }
+      const uint32_t left = word >> block % 32;
+      if (left) return min(block + __ffs(int(left)) - 1, task.end);
+      block = 32 * (number + 1);
+    }
+    return task.end;
+  }
+};
+
+// Goes through the tasks of this block of threads. All lanes of a warp call its functions.
+//
+// Without splits a task is a tile of rows. The last, which a causal mask makes the longest, come first. They go fastest,
+// since they share K and V; but where keys may be divided, sources that read the same rows of the bias follow each other,
+// and turns go forth and back, so that a block of threads which had much to do has little next.
+//
+// With splits each block of threads has an equal share of all steps. A tile of rows has a step for each tile of keys, and
+// one before them for what a task takes beside those; the last come first. The parts of a tile of rows are of blocks of
+// threads that follow each other.
+template <class Config> class PairBiasForwardWalkSm90 {
+  using Task = PairBiasForwardTaskSm90<Config>;
+
+  const PairBiasForward &work;
+  const int groups; // of sources, of all units
+  // The next turn, of whole tiles; or the next step of all, and past the last one.
+  int turn = 0, step = 0, past = 0;
+  // Where that step is: a group, a tile of rows, counted from the last, and a step of it.
+  int group = 0, place = 0, own_step = 0;
+
+public:
+  __device__ explicit PairBiasForwardWalkSm90(const PairBiasForward &own_work)
+      : work(own_work), groups(int(own_work.call.p.bias.shape[0] * own_work.call.p.bias.shape[1]) * own_work.groups) {
+    if (!has_parts()) return;
+    step = all_steps() * int(blockIdx.x) / int(gridDim.x);
+    past = all_steps() * int(blockIdx.x + 1) / int(gridDim.x);
+    group = step / work.steps;
+    own_step = step - group * work.steps;
+    find_place();
+  }
+
+  // Calls function(task, number) for the tasks.
+  template <class Function> __device__ static void for_each(const PairBiasForward &work, const Function &function) {
+    PairBiasForwardWalkSm90 walk(work);
+    Task task;
+#pragma unroll 1
+    for (int number = 0; walk.next(&task); ++number) function(task, number);
+  }
+
+private:
+  __device__ bool has_parts() const { return Config::kShares && work.splits > 1; }
+  __device__ int all_steps() const { return groups * work.steps; }
+  __device__ int visible(int own_place) const {
+    return visible_key_tiles(work.call.p, work.tiles - 1 - own_place, Config::kRows);
+  }
+
+  // Returns false where there are no more.
+  __device__ bool next(Task *task) { return has_parts() ? next_part(task) : next_tile(task); }
+
+  __device__ bool next_tile(Task *task) {
+    const int blocks = int(gridDim.x), own = int(blockIdx.x);
+    const int number = turn * blocks + (Config::kShares && turn % 2 == 1 ? blocks - 1 - own : own);
+    if (number >= groups * work.tiles) return false;
+    ++turn;
+    const int own_place = Config::kShares ? number / groups : number % work.tiles;
+    const int keys = visible(own_place);
+    *task = make_task(Config::kShares ? number % groups : number / work.tiles, own_place, 0, 0, keys, keys);
+    return true;
+  }
+
+  __device__ bool next_part(Task *task) {
+    bool skipped = true;
+    while (skipped && step < past) {
+      const int keys = visible(place), steps = min(keys + 1 - own_step, past - step);
+      const int begin = max(own_step - 1, 0), end = own_step + steps - 1;
+      // Split 0 is that of the block of threads with the first key.
+      const int first_key = step - own_step + 1;
+      const int split = own_step <= 1 ? 0 : int(blockIdx.x) - ((first_key + 1) * int(gridDim.x) - 1) / all_steps();
+      // Tasks without keys are skipped, unless their rows see none.
+      skipped = end <= begin && keys > 0;
+      if (!skipped) *task = make_task(group, place, split, begin, end, keys);
+      step += steps;
+      own_step = 0;
+      if (++place == work.tiles) {
+        place = 0;
+        ++group;
+      }
+    }
+    return !skipped;
+  }
+
+  __device__ Task make_task(int own_group, int own_place, int split, int begin, int end, int keys) const {
+    const int unit = own_group / work.groups, first_row = (work.tiles - 1 - own_place) * Config::kRows;
+    return {unit,        (own_group - unit * work.groups) * Config::kTaskSources, first_row, split, begin, end,
+            end == keys, work.live.row(unit, first_row / kPairBiasTileSm90)};
+  }
+
+  // Finds the place of a step of a group, own_step, and makes it one of the tile's.
+  __device__ void find_place() {
+#pragma unroll 1
+    for (;; place += 32) {
+      const int own = place + lane_id(), steps = own < work.tiles ? visible(own) + 1 : 0;
+      const int end = int(warp_inclusive_sum(uint32_t(steps)));
+      const uint32_t beyond = __ballot_sync(kAllLanes, end > own_step);
+      const int lane = beyond ? __ffs(int(beyond)) - 1 : 31;
+      const int before = __shfl_sync(kAllLanes, beyond ? end - steps : end, lane);
+      own_step -= before;
+      if (!beyond) continue;
+      place += lane;
+      return;
+    }
+  }
+};
+
+} // namespace fdm::cuda

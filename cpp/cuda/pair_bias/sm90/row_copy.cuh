@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the Hopper kernels of pair biases have in common: tiles of 128 rows, and the copies that fill them.
+#pragma once
+
+#include "../../backward/row_statistics.cuh"
+#include "../../tile/sm90/roles.cuh"
+#include "../../tile/smem_tile.cuh"
+#include "../sources.cuh"
+#include "ptx/matrix.cuh"
+
+namespace fdm::cuda {
+
+// Two tensors in shared memory, 128 rows of each. Those of 32 columns lie side by side in a panel of 64.
+template <int kHeadDim> struct TilePair {
+  static constexpr bool kPaired = kHeadDim == 32;
+  static_assert(kPaired || kHeadDim == 64 || kHeadDim == 128);
+  using Tile = SmemTile<kPaired ? 64 : kHeadDim, kPairBiasTileSm90>;
+  static constexpr int kChunks = kHeadDim / 8, kBytes = kPaired ? Tile::kBytes : 2 * Tile::kBytes;
+
+  __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int which, int row, int chunk) {
+    return Tile::chunk_address(kPaired ? base : base + which * Tile::kBytes, row,
+                               chunk + (kPaired ? which * kChunks : 0));
+  }
+  __device__ static __forceinline__ uint64_t descriptor(uint32_t base, int which) {
+    constexpr uint64_t kSecond = kPaired ? Tile::offset(0, 32) : uint64_t(Tile::kBytes >> 4);
+    return Tile::descriptor(base) + which * kSecond;
+  }
+};
+
+// Where a mask of keys tells whether a query head of a sequence keeps a key, or null where there is no such mask.
+__device__ __forceinline__ const uint8_t *kept_key(const fdm_problem &p, int64_t batch, int64_t head, int64_t key) {
+  if (mask_kind(p) != FDM_MASK_KEYS) return nullptr;
+  const Matrix mask = score_matrix(p, p.mask, pair_bias_sequence(p, batch), head, 1);
+  return static_cast<const uint8_t *>(mask.base) + key * mask.col;
+}
+
+// Whether a query keeps a key, as far as masks of rows, intervals and the causal limit tell. Each source applies its mask
+// of keys itself.
+__device__ __forceinline__ bool is_kept_pair(const fdm_problem &p, const Sequence &s, int64_t head, int64_t r,
+                                             int64_t k) {
+  if (r >= p.queries || k >= p.keys || (is_causal(p) && k > r + p.keys - p.queries)) return false;
+  if (has_rows(p.mask)) {
+    const Matrix mask = score_matrix(p, p.mask, s, head, 1);
+    return static_cast<const uint8_t *>(mask.base)[r * mask.row + k * mask.col] != 0;
+  }
+  if (!present(p.start)) return true;
+  const RowRange rows = rows_of_key(p, s, head, k);
+  return rows.first <= r && r < rows.past;
+}
+
+// Goes through consecutive sources of a bias.
+struct SourceWalk {
+  int batch, head, first_head, past_head;
+
+  __device__ SourceWalk(const PairBiasCall &call, int unit, int64_t index) {
+    const Source source = source_of(call, unit, index);
+    batch = int(source.batch);
+    head = int(source.head);
+    first_head = unit % int(call.p.bias.shape[1]) * call.heads;
+    past_head = first_head + call.heads;
+  }
+  __device__ __forceinline__ void operator++() {
+    if (++head < past_head) return;
+    head = first_head;
+    ++batch;
+  }
+};
+
+// How a producer thread copies rows of a tensor: its warp has 32 of 128.
+template <class Pair> struct TileRowCopy {
+  static constexpr int kRows = kPairBiasTileSm90 / Roles::kProducerWarps, kStepRows = 32 / Pair::kChunks;
+  static_assert(kRows == 32);
+
+  const fdm_tensor &t;
+  const uint16_t *own; // the chunk of this thread's first row of the tile that begins with row 0
+  bool inside;         // the chunk is
+
+  __device__ TileRowCopy(const fdm_tensor &tensor, int64_t head_dim, int64_t first)
+      : t(tensor),
+        own(static_cast<const uint16_t *>(tensor.data) +
+            (first + Roles::producer_thread() / 32 * kRows + threadIdx.x % 32 / Pair::kChunks) * t.stride[1] +
+            threadIdx.x % Pair::kChunks * 8),
+        inside(int(threadIdx.x % Pair::kChunks) * 8 < head_dim) {}
+
+  __device__ __forceinline__ const uint16_t *row_of(int64_t batch, int64_t head) const {
+    return own + batch * t.stride[0] + head * t.stride[2];
+  }
+
+  // Copies rows from row_of(), or a number of rows further, to a tile of a pair: those of which bit r of `there` is set.
+  // The others, and columns from head_dim on, become zeros.
+  __device__ __forceinline__ void copy(const char *tile, int which, const uint16_t *row, uint32_t there) const {
+    const int lane_row = threadIdx.x % 32 / Pair::kChunks, first_row = Roles::producer_thread() / 32 * kRows;
+    const uint32_t base = ptx::shared_address(tile), rows = inside ? there >> lane_row : 0;
+#pragma unroll(kRows / kStepRows <= 8 ? kRows / kStepRows : 4)
+    for (int r = 0; r < kRows; r += kStepRows) {
+      ptx::cp_async_16(Pair::chunk_address(base, which, first_row + r + lane_row, threadIdx.x % Pair::kChunks), row,
+                       rows >> r & 1);
+      row += kStepRows * t.stride[1];
+    }
+  }
+};
+
+constexpr uint16_t kBfloat16Inf = 0x7f80;
+
+// Which of 128 keys a source drops, as a producer warp finds them: a number for each, -inf for those.
+struct DroppedKeys {
+  alignas(4) uint16_t numbers[kPairBiasTileSm90]; // bfloat16
+  bool found[Roles::kProducerWarps];
+
+  // A producer thread tells of its key, with the number of one that is kept. Returns which keys of its warp are kept, as
+  // bits.
+  __device__ __forceinline__ uint32_t set(bool kept, uint16_t number = 0) {
+    const int own = Roles::producer_thread();
+    const uint32_t all = __ballot_sync(0xffffffffu, kept);
+    numbers[own] = kept ? number : kBfloat16Inf | 0x8000;
+    if (own % 32 == 0) found[own / 32] = all != ~0u;
+    return all;
+  }
+  __device__ __forceinline__ bool any() const {
+    bool some = false;
+#pragma unroll
+    for (int warp = 0; warp < Roles::kProducerWarps; ++warp) some |= found[warp];
+    return some;
+  }
+  // Reads the numbers of this thread's two keys of tile n of 8.
+  __device__ __forceinline__ void read(int n, float (&own)[2]) const {
+    const uint32_t pair = reinterpret_cast<const uint32_t *>(numbers)[4 * n + threadIdx.x % 4];
+    ptx::unpack<__nv_bfloat16>(pair, own[0], own[1]);
+  }
+};
+
+} // namespace fdm::cuda

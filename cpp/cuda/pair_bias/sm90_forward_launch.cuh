@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The launch of the forward instantiations of a pair bias for sm_90.
+#pragma once
+
+#include "pair_bias.h"
+#include "tile_sizes.cuh"
+#if FDM_TILE_ARCH == 90
+#include "../host/launch_sm90.cuh"
+#include "sm90/forward.cuh"
+#endif
+
+namespace fdm::cuda {
+
+template <class Element, int kHeadDim>
+cudaError_t launch_pair_bias_forward_sm90(const PairBiasForwardLaunch &launch, cudaStream_t stream) {
+#if FDM_TILE_ARCH == 90
+  const PairBiasForward &work = launch.work;
+  const fdm_problem &p = work.call.p;
+  if constexpr (kHeadDim == kWindowHeadDim)
+    if (launch.route.kernel == ForwardKernel::pair_bias_windows) {
+      const auto launch_windows = [&](auto bias_type) {
+        using Config = PairBiasForwardConfigSm90<Element, kHeadDim, 1, decltype(bias_type)::value, MaskRows::none,
+                                                 TaskParts::sources>;
+        return launch_with_shared<PairBiasForwardSharedSm90<Config>, pair_bias_forward_kernel_sm90<Config>>(
+            work, launch.route.blocks, Roles::kThreads, stream);
+      };
+      return p.bias.dtype == FDM_FLOAT32 ? launch_windows(kFloat32Type) : launch_windows(kElementType);
+    }
+  const auto launch_for = [&](auto sources, auto bias_type, auto mask_rows, auto parts) {
+    using Config = PairBiasForwardConfigSm90<Element, kHeadDim, decltype(sources)::value, decltype(bias_type)::value,
+                                             decltype(mask_rows)::value, decltype(parts)::value>;
+    return launch_with_shared<PairBiasForwardSharedSm90<Config>, pair_bias_forward_kernel_sm90<Config>,
+                              Overlap::kernel_ahead>(work, launch.route.blocks, Roles::kThreads, stream);
+  };
+  constexpr std::integral_constant<int, 1> kOne{};
+  constexpr std::integral_constant<MaskRows, MaskRows::each_query> kMask{};
+  constexpr std::integral_constant<MaskRows, MaskRows::none> kNoMask{};
+  constexpr std::integral_constant<TaskParts, TaskParts::rows> kRows{};
+  constexpr std::integral_constant<TaskParts, TaskParts::heads> kHeads{};
+  constexpr std::integral_constant<TaskParts, TaskParts::keys> kKeys{};
+  const auto launch_for_bias = [&](auto bias_type) {
+    if constexpr (has_room_for_mask(kHeadDim, decltype(bias_type)::value == BiasType::float32)) {
+      if (work.pairs && has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kHeads);
+      if (work.pairs) return launch_for(kOne, bias_type, kNoMask, kHeads);
+      if (work.halves && has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kKeys);
+      if (has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
+    }
+    if (work.halves) return launch_for(kOne, bias_type, kNoMask, kKeys);
+    constexpr int kSourceRoom = sm90_sources(kHeadDim);
+    if constexpr (kSourceRoom > 1)
+      if (work.slots == kSourceRoom)
+        return launch_for(std::integral_constant<int, kSourceRoom>{}, bias_type, kNoMask, kRows);
+    return launch_for(kOne, bias_type, kNoMask, kRows);
+  };
+  return p.bias.dtype == FDM_FLOAT32 ? launch_for_bias(kFloat32Type) : launch_for_bias(kElementType);
+#else
+  return cudaErrorInvalidConfiguration;
+#endif
+}
+
+} // namespace fdm::cuda

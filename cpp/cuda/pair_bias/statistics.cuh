@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the pair bias kernels of the backward pass have in common.
+#pragma once
+
+#include "../backward/row_statistics.cuh"
+#include "scores.cuh"
+
+namespace fdm::cuda {
+
+__device__ __forceinline__ float &delta_of(const PairBiasBackward &work, int64_t batch, int64_t head, int64_t row) {
+  return work.deltas[(batch - work.first_delta) * work.delta_batch + head * work.delta_head + row * work.delta_row];
+}
+
+// What lies in memory of a row, lse as it was given. It can be fetched long before it is needed.
+__device__ __forceinline__ RowStatistics fetch_statistics(const PairBiasBackward &work, const Source &source,
+                                                          int64_t row) {
+  const fdm_problem &p = work.call.p;
+  const fdm_tensor &lse = work.a.lse;
+  return {static_cast<const float *>(lse.data)[lse_offset(lse, pair_bias_sequence(p, source.batch), row, source.head)],
+          delta_of(work, source.batch, source.head, row)};
+}
+__device__ __forceinline__ RowStatistics to_base_2(const RowStatistics &fetched) {
+  return {fabsf(fetched.lse) > kUnusableLse ? INFINITY : fetched.lse * kLog2E, fetched.delta};
+}
+__device__ __forceinline__ RowStatistics statistics_of(const PairBiasBackward &work, const Source &source,
+                                                       int64_t row) {
+  return to_base_2(fetch_statistics(work, source, row));
+}
+
+// Whether the fused kernel has computed the gradients.
+__device__ __forceinline__ bool is_superseded(const PairBiasBackward &work) {
+  return work.non_finite && *work.non_finite == 0;
+}
+
+__device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
+  return !statistics.empty() && fabsf(statistics.lse) > kLargeLse;
+}
+
+// Turns scores into exponents to base 2, which are at most 0 but for rounding, and gradients into -delta, to which dO V'
+// is added. A row's shift is -lse to base 2.
+template <int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void
+start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRowTiles][kKeyTiles][4],
+                const float (&shift)[kRowTiles][2], const float (&delta)[kRowTiles][2]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[m][n][i] = fmaf(scores[m][n][i], kLog2E, shift[m][i / 2]);
+        gradients[m][n][i] = -delta[m][i / 2];
+      }
+}
+
+// Settles what an ordinary run leaves to chance: the exponents of pairs that are dropped, by their score or by their row
+// whose shift(row tile, column tile, element) is -inf, become -inf and their gradients 0; no probability exceeds 1.
+template <int kLeftTiles, int kRightTiles, class Shift>
+__device__ __forceinline__ void settle(float (&exponents)[kLeftTiles][kRightTiles][4],
+                                       float (&gradients)[kLeftTiles][kRightTiles][4], const Shift &shift) {
+#pragma unroll
+  for (int m = 0; m < kLeftTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kRightTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float &exponent = exponents[m][n][i];
+        const bool dropped = exponent == -INFINITY || shift(m, n, i) == -INFINITY;
+        exponent = dropped ? -INFINITY : ptx::min_or_nan(exponent, 0.0f);
+        if (dropped) gradients[m][n][i] = 0.0f;
+      }
+}
+
+// Stores two neighbours of a row of dbias, or as many as are `left`.
+template <class Element>
+__device__ __forceinline__ void store_pair(const fdm_tensor &t, bool pairs, int64_t offset, float low, float high,
+                                           int64_t left) {
+  if (left <= 0) return;
+  if (pairs && left >= 2) {
+    if (t.dtype == FDM_FLOAT32)
+      *reinterpret_cast<float2 *>(static_cast<float *>(t.data) + offset) = {low, high};
+    else
+      *reinterpret_cast<uint32_t *>(static_cast<Element *>(t.data) + offset) = ptx::pack<Element>(low, high);
+    return;
+  }
+  store_element(t, offset, low);
+  if (left >= 2) store_element(t, offset + t.stride[3], high);
+}
+
+} // namespace fdm::cuda

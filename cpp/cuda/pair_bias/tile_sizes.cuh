@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The tile table of the pair bias kernels, beside that of tile/tile_sizes.cuh.
+#pragma once
+
+#include <type_traits>
+
+#include "../tile/tile_sizes.cuh"
+
+namespace fdm::cuda {
+
+// The dtype of a bias with a row for each query: that of q, or float32.
+enum class BiasType { element, float32 };
+constexpr std::integral_constant<BiasType, BiasType::element> kElementType{};
+constexpr std::integral_constant<BiasType, BiasType::float32> kFloat32Type{};
+
+// Keys of a block.
+constexpr int kPairBiasKeys = 64;
+
+// What shared memory leaves for the tiles of a pair bias kernel.
+constexpr int pair_bias_shared_limit(int arch) {
+  constexpr int kOthers = 4 * 1024;
+  return shared_limit(arch) - kOthers;
+}
+#ifdef FDM_TILE_ARCH
+constexpr int kPairBiasSharedLimit = pair_bias_shared_limit(FDM_TILE_ARCH);
+#endif
+
+// Tiles of 16 rows or keys of a warp, warps, and blocks for which an SM must have registers. There are two stages of copies
+// where shared memory has room for them.
+struct PairBiasTileChoice {
+  int tiles, warps, blocks;
+};
+
+constexpr PairBiasTileChoice pair_bias_forward_tile(int head_dim) {
+  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Larger heads leave
+  // the registers for 16.
+  if (head_dim <= 32) return {2, 4, 3};
+  return {1, 4, head_dim <= 64 ? 4 : 2};
+}
+
+constexpr PairBiasTileChoice pair_bias_dq_tile(int head_dim) {
+  if (head_dim <= 32) return {2, 4, 3};
+  return {1, 4, head_dim <= 64 ? 3 : 2};
+}
+
+constexpr PairBiasTileChoice pair_bias_dkdv_tile(int head_dim) {
+  if (head_dim <= 32) return {2, 4, 3};
+  // The accumulators of dk and dv and of two products leave no registers for a third block.
+  return head_dim <= 64 ? PairBiasTileChoice{2, 4, 2} : PairBiasTileChoice{1, 4, 1};
+}
+
+// Warps of the gradient of a bias. The tile has 2048 elements for each.
+constexpr int dbias_warps(int arch, int head_dim) {
+  const bool small_shared = shared_limit(arch) < 100 * 1024;
+  if (head_dim <= 64) return small_shared ? 4 : 8;
+  return small_shared ? 2 : 4;
+}
+
+// Bytes of a row of a tile of 16-bit elements, as SmemTile has it, of a float32 bias or one of 16 bits whose rows have `pitch` or
+// kPairBiasKeys elements, and of the booleans of a mask.
+constexpr int pair_bias_row_bytes(int head_dim) { return head_dim <= 32 ? 64 : (head_dim + 63) / 64 * 128; }
+constexpr int pair_bias_bias_bytes(int rows, int pitch, bool float32_bias) {
+  return rows * (float32_bias ? pitch * 4 : kPairBiasKeys * 2);
+}
+constexpr int pair_bias_panel_bytes(int rows, int pitch, bool float32_bias, bool mask) {
+  return pair_bias_bias_bytes(rows, pitch, float32_bias) + (mask ? rows * kPairBiasKeys : 0);
+}
+
+// Shared memory of the kernels of rows: `row_tensors` have rows of the tile, q, and in the backward pass dout. `mask` has a
+// row for each query.
+struct RowBlockSizes {
+  static constexpr int kPitch = kPairBiasKeys + 8; // of a float32 bias: four rows of pairs meet all banks
+  int arch, head_dim, row_tensors;
+
+  constexpr PairBiasTileChoice tile() const {
+    return row_tensors == 1 ? pair_bias_forward_tile(head_dim) : pair_bias_dq_tile(head_dim);
+  }
+  constexpr int rows() const { return 16 * tile().tiles * tile().warps; }
+  constexpr int row_bytes() const { return rows() * pair_bias_row_bytes(head_dim); } // of a tensor
+  constexpr int stage_bytes(int slots, bool float32_bias, bool mask) const {
+    return 2 * slots * kPairBiasKeys * pair_bias_row_bytes(head_dim) +
+           pair_bias_panel_bytes(rows() / slots, kPitch, float32_bias, mask);
+  }
+  constexpr int stages(int slots, bool float32_bias, bool mask) const {
+    return row_tensors * row_bytes() + 2 * stage_bytes(slots, float32_bias, mask) <= pair_bias_shared_limit(arch) ? 2
+                                                                                                                  : 1;
+  }
+  constexpr int shared_bytes(int slots, bool float32_bias, bool mask) const {
+    return row_tensors * row_bytes() + stages(slots, float32_bias, mask) * stage_bytes(slots, float32_bias, mask);
+  }
+};
+
+// The same of the kernel of keys, whose steps have kStepRows rows.
+constexpr int kStepRows = 64;
+
+struct PairBiasKeySizes {
+  static constexpr int kPitch = kPairBiasKeys + 4; // two words of a row's pair, and eight keys, meet all banks
+  int arch, head_dim;
+
+  constexpr int keys() const { return 16 * pair_bias_dkdv_tile(head_dim).tiles * pair_bias_dkdv_tile(head_dim).warps; }
+  constexpr int key_bytes() const { return keys() * pair_bias_row_bytes(head_dim); } // of K or V
+  constexpr int panels(int slots) const { return (keys() / slots + kPairBiasKeys - 1) / kPairBiasKeys; }
+  constexpr int panel_bytes(bool float32_bias, bool mask) const {
+    return pair_bias_panel_bytes(kStepRows, kPitch, float32_bias, mask);
+  }
+  constexpr int statistics_bytes(int slots) const { return slots * kStepRows * 2 * int(sizeof(float)); }
+  constexpr int stage_bytes(int slots, bool float32_bias, bool mask) const {
+    return 2 * slots * kStepRows * pair_bias_row_bytes(head_dim) + panels(slots) * panel_bytes(float32_bias, mask) +
+           statistics_bytes(slots);
+  }
+  constexpr int stages(int slots, bool float32_bias, bool mask) const {
+    return 2 * key_bytes() + 2 * stage_bytes(slots, float32_bias, mask) <= pair_bias_shared_limit(arch) ? 2 : 1;
+  }
+  constexpr int shared_bytes(int slots, bool float32_bias, bool mask) const {
+    return 2 * key_bytes() + stages(slots, float32_bias, mask) * stage_bytes(slots, float32_bias, mask);
+  }
+};
+
+// The same of the kernel of the gradient of a bias.
+struct DbiasSizes {
+  static constexpr int kPitch = kPairBiasKeys + 8; // four rows of pairs meet all banks
+  int arch, head_dim;
+
+  constexpr int elements() const { return dbias_warps(arch, head_dim) * 2048; } // of a tile, over all slots
+  constexpr int stage_bytes(int slots, int tile_rows, int tile_keys) const {
+    return 2 * slots * (tile_rows + tile_keys) * pair_bias_row_bytes(head_dim) +
+           slots * tile_rows * 2 * int(sizeof(float));
+  }
+  constexpr int panel_bytes(int tile_rows, bool float32_bias, bool mask) const {
+    return pair_bias_panel_bytes(tile_rows, kPitch, float32_bias, mask);
+  }
+  constexpr int shared_bytes(int slots, int tile_rows, int tile_keys, int stages, bool float32_bias, bool mask) const {
+    return stages * stage_bytes(slots, tile_rows, tile_keys) +
+           tile_keys / kPairBiasKeys * panel_bytes(tile_rows, float32_bias, mask);
+  }
+};
+
+} // namespace fdm::cuda

@@ -1,0 +1,607 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Problems with a bias for each query: which of them the pair bias kernels serve, and how these divide the work.
+#include <algorithm>
+
+#include "../pair_bias/tile_sizes.cuh"
+#include "route.h"
+#include "workspaces.h"
+
+namespace fdm::cuda {
+namespace {
+
+bool has_float32_bias(const fdm_problem &p) { return p.bias.dtype == FDM_FLOAT32; }
+
+// Whether all sources of an element of the bias have the same rows of mask, or the same intervals.
+bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
+  const auto shared = [&](const fdm_tensor &t) {
+    return (batches == 1 || t.shape[0] == 1) &&
+           (heads == 1 || t.shape[1] == 1 || (t.shape[1] == p.kv_heads && p.bias.shape[1] == p.kv_heads));
+  };
+  if (has_rows(p.mask)) return shared(p.mask);
+  return !present(p.start) || shared(p.start);
+}
+
+// Sequences that share an element of the bias.
+int64_t batches_of(const fdm_problem &p) { return p.bias.shape[0] == 1 ? p.batch : 1; }
+
+// Sequences side by side read the same bias and mask.
+bool shares_sequences(const fdm_problem &p) {
+  return p.bias.shape[0] == 1 && (!has_rows(p.mask) || p.mask.shape[0] == 1) &&
+         (!present(p.start) || p.start.shape[0] == 1);
+}
+
+// Whether the kernels for sm_90 serve problems of these sizes. They do not where most of their tiles would be empty.
+bool has_sm90_sizes(const fdm_problem &p, const DeviceFacts &device) {
+  if (!device.has_wgmma() || p.softcap > 0 || p.head_dim > device.built->pair_bias_sm90.most()) return false;
+  return 2 * p.queries * p.keys >= round_up(p.queries, kPairBiasTileSm90) * round_up(p.keys, kPairBiasTileSm90);
+}
+
+struct PairBiasChoice {
+  const fdm_problem &p;
+  const DeviceFacts &device;
+  const RouteTable &table;
+  const int arch, head_dim, sm90_head_dim; // head dimensions of the instantiations
+  PairBiasFacts facts;
+
+  PairBiasChoice(const fdm_problem &problem, const DeviceFacts &own_device, const Alignment &lies)
+      : p(problem), device(own_device), table(*own_device.table), arch(own_device.built->tile_arch),
+        head_dim(own_device.built->pair_bias.serving(problem.head_dim)),
+        sm90_head_dim(own_device.built->pair_bias_sm90.serving(problem.head_dim)) {
+    facts.batches = int32_t(batches_of(p));
+    facts.heads = int32_t(p.heads / p.bias.shape[1]);
+    facts.shares_mask = shares_mask(p, facts.batches, facts.heads);
+    facts.bias_chunks = lies.bias_chunks;
+    facts.mask_chunks = lies.mask_chunks;
+    facts.aligned = lies.inputs;
+  }
+
+  int64_t sources() const { return facts.sources(); }
+  int64_t mask_sources() const { return facts.shares_mask ? sources() : 1; }
+
+  bool has_sm90_tiles() const { return facts.aligned && has_sm90_sizes(p, device); }
+
+  // Whether the kernels of few rows and keys (windows) serve a problem. They do not where most of their tiles, or most SMs, would
+  // be idle.
+  bool has_windows() const {
+    if (!device.has_wgmma() || p.softcap > 0 || !facts.aligned) return false;
+    if (p.head_dim > kWindowHeadDim || sm90_head_dim != kWindowHeadDim) return false;
+    return p.queries <= kWindow && p.keys <= kWindow && 2 * p.queries * p.keys >= kWindow * kWindow &&
+           facts.batches > 1 && group_size(p) == 1 && p.batch * p.heads >= table.window_sources;
+  }
+
+  // Whether clusters complete the gradients of a problem (FusedEpilogue::exchange).
+  bool has_clusters() const {
+    return has_sm90_tiles() && !has_windows() && sm90_head_dim <= 64 && p.queries <= 2 * kPairBiasTileSm90 &&
+           p.keys <= 2 * kPairBiasTileSm90 && group_size(p) == 1;
+  }
+
+  bool has_mask_room() const { return has_room_for_mask(sm90_head_dim, has_float32_bias(p)); }
+
+  // Whether the sources of a bias come in pairs of query heads that share K, V and the mask.
+  bool has_head_pairs() const {
+    const bool mask_of_heads = present(p.mask) && p.mask.shape[1] > p.kv_heads;
+    return facts.heads % 2 == 0 && group_size(p) % 2 == 0 && facts.shares_mask && !mask_of_heads && has_mask_room();
+  }
+
+  // Finding the live tiles of a mask takes a launch, so there must be many.
+  bool finds_live_tiles() const {
+    return has_rows(p.mask) && facts.mask_chunks && facts.shares_mask && p.keys > table.pair_bias_keys;
+  }
+  // The forward pass may have little to save by them.
+  bool finds_live_tiles_forward() const {
+    const int64_t tiles =
+        ceil_div(p.queries, kPairBiasTileSm90) * ceil_div(p.keys, kPairBiasTileSm90) / (is_causal(p) ? 2 : 1);
+    return finds_live_tiles() && tiles * p.batch * p.heads >= table.live_tiles;
+  }
+  int64_t live_bytes() const {
+    if (!finds_live_tiles()) return 0;
+    const int64_t row_words = ceil_div(p.keys, 32 * kPairBiasTileSm90);
+    return align_256(units_of(p) * ceil_div(p.queries, kPairBiasTileSm90) * row_words * int64_t(sizeof(uint32_t)));
+  }
+
+  // Tiles with as many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than there are
+  // sources. `length` rows or keys are to be divided.
+  template <class Sizes>
+  PairBiasTiles divide(const Sizes &sizes, const PairBiasTileChoice &tile, int64_t length, int64_t side_by_side,
+                       int64_t all) const {
+    const int rows = 16 * tile.tiles * tile.warps, least = 16 * tile.tiles;
+    const auto fits = [&](int slots) {
+      return sizes.shared_bytes(slots, has_float32_bias(p), has_rows(p.mask)) <= pair_bias_shared_limit(arch);
+    };
+    int slots = 1;
+    while (2 * slots <= side_by_side && rows / slots > least && rows / slots / 2 >= length && fits(2 * slots))
+      slots *= 2;
+    return {slots, int32_t(ceil_div(length, rows / slots)), int32_t(ceil_div(all, slots))};
+  }
+  RowBlockSizes row_sizes(int row_tensors) const { return {arch, head_dim, row_tensors}; }
+  PairBiasTiles divide_rows(int row_tensors) const {
+    const RowBlockSizes sizes = row_sizes(row_tensors);
+    return divide(sizes, sizes.tile(), p.queries, mask_sources(), sources());
+  }
+  PairBiasTiles divide_keys() const {
+    return divide(PairBiasKeySizes{arch, head_dim}, pair_bias_dkdv_tile(head_dim), p.keys,
+                  shares_sequences(p) ? p.batch : 1, p.batch);
+  }
+
+  // Few rows leave most of the chip idle, unless the keys are divided. Blocks of threads that an SM holds beside each other
+  // take little longer than one, since they mostly wait. On one H200 a block of 64 keys took 3.6 us where a mask was folded,
+  // and 1024 rows of partial results took about as long to be merged; without a mask, a block takes less.
+  int64_t splits_for(const PairBiasForwardWork &work, int64_t sms) const {
+    const bool mask = has_rows(p.mask);
+    const int bytes = row_sizes(1).shared_bytes(work.slots, has_float32_bias(p), mask);
+    const int64_t resident =
+        std::min(pair_bias_forward_tile(int(p.head_dim)).blocks, pair_bias_shared_limit(arch) / bytes);
+    const int64_t key_blocks = ceil_div(p.keys, kPairBiasKeys);
+    const int64_t launched = std::max<int64_t>(1, units_of(p) * work.groups * work.tiles);
+    const int64_t most = std::min({resident * sms / launched, key_blocks, table.pair_bias_splits});
+    const int64_t merge = (mask ? table.pair_bias_mask_merge : table.pair_bias_merge) * (1 + partial_rows(p) / 1024);
+    const auto time_of = [&](int64_t splits) {
+      return ceil_div(key_blocks, splits) + (splits > 1 ? merge + splits / 4 : 0);
+    };
+    int64_t best = 1;
+    for (int64_t splits = 2; splits <= most; ++splits)
+      if (time_of(splits) < time_of(best)) best = splits;
+    return best;
+  }
+
+  PairBiasForwardWork forward_work() const {
+    PairBiasForwardWork work{};
+    static_cast<PairBiasTiles &>(work) = divide_rows(1);
+    return work;
+  }
+
+  // Parts on any device. Without a mask of rows, what is large enough for the kernel for sm_90 on all of them needs no room for
+  // partial results.
+  int64_t room_for_splits() const {
+    PairBiasForwardWork work = forward_work();
+    const int64_t splits = splits_for(work, kSmLimit);
+    return divide_sm90(&work, kSmLimit, false) ? work.splits : splits;
+  }
+
+  static int sm90_rows(const PairBiasForwardWork &work) {
+    return work.pairs || work.halves ? kPairBiasTileSm90 / 2 : kPairBiasTileSm90;
+  }
+
+  void use_whole_tiles(PairBiasForwardWork *work, int64_t sms) const {
+    work->splits = 1;
+    work->blocks = int32_t(std::min<int64_t>(units_of(p) * work->groups * work->tiles, sms));
+  }
+
+  // Chooses how the forward kernel for sm_90 divides its work, by the time that it takes. Its unit is that of a step: of a
+  // tile of scores of 128 x 128, or of what a task takes beside those.
+  //
+  // Whole tiles of rows are gone through forth and back, the longest first, so the first or the last block of threads
+  // has most to do. Equal shares take no longer than they must, but then there are partial results, and a launch that merges
+  // them. Returns the time.
+  int64_t choose_shares(PairBiasForwardWork *work, int64_t sms) const {
+    const int rows = sm90_rows(*work);
+    int64_t steps = work->tiles;
+    for (int64_t tile = 0; tile < work->tiles; ++tile) steps += visible_key_tiles(p, tile, rows);
+    const int64_t groups = units_of(p) * work->groups, tasks = groups * work->tiles, all = groups * steps;
+    const auto steps_of = [&](int64_t task) {
+      return int64_t(task < tasks ? 1 + visible_key_tiles(p, work->tiles - 1 - task / groups, rows) : 0);
+    };
+    int64_t of_first = 0, of_last = 0;
+    for (int64_t turn = 0; turn * work->blocks < tasks; ++turn) {
+      const int64_t near = steps_of(turn * work->blocks), far = steps_of((turn + 1) * work->blocks - 1);
+      of_first += turn % 2 ? far : near;
+      of_last += turn % 2 ? near : far;
+    }
+    // A tile of rows has its parts in blocks of threads that follow each other.
+    const int64_t longest = steps_of(0) - 1;
+    const int64_t least_steps = std::max(table.share_steps, ceil_div(longest, table.pair_bias_splits - 1));
+    const int64_t shares = std::clamp<int64_t>(all / least_steps, 1, sms);
+    const int64_t splits = 1 + ceil_div(longest - 1, all / shares);
+    const int64_t bytes = (tasks + shares) * kPairBiasTileSm90 * p.head_dim * int64_t(sizeof(float));
+    const int64_t shares_time = ceil_div(all, shares) + 1 + table.share_merge_steps + bytes / table.share_step_bytes;
+    // The kernel counts steps times blocks with 32 bits.
+    const int64_t whole_time = std::max(of_first, of_last);
+    if (splits == 1 || shares_time >= whole_time || (all + 1) * (shares + 1) > INT32_MAX) return whole_time;
+    work->splits = int32_t(splits);
+    work->blocks = int32_t(shares);
+    work->steps = int32_t(steps);
+    return shares_time;
+  }
+
+  // Whether tasks of half as many rows, whose keys the consumer warpgroups divide, take less than `time` steps. All of them need
+  // SMs at the same time.
+  bool takes_halves(int64_t time, int64_t sms) const {
+    const int64_t tiles = ceil_div(p.queries, kPairBiasTileSm90 / 2),
+                  blocks = visible_key_tiles(p, tiles - 1, kPairBiasTileSm90 / 2);
+    const int64_t block_tenths = sm90_head_dim <= 64 ? table.half_block_tenths_64 : table.half_block_tenths_128;
+    return units_of(p) * sources() * tiles <= sms && table.half_task_tenths + block_tenths * blocks < 10 * time;
+  }
+  void use_halves(PairBiasForwardWork *work, int64_t sms) const {
+    work->pairs = false;
+    work->halves = true;
+    work->slots = 1;
+    work->groups = int32_t(sources());
+    work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
+    use_whole_tiles(work, sms);
+  }
+
+  // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
+  // all SMs. Where they are pairs of heads, or there is a mask of rows, keys may be divided too. Room for partial results is
+  // asked for without `may_take_halves`: another device may have too few SMs for halves, and divide the keys.
+  bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_take_halves) const {
+    if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
+    if (has_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
+    const int64_t most = sm90_sources(sm90_head_dim);
+    work->pairs = has_head_pairs();
+    const bool shares = work->pairs || has_rows(p.mask);
+    work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
+    work->slots = work->pairs ? 2 : 1;
+    if (!shares) {
+      const int64_t tiles = units_of(p) * work->tiles;
+      work->slots = int32_t(sources() >= most && tiles * (sources() / most) >= sms ? most : 1);
+      if (tiles * ceil_div(sources(), work->slots) < sms / 2) {
+        const bool halves = may_take_halves && takes_halves(table.half_steps, sms);
+        if (halves) use_halves(work, sms);
+        return halves;
+      }
+    }
+    work->groups = int32_t(ceil_div(sources(), work->slots));
+    use_whole_tiles(work, sms);
+    if (!shares) return true;
+    const int64_t time = choose_shares(work, sms);
+    if (may_take_halves && takes_halves(time, sms)) use_halves(work, sms);
+    return true;
+  }
+
+  // Gives a tile of the gradient of a bias its slots and stages. False if it does not fit shared memory.
+  bool fit_dbias_tile(DbiasDivision *work) const {
+    const DbiasSizes sizes{arch, head_dim};
+    work->slots = sizes.elements() / (work->tile_rows * work->tile_keys);
+    for (work->stages = 2; work->stages > 0; --work->stages) {
+      const int bytes = sizes.shared_bytes(work->slots, work->tile_rows, work->tile_keys, work->stages,
+                                           has_float32_bias(p), has_rows(p.mask));
+      if (bytes <= pair_bias_shared_limit(arch)) return true;
+    }
+    return false;
+  }
+
+  DbiasDivision divide_dbias(int64_t sms) const {
+    DbiasDivision work{};
+    // The largest tile has one slot. Where there are fewer rows and keys, and the sources have the tile of the bias in
+    // common, smaller tiles of several sources leave less of a block idle.
+    const int elements = DbiasSizes{arch, head_dim}.elements();
+    const int most_keys = elements >= 64 * 128 ? 128 : 64, most_rows = elements / most_keys;
+    work.tile_keys = facts.shares_mask && p.keys <= 64 ? 64 : most_keys;
+    work.tile_rows = most_rows;
+    while (facts.shares_mask && work.tile_rows / 2 >= std::max<int64_t>(p.queries, kDbiasWarpRows)) work.tile_rows /= 2;
+    while (!fit_dbias_tile(&work)) {
+      if (work.tile_keys < most_keys)
+        work.tile_keys *= 2;
+      else
+        work.tile_rows *= 2;
+    }
+    work.row_tiles = int32_t(ceil_div(p.queries, work.tile_rows));
+    work.key_tiles = int32_t(ceil_div(p.keys, work.tile_keys));
+    work.groups = int32_t(ceil_div(sources(), work.slots));
+    work.tiles = int64_t(work.row_tiles) * work.key_tiles;
+    if (is_causal(p)) {
+      work.tiles = 0;
+      for (int64_t tile = 0; tile < work.row_tiles; ++tile) work.tiles += live_key_tiles(p, work, tile);
+    }
+    work.steps = units_of(p) * work.tiles * work.groups;
+    work.blocks = int32_t(std::clamp<int64_t>(work.steps, 1, sms));
+    return work;
+  }
+
+  // Whether the fused kernel may compute all gradients, if all are wanted.
+  bool may_fuse() const {
+    return p.batch > 0 && (has_sm90_tiles() || has_windows()) && !(p.flags & FDM_DETERMINISTIC) && facts.shares_mask;
+  }
+
+  // Where dk is large, it holds the parts until it is written, so that they take no memory of their own. They have none either
+  // where the fused kernel would do all, if the tensors lie as it needs them.
+  bool lends_dk() const {
+    return may_fuse() || p.batch * p.keys * p.kv_heads * p.head_dim * 2 >= divide_dbias(kSmLimit).parts_bytes();
+  }
+
+  int64_t deltas_bytes() const { return align_256(partial_rows(p) * int64_t(sizeof(float))); }
+
+  FusedPlan new_plan(int64_t sms) const {
+    FusedPlan plan{};
+    plan.batch = p.batch;
+    plan.bias_heads = p.bias.shape[1];
+    plan.source_heads = facts.heads;
+    plan.task_steps = table.fused_task_steps;
+    plan.sms = int32_t(sms);
+    plan.causal = is_causal(p);
+    return plan;
+  }
+
+  // The plan with windows (FusedEpilogue): a task for each SM, with as many of the sources of a head of the bias as another.
+  FusedPlan plan_windows(int64_t sms) const {
+    FusedPlan plan = new_plan(sms);
+    FusedDivision &work = plan.work;
+    work.windows = plan.shares = plan.sums_dbias = true;
+    work.row_tiles = work.key_tiles = 1;
+    work.units = int32_t(p.bias.shape[1]);
+    work.batches = int32_t(p.batch);
+    work.sources = p.batch * facts.heads;
+    work.splits = int32_t(std::clamp<int64_t>(sms / work.units, 1, work.sources));
+    plan.dbias_bytes = work.dbias_bytes();
+    return plan;
+  }
+
+  // The plan of clusters (FusedEpilogue::exchange), which have the deltas in dq until that is written. Only a bias that the
+  // batch shares is worth sums of dbias. How many clusters run at the same time is known where they are launched, which then chooses `splits`.
+  FusedPlan plan_clusters(int64_t sms) const {
+    FusedPlan plan = new_plan(sms);
+    FusedDivision &work = plan.work;
+    work.clusters = plan.deltas_in_dq = true;
+    plan.shares = plan.sums_dbias = facts.batches > 1;
+    work.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
+    work.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
+    work.units = int32_t(units_of(p));
+    work.batches = int32_t(p.batch);
+    work.sources = sources();
+    work.splits = plan.shares ? 0 : 1;
+    plan.dbias_bytes = plan.sums_dbias ? work.dbias_bytes() : 0;
+    return plan;
+  }
+
+  // Returns the most sequences of a launch. What the workspace has for their deltas, and for the second halves of sums that
+  // find no gradient to come, takes less than half of the memory of lse, unless a quarter of the batch and one spare sequence
+  // take more.
+  int64_t plan_in_gradients(FusedPlan *plan, int64_t most) const {
+    const int64_t sequence = plan->sequence_bytes(), deltas = plan->delta_bytes, batch = p.batch;
+    const int64_t room = std::max(batch * deltas * 9 / 20, sequence + std::min(most, ceil_div(batch, 4)) * deltas);
+    plan->spare = std::clamp<int64_t>((room - most * deltas) / sequence, 1, batch);
+    return std::clamp<int64_t>((room - plan->spare * sequence) / deltas, 1, most);
+  }
+
+  FusedPlan plan_fused(int64_t sms) const {
+    FusedPlan plan = new_plan(sms);
+    FusedDivision &work = plan.work;
+    plan.shares = facts.batches > 1;
+    plan.dim = sm90_head_dim;
+    work.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
+    work.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
+    work.units = int32_t(p.bias.shape[1]);
+    // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share them; and
+    // all of the batch is in one launch where its sums take less than those of dbias. Else launches have as many sequences as
+    // take no more than dbias.
+    const int64_t dbias_bytes = work.dbias_bytes(), half_row = plan.dim * int64_t(sizeof(float)) / 2;
+    plan.query_bytes = p.heads * work.row_tiles * kPairBiasTileSm90 * half_row;
+    plan.key_bytes = p.kv_heads * work.key_tiles * kPairBiasTileSm90 * half_row;
+    plan.sums_dbias = dbias_bytes <= table.fused_bytes;
+    const int64_t sums_bytes = 2 * plan.sequence_bytes();
+    const int64_t room = plan.shares ? max64(table.fused_bytes, dbias_bytes) : table.fused_bytes;
+    const int64_t most = room / (sums_bytes + (plan.shares || !plan.sums_dbias ? 0 : dbias_bytes));
+    int64_t batches = ceil_div(p.batch, ceil_div(p.batch, std::clamp<int64_t>(most, 1, p.batch)));
+    if (plan.shares && !plan.sums_dbias && batches < p.batch) {
+      plan.sums_dbias = (p.batch - batches) * sums_bytes > dbias_bytes;
+      if (!plan.sums_dbias) batches = p.batch;
+    }
+    plan.in_gradients = batches < p.batch && p.head_dim == plan.dim;
+    if (plan.in_gradients) {
+      plan.query_bytes = p.heads * p.queries * half_row;
+      plan.key_bytes = p.kv_heads * p.keys * half_row;
+      plan.delta_bytes = p.heads * p.queries * int64_t(sizeof(float));
+      batches = plan_in_gradients(&plan, std::clamp<int64_t>(most, 1, ceil_div(p.batch, 2)));
+    }
+    plan.set_batches(&work, batches, plan.sums_dbias);
+    // One block of threads for each tile writes it itself.
+    const bool adds_dbias = work.splits != 1 || (plan.shares && work.batches < p.batch);
+    plan.dbias_bytes = adds_dbias ? work.dbias_bytes() : 0;
+    return plan;
+  }
+
+  FusedPlan plan(int64_t sms) const {
+    if (has_windows()) return plan_windows(sms);
+    return has_clusters() ? plan_clusters(sms) : plan_fused(sms);
+  }
+};
+
+// Returns FusedDivision::splits that take the least time.
+int32_t choose_splits(const FusedDivision &work, const FusedPlan &plan, bool may_split) {
+  const int64_t tiles = work.tiles(), sources = work.sources, sms = plan.sms;
+  const auto time_of = [&](int64_t splits) {
+    return ceil_div(tiles * splits, sms) * (ceil_div(sources, splits) + plan.task_steps);
+  };
+  int32_t best = 1;
+  for (int32_t splits = 2; may_split && splits <= std::min(sources, sms); ++splits)
+    if (time_of(splits) < time_of(best)) best = splits;
+  // A block's equal share begins and ends within a tile. With a causal mask, some of the shares would have tiles that no
+  // row sees. A block counts steps in 32 bits.
+  const int64_t steps = tiles * sources, share = ceil_div(steps, sms), parts = ceil_div(share, sources) + 1;
+  return may_split && !plan.causal && steps < INT32_MAX && share + parts * plan.task_steps < time_of(best) ? 0 : best;
+}
+
+} // namespace
+
+int64_t DbiasDivision::parts_bytes() const {
+  return align_256(2 * int64_t(blocks) * tile_rows * tile_keys * int64_t(sizeof(float)));
+}
+
+int32_t FusedDivision::cluster_splits(int64_t task_steps, int64_t clusters) const {
+  const auto time_of = [&](int64_t number) {
+    return ceil_div(units * number, clusters) * (ceil_div(sources, number) + task_steps);
+  };
+  int32_t best = 1;
+  for (int32_t number = 2; number <= std::min<int64_t>(sources, 4 * clusters); ++number)
+    if (time_of(number) < time_of(best)) best = number;
+  return best;
+}
+
+int64_t FusedPlan::deltas_bytes() const { return align_256(work.batches * delta_bytes); }
+int64_t FusedPlan::bytes() const {
+  return deltas_bytes() + (in_gradients ? spare : 2 * int64_t(work.batches)) * sequence_bytes() + dbias_bytes;
+}
+int64_t FusedPlan::next_batches(int64_t left) const {
+  return std::min<int64_t>({work.batches, left, in_gradients ? (left + spare) / 2 : left});
+}
+
+void FusedPlan::set_batches(FusedDivision *division, int64_t batches, bool splits) const {
+  division->batches = int32_t(batches);
+  division->units = int32_t(bias_heads * (shares ? 1 : batches));
+  division->sources = (shares ? batches : 1) * source_heads;
+  division->splits = choose_splits(*division, *this, splits);
+}
+
+FusedDivision FusedPlan::launch(int64_t first, int64_t *batches) const {
+  FusedDivision division = work;
+  const int64_t left = batch - first;
+  *batches = next_batches(left);
+  division.first_batch = int32_t(first);
+  if (first > 0) set_batches(&division, *batches, may_split);
+  if (shares)
+    division.first_source = first * source_heads;
+  else
+    division.first_unit = int32_t(first * bias_heads);
+  division.clears = *batches < left;
+  if (in_gradients) division.past_cleared = int32_t(std::min(left, *batches + 2 * next_batches(left - *batches)));
+  const int64_t tasks = division.tiles() * (division.splits > 0 ? division.splits : division.sources);
+  division.blocks = division.clusters ? 0 : int32_t(std::min<int64_t>(tasks, sms));
+  return division;
+}
+
+bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
+  const RouteTable &table = *device.table;
+  if (!has_rows(p.bias) || p.bias.shape[3] != p.keys || p.queries <= kDecodeRows || is_varlen(p)) return false;
+  if (p.head_dim > device.built->pair_bias.most() || present(p.sink)) return false;
+  const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
+  if (p.keys <= table.pair_bias_keys || !(one_source || has_rows(p.mask))) return true;
+  const bool fuses = device.has_wgmma() && p.softcap <= 0 && p.head_dim <= device.built->pair_bias_sm90.most();
+  if (!one_source && fuses && p.keys <= table.pair_bias_few_rows_keys && partial_rows(p) <= table.pair_bias_few_rows)
+    return true;
+  // Where the kernels for sm_90 will not serve a problem, since its tensors do not lie as they need it, slower ones do:
+  // what is decided here must be the same for all calls of a plan, so it must not depend on how tensors lie.
+  // Without a mask of rows, they need many rows (divide_sm90).
+  const bool even = p.keys % 16 == 0 && p.head_dim % 8 == 0;
+  if (!even || !has_sm90_sizes(p, device) || p.flags & FDM_DETERMINISTIC || present(p.start)) return false;
+  if (!has_rows(p.mask)) return partial_rows(p) > table.pair_bias_few_rows;
+  return has_room_for_mask(device.built->pair_bias_sm90.serving(p.head_dim), has_float32_bias(p)) &&
+         shares_mask(p, batches_of(p), p.heads / p.bias.shape[1]);
+}
+
+void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
+                              const Alignment &lies, int64_t splits) {
+  const PairBiasChoice choice(p, device, lies);
+  PairBiasForwardWork work = choice.forward_work(), sm90_work = work;
+  const bool windows = splits <= 1 && choice.has_windows() && choice.facts.shares_mask && lies.out;
+  if (windows) {
+    sm90_work.splits = 1;
+    sm90_work.groups = int32_t(std::clamp<int64_t>(device.sms / p.bias.shape[1], 1, choice.sources()));
+  }
+  const bool for_sm90 = windows || (splits <= 1 && choice.divide_sm90(&sm90_work, device.sms, true));
+  const int64_t room = choice.room_for_splits();
+  if (for_sm90) {
+    work = sm90_work;
+    if (!windows && (splits == 1 || work.splits > room)) choice.use_whole_tiles(&work, device.sms);
+  } else {
+    work.splits = int32_t(std::clamp<int64_t>(splits > 0 ? splits : choice.splits_for(work, device.sms), 1, room));
+  }
+  route->kernel = windows ? ForwardKernel::pair_bias_windows
+                          : (for_sm90 ? ForwardKernel::pair_bias_sm90 : ForwardKernel::pair_bias);
+  route->pair_bias_facts = choice.facts;
+  route->pair_bias = work;
+  route->splits = work.splits;
+  route->heads_per_tile = 1;
+  route->tiles = work.tiles;
+  if (for_sm90) {
+    route->head_dim = choice.sm90_head_dim;
+    route->tile_rows = windows ? kWindow : PairBiasChoice::sm90_rows(work);
+    route->tile_columns = windows ? kWindow : kPairBiasTileSm90;
+    route->blocks = windows ? work.groups * p.bias.shape[1] : work.blocks;
+  } else {
+    const PairBiasTileChoice tile = pair_bias_forward_tile(choice.head_dim);
+    route->head_dim = choice.head_dim;
+    route->tile_rows = 16 * tile.tiles * tile.warps;
+    route->tile_columns = kPairBiasKeys;
+    route->blocks = units_of(p) * work.groups * work.tiles * work.splits;
+  }
+  WorkspaceParts parts;
+  const Part live = parts.take_bytes(choice.live_bytes());
+  if (for_sm90 && choice.finds_live_tiles_forward()) route->live = live;
+  if (work.splits > 1) route->partials = parts.take_bytes(partials_bytes(p, work.splits));
+  route->workspace_bytes = parts.bytes;
+}
+
+int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
+  const PairBiasChoice choice(p, device, lies);
+  return choice.live_bytes() + partials_bytes(p, choice.room_for_splits());
+}
+
+void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
+                               const Alignment &lies, const Wanted &wanted) {
+  const PairBiasChoice choice(p, device, lies);
+  PairBiasBackwardRoute &pair_bias = route->pair_bias;
+  pair_bias.facts = choice.facts;
+  pair_bias.writes_dbias = wanted.dbias && choice.sources() == 1;
+  pair_bias.fused = choice.may_fuse() && lies.dout && lies.out && wanted.dq && (wanted.dk || wanted.dv);
+  if (pair_bias.fused) {
+    pair_bias.plan = choice.plan(device.sms);
+    if (pair_bias.plan.work.windows || pair_bias.plan.work.clusters) pair_bias.fused &= lies.gradients;
+    if (pair_bias.plan.in_gradients) pair_bias.fused &= lies.hold_sums;
+    pair_bias.plan.may_split = !wanted.dbias || pair_bias.plan.dbias_bytes > 0;
+    if (pair_bias.fused && !wanted.dbias) pair_bias.plan.dbias_bytes = 0;
+  }
+  // Deltas, `non_finite`, live tiles, and then parts or sums. Where the fused kernel does not keep its deltas, those for the others
+  // come last.
+  const bool keeps_deltas = !pair_bias.fused || pair_bias.plan.keeps_deltas();
+  WorkspaceParts parts;
+  if (keeps_deltas) pair_bias.deltas = parts.take_bytes(choice.deltas_bytes());
+  const Part non_finite = parts.take_bytes(kNonFiniteBytes), live = parts.take_bytes(choice.live_bytes());
+  if (pair_bias.fused) pair_bias.non_finite = non_finite;
+  if (pair_bias.fused && choice.finds_live_tiles()) pair_bias.live = live;
+  pair_bias.wants_dbias = wanted.dbias && !pair_bias.writes_dbias;
+  pair_bias.wants_dq = wanted.dq || pair_bias.writes_dbias;
+  pair_bias.wants_dkdv = wanted.dk || wanted.dv;
+  int64_t rest = pair_bias.fused ? pair_bias.plan.bytes() : 0;
+  if (pair_bias.wants_dbias) {
+    pair_bias.dbias = choice.divide_dbias(device.sms);
+    // What the fused kernel leaves is rare, and no launch is to be spent on its parts.
+    if (!pair_bias.fused && !choice.lends_dk()) {
+      pair_bias.dbias_parts = DbiasParts::workspace;
+      rest = pair_bias.dbias.parts_bytes();
+    } else if (!pair_bias.fused && lies.dk_room >= pair_bias.dbias.parts_bytes()) {
+      pair_bias.dbias_parts = DbiasParts::in_dk;
+    } else {
+      pair_bias.dbias.whole = true;
+    }
+  }
+  if (pair_bias.wants_dbias && !pair_bias.dbias.whole && pair_bias.dbias.blocks > 1)
+    pair_bias.dbias_sum = {pair_bias.dbias.blocks - 1, device.table->dbias_sum_divisions};
+  pair_bias.statistics_division = statistics_division(p, *device.table, lies);
+  if (!keeps_deltas) {
+    rest = std::max(rest, choice.deltas_bytes());
+    pair_bias.deltas = {parts.bytes, choice.deltas_bytes()};
+  }
+  pair_bias.rest = parts.take_bytes(rest);
+  if (pair_bias.wants_dq) pair_bias.dq = choice.divide_rows(2);
+  if (pair_bias.wants_dkdv) pair_bias.dkdv = choice.divide_keys();
+  route->head_dim = choice.head_dim;
+  route->workspace_bytes = parts.bytes;
+
+  Launches &launches = route->launches;
+  if (pair_bias.live.exists()) launches.add("live_tiles_kernel");
+  launches.add("prepare_backward");
+  if (pair_bias.fused) {
+    launches.add("pair_bias_fused_kernel");
+    if (pair_bias.plan.bytes() > 0) launches.add("round_sums");
+    if (!keeps_deltas) launches.add("prepare_backward");
+  }
+  if (pair_bias.wants_dbias) launches.add("dbias_kernel");
+  if (pair_bias.dbias_sum.columns > 0) launches.add("sum_parts");
+  if (pair_bias.wants_dq) launches.add("pair_bias_dq_kernel");
+  if (pair_bias.wants_dkdv) launches.add("pair_bias_dkdv_kernel");
+}
+
+int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
+  const PairBiasChoice choice(p, device, lies);
+  const int64_t deltas = choice.deltas_bytes(), first = kNonFiniteBytes + choice.live_bytes();
+  if (!choice.may_fuse()) {
+    const bool none = choice.sources() == 1 || choice.lends_dk();
+    return first + deltas + (none ? 0 : choice.divide_dbias(kSmLimit).parts_bytes());
+  }
+  // The number of SMs decides whether blocks of threads share a tile of dbias.
+  FusedPlan plan = choice.plan(kSmLimit);
+  if (choice.sources() > 1 && plan.sums_dbias) plan.dbias_bytes = plan.work.dbias_bytes();
+  return first + (plan.keeps_deltas() ? deltas + plan.bytes() : std::max(deltas, plan.bytes()));
+}
+
+} // namespace fdm::cuda
