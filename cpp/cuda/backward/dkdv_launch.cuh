@@ -124,7 +124,7 @@ template <class Element, int kHeadDim>
 cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stream) {
   constexpr FusedTileChoice tile = fused_tile(FDM_TILE_ARCH, kHeadDim);
   using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, tile.shares,
-                                    tile.saves_shared>;
+                                    tile.shared_holds>;
   return launch_with_shared<AllGradientsShared<Config>, all_gradients_kernel<Config>>(params, params.keys.max_items,
                                                                                       Config::kThreads, stream);
 }

@@ -45,9 +45,9 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     return !loaded.empty() && fabsf(loaded.lse) > kLargeLse;
   }
 
-  // Puts dS in the place of the scores; the gradients hold dP. kTest says that some pairs may not be kept.
+  // Puts dS in the place of the scores; the gradients hold dP. PairTests::kept_and_cut: some pairs may not be kept.
   // RowBiasReader describes row_bias.
-  template <bool kCap, bool kTest, class Slot, class RowBias>
+  template <bool kCap, PairTests kTests, class Slot, class RowBias>
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
 #pragma unroll
@@ -67,7 +67,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
           // This row of the plan's tile, which several blocks may share.
           const int r = int(task.first_row - task.columns.first_row) + row(m, half);
           uint2 word{~0u, ~0u};
-          if (kTest && partial) {
+          if (kTests != PairTests::none && partial) {
             word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32][column]);
             word.x >>= r % 32;
             word.y >>= r % 32;
@@ -83,9 +83,9 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
               x = with_row_bias(x, b);
             }
             x -= lse[m][half];
-            if constexpr (kTest) x = ptx::min_or_nan(x, 0.0f);
+            if constexpr (kTests != PairTests::none) x = ptx::min_or_nan(x, 0.0f);
             s = ptx::exp2_approximate(x) * (gradients[m][n][2 * half + i] - delta[m][half]) * slope;
-            if constexpr (kTest) s = kept ? s : 0.0f;
+            if constexpr (kTests != PairTests::none) s = kept ? s : 0.0f;
           }
         }
     }
@@ -96,12 +96,12 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const bool cap = params.p.softcap > 0;
     if (kGeneral || careful || partial) {
-      if (cap) return make_gradients<true, true>(slot, partial, row_bias);
-      return make_gradients<false, true>(slot, partial, row_bias);
+      if (cap) return make_gradients<true, PairTests::kept_and_cut>(slot, partial, row_bias);
+      return make_gradients<false, PairTests::kept_and_cut>(slot, partial, row_bias);
     }
     if constexpr (!kGeneral) {
-      if (cap) return make_gradients<true, false>(slot, partial, row_bias);
-      make_gradients<false, false>(slot, partial, row_bias);
+      if (cap) return make_gradients<true, PairTests::none>(slot, partial, row_bias);
+      make_gradients<false, PairTests::none>(slot, partial, row_bias);
     }
   }
   template <class Slot> __device__ void make_gradients(const Slot &slot, bool partial) {

@@ -86,23 +86,23 @@ struct KeyGradients {
     }
   }
 
-  // P' of a score to base 2, to which the bias is added. kCuts: a row of the tile may be one of which kLargeLse tells.
-  template <bool kTest, bool kCuts = kTest> __device__ static float probability(float x, float lse, bool kept) {
+  // P' of a score to base 2, to which the bias is added.
+  template <PairTests kTests> __device__ static float probability(float x, float lse, bool kept) {
     x -= lse;
-    if constexpr (kCuts) x = ptx::min_or_nan(x, 0.0f);
+    if constexpr (kTests == PairTests::kept_and_cut) x = ptx::min_or_nan(x, 0.0f);
     x = ptx::exp2_approximate(x);
-    return !kTest || kept ? x : 0.0f;
+    return kTests == PairTests::none || kept ? x : 0.0f;
   }
   // dS' of a score, not yet times the derivative of the softcap. V of a key that is not kept may be anything.
-  template <bool kTest> __device__ static float score_gradient(float p, float dp, float delta) {
+  template <PairTests kTests> __device__ static float score_gradient(float p, float dp, float delta) {
     const float ds = p * (dp - delta);
-    return kTest && p == 0.0f ? 0.0f : ds;
+    return kTests != PairTests::none && p == 0.0f ? 0.0f : ds;
   }
 
-  // Puts P' in the place of the scores, and dS' in that of the gradients, which held dP'. kTest says that some pairs
+  // Puts P' in the place of the scores, and dS' in that of the gradients, which held dP'. kTests says that some pairs
   // may not be kept. row_bias.elements(key, row) returns the elements of a bias with a row for each query for a key
   // and two rows of the tile.
-  template <bool kCap, bool kTest, class RowBias>
+  template <bool kCap, PairTests kTests, class RowBias>
   __device__ void make_both(const Stage &stage, float (&scores)[kKeyTiles][kRowTiles][4],
                             float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
@@ -115,7 +115,8 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const float bias = keys.shared.bias[step.buffer][key];
         uint32_t bits[kWordCount];
-        if constexpr (kTest) keep_bits(stage, step.tile * kTileRowCount + first_row(), step.buffer, key, bits);
+        if constexpr (kTests != PairTests::none)
+          keep_bits(stage, step.tile * kTileRowCount + first_row(), step.buffer, key, bits);
         uint32_t key_shift = 0;
         if constexpr (kGeneral)
           if (has_row_bias) key_shift = row_bias.key_shift(key);
@@ -132,15 +133,16 @@ struct KeyGradients {
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i], &gradient = gradients[m][n][2 * half + i];
             bool kept = true;
-            if constexpr (kTest) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
+            if constexpr (kTests != PairTests::none) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
             const float row_bias_element = i ? added.y : added.x;
             if constexpr (kGeneral) kept = kept && row_bias_element != -INFINITY;
-            if constexpr (kTest && kCap) score = kept ? score : 0.0f; // or the slope of the softcap could be NaN
+            if constexpr (kTests != PairTests::none && kCap)
+              score = kept ? score : 0.0f; // or the slope of the softcap could be NaN
             float slope, x = factors.score<kCap>(score, bias, &slope);
             if constexpr (kGeneral) x = with_row_bias(x, row_bias_element);
-            score = probability<kTest>(x, i ? lse.y : lse.x, kept);
+            score = probability<kTests>(x, i ? lse.y : lse.x, kept);
             if constexpr (kKeyGradient) {
-              const float ds = score_gradient<kTest>(score, gradient, i ? delta.y : delta.x);
+              const float ds = score_gradient<kTests>(score, gradient, i ? delta.y : delta.x);
               dbias[m][half] += ds;
               gradient = ds * slope;
             }
@@ -151,12 +153,12 @@ struct KeyGradients {
 
   // The same in two parts, where there is no softcap: P' as soon as the scores are there, dS' when dP' is. `first` is the
   // first row of the tile, `buffer` that of the step. row_bias.element(half, n, i) is that of this thread's pair.
-  template <bool kTest, bool kCuts = kTest, class RowBias = NoRowBias>
+  template <PairTests kTests, class RowBias = NoRowBias>
   __device__ void make_probabilities(const Stage &stage, int first, int buffer,
                                      float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors,
                                      const RowBias &row_bias = {}) {
     constexpr bool kHasRowBias = !std::is_same_v<RowBias, NoRowBias>;
-    static_assert(!kHasRowBias || (kTest && kKeyTiles == 1));
+    static_assert(!kHasRowBias || (kTests == PairTests::kept_and_cut && kKeyTiles == 1));
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -164,7 +166,7 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const float bias = keys.shared.bias[buffer][key];
         uint32_t bits[kWordCount];
-        if constexpr (kTest) keep_bits(stage, first, buffer, key, bits);
+        if constexpr (kTests != PairTests::none) keep_bits(stage, first, buffer, key, bits);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
           const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[8 * n + accumulator_column()]);
@@ -173,13 +175,13 @@ struct KeyGradients {
             float &score = scores[m][n][2 * half + i];
             float slope;
             float x = factors.score<false>(score, bias, &slope);
-            bool kept = !kTest || bits[n / 4] >> (8 * (n % 4) + i) & 1;
+            bool kept = kTests == PairTests::none || bits[n / 4] >> (8 * (n % 4) + i) & 1;
             if constexpr (kHasRowBias) {
               const float element = row_bias.element(half, n, i);
               kept = kept && element != -INFINITY;
               x = with_row_bias(x, element);
             }
-            score = probability<kTest, kCuts>(x, i ? lse.y : lse.x, kept);
+            score = probability<kTests>(x, i ? lse.y : lse.x, kept);
           }
         }
       }
@@ -194,7 +196,7 @@ struct KeyGradients {
         dbias[m][1] += probabilities[m][n][2] + probabilities[m][n][3];
       }
   }
-  template <bool kTest>
+  template <PairTests kTests>
   __device__ void make_score_gradients(const Stage &stage, const float (&probabilities)[kKeyTiles][kRowTiles][4],
                                        float (&gradients)[kKeyTiles][kRowTiles][4]) {
 #pragma unroll
@@ -207,7 +209,7 @@ struct KeyGradients {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &gradient = gradients[m][n][2 * half + i];
-            gradient = score_gradient<kTest>(probabilities[m][n][2 * half + i], gradient, i ? delta.y : delta.x);
+            gradient = score_gradient<kTests>(probabilities[m][n][2 * half + i], gradient, i ? delta.y : delta.x);
             dbias[m][half] += gradient;
           }
     }
@@ -229,8 +231,9 @@ struct KeyGradients {
   template <bool kCap, class RowBias>
   __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
-    if (needs_test(stage.step, careful)) return make_both<kCap, true>(stage, scores, gradients, row_bias);
-    if constexpr (!kGeneral) make_both<kCap, false>(stage, scores, gradients, row_bias);
+    if (needs_test(stage.step, careful))
+      return make_both<kCap, PairTests::kept_and_cut>(stage, scores, gradients, row_bias);
+    if constexpr (!kGeneral) make_both<kCap, PairTests::none>(stage, scores, gradients, row_bias);
   }
   template <bool kCap>
   __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],

@@ -12,6 +12,10 @@ namespace fdm::cuda {
 // off at 1.
 constexpr float kLargeLse = 65536.0f;
 
+// What is tested of each pair of a tile: whether it is kept; and whether its row is one of which kLargeLse tells, whose P is cut
+// off at 1.
+enum class PairTests { none, kept, kept_and_cut };
+
 // Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
 // of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
 constexpr float kUnusableLse = 1e30f;

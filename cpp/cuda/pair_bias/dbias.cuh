@@ -180,7 +180,7 @@ template <class Config> struct DbiasBlock {
       float scores[kRowTiles][kSubTiles][4], gradients[kRowTiles][kSubTiles][4];
       clear(scores);
       queries.multiply(scores, Tile::fragment_address(keys_at(step, 0) + right, row_of_keys, 0));
-      add_bias<false>(scores, factors, bias_at(key / kPairBiasKeys), warp_row, key % kPairBiasKeys, exact);
+      add_bias<ScoreRows::queries>(scores, factors, bias_at(key / kPairBiasKeys), warp_row, key % kPairBiasKeys, exact);
       if (word != ~0u || limit < kSubKeys - 1) drop_keys(scores, word, limit);
       start_gradients(scores, gradients, shift, delta);
       dout.multiply(gradients, Tile::fragment_address(keys_at(step, 1) + right, row_of_keys, 0));

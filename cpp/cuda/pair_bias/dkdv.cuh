@@ -191,7 +191,8 @@ template <class Config> struct PairBiasDkdvBlock {
     Scores scores, gradients;
     clear(scores);
     key_operand.multiply(scores, queries);
-    add_bias<true>(scores, factors, bias_at(number, warp_key / kPairBiasKeys), row, warp_key % kPairBiasKeys, exact);
+    add_bias<ScoreRows::keys>(scores, factors, bias_at(number, warp_key / kPairBiasKeys), row, warp_key % kPairBiasKeys,
+                              exact);
     if (drops_keys) drop_keys_of_head(scores);
     if (causal && behind < own_first + kWarpKeys - 1) drop_unseen(scores, behind - own_first);
     const float *statistics = statistics_at(number) + 2 * kStepRows * slot + row + accumulator_column();

@@ -93,9 +93,9 @@ template <class Element, int kHeadDim> struct FusedBands {
     if (of_dbias()) return;
     if (!finite) *work.non_finite = 1;
     if (!work.fused.clears) return;
-    band.template clear<false>();
-    if (work.fused.past_cleared == 0) band.template clear<true>();
-    if (later) Band{{sums().first + later, nullptr}, band.pitch, band.rows}.template clear<true>();
+    band.template clear<SumHalf::second>();
+    if (work.fused.past_cleared == 0) band.template clear<SumHalf::first>();
+    if (later) Band{{sums().first + later, nullptr}, band.pitch, band.rows}.template clear<SumHalf::first>();
   }
 };
 

@@ -14,6 +14,7 @@
 
 namespace fdm::cuda {
 
+enum class SumHalf { first, second };
 struct SumHalves {
   char *first, *second;
 };
@@ -84,14 +85,14 @@ template <int kHeadDim> struct SumBand {
       });
     }
   }
-  template <bool kFirst> __device__ __forceinline__ void clear() const {
+  template <SumHalf kHalf> __device__ __forceinline__ void clear() const {
     if (rows >= kBandRows) {
 #pragma unroll
       for (int n = 0; n < kHalfTiles; ++n)
-        *reinterpret_cast<float4 *>(quad(kFirst ? n : kHalfTiles + n)) = make_float4(0, 0, 0, 0);
+        *reinterpret_cast<float4 *>(quad(kHalf == SumHalf::first ? n : kHalfTiles + n)) = make_float4(0, 0, 0, 0);
     } else {
       for_each_pair([&](float *own, int n, int) {
-        if ((n < kHalfTiles) == kFirst) own[0] = own[1] = 0.0f;
+        if ((n < kHalfTiles) == (kHalf == SumHalf::first)) own[0] = own[1] = 0.0f;
       });
     }
   }

@@ -199,7 +199,7 @@ template <class Config> struct RowBlock {
   }
   // Makes scores of products: with scale, softcap and bias, and -inf where a pair is dropped.
   __device__ void finish_scores(Scores &scores, int block, const Half &half, bool exact) const {
-    add_bias<false>(scores, factors, bias_at(block), warp_row, half.key_of_block, exact);
+    add_bias<ScoreRows::queries>(scores, factors, bias_at(block), warp_row, half.key_of_block, exact);
     if (!half.full()) drop_keys(scores, half.word, half.limit);
   }
 

@@ -65,9 +65,11 @@ struct PairBiasFactors {
   }
 };
 
-// Calls function(score, bias) for all scores of a warp. `row` and `key` are those of the first in the tile of the bias;
-// transposed scores have a key to a row of accumulators.
-template <bool kTransposed, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile, class Function>
+// What a row of accumulators of scores has: a query, or a key.
+enum class ScoreRows { queries, keys };
+
+// Calls function(score, bias) for all scores of a warp. `row` and `key` are those of the first in the tile of the bias.
+template <ScoreRows kRows, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile, class Function>
 __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRightTiles][4], const Tile &tile, int row,
                                               int key, const Function &function) {
 #pragma unroll
@@ -75,7 +77,7 @@ __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRight
 #pragma unroll
     for (int n = 0; n < kRightTiles; n += 2) {
       float bias[2][4];
-      if constexpr (kTransposed)
+      if constexpr (kRows == ScoreRows::keys)
         tile.template read_transposed<kBias>(row + 8 * n, key + 16 * m, bias);
       else
         tile.template read<kBias>(row + 16 * m, key + 8 * n, bias);
@@ -84,7 +86,7 @@ __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRight
     }
 }
 
-template <bool kTransposed, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile>
+template <ScoreRows kRows, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile>
 __device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTiles][4], const PairBiasFactors &factors,
                                             const Tile &tile, int row, int key, bool exact) {
   if (factors.cap > 0)
@@ -95,23 +97,23 @@ __device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTi
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[m][n][i] = tanh_of(scores[m][n][i] * factors.scale);
   const float factor = factors.cap > 0 ? factors.cap : factors.scale;
-  for_each_bias<kTransposed, kBias>(scores, tile, row, key,
-                                    [&](float &score, float bias) { score = fmaf(score, factor, bias); });
+  for_each_bias<kRows, kBias>(scores, tile, row, key,
+                              [&](float &score, float bias) { score = fmaf(score, factor, bias); });
   if (exact)
-    for_each_bias<kTransposed, kBias>(scores, tile, row, key, [&](float &score, float bias) {
+    for_each_bias<kRows, kBias>(scores, tile, row, key, [&](float &score, float bias) {
       score = bias == -INFINITY ? bias : ptx::max_or_nan(score, kLowestBias);
     });
 }
 
 // Turns products of rows and keys into scores. `exact` says that a pair that its bias drops may have any product, and
 // that a low bias must stay finite to base 2.
-template <bool kTransposed, int kLeftTiles, int kRightTiles, class Tile>
+template <ScoreRows kRows, int kLeftTiles, int kRightTiles, class Tile>
 __device__ __forceinline__ void add_bias(float (&scores)[kLeftTiles][kRightTiles][4], const PairBiasFactors &factors,
                                          const Tile &tile, int row, int key, bool exact) {
   if (tile.float32_bias)
-    add_bias_of<kTransposed, BiasType::float32>(scores, factors, tile, row, key, exact);
+    add_bias_of<kRows, BiasType::float32>(scores, factors, tile, row, key, exact);
   else
-    add_bias_of<kTransposed, BiasType::element>(scores, factors, tile, row, key, exact);
+    add_bias_of<kRows, BiasType::element>(scores, factors, tile, row, key, exact);
 }
 
 // Multiplies gradients of capped scores by the slope at their products; zeros stay zeros.

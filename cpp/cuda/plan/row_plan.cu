@@ -47,8 +47,10 @@ __device__ __forceinline__ uint32_t bits_from(int64_t first) {
   return first <= 0 ? ~0u : (first >= 32 ? 0u : ~0u << first);
 }
 
-// kAligned says that the key stride is 1 and every row starts at a multiple of four bytes.
-template <bool kAligned>
+// How a thread loads booleans: four at once, if the key stride is 1 and every row starts at a multiple of four bytes.
+enum class MaskLoads { single, of_four };
+
+template <MaskLoads kLoads>
 __global__ void __launch_bounds__(kRowThreads, 2)
     list_row_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
   __shared__ uint4 words[kParts][kStepKeys / kKeysPerThread];
@@ -74,7 +76,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const int64_t own = step + group * kKeysPerWarp + lane_id() * kKeysPerThread;
     const int keys = static_cast<int>(max64(0, min64(kKeysPerThread, work.s.k_count - own)));
     uint32_t bits[4] = {0, 0, 0, 0};
-    if (kAligned && keys == kKeysPerThread) {
+    if (kLoads == MaskLoads::of_four && keys == kKeysPerThread) {
       load_rows<MaskLoad::word>(part_mask + own, row, 1, part_rows, keys, bits);
     } else if (keys > 0) {
       load_rows<MaskLoad::bytes>(part_mask + own * col, row, col, part_rows, keys, bits);
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 } // namespace
 
 cudaError_t launch_row_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
-  const auto kernel = route.aligned ? list_row_columns<true> : list_row_columns<false>;
+  const auto kernel = route.aligned ? list_row_columns<MaskLoads::of_four> : list_row_columns<MaskLoads::single>;
   return launch(kernel, route.blocks, kRowThreads, 0, stream, p, plan, int64_t{route.parts});
 }
 

@@ -75,7 +75,7 @@ template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup
                "}, "                                                                                                   \
                "%" #A ", %" #B ", accumulate, 1, 1, %" #LEFT ", %" #RIGHT ";\n}\n"                                     \
                : FDM_TILES_##COUNT                                                                                     \
-               : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kLeftTransposed)), "n"(int(kRightTransposed)))
+               : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kLeft)), "n"(int(kRight)))
 
 #define FDM_PRODUCT_OF_REGISTERS(N, COUNT, A0, A1, A2, A3, B, ACCUMULATE, TRANSPOSED, TYPE)                            \
   asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE ", 0;\n"                             \
@@ -83,11 +83,14 @@ template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup
                "}, "                                                                                                   \
                "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", accumulate, 1, 1, %" #TRANSPOSED ";\n}\n"           \
                : FDM_TILES_##COUNT                                                                                     \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kRight)))
 
-// c = A B', or with `accumulate` c += A B'. A is 64 x 16 and B kN x 16, both given by descriptors. A transposed A lies in
-// memory as 16 x 64, a transposed B as 16 x kN.
-template <class Element, bool kLeftTransposed, bool kRightTransposed, int kTiles>
+// How a matrix that wgmma reads lies in shared memory: with the elements of the depth side by side, or those of its other dimension
+// (PTX ISA, asynchronous warpgroup level majorness).
+enum class Major { k, mn };
+
+// c = A B', or with `accumulate` c += A B'. A is 64 x 16 and B kN x 16, both given by descriptors.
+template <class Element, Major kLeft, Major kRight, int kTiles>
 __device__ __forceinline__ void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);
   static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
@@ -99,8 +102,8 @@ __device__ __forceinline__ void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint
   if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, 67, 68, "bf16");
 }
 
-// The same with A in registers, as mma.sync has it. With kTransposed c = A B instead, with B 16 x kN.
-template <class Element, bool kTransposed, int kTiles>
+// The same with A in registers, as mma.sync has it.
+template <class Element, Major kRight, int kTiles>
 __device__ __forceinline__ void wgmma_rs(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);
   static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");

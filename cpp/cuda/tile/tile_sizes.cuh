@@ -104,11 +104,14 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   return arch == 80 ? DkdvTileChoice{64, 32, 4, 1, false} : DkdvTileChoice{128, 32, 8, 1, false};
 }
 
+// What shared memory holds beside K and Q: V and two stages of dO; or one stage of dO, with V in registers.
+enum class SharedHolds { values_and_two_douts, one_dout };
+
 // All gradients at once: keys of a block and rows of a step; of the kernel with mma.sync also warps, blocks for which an
-// SM must have registers, warps with the same keys, and whether V is in registers and dO has one stage.
+// SM must have registers, warps with the same keys, and what shared memory holds.
 struct FusedTileChoice {
   int keys, rows, warps = 0, blocks = 0, shares = 1;
-  bool saves_shared = false;
+  SharedHolds shared_holds = SharedHolds::values_and_two_douts;
 };
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
@@ -126,7 +129,7 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
   const bool small_shared = shared_limit(arch) < 100 * 1024;
   if (head_dim <= 128) return small_shared ? FusedTileChoice{64, 32, 4, 2} : FusedTileChoice{128, 64, 8, 1};
   // Two warps have the same 16 keys, and half of the columns of their dk and dv each.
-  return {64, 32, 8, 1, 2, small_shared};
+  return {64, 32, 8, 1, 2, small_shared ? SharedHolds::one_dout : SharedHolds::values_and_two_douts};
 }
 
 // Whether the kernel knows biases with a row for each query. With fewer columns, the pair bias kernels serve most of these.

@@ -98,20 +98,22 @@ template <int kPending, int kMark = 0> void warpgroup_wait() {
                  [](void *const *) { emulator::complete(emulator::Queue::products, kPending); });
 }
 
-template <class Element, bool kLeftTransposed, bool kRightTransposed, int kTiles>
+enum class Major { k, mn };
+
+template <class Element, Major kLeft, Major kRight, int kTiles>
 void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   const auto run = [](const auto &lanes, float *const(&sums)[32]) {
-    const emulated::Operand left(lanes[0].left, kLeftTransposed), right(lanes[0].right, kRightTransposed);
+    const emulated::Operand left(lanes[0].left, kLeft == Major::mn), right(lanes[0].right, kRight == Major::mn);
     const auto element = [&](int row, int k) { return left.element(lanes[0].first_row + uint32_t(row), uint32_t(k)); };
     emulated::multiply_rows<Element, kTiles>(sums, element, right, lanes[0].accumulate);
   };
   emulated::start<kTiles>({c[0], {}, a, b, accumulate}, run);
 }
 
-template <class Element, bool kTransposed, int kTiles>
+template <class Element, Major kRight, int kTiles>
 void wgmma_rs(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   const auto run = [](const auto &lanes, float *const(&sums)[32]) {
-    const emulated::Operand right(lanes[0].right, kTransposed);
+    const emulated::Operand right(lanes[0].right, kRight == Major::mn);
     const auto element = [&](int row, int k) {
       const uint32_t pair = lanes[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
       return uint16_t(k % 2 ? pair >> 16 : pair);

@@ -76,7 +76,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK)) + KeyTile::offset(0, 64) * group;
     ptx::warpgroup_arrive();
     const auto add = [&](uint64_t a, uint64_t b, auto keys) {
-      warpgroup_gemm_ss_columns<Element, typename Shared::Tile, true, KeyTile, decltype(keys)::value>(dq, a, b, false);
+      warpgroup_gemm_ss_columns<Element, typename Shared::Tile, ptx::Major::mn, KeyTile, decltype(keys)::value>(
+          dq, a, b, false);
     };
     const uint32_t high = before.keys / 2;
     if (before.keys == 3)

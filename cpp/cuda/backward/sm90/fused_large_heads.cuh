@@ -62,13 +62,13 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   }
 
   // Starts this warpgroup's columns of sum = left * right, or sum += left * right, summed over 64 keys or rows.
-  template <bool kTransposed, class RightTile>
+  template <ptx::Major kLeft, class RightTile>
   __device__ static void start_columns(float (&sum)[kTiles][4], const char *left, const char *right, bool accumulate) {
     const uint64_t a = Tile::descriptor(ptx::shared_address(left));
     const uint64_t b = RightTile::descriptor(ptx::shared_address(right));
     const auto multiply = [&](auto &own_sum, int first) {
-      warpgroup_gemm_ss_columns<Element, Tile, kTransposed, RightTile, 64>(own_sum, a, b + RightTile::offset(0, first),
-                                                                           accumulate);
+      warpgroup_gemm_ss_columns<Element, Tile, kLeft, RightTile, 64>(own_sum, a, b + RightTile::offset(0, first),
+                                                                     accumulate);
     };
     ptx::warpgroup_arrive();
     multiply(reinterpret_cast<float (&)[kWholeTiles][4]>(sum), first_whole_column());
@@ -124,12 +124,12 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(scores[0]);
     if (exact)
-      sums.template make_probabilities<true>(rows, first, facts.buffer, scores, factors, added);
+      sums.template make_probabilities<PairTests::kept_and_cut>(rows, first, facts.buffer, scores, factors, added);
     else
-      sums.template make_probabilities<true, false>(rows, first, facts.buffer, scores, factors);
+      sums.template make_probabilities<PairTests::kept>(rows, first, facts.buffer, scores, factors);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(gradients[0]);
-    sums.template make_score_gradients<true>(rows, scores, gradients);
+    sums.template make_score_gradients<PairTests::kept>(rows, scores, gradients);
   }
 
   __device__ void run_step(const StepFacts &facts, int number) {
@@ -148,9 +148,9 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     }
     store(scores, gradients);
     float dq[kTiles][4];
-    start_columns<true, KeyTile>(dq, shared.sdS, shared.sK, false);
-    start_columns<false, RowTile>(sums.dv[0], shared.sP, shared.sdO[number], true);
-    start_columns<false, RowTile>(sums.dk[0], shared.sdS, shared.sQ[number], true);
+    start_columns<ptx::Major::mn, KeyTile>(dq, shared.sdS, shared.sK, false);
+    start_columns<ptx::Major::k, RowTile>(sums.dv[0], shared.sP, shared.sdO[number], true);
+    start_columns<ptx::Major::k, RowTile>(sums.dk[0], shared.sdS, shared.sQ[number], true);
     ptx::warpgroup_wait<2>();
     add_dq(dq, own_sums(this->own_rows(number).step));
     ptx::warpgroup_wait<0>();

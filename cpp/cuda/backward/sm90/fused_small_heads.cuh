@@ -58,7 +58,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
                    k = KeyTile::descriptor(ptx::shared_address(shared.sK));
     float *own = own_sums(), dq[kHeadDim / 8][4];
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, Tile, true, KeyTile, Config::kKeys>(dq, ds, k, false);
+    warpgroup_gemm_ss_columns<Element, Tile, ptx::Major::mn, KeyTile, Config::kKeys>(dq, ds, k, false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
@@ -117,9 +117,9 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
       const auto &rows = this->own_rows(number, part);
       const int first = facts.first + kScoreRows * part;
       if (test)
-        sums.template make_probabilities<true>(rows, first, facts.buffer, scores[part], factors);
+        sums.template make_probabilities<PairTests::kept_and_cut>(rows, first, facts.buffer, scores[part], factors);
       else
-        sums.template make_probabilities<false>(rows, first, facts.buffer, scores[part], factors);
+        sums.template make_probabilities<PairTests::none>(rows, first, facts.buffer, scores[part], factors);
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -127,9 +127,9 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)
-        sums.template make_score_gradients<true>(rows, scores[part], gradients);
+        sums.template make_score_gradients<PairTests::kept>(rows, scores[part], gradients);
       else
-        sums.template make_score_gradients<false>(rows, scores[part], gradients);
+        sums.template make_score_gradients<PairTests::none>(rows, scores[part], gradients);
       keep(results, part, scores[part], gradients);
       if (part + 1 < kParts) start_gradients(part + 1);
     }

@@ -357,15 +357,15 @@ template <class Config> struct KeyConsumer {
       ptx::warpgroup_wait<1>();
       ptx::warpgroup_fence_operand(scores[0]);
       if (test)
-        sums.template make_probabilities<true>(rows, first, facts.buffer, scores, factors);
+        sums.template make_probabilities<PairTests::kept_and_cut>(rows, first, facts.buffer, scores, factors);
       else
-        sums.template make_probabilities<false>(rows, first, facts.buffer, scores, factors);
+        sums.template make_probabilities<PairTests::none>(rows, first, facts.buffer, scores, factors);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)
-        sums.template make_score_gradients<true>(rows, scores, gradients);
+        sums.template make_score_gradients<PairTests::kept>(rows, scores, gradients);
       else
-        sums.template make_score_gradients<false>(rows, scores, gradients);
+        sums.template make_score_gradients<PairTests::none>(rows, scores, gradients);
     }
   }
 };

@@ -270,17 +270,18 @@ template <class Config> struct SmallBlock {
       ptx::warpgroup_fence_operand(scores[0]);
       const ScoreFactors factors = ScoreFactors::uncapped(params.p);
       if (careful)
-        sums.template make_probabilities<true>(stage, step.tile * kRows, step.buffer, scores, factors);
+        sums.template make_probabilities<PairTests::kept_and_cut>(stage, step.tile * kRows, step.buffer, scores,
+                                                                  factors);
       else if (test)
-        sums.template make_probabilities<true, false>(stage, step.tile * kRows, step.buffer, scores, factors);
+        sums.template make_probabilities<PairTests::kept>(stage, step.tile * kRows, step.buffer, scores, factors);
       else
-        sums.template make_probabilities<false>(stage, step.tile * kRows, step.buffer, scores, factors);
+        sums.template make_probabilities<PairTests::none>(stage, step.tile * kRows, step.buffer, scores, factors);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)
-        sums.template make_score_gradients<true>(stage, scores, gradients);
+        sums.template make_score_gradients<PairTests::kept>(stage, scores, gradients);
       else
-        sums.template make_score_gradients<false>(stage, scores, gradients);
+        sums.template make_score_gradients<PairTests::none>(stage, scores, gradients);
     }
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
@@ -299,8 +300,8 @@ template <class Config> struct SmallBlock {
     receive();
     ptx::warpgroup_fence_operand(dq);
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, ScoreTile, true, KeyTile, Config::kKeys>(dq, ScoreTile::descriptor(sdS), k,
-                                                                                Config::kChained);
+    warpgroup_gemm_ss_columns<Element, ScoreTile, ptx::Major::mn, KeyTile, Config::kKeys>(
+        dq, ScoreTile::descriptor(sdS), k, Config::kChained);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);

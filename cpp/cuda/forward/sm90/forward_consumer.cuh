@@ -106,8 +106,8 @@ template <class Config> struct ForwardConsumer {
     if constexpr (Config::kQueryStages > 1) q += uniform(tasks.stage()) * uint64_t(QTile::kBytes >> 4);
     ptx::warpgroup_arrive();
     if (folds) {
-      ptx::wgmma_ss<Element, false, false>(rows.scores[0], shared.bias.ones_descriptor(),
-                                           shared.bias.descriptor(k_state.index), false);
+      ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(rows.scores[0], shared.bias.ones_descriptor(),
+                                                           shared.bias.descriptor(k_state.index), false);
     }
     warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(rows.scores[0], q, k, folds);
     ptx::warpgroup_commit_batch();

@@ -127,8 +127,8 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     // Two products, since one whose sums may begin with what is there would never leave the registers of scores free; each
     // ends its batch, or ptxas adds a product of its own.
     if (folds_bias()) {
-      ptx::wgmma_ss<Element, false, false>(scores[0], shared.bias.ones_descriptor(), shared.bias.descriptor(block % 2),
-                                           false);
+      ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(scores[0], shared.bias.ones_descriptor(),
+                                                           shared.bias.descriptor(block % 2), false);
       warpgroup_gemm_ss<Element, QTile, KeyTile, kHeadDim>(scores[0], q, k, true);
       ptx::warpgroup_commit_batch();
     } else {

@@ -209,8 +209,8 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores[0], queries, keys, false);
     if constexpr (Config::kDropsByProduct)
-      ptx::wgmma_ss<Element, false, false>(scores[0], shared.drops.ones_descriptor(),
-                                           shared.drops.descriptor(stage, own_key), true);
+      ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(scores[0], shared.drops.ones_descriptor(),
+                                                           shared.drops.descriptor(stage, own_key), true);
     ptx::warpgroup_commit_batch();
     if constexpr (Config::kReadsBias && Config::kReadsBiasBeside)
       if (n == 0) read_bias();

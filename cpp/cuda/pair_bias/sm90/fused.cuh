@@ -90,7 +90,7 @@ template <class Config> struct PairBiasFusedConsumer {
                          which == 0 ? shared.known.shifts_of(stage, group()) : shared.known.deltas_of(stage, group()),
                      right = which == 0 ? shared.known.keys_of(stage, Config::kSide * own_source())
                                         : shared.known.ones_descriptor();
-      ptx::wgmma_ss<Element, false, false>(products, left, right, true);
+      ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(products, left, right, true);
     }
     ptx::warpgroup_commit_batch();
   }
@@ -98,10 +98,10 @@ template <class Config> struct PairBiasFusedConsumer {
   // Makes dV = P' dO and dK = dS' Q of this warpgroup's keys, and dQ = dS K of its rows.
   __device__ void multiply_gradients(FusedProducts<Config> &sums, Packed &own_ds, int stage) const {
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, Left, true, Tile, Config::kSide>(sums.dv, scores_of(0), rows_of(stage, 1),
-                                                                        false);
-    warpgroup_gemm_ss_columns<Element, Left, true, Tile, Config::kSide>(sums.dk, scores_of(1), rows_of(stage, 0),
-                                                                        false);
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kSide>(sums.dv, scores_of(0),
+                                                                                  rows_of(stage, 1), false);
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kSide>(sums.dk, scores_of(1),
+                                                                                  rows_of(stage, 0), false);
     warpgroup_gemm_rs<Element, Tile>(sums.dq, own_ds, keys_of(stage, 0), false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
@@ -151,7 +151,7 @@ template <class Config> struct PairBiasFusedConsumer {
     sync();
     Sums dv, dk, dq;
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, Left, true, Tile, Config::kTile>(dv, own_keys, rows_of(0, 1), false);
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kTile>(dv, own_keys, rows_of(0, 1), false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dv);
@@ -161,11 +161,11 @@ template <class Config> struct PairBiasFusedConsumer {
     ptx::fence_async_proxy();
     sync();
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, Left, true, Tile, Config::kTile>(dk, own_keys, rows_of(0, 0), false);
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kTile>(dk, own_keys, rows_of(0, 0), false);
     ptx::warpgroup_commit_batch();
     epilogue.add(work.fused.dv, place.dv, first_key, dv);
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, Left, false, Tile, Config::kTile>(dq, own_rows, keys_of(0, 0), false);
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::k, Tile, Config::kTile>(dq, own_rows, keys_of(0, 0), false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(dk);

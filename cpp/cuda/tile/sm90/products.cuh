@@ -15,19 +15,19 @@ __device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], uint
                                                   bool accumulate) {
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += 16)
-    ptx::wgmma_ss<Element, false, false>(sums, left + LeftTile::offset(0, d), right + RightTile::offset(0, d),
-                                         accumulate || d > 0);
+    ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(sums, left + LeftTile::offset(0, d),
+                                                         right + RightTile::offset(0, d), accumulate || d > 0);
 }
 
 // sums = A B, or sums += A B where `accumulate`, summed over kDepth rows of a RightTile, of which `right` describes as
-// many columns as sums has. `left` describes 64 rows of a LeftTile, or where it is transposed, 64 columns.
-template <class Element, class LeftTile, bool kLeftTransposed, class RightTile, int kDepth, int kTiles>
+// many columns as sums has. `left` describes 64 rows of a LeftTile, or with Major::mn 64 columns.
+template <class Element, class LeftTile, ptx::Major kLeft, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_ss_columns(float (&sums)[kTiles][4], uint64_t left, uint64_t right,
                                                           bool accumulate) {
 #pragma unroll
   for (int k = 0; k < kDepth; k += 16)
-    ptx::wgmma_ss<Element, kLeftTransposed, true>(
-        sums, left + (kLeftTransposed ? LeftTile::offset(k, 0) : LeftTile::offset(0, k)),
+    ptx::wgmma_ss<Element, kLeft, ptx::Major::mn>(
+        sums, left + (kLeft == ptx::Major::mn ? LeftTile::offset(k, 0) : LeftTile::offset(0, k)),
         right + RightTile::offset(k, 0), accumulate || k > 0);
 }
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ void warpgroup_gemm_rs_transposed(float (&sums)[kTile
                                                              const uint32_t (&left)[kDepth][4], uint64_t right) {
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
-    ptx::wgmma_rs<Element, false>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
+    ptx::wgmma_rs<Element, ptx::Major::k>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
 }
 
 // Loads 16 rows of a tile for each warp of a warpgroup as a left operand; this warp's begin at `row`.
@@ -82,16 +82,16 @@ __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], cons
   for (int k = 0; k < kDepth; ++k) {
 #pragma unroll
     for (int n = 0; n < kWhole; n += 16)
-      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * n), accumulate || k > 0);
+      ptx::wgmma_rs<Element, ptx::Major::mn>(reinterpret_cast<float (&)[16][4]>(sums[n]), left[k],
+                                             right + RightTile::offset(16 * k, 8 * n), accumulate || k > 0);
     if constexpr (kRest == 12) {
-      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[8][4]>(sums[kWhole]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWhole), accumulate || k > 0);
-      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[4][4]>(sums[kWhole + 8]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWhole + 64), accumulate || k > 0);
+      ptx::wgmma_rs<Element, ptx::Major::mn>(reinterpret_cast<float (&)[8][4]>(sums[kWhole]), left[k],
+                                             right + RightTile::offset(16 * k, 8 * kWhole), accumulate || k > 0);
+      ptx::wgmma_rs<Element, ptx::Major::mn>(reinterpret_cast<float (&)[4][4]>(sums[kWhole + 8]), left[k],
+                                             right + RightTile::offset(16 * k, 8 * kWhole + 64), accumulate || k > 0);
     } else if constexpr (kRest > 0) {
-      ptx::wgmma_rs<Element, true>(reinterpret_cast<float (&)[kRest][4]>(sums[kWhole]), left[k],
-                                   right + RightTile::offset(16 * k, 8 * kWhole), accumulate || k > 0);
+      ptx::wgmma_rs<Element, ptx::Major::mn>(reinterpret_cast<float (&)[kRest][4]>(sums[kWhole]), left[k],
+                                             right + RightTile::offset(16 * k, 8 * kWhole), accumulate || k > 0);
     }
   }
 }
