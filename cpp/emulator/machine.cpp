@@ -260,8 +260,8 @@ void init_barrier(uint64_t &barrier, int arrivals) {
   Barrier{uint16_t(arrivals), uint16_t(arrivals), 0}.store(barrier);
 }
 
-// Ends the phase if nothing is missing.
-static void settle(Barrier state, uint64_t &barrier) {
+// Stores a barrier, whose phase ends if nothing is missing.
+static void store_arrival(Barrier state, uint64_t &barrier) {
   if (state.pending == 0 && state.bytes_and_phase >> 1 == 0) {
     state.pending = state.arrivals;
     state.bytes_and_phase ^= 1;
@@ -274,7 +274,7 @@ void arrive(uint64_t &barrier) {
   Barrier state = Barrier::load(barrier);
   if (state.pending == 0) machine.fail("more threads arrive at a barrier in shared memory than it was made for");
   --state.pending;
-  settle(state, barrier);
+  store_arrival(state, barrier);
 }
 
 void expect_bytes(uint64_t &barrier, uint32_t bytes) {
@@ -286,7 +286,7 @@ void expect_bytes(uint64_t &barrier, uint32_t bytes) {
 void complete_bytes(uint64_t &barrier, uint32_t bytes) {
   Barrier state = Barrier::load(barrier);
   state.bytes_and_phase -= 2 * int32_t(bytes);
-  settle(state, barrier);
+  store_arrival(state, barrier);
 }
 
 bool has_ended(const uint64_t &barrier, uint32_t parity) { return Barrier::load(barrier).phase() != parity; }

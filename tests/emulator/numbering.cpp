@@ -291,7 +291,7 @@ Work tiles_in_parts() {
 std::map<int64_t, std::vector<int>> splits_of;
 template <class Config> void forward_kernel_sm90(PairBiasForward work) {
   PairBiasForwardWalkSm90<Config>::for_each(work, [&](const PairBiasForwardTaskSm90<Config> &task, int) {
-    const int64_t tile = int64_t(task.unit) * work.groups * work.tiles +
+    const int64_t tile = int64_t(task.plane) * work.groups * work.tiles +
                          task.first_source / Config::kTaskSources * work.tiles + task.first_row / Config::kRows;
     if (threadIdx.x == 0) splits_of[tile].push_back(task.split);
     for (int key = task.begin; key < task.end; ++key) count(tile, key);
@@ -332,7 +332,8 @@ template <class Config> Work check_forward_sm90() {
 template <bool kClusters> void fused_kernel(PairBiasBackward work) {
   const auto visit = [&](const PairBiasFusedTask &task) {
     const FusedWork &division = work.fused;
-    const int64_t tile = (int64_t(task.unit) * division.row_tiles + task.row_tile) * division.key_tiles + task.key_tile;
+    const int64_t tile =
+        (int64_t(task.plane) * division.row_tiles + task.row_tile) * division.key_tiles + task.key_tile;
     for (int64_t source = task.first; source < task.past; ++source) count(tile, source);
   };
   PairBiasFusedTask::for_each<kClusters>(work, visit);
@@ -344,7 +345,7 @@ template <bool kClusters> Work sources_of_tiles() {
   p = draw_problem();
   division.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
   division.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
-  division.units = int32_t(draw(1, 4));
+  division.planes = int32_t(draw(1, 4));
   division.sources = draw(1, 30);
   division.splits = int32_t(draw(kClusters, std::min<int64_t>(5, division.sources)));
   int64_t tiles = 0;
@@ -352,10 +353,10 @@ template <bool kClusters> Work sources_of_tiles() {
     tiles += kClusters ? division.key_tiles : visible_key_tiles(p, row);
   const dim3 grid(draw(1, 9), kClusters ? division.row_tiles * division.key_tiles : 1);
   launch_blocks(fused_kernel<kClusters>, grid, 32, work);
-  return {tiles * division.units * division.sources, [=](int64_t tile, int64_t source, int64_t) {
+  return {tiles * division.planes * division.sources, [=](int64_t tile, int64_t source, int64_t) {
             const FusedWork &own = work.fused;
             const int64_t row = tile / own.key_tiles, key = tile % own.key_tiles;
-            return within(row, int64_t(own.units) * own.row_tiles) && within(source, own.sources) &&
+            return within(row, int64_t(own.planes) * own.row_tiles) && within(source, own.sources) &&
                    (kClusters || key < visible_key_tiles(work.call.p, row % own.row_tiles));
           }};
 }
@@ -364,7 +365,7 @@ template <bool kClusters> Work sources_of_tiles() {
 void dbias_kernel(PairBiasBackward work) {
   for (int64_t n = first_step(work.dbias, blockIdx.x); n < first_step(work.dbias, blockIdx.x + 1); ++n) {
     const DbiasTile tile(work, n / work.dbias.groups);
-    count(tile.unit, tile.row_tile * int64_t(work.dbias.key_tiles) + tile.key_tile, n % work.dbias.groups);
+    count(tile.plane, tile.row_tile * int64_t(work.dbias.key_tiles) + tile.key_tile, n % work.dbias.groups);
   }
 }
 Work steps_of_dbias() {
@@ -378,15 +379,15 @@ Work steps_of_dbias() {
   division.key_tiles = int32_t(ceil_div(p.keys, division.tile_keys));
   division.groups = int32_t(draw(1, 7));
   for (int64_t tile = 0; tile < division.row_tiles; ++tile) division.tiles += live_key_tiles(p, division, tile);
-  const int64_t units = draw(1, 4);
-  division.steps = units * division.tiles * division.groups;
+  const int64_t planes = draw(1, 4);
+  division.steps = planes * division.tiles * division.groups;
   division.blocks = int32_t(draw(1, std::min<int64_t>(division.steps, 40)));
   division.whole = draw(0, 1);
   launch_blocks(dbias_kernel, dim3(division.blocks), 32, work);
-  return {division.steps, [=](int64_t unit, int64_t tile, int64_t group) {
+  return {division.steps, [=](int64_t plane, int64_t tile, int64_t group) {
             const DbiasWork &own = work.dbias;
             const int64_t row = tile / own.key_tiles, key = tile % own.key_tiles;
-            return within(unit, units) && within(row, own.row_tiles) && within(group, own.groups) &&
+            return within(plane, planes) && within(row, own.row_tiles) && within(group, own.groups) &&
                    within(key, live_key_tiles(work.call.p, own, row));
           }};
 }

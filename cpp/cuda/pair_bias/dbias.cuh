@@ -89,7 +89,7 @@ template <class Config> struct DbiasBlock {
     if (slot_of_thread >= division.slots) return;
     const fdm_problem &p = problem();
     SlotTable<Config::kWarps, 4> &table = shared.slots[step & 1];
-    const Source source = source_of(work.call, tile.unit, int64_t(step) * division.slots + slot_of_thread);
+    const Source source = source_of(work.call, tile.plane, int64_t(step) * division.slots + slot_of_thread);
     table.source[slot_of_thread] = source;
     table.set_kept(slot_of_thread, p);
     table.set(0, slot_of_thread, p.q, source.head);
@@ -184,7 +184,7 @@ template <class Config> struct DbiasBlock {
       if (word != ~0u || limit < kSubKeys - 1) drop_keys(scores, word, limit);
       start_gradients(scores, gradients, shift, delta);
       dout.multiply(gradients, Tile::fragment_address(keys_at(step, 1) + right, row_of_keys, 0));
-      if (exact) settle(scores, gradients, [&](int m, int, int i) { return shift[m][i / 2]; });
+      if (exact) drop_pairs(scores, gradients, [&](int m, int, int i) { return shift[m][i / 2]; });
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll

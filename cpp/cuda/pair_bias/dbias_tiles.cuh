@@ -7,12 +7,12 @@
 namespace fdm::cuda {
 
 struct DbiasTile {
-  int unit, row_tile, key_tile;
+  int plane, row_tile, key_tile;
 
   __device__ __forceinline__ DbiasTile(const PairBiasBackward &work, int64_t number) {
     const fdm_problem &p = work.call.p;
-    unit = int(number / work.dbias.tiles);
-    int64_t left = number - unit * work.dbias.tiles;
+    plane = int(number / work.dbias.tiles);
+    int64_t left = number - plane * work.dbias.tiles;
     row_tile = is_causal(p) ? 0 : int(left / work.dbias.key_tiles);
     left -= int64_t(row_tile) * work.dbias.key_tiles * !is_causal(p);
     if (is_causal(p))
@@ -56,7 +56,7 @@ FDM_INLINE int pair_index(const DbiasWork &work, int row, int key) {
 // The offset of a tile's first element in dbias.
 __device__ __forceinline__ int64_t dbias_offset(const PairBiasBackward &work, const DbiasTile &tile) {
   const fdm_tensor &t = work.a.dbias;
-  return tile.unit / t.shape[1] * t.stride[0] + tile.unit % t.shape[1] * t.stride[1] +
+  return tile.plane / t.shape[1] * t.stride[0] + tile.plane % t.shape[1] * t.stride[1] +
          int64_t(tile.row_tile) * work.dbias.tile_rows * t.stride[2] +
          int64_t(tile.key_tile) * work.dbias.tile_keys * t.stride[3];
 }

@@ -211,7 +211,7 @@ template <class Config> struct PairBiasDkdvBlock {
     value_operand.multiply(gradients, Tile::fragment_address(Tile::right_rows(rows_at(number, 1)), row_of_tile, 0));
     uint32_t live = 0;
     if (exact) {
-      settle(scores, gradients, [&](int, int n, int i) { return statistics[8 * n + i % 2]; });
+      drop_pairs(scores, gradients, [&](int, int n, int i) { return statistics[8 * n + i % 2]; });
       live = live_columns(scores, -INFINITY, [&](int m, int half) { return matters(m, half); });
     }
 #pragma unroll

@@ -51,7 +51,7 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
                                Tile::fragment_address(Tile::right_rows(this->values_at(block)), half.key, 0));
     uint32_t live = 0;
     if (exact || large) {
-      settle(scores, gradients, [&](int m, int, int i) { return shift[m][i / 2]; });
+      drop_pairs(scores, gradients, [&](int m, int, int i) { return shift[m][i / 2]; });
       live = live_columns(scores, -INFINITY, [&](int m, int part) { return exists(m, part); });
     }
 #pragma unroll

@@ -24,7 +24,7 @@ template <class Config> cudaError_t launch_clusters(const PairBiasBackward &work
   if (most == 0) return cudaErrorInvalidConfiguration;
   PairBiasBackward own = work;
   if (own.fused.splits == 0) own.fused.splits = work.fused.cluster_splits(kRouteTable.fused_task_steps, most);
-  const Grid grid(std::min<int64_t>(int64_t(own.fused.units) * own.fused.splits, most), blocks, blocks);
+  const Grid grid(std::min<int64_t>(int64_t(own.fused.planes) * own.fused.splits, most), blocks, blocks);
   return launch_with_shared<Shared, pair_bias_fused_kernel<Config>>(own, grid, Roles::kThreads, stream);
 }
 #endif

@@ -47,11 +47,11 @@ template <class Element, int kHeadDim> struct FusedBands {
     const FusedWork &division = work.fused;
     constexpr int kBands = dbias_bands(kTogether);
     const int64_t all = number / kBands, tiles = int64_t(division.row_tiles) * division.key_tiles;
-    const int64_t unit = quotient(all, tiles), place = all - unit * tiles,
+    const int64_t plane = quotient(all, tiles), place = all - plane * tiles,
                   row_tile = quotient(place, division.key_tiles);
-    tile = {division.first_unit + int(unit), int(row_tile), int(place - row_tile * division.key_tiles)};
+    tile = {division.first_plane + int(plane), int(row_tile), int(place - row_tile * division.key_tiles)};
     first_quad = int(number % kBands) * kTogether * 32 + int(threadIdx.x % 32);
-    exists = unit < division.units;
+    exists = plane < division.planes;
   }
   __device__ void find(int64_t number) {
     const FusedWork &division = work.fused;

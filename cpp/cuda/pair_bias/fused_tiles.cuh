@@ -7,12 +7,12 @@
 namespace fdm::cuda {
 
 struct FusedDbiasTile {
-  int unit, row_tile, key_tile;
+  int plane, row_tile, key_tile;
 };
 
 // Among the tiles of a launch.
 __device__ __forceinline__ int64_t tile_number(const FusedWork &division, const FusedDbiasTile &tile) {
-  return (int64_t(tile.unit - division.first_unit) * division.row_tiles + tile.row_tile) * division.key_tiles +
+  return (int64_t(tile.plane - division.first_plane) * division.row_tiles + tile.row_tile) * division.key_tiles +
          tile.key_tile;
 }
 
@@ -25,7 +25,8 @@ __device__ __forceinline__ void store_quad(const PairBiasBackward &work, const F
   const int lane = index % 32, number = index / 32;
   const int64_t key = int64_t(tile.key_tile) * kPairBiasTileSm90 + number % (kPairBiasTileSm90 / 8) * 8 + lane % 4 * 2;
   const int64_t row = int64_t(tile.row_tile) * kPairBiasTileSm90 + number / (kPairBiasTileSm90 / 8) * 16 + lane / 4;
-  const int64_t first = tile.unit / t.shape[1] * t.stride[0] + tile.unit % t.shape[1] * t.stride[1] + key * t.stride[3];
+  const int64_t first =
+      tile.plane / t.shape[1] * t.stride[0] + tile.plane % t.shape[1] * t.stride[1] + key * t.stride[3];
   const int64_t left = work.call.p.keys - key;
   if (row < work.call.p.queries) store_pair<Element>(t, work.dbias_pairs, first + row * t.stride[2], x.x, x.y, left);
   if (row + 8 < work.call.p.queries)

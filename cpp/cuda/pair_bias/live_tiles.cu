@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t word;
   if (threadIdx.x == 0) word = 0;
   __syncthreads();
-  const int words = live.row_tiles * live.row_words, unit = int(blockIdx.x) / words, place = int(blockIdx.x) % words;
+  const int words = live.row_tiles * live.row_words, plane = int(blockIdx.x) / words, place = int(blockIdx.x) % words;
   const int number = place % live.row_words, row_tile = place / live.row_words;
-  const Source source = source_of(call, unit, 0);
+  const Source source = source_of(call, plane, 0);
   const Matrix mask = score_matrix(p, p.mask, pair_bias_sequence(p, source.batch), source.head, 1);
   const int past = visible_key_tiles(p, row_tile);
   const int bit = int(threadIdx.x) / 32, tile = kWarps * number + bit;

@@ -33,11 +33,11 @@ struct PairBiasCall : PairBiasFacts {
 // Which tiles a mask of rows leaves something of (live_tiles.cu): bit k % 32 of word k / 32 of a tile of rows tells of its
 // tile k of keys. Without such bits all of them are live.
 struct LiveTiles {
-  uint32_t *words; // [unit][tile of rows][words_of(keys)]; null: none
+  uint32_t *words; // [plane][tile of rows][words_of(keys)]; null: none
   int32_t row_tiles, row_words;
 
-  __host__ __device__ const uint32_t *row(int unit, int row_tile) const {
-    return words ? words + (int64_t(unit) * row_tiles + row_tile) * row_words : nullptr;
+  __host__ __device__ const uint32_t *row(int plane, int row_tile) const {
+    return words ? words + (int64_t(plane) * row_tiles + row_tile) * row_words : nullptr;
   }
   // `row` is that of a tile of rows.
   __host__ __device__ static bool is_live(const uint32_t *row, int key_tile) {

@@ -43,7 +43,7 @@ template <class Config> struct RowBlockShared {
 
 // The tile of a block of threads, and its part of the keys.
 struct RowBlockTask {
-  int unit, group, split;
+  int plane, group, split;
   int first_row;
   int begin, end; // blocks of keys
 };
@@ -58,7 +58,7 @@ __device__ __forceinline__ RowBlockTask row_block_task(const typename Config::Wo
   RowBlockTask task;
   task.split = number % splits;
   number /= splits;
-  task.unit = number / work.groups;
+  task.plane = number / work.groups;
   task.group = number % work.groups;
   const int rows = Config::kRows / work.slots;
   task.first_row = tile * rows;
@@ -252,7 +252,7 @@ __device__ __forceinline__ void set_slots(RowBlockShared<Config> &shared, const 
   const int slot = int(threadIdx.x);
   if (slot >= work.slots) return;
   const fdm_problem &p = work.call.p;
-  const Source source = source_of(work.call, task.unit, task.group * work.slots + slot);
+  const Source source = source_of(work.call, task.plane, task.group * work.slots + slot);
   shared.slots.source[slot] = source;
   shared.slots.set_kept(slot, p);
   shared.slots.set(0, slot, p.k, kv_head_of(p, source.head));

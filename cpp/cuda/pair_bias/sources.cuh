@@ -15,10 +15,10 @@ struct Source {
   bool exists;
 };
 
-// Source `index` of the bias (unit / heads of the bias, unit % heads of the bias).
-__device__ __forceinline__ Source source_of(const PairBiasCall &call, int unit, int64_t index) {
+// Source `index` of the bias (plane / heads of the bias, plane % heads of the bias).
+__device__ __forceinline__ Source source_of(const PairBiasCall &call, int plane, int64_t index) {
   const int bias_heads = int(call.p.bias.shape[1]);
-  const int first_batch = unit / bias_heads, first_head = unit % bias_heads * call.heads;
+  const int first_batch = plane / bias_heads, first_head = plane % bias_heads * call.heads;
   const auto number = static_cast<uint32_t>(index), heads = static_cast<uint32_t>(call.heads);
   return {first_batch + number / heads, first_head + number % heads, index < int64_t(call.batches) * call.heads};
 }

@@ -11,7 +11,7 @@ __device__ __forceinline__ float &delta_of(const PairBiasBackward &work, int64_t
   return work.deltas[(batch - work.first_delta) * work.delta_batch + head * work.delta_head + row * work.delta_row];
 }
 
-// What lies in memory of a row, lse as it was given. It can be fetched long before it is needed.
+// Loads the statistics of a row with the lse of the call, long before they are needed.
 __device__ __forceinline__ RowStatistics fetch_statistics(const PairBiasBackward &work, const Source &source,
                                                           int64_t row) {
   const fdm_problem &p = work.call.p;
@@ -53,11 +53,11 @@ start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRo
       }
 }
 
-// Settles what an ordinary run leaves to chance: the exponents of pairs that are dropped, by their score or by their row
-// whose shift(row tile, column tile, element) is -inf, become -inf and their gradients 0; no probability exceeds 1.
+// Drops pairs with a score of -inf, and those of rows whose shift(row tile, column tile, element) is -inf: their exponents become
+// -inf and their gradients 0. Also cuts off exponents at 0, so that no probability exceeds 1.
 template <int kLeftTiles, int kRightTiles, class Shift>
-__device__ __forceinline__ void settle(float (&exponents)[kLeftTiles][kRightTiles][4],
-                                       float (&gradients)[kLeftTiles][kRightTiles][4], const Shift &shift) {
+__device__ __forceinline__ void drop_pairs(float (&exponents)[kLeftTiles][kRightTiles][4],
+                                           float (&gradients)[kLeftTiles][kRightTiles][4], const Shift &shift) {
 #pragma unroll
   for (int m = 0; m < kLeftTiles; ++m)
 #pragma unroll

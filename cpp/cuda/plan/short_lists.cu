@@ -26,7 +26,7 @@ struct ShortParams {
 };
 
 // Where the rows of each key come from.
-enum class ListSource { mask, selection };
+enum class RowsFrom { mask, selection };
 
 // The kept keys of a list, in key order.
 template <int kKeys> struct KeptIntervals {
@@ -214,7 +214,7 @@ __device__ void list_columns(const KeptIntervals<kKeys> &kept, int32_t count, co
                             : TileCounts{full_count + partial_count, full_count};
 }
 
-template <int kThreads, int kItems, ListSource kSource>
+template <int kThreads, int kItems, RowsFrom kFrom>
 __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant__ ShortParams params) {
   __shared__ ShortShared<kThreads, kItems> shared;
   static_assert(sizeof shared <= 48 * 1024, "more would have to be asked for at the launch");
@@ -224,13 +224,13 @@ __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant
   const uint32_t number = blockIdx.x % params.lists;
   const auto part = static_cast<int32_t>(blockIdx.x / params.lists);
   RowInterval rows[kItems];
-  if constexpr (kSource == ListSource::selection) {
+  if constexpr (kFrom == RowsFrom::selection) {
     select_rows(shared, params.s, selected_list(params.s, number), part == 0, rows);
     if (!params.plans) return;
   }
   const auto sequences = static_cast<uint32_t>(list_sequences(p));
   const ListWork work = list_work(p, plan, number / sequences, number % sequences, part);
-  if constexpr (kSource == ListSource::mask) {
+  if constexpr (kFrom == RowsFrom::mask) {
     const ListRows reader(p, work);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -251,16 +251,16 @@ __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant
 }
 
 // `route` is that of the plan, or of the selection.
-template <ListSource kSource, class Route>
+template <RowsFrom kFrom, class Route>
 cudaError_t launch_for(const ShortParams &params, const Route &route, cudaStream_t stream) {
   const auto launch_with = [&](auto kernel) { return launch(kernel, route.blocks, route.threads, 0, stream, params); };
-  if (route.threads == 128) return launch_with(short_lists<128, 2, kSource>);
-  if (route.threads == 256) return launch_with(short_lists<256, 2, kSource>);
-  if constexpr (kSource == ListSource::selection) {
-    if (route.keys_of_thread == 4) return launch_with(short_lists<1024, 4, kSource>);
-    if (route.threads == 1024) return launch_with(short_lists<1024, 2, kSource>);
+  if (route.threads == 128) return launch_with(short_lists<128, 2, kFrom>);
+  if (route.threads == 256) return launch_with(short_lists<256, 2, kFrom>);
+  if constexpr (kFrom == RowsFrom::selection) {
+    if (route.keys_of_thread == 4) return launch_with(short_lists<1024, 4, kFrom>);
+    if (route.threads == 1024) return launch_with(short_lists<1024, 2, kFrom>);
   }
-  return launch_with(short_lists<512, 2, kSource>);
+  return launch_with(short_lists<512, 2, kFrom>);
 }
 
 uint32_t selected_lists(const fdm_selection &s) {
@@ -271,16 +271,16 @@ uint32_t selected_lists(const fdm_selection &s) {
 
 cudaError_t launch_short_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
   const auto lists = uint32_t(plan.lists * list_sequences(p));
-  return launch_for<ListSource::mask>({{}, p, plan, true, lists, route.parts}, route, stream);
+  return launch_for<RowsFrom::mask>({{}, p, plan, true, lists, route.parts}, route, stream);
 }
 
 cudaError_t launch_short_selection(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream) {
-  return launch_for<ListSource::selection>({s, {}, {}, false, selected_lists(s), route.parts}, route, stream);
+  return launch_for<RowsFrom::selection>({s, {}, {}, false, selected_lists(s), route.parts}, route, stream);
 }
 
 cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan,
                                const SelectionRoute &route, cudaStream_t stream) {
-  return launch_for<ListSource::selection>({s, p, plan, true, selected_lists(s), route.parts}, route, stream);
+  return launch_for<RowsFrom::selection>({s, p, plan, true, selected_lists(s), route.parts}, route, stream);
 }
 
 } // namespace fdm::cuda

@@ -68,7 +68,7 @@ Object of_fused(const FusedPlan &plan) {
   own.word("kernel", work.windows ? "windows" : work.clusters ? "clusters" : "fused");
   own.number("splits", work.splits);
   own.number("batches", work.batches);
-  own.number("units", work.units);
+  own.number("planes", work.planes);
   own.number("sources", work.sources);
   own.flag("shares_sums", plan.shares);
   own.flag("sums_in_gradients", plan.in_gradients);

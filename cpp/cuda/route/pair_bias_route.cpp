@@ -96,7 +96,7 @@ struct PairBiasChoice {
   int64_t live_bytes() const {
     if (!finds_live_tiles()) return 0;
     const int64_t row_words = ceil_div(p.keys, 32 * kPairBiasTileSm90);
-    return align_256(units_of(p) * ceil_div(p.queries, kPairBiasTileSm90) * row_words * int64_t(sizeof(uint32_t)));
+    return align_256(planes_of(p) * ceil_div(p.queries, kPairBiasTileSm90) * row_words * int64_t(sizeof(uint32_t)));
   }
 
   // Tiles with as many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than there are
@@ -132,7 +132,7 @@ struct PairBiasChoice {
     const int64_t resident =
         std::min(pair_bias_forward_tile(int(p.head_dim)).blocks, pair_bias_shared_limit(arch) / bytes);
     const int64_t key_blocks = ceil_div(p.keys, kPairBiasKeys);
-    const int64_t launched = std::max<int64_t>(1, units_of(p) * work.groups * work.tiles);
+    const int64_t launched = std::max<int64_t>(1, planes_of(p) * work.groups * work.tiles);
     const int64_t most = std::min({resident * sms / launched, key_blocks, table.pair_bias_splits});
     const int64_t merge = (mask ? table.pair_bias_mask_merge : table.pair_bias_merge) * (1 + partial_rows(p) / 1024);
     const auto time_of = [&](int64_t splits) {
@@ -164,7 +164,7 @@ struct PairBiasChoice {
 
   void use_whole_tiles(PairBiasForwardWork *work, int64_t sms) const {
     work->splits = 1;
-    work->blocks = int32_t(std::min<int64_t>(units_of(p) * work->groups * work->tiles, sms));
+    work->blocks = int32_t(std::min<int64_t>(planes_of(p) * work->groups * work->tiles, sms));
   }
 
   // Chooses how the forward kernel for sm_90 divides its work, by the time that it takes. Its unit is that of a step: of a
@@ -177,7 +177,7 @@ struct PairBiasChoice {
     const int rows = sm90_rows(*work);
     int64_t steps = work->tiles;
     for (int64_t tile = 0; tile < work->tiles; ++tile) steps += visible_key_tiles(p, tile, rows);
-    const int64_t groups = units_of(p) * work->groups, tasks = groups * work->tiles, all = groups * steps;
+    const int64_t groups = planes_of(p) * work->groups, tasks = groups * work->tiles, all = groups * steps;
     const auto steps_of = [&](int64_t task) {
       return int64_t(task < tasks ? 1 + visible_key_tiles(p, work->tiles - 1 - task / groups, rows) : 0);
     };
@@ -209,7 +209,7 @@ struct PairBiasChoice {
     const int64_t tiles = ceil_div(p.queries, kPairBiasTileSm90 / 2),
                   blocks = visible_key_tiles(p, tiles - 1, kPairBiasTileSm90 / 2);
     const int64_t block_tenths = sm90_head_dim <= 64 ? table.half_block_tenths_64 : table.half_block_tenths_128;
-    return units_of(p) * sources() * tiles <= sms && table.half_task_tenths + block_tenths * blocks < 10 * time;
+    return planes_of(p) * sources() * tiles <= sms && table.half_task_tenths + block_tenths * blocks < 10 * time;
   }
   void use_halves(PairBiasForwardWork *work, int64_t sms) const {
     work->pairs = false;
@@ -232,7 +232,7 @@ struct PairBiasChoice {
     work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
     work->slots = work->pairs ? 2 : 1;
     if (!shares) {
-      const int64_t tiles = units_of(p) * work->tiles;
+      const int64_t tiles = planes_of(p) * work->tiles;
       work->slots = int32_t(sources() >= most && tiles * (sources() / most) >= sms ? most : 1);
       if (tiles * ceil_div(sources(), work->slots) < sms / 2) {
         const bool halves = may_take_halves && takes_halves(table.half_steps, sms);
@@ -283,7 +283,7 @@ struct PairBiasChoice {
       work.tiles = 0;
       for (int64_t tile = 0; tile < work.row_tiles; ++tile) work.tiles += live_key_tiles(p, work, tile);
     }
-    work.steps = units_of(p) * work.tiles * work.groups;
+    work.steps = planes_of(p) * work.tiles * work.groups;
     work.blocks = int32_t(std::clamp<int64_t>(work.steps, 1, sms));
     return work;
   }
@@ -318,10 +318,10 @@ struct PairBiasChoice {
     FusedDivision &work = plan.work;
     work.windows = plan.shares = plan.sums_dbias = true;
     work.row_tiles = work.key_tiles = 1;
-    work.units = int32_t(p.bias.shape[1]);
+    work.planes = int32_t(p.bias.shape[1]);
     work.batches = int32_t(p.batch);
     work.sources = p.batch * facts.heads;
-    work.splits = int32_t(std::clamp<int64_t>(sms / work.units, 1, work.sources));
+    work.splits = int32_t(std::clamp<int64_t>(sms / work.planes, 1, work.sources));
     plan.dbias_bytes = work.dbias_bytes();
     return plan;
   }
@@ -335,7 +335,7 @@ struct PairBiasChoice {
     plan.shares = plan.sums_dbias = facts.batches > 1;
     work.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
     work.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
-    work.units = int32_t(units_of(p));
+    work.planes = int32_t(planes_of(p));
     work.batches = int32_t(p.batch);
     work.sources = sources();
     work.splits = plan.shares ? 0 : 1;
@@ -360,7 +360,7 @@ struct PairBiasChoice {
     plan.dim = sm90_head_dim;
     work.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
     work.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
-    work.units = int32_t(p.bias.shape[1]);
+    work.planes = int32_t(p.bias.shape[1]);
     // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share them; and
     // all of the batch is in one launch where its sums take less than those of dbias. Else launches have as many sequences as
     // take no more than dbias.
@@ -419,7 +419,7 @@ int64_t DbiasDivision::parts_bytes() const {
 
 int32_t FusedDivision::cluster_splits(int64_t task_steps, int64_t clusters) const {
   const auto time_of = [&](int64_t number) {
-    return ceil_div(units * number, clusters) * (ceil_div(sources, number) + task_steps);
+    return ceil_div(planes * number, clusters) * (ceil_div(sources, number) + task_steps);
   };
   int32_t best = 1;
   for (int32_t number = 2; number <= std::min<int64_t>(sources, 4 * clusters); ++number)
@@ -437,7 +437,7 @@ int64_t FusedPlan::next_batches(int64_t left) const {
 
 void FusedPlan::set_batches(FusedDivision *division, int64_t batches, bool splits) const {
   division->batches = int32_t(batches);
-  division->units = int32_t(bias_heads * (shares ? 1 : batches));
+  division->planes = int32_t(bias_heads * (shares ? 1 : batches));
   division->sources = (shares ? batches : 1) * source_heads;
   division->splits = choose_splits(*division, *this, splits);
 }
@@ -451,7 +451,7 @@ FusedDivision FusedPlan::launch(int64_t first, int64_t *batches) const {
   if (shares)
     division.first_source = first * source_heads;
   else
-    division.first_unit = int32_t(first * bias_heads);
+    division.first_plane = int32_t(first * bias_heads);
   division.clears = *batches < left;
   if (in_gradients) division.past_cleared = int32_t(std::min(left, *batches + 2 * next_batches(left - *batches)));
   const int64_t tasks = division.tiles() * (division.splits > 0 ? division.splits : division.sources);
@@ -512,7 +512,7 @@ void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const D
     route->head_dim = choice.head_dim;
     route->tile_rows = 16 * tile.tiles * tile.warps;
     route->tile_columns = kPairBiasKeys;
-    route->blocks = units_of(p) * work.groups * work.tiles * work.splits;
+    route->blocks = planes_of(p) * work.groups * work.tiles * work.splits;
   }
   WorkspaceParts parts;
   const Part live = parts.take_bytes(choice.live_bytes());

@@ -35,8 +35,8 @@ struct PairBiasFacts {
   int64_t sources() const { return int64_t(batches) * heads; }
 };
 
-// A unit is a head of the bias, and an element of its batch.
-inline int64_t units_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1]; }
+// A plane is a head of the bias, and an element of its batch.
+inline int64_t planes_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1]; }
 
 // Tiles of rows or keys, and groups of `slots` sources that a block of threads works on side by side.
 struct PairBiasTiles {
@@ -58,7 +58,7 @@ struct DbiasDivision {
   int32_t slots, tile_rows, tile_keys, row_tiles, key_tiles;
   int32_t stages; // of copies: 1 or 2
   int32_t groups; // steps of a tile
-  int64_t tiles;  // of a unit, those without a visible key left out, but one of each row of tiles
+  int64_t tiles;  // of a plane, those without a visible key left out, but one of each row of tiles
   int64_t steps;  // of all tiles
   int32_t blocks; // of threads
   bool whole;     // no tile is divided
@@ -89,19 +89,19 @@ constexpr int kTileQuadsSm90 = kPairBiasTileSm90 * kPairBiasTileSm90 / 4;
 
 struct FusedDivision {
   bool windows;  // a consumer warpgroup has all rows and keys of a source
-  bool clusters; // a cluster has the tiles of a unit, and `splits` tasks for each unit
+  bool clusters; // a cluster has the tiles of a plane, and `splits` tasks for each plane
   int32_t row_tiles, key_tiles, splits;
   int32_t first_batch, batches;
-  int32_t first_unit, units;
-  int64_t first_source, sources; // of each unit
+  int32_t first_plane, planes;
+  int64_t first_source, sources; // of each plane
   // Another launch follows: what it adds to is cleared once sums are rounded. In the gradients, its sums lie before those of
   // sequence `past_cleared`, counted from the first of this launch; else `past_cleared` is 0.
   bool clears;
   int32_t past_cleared;
   int32_t blocks; // of threads; 0: as many clusters as the driver says run at the same time
 
-  FDM_MEMBER int64_t tiles() const { return int64_t(units) * row_tiles * key_tiles; }
-  int64_t dbias_bytes() const { return int64_t(units) * row_tiles * key_tiles * kTileQuadsSm90 * 16; }
+  FDM_MEMBER int64_t tiles() const { return int64_t(planes) * row_tiles * key_tiles; }
+  int64_t dbias_bytes() const { return int64_t(planes) * row_tiles * key_tiles * kTileQuadsSm90 * 16; }
   // `splits` of clusters that take the least time with so many clusters.
   int32_t cluster_splits(int64_t task_steps, int64_t clusters) const;
 };

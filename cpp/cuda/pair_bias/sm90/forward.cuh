@@ -49,7 +49,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
   // Q of windows is in the stage of K and V.
   __device__ int query_stage() const { return Config::kWindows ? states.keys.index : states.queries.index; }
   __device__ Source source(int n) const {
-    return source_of(work.call, task.unit, task.first_source + own_source() + n);
+    return source_of(work.call, task.plane, task.first_source + own_source() + n);
   }
   __device__ int row(int half) const { return task.first_row + bias_row() + accumulator_row(half); }
   __device__ bool exists(int n, int half) const { return source(n).exists && row(half) < work.call.p.queries; }

@@ -28,7 +28,7 @@ template <class Config> struct PairBiasForwardProducerSm90 {
                                          const PairBiasForwardTaskSm90<Config> &own_task,
                                          PairBiasForwardStatesSm90<Config> &own_states)
       : work(own_work), shared(memory), task(own_task),
-        first_source(own_work.call, own_task.unit, own_task.first_source),
+        first_source(own_work.call, own_task.plane, own_task.first_source),
         k(own_work.call.p.k, own_work.call.p.head_dim, 0), v(own_work.call.p.v, own_work.call.p.head_dim, 0),
         sources(own_work.call.batches * own_work.call.heads - own_task.first_source), states(own_states) {
     const fdm_problem &p = work.call.p;

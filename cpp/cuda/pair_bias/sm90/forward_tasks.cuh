@@ -133,13 +133,13 @@ template <class Config> struct PairBiasForwardStatesSm90 {
 
 // The rows and sources of a task, and the blocks of keys of its split.
 template <class Config> struct PairBiasForwardTaskSm90 {
-  int unit, first_source, first_row, split, begin, end;
+  int plane, first_source, first_row, split, begin, end;
   bool last;            // of the splits of its rows
   const uint32_t *live; // of LiveTiles
 
   // Source n of the task.
   __device__ SourceWalk source(const PairBiasForward &work, int n) const {
-    return SourceWalk(work.call, unit, first_source + n);
+    return SourceWalk(work.call, plane, first_source + n);
   }
 };
 
@@ -182,7 +182,7 @@ template <class Config> class PairBiasForwardWalkSm90 {
   using Task = PairBiasForwardTaskSm90<Config>;
 
   const PairBiasForward &work;
-  const int groups; // of sources, of all units
+  const int groups; // of sources, of all planes
   // The next turn, of whole tiles; or the next step of all, and past the last one.
   int turn = 0, step = 0, past = 0;
   // Where that step is: a group, a tile of rows, counted from the last, and a step of it.
@@ -250,9 +250,9 @@ private:
   }
 
   __device__ Task make_task(int own_group, int own_place, int split, int begin, int end, int keys) const {
-    const int unit = own_group / work.groups, first_row = (work.tiles - 1 - own_place) * Config::kRows;
-    return {unit,        (own_group - unit * work.groups) * Config::kTaskSources, first_row, split, begin, end,
-            end == keys, work.live.row(unit, first_row / kPairBiasTileSm90)};
+    const int plane = own_group / work.groups, first_row = (work.tiles - 1 - own_place) * Config::kRows;
+    return {plane,       (own_group - plane * work.groups) * Config::kTaskSources, first_row, split, begin, end,
+            end == keys, work.live.row(plane, first_row / kPairBiasTileSm90)};
   }
 
   // Finds the place of a step of a group, own_step, and makes it one of the tile's.

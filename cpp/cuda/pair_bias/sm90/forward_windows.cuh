@@ -12,7 +12,7 @@ template <class Config> struct WindowTask {
   static constexpr int first_row = 0, begin = 0, end = 1, split = 0;
   static constexpr bool last = true;
   static constexpr const uint32_t *live = nullptr;
-  int unit, first_source;
+  int plane, first_source;
   SourceWalk first;
 
   __device__ SourceWalk source(const PairBiasForward &, int n) const {
@@ -27,14 +27,14 @@ using ForwardTaskOf = std::conditional_t<Config::kWindows, WindowTask<Config>, P
 
 // Goes through the tasks of this block of threads, which follow each other.
 template <class Config> struct WindowWalk {
-  __device__ static int unit(const PairBiasForward &work) { return int(blockIdx.x) / work.groups; }
+  __device__ static int plane(const PairBiasForward &work) { return int(blockIdx.x) / work.groups; }
 
   template <class Function> __device__ static void for_each(const PairBiasForward &work, const Function &function) {
     const int sources = work.call.batches * work.call.heads, group = int(blockIdx.x) % work.groups;
     const int64_t tasks = (sources + Config::kTaskSources - 1) / Config::kTaskSources;
     const int first = int(tasks * group / work.groups), past = int(tasks * (group + 1) / work.groups);
     WindowTask<Config> task{
-        unit(work), first * Config::kTaskSources, {work.call, unit(work), first * Config::kTaskSources}};
+        plane(work), first * Config::kTaskSources, {work.call, plane(work), first * Config::kTaskSources}};
 #pragma unroll 1
     for (int number = first; number < past; ++number, task.first_source += Config::kTaskSources) {
       function(task, number - first);
@@ -103,7 +103,7 @@ template <class Config> struct WindowProducer {
 template <class Config, int kTiles>
 __device__ void load_window_bias(const PairBiasForward &work, float (&bias)[kTiles][4]) {
   const fdm_problem &p = work.call.p;
-  const SourceWalk source(work.call, WindowWalk<Config>::unit(work), 0);
+  const SourceWalk source(work.call, WindowWalk<Config>::plane(work), 0);
   const Sequence s = pair_bias_sequence(p, source.batch);
   const Matrix m = score_matrix(p, p.bias, s, source.head, Config::kBiasSize);
   const int first_row = int(threadIdx.x) / 32 % (Config::kRows / 16) * 16;

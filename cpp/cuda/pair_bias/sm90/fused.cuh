@@ -218,7 +218,7 @@ template <class Config> struct PairBiasFusedConsumer {
 
   __device__ void run(const PairBiasFusedTask &task) {
     tile.start(task);
-    SourceWalk source(work.call, task.unit, task.first + own_source());
+    SourceWalk source(work.call, task.plane, task.first + own_source());
     for (int64_t index = task.first; index < task.past; index += Config::kSources, ++state) {
       if constexpr (Config::kInTurn) {
         step_in_turn(state.phase);

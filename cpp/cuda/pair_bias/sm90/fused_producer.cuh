@@ -96,7 +96,7 @@ template <class Config> struct PairBiasFusedProducer {
 
   __device__ void run(PipelineState<Config::kStages> &state) const {
     if (task.first >= task.past) return;
-    SourceWalk source(work.call, task.unit, task.first + own_source());
+    SourceWalk source(work.call, task.plane, task.first + own_source());
     bool exists = task.first + own_source() < task.past;
     Facts facts{{INFINITY, 0.0f}, 0};
     if (!Config::kWindows || exists) facts = fetch(source);

@@ -108,7 +108,7 @@ template <class Config> struct PairBiasFusedShared {
 
 // A tile, and the sources that go by.
 struct PairBiasFusedTask {
-  int unit, row_tile, key_tile;
+  int plane, row_tile, key_tile;
   int64_t first, past;
 
   PairBiasFusedTask() = default;
@@ -119,27 +119,27 @@ struct PairBiasFusedTask {
     const int row = tile / division.key_tiles;
     key_tile = tile - row * division.key_tiles;
     row_tile = row % division.row_tiles;
-    unit = division.first_unit + row / division.row_tiles;
+    plane = division.first_plane + row / division.row_tiles;
     first = division.first_source + first_source;
     past = division.first_source + past_source;
     if (!skips) return;
     const fdm_problem &p = work.call.p;
     const int64_t last_row = min64(p.queries, (row_tile + 1) * int64_t(kPairBiasTileSm90)) - 1;
     const bool seen = !is_causal(p) || int64_t(key_tile) * kPairBiasTileSm90 <= last_row + p.keys - p.queries;
-    if (!seen || !LiveTiles::is_live(work.live.row(unit, row_tile), key_tile)) past = first;
+    if (!seen || !LiveTiles::is_live(work.live.row(plane, row_tile), key_tile)) past = first;
   }
 
-  // Calls function(task) for the tasks of this block of threads. A cluster has all tiles of a unit, and each of its blocks takes
+  // Calls function(task) for the tasks of this block of threads. A cluster has all tiles of a plane, and each of its blocks takes
   // part in what they exchange.
   template <bool kCluster, class Function>
   __device__ static void for_each(const PairBiasBackward &work, const Function &function) {
     const FusedWork &division = work.fused;
     if constexpr (kCluster) {
-      const int sources = int(division.sources), splits = division.splits, past = division.units * splits;
+      const int sources = int(division.sources), splits = division.splits, past = division.planes * splits;
 #pragma unroll 1
       for (int number = int(blockIdx.x); number < past; number += int(gridDim.x)) {
-        const int split = number / division.units, unit = number - split * division.units;
-        function(PairBiasFusedTask(work, unit * int(gridDim.y) + int(blockIdx.y),
+        const int split = number / division.planes, plane = number - split * division.planes;
+        function(PairBiasFusedTask(work, plane * int(gridDim.y) + int(blockIdx.y),
                                    int(int64_t(sources) * split / splits), int(int64_t(sources) * (split + 1) / splits),
                                    false));
       }

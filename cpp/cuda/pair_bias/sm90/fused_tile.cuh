@@ -70,7 +70,7 @@ template <class Config> struct FusedBiasTile {
     const FusedWork &division = work.fused;
     const fdm_problem &p = work.call.p;
     if (!present(work.a.dbias)) return;
-    const FusedDbiasTile tile{task.unit, task.row_tile, task.key_tile};
+    const FusedDbiasTile tile{task.plane, task.row_tile, task.key_tile};
     const int first = Config::band() * (Config::kTile / 8) * 32 + lane(); // quads
     if (division.dbias) {
       float *sums = division.dbias + (tile_number(division, tile) * kTileQuadsSm90 + first) * 4;
@@ -124,7 +124,7 @@ private:
   // The elements of the bias that meet this thread's scores; those of dropped pairs, and where there are none, are -inf.
   __device__ void load_bias() const {
     const fdm_problem &p = work.call.p;
-    const Source source = source_of(work.call, task.unit, task.first);
+    const Source source = source_of(work.call, task.plane, task.first);
     const Sequence s = pair_bias_sequence(p, source.batch);
     const Matrix bias = score_matrix(p, p.bias, s, source.head, kSize);
     const int64_t last_row = int64_t(task.row_tile + 1) * Config::kSide,
@@ -248,7 +248,7 @@ private:
   // Stores two neighbours at a time.
   __device__ void store_whole_dbias() const {
     const fdm_tensor &t = work.a.dbias;
-    const int64_t head = task.unit / t.shape[1] * t.stride[0] + task.unit % t.shape[1] * t.stride[1];
+    const int64_t head = task.plane / t.shape[1] * t.stride[0] + task.plane % t.shape[1] * t.stride[1];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t first = head + row(half) * t.stride[2] + key(0);

@@ -52,11 +52,11 @@ __device__ __forceinline__ bool is_kept_pair(const fdm_problem &p, const Sequenc
 struct SourceWalk {
   int batch, head, first_head, past_head;
 
-  __device__ SourceWalk(const PairBiasCall &call, int unit, int64_t index) {
-    const Source source = source_of(call, unit, index);
+  __device__ SourceWalk(const PairBiasCall &call, int plane, int64_t index) {
+    const Source source = source_of(call, plane, index);
     batch = int(source.batch);
     head = int(source.head);
-    first_head = unit % int(call.p.bias.shape[1]) * call.heads;
+    first_head = plane % int(call.p.bias.shape[1]) * call.heads;
     past_head = first_head + call.heads;
   }
   __device__ __forceinline__ void operator++() {
