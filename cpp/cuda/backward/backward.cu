@@ -137,9 +137,10 @@ cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, co
                0};
   BackwardParams params = make_params(p, own, route, plan, workspace);
   params.only_mass = true;
-  return run_all([&] { return launch_prepare(params, true, stream); },
+  const BackwardLaunch work{route, params};
+  return run_all([&] { return launch_prepare(work, stream); },
                  [&] { return route.scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
-                 [&] { return run_key_gradients(route, params, stream); });
+                 [&] { return run_key_gradients(work, stream); });
 }
 
 } // namespace fdm::cuda

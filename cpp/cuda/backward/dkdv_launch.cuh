@@ -139,7 +139,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
     if constexpr (kHeadDim <= kDkdvHeadDimSm90) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
     break;
   case KeyKernel::mass:
-    if constexpr (kHeadDim <= kMostDkdvHeadDim) return launch_key_mass<Element, kHeadDim>(work.params, stream);
+    if constexpr (kHeadDim <= kDkdvHeadDimSm90) return launch_key_mass<Element, kHeadDim>(work.params, stream);
     break;
   case KeyKernel::usual:
     if constexpr (kHeadDim > kDkdvHeadDimSm90)

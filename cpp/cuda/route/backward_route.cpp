@@ -505,7 +505,11 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
   route.keys = key_kernel(p, device, route, false);
   if (route.keys == KeyKernel::wgmma) route.keys = KeyKernel::mass;
   route.scheduled = route.division.parts == 0;
-  list_launches(&route, device.built->tile_arch, {});
+  route.key_launches = key_launches(route, device.built->tile_arch, {});
+  Alignment rows = lies;
+  rows.out = rows.dout = lies.inputs; // Q is read in their place
+  divide_helpers(p, *device.table, rows, &route);
+  list_launches(&route, {});
   return route;
 }
 
