@@ -33,9 +33,9 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(scores[0]);
       if (test)
-        sums.template make_probabilities<true>(rows, facts.first, facts.buffer, scores, factors);
+        sums.template make_probabilities<PairTests::kept_and_cut>(rows, facts.first, facts.buffer, scores, factors);
       else
-        sums.template make_probabilities<false>(rows, facts.first, facts.buffer, scores, factors);
+        sums.template make_probabilities<PairTests::none>(rows, facts.first, facts.buffer, scores, factors);
       sums.add_probabilities(scores);
     }
   }

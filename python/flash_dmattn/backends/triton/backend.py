@@ -94,7 +94,7 @@ class TritonBackend(Backend):
         """Run the kernel that sums the probabilities of each key."""
         problem, plan = _checked_problem(inputs), inputs.given_plan
         if plan is None:
-            plan = _made_plan(problem, zeroed=False)
+            plan = _made_plan(problem, self.plan_bytes(inputs), zeroed=False)
         with on_device(lse.device):
             return key_mass(problem, plan, lse)
 
