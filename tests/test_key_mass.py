@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -472,6 +473,7 @@ def test_opcheck_of_the_mass_of_lists(packed: bool, target: Target) -> None:
     lists = torch.arange(5, dtype=torch.int32, device=target.device).expand(shape).contiguous()
     listed = (*arguments[:3], lists, None, None, None, *arguments[7:10], *arguments[12:14])
     listed = (*listed, 0.3, True, 0.0, True, target.backend)
+    importlib.import_module("flash_dmattn.key_lists.ops")
     _, lse = OPS.key_list_forward(*listed)
     torch.library.opcheck(OPS.key_list_mass.default, (lse, *listed))
 
