@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy, silu
 
 from flash_dmattn import DynamicMaskAttention
 
 from .cases import Case
+from .dense_attention import DenseAttention
 from .entrants import ALL_KEYS, TOP_KEYS_OF_EACH_QUERY
 from .memory import peak_extra_memory
 from .results import Record, Step
@@ -58,24 +59,6 @@ GPU = Setting(
     lengths=(2048, 4096, 16384, 65536),
 )
 CPU = Setting(Case("", heads=4, kv_heads=2, head_dim=32, window=128), 2, 2048, (512, 2048))
-
-
-class DenseAttention(DynamicMaskAttention):
-    """The same layer without biases and masks, computed by PyTorch."""
-
-    def __init__(self, *sizes: int, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        del self.A, self.dt_proj
-
-    def key_bias(self, value: Tensor) -> Tensor:
-        """Return a tensor that `attend` does not read."""
-        return value
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attend to all keys up to the query's own."""
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2)
 
 
 class Block(nn.Module):

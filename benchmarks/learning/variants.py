@@ -16,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_dmattn import DynamicMaskAttention, ForgettingAttention, flash_dmattn_func
 
+from ..dense_attention import DenseAttention
 from ..text import VOCABULARY
-from ..train import Block, DenseAttention
+from ..train import Block
 
 HEAD_DIM = 64
 PRUNE = -16.0

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from benchmarks.train import DenseAttention
+from benchmarks.dense_attention import DenseAttention
 from flash_dmattn import ForgettingAttention
 
 # Of (width, heads, KV heads). The longest half-life fits a short context: after 23 half-lives a key
