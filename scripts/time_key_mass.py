@@ -12,6 +12,7 @@ Each line has the forward pass, what return_key_mass adds to it, and their ratio
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -89,10 +90,7 @@ def main() -> None:
             for count in (heads, kv_heads, kv_heads)
         )
         options = options_of(kept, tokens, kv_heads, device)
-
-        def call(**more: Any) -> Any:
-            return flash_dmattn_func(query, key, value, **options, **more)  # noqa: B023
-
+        call = functools.partial(flash_dmattn_func, query, key, value, **options)
         with torch.no_grad():
             forward = milliseconds(call, device, arguments.repetitions)
             both = milliseconds(lambda: call(return_key_mass=True), device, arguments.repetitions)
