@@ -93,7 +93,8 @@ def main() -> None:
         call = functools.partial(flash_dmattn_func, query, key, value, **options)
         with torch.no_grad():
             forward = milliseconds(call, device, arguments.repetitions)
-            both = milliseconds(lambda: call(return_key_mass=True), device, arguments.repetitions)
+            with_mass = functools.partial(call, return_key_mass=True)
+            both = milliseconds(with_mass, device, arguments.repetitions)
             told = explain(query, key, value, **options, return_key_mass=True).key_mass
         assert told is not None
         print(
