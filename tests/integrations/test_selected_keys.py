@@ -152,6 +152,9 @@ def test_models_compute_what_they_do_with_eager_attention(
     assert len(lists) == (2 if family in LISTING else 0)
     assert all(shape[-1] < LENGTH for shape in lists)
     assert got.keys() == want.keys()
+    assert got["out"].isfinite().all()
+    if want["out"].isnan().any():
+        pytest.skip("eager attention gives NaN: this version adds two masks of finfo.min")
     for name, tensor in got.items():
         torch.testing.assert_close(tensor, want[name], atol=2e-5, rtol=1e-3, msg=name)
 
