@@ -43,6 +43,21 @@ FDM_INLINE int64_t group_size(const fdm_problem &p) {
 FDM_INLINE int64_t kv_head_of(const fdm_problem &p, int64_t h) {
   return static_cast<uint32_t>(h) / static_cast<uint32_t>(group_size(p));
 }
+FDM_INLINE int64_t dtype_size(int32_t dtype) {
+  switch (dtype) {
+  case FDM_FLOAT64:
+    return 8;
+  case FDM_FLOAT32:
+  case FDM_INT32:
+    return 4;
+  case FDM_FLOAT16:
+  case FDM_BFLOAT16:
+    return 2;
+  default:
+    return 1;
+  }
+}
+
 FDM_INLINE bool present(const fdm_tensor &t) { return t.data != nullptr; }
 
 FDM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -62,21 +62,6 @@ struct Float16 {
   }
 };
 
-static inline int64_t dtype_size(int32_t dtype) {
-  switch (dtype) {
-  case FDM_FLOAT64:
-    return 8;
-  case FDM_FLOAT32:
-  case FDM_INT32:
-    return 4;
-  case FDM_FLOAT16:
-  case FDM_BFLOAT16:
-    return 2;
-  default:
-    return 1;
-  }
-}
-
 static inline float load_scalar(const void *base, int32_t dtype, int64_t offset) {
   switch (dtype) {
   case FDM_FLOAT16:

@@ -4,10 +4,14 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "../host/dispatch.h"
 #include "../host/fill.h"
 #include "../host/way_counts.h"
 #include "../pair_bias/pair_bias.h"
+#include "../plan/make_plan.h"
+#include "../route/members.h"
 
 namespace fdm::cuda {
 namespace {
@@ -80,6 +84,31 @@ cudaError_t run_key_gradients(const BackwardLaunch &work, cudaStream_t stream) {
       [&] { return route.reduces_bias ? launch_bias_reduce(work, stream) : cudaSuccess; });
 }
 
+// The gradient of keys or values of a member, without data where it is not wanted.
+fdm_tensor member_gradient(const fdm_problem &p, const fdm_tensor &wanted, uint16_t *parts, int64_t member) {
+  const int64_t pitch = member_pitch(p), row = p.kv_heads * pitch;
+  fdm_tensor own = wanted;
+  own.data = present(wanted) ? parts + member * member_elements(p) : nullptr;
+  const int64_t strides[4] = {wanted.shape[1] * row, row, pitch, 1};
+  std::copy(strides, strides + 4, own.stride);
+  return own;
+}
+
+cudaError_t run_members(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
+                        const BackwardRoute &route, void *workspace, cudaStream_t stream) {
+  void *plan = at<void>(workspace, route.member_plan), *plan_work = at<void>(workspace, route.member_plan_work);
+  for (int32_t member = 0; member < route.members; ++member) {
+    const fdm_problem own = member_of(p, member);
+    fdm_backward_args own_args = member_of(p, args, member);
+    own_args.dk = member_gradient(p, args.dk, at<uint16_t>(workspace, route.member_keys), member);
+    own_args.dv = member_gradient(p, args.dv, at<uint16_t>(workspace, route.member_values), member);
+    const cudaError_t error = run_all([&] { return make_plan(own, plan_of(own, plan), device, plan_work, stream); },
+                                      [&] { return run_backward(own, own_args, device, plan, workspace); });
+    if (error) return error;
+  }
+  return launch_member_sums(p, args, route, workspace, stream);
+}
+
 } // namespace
 
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
@@ -95,6 +124,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                    [&] { return launch_fill_zero(args.dsink, stream); });
   if (route.is_pair_bias) return run_pair_bias_backward(p, args, route.pair_bias, lies, workspace);
   if (route.too_large) return cudaErrorInvalidConfiguration;
+  if (route.members > 0) return run_members(p, args, device, route, workspace, stream);
   const BackwardParams params = make_params(p, args, route, plan, workspace);
   const BackwardLaunch work{route, params};
   return run_all([&] { return route.clears_dq ? launch_fill_zero(args.dq, stream) : cudaSuccess; },

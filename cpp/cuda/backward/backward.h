@@ -94,6 +94,8 @@ cudaError_t launch_query_sums(const BackwardLaunch &work, cudaStream_t stream);
 cudaError_t launch_key_segment_sums(const BackwardLaunch &work, cudaStream_t stream);
 cudaError_t launch_bias_reduce(const BackwardLaunch &work, cudaStream_t stream);
 cudaError_t launch_sink_reduce(const BackwardLaunch &work, cudaStream_t stream);
+cudaError_t launch_member_sums(const fdm_problem &p, const fdm_backward_args &args, const BackwardRoute &route,
+                               void *workspace, cudaStream_t stream);
 
 // The attention that each key received.
 cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const DeviceFacts &device,

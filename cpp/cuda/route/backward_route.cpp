@@ -5,6 +5,7 @@
 #include "../tile/sm90/tile_sizes.cuh"
 #include "../tile/tile_sizes.cuh"
 #include "key_parts.h"
+#include "members.h"
 #include "orders.h"
 #include "route.h"
 #include "workspaces.h"
@@ -424,6 +425,36 @@ void list_launches(BackwardRoute *route, const Wanted &wanted) {
   if (wanted.dsink) launches.add("reduce");
 }
 
+// Whether the gradients are computed for the members of groups one after the other. One call for all of them computes dq and the
+// gradients of keys apart, and goes through all rows for each key. A bias that members share would need sums over them.
+bool is_divided_by_members(const fdm_problem &p, const RouteTable &table, int64_t sms, bool wants_dbias) {
+  const bool shares_bias = present(p.bias) && p.bias.shape[1] != p.heads;
+  if (!has_members(p) || (shares_bias && wants_dbias)) return false;
+  return double(is_varlen(p) ? 1 : p.batch) * double(p.kv_heads) * double(total_rows(p)) * double(p.keys) >=
+         double(table.member_pairs * sms);
+}
+
+BackwardRoute member_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
+                           const Wanted &wanted) {
+  const fdm_problem member = member_of(p, 0);
+  BackwardRoute route = backward_route(member, device, lies, wanted);
+  const PlanRoute plan = plan_route(member, device);
+  const Launches own = route.launches;
+  WorkspaceParts parts{route.workspace_bytes};
+  route.members = int32_t(group_size(p));
+  route.member_plan = parts.take_bytes(align_256(plan.plan_bytes));
+  route.member_plan_work = parts.take_bytes(align_256(plan.workspace_bytes));
+  const int64_t elements = route.members * member_elements(p);
+  if (wanted.dk) route.member_keys = parts.take<uint16_t>(elements);
+  if (wanted.dv) route.member_values = parts.take<uint16_t>(elements);
+  route.member_sum_blocks = ceil_div(member_elements(p) / 8, kMemberThreads);
+  route.workspace_bytes = parts.bytes;
+  route.launches = plan.launches;
+  route.launches.add(own);
+  if (wanted.dk || wanted.dv) route.launches.add("sum_members");
+  return route;
+}
+
 } // namespace
 
 BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
@@ -440,6 +471,8 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
     choose_pair_bias_backward(&route, p, device, lies, wanted);
     return route;
   }
+  if (is_divided_by_members(p, *device.table, device.sms, wanted.dbias))
+    return member_route(p, device, lies, wanted);
   route.head_dim = device.built->all.serving(p.head_dim);
   route.wants_bias_sums = wanted.dbias && sums_bias_of_keys(p);
   route.wants_dkdv = wanted.dk || wanted.dv;
@@ -484,8 +517,17 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
 
 int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device) {
   if (is_pair_bias(p, device)) return pair_bias_backward_workspace(p, device, input_alignment(p));
-  const int64_t bytes = workspace_of(p, device, false);
-  return may_fuse(p, device) ? std::max(bytes, workspace_of(p, device, true)) : bytes;
+  int64_t bytes = workspace_of(p, device, false);
+  if (may_fuse(p, device)) bytes = std::max(bytes, workspace_of(p, device, true));
+  if (is_divided_by_members(p, *device.table, 1, false)) { // a device may have few SMs
+    const fdm_problem member = member_of(p, 0);
+    const PlanRoute plan = plan_route(member, device);
+    WorkspaceParts parts{backward_workspace(member, device)};
+    for (const int64_t size : {plan.plan_bytes, plan.workspace_bytes}) parts.take_bytes(align_256(size));
+    for (int gradients = 0; gradients < 2; ++gradients) parts.take<uint16_t>(group_size(p) * member_elements(p));
+    bytes = std::max(bytes, parts.bytes);
+  }
+  return bytes;
 }
 
 BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {

@@ -252,6 +252,7 @@ std::string describe(const BackwardRoute &route) {
     own.flag("row_bias", route.row_bias_blocks > 0);
     own.flag("scheduled", route.scheduled);
     own.flag("reduces_bias", route.reduces_bias);
+    own.number("members", route.members);
     own.number("bias_heads", route.bias_heads);
     own.number("blocks", route.blocks);
     own.order(route.order);
@@ -271,7 +272,11 @@ std::string describe(const BackwardRoute &route) {
                {"segment_sums", &route.segment_sums},
                {"segment_bias_sums", &route.segment_bias_sums},
                {"segment_keys", &route.segment_keys},
-               {"segment_counts", &route.segment_counts}});
+               {"segment_counts", &route.segment_counts},
+               {"member_plan", &route.member_plan},
+               {"member_plan_work", &route.member_plan_work},
+               {"member_keys", &route.member_keys},
+               {"member_values", &route.member_values}});
   }
   own.number("workspace_bytes", route.workspace_bytes);
   own.launches(route.launches);
@@ -309,7 +314,7 @@ int backward_way(const BackwardRoute &route) {
   const KeyDivision &keys = route.division;
   return int(route.keys) | int(route.dq) << 4 |
          bits_of({keys.together != keys.heads, keys.listed, route.segments.rows > 0, route.scheduled, keys.parts > 1,
-                  keys.shares > 1})
+                  keys.shares > 1, route.members > 0})
              << 6;
 }
 std::string name_of_backward(int way) {
@@ -319,7 +324,7 @@ std::string name_of_backward(int way) {
     return std::string("backward: pair bias") + kPairBiasNames[other] +
            Words{{"sums in gradients", "live tiles", "dbias", "dbias of dq"}}.of(bits);
   return std::string("backward: ") + kKeyNames[kernel] + (other ? std::string(", dq ") + kQueryNames[other] : "") +
-         Words{{"groups of heads", "lists", "segments", "schedule", "parts", "shares"}}.of(bits);
+         Words{{"groups of heads", "lists", "segments", "schedule", "parts", "shares", "members"}}.of(bits);
 }
 
 } // namespace fdm::cuda

@@ -14,7 +14,7 @@ std::string describe(const BackwardRoute &route);
 std::string describe(const SelectionRoute &route);
 
 // Calls with the same number take the same way: the same kernel, and the same division of its work but for sizes.
-constexpr int kForwardWays = 1 << 10, kBackwardWays = 1 << 12;
+constexpr int kForwardWays = 1 << 10, kBackwardWays = 1 << 13;
 int forward_way(const ForwardRoute &route, const fdm_problem &p);
 int backward_way(const BackwardRoute &route);
 std::string name_of_forward(int way);

@@ -49,6 +49,8 @@ struct PreparationWork {
   int64_t order, clearing;
   bool vectors; // rows of dk and dv are cleared eight elements at a time
 };
+// member_sums.cu: a thread has eight neighbours of a row.
+constexpr int kMemberThreads = 256;
 // Keys of a head, one for each lane, whose gradients are cleared if no row keeps them.
 constexpr int kUnitKeys = 32;
 

@@ -20,6 +20,9 @@ struct Launches {
   int count = 0;
 
   void add(const char *name) { kernel[count++] = name; }
+  void add(const Launches &more) {
+    for (int n = 0; n < more.count; ++n) add(more.kernel[n]);
+  }
 };
 
 // The order in which kernels go through the tiles of rows of a batch: so many sequences and heads of queries, those of whole groups,
@@ -215,6 +218,10 @@ struct BackwardRoute {
   Part ordered, ranges, items, item_count, slots;
   Part segment_order, segment_live, segment_sums, segment_bias_sums, segment_keys, segment_counts;
   PairBiasBackwardRoute pair_bias;
+  // Above 0: the rest is of one of so many calls, as members.h makes them, whose dk and dv are summed. Each has a plan of its own.
+  int32_t members;
+  Part member_plan, member_plan_work, member_keys, member_values;
+  int64_t member_sum_blocks; // of threads for each of dk and dv
   int64_t workspace_bytes;
   Launches launches;
 };

@@ -141,6 +141,12 @@ struct RouteTable {
   // Places for each packed row: sequences of few rows leave most of their segments empty [packed-sequences]
   int64_t segment_room = 4;
 
+  // Backward: members of groups.
+
+  // Least pairs of rows and keys for each SM, of all sequences and key/value heads, for a call for each member: with fewer, kernels
+  // of so few heads take as long to start as to run [members]
+  int64_t member_pairs = 1 << 17;
+
   // Backward: small blocks of keys.
 
   // Most keys of small blocks: with more, blocks of 192 are faster, which add to dQ a third as often [small-blocks]

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A call whose query heads of a group keep keys, or have a bias, of their own, as calls of one query head for each key/value head:
+// the member n of each group. Kernels that compute all gradients at once serve these, and list their keys.
+#pragma once
+
+#include "facts.h"
+
+namespace fdm::cuda {
+
+// Whether the heads of a group differ in what is the same for every query.
+inline bool has_members(const fdm_problem &p) {
+  const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  if (group_size(p) == 1 || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
+  return has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start);
+}
+
+// The member's heads of a tensor, if it has one for each query head.
+inline fdm_tensor of_member(const fdm_problem &p, const fdm_tensor &t, int axis, int64_t member) {
+  if (t.shape[axis] != p.heads) return t;
+  const int64_t bytes = dtype_size(t.dtype);
+  fdm_tensor own = t;
+  if (present(t)) own.data = static_cast<char *>(t.data) + member * t.stride[axis] * bytes;
+  own.shape[axis] = p.kv_heads;
+  own.stride[axis] *= group_size(p);
+  return own;
+}
+
+inline fdm_problem member_of(const fdm_problem &p, int64_t member) {
+  fdm_problem own = p;
+  own.heads = p.kv_heads;
+  own.q = of_member(p, p.q, 2, member);
+  own.sink = of_member(p, p.sink, 0, member);
+  for (fdm_tensor fdm_problem::*t : {&fdm_problem::mask, &fdm_problem::start, &fdm_problem::end, &fdm_problem::bias})
+    own.*t = of_member(p, p.*t, 1, member);
+  return own;
+}
+
+// Without dk and dv, of which each member has its own.
+inline fdm_backward_args member_of(const fdm_problem &p, const fdm_backward_args &args, int64_t member) {
+  fdm_backward_args own = args;
+  for (fdm_tensor fdm_backward_args::*t : {&fdm_backward_args::out, &fdm_backward_args::dout, &fdm_backward_args::dq,
+                                           &fdm_backward_args::out_low})
+    own.*t = of_member(p, args.*t, 2, member);
+  for (fdm_tensor fdm_backward_args::*t : {&fdm_backward_args::lse, &fdm_backward_args::dlse, &fdm_backward_args::dbias})
+    own.*t = of_member(p, args.*t, 1, member);
+  own.dsink = of_member(p, args.dsink, 0, member);
+  return own;
+}
+
+// Elements of a row of a member's dk or dv, which is read 16 bytes at a time.
+inline int64_t member_pitch(const fdm_problem &p) { return 8 * ceil_div(p.head_dim, 8); }
+inline int64_t member_elements(const fdm_problem &p) {
+  return p.k.shape[0] * p.k.shape[1] * p.kv_heads * member_pitch(p);
+}
+
+} // namespace fdm::cuda

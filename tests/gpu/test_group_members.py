@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Query heads of a group that keep keys, or have a bias, of their own: a backward pass for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from drawn.calls import Call
+from drawn.many import Limits
+from flash_dmattn import loader
+from support import Target, cotangent
+
+from .kinds import Draw, assert_right, bounds, random_intervals
+
+KV_HEADS, GROUP = 2, 3
+HEADS = KV_HEADS * GROUP
+# Of rows and keys, for each SM: so many make the route divide a call.
+PAIRS = 1 << 17
+Form = Callable[[Draw, Call], None]
+
+
+def dense(draw: Draw, sms: int, batch: int = 2) -> Call:
+    rows = math.isqrt(PAIRS * sms // (batch * KV_HEADS)) + draw.size(1, 40)
+    queries = (batch, rows, HEADS, draw.head_dim)
+    keys = (batch, rows, KV_HEADS, draw.head_dim)
+    dout, dlse = cotangent(draw.randn(*queries)), draw.randn(batch, HEADS, rows)
+    return Call(draw.randn(*queries), draw.randn(*keys), draw.randn(*keys), dout, dlse.float())
+
+
+def packed(draw: Draw, sms: int) -> Call:
+    whole = dense(draw, 2 * sms, batch=1)  # of which the longest has at least a half
+    total = whole.query.shape[1]
+    first = draw.size(total // 4, total // 2)
+    lengths = [first, 0, total - first]
+    call = Call(whole.query[0], whole.key[0], whole.value[0], whole.dout[0], whole.dlse[0])
+    call.cu_seqlens_q = call.cu_seqlens_k = bounds(lengths)
+    call.longest = (max(lengths),) * 2
+    return call
+
+
+def own_bias(draw: Draw, call: Call) -> None:
+    call.causal = True
+    shape = (HEADS, 1, call.key.shape[-3])
+    call.bias = draw.randn(*(shape if call.cu_seqlens_q is not None else (2, *shape)))
+
+
+def own_intervals(draw: Draw, call: Call) -> None:
+    """As of forgetting, where all heads have gates."""
+    own_bias(draw, call)
+    *batch, keys, _, _ = call.key.shape
+    call.mask = random_intervals(draw, (*batch, HEADS, keys), call.query.shape[-3])
+    call.sink = draw.randn(HEADS)
+
+
+def own_selection(draw: Draw, call: Call) -> None:
+    own_bias(draw, call)
+    call.window, call.keep_last = draw.size(20, 60), draw.size(1, 40)
+
+
+def own_key_mask(draw: Draw, call: Call) -> None:
+    """A bias that heads share, and whose gradient is not wanted."""
+    *batch, keys, _, _ = call.key.shape
+    call.mask = draw.kept(*batch, HEADS, 1, keys, density=0.3)
+    call.bias = draw.randn(*(batch or [1]), 1, 1, keys)[0 if not batch else slice(None)]
+    call.wanted = ("query", "value")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("make", [dense, packed], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("head_dim", [64, 36])
+@pytest.mark.parametrize(
+    "form", [own_bias, own_intervals, own_selection, own_key_mask], ids=lambda form: form.__name__
+)
+def test_members_of_groups(
+    form: Form,
+    head_dim: int,
+    make: Callable[[Draw, int], Call],
+    deterministic: bool,
+    pack_target: Target,
+    seed: int,
+) -> None:
+    draw = Draw(seed, torch.bfloat16, head_dim)
+    call = make(draw, Limits.of(pack_target.device).sms)
+    form(draw, call)
+    pack = loader.pack_for(pack_target.device)
+    before = _divided(pack.launch_counts)
+    assert_right(call, pack_target, deterministic=deterministic)
+    if pack_target.has_kernels_of_gpu:
+        assert _divided(pack.launch_counts) > before
+
+
+def _divided(counts: dict[str, int]) -> int:
+    return sum(count for name, count in counts.items() if name.endswith("+ members"))
