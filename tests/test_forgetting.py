@@ -21,6 +21,7 @@ from flash_dmattn import (
     forgetting_bias,
     pruning_threshold,
 )
+from flash_dmattn.forgetting import running_sums
 from support import Target, assert_accurate, randn
 
 LOG_GATE = st.one_of(st.floats(-6, 0), st.just(-math.inf), st.just(-1e30), st.just(0.0))
@@ -30,6 +31,13 @@ NAMES = ("query", "key", "value", "log_forget")
 def read_by(target: Target, bias: Tensor) -> Tensor:
     """Return a bias that a backend reads: compiled ones do not read float64."""
     return bias.float() if target.backend in ("flex", "triton") else bias
+
+
+@pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 1000])
+def test_running_sums(length: int) -> None:
+    given = gates(2, 3, length).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: running_sums(x)[..., -3:], (given[:1, :1],))
+    torch.testing.assert_close(running_sums(given), given.cumsum(-1), atol=1e-10, rtol=1e-12)
 
 
 def gates(*shape: int, seed: int = 0) -> Tensor:

@@ -34,6 +34,8 @@ __all__ = [
 
 # What -inf counts as where nothing is pruned: no score makes up for it.
 _FORGETS_ALL = -1000.0
+# Gates of a chunk of which `running_sums` makes sums.
+_SUMMED_TOGETHER = 128
 
 
 @without_unknown
@@ -79,7 +81,7 @@ def forgetting_bias(
         check_gates(log_forget)
     # (..., 1, N) broadcasts over the heads.
     tokens = None if padding is None else padding.unsqueeze(-2)
-    total = bounded_gates(log_forget, prune, tokens).cumsum(-1)
+    total = running_sums(bounded_gates(log_forget, prune, tokens))
     within = None
     sums = total
     if cu_seqlens is not None:
@@ -150,6 +152,20 @@ def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None
     gates = log_forget.to(torch.float64)
     gates = gates.clamp(min=_FORGETS_ALL if prune is None else prune - 1)
     return gates if tokens is None else gates.masked_fill(~tokens, 0)
+
+
+def running_sums(gates: Tensor) -> Tensor:
+    """Return the cumulated sums along the last dimension.
+
+    Chunks are summed first: on a GPU one block of threads goes through each row, and there are few.
+    """
+    length = gates.shape[-1]
+    if length < 2 * _SUMMED_TOGETHER:
+        return gates.cumsum(-1)
+    padded = torch.nn.functional.pad(gates, (0, -length % _SUMMED_TOGETHER))
+    within = padded.unflatten(-1, (-1, _SUMMED_TOGETHER)).cumsum(-1)
+    before = torch.nn.functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
+    return (within + before.unsqueeze(-1)).flatten(-2)[..., :length]
 
 
 def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
