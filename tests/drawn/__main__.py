@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import sys
 import time
 from pathlib import Path
@@ -14,12 +13,12 @@ import torch
 from tqdm import tqdm
 
 from flash_dmattn import loader
-from routes.library import ARCHS
 from support import Target
 
-from .coverage import LEAST, instances_of, known_ways, launched_by, report, report_ways
+from .coverage import LEAST, instances_of, known_ways, launched_by, report, report_ways, tile_arch
 from .problems import draw
 from .records import Record, facts_of
+from .ways import compiled
 from .workers import Outcome, outcome_of, run
 
 SAVED_EVERY = 5.0  # seconds
@@ -40,6 +39,8 @@ def main() -> int:
         commit=arguments.commit,
     )
     record = Record(facts, arguments.seed)
+    if arguments.many and target.is_pack and target.has_kernels_of_gpu:
+        compiled()  # for the processes that start below
     path: Path | None = arguments.output
     if arguments.resume and path is not None and path.exists():
         record = Record.read(path, facts)
@@ -119,8 +120,7 @@ def show_coverage(target: Target, runs: list[Path]) -> int:
     pack = loader.pack_for(target.device)
     cases = launched_by(runs)
     table, missing = report(instances_of(Path(pack.path)), cases)
-    tiles = int(re.findall(r"\d+", pack.name)[-1])  # "cu13-sm90", or "cu13-sm90-tiles86"
-    ways, untaken = report_ways(known_ways(tiles if tiles in ARCHS else 80), cases)
+    ways, untaken = report_ways(known_ways(tile_arch(pack.name)), cases)
     print("\n".join([table, ways, *missing, *untaken]))
     return 1 if missing or untaken else 0
 

@@ -7,13 +7,14 @@ scripts/fuzz --coverage prints it. The ways are those of the routes that tests/r
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import kernel_report
-from routes.library import known_routes
+from routes.library import ARCHS, known_routes
 
 # So many cases must launch each kernel, and some every instantiation of it.
 LEAST = 50
@@ -25,6 +26,12 @@ def instances_of(library: Path) -> dict[str, str]:
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kernels = kernel_report.parse_usage(usage, library.name)
     return kernel_report.short_names(kernel.symbol for kernel in kernels)
+
+
+def tile_arch(pack: str) -> int:
+    """Return the architecture whose tiles a pack has, from a name like "cu13-sm90-tiles86"."""
+    tiles = int(re.findall(r"\d+", pack)[-1])
+    return tiles if tiles in ARCHS else 80
 
 
 def launched_by(runs: Iterable[Path]) -> Counter[str]:

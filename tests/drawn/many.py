@@ -16,13 +16,16 @@ import os
 import torch
 from torch import Tensor
 
-from flash_dmattn import IntervalMask
+from flash_dmattn import IntervalMask, loader
+from support import Target
 
 from .calls import Call
+from .coverage import tile_arch
 from .exact import mass_shape
 from .judge import Expected, expected
 from .problems import Drawn, draw
 from .source import Source
+from .ways import Sizes, draw_way
 
 # Thread blocks of a kernel that share an SM, and how often all SMs are filled.
 RESIDENT = (1, 2, 3, 4, 5)
@@ -40,6 +43,8 @@ FAMILIES = {
     "boxes": 1.5,
     "shared_bias": 1,
 }
+# Of kernels of GPUs: calls that ways.py draws.
+WAYS = {"ways": 8.0}
 # Of the most elements: what judges them takes as long as they are many.
 SHARES = {1 / 100: 5, 1 / 20: 2, 1: 0.4}
 # Elements of a sequence and head: of small ones there may be many, and of large ones some.
@@ -54,15 +59,19 @@ class Limits:
     work: float  # products of its forward pass
     most: int  # sequences times KV heads
     sms: int
+    tile_arch: int = 0  # of a pack of GPU kernels
 
     @classmethod
-    def of(cls, device: str) -> Limits:
+    def of(cls, target: Target) -> Limits:
         """Return what a GPU computes in milliseconds, or an emulated one in seconds."""
-        if device == "cuda":
-            sms = torch.cuda.get_device_properties(device).multi_processor_count
-            return cls(elements=8e7, work=3e10, most=70_000, sms=sms)
+        arch = 0
+        if target.is_pack and target.has_kernels_of_gpu:
+            arch = tile_arch(loader.pack_for(target.device).name)
+        if target.device == "cuda":
+            sms = torch.cuda.get_device_properties(target.device).multi_processor_count
+            return cls(elements=8e7, work=3e10, most=70_000, sms=sms, tile_arch=arch)
         sms = int(os.environ.get("FDM_EMULATOR_SMS", "3"))
-        return cls(elements=1e6, work=1e8, most=2_000, sms=sms)
+        return cls(elements=1e6, work=1e8, most=2_000, sms=sms, tile_arch=arch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +152,12 @@ class Repeated(Expected):
 def draw_many(seed: int, dtypes: tuple[torch.dtype, ...], limits: Limits) -> tuple[Drawn, Repeater]:
     """Draw a small call, and how it is repeated; of equal arguments they are equal."""
     source = Source(seed)
-    family = source.weighted(FAMILIES)
+    family = source.weighted(FAMILIES | WAYS if limits.tile_arch else FAMILIES)
+    if family == "ways":
+        most = (limits.elements, limits.work)
+        drawn, sizes = draw_way(source, dtypes, limits.tile_arch, limits.sms, most)
+        drawn = dataclasses.replace(drawn, seed=seed)
+        return drawn, Repeater(source, drawn.call, limits, sizes)
     while True:
         drawn = draw(seed, dtypes, family=family)
         if _may_repeat(drawn.call):
@@ -164,8 +178,11 @@ def _may_repeat(call: Call) -> bool:
 class Repeater:
     """Makes large calls of a small one, and tells what each should give."""
 
-    def __init__(self, source: Source, call: Call, limits: Limits) -> None:
+    def __init__(
+        self, source: Source, call: Call, limits: Limits, sizes: Sizes | None = None
+    ) -> None:
         self.source = source
+        self.sizes = sizes  # if these are given
         self.limits = limits
         self.is_packed = call.cu_seqlens_q is not None
         self.call = self._with_known_axes(call)
@@ -181,10 +198,14 @@ class Repeater:
             count, lengths = call.query.shape[0], (call.query.shape[1], call.key.shape[1])
         else:
             count, lengths = len(call.cu_seqlens_q) - 1, call.longest
-        total = self._total(count * kv_heads, max(lengths), group)
-        large_kv_heads = kv_heads * source.choice(
-            [n for n in (1, 1, 2, 3, 4, 8, 12, 16, 32) if n * kv_heads <= max(kv_heads, total)]
-        )
+        if self.sizes is None:
+            total = self._total(count * kv_heads, max(lengths), group)
+            large_kv_heads = kv_heads * source.choice(
+                [n for n in (1, 1, 2, 3, 4, 8, 12, 16, 32) if n * kv_heads <= max(kv_heads, total)]
+            )
+        else:
+            large_kv_heads = self.sizes.kv_heads
+            total = self.sizes.sequences * large_kv_heads
         of_kv_heads = self._places(kv_heads, large_kv_heads)
         in_group = torch.arange(group)
         places = {
@@ -203,7 +224,8 @@ class Repeater:
         self.repetition = Repetition(places, sizes)
         # Of a mask or bias, whether an axis of one element is repeated or stays broadcast.
         self.repeats_ones = {axis: source.chance(0.5) for axis in ("sequences", "kv_heads")}
-        self.layout = source.weighted({"rows first": 6, "heads first": 2, "not aligned": 1})
+        layouts = {"rows first": 6.0, "heads first": 2.0, "not aligned": 1.0}
+        self.layout = source.weighted(layouts) if self.sizes is None else "rows first"
 
     def describe(self) -> str:
         """Return how many there are."""

@@ -20,6 +20,8 @@ from support import Target
 
 # Seeds that a process gets at once.
 BLOCK = 16
+# Bytes of a GPU that a process keeps between seeds; the others need memory, too.
+SHARE_OF_MEMORY = 4 << 30
 # Of a process that reports itself that it can go on no more.
 RETIRED = ("", "")
 
@@ -64,7 +66,7 @@ def outcome_of(
     before = _launches(target)
     try:
         if many:
-            drawn, repeater = draw_many(seed, target.dtypes, Limits.of(target.device))
+            drawn, repeater = draw_many(seed, target.dtypes, Limits.of(target))
             problem = f"{repeater.describe()} of {drawn.describe()}"
         else:
             drawn = draw(seed, target.dtypes, small=small)
@@ -199,6 +201,8 @@ def _work(connection: Any, job: Callable[[int], Outcome]) -> None:
         for seed in block:
             outcome = job(seed)
             connection.send(outcome)
+            if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > SHARE_OF_MEMORY:
+                torch.cuda.empty_cache()
             if outcome.kind != "right" and not _is_sound():
                 connection.send(None)
                 return

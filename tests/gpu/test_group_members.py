@@ -84,7 +84,7 @@ def test_members_of_groups(
     seed: int,
 ) -> None:
     draw = Draw(seed, torch.bfloat16, head_dim)
-    call = make(draw, Limits.of(pack_target.device).sms)
+    call = make(draw, Limits.of(pack_target).sms)
     form(draw, call)
     pack = loader.pack_for(pack_target.device)
     before = _divided(pack.launch_counts)

@@ -55,9 +55,21 @@ EVERYDAY = {
         64, 32, 8, 128, 1024, 1024, max_kept=512, rows=16384, total_keys=16384, **KEPT
     ),
     "training, forgetting": problem(
-        1, 16, 4, 128, 16384, 16384, causal=1, mask=2, mask_heads=2, mask_batch=1,
-        bias=1, bias_heads=2, bias_batch=1, float32=1,
-    ),  # fmt: skip
+        1,
+        16,
+        4,
+        128,
+        16384,
+        16384,
+        causal=1,
+        mask=2,
+        mask_heads=2,
+        mask_batch=1,
+        bias=1,
+        bias_heads=2,
+        bias_batch=1,
+        float32=1,
+    ),
     "training, heads of 256": problem(2, 8, 4, 256, 4096, 4096, causal=1),
     "pair bias, triangles": problem(
         256, 4, 4, 32, 256, 256, bias=2, bias_heads=2, mask=1, mask_batch=1

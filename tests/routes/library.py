@@ -67,12 +67,19 @@ class Routes:
 
     @classmethod
     def compiled(cls, folder: Path) -> Routes:
-        """Compile the routes into a folder."""
+        """Compile the routes into a folder, unless they are there."""
         path = folder / "libroutes.so"
+        if path.exists():
+            return cls.loaded(path)
         sources = [FOLDER / "routes.cpp", *sorted((ROOT / "cpp/cuda/route").glob("*.cpp"))]
         flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
         command = [*(compiler() or "c++").split(), *flags, f"-I{ROOT / 'cpp'}", *map(str, sources)]
         subprocess.run([*command, "-o", str(path)], check=True)
+        return cls.loaded(path)
+
+    @classmethod
+    def loaded(cls, path: Path) -> Routes:
+        """Load routes that have been compiled."""
         library = ctypes.CDLL(str(path))
         library.route_time.restype = ctypes.c_double
         library.workspace_room.restype = library.workspace_used.restype = ctypes.c_int64
@@ -104,6 +111,26 @@ class Routes:
         spec = Spec()
         self.library.draw_spec(arch, ctypes.c_int64(seed), ctypes.byref(spec))
         return spec
+
+    def find_way(
+        self, arch: int, sms: int, way: str, seed: int, *, draws: int, most: tuple[float, ...]
+    ) -> Spec | None:
+        """Return a problem of contiguous tensors that takes a way of the forward or backward pass.
+
+        Args:
+            arch, sms: of the tiles and the device.
+            way: its name.
+            seed, draws: from which problems are drawn, and how many at most.
+            most: limits of its size, as find_way of routes.cpp tells.
+        """
+        spec = Spec()
+        limits = map(ctypes.c_double, most)
+        numbers = map(ctypes.c_int64, (seed, draws))
+        of = PASSES.index(way.partition(":")[0])
+        found = self.library.find_way(
+            arch, ctypes.c_int64(sms), of, way.encode(), *numbers, *limits, ctypes.byref(spec)
+        )
+        return spec if found else None
 
     def find_change(
         self, arch: int, constant: str, value: int, focus: int, draws: int

@@ -325,6 +325,28 @@ int find_change(int arch, int field, int64_t value, int focus, int64_t first_see
   return -1;
 }
 
+// Draws problems of contiguous tensors, for a device of so many SMs, until a pass takes the way of a name. `small_pairs` limits the
+// rows x keys of two sequences with two key/value heads, `elements` and `work` all of it. Returns whether one was found.
+int find_way(int arch, int64_t sms, int pass, const char *name, int64_t seed, int64_t draws, double small_pairs,
+             double elements, double work, Spec *spec) {
+  Draws random(seed, route_table(arch));
+  char text[1 << 10];
+  for (int64_t n = 0; n < draws; ++n) {
+    Spec s = random.draw(int(n % 5));
+    s.sms = sms;
+    s.odd = s.splits = s.rows = s.total_keys = s.page = s.unwanted = 0;
+    const double heads = double(s.batch * s.heads), pairs = double(s.queries) * double(s.keys);
+    const double few = double(std::min<int64_t>(s.batch, 2) * std::min<int64_t>(s.kv_heads, 2) * (s.heads / s.kv_heads));
+    const double rows = double(s.queries + s.keys) * double(s.head_dim) + (s.bias == 2 || s.mask == 3 ? pairs : 0);
+    if (few * pairs > small_pairs || heads * rows > elements || heads * pairs * double(s.head_dim + 16) > work) continue;
+    way_of(arch, &s, pass, text, int(sizeof text));
+    if (std::strcmp(text, name) != 0) continue;
+    *spec = s;
+    return 1;
+  }
+  return 0;
+}
+
 // Nanoseconds to choose the forward and the backward route.
 double route_time(int arch, const Spec *spec, int pass, int repeats) {
   const Routes routes(*spec, arch, route_table(arch));
