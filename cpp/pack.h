@@ -266,9 +266,9 @@ typedef struct fdm_pack {
   /* Sums the probabilities of each key; not for paged keys. May be null where key_mass_biases is FDM_KEY_MASS_NONE. */
   int32_t (*key_mass)(const fdm_problem *, const fdm_key_mass_args *, fdm_buffer plan, fdm_buffer workspace,
                       char *message, size_t message_bytes);
-  /* 1: backward computes dout . out. The gradients of a row's scores sum to 0 only as exactly as out is given, and sums of the
-   * gradient of a bias per key collect what is missing of all rows. So forward and backward of calls with such a bias are given
-   * out_low. 0: never. */
+  /* 1: backward computes dout . out. The gradients of a row's scores sum to 0 only as exactly as out is given, and the
+   * gradient of a sink and sums of that of a bias per key collect what is missing of all rows. So forward and backward of calls
+   * with either, unless the bias has a row for each query, are given out_low. 0: never. */
   int32_t wants_out_low;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
 } fdm_pack;

@@ -204,3 +204,23 @@ def test_cases_take_every_forward_kernel(pack_target: Target) -> None:
     wanted = HOPPER_KERNELS if "wgmma" in pack.features else KERNELS
     assert kernels >= wanted
     assert any("splits" in way for way in ways)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_the_gradient_of_a_sink(dtype: torch.dtype, pack_target: Target) -> None:
+    """It is a sum over rows, of which each has what rounding leaves of out."""
+    rows, keys, heads = 200, 37, 2
+    query, key = torch.zeros(1, rows, heads, 64), torch.zeros(1, keys, heads, 64)
+    value, sink = randn(1, keys, heads, 64, seed=1).to(dtype), torch.tensor([0.0, 2.0])
+    weight = 1 / (keys + sink.exp().double())
+    exact = (value.double().sum(1) * weight[:, None]).expand(rows, -1, -1)
+    left = exact - exact.to(dtype).double()
+    dout = left.sign().to(dtype)
+    given = (t.to(pack_target.device, dtype) for t in (query, key, value))
+    leaf = sink.to(pack_target.device).requires_grad_()
+    out = flash_dmattn_func(*given, sink=leaf, backend=pack_target.backend)
+    (got,) = torch.autograd.grad(out, leaf, dout[None].to(out.device))
+    share = sink.exp().double() * weight
+    want = -share * (dout.double() * exact).sum((0, 2))
+    missing = share * (dout.double() * left).sum((0, 2))
+    assert ((got.double().cpu() - want).abs() < missing / 10).all()

@@ -328,7 +328,8 @@ fdm_tensor Problem::read_mass(const TensorField &field) const {
 }
 
 int64_t Problem::out_low_bytes() const {
-  if (!pack_.wants_out_low || problem_.q.dtype == FDM_FLOAT32 || !has_bias_ || is_per_query(problem_.bias)) return 0;
+  const bool sums_rows = (has_bias_ || has_sink_) && !(has_bias_ && is_per_query(problem_.bias));
+  if (!pack_.wants_out_low || problem_.q.dtype == FDM_FLOAT32 || !sums_rows) return 0;
   const int64_t (&shape)[4] = problem_.q.shape;
   return shape[0] * shape[1] * shape[2] * shape[3] * 2;
 }

@@ -189,11 +189,12 @@ def lse_dtype(inputs: AttentionInputs) -> torch.dtype:
 def out_low_bytes(inputs: AttentionInputs) -> int:
     """Return the bytes of what rounding leaves of out, rounded; 0 if no gradient needs it.
 
-    The gradients of a row's scores sum to 0 only as exactly as out is known, and sums of the
-    gradient of a bias per key collect what is missing of all rows.
+    The gradients of a row's scores sum to 0 only as exactly as out is known, and the gradient of a
+    sink, and sums of that of a bias per key, collect what is missing of all rows.
     """
     query, bias = inputs.query, inputs.bias
-    if query.element_size() > 2 or bias is None or bias.shape[-2] > 1:
+    sums_rows = inputs.sink is not None if bias is None else bias.shape[-2] == 1
+    if query.element_size() > 2 or not sums_rows:
         return 0
     return 2 * math.prod(query.shape)
 
