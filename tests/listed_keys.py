@@ -114,6 +114,7 @@ class ListedCall:
         dtype = choose("dtype", *target.dtypes)
         kv_heads, group = choose("kv_heads", 1, 2, 3), choose("group", 1, 2, 3, 8, 16)
         heads, head_dim = kv_heads * group, choose("head_dim", 8, 16, 20, 64)
+        value_dim = fixed.get("value_dim", head_dim if seed % 4 else (head_dim * 3) // 4)
         length = choose("length", 0, 1, 3, 5, 17, 40, 64, 65, 200)
         self.packed = choose("packed", False, True)
         sizes = [(draw.randint(0, 20), draw.randint(0, 30)) for _ in range(draw.randint(1, 3))]
@@ -132,7 +133,7 @@ class ListedCall:
         self.tensors = {
             "query": randn(*front_q, heads, head_dim, dtype=dtype),
             "key": randn(*front_k, kv_heads, head_dim, dtype=dtype),
-            "value": randn(*front_k, kv_heads, head_dim, dtype=dtype),
+            "value": randn(*front_k, kv_heads, value_dim, dtype=dtype),
         }
         bias_heads = choose("bias_heads", None, 1, kv_heads, heads)
         if bias_heads is not None:
@@ -161,7 +162,8 @@ class ListedCall:
             "is_causal": choose("causal", False, True),
             "softcap": choose("softcap", 0.0, 2.0),
         }
-        self.dout = cotangent(randn(*self.tensors["query"].shape)).to(dtype)
+        out_shape = (*self.tensors["query"].shape[:-1], value_dim)
+        self.dout = cotangent(randn(*out_shape)).to(dtype)
         lse_shape = (heads, total_q) if self.packed else (batch, heads, queries)
         self.dlse = randn(*lse_shape) if choose("dlse", False, True) else None
         self.sizes = sizes

@@ -73,6 +73,10 @@ class Problem:
     softcap: float = 0.0
     scale: float | None = None
 
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.query.shape[:-1], self.value.shape[-1])
+
     def results(
         self, target: Target, *, dout: Tensor, dlse: Tensor | None = None, **options: object
     ) -> dict[str, Tensor]:
@@ -187,7 +191,7 @@ def four_dimensional(tensor: Tensor) -> Tensor:
 
 def assert_forward_is_accurate(problem: Problem, target: Target) -> None:
     """Assert the rule of `assert_accurate` of out and lse."""
-    dout = torch.zeros_like(problem.query)
+    dout = problem.query.new_zeros(problem.out_shape)
     parts = problem.results(target, dout=dout), problem.truth(dout=dout), problem.eager(dout=dout)
     assert_accurate(*({name: part[name] for name in ("out", "lse")} for part in parts))
 
@@ -225,7 +229,7 @@ def check(problem: Problem, target: Target, seed: int = 0, **options: object) ->
     """Compare out, lse and all gradients of a problem with float64, by the rule."""
     generator = torch.Generator().manual_seed(seed)
     dtype = problem.query.dtype
-    dout = cotangent(torch.randn(problem.query.shape, generator=generator)).to(dtype)
+    dout = cotangent(torch.randn(problem.out_shape, generator=generator)).to(dtype)
     batch, rows, heads, _ = problem.query.shape
     dlse = torch.randn(batch, heads, rows, generator=generator).to(dtype)
     cotangents = {"dout": dout, "dlse": dlse}
@@ -270,13 +274,15 @@ def simple_problem(
     kv_heads: int = 2,
     group: int = 2,
     head_dim: int = 16,
+    value_dim: int | None = None,
     seed: int = 0,
     **settings: object,
 ) -> Problem:
     """Return a problem of random query, key and value."""
+    value_dim = head_dim if value_dim is None else value_dim
     return Problem(
         randn(batch, queries, kv_heads * group, head_dim, dtype=dtype, seed=seed),
         randn(batch, keys, kv_heads, head_dim, dtype=dtype, seed=seed + 1),
-        randn(batch, keys, kv_heads, head_dim, dtype=dtype, seed=seed + 2),
+        randn(batch, keys, kv_heads, value_dim, dtype=dtype, seed=seed + 2),
         **settings,
     )

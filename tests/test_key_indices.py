@@ -415,7 +415,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"is_causal": 2}, TypeError, r"is_causal must be"),
     ({"softmax_scale": "1"}, TypeError, r"softmax_scale must be"),
     ({"sink": randn(3)}, ValueError, r"sink has shape \(3,\)"),
-    ({"value": randn(2, 7, 2, 9)}, ValueError, r"value"),
+    ({"value": randn(2, 6, 2, 8)}, ValueError, r"value has shape"),
+    ({"value": randn(2, 7, 2, 577)}, ValueError, r"value has shape .*577\), .* from 1 to 576"),
 ]
 
 

@@ -88,6 +88,7 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
   if (!record.query.try_read() || !record.key.try_read() || !record.value.try_read()) return nb::none();
   const TensorView &query = record.query.view(), &key = record.key.view(), &value = record.value.view();
   if (query.rank != 4 || key.rank != 4 || value.rank != 4 || query.shape[3] < 1) return nb::none();
+  if (value.shape[3] != key.shape[3]) return nb::none();
   const bool alike = query.dtype == key.dtype && query.dtype == value.dtype && query.dtype->pack_code >= 0 &&
                      query.dtype->pack_code != FDM_FLOAT64 && same_device(query.device, key.device) &&
                      same_device(query.device, value.device);

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import interface
 from .backends import select_backend
+from .backends.shapes import MOST_HEAD_DIM
 from .checks import flag
 from .ops import RecordedError
 from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs
@@ -87,16 +88,17 @@ def explain(
     if packed:
         function = interface.flash_dmattn_varlen_func
     inputs, name = _recorded(function, (query, key, value, *arguments), named)
+    widths = _widths(inputs, key, value)
     wants_mass = flag("return_key_mass", named.get("return_key_mass", False))
     if isinstance(inputs, KeyListInputs):
         gradients = _gradients(inputs, KEY_LISTS.differentiable)
-        return _explain_lists(inputs, name, gradients, wants_mass=wants_mass)
+        return _explain_lists(inputs, name, gradients, widths, wants_mass=wants_mass)
     chosen = select_backend(inputs.query.device, name)
     if inputs.window >= 0 and not chosen.selects():
         with recorded_calls():
             inputs = interface._selected(inputs, name)
     gradients = _gradients(inputs, ATTENTION.differentiable)
-    obstacles = tuple(_obstacles(inputs, chosen.name, name))
+    obstacles = (*widths, *_obstacles(inputs, chosen.name, name))
     key_mass = _kernel(chosen.key_mass_kernel(inputs)) if wants_mass else None
     pack = getattr(chosen, "pack", None)
     if pack is None:
@@ -136,7 +138,12 @@ def _recorded(
 
 
 def _explain_lists(
-    inputs: KeyListInputs, asked: str, gradients: tuple[str, ...], *, wants_mass: bool
+    inputs: KeyListInputs,
+    asked: str,
+    gradients: tuple[str, ...],
+    widths: tuple[Obstacle, ...],
+    *,
+    wants_mass: bool,
 ) -> Explanation:
     """Tell how a call is computed whose queries list their keys."""
     from .key_lists.ops import check_call, uses_triton  # which calls without lists do not load
@@ -147,8 +154,15 @@ def _explain_lists(
     if not by_triton:
         kernels = ("PyTorch operations",) * 3
     forward, backward, key_mass = map(_kernel, kernels)
-    obstacles = []
-    if asked == "triton" and not by_triton:
+    obstacles = [*widths]
+    if asked == "triton" and max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM:
+        obstacles.append(
+            Obstacle(
+                f"head dimensions above {MOST_HEAD_DIM} are computed by PyTorch operations",
+                "there is no other way to compute them",
+            )
+        )
+    elif asked == "triton" and not by_triton:
         obstacles.append(
             Obstacle(
                 "deterministic calls with key_indices are computed by PyTorch operations",
@@ -172,6 +186,25 @@ def _explain_lists(
         gradients=gradients,
         obstacles=tuple(obstacles),
         key_mass=key_mass if wants_mass else None,
+    )
+
+
+def _widths(
+    inputs: AttentionInputs | KeyListInputs, key: Tensor, value: Tensor
+) -> tuple[Obstacle, ...]:
+    """Tell what a call has copied because value has another head dimension than key."""
+    of_key, of_value = key.shape[-1], value.shape[-1]
+    if of_key == of_value or inputs.key.shape[-1] != inputs.value.shape[-1]:
+        return ()
+    narrow = "value" if of_value < of_key else "query and key"
+    what = f"{narrow} {'is' if of_value < of_key else 'are'} padded with zeros"
+    if inputs.block_table is not None:
+        what = f"the pages of block_table are copied, and {what}"
+    return (
+        Obstacle(
+            f"key has head dimension {of_key} and value {of_value}, so {what}",
+            f"make {narrow} {max(of_key, of_value)} wide, the rest zeros, where it costs nothing",
+        ),
     )
 
 

@@ -95,7 +95,9 @@ def flash_dmattn_func(
     Args:
         query: ``(B, Q, H, D)``, D from 1 to 256; float16 or bfloat16, on CPUs also float32. Any Q,
             K >= 0.
-        key, value: ``(B, K, Hk, D)`` of query's dtype; H is a multiple of Hk.
+        key, value: ``(B, K, Hk, D)`` of query's dtype; H is a multiple of Hk. The head dimension of
+            value may be another one, Dv: backends but the reference compute with copies that zeros
+            pad to the larger of both.
         attn_mask: bool ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps; the same for every query:
             ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`.
         attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
@@ -130,7 +132,7 @@ def flash_dmattn_func(
             that ``key_indices`` lists. -inf means "not kept".
 
     Returns:
-        ``out`` of query's shape and dtype; ``(out, lse)`` with return_lse; ``(out, lse,
+        ``out`` ``(B, Q, H, Dv)`` of query's dtype; ``(out, lse)`` with return_lse; ``(out, lse,
         probabilities)`` with return_attn_probs. lse is float32 ``(B, H, Q)``, natural logarithm;
         probabilities are ``(B, H, Q, K)`` in query's dtype. All are differentiable with respect to
         query, key, value, attn_bias, index_bias and sink. With return_key_mass the mass is one more
@@ -246,6 +248,8 @@ def flash_dmattn_varlen_func(
     Args:
         query: ``(total_q, H, D)``, the sequences' rows one after another.
         key, value: ``(total_k, Hk, D)``; or pages ``(pages, page, Hk, D)`` with ``block_table``.
+            The head dimension of value may be another one, Dv; of pages then those that
+            ``block_table`` lists, as far as ``max_seqlen_k`` tells, are copied.
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each sequence ends.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`.
@@ -264,8 +268,9 @@ def flash_dmattn_varlen_func(
             ``({H|Hk|1}, total_q, k)``; keys are counted in the query's own sequence.
 
     Returns:
-        As `flash_dmattn_func`, with lse ``(H, total_q)``, the mass ``(H, total_k)``, and
-        probabilities ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside each sequence.
+        As `flash_dmattn_func`, with ``out`` ``(total_q, H, Dv)``, lse ``(H, total_q)``, the mass
+        ``(H, total_k)``, and probabilities ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside
+        each sequence.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.

@@ -16,11 +16,13 @@ from torch import Tensor
 from . import dispatch_state
 from .arguments import any_autocast, flag, resolved_deterministic
 from .backends import select_backend
-from .backends.base import Backend, lse_dtype, lse_shape, mass_shape
+from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
+from .backends.shapes import has_other_width
 from .operators import define, library, without_negation
 from .record import ATTENTION, AttentionInputs, KeyListInputs, no_gradient, without_gradients
 from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
+from .value_width import in_one_width, of_width, without_values
 
 __all__ = [
     "RECORDS_CALLS",
@@ -90,6 +92,10 @@ def attention(
         select: returns a call with a mask in place of its window, where there is one.
         need_lse: whether lse is wanted.
     """
+    if backend != "reference" and has_other_width(inputs):
+        width = inputs.value.shape[-1]
+        out, lse = attention(in_one_width(inputs), backend, select, need_lse=need_lse)
+        return of_width(out, width), lse
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         chosen = select_backend(inputs.query.device, backend)
         if inputs.window >= 0 and not chosen.selects():
@@ -173,7 +179,8 @@ def with_shared_plan(inputs: AttentionInputs, backend: str) -> AttentionInputs:
     if has_mask and inputs.given_plan is None and dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         chosen = select_backend(inputs.query.device, backend)
         if chosen.key_mass_reads_plan(inputs):
-            return inputs._replace(given_plan=chosen.make_plan(inputs, zeroed=False))
+            plan = chosen.make_plan(without_values(inputs), zeroed=False)
+            return inputs._replace(given_plan=plan)
     return inputs
 
 
@@ -184,7 +191,7 @@ def key_mass(inputs: AttentionInputs, backend: str, lse: Tensor) -> Tensor:
         inputs, backend: of the call, which selects nothing by itself.
         lse: what `attention` has returned.
     """
-    inputs, lse = without_gradients(inputs), lse.detach()
+    inputs, lse = without_values(without_gradients(inputs)), lse.detach()
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         return select_backend(inputs.query.device, backend).key_mass(inputs, lse)
     if backend == "reference" and dispatch_state.is_transformed():
@@ -227,7 +234,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query = inputs.query
     kept_bytes = select_backend(query.device, arguments[-1]).kept_bytes(inputs)
     return (
-        query.new_empty(query.shape),
+        query.new_empty(out_shape(inputs)),
         query.new_empty(lse_shape(query), dtype=lse_dtype(inputs)),
         query.new_empty(kept_bytes, dtype=torch.uint8),
     )

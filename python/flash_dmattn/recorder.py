@@ -47,6 +47,10 @@ def _answers() -> dict[Any, Callable[..., Any]]:
         own.select_intervals.default: selection_ops._select_intervals_fake,
         own.select_keep.default: selection_ops._select_keep_fake,
         aten._to_copy.default: _cast_nothing,
+        aten.arange.default: _arange,
+        aten.clamp.default: _clamp,
+        aten.constant_pad_nd.default: _pad,
+        aten.index_select.default: _index_select,
         aten.nan_to_num.default: _empty_like,
         aten.new_zeros.default: aten.new_empty.default,
     }
@@ -54,6 +58,30 @@ def _answers() -> dict[Any, Callable[..., Any]]:
 
 def _cast_nothing(tensor: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype)
+
+
+def _pad(tensor: Tensor, pads: list[int], *_: Any) -> Tensor:
+    assert len(pads) == 2
+    return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] + sum(pads)))
+
+
+def _index_select(tensor: Tensor, dimension: int, index: Tensor) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dimension] = index.numel()
+    return tensor.new_empty(shape)
+
+
+# What has the values of a block_table, which are checked on CPUs.
+
+
+def _arange(end: int, **options: Any) -> Tensor:
+    device = torch.device(options.get("device") or "cpu")
+    make = torch.arange if device.type == "cpu" else torch.empty
+    return make(end, **options)
+
+
+def _clamp(tensor: Tensor, *limits: Any) -> Tensor:
+    return tensor.clamp(*limits) if tensor.is_cpu else torch.empty_like(tensor)
 
 
 def _empty_like(tensor: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -32,7 +32,7 @@ class Sequence(NamedTuple):
     keys: slice  # in the packed key dimension
     query: Tensor  # (B, Q, H, D)
     key: Tensor  # (B, K, Hk, D)
-    value: Tensor  # (B, K, Hk, D)
+    value: Tensor  # (B, K, Hk, Dv)
     mask: Tensor | None  # bool, broadcasts to (B, H, Q, K) after the head rule
     bias: Tensor | None
 
@@ -40,7 +40,7 @@ class Sequence(NamedTuple):
 class Attended(NamedTuple):
     """What one dense problem gives, in the computing dtype."""
 
-    out: Tensor  # (B, H, Q, D)
+    out: Tensor  # (B, H, Q, Dv)
     lse: Tensor  # (B, H, Q), without the sink
     probabilities: Tensor  # (B, H, Q, K); with a sink, a row sums to less than 1
 
@@ -68,7 +68,7 @@ def attention_reference(
         query: ``(B, Q, H, D)``, or ``(total_q, H, D)`` with ``cu_seqlens_q``; any floating dtype,
             any device.
         key, value: ``(B, K, Hk, D)``, ``(total_k, Hk, D)``, or ``(pages, page, Hk, D)`` with
-            ``block_table``.
+            ``block_table``; the head dimension of value may be another one, Dv.
         mask: bool, True keeps, ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, also ``(B, {H|Hk|1}, K)`` and
             ``(B, K)``; varlen ``({H|Hk|1}, 1, total_k)`` or ``({H|Hk|1}, total_q, max_k)``; or an
             `IntervalMask`.
@@ -82,9 +82,9 @@ def attention_reference(
         block_table: int32 ``(B, pages of a sequence)``, where each page of a sequence lies.
 
     Returns:
-        ``out`` of query's shape and dtype, and ``lse`` ``(B, H, Q)`` (varlen ``(H, total_q)``),
-        float32 or float64, natural logarithm, without the sink. A row that keeps nothing has output
-        0 and lse -inf.
+        ``out`` ``(B, Q, H, Dv)``, or ``(total_q, H, Dv)``, of query's dtype, and ``lse`` ``(B, H,
+        Q)`` (varlen ``(H, total_q)``), float32 or float64, natural logarithm, without the sink. A
+        row that keeps nothing has output 0 and lse -inf.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -118,7 +118,7 @@ def formula(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         (_, whole), *_ = parts
         return whole.out.transpose(1, 2).to(query.dtype).contiguous(), whole.lse
     out = torch.cat(
-        [query.new_empty((0, *query.shape[1:]))]
+        [query.new_empty((0, query.shape[1], inputs.value.shape[-1]))]
         + [attended.out[0].transpose(0, 1).to(query.dtype) for _, attended in parts]
     )
     lse = torch.cat(
@@ -333,8 +333,8 @@ def computing_inputs(
     computing dtype.
 
     Keys and values are repeated for each query head of their group. Rows that keep nothing and keys
-    that no row keeps are
-    zeros, so that whatever they hold, NaN included, reaches no result: 0 * NaN would be NaN.
+    that no row keeps are zeros, so that whatever they hold, NaN included, reaches no result:
+    0 * NaN would be NaN.
     """
     dtype = computing_dtype(part.query, part.bias)
     heads, kv_heads = part.query.shape[2], part.key.shape[2]

@@ -93,7 +93,7 @@ def parts(call: Call) -> Iterator[Part]:
         else:
             dout = call.dout[part.rows].transpose(0, 1)[None]
             dlse = call.dlse[None, :, part.rows]
-        dout = dout.double() if "out" in call.of else torch.zeros_like(query)
+        dout = dout.double() if "out" in call.of else torch.zeros_like(dout, dtype=torch.float64)
         dlse = dlse.double() if "lse" in call.of else torch.zeros_like(query[..., 0])
         dout, dlse = dout.masked_fill(empty, 0), dlse.masked_fill(empty.squeeze(-1), 0)
         scale = part.query.shape[-1] ** -0.5 if call.scale is None else call.scale
@@ -253,11 +253,11 @@ def ignored(part: Part, lse: Tensor) -> Terms:
         return flags[(...,) + (None,) * len(sizes)].expand(*flags.shape, *sizes)
 
     return Terms(
-        spread(spoiled, queries, part.query.shape[3]),
+        spread(spoiled, queries, part.value.shape[3]),
         spread(spoiled, queries),
         spread(no_gradient, queries, part.query.shape[3]),
-        spread(no_gradient, keys, part.query.shape[3]),
-        spread(no_gradient, keys, part.query.shape[3]),
+        spread(no_gradient, keys, part.key.shape[3]),
+        spread(no_gradient, keys, part.value.shape[3]),
         spread(no_gradient, queries, keys),
         no_gradient.amax(0),
         spread(no_gradient, keys),
@@ -277,7 +277,7 @@ class Totals:
         self.packed = call.cu_seqlens_q is not None
         device, rows = call.query.device, call.query.shape[:-1]
         lse_shape = (rows[1], rows[0]) if self.packed else (rows[0], rows[2], rows[1])
-        shapes = {"out": call.query.shape, "lse": lse_shape}
+        shapes = {"out": (*rows, call.value.shape[-1]), "lse": lse_shape}
         if call.key_mass:
             shapes["mass"] = mass_shape(call)
         if call.block_table is None:

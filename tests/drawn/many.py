@@ -159,7 +159,7 @@ def draw_many(seed: int, dtypes: tuple[torch.dtype, ...], limits: Limits) -> tup
         drawn = dataclasses.replace(drawn, seed=seed)
         return drawn, Repeater(source, drawn.call, limits, sizes)
     while True:
-        drawn = draw(seed, dtypes, family=family)
+        drawn = draw(seed, dtypes, family=family, other_widths=False)
         if _may_repeat(drawn.call):
             drawn = dataclasses.replace(drawn, probabilities=False, poisoned_buffers=False)
             return drawn, Repeater(source, drawn.call, limits)

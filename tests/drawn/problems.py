@@ -38,7 +38,7 @@ class Drawn:
         """Return one line about what was drawn."""
         call = self.call
         words = [str(call.query.dtype).removeprefix("torch.")]
-        for name in ("query", "key", "mask", "bias", "sink"):
+        for name in ("query", "key", "value", "mask", "bias", "sink"):
             words.append(f"{name} {_described(getattr(call, name))}")
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
             sides = (call.cu_seqlens_q, call.cu_seqlens_k)
@@ -68,6 +68,7 @@ def draw(
     *,
     small: bool = False,
     family: str = "any",
+    other_widths: bool = True,
 ) -> Drawn:
     """Draw a problem on the CPU: of equal arguments it is equal, wherever that is.
 
@@ -76,6 +77,7 @@ def draw(
         dtypes: of query, key and value, one of which is drawn.
         small: draw sizes for tools under which a call takes a hundred times as long.
         family: of `draw_sizes`.
+        other_widths: let values of some calls have another head dimension than keys.
     """
     source = Source(seed)
     sizes = draw_sizes(source, small=small, family=family)
@@ -86,6 +88,8 @@ def draw(
         max(sizes.k_lengths) + source.choice([0, 0, 0, 1, 70]),
     )
     call = _tensors(source, sizes, dtype)
+    if other_widths:
+        _change_width(seed, call)
     call.causal = source.chance(0.5)
     call.softcap = source.weighted({0.0: 6, 0.5: 0.5, 5.0: 2, 20.0: 1, 100.0: 0.5})
     call.scale = source.weighted({None: 7, 0.3: 1, 1e-3: 0.5, 0.0: 0.3, -0.2: 0.7, 2.0: 0.3})
@@ -174,6 +178,23 @@ def _tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:
     return Call(
         (query * large).to(dtype), key.to(dtype), value.to(dtype), cotangent(dout).to(dtype), dlse
     )
+
+
+def _change_width(seed: int, call: Call) -> None:
+    """Give values of some calls another head dimension; all else is drawn as without it."""
+    source = Source(seed + 2**40)
+    if not source.chance(0.12):
+        return
+    before = call.value.shape[-1]
+    others = {before // 2, before * 2 // 3, before - 1, before + 8, before * 2, 8, 64, 128}
+    width = source.choice(
+        sorted(width for width in others if 1 <= width <= 256 and width != before)
+    )
+    for name in ("value", "dout"):
+        states = getattr(call, name)[..., :width]
+        more = source.randn(*states.shape[:-1], width - states.shape[-1]).to(states.dtype)
+        more = cotangent(more) if name == "dout" and more.numel() else more
+        setattr(call, name, torch.cat([states, more], -1))
 
 
 def _draw_sink(source: Source, heads: int, dtype: torch.dtype) -> Tensor:

@@ -71,7 +71,7 @@ def outcome_of(
         else:
             drawn = draw(seed, target.dtypes, small=small)
             problem = drawn.describe()
-        if drawn.call.query.shape[-1] > target.most_head_dim:
+        if max(drawn.call.query.shape[-1], drawn.call.value.shape[-1]) > target.most_head_dim:
             return Outcome(seed, "refused", "its pack was built for smaller heads", problem)
         if many:
             check_many(drawn, repeater, target)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models whose indexer selects keys for each query compute what they do with eager attention."""
+"""Models compute what they do with eager attention: those whose indexer selects keys for each
+query, and those whose values are narrower than their keys.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +77,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
          "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": 2,
          "indexer_kv_heads": 1, "indexer_head_dim": 16},
     ),
+    # These have values that are narrower than keys, and select nothing.
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
+    "mistral4": ("Mistral4Config", "Mistral4ForCausalLM", _LATENT),
+    "kimi_linear": (
+        "KimiLinearConfig", "KimiLinearForCausalLM",
+        {**_LATENT, "layer_types": ["full_attention"] * 2},
+    ),
+    "axk1": ("AXK1Config", "AXK1ForCausalLM", _LATENT),
+    "longcat_flash": (
+        "LongcatFlashConfig", "LongcatFlashForCausalLM",
+        {**_LATENT, "head_dim": 8, "num_experts_per_tok": 2, "ffn_hidden_size": 48,
+         "zero_expert_num": 1, "expert_ffn_hidden_size": 16},
+    ),
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", _LATENT),
+    "bailing_hybrid": (
+        "BailingHybridConfig", "BailingHybridForCausalLM",
+        {**_LATENT, "layer_types": ["full_attention"] * 2, "head_dim": 8},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", _LATENT),
+    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", _LATENT),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig", "MiMoV2FlashForCausalLM",
+        {**_LATENT, "head_dim": 24, "sliding_window": 8, "num_key_value_heads": 2,
+         "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "deepseek_v4": (
         "DeepseekV4Config", "DeepseekV4ForCausalLM",
         {**_SIZES, "head_dim": 16, "o_groups": 2, "o_lora_rank": 8, "sliding_window": 8,
@@ -82,7 +110,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 GENERATE = [family for family, (_, name, _) in MODELS.items() if name.endswith("CausalLM")]
-LISTING = [family for family in MODELS if family not in ("glm5_next", "qwen4_exp", "deepseek_v4")]
+NOT_LISTING = (
+    "glm5_next", "qwen4_exp", "deepseek_v4", "deepseek_v2", "deepseek_v3", "mistral4", "axk1",
+    "kimi_linear", "longcat_flash", "youtu", "bailing_hybrid", "glm4_moe_lite", "minicpm3",
+    "mimo_v2_flash",
+)  # fmt: skip
+LISTING = [family for family in MODELS if family not in NOT_LISTING]
 
 
 @functools.cache

@@ -10,7 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flash_dmattn.record import ATTENTION, AttentionInputs, Gradients, SelectionInputs
+from flash_dmattn.record import (
+    ATTENTION,
+    AttentionInputs,
+    Gradients,
+    KeyListInputs,
+    SelectionInputs,
+)
 from flash_dmattn.reference import computing_dtype, key_mass
 
 __all__ = [
@@ -24,6 +30,7 @@ __all__ = [
     "lse_shape",
     "mass_shape",
     "out_low_bytes",
+    "out_shape",
 ]
 
 _TENSORS = ATTENTION.tensor_count
@@ -54,7 +61,7 @@ class Backend(Protocol):
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return out (query's shape and dtype, contiguous), lse, and what else `backward` needs.
+        """Return out (`out_shape`, query's dtype, contiguous), lse, and what else `backward` needs.
 
         That is uint8, 1-D, and None stands for no bytes. It begins with the plan if none is given.
         With ``zeroed`` it has `kept_bytes`, and of equal inputs it is equal.
@@ -162,6 +169,11 @@ class Backend(Protocol):
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
         """Return bool of `keep_shape`."""
+
+
+def out_shape(inputs: AttentionInputs | KeyListInputs) -> tuple[int, ...]:
+    """Return the shape of out: query's, with the head dimension of value."""
+    return (*inputs.query.shape[:-1], inputs.value.shape[-1])
 
 
 def lse_shape(query: Tensor) -> tuple[int, ...]:

@@ -14,19 +14,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.record import AttentionInputs, SelectionInputs
+from flash_dmattn.record import AttentionInputs, KeyListInputs, SelectionInputs
 
+MOST_HEAD_DIM = 256
 # The core reads the values of a CPU's tensors only.
 _READABLE, _NOT_READABLE = 1, 2
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
 
 
-def check_attention(inputs: AttentionInputs, *, read_lengths: bool = True) -> None:
+def check_attention(
+    inputs: AttentionInputs,
+    *,
+    read_lengths: bool = True,
+    any_width: bool = False,
+    most_head_dim: int = MOST_HEAD_DIM,
+) -> None:
     """Raise TypeError or ValueError, naming the argument, its value and what is allowed.
 
-    Without ``read_lengths`` the values of the cu_seqlens are believed, for their device has them.
+    Args:
+        inputs: of the call.
+        read_lengths: if False, the values of the cu_seqlens are believed, for their device has
+            them.
+        any_width: whether value may have another head dimension than key.
+        most_head_dim: that of query and key, and of value with ``any_width``.
     """
-    _check("check_attention", inputs, read_lengths)
+    _check(
+        "check_attention", inputs, read_lengths, _told(inputs, most_head_dim) if any_width else {}
+    )
+
+
+def _told(inputs: AttentionInputs, most_head_dim: int) -> dict[str, int]:
+    """Return the head dimensions that the core is told of in place of those that it does not know.
+
+    It knows calls of one head dimension, of at most 256.
+    """
+    told = {}
+    of_query, of_key = inputs.query.shape[-1:], inputs.key.shape[-1:]
+    if of_query == of_key and MOST_HEAD_DIM < max(of_key, default=0) <= most_head_dim:
+        told = dict.fromkeys(("query", "key", "value"), MOST_HEAD_DIM)
+    if has_other_width(inputs, most_head_dim):
+        told["value"] = told.get("key", inputs.key.shape[-1])
+    return told
+
+
+def has_other_width(inputs: AttentionInputs | KeyListInputs, most: int = MOST_HEAD_DIM) -> bool:
+    """Say whether the head dimension of value, and nothing else, is not that of query and key.
+
+    Raises:
+        ValueError: it is none from 1 to ``most``.
+    """
+    key, value = inputs.key.shape, inputs.value.shape
+    if key[-1:] == value[-1:] or key[-1:] != inputs.query.shape[-1:] or key[:-1] != value[:-1]:
+        return False
+    if not 1 <= value[-1] <= most:
+        raise ValueError(
+            f"value has shape {tuple(value)}, but its head dimension must be from 1 to {most}"
+        )
+    return True
 
 
 def check_selection(inputs: SelectionInputs, *, read_lengths: bool = True) -> None:
@@ -44,7 +88,12 @@ def refuse_float64_bias(inputs: AttentionInputs, backend: str) -> None:
         )
 
 
-def _check(rule: str, inputs: AttentionInputs | SelectionInputs, read_lengths: bool) -> None:
+def _check(
+    rule: str,
+    inputs: AttentionInputs | SelectionInputs,
+    read_lengths: bool,
+    told: dict[str, int] | None = None,
+) -> None:
     try:
         from flash_dmattn import _core
     except ImportError:
@@ -61,7 +110,7 @@ def _check(rule: str, inputs: AttentionInputs | SelectionInputs, read_lengths: b
             )
     kept: list[Any] = []  # while the core reads it
     described = (
-        _described(name, field, kept if read_lengths else None)
+        _described(name, field, kept if read_lengths else None, (told or {}).get(name))
         if isinstance(field, Tensor)
         else field
         for name, field in zip(inputs._fields, inputs, strict=True)
@@ -80,9 +129,19 @@ def _has_known_sizes(inputs: AttentionInputs | SelectionInputs) -> bool:
     )
 
 
-def _described(name: str, tensor: Tensor, kept: list[Any] | None) -> tuple[Any, ...]:
-    """Return what the core reads of a tensor; ``kept`` is None where no values are read."""
+def _described(
+    name: str, tensor: Tensor, kept: list[Any] | None, width: int | None
+) -> tuple[Any, ...]:
+    """Return what the core reads of a tensor.
+
+    Args:
+        name, tensor: of the field.
+        kept: what lives while the core reads; None where no values are read.
+        width: to tell in place of the last size, or None.
+    """
     shape, strides, address = tuple(tensor.shape), tensor.stride(), None
+    if width is not None:
+        shape = (*shape[:-1], width)
     if kept is not None and name in _WITH_VALUES and tensor.dtype == torch.int32:
         values = array("i", tensor.flatten().tolist() or [0])
         kept.append(values)

@@ -78,7 +78,8 @@ def _flash_dynamic_mask_attention_forward(
 
     Args:
         query_states: ``(B, Q, H, D)``.
-        key_states, value_states: ``(B, K, Hk, D)``.
+        key_states, value_states: ``(B, K, Hk, D)``; the head dimension of values may be another
+            one, Dv.
         attention_mask: see `mask_and_bias`; or an `IntervalMask`.
         attention_bias: added to the scaled scores, at its own rank.
         query_length, key_length: Q and K, which the shapes tell too.
@@ -100,7 +101,7 @@ def _flash_dynamic_mask_attention_forward(
         **kwargs: what other implementations of attention know.
 
     Returns:
-        ``(B, Q, H, D)``.
+        ``(B, Q, H, Dv)``.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
@@ -283,7 +284,7 @@ def _varlen(
         **options,
     )
     assert isinstance(out, Tensor)
-    return out.view(query.shape)
+    return out.view(*query.shape[:-1], value.shape[-1])
 
 
 def _longest(cu_seqlens: Tensor) -> int:

@@ -56,7 +56,7 @@ def flash_dynamic_mask_attention_forward(
     Args:
         module: that calls; `is_causal`, `config` and what `apply_flash_dmattn` gave it are read.
         query: ``(B, H, Q, D)``.
-        key, value: ``(B, Hk, K, D)``.
+        key, value: ``(B, Hk, K, D)``; the head dimension of value may be another one, Dv.
         attention_mask: None, a mask of two to four dimensions, or what the registered mask
             function made. A mask that differs from query to query says itself what is causal.
         attention_bias: ``(B, K)``, ``(B, {H|Hk|1}, K)`` or of four dimensions, added to the scaled
@@ -72,7 +72,7 @@ def flash_dynamic_mask_attention_forward(
             and what other implementations of attention know.
 
     Returns:
-        ``(B, Q, H, D)``, and None in place of the probabilities.
+        ``(B, Q, H, Dv)``, and None in place of the probabilities.
 
     Raises:
         NotImplementedError: something is asked for that is not computed here, such as
@@ -112,10 +112,6 @@ def flash_dynamic_mask_attention_forward(
         scaling = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     scaling = checks.number("scaling", scaling)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    head_dim = value.shape[-1]
-    padded = key.shape[-1] != head_dim
-    if padded:
-        query, key, value = _of_one_head_dim(query, key, value)
     out = _flash_dynamic_mask_attention_forward(
         query,
         key,
@@ -134,7 +130,7 @@ def flash_dynamic_mask_attention_forward(
         indices=indices,
         **kwargs,
     )
-    return out[..., :head_dim] if padded else out, None
+    return out, None
 
 
 def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
@@ -170,12 +166,3 @@ def _says_what_is_causal(mask: Mask) -> bool:
     if isinstance(mask, Tensor):
         return mask.dim() == 4 and mask.shape[2] != 1
     return isinstance(mask, IntervalMask)
-
-
-def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad with zeros, which change no score, since values are not as long as keys."""
-    head_dim = max(key.shape[-1], value.shape[-1])
-    query, key, value = (
-        torch.nn.functional.pad(t, (0, head_dim - t.shape[-1])) for t in (query, key, value)
-    )
-    return query, key, value

@@ -9,12 +9,19 @@ from torch import Tensor
 from flash_dmattn.backends.shapes import check_attention
 from flash_dmattn.record import KeyListInputs
 
+# Of a latent cache of 512 that has 64 rotated columns besides.
+MOST_LISTED_HEAD_DIM = 576
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_key_lists(inputs: KeyListInputs) -> None:
     """Raise TypeError or ValueError, naming the argument, its value and what is allowed."""
-    check_attention(inputs.without_lists(), read_lengths=inputs.query.device.type == "cpu")
+    check_attention(
+        inputs.without_lists(),
+        read_lengths=inputs.query.device.type == "cpu",
+        any_width=True,
+        most_head_dim=MOST_LISTED_HEAD_DIM,
+    )
     indices, index_bias, bias = inputs.indices, inputs.index_bias, inputs.bias
     heads, kv_heads = inputs.query.shape[-2], inputs.key.shape[-2]
     if indices.dtype != torch.int32:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import lse_shape, mass_shape
+from flash_dmattn.backends.base import lse_shape, mass_shape, out_shape
 from flash_dmattn.record import Gradients, KeyListInputs
 from flash_dmattn.reference import computing_dtype, sink_share, without_autocast
 
@@ -41,11 +41,12 @@ class _Call(NamedTuple):
     kv_heads: int
     rows: Rows
     query: Tensor  # (rows, H, D)
+    out: Tensor  # (rows, H, Dv), without contents
     indices: Tensor  # (h, rows, k)
     index_bias: Tensor | None  # (h, rows, k)
     bias: Tensor | None  # of each key and head, then a 0 for "no key"
-    key: Tensor  # (Hk * keys + 1, D), as value: tables, see `products`
-    value: Tensor
+    key: Tensor  # (Hk * keys + 1, D): a table, see `products`
+    value: Tensor  # (Hk * keys + 1, Dv), likewise
 
     @property
     def is_readable(self) -> bool:
@@ -74,7 +75,7 @@ def forward(inputs: KeyListInputs, *, recorded: bool = False) -> tuple[Tensor, T
     """Return out and lse; with ``recorded`` by operations that torch can differentiate and map."""
     with without_autocast(inputs.query.device.type):
         call = _call(inputs, recorded)
-        out = call.query.new_empty(call.query.shape)
+        out = call.out
         lse = call.query.new_empty((out.shape[0], call.heads), dtype=call.dtype)
         parts = [(out[:0], lse[:0])]
         for rows in _chunks(call):
@@ -93,7 +94,7 @@ def forward(inputs: KeyListInputs, *, recorded: bool = False) -> tuple[Tensor, T
                 _by_list(lse[rows], own.shape[0]).copy_(own_lse)
         if recorded:
             out, lse = (torch.cat(results) for results in zip(*parts, strict=True))
-        return out.reshape(inputs.query.shape), _lse_in_place(lse, inputs)
+        return out.reshape(out_shape(inputs)), _lse_in_place(lse, inputs)
 
 
 def backward(
@@ -102,7 +103,7 @@ def backward(
     """Return the gradients of the fields that are wanted."""
     with without_autocast(inputs.query.device.type):
         call = _call(inputs, recorded=False)
-        dout = dout.reshape(call.query.shape)
+        dout = dout.reshape(call.out.shape)
         if dlse is not None:
             dlse = dlse.transpose(-1, -2).reshape(call.query.shape[:2])
         totals: Gradients = {}
@@ -202,6 +203,7 @@ def _call(inputs: KeyListInputs, recorded: bool) -> _Call:
         inputs.key.shape[-2],
         rows,
         inputs.query.flatten(0, -3),
+        inputs.query.new_empty(out_shape(inputs)).flatten(0, -3),
         by_head(inputs.indices, packed=packed),
         None if index_bias is None else by_head(index_bias, packed=packed),
         bias,
@@ -227,7 +229,7 @@ def _chunks(call: _Call) -> list[slice]:
     if _is_streamed(call):
         row, most = call.heads * length, _STREAMED
     else:
-        head_dim = call.query.shape[-1]
+        head_dim = max(call.key.shape[-1], call.value.shape[-1])
         row = max(call.kv_heads * length * head_dim, call.heads * length * 8)
         most = _GATHERED_ON_CPU if call.query.is_cpu else _GATHERED_ELSEWHERE
     step = max(1, most // max(row, 1))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flash_dmattn import dispatch_state
 from flash_dmattn.backends import select_backend
-from flash_dmattn.backends.base import lse_shape, mass_shape
+from flash_dmattn.backends.base import lse_shape, mass_shape, out_shape
+from flash_dmattn.backends.shapes import MOST_HEAD_DIM, has_other_width
 from flash_dmattn.operators import define, library, without_negation
 from flash_dmattn.ops import stop_if_recorded
 from flash_dmattn.record import (
@@ -24,6 +25,7 @@ from flash_dmattn.record import (
 )
 from flash_dmattn.reference import computing_dtype, recorded_gradients
 from flash_dmattn.refusals import refuse_double_backward
+from flash_dmattn.value_width import in_one_width, of_width, without_values
 
 from . import formula
 from .checks import check_key_lists
@@ -39,6 +41,9 @@ _TENSOR_COUNT = KEY_LISTS.tensor_count
 
 def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable."""
+    if uses_triton(inputs, backend) and has_other_width(inputs):
+        out, lse = attention(in_one_width(inputs), backend)
+        return of_width(out, inputs.value.shape[-1]), lse
     stop_if_recorded(inputs, backend)
     if dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled():
         # Plain operations, which torch transforms as it transforms all of its own.
@@ -50,7 +55,7 @@ def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
 
 def key_mass(inputs: KeyListInputs, backend: str, lse: Tensor) -> Tensor:
     """Return the sum of each key's probabilities, without a gradient; lse is that of the call."""
-    inputs = without_gradients(inputs)
+    inputs = without_values(without_gradients(inputs))
     if dispatch_state.is_transformed():
         return formula.key_mass(inputs, recorded=True)
     mass: Tensor = torch.ops.flash_dmattn.key_list_mass.default(lse.detach(), *inputs, backend)
@@ -66,7 +71,8 @@ def check_call(inputs: KeyListInputs, backend: str) -> None:
 
 def uses_triton(inputs: KeyListInputs, backend: str) -> bool:
     """Say whether kernels compute a call; their sums over rows are in any order."""
-    return backend == "triton" and not inputs.deterministic
+    wide = max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM
+    return backend == "triton" and not inputs.deterministic and not wide
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -83,7 +89,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs = KeyListInputs(*arguments[:-1])
     query, dtype = inputs.query, computing_dtype(inputs.query, inputs.bias)
-    return query.new_empty(query.shape), query.new_empty(lse_shape(query), dtype=dtype)
+    return query.new_empty(out_shape(inputs)), query.new_empty(lse_shape(query), dtype=dtype)
 
 
 def _mass(*arguments: Any) -> Tensor:
