@@ -71,6 +71,12 @@ _ESSENTIAL = frozenset(
         "test_mass_of_lists[key bias-2-False]",
         "test_mass_of_sizes_of_zero",
         "test_results_in_order",
+        "test_widths_and_forms[(24, 16)-rows]",
+        "test_widths_and_forms[(16, 24)-causal]",
+        "test_pages[0-False]",
+        "test_blocks[(4, 8)-2]",
+        "test_block_masks[documents]",
+        "test_block_masks[heads]",
     }
 )
 # Small cases of every kind of mask, bias and call for Triton's interpreter, which runs with
@@ -130,6 +136,10 @@ _INTERPRETED = frozenset(
         "test_mass_of_lists[sink-1-False]",
         "test_mass_of_what_one_head_drops_and_another_keeps",
         "test_mass_of_sizes_of_zero",
+        "test_widths_and_forms[(24, 16)-rows]",
+        "test_pages[0-False]",
+        "test_lists[(24, 16)-True]",
+        "test_blocks[(1, 4)-2]",
     }
 )
 # By the names of test functions, which stand for all their cases, or of single cases without the

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import interface
 from .backends import select_backend
 from .backends.shapes import MOST_HEAD_DIM
+from .block_masks import is_block_mask, plain_mask
 from .checks import flag
 from .ops import RecordedError
 from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs
@@ -70,7 +71,7 @@ def explain(
 ) -> Explanation:
     """Tell how a call would be computed: by which backend and kernels, and what makes it slower.
 
-    Nothing is computed, and nothing is launched on a GPU.
+    Nothing is computed, and nothing is launched on a GPU, but for what a BlockMask is turned into.
 
     Args:
         query, key, value: as in the call.
@@ -87,6 +88,7 @@ def explain(
     function: Callable[..., Any] = interface.flash_dmattn_func
     if packed:
         function = interface.flash_dmattn_varlen_func
+    arguments, named = _with_plain_mask(query, key, arguments, named)
     inputs, name = _recorded(function, (query, key, value, *arguments), named)
     widths = _widths(inputs, key, value)
     wants_mass = flag("return_key_mass", named.get("return_key_mass", False))
@@ -118,6 +120,20 @@ def explain(
         obstacles=obstacles,
         key_mass=key_mass,
     )
+
+
+def _with_plain_mask(
+    query: Tensor, key: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with what a call makes of its BlockMask, whose mask_mod must be called."""
+    mask = arguments[0] if arguments else named.get("attn_mask")
+    if not is_block_mask(mask) or named.get("plan") is not None:
+        return arguments, named
+    as_tensor = named.get("window_size") is not None
+    mask = plain_mask(mask, query, key, as_tensor=as_tensor)
+    if arguments:
+        return (mask, *arguments[1:]), named
+    return arguments, {**named, "attn_mask": mask}
 
 
 def _kernel(name: str) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from .arguments import (
     without_expansion,
 )
 from .backends import available_backends, check_backend_name, require_available
+from .block_masks import plain_mask
 from .checks import MOST_ROWS
 from .masks import IntervalMask
 from .plan import AttentionPlan, checked_mask
@@ -51,6 +52,9 @@ from .selection import (
 )
 from .wrong_keywords import refuse_keywords, without_unknown
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 __all__ = [
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
@@ -66,7 +70,7 @@ def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | IntervalMask | None = None,
+    attn_mask: Tensor | IntervalMask | BlockMask | None = None,
     attn_bias: Tensor | None = None,
     softmax_scale: float | None = None,
     is_causal: bool | None = None,
@@ -84,6 +88,8 @@ def flash_dmattn_func(
     backend: str | None = None,
     key_indices: Tensor | None = None,
     index_bias: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: tuple[int, int] | None = None,
     **unknown: NoReturn,
 ) -> Output:
     """Compute attention over the keys that a mask keeps, at a cost that follows the kept keys.
@@ -99,7 +105,8 @@ def flash_dmattn_func(
             value may be another one, Dv: backends but the reference compute with copies that zeros
             pad to the larger of both.
         attn_mask: bool ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps; the same for every query:
-            ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`.
+            ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`; or a BlockMask of
+            FlexAttention, which each call turns into one of these (`make_plan` does it once).
         attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
             -inf means "not kept". One that is the same for every query may be float64 on CPUs, and
             of any size: what float32 would round counts. Then lse is float64.
@@ -130,6 +137,13 @@ def flash_dmattn_func(
             window or plan.
         index_bias: ``(B, {H|Hk|1}, Q, k)``, of 16 bits or float32: added to the scores of the keys
             that ``key_indices`` lists. -inf means "not kept".
+        block_indices: int32 ``(B, {H|Hk|1}, blocks of queries, k)``, the blocks of keys that each
+            block of consecutive queries attends to. What is out of range is no block; a block that
+            is listed twice counts once. Then there is no mask, window, plan or list of keys.
+        block_size: ``(queries of a block, keys of a block)`` of ``block_indices``; the last blocks
+            may be shorter. One query, and a bias that is the same for every query, make
+            ``key_indices`` of the blocks, O(Q x keys listed) integers; else they make a boolean
+            mask of Q x K.
 
     Returns:
         ``out`` ``(B, Q, H, Dv)`` of query's dtype; ``(out, lse)`` with return_lse; ``(out, lse,
@@ -148,6 +162,21 @@ def flash_dmattn_func(
     """
     if unknown:
         refuse_keywords(flash_dmattn_func, unknown)
+    if block_indices is not None or block_size is not None:
+        key_indices, attn_mask = _blocks(
+            DENSE,
+            query,
+            key,
+            block_indices,
+            block_size,
+            attn_bias,
+            return_attn_probs,
+            attn_mask=attn_mask,
+            window_size=window_size,
+            plan=plan,
+            key_indices=key_indices,
+            index_bias=index_bias,
+        )
     if key_indices is not None or index_bias is not None:
         return _listed(
             DENSE,
@@ -188,14 +217,15 @@ def flash_dmattn_func(
         if found is not None:
             out, lse = found
             return out if lse is None else (out, lse)
-    check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
+    mask = plain_mask(attn_mask, query, key, plan, as_tensor=window_size is not None)
+    check_tensors(query, key=key, value=value, attn_mask=mask, attn_bias=attn_bias, sink=sink)
     # Arguments by position cost half of those by name.
     return _attention(
         DENSE,
         query,
         key,
         value,
-        attn_mask,
+        mask,
         attn_bias,
         softmax_scale,
         is_causal,
@@ -241,6 +271,8 @@ def flash_dmattn_varlen_func(
     backend: str | None = None,
     key_indices: Tensor | None = None,
     index_bias: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: tuple[int, int] | None = None,
     **unknown: NoReturn,
 ) -> Output:
     """Compute `flash_dmattn_func` for each sequence of a packed batch.
@@ -266,6 +298,8 @@ def flash_dmattn_varlen_func(
             float64.
         key_indices, index_bias: as in `flash_dmattn_func`, int32 ``({Hk|1}, total_q, k)`` and
             ``({H|Hk|1}, total_q, k)``; keys are counted in the query's own sequence.
+        block_indices, block_size: as in `flash_dmattn_func`, int32 ``({H|Hk|1}, total_q, k)``, of
+            one query each; blocks are counted in the query's own sequence.
 
     Returns:
         As `flash_dmattn_func`, with ``out`` ``(total_q, H, Dv)``, lse ``(H, total_q)``, the mass
@@ -300,6 +334,21 @@ def flash_dmattn_varlen_func(
         index("max_seqlen_q", max_seqlen_q, 0, MOST_ROWS),
         index("max_seqlen_k", max_seqlen_k, 0, MOST_ROWS),
     )
+    if block_indices is not None or block_size is not None:
+        key_indices, attn_mask = _blocks(
+            packing,
+            query,
+            key,
+            block_indices,
+            block_size,
+            attn_bias,
+            return_attn_probs,
+            attn_mask=attn_mask,
+            window_size=window_size,
+            plan=plan,
+            key_indices=key_indices,
+            index_bias=index_bias,
+        )
     if key_indices is not None or index_bias is not None:
         return _listed(
             packing,
@@ -344,6 +393,33 @@ def flash_dmattn_varlen_func(
         return_lse,
         return_key_mass,
         backend,
+    )
+
+
+def _blocks(
+    packing: Packing,
+    query: Tensor,
+    key: Tensor,
+    block_indices: Tensor | None,
+    block_size: tuple[int, int] | None,
+    attn_bias: Tensor | None,
+    return_attn_probs: bool | None,
+    **excluded: Any,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the blocks that a call lists as ``key_indices`` and ``attn_mask``."""
+    from .blocks import lists_or_mask  # which calls without blocks do not load
+
+    check_tensors(query, key=key, attn_bias=attn_bias)
+    rank = 4 if packing.is_dense else 3
+    has_rows = attn_bias is not None and attn_bias.dim() == rank and attn_bias.shape[-2] != 1
+    return lists_or_mask(
+        packing,
+        query,
+        key,
+        block_indices,
+        block_size,
+        by_mask=has_rows or return_attn_probs is True,
+        **excluded,
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,10 +20,14 @@ from .arguments import (
     without_expansion,
     writable,
 )
+from .block_masks import plain_mask
 from .checks import MOST_ROWS, described
 from .masks import IntervalMask
 from .record import DENSE, AttentionInputs, Packing
 from .wrong_keywords import refuse_keywords, without_unknown
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["AttentionPlan", "checked_mask", "is_changed", "make_plan", "mark_of"]
 
@@ -64,6 +68,7 @@ class AttentionPlan:
     attn_mask: Tensor | IntervalMask | None
     is_causal: bool
     backend: str
+    block_mask: Any = None  # that attn_mask was made of, if it was
 
     def __init__(
         self,
@@ -87,7 +92,10 @@ class AttentionPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied or pickled: the plan, and whether it has become useless."""
-        return {**self.__dict__, "_was_changed": self._changed(), "_sources": ()}
+        state = {**self.__dict__, "_was_changed": self._changed(), "_sources": ()}
+        # What it computes from may be a function that cannot be pickled.
+        state.pop("block_mask", None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what was copied or pickled, and what it is made from now."""
@@ -168,7 +176,7 @@ def is_changed(value: Tensor, mark: int | Tensor | None) -> bool:
 def make_plan(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | IntervalMask | None = None,
+    attn_mask: Tensor | IntervalMask | BlockMask | None = None,
     is_causal: bool | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,
@@ -186,7 +194,8 @@ def make_plan(
 
     Args:
         query, key: as in the calls; with the cu_seqlens as in `flash_dmattn_varlen_func`.
-        attn_mask: as in the calls; what `dynamic_mask` selects, for example.
+        attn_mask: as in the calls; what `dynamic_mask` selects, for example. The plan's
+            ``attn_mask`` is what was made of a BlockMask.
         is_causal: query i sees keys ``j <= i + K - Q`` only. False by default.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, all or none.
         block_table: of paged keys.
@@ -204,10 +213,13 @@ def make_plan(
     """
     if unknown:
         refuse_keywords(make_plan, unknown)
+    # Calls with gradients could not keep a mask, or columns, that were made in inference mode.
+    with torch.inference_mode(False):
+        own_mask: Tensor | IntervalMask | None = plain_mask(attn_mask, query, key)
     check_tensors(
         query,
         key=key,
-        attn_mask=attn_mask,
+        attn_mask=own_mask,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
@@ -216,7 +228,7 @@ def make_plan(
     query, key, _ = autocast(query.detach(), key.detach(), key.detach())
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     sizes = _sizes(query, key, packing)
-    mask: Tensor | IntervalMask | None = attn_mask
+    mask = own_mask
     if packing.is_dense:
         if isinstance(mask, IntervalMask):
             mask.check_query_length(query.shape[1], "attn_mask")
@@ -227,10 +239,11 @@ def make_plan(
     parts = parts._replace(mask=without_expansion(parts.mask, 4 if packing.is_dense else 1))
     # A plan is the same for any values and settings but these.
     inputs = AttentionInputs(query, key, key, causal=causal, **parts._asdict(), **packing._asdict())
-    # Calls with gradients could not keep columns that were made in inference mode.
     with torch.inference_mode(False):
         columns = ops.make_plan(inputs, name)
-    return AttentionPlan(attn_mask, causal, name, columns, sizes, packing)
+    plan = AttentionPlan(own_mask, causal, name, columns, sizes, packing)
+    plan.block_mask = None if own_mask is attn_mask else attn_mask
+    return plan
 
 
 def checked_mask(

@@ -40,12 +40,14 @@ class _EmptyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _answers() -> dict[Any, Callable[..., Any]]:
-    from . import selection_ops
+    from . import blocks, selection_ops
 
     aten, own = torch.ops.aten, torch.ops.flash_dmattn
     return {
         own.select_intervals.default: selection_ops._select_intervals_fake,
         own.select_keep.default: selection_ops._select_keep_fake,
+        own.block_keys.default: blocks._keys_fake,
+        own.block_keep.default: blocks._keep_fake,
         aten._to_copy.default: _cast_nothing,
         aten.arange.default: _arange,
         aten.clamp.default: _clamp,

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Masks of FlexAttention, in the forms that attention takes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import check_tensors, refuse_ranks
+from .dispatch_state import PLAIN_TYPES
+from .masks import IntervalMask
+
+__all__ = ["is_block_mask", "mask_of_blocks", "plain_mask"]
+
+# Elements of the part of a mask that is looked at, at a time.
+_ELEMENTS_AT_ONCE = 1 << 24
+
+
+def is_block_mask(mask: object) -> bool:
+    """Say whether a mask is a BlockMask, without the seconds that importing its class takes."""
+    return type(mask) is not Tensor and hasattr(mask, "kv_num_blocks")
+
+
+def mask_of_blocks(
+    block_mask: Any, query: Tensor, key: Tensor, *, as_tensor: bool = False
+) -> Tensor | IntervalMask:
+    """Return an `IntervalMask`, if each key is kept by one run of queries, else a boolean mask.
+
+    The mask_mod is called for the partial blocks alone, once for each of their elements; what is
+    compiled cannot know these, and calls it for all pairs, for a boolean mask.
+
+    Args:
+        block_mask: a BlockMask of the sizes of query and key, or with 1 in place of B or H.
+        query, key: ``(B, rows, heads, D)``.
+        as_tensor: return a boolean mask in any case.
+
+    Raises:
+        ValueError: sizes or devices differ.
+    """
+    _check(block_mask, query, key)
+    blocks = _Blocks.of(block_mask, query.shape[1], key.shape[1])
+    if torch.compiler.is_compiling() or type(blocks.partial) not in PLAIN_TYPES:
+        return _whole(block_mask, blocks)
+    at = blocks.partial.nonzero(as_tuple=True)
+    bits = _bits(block_mask, blocks, at)
+    found = None
+    if not as_tensor and blocks.queries and blocks.keys:
+        found = _intervals(blocks, at, bits)
+    return blocks.rows(0, blocks.partial.shape[2], at, bits) if found is None else found
+
+
+def plain_mask(
+    mask: Any, query: Tensor, key: Tensor, plan: Any = None, *, as_tensor: bool = False
+) -> Any:
+    """Return the mask of a call, or what `mask_of_blocks` makes of a BlockMask.
+
+    Of that from which a plan was made, None.
+    """
+    if not is_block_mask(mask):
+        return mask
+    if plan is None:
+        check_tensors(query, key=key)
+        return mask_of_blocks(mask, query, key, as_tensor=as_tensor)
+    made_of = getattr(plan, "block_mask", None)
+    if made_of is mask:
+        return None
+    told = "another mask" if made_of is None else "another BlockMask"
+    raise ValueError(
+        f"attn_mask must be None or the very mask that plan was made from, {told}, got a "
+        f"BlockMask of shape {tuple(mask.shape)}"
+    )
+
+
+class _Blocks(NamedTuple):
+    """Which blocks are partial and which are full: bool ``(B|1, H|1, rows, columns)`` of blocks."""
+
+    partial: Tensor
+    full: Tensor
+    size: tuple[int, int]
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, mask: Any, queries: int, keys: int) -> _Blocks:
+        size = int(mask.BLOCK_SIZE[0]), int(mask.BLOCK_SIZE[1])
+        columns = -(-keys // size[1])
+        partial = _dense(mask.kv_num_blocks, mask.kv_indices, columns)
+        if mask.full_kv_num_blocks is None:
+            return cls(partial, torch.zeros_like(partial), size, queries, keys)
+        full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+        return cls(partial & ~full, full, size, queries, keys)
+
+    def rows(self, begin: int, end: int, at: tuple[Tensor, ...], bits: Tensor) -> Tensor:
+        """Return bool ``(B|1, H|1, queries, K)`` of some rows of blocks.
+
+        Args:
+            begin, end: of the rows of blocks.
+            at: the places of the partial blocks, in order.
+            bits: their contents.
+        """
+        kept = self.full[:, :, begin:end, :, None, None].repeat(1, 1, 1, 1, *self.size)
+        batch, head, row, column = at
+        if (begin, end) != (0, self.partial.shape[2]):
+            own = (row >= begin) & (row < end)
+            batch, head, row, column, bits = (t[own] for t in (*at, bits))
+        kept[batch, head, row - begin, column] = bits
+        kept = kept.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+        return kept[:, :, : self.queries - begin * self.size[0], : self.keys]
+
+
+def _dense(counts: Tensor, numbers: Tensor, columns: int) -> Tensor:
+    """Turn lists of blocks into booleans ``(B, H, rows, columns)``."""
+    place = torch.arange(numbers.shape[-1], device=numbers.device)
+    listed = (place < counts.unsqueeze(-1)) & (numbers >= 0) & (numbers < columns)
+    # One more column takes what is not listed.
+    kept = torch.zeros((*numbers.shape[:-1], columns + 1), dtype=torch.bool, device=numbers.device)
+    return kept.scatter(-1, numbers.long().where(listed, columns), True)[..., :columns]
+
+
+def _check(mask: Any, query: Tensor, key: Tensor) -> None:
+    if query.dim() != 4 or key.dim() != 4:
+        refuse_ranks(query=query, key=key)
+    (batch, queries, heads, _), keys = query.shape, key.shape[1]
+    shape = tuple(mask.shape)
+    fits = (
+        len(shape) == 4
+        and shape[0] in (1, batch)
+        and shape[1] in (1, heads)
+        and -(-queries // mask.BLOCK_SIZE[0]) == mask.kv_num_blocks.shape[-1]
+        and getattr(mask, "seq_lengths", (queries, keys)) == (queries, keys)
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask is a BlockMask of shape {shape}, but must have shape ({{B|1}}, {{H|1}}, Q, "
+            f"K) = ({{{batch}|1}}, {{{heads}|1}}, {queries}, {keys})"
+        )
+    device = mask.kv_num_blocks.device
+    if device != query.device:
+        raise ValueError(
+            f"attn_mask must be on query's device {query.device}, got a BlockMask on {device}"
+        )
+
+
+def _whole(mask: Any, blocks: _Blocks) -> Tensor:
+    """Return the mask, with the mask_mod called for every pair of query and key."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = blocks.partial.shape[:2]
+    sizes = batch, heads, blocks.queries, blocks.keys
+    kept: Tensor = create_mask(mask.mask_mod, *sizes, device=blocks.partial.device)
+    full, partial = (
+        t.repeat_interleave(blocks.size[0], 2).repeat_interleave(blocks.size[1], 3)[
+            :, :, : blocks.queries, : blocks.keys
+        ]
+        for t in (blocks.full, blocks.partial)
+    )
+    return full | (partial & kept)
+
+
+def _bits(mask: Any, blocks: _Blocks, at: tuple[Tensor, ...]) -> Tensor:
+    """Return the contents of partial blocks, bool ``(n, rows, columns)``; False behind the ends."""
+    device, (rows, columns) = blocks.partial.device, blocks.size
+    row, column = (torch.arange(n, device=device) for n in blocks.size)
+    function = mask.mask_mod
+    for places in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        function = torch.vmap(function, in_dims=places)
+    bits = torch.empty((at[0].shape[0], rows, columns), dtype=torch.bool, device=device)
+    step = max(1, _ELEMENTS_AT_ONCE // (rows * columns))
+    for begin in range(0, bits.shape[0], step):
+        own = tuple(place[begin : begin + step] for place in at)
+        queries = own[2].unsqueeze(1) * rows + row
+        keys = own[3].unsqueeze(1) * columns + column
+        inside = (queries < blocks.queries).unsqueeze(2) & (keys < blocks.keys).unsqueeze(1)
+        # What a mask_mod looks up has no places behind the ends.
+        limits = max(blocks.queries - 1, 0), max(blocks.keys - 1, 0)
+        with _indexing():
+            kept = function(*own[:2], queries.clamp(max=limits[0]), keys.clamp(max=limits[1]))
+        bits[begin : begin + step] = kept & inside
+    return bits
+
+
+def _indexing() -> contextlib.AbstractContextManager[Any]:
+    """Let tensors be indexed by the numbers that torch.vmap gives a mask_mod."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    mode: contextlib.AbstractContextManager[Any] = TransformGetItemToIndex()
+    return mode
+
+
+def _intervals(blocks: _Blocks, at: tuple[Tensor, ...], bits: Tensor) -> IntervalMask | None:
+    """Return the mask as intervals, or None if some key is kept by separate runs of queries."""
+    batch, heads, rows, columns = blocks.partial.shape
+    of_rows = blocks.size[0]
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, batch * heads * of_rows * columns * blocks.size[1]))
+    shape = batch, heads, blocks.keys
+    first = torch.full(shape, blocks.queries, dtype=torch.int32, device=bits.device)
+    last, total = torch.zeros_like(first), torch.zeros_like(first)
+    for begin in range(0, rows, step):
+        kept = blocks.rows(begin, min(begin + step, rows), at, bits)
+        row = begin * of_rows
+        count = kept.sum(2, dtype=torch.int32)
+        # The first True row of each key, and one past the last.
+        begins = kept.byte().argmax(2).int() + row
+        ends = row + kept.shape[2] - kept.flip(2).byte().argmax(2).int()
+        first = torch.where(count > 0, torch.minimum(first, begins), first)
+        last = torch.where(count > 0, torch.maximum(last, ends), last)
+        total += count
+    if not ((last - first == total) | (total == 0)).all():
+        return None
+    return IntervalMask(first.masked_fill(total == 0, 0), last, query_length=blocks.queries)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Blocks of keys that queries or blocks of queries select, as lists of keys or as a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, dispatch_state
+from .arguments import check_packed_ranks, refuse_ranks
+from .operators import define
+from .record import Packing
+
+__all__ = ["lists_or_mask"]
+
+
+def lists_or_mask(
+    packing: Packing,
+    query: Tensor,
+    key: Tensor,
+    block_indices: Tensor | None,
+    block_size: tuple[int, int] | None,
+    *,
+    by_mask: bool,
+    **excluded: Any,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return blocks as ``key_indices`` or as ``attn_mask``; the other one is None.
+
+    Args:
+        packing, query, key: of the call.
+        block_indices, block_size: as in `flash_dmattn_func`.
+        by_mask: whether the call does what calls with lists do not.
+        **excluded: arguments that do not go with blocks, and must be None.
+    """
+    if block_indices is None or block_size is None:
+        missing = "block_indices" if block_indices is None else "block_size"
+        raise ValueError(f"{missing} must be given too: block_indices lists blocks of block_size")
+    given = [name for name, value in excluded.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"block_indices cannot be combined with {', '.join(given)}: what a query attends to is "
+            "what the list of its block names; leave other blocks out of the list"
+        )
+    if not isinstance(block_size, (tuple, list)) or len(block_size) != 2:
+        raise TypeError(
+            "block_size must be (queries of a block, keys of a block), got "
+            f"{checks.described(block_size)}"
+        )
+    rows, size = (checks.index("block_size", number, 1) for number in block_size)
+    _check(packing, query, key, checks.tensor("block_indices", block_indices), rows)
+    is_dense, heads = packing.is_dense, block_indices.shape[-3]
+    keys = key.shape[1] if is_dense else packing.max_seqlen_k
+    if rows == 1 and not by_mask and heads in (1, key.shape[-2]):
+        return _run("block_keys", _keys, block_indices, size, keys), None
+    queries = query.shape[1] if is_dense else query.shape[0]
+    return None, _run("block_keep", _keep, block_indices, rows, size, queries, keys)
+
+
+def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: int) -> None:
+    if not packing.is_dense and rows != 1:
+        raise ValueError(
+            "block_size must be (1, keys of a block) for packed sequences, whose blocks of queries "
+            f"would not be of one sequence; got {rows} queries"
+        )
+    if blocks.dtype != torch.int32:
+        raise TypeError(
+            f"block_indices must have dtype torch.int32, got {blocks.dtype}; "
+            "block_indices.to(torch.int32) is one"
+        )
+    if blocks.device != query.device:
+        raise ValueError(
+            f"block_indices must be on query's device {query.device}, got a tensor on "
+            f"{blocks.device}"
+        )
+    if not packing.is_dense:
+        check_packed_ranks(query, key, paged=packing.block_table is not None)
+    elif query.dim() != 4 or key.dim() != 4:
+        refuse_ranks(query=query, key=key)
+    batch: tuple[int, ...] = (query.shape[0],) if packing.is_dense else ()
+    count = -(-query.shape[len(batch)] // rows)
+    heads = tuple(dict.fromkeys((query.shape[-2], key.shape[-2], 1)))
+    shape = tuple(blocks.shape)
+    if (
+        len(shape) == query.dim()
+        and shape[:-3] == batch
+        and shape[-3] in heads
+        and shape[-2] == count
+    ):
+        return
+    form, sizes = "{H|Hk|1}, total_q, k", f"{{{'|'.join(map(str, heads))}}}, {count}, any k"
+    if batch:
+        form = "B, {H|Hk|1}, blocks of queries, k"
+        sizes = f"{batch[0]}, {sizes}"
+    raise ValueError(f"block_indices must have shape ({form}) = ({sizes}), got {shape}")
+
+
+def _run(name: str, implementation: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    if dispatch_state.is_transformed():
+        return implementation(*arguments)
+    made: Tensor = getattr(torch.ops.flash_dmattn, name).default(*arguments)
+    return made
+
+
+def _in_range(blocks: Tensor, size: int, keys: int) -> Tensor:
+    return (blocks >= 0) & (blocks < -(-keys // size))
+
+
+def _keys(blocks: Tensor, size: int, keys: int) -> Tensor:
+    """List the keys of blocks; of a block that is listed twice, once."""
+    blocks = blocks.masked_fill(~_in_range(blocks, size, keys), -1).sort(-1).values
+    if blocks.shape[-1] > 1:
+        again = blocks[..., 1:] == blocks[..., :-1]
+        blocks = torch.cat([blocks[..., :1], blocks[..., 1:].masked_fill(again, -1)], -1)
+    places = torch.arange(size, device=blocks.device, dtype=torch.int32)
+    # Negative blocks have negative keys.
+    return (blocks.unsqueeze(-1) * size + places).flatten(-2)
+
+
+def _keys_fake(blocks: Tensor, size: int, keys: int) -> Tensor:
+    return blocks.new_empty((*blocks.shape[:-1], blocks.shape[-1] * size))
+
+
+def _keep(blocks: Tensor, rows: int, size: int, queries: int, keys: int) -> Tensor:
+    """Return bool ``(..., queries, keys)``."""
+    columns = -(-keys // size)
+    # One more column takes what is no block.
+    place = blocks.where(_in_range(blocks, size, keys), columns).long()
+    kept = blocks.new_zeros((*blocks.shape[:-1], columns + 1), dtype=torch.bool)
+    kept = kept.scatter(-1, place, True)[..., :columns]
+    if rows > 1:
+        kept = kept.repeat_interleave(rows, -2)[..., :queries, :]
+    return kept.repeat_interleave(size, -1)[..., :keys].contiguous()
+
+
+def _keep_fake(blocks: Tensor, rows: int, size: int, queries: int, keys: int) -> Tensor:
+    return blocks.new_empty((*blocks.shape[:-2], queries, keys), dtype=torch.bool)
+
+
+define("block_keys", ("Tensor blocks, SymInt size, SymInt keys", "Tensor"), _keys, _keys_fake)
+define(
+    "block_keep",
+    ("Tensor blocks, SymInt rows, SymInt size, SymInt queries, SymInt keys", "Tensor"),
+    _keep,
+    _keep_fake,
+)
