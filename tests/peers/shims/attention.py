@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flash_dmattn import IntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
 
@@ -48,7 +47,7 @@ class Options:
         """Return the arguments that both functions of flash_dmattn take.
 
         Args:
-            q: the queries, before their heads are padded.
+            q: the queries.
             aligned: all queries and keys of the tensors count, so that is_causal is right.
         """
         sink = self.sink
@@ -109,7 +108,7 @@ def dense(
     keys, device = k.shape[1], q.device
     aligned = used_q is None and used_k is None and left_pad is None
     arguments = options.arguments(q, aligned=aligned)
-    q, k, v, value_dim = pad_heads(q, k, v)
+    refuse_wide_heads(q, v)
     j = torch.arange(keys, device=device)
     lengths_q = _lengths(used_q, batch, queries, device)
     lengths_k = _lengths(used_k, batch, keys, device)
@@ -130,7 +129,7 @@ def dense(
             distance = i + (lengths_k - lengths_q)[:, None, None] - j
             bias = -slopes * distance.abs()[:, None].float()
     out, lse = flash_dmattn_func(q, k, v, mask, bias, **arguments)
-    return out[..., :value_dim], lse_with_sink(lse, options.sink, head_dim=1)
+    return out, lse_with_sink(lse, options.sink, head_dim=1)
 
 
 def packed(
@@ -167,7 +166,7 @@ def packed(
     device = q.device
     aligned = used_q is None and used_k is None and left_pad is None
     arguments = options.arguments(q, aligned=aligned)
-    q, k, v, value_dim = pad_heads(q, k, v)
+    refuse_wide_heads(q, v)
     lengths_q = starts_q.long().diff() if used_q is None else used_q.long()
     lengths_k = starts_k.long().diff() if used_k is None else used_k.long()
     of_key, j = places(starts_k)
@@ -200,7 +199,7 @@ def packed(
         attn_bias=bias,
         **arguments,
     )
-    return out[..., :value_dim], lse_with_sink(lse, options.sink, head_dim=0)
+    return out, lse_with_sink(lse, options.sink, head_dim=0)
 
 
 def intervals(
@@ -243,14 +242,11 @@ def intervals(
     return start.to(torch.int32), end.to(torch.int32)
 
 
-def pad_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Give all three the larger head dimension, by zeros; return also that of the values."""
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    most = max(head_dim, value_dim)
+def refuse_wide_heads(q: Tensor, v: Tensor) -> None:
+    """Raise for heads that no kernel is wide enough for."""
+    most = max(q.shape[-1], v.shape[-1])
     if most > MOST_HEAD_DIM:
         raise NoCounterpartError(f"head dimension {most}")
-    q, k = pad(q, (0, most - head_dim)), pad(k, (0, most - head_dim))
-    return q, k, pad(v, (0, most - value_dim)), value_dim
 
 
 def lse_with_sink(lse: Tensor, sink: Tensor | None, head_dim: int) -> Tensor:
