@@ -163,7 +163,7 @@ def running_sums(gates: Tensor) -> Tensor:
     if length < 2 * _SUMMED_TOGETHER:
         return gates.cumsum(-1)
     padded = torch.nn.functional.pad(gates, (0, -length % _SUMMED_TOGETHER))
-    within = padded.unflatten(-1, (-1, _SUMMED_TOGETHER)).cumsum(-1)
+    within = padded.reshape(*gates.shape[:-1], -1, _SUMMED_TOGETHER).cumsum(-1)
     before = torch.nn.functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
     return (within + before.unsqueeze(-1)).flatten(-2)[..., :length]
 
