@@ -62,6 +62,7 @@ FAMILIES = (
         only_head_dims=DIRECT_HEAD_DIMS,
     ),
     Family("forward", "forward/forward_launch.cuh", "ForwardLaunch"),
+    Family("list_forward", "lists/forward_launch.cuh", "ListLaunch"),
     Family("dq", "backward/dq_launch.cuh", "BackwardLaunch"),
     Family("dkdv", "backward/dkdv_launch.cuh", "BackwardLaunch"),
     Family("row_bias", "backward/row_bias_launch.cuh", "BackwardLaunch"),

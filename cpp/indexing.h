@@ -165,6 +165,9 @@ FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
   return per_query(p.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
 }
 
+// Whether each query lists its keys.
+FDM_INLINE bool lists_keys(const fdm_problem &p) { return present(p.indices); }
+
 // The tensor whose first two dimensions number the plan's lists.
 FDM_INLINE const fdm_tensor &list_tensor(const fdm_problem &p) { return has_intervals(p) ? p.start : p.mask; }
 

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 6
+#define FDM_PACK_ABI_VERSION 7
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 /* Stands before the definition of that function: the one thing of a pack that others see. */
@@ -147,6 +147,13 @@ typedef struct fdm_problem {
    * causal selection of max_kept keys. A plan has room for no more. Where it is not so, results are right all the same,
    * but take longer. 0: not known. */
   int64_t max_kept;
+
+  /* The keys that each query lists, in any order: indices in its own sequence. One that is negative, that its sequence has not,
+   * or that is beyond the causal limit is no key; a key listed twice counts twice. There is then no mask and no plan, and bias is
+   * the same for every query. index_bias is added to the scores of what is listed. Absent: queries list no keys. */
+  fdm_tensor indices; /* int32 (B, {Hk|1}, Q, k), k above 0; varlen (1, {Hk|1}, total_q, k) */
+  fdm_tensor
+      index_bias; /* float16, bfloat16 or float32 (B, {H|Hk|1}, Q, k); varlen (1, {H|Hk|1}, total_q, k); or absent */
 } fdm_problem;
 
 typedef struct fdm_forward_args {
@@ -271,6 +278,7 @@ typedef struct fdm_pack {
    * with either, unless the bias has a row for each query, are given out_low. 0: never. */
   int32_t wants_out_low;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
+  int32_t lists_keys;      /* 1: forward serves problems with indices */
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

@@ -2,7 +2,7 @@
 // The entry points of a pack's table, alike in every pack: the checks of pack_calls.h, then the pack's own work.
 //
 // A Pack has these static members:
-//   kLimits, kKeyMassBiases                                    what it was built for
+//   kLimits, kKeyMassBiases, kListsKeys                        what it was built for
 //   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
 //   key_mass_workspace_bytes(p), selection_workspace_bytes(s)
 //   is_filled(p, plan)                                         true if forward and backward may read this plan
@@ -126,6 +126,7 @@ template <class Pack> struct PackEntries {
     table.describe = describe;
     table.key_mass = key_mass;
     table.key_mass_biases = Pack::kKeyMassBiases;
+    table.lists_keys = Pack::kListsKeys;
     return table;
   }
 
@@ -143,9 +144,20 @@ private:
     }
   }
 
+  static int32_t check_lists(const fdm_problem &p, int32_t pass, const Message &message) {
+    if (!lists_keys(p)) return FDM_OK;
+    if (!Pack::kListsKeys) return message.fail(FDM_UNSUPPORTED, "no kernel of this pack reads lists of keys");
+    if (pass != FDM_PASS_FORWARD)
+      return message.fail(FDM_UNSUPPORTED, "of calls that list keys there is a forward pass only");
+    if (mask_kind(p) == FDM_MASK_NONE && !has_rows(p.bias)) return FDM_OK;
+    return message.fail(FDM_INVALID_ARGUMENT,
+                        "queries that list keys have no mask and no bias with a row for each query");
+  }
+
   static int32_t check(const fdm_problem *p, int32_t pass, fdm_buffer plan, fdm_buffer workspace,
                        const Message &message) {
     if (int32_t status = check_problem(p, Pack::kLimits, message)) return status;
+    if (int32_t status = check_lists(*p, pass, message)) return status;
     if (int32_t status = check_buffer("plan", plan, Pack::plan_bytes(*p), message)) return status;
     if (int32_t status = check_buffer("workspace", workspace, workspace_needed(*p, pass), message)) return status;
     if (pass == FDM_PASS_PLAN || Pack::is_filled(*p, plan.data)) return FDM_OK;

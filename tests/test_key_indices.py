@@ -14,13 +14,19 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
-from flash_dmattn.key_lists import formula
+from flash_dmattn.key_lists import formula, ops
 from flash_dmattn.record import KEY_LISTS, KeyListInputs
 from good_arguments import dense, on_device, varlen, zeros
 from listed_keys import ListedCall, leaves_of
 from support import Target, assert_accurate, gathered, randn
 
 SMALL = {"length": 5, "head_dim": 8, "kv_heads": 2, "group": 3, "dlse": True}
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let GPU packs compute by their kernels, whatever calls take by default."""
+    monkeypatch.setattr(ops, "LISTS_OF_GPU_PACKS", True)
 
 
 def check_listed(call: ListedCall, **options: object) -> None:
@@ -30,6 +36,31 @@ def check_listed(call: ListedCall, **options: object) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_drawn_lists(target: Target, seed: int) -> None:
     check_listed(ListedCall(seed, target))
+
+
+# Of the pack's kernels, 16 rows or 128 are a tile, and 64 columns a step.
+@pytest.mark.parametrize(
+    ("group", "length"),
+    [(1, 4096), (16, 64), (17, 1), (32, 65), (33, 129), (64, 2), (100, 128), (128, 191), (129, 64)],
+)
+def test_groups_that_share_a_list(target: Target, group: int, length: int) -> None:
+    fixed = {"group": group, "length": length, "head_dim": 64, "bias_heads": 1, "index_heads": 1}
+    sizes = [(2, 300), (1, 100)]
+    check_listed(ListedCall(group, target, kv_heads=1, list_heads=1, sizes=sizes, **fixed))
+
+
+def test_packs_with_kernels_for_lists_compute_them(target: Target) -> None:
+    """Other targets compute them otherwise."""
+    call = small_call(target, dtype=target.dtypes[-1])
+    given = dict(leaves_of(call.tensors, target.device), backend=target.backend, **call.settings)
+    lists = call.indices.to(target.device)
+    told = flash_dmattn.explain(**given, key_indices=lists).forward
+    assert told is not None
+    own = target.is_pack and target.has_kernels_of_gpu
+    assert told["kernel"].startswith("list_forward of ") == own
+    empty = flash_dmattn.explain(**{**given, "index_bias": None}, key_indices=lists[..., :0])
+    assert empty.forward is not None
+    assert not empty.forward["kernel"].startswith("list_forward of ")
 
 
 @pytest.mark.parametrize("packed", [False, True])

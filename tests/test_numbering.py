@@ -41,6 +41,8 @@ def test_each_part_of_the_work_has_one_number(tmp_path: Path) -> None:
             "routes of forward",
             "routes of backward",
             "routes of pair biases",
+            "routes of lists",
+            "routes of packed lists",
         ],
         "each part has one number",
     )

@@ -80,6 +80,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("dtypes", &dtypes_of)
       .def_prop_ro("wants_out_low", [](const Pack &pack) { return pack.table().wants_out_low != 0; })
       .def_prop_ro("plan_layouts", &plan_layouts_of)
+      .def_prop_ro("lists_keys", [](const Pack &pack) { return pack.table().lists_keys != 0; })
       .def_prop_ro("launch_counts", &launch_counts_of)
       .def_prop_ro("key_mass_biases", &key_mass_biases_of)
       .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a,
@@ -97,6 +98,7 @@ void bind_problem(nb::module_ &module) {
             new (self) Problem(pack.table(), read_record<AttentionRecord>(fields, named), {threads, stream});
           },
           "pack"_a, "fields"_a, "threads"_a = 1, "stream"_a = 0, "named"_a)
+      .def("list_keys", &Problem::list_keys, "indices"_a, "index_bias"_a.none())
       .def_prop_ro("plan_bytes", &Problem::plan_bytes)
       .def_prop_ro("plan_workspace_bytes", [](const Problem &self) { return self.workspace_bytes(FDM_PASS_PLAN); })
       .def_prop_ro("forward_workspace_bytes",

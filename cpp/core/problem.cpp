@@ -285,6 +285,34 @@ std::string Problem::describe(nb::tuple gradients) const {
   return text;
 }
 
+fdm_tensor Problem::read_listed(const TensorField &field, const char *name, DtypeSet allowed, bool may_be_per_head,
+                                int64_t length) const {
+  const TensorView &view = read_argument(field, name, allowed, device_);
+  const int first = extents_.varlen ? 1 : 0;
+  require_rank(view, name, 4 - first, extents_.varlen ? "(heads, total_q, length)" : "(batch, heads, queries, length)");
+  const fdm_tensor t = extents_.varlen ? with_axes(view, {new_axis, 0, 1, 2}) : with_axes(view, {0, 1, 2, 3});
+  const int64_t heads = t.shape[1];
+  const bool fits_heads = heads == 1 || heads == extents_.kv_heads || (may_be_per_head && heads == extents_.heads);
+  if (t.shape[0] != problem_.q.shape[0] || !fits_heads || t.shape[2] != problem_.q.shape[1] || t.shape[3] < 1 ||
+      (length > 0 && t.shape[3] != length))
+    value_error(name, " has shape ", shape_of(view), ", but must have a row of ", length > 0 ? "as many" : "some",
+                " elements for each of ", problem_.q.shape[1], " queries, and 1 or ", extents_.kv_heads, " heads",
+                may_be_per_head ? ", or one for each query head" : "");
+  return t;
+}
+
+void Problem::list_keys(const TensorField &indices, const TensorField &index_bias) {
+  if (!pack_.lists_keys)
+    raise(PyExc_NotImplementedError, std::string("kernel pack ") + pack_.name + " has no kernels for lists of keys");
+  if (mask_kind_ != FDM_MASK_NONE || selects_) value_error("indices are given, but there is a mask or a window, too");
+  const fdm_tensor listed = read_listed(indices, "indices", only(FDM_INT32), false, 0);
+  const fdm_tensor bias = is_absent(index_bias)
+                              ? absent_tensor()
+                              : read_listed(index_bias, "index_bias", float_dtypes, true, listed.shape[3]);
+  problem_.indices = listed;
+  problem_.index_bias = bias;
+}
+
 fdm_tensor Problem::read_like(const TensorField &field, const char *name, const fdm_tensor &model,
                               const char *model_name) const {
   const TensorView &view = read_argument(field, name, only(model.dtype), device_);

@@ -45,6 +45,9 @@ class Problem {
 public:
   Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution);
 
+  // Makes it a problem whose queries list their keys; index_bias may be None. The pack must have kernels for it.
+  void list_keys(const TensorField &indices, const TensorField &index_bias);
+
   int64_t plan_bytes() const { return plan_bytes_; }
   // The same, or 0 where the pack needs no plan for this call. Traced calls know too little to ask.
   int64_t needed_plan_bytes() const;
@@ -103,6 +106,9 @@ private:
   fdm_tensor read_like(const TensorField &field, const char *name, const fdm_tensor &model,
                        const char *model_name) const;
   fdm_tensor read_lse(const TensorField &field, const char *name) const;
+  // A tensor with a row for each query and some heads, of `length` elements if that is above 0.
+  fdm_tensor read_listed(const TensorField &field, const char *name, DtypeSet allowed, bool may_be_per_head,
+                         int64_t length) const;
   fdm_tensor read_out(const TensorField &field) const;
   fdm_tensor read_mass(const TensorField &field) const;
   AttendSizes attend_sizes(bool has_lse, bool has_plan) const;

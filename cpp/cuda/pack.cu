@@ -12,6 +12,7 @@
 #include "host/facts.h"
 #include "host/launch_counts.h"
 #include "host/way_counts.h"
+#include "lists/lists.h"
 #include "pair_bias/pair_bias.h"
 #include "plan/make_plan.h"
 #include "plan/plan.cuh"
@@ -46,6 +47,7 @@ struct CudaPack {
   static constexpr PackLimits kLimits{kMaxHeadDim, 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16};
 
   static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_KEYS;
+  static constexpr bool kListsKeys = true;
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return plan_route(p, any_device(built_for())).plan_bytes; }
@@ -53,7 +55,9 @@ struct CudaPack {
   static int64_t plan_workspace_bytes(const fdm_problem &p) {
     return plan_route(p, any_device(built_for())).workspace_bytes;
   }
-  static int64_t forward_workspace_bytes(const fdm_problem &p) { return forward_workspace(p, any_device(built_for())); }
+  static int64_t forward_workspace_bytes(const fdm_problem &p) {
+    return lists_keys(p) ? 0 : forward_workspace(p, any_device(built_for()));
+  }
   static int64_t backward_workspace_bytes(const fdm_problem &p) {
     return backward_workspace(p, any_device(built_for()));
   }
@@ -110,6 +114,7 @@ struct CudaPack {
     return make_plan(p, plan_of(p, plan), any_device(built_for()), workspace, stream);
   }
   static cudaError_t forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
+    if (lists_keys(p)) return run_list_forward(p, args, any_device(built_for()));
     return with_facts(p, [&](const DeviceFacts &facts) { return run_forward(p, args, facts, plan, workspace); });
   }
   static cudaError_t backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {

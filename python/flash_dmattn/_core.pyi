@@ -73,6 +73,9 @@ class Pack:
         for every query, or all.
         """
     @property
+    def lists_keys(self) -> bool:
+        """Whether `Problem.list_keys` can be called."""
+    @property
     def launch_counts(self) -> dict[str, int]:
         """How often this process has launched each kernel, by mangled name, and how many calls took
         which way ("forward: ...", "backward: ..."); empty for cpu packs.
@@ -128,6 +131,12 @@ class Problem:
     def __init__(
         self, pack: Pack, *fields: Any, threads: int = 1, stream: int = 0, **named: Any
     ) -> None: ...
+    def list_keys(self, indices: TensorLike, index_bias: TensorLike | None) -> None:
+        """Makes it a problem whose queries list their keys, without a mask.
+
+        indices: int32 (B, Hk|1, Q, k); packed (Hk|1, total_q, k).
+        index_bias: float16, bfloat16 or float32 (B, H|Hk|1, Q, k); packed (H|Hk|1, total_q, k).
+        """
     @property
     def plan_bytes(self) -> int: ...
     @property

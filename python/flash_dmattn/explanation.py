@@ -162,13 +162,19 @@ def _explain_lists(
     wants_mass: bool,
 ) -> Explanation:
     """Tell how a call is computed whose queries list their keys."""
-    from .key_lists.ops import check_call, uses_triton  # which calls without lists do not load
+    from .key_lists.ops import (  # which calls without lists do not load
+        check_call,
+        serving_pack,
+        uses_triton,
+    )
 
     check_call(inputs, asked)
-    by_triton = uses_triton(inputs, asked)
+    by_triton, packed = uses_triton(inputs, asked), serving_pack(inputs, asked)
     kernels = ("list_forward_kernel", "list_backward_kernel", "list_mass_kernel")
     if not by_triton:
         kernels = ("PyTorch operations",) * 3
+    if packed is not None:
+        kernels = (f"list_forward of {packed.pack.name}", *kernels[1:])
     forward, backward, key_mass = map(_kernel, kernels)
     obstacles = [*widths]
     if asked == "triton" and max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM:
@@ -185,7 +191,7 @@ def _explain_lists(
                 "pass deterministic=False where equal bits are not needed",
             )
         )
-    elif not by_triton and inputs.query.is_cuda:
+    elif not by_triton and packed is None and inputs.query.is_cuda:
         obstacles.append(
             Obstacle(
                 "PyTorch operations compute calls with key_indices unless a backend is named",
@@ -193,8 +199,8 @@ def _explain_lists(
             )
         )
     return Explanation(
-        "triton" if by_triton else "reference",
-        pack=None,
+        "triton" if by_triton else "reference" if packed is None else packed.name,
+        pack=None if packed is None else f"{packed.pack.name} ({packed.pack.path})",
         selection=None,
         plan=None,
         forward=forward,

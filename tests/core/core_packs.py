@@ -81,6 +81,8 @@ class ProblemStruct(ctypes.Structure):
         ],
         *_tensors("q", "k", "v", "mask", "start", "end", "bias"),
         *_tensors("cu_seqlens_q", "cu_seqlens_k", "block_table", "sink"),
+        ("max_kept", ctypes.c_int64),
+        *_tensors("indices", "index_bias"),
     ]
 
 

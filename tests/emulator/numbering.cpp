@@ -21,6 +21,7 @@
 #include "cuda/forward/forward.cuh"
 #include "cuda/host/facts.h"
 #include "cuda/host/fill.cu"
+#include "cuda/lists/list_tile.cuh"
 #include "cuda/pair_bias/dbias_tiles.cuh"
 #include "cuda/pair_bias/sm90/forward_tasks.cuh"
 #include "cuda/pair_bias/sm90/fused_tasks.cuh"
@@ -627,6 +628,48 @@ Work pair_bias_routes() {
           }};
 }
 
+// Each query head of each row, those of no sequence included.
+void list_kernel(const ListParams &params) {
+  ListTask task{};
+  task.set(params, blockIdx.x);
+  for (int32_t r = 0; r < task.heads; ++r)
+    count(is_varlen(params.p) ? 0 : task.s.batch, task.s.q_begin + task.query, task.head + r);
+}
+template <bool kPacked> Work routes_of_lists() {
+  fdm_problem p = draw_problem();
+  p.heads = p.kv_heads * draw(1, draw(0, 1) ? 9 : 300);
+  p.head_dim = draw(1, 256);
+  p.queries = draw(1, 40);
+  static Packing *packing = nullptr;
+  delete std::exchange(packing, kPacked ? new Packing(p, p.batch, 20) : nullptr);
+  int64_t rows = p.queries;
+  if (kPacked) {
+    // Before the first sequence and behind the last one, too.
+    rows = packing->bounds.back() + draw(0, 3);
+    if (rows == 0) return {0, {}};
+    p.q.shape[1] = rows;
+    p.k.shape[1] = INT32_MAX;
+    packing->bounds[0] = draw(0, packing->bounds[1]);
+  }
+  static int32_t nothing = 0;
+  const auto biases = [&](int64_t heads) {
+    return fdm_tensor{&nothing, {1, heads, 1, 1}, {0, 0, 0, 0}, FDM_FLOAT32, 0};
+  };
+  p.indices = biases(1);
+  if (draw(0, 1)) p.bias = biases(draw(0, 1) ? p.kv_heads : p.heads);
+  if (draw(0, 1)) p.index_bias = biases(draw(0, 1) ? 1 : p.heads);
+  const ListRoute route = list_forward_route(p, draw_device());
+  ListParams params{};
+  params.p = p;
+  params.heads_per_tile = route.heads_per_tile;
+  params.head_tiles = route.head_tiles;
+  launch_blocks(list_kernel, dim3(route.blocks), 32, params);
+  const int64_t batches = kPacked ? 1 : p.batch, heads = p.heads;
+  return {batches * rows * heads, [=](int64_t batch, int64_t row, int64_t head) {
+            return within(batch, batches) && within(row, rows) && within(head, heads);
+          }};
+}
+
 } // namespace
 } // namespace fdm::cuda
 
@@ -661,4 +704,6 @@ int main() {
   check("routes of forward", kMany / 2, forward_routes);
   check("routes of backward", kMany, backward_routes);
   check("routes of pair biases", kMany, pair_bias_routes);
+  check("routes of lists", kFew, routes_of_lists<false>);
+  check("routes of packed lists", kMany, routes_of_lists<true>);
 }

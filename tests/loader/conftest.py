@@ -14,7 +14,7 @@ from flash_dmattn.loader import Loader
 from flash_dmattn.loader.facts import Device, Driver, Host, Torch
 
 VERSION = "2.0.0a1"
-ABI_VERSION = 6
+ABI_VERSION = 7
 TARGETS = Path(__file__).parents[2] / "cmake" / "targets.json"
 
 

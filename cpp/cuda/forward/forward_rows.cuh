@@ -11,6 +11,7 @@
 #include "../tile/score.cuh"
 #include "../tile/sink.cuh"
 #include "forward.h"
+#include "running_rows.cuh"
 
 namespace fdm::cuda {
 
@@ -56,17 +57,15 @@ struct ForwardTask {
 enum class RowsOf { usual, general, decode, one_head };
 
 template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, RowsOf kRowsOf>
-struct ForwardRows {
+struct ForwardRows : RunningRows<kRowTileCount, kColumnTileCount, kDimTileCount> {
   static constexpr bool kGeneral = kRowsOf == RowsOf::general || kRowsOf == RowsOf::decode;
   static constexpr bool kSharedRows = kRowsOf == RowsOf::decode, kOneHead = kRowsOf == RowsOf::one_head;
   static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount, kDimTiles = kDimTileCount;
-  static constexpr float kSlack = 8.0f;
+  using Running = RunningRows<kRowTileCount, kColumnTileCount, kDimTileCount>;
+  using Running::kSlack, Running::scores, Running::out, Running::maximum, Running::sum;
 
   const ForwardParams &params;
   const ForwardTask *task;
-  float scores[kRowTiles][kColumnTiles][4];
-  float out[kRowTiles][kDimTiles][4];
-  float maximum[kRowTiles][2], sum[kRowTiles][2];
 
   __device__ ForwardRows(const ForwardParams &parameters, const ForwardTask &own_task)
       : params(parameters), task(&own_task) {}
@@ -88,20 +87,6 @@ struct ForwardRows {
   // The row of the block that this thread accumulates in tile m of the warp, half 0 or 1.
   __device__ static int row(int m, int half) {
     return (kSharedRows ? 0 : threadIdx.x / 32 * (16 * kRowTiles)) + 16 * m + accumulator_row(half);
-  }
-
-  __device__ void start() {
-    start_sums();
-    clear(out);
-  }
-  __device__ void start_sums() {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        maximum[m][half] = -INFINITY;
-        sum[m][half] = 0.0f;
-      }
   }
 
   // Makes the scores scaled, capped and biased, to base 2, and -inf where a pair is not kept. `partial` says that some
@@ -184,32 +169,6 @@ struct ForwardRows {
     }
   }
 
-  // Turns the scores of a row into probabilities, relative to its running maximum. Returns the factor that scales what
-  // was summed before. The maximum follows only where it falls behind by kSlack: probabilities of up to 2^kSlack do no
-  // harm, and most blocks then need not touch the accumulators. `scale`, above 0, makes what is given scores to base 2.
-  __device__ float softmax(int m, int half, float scale = 1.0f) {
-    float largest = -INFINITY;
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
-      largest = fmaxf(largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-    largest = fmaxf(maximum[m][half], ptx::row_max(largest) * scale);
-    if (largest <= maximum[m][half] + kSlack) largest = maximum[m][half];
-    const float shift = largest == -INFINITY ? 0.0f : largest;
-    const float factor = ptx::exp2_approximate(maximum[m][half] - shift);
-    maximum[m][half] = largest;
-    float added = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float &s = scores[m][n][2 * half + i];
-        s = ptx::exp2_approximate(fmaf(s, scale, -shift));
-        added += s;
-      }
-    sum[m][half] = sum[m][half] * factor + added;
-    return factor;
-  }
-
   // The largest running maximum with which quick_softmax() may be used. Scores that a product has added the bias to have
   // errors of some units in their last place, each 2^-13 here; P is rounded to 2^-11 of itself in float16.
   static constexpr float kShiftLimit = 1024.0f;
@@ -255,46 +214,8 @@ struct ForwardRows {
       }
   }
 
-  __device__ void rescale(int m, int half, float factor) {
-    if (__any_sync(0xffffffffu, factor != 1.0f)) {
-#pragma unroll
-      for (int d = 0; d < kDimTiles; ++d) {
-        out[m][d][2 * half] *= factor;
-        out[m][d][2 * half + 1] *= factor;
-      }
-    }
-  }
-
-  // The softmax of all rows. One test for all leaves the compiler free to overlap their latencies.
-  __device__ void softmax(float scale = 1.0f) {
-    float factor[kRowTiles][2];
-    bool changed = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        factor[m][half] = softmax(m, half, scale);
-        changed |= factor[m][half] != 1.0f;
-      }
-    if (!__any_sync(0xffffffffu, changed)) return;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int d = 0; d < kDimTiles; ++d)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[m][d][i] *= factor[m][i / 2];
-  }
-
   __device__ void finish() {
-    bool any_nan = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        sum[m][half] = ptx::row_sum(sum[m][half]);
-        any_nan |= isnan(sum[m][half]);
-      }
-    if (!__any_sync(0xffffffffu, any_nan)) return;
+    if (!__any_sync(0xffffffffu, this->finish_sums())) return;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll

@@ -45,6 +45,10 @@ class Backend(Protocol):
         """Say whether it takes calls that select by themselves (`AttentionInputs.window`)."""
         return False
 
+    def serves_lists(self, inputs: KeyListInputs) -> bool:
+        """Say whether it has kernels for a call whose queries list their keys."""
+        return False
+
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Return the length of a plan; sizes may be symbolic."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
-from flash_dmattn.record import ATTENTION
+from flash_dmattn.record import ATTENTION, KeyListInputs
 
 from . import portable, torch_memory
 from .base import (
@@ -29,6 +29,7 @@ _ALLOCATOR = _core.Allocator(
 _TENSORS = ATTENTION.tensor_count
 # Whether packs of GPUs sum the attention of keys by kernels of their own, and not by Triton's.
 KEY_MASS_OF_GPU_PACKS = False
+_MOST_PLACES = 2**31 - 1
 
 
 class PackBackend(Backend):
@@ -189,6 +190,22 @@ class PackBackend(Backend):
         if self._has_key_mass(inputs):
             return f"key_mass of {self.pack.name}"
         return "key_mass_kernel of Triton" if self._triton_is_here() else "PyTorch operations"
+
+    def serves_lists(self, inputs: KeyListInputs) -> bool:
+        """Say whether it has kernels for a call whose queries list their keys."""
+        query, key, bias = inputs.query, inputs.key, inputs.bias
+        return (
+            self.pack.lists_keys
+            and str(query.dtype).removeprefix("torch.") in self.pack.dtypes
+            and query.shape[-1] <= self.pack.max_head_dim
+            and (bias is None or bias.dtype != torch.float64)
+            and min(query.numel(), key.numel(), inputs.indices.numel()) > 0
+            and (inputs.block_table is None or key.shape[0] * key.shape[1] <= _MOST_PLACES)
+        )
+
+    def list_forward(self, inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
+        """Return out and lse of a call whose queries list their keys."""
+        return torch_memory.list_forward(self.pack, self._threads(), inputs)
 
     def _has_key_mass(self, inputs: AttentionInputs) -> bool:
         biases = self.pack.key_mass_biases

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
-from flash_dmattn.record import ATTENTION
+from flash_dmattn.record import ATTENTION, KeyListInputs
 
 from .base import (
     AttentionInputs,
@@ -32,6 +32,7 @@ __all__ = [
     "exchanged",
     "keep",
     "key_mass",
+    "list_forward",
     "make_plan",
     "raw_stream",
     "select",
@@ -128,6 +129,15 @@ def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tenso
     return mass
 
 
+def list_forward(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a call whose queries list their keys."""
+    problem, call = _list_problem(pack, threads, inputs), inputs.without_lists()
+    out, lse = _out(call.query), _lse(call)
+    workspace = _scratch(problem.forward_workspace_bytes, out.device)
+    problem.forward(exchanged(out), exchanged(lse), None, exchanged(workspace))
+    return out, lse
+
+
 def describe(
     pack: _core.Pack, threads: int, inputs: AttentionInputs, gradients: tuple[str, ...]
 ) -> str:
@@ -165,6 +175,12 @@ def exchanged(field: object) -> Any:
 def _problem(pack: _core.Pack, threads: int, inputs: AttentionInputs) -> _core.Problem:
     fields = map(exchanged, inputs)
     return _core.Problem(pack, *fields, threads=threads, stream=_stream(inputs.query))
+
+
+def _list_problem(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> _core.Problem:
+    problem = _problem(pack, threads, inputs.without_lists())
+    problem.list_keys(exchanged(inputs.indices), exchanged(inputs.index_bias))
+    return problem
 
 
 def _out(query: Tensor) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flash_dmattn import dispatch_state
+from flash_dmattn import dispatch_state, loader
 from flash_dmattn.backends import select_backend
 from flash_dmattn.backends.base import lse_shape, mass_shape, out_shape
 from flash_dmattn.backends.shapes import MOST_HEAD_DIM, has_other_width
@@ -30,8 +30,13 @@ from flash_dmattn.value_width import in_one_width, of_width, without_values
 from . import formula
 from .checks import check_key_lists
 
-__all__ = ["attention", "check_call", "key_mass", "uses_triton"]
+if TYPE_CHECKING:
+    from flash_dmattn.backends.pack import PackBackend
 
+__all__ = ["attention", "check_call", "key_mass", "serving_pack", "uses_triton"]
+
+# Whether packs of GPUs compute these calls by kernels of their own.
+LISTS_OF_GPU_PACKS = False
 _INPUTS = f"{KEY_LISTS.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in KEY_LISTS.differentiable)
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in KEY_LISTS.differentiable)
@@ -75,6 +80,18 @@ def uses_triton(inputs: KeyListInputs, backend: str) -> bool:
     return backend == "triton" and not inputs.deterministic and not wide
 
 
+def serving_pack(inputs: KeyListInputs, backend: str) -> PackBackend | None:
+    """Return the backend of the pack whose kernels compute a call, or None."""
+    device = inputs.query.device
+    if not LISTS_OF_GPU_PACKS or backend not in ("auto", device.type):
+        return None
+    try:
+        chosen: Any = select_backend(device, backend)
+    except loader.NoPackError:
+        return None
+    return chosen if chosen.serves_lists(inputs) else None
+
+
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *plain, backend = map(without_negation, arguments)
     inputs = KeyListInputs(*plain)
@@ -83,7 +100,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         from flash_dmattn.backends.triton import key_lists
 
         return key_lists.forward(inputs)
-    return formula.forward(inputs)
+    pack = serving_pack(inputs, backend)
+    return formula.forward(inputs) if pack is None else pack.list_forward(inputs)
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:

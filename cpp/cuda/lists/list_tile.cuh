@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The tile of a query that lists its keys: some of the query heads of a KV head are its rows, listed keys its columns. Rows of K and V
+// are gathered once for all of them.
+//
+// Steps of columns go through a ring. While a step is computed, the rows of the next one are on their way, and so are the index and the
+// biases of the one after that, and the index of the one behind it.
+#pragma once
+
+#include "../tile/copy_rows.cuh"
+#include "../tile/key_ring.cuh"
+#include "../tile/products.cuh"
+#include "../tile/score.cuh"
+#include "lists.h"
+
+namespace fdm::cuda {
+
+// The columns of a step.
+template <int kColumns> struct ListSlot {
+  int32_t place[kColumns];         // of a key among the rows of K and V of its sequence, or of all pages; -1: no key
+  alignas(8) float bias[kColumns]; // to base 2; -inf: no key
+};
+
+// A block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
+struct ListTask {
+  Sequence s;
+  int64_t sequence_index;
+  int64_t query;         // in its sequence
+  int64_t head, kv_head; // the first of the tile's heads
+  int32_t heads;         // rows of the tile
+  int32_t limit;         // keys of the sequence that the query may see
+  int32_t length;        // of the list; 0 where the query can see no key
+  const int32_t *indices;
+  ScoreView bias;        // of keys
+  ScoreView index_bias;  // of what is listed
+  const uint16_t *k, *v; // place 0
+
+  __device__ void set(const ListParams &params, int64_t number);
+};
+
+// The sequence that a packed row belongs to, if it belongs to any: the first one that ends behind it.
+__device__ inline int64_t sequence_of_row(const fdm_problem &p, int64_t row) {
+  int64_t first = 0, last = p.batch - 1;
+  while (first < last) {
+    const int64_t middle = (first + last) / 2;
+    if (cu_bound(p.cu_seqlens_q, middle + 1) > row)
+      last = middle;
+    else
+      first = middle + 1;
+  }
+  return first;
+}
+
+// Blocks are numbered so that those which run at a time read the keys of one KV head.
+__device__ inline void ListTask::set(const ListParams &params, int64_t number) {
+  const fdm_problem &p = params.p;
+  const int64_t of_tile = quotient(number, params.head_tiles), rows = total_rows(p);
+  const int64_t of_head = quotient(of_tile, rows), row = of_tile - of_head * rows;
+  const int64_t batch = quotient(of_head, p.kv_heads), group = group_size(p);
+  const int64_t first = (number - of_tile * params.head_tiles) * params.heads_per_tile;
+  kv_head = of_head - batch * p.kv_heads;
+  head = kv_head * group + first;
+  heads = int32_t(min64(params.heads_per_tile, group - first));
+  sequence_index = batch;
+  if (is_varlen(p)) sequence_index = p.batch > 0 ? sequence_of_row(p, row) : -1;
+  if (sequence_index >= 0) s = sequence(p, sequence_index);
+  if (sequence_index < 0 || row < s.q_begin || row >= s.q_begin + s.q_count) {
+    // A row of no sequence has results, too.
+    s = {0, row, 1, 0, 0, 0};
+    sequence_index = 0;
+  }
+  query = row - s.q_begin;
+  limit = int32_t(is_causal(p) ? clamp64(query + s.causal_off + 1, 0, s.k_count) : s.k_count);
+  const fdm_tensor &own = p.indices;
+  length = limit > 0 ? int32_t(min64(own.shape[3], INT32_MAX)) : 0;
+  indices = static_cast<const int32_t *>(own.data) + s.batch * own.stride[0] +
+            head_index(p, own, head) * own.stride[1] + row * own.stride[2];
+  bias = score_view(p, p.bias, s, head);
+  index_bias = {};
+  if (const fdm_tensor &t = p.index_bias; present(t)) {
+    const int64_t offset = s.batch * t.stride[0] + head_index(p, t, head) * t.stride[1] + row * t.stride[2];
+    index_bias = {static_cast<const char *>(t.data) + offset * dtype_size(t.dtype), 0, t.stride[3], t.dtype, false};
+  }
+  const auto first_row = [&](const fdm_tensor &t) {
+    if (!present(p.block_table)) return first_key_row(t, s, kv_head);
+    return static_cast<const uint16_t *>(t.data) + kv_head * t.stride[2];
+  };
+  k = first_row(p.k);
+  v = first_row(p.v);
+}
+
+template <class ElementType, int kHeadDimension, int kRowTileCount, int kRowWarpCount, int kKeyWarpCount,
+          int kColumnCount>
+struct ListConfig {
+  using Element = ElementType;
+  using Tile = SmemTile<kHeadDimension>;
+  static constexpr int kHeadDim = kHeadDimension, kRowTiles = kRowTileCount, kRowWarps = kRowWarpCount,
+                       kKeyWarps = kKeyWarpCount, kColumns = kColumnCount;
+  static constexpr int kRows = 16 * kRowTiles * kRowWarps, kThreads = 32 * kRowWarps * kKeyWarps;
+  static constexpr int kWarpColumns = kColumns / kKeyWarps;
+  // The columns whose scores a warp has at a time: the registers hold no more beside the accumulators of 32 rows of 128 columns.
+  static constexpr int kPartColumns = kRowTiles > 1 && kHeadDim > 64 ? kWarpColumns / 2 : kWarpColumns;
+  static constexpr int kStages = 2, kSlots = 3;
+  static constexpr int kKeyBytes = Tile::bytes(kColumns);
+  static_assert(kThreads >= kColumns, "each thread has a column at most");
+  static_assert(kPartColumns % 16 == 0);
+};
+template <class Element, int kHeadDim, ListTileChoice (*kTile)(int, ListHeads), ListHeads kHeads>
+using ListConfigOf = ListConfig<Element, kHeadDim, kTile(kHeadDim, kHeads).row_tiles, kTile(kHeadDim, kHeads).row_warps,
+                                kTile(kHeadDim, kHeads).key_warps, kTile(kHeadDim, kHeads).columns>;
+
+// What the passes have in common in shared memory.
+template <class Config> struct ListShared {
+  alignas(1024) char sQ[Config::Tile::bytes(Config::kRows)];
+  char sKV[Config::kStages][2][Config::kKeyBytes]; // K and V
+  ListSlot<Config::kColumns> slots[Config::kSlots];
+  ListTask task;
+};
+
+template <class Config> struct ListTile {
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  using Slot = ListSlot<Config::kColumns>;
+  static constexpr int kColumns = Config::kColumns, kRowTiles = Config::kRowTiles;
+  static constexpr int kColumnTiles = Config::kPartColumns / 8;
+
+  const ListParams &params;
+  ListShared<Config> &shared;
+  const ListTask &task;
+
+  // What a thread fetches for its column. It is used only when the latency of the loads has passed.
+  struct Entry {
+    int32_t index; // -1: no key
+    uint32_t bias_bits, index_bits;
+  };
+
+  __device__ ListTile(const ListParams &parameters, ListShared<Config> &memory)
+      : params(parameters), shared(memory), task(memory.task) {}
+
+  __device__ static int warp() { return threadIdx.x / 32; }
+  __device__ static int row_warp() { return warp() % Config::kRowWarps; }
+  __device__ static int key_warp() { return warp() / Config::kRowWarps; }
+  // The row that this thread accumulates in tile m of its warp, half 0 or 1.
+  __device__ static int row(int m, int half) { return row_warp() * (16 * kRowTiles) + 16 * m + accumulator_row(half); }
+  // Whether the warp has any row. All threads copy keys, and come to barriers.
+  __device__ bool has_rows_of_warp() const { return row_warp() * (16 * kRowTiles) < task.heads; }
+  __device__ int steps() const { return (task.length + kColumns - 1) / kColumns; }
+
+  // Rows of a (B, rows, heads, D) tensor that are the rows of the tile.
+  __device__ int64_t row_place(const fdm_tensor &t, int r) const {
+    return row_offset(t, task.s, task.query, task.head + r);
+  }
+  __device__ void load_rows(const fdm_tensor &t, const char *tile, bool aligned) const {
+    copy_rows<Tile, Config::kRows, Config::kThreads>(
+        ptx::shared_address(tile), aligned, int(params.p.head_dim), t.stride[3], [&](int r) -> const uint16_t * {
+          return r < task.heads ? static_cast<const uint16_t *>(t.data) + row_place(t, r) : kZeroRow;
+        });
+  }
+
+  __device__ int32_t fetch_index(int step) const {
+    const int32_t c = step * kColumns + int(threadIdx.x);
+    if (int(threadIdx.x) >= kColumns || c >= task.length) return -1;
+    return task.indices[c * params.p.indices.stride[3]];
+  }
+  __device__ Entry fetch(int step, int32_t index) const {
+    Entry entry{index, 0, 0};
+    if (index < 0 || index >= task.limit) {
+      entry.index = -1;
+      return entry;
+    }
+    if (task.bias.data) entry.bias_bits = task.bias.load_bits(index);
+    if (task.index_bias.data) entry.index_bits = task.index_bias.load_bits(int64_t(step) * kColumns + threadIdx.x);
+    return entry;
+  }
+  __device__ void store(int step, const Entry &entry) {
+    if (int(threadIdx.x) >= kColumns) return;
+    Slot &slot = shared.slots[step % Config::kSlots];
+    float bias = entry.index < 0 ? -INFINITY : 0.0f;
+    if (entry.index >= 0) {
+      if (task.bias.data) bias = task.bias.convert(entry.bias_bits);
+      if (task.index_bias.data) bias += task.index_bias.convert(entry.index_bits);
+      bias = to_base_2(bias);
+    }
+    slot.bias[threadIdx.x] = bias;
+    slot.place[threadIdx.x] = bias == -INFINITY ? -1 : place(entry.index);
+  }
+  __device__ int32_t place(int32_t index) const {
+    const fdm_problem &p = params.p;
+    const fdm_tensor &table = p.block_table;
+    if (!present(table)) return index;
+    const auto page_size = static_cast<int32_t>(p.k.shape[1]);
+    const int64_t entry = task.sequence_index * table.stride[0] + (index / page_size) * table.stride[1];
+    const int64_t page =
+        clamp64(static_cast<const int32_t *>(table.data)[entry], 0, p.k.shape[0] - 1); // see sequence()
+    return int32_t(page) * page_size + index % page_size;
+  }
+
+  __device__ int64_t offset(const fdm_tensor &t, int32_t place) const {
+    if (!present(params.p.block_table)) return place * t.stride[1];
+    const auto page_size = static_cast<int32_t>(t.shape[1]);
+    return place / page_size * t.stride[0] + place % page_size * t.stride[1];
+  }
+
+  __device__ uint32_t stage(int step, int values) const {
+    return ptx::shared_address(shared.sKV[step % Config::kStages][values]);
+  }
+
+  // Begins to copy the rows of K and V of a step.
+  __device__ void load_keys(int step) const {
+    constexpr int kTotal = kColumns * Tile::kChunks;
+    const int head_dim = int(params.p.head_dim);
+    const Slot &slot = shared.slots[step % Config::kSlots];
+    const uint32_t k = stage(step, 0), v = stage(step, 1);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kTotal; i += Config::kThreads) {
+      const int r = i / Tile::kChunks, chunk = i % Tile::kChunks;
+      const int32_t own = slot.place[r];
+      const uint32_t k_address = Tile::chunk_address(k, r, chunk), v_address = Tile::chunk_address(v, r, chunk);
+      const uint16_t *k_row = own < 0 ? kZeroRow : task.k + offset(params.p.k, own);
+      const uint16_t *v_row = own < 0 ? kZeroRow : task.v + offset(params.p.v, own);
+      if (params.aligned) {
+        ptx::cp_async_16(k_address, k_row + chunk * 8, own >= 0 && chunk * 8 < head_dim);
+        ptx::cp_async_16(v_address, v_row + chunk * 8, own >= 0 && chunk * 8 < head_dim);
+      } else {
+        copy_chunk_by_elements(k_address, k_row, chunk * 8, head_dim, own < 0 ? 1 : params.p.k.stride[3]);
+        copy_chunk_by_elements(v_address, v_row, chunk * 8, head_dim, own < 0 ? 1 : params.p.v.stride[3]);
+      }
+    }
+  }
+
+  // Calls work(step) for each step, with its K, V and slot in shared memory. The rows of the tile are there, too: their copies are
+  // in a group that was closed before. All threads of the block call this.
+  template <class Work> __device__ void for_steps(const Work &work) {
+    const int count = steps();
+    store(0, fetch(0, fetch_index(0)));
+    store(1, fetch(1, fetch_index(1)));
+    int32_t next = fetch_index(2);
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < Config::kStages; ++step) {
+      if (step < count) load_keys(step);
+      ptx::cp_async_fence();
+    }
+#pragma unroll 1
+    for (int step = 0; step < count; ++step) {
+      ptx::cp_async_wait<Config::kStages - 1>();
+      __syncthreads();
+      const Entry entry = fetch(step + 2, next);
+      next = fetch_index(step + 3);
+      work(step);
+      store(step + 2, entry);
+      __syncthreads(); // no thread reads the stage any more, and what the next copies go by is there
+      if (step + Config::kStages < count) load_keys(step + Config::kStages);
+      ptx::cp_async_fence();
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  // Rows of K or V that are columns of this warp, from its column `first` on.
+  __device__ uint32_t columns_of_warp(int step, int values, int first) const {
+    return stage(step, values) + (key_warp() * Config::kWarpColumns + first) * Tile::kRowBytes;
+  }
+
+  // Products of the warp's rows of a tile with its columns of K or V, from its column `first` on.
+  __device__ void multiply(float (&sums)[kRowTiles][kColumnTiles][4], const char *rows, int step, int values,
+                           int first) const {
+    clear(sums);
+    const uint32_t left = Tile::left(ptx::shared_address(rows), row_warp() * (16 * kRowTiles));
+    gemm_ss<Element, Config::kHeadDim>(sums, left, Tile::right_rows(columns_of_warp(step, values, first)));
+  }
+
+  // Turns these products into scores to base 2, -inf where there is no key. slopes(m, n, i, slope) is told their slopes by the
+  // softcap.
+  template <bool kCap, class Slopes>
+  __device__ void finish_scores(float (&scores)[kRowTiles][kColumnTiles][4], int step, int first,
+                                const Slopes &slopes) const {
+    const Slot &slot = shared.slots[step % Config::kSlots];
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int column = key_warp() * Config::kWarpColumns + first + 8 * n + accumulator_column();
+      const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[column]);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float own = i % 2 ? bias.y : bias.x;
+          float slope;
+          const float score = params.factors.score<kCap>(scores[m][n][i], own, &slope);
+          scores[m][n][i] = own == -INFINITY ? own : score; // also where the query holds NaN
+          slopes(m, n, i, slope);
+        }
+    }
+  }
+};
+
+} // namespace fdm::cuda

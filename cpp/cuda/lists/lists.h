@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Calls whose queries list their keys: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../route/list_route.h"
+#include "../tile/score.cuh"
+
+namespace fdm::cuda {
+
+struct ListParams {
+  fdm_problem p;
+  fdm_forward_args forward;
+  ScoreFactors factors;
+  int32_t heads_per_tile, head_tiles;
+  bool aligned; // what rows_are_aligned says of q, k and v
+};
+
+// The parameters of a launch.
+struct ListLaunch {
+  const ListRoute &route;
+  const ListParams &params;
+};
+
+// Launches one instantiation, which serves head dimensions up to kHeadDim.
+template <class Element, int kHeadDim> cudaError_t launch_list_forward(const ListLaunch &work, cudaStream_t stream);
+
+cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args, const DeviceFacts &device);
+
+} // namespace fdm::cuda

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "list_route.h"
+
+#include <algorithm>
+
+namespace fdm::cuda {
+namespace {
+
+// What one head of a group drops by its bias and another keeps may hold anything, NaN included, so that a tile has heads with the same
+// biases.
+bool heads_share_keys(const fdm_problem &p) {
+  const auto shared = [&](const fdm_tensor &bias) { return !present(bias) || bias.shape[1] <= p.kv_heads; };
+  return p.heads == p.kv_heads || (shared(p.bias) && shared(p.index_bias));
+}
+
+ListRoute route_of(const fdm_problem &p, const DeviceFacts &device,
+                   ListTileChoice (*tile)(int head_dim, ListHeads heads)) {
+  ListRoute route{};
+  const int64_t group = group_size(p), together = heads_share_keys(p) ? group : 1;
+  route.head_dim = device.built->all.serving(p.head_dim);
+  route.heads = together <= kListFewHeads ? ListHeads::few : ListHeads::many;
+  route.tile = tile(route.head_dim, route.heads);
+  route.heads_per_tile = int32_t(std::min<int64_t>(together, route.tile.rows()));
+  route.head_tiles = int32_t(ceil_div(group, route.heads_per_tile));
+  route.rows = (is_varlen(p) ? 1 : p.batch) * total_rows(p);
+  route.blocks = route.rows * p.kv_heads * route.head_tiles;
+  return route;
+}
+
+} // namespace
+
+ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device) {
+  ListRoute route = route_of(p, device, list_forward_tile);
+  if (route.blocks > 0) route.launches.add("list_forward_kernel");
+  return route;
+}
+
+} // namespace fdm::cuda

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The route of a call whose queries list their keys: how many heads of a group share a tile, and what is left in the workspace.
+#pragma once
+
+#include "route.h"
+
+namespace fdm::cuda {
+
+// The heads of a tile: few, whose warps have keys of their own, or many, whose warps have rows of their own.
+enum class ListHeads : uint8_t { few, many };
+
+// A block of threads computes some query heads of one query, which share a KV head and a list, as the rows of its tile: row tiles
+// of 16 rows for each warp, warps with other rows, warps with other columns, and the columns of a step, each a listed key.
+struct ListTileChoice {
+  int row_tiles, row_warps, key_warps, columns;
+
+  constexpr int rows() const { return 16 * row_tiles * row_warps; }
+  constexpr int threads() const { return 32 * row_warps * key_warps; }
+};
+
+constexpr ListTileChoice list_forward_tile(int head_dim, ListHeads heads) {
+  // Each warp has 16 columns of a step. Two stages of more columns would not fit 99 KB of shared memory.
+  if (heads == ListHeads::few) return head_dim <= 128 ? ListTileChoice{1, 1, 4, 64} : ListTileChoice{1, 1, 2, 32};
+  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. The accumulators of 32 rows
+  // of more than 128 columns do not fit the registers.
+  return head_dim <= 128 ? ListTileChoice{2, 4, 1, 64} : ListTileChoice{1, 4, 1, 32};
+}
+
+// The most heads of a group for which few rows are a tile. Two tiles gather their keys twice, which 32 heads of a tile for 64 to 128
+// do not make up for: half of its warps, or more, would have no rows.
+constexpr int64_t kListFewHeads = 32;
+
+struct ListRoute {
+  int32_t head_dim; // of the instantiation
+  ListHeads heads;
+  ListTileChoice tile;
+  int32_t heads_per_tile; // 1 where heads of a group may keep other keys than each other
+  int32_t head_tiles;     // of a KV head
+  int64_t rows;           // of all sequences, those of none included
+  int64_t blocks;         // of threads
+  Launches launches;
+};
+
+ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device);
+
+} // namespace fdm::cuda
